@@ -1,0 +1,260 @@
+"""The data of a run: read and checked before any model is loaded, tokenized once per node, shared by its ranks.
+
+The first process of each node reads and tokenizes into a folder beside the datasets cache; the others wait and map
+the same files into memory. Which rows a rank sees in which order is decided in batch.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import shutil
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import torch
+
+from unsloth_ddp.errors import UserError
+from unsloth_ddp.formats import Example, to_example
+from unsloth_ddp.loss import IGNORED
+from unsloth_ddp.rows import check_source, read_rows
+from unsloth_ddp.runtime import Runtime
+from unsloth_ddp.settings import Settings
+from unsloth_ddp.tokens import Encoder
+
+EXAMPLE_FEATURES = datasets.Features({"place": datasets.Value("string"), "example": datasets.Value("string")})
+TOKEN_FEATURES = datasets.Features(
+    {
+        "input_ids": datasets.List(datasets.Value("int32")),
+        "labels": datasets.List(datasets.Value("int32")),
+        "overlong": datasets.Value("bool"),
+        "supervised": datasets.Value("int32"),
+    }
+)
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What a set holds: rows, tokens, supervised (next-token) predictions, rows that were over max_length."""
+
+    rows: int = 0
+    tokens: int = 0
+    supervised: int = 0
+    truncated: int = 0
+    dropped: int = 0
+    longest: int = 0
+
+
+@dataclass(frozen=True)
+class TokenizedRows:
+    """A tokenized set. `dataset` holds one row more than `counts.rows`: the filler at its end (see batch.RowOrder)."""
+
+    dataset: datasets.Dataset
+    counts: Counts
+
+
+@contextlib.contextmanager
+def node_folder(runtime: Runtime) -> Iterator[Path]:
+    """A folder that the ranks of each node share for this run; it is removed at the end."""
+
+    def make() -> str:
+        cache = Path(datasets.config.HF_DATASETS_CACHE)
+        cache.mkdir(parents=True, exist_ok=True)
+        return tempfile.mkdtemp(prefix="unsloth_ddp_", dir=cache)
+
+    mine = runtime.alone(make, per_node=True)
+    folder = runtime.gather(mine)[runtime.ranks.rank - runtime.ranks.local_rank]
+    assert folder is not None
+    try:
+        yield Path(folder)
+    finally:
+        if runtime.ranks.is_local_main:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def read_examples(settings: Settings, runtime: Runtime, folder: Path) -> None:
+    """Read every row of the run into `folder` and refuse the first bad one, naming file and line."""
+    datasets.disable_progress_bars()
+
+    def read() -> None:
+        train = _examples(settings.dataset, settings.dataset_split, settings.dataset_config, folder)
+        if settings.eval_dataset:
+            evaluation = _examples(settings.eval_dataset, settings.eval_dataset_split, settings.dataset_config, folder)
+            evaluation.save_to_disk(folder / "examples_eval")
+        elif settings.eval_fraction:
+            train, evaluation = split_rows(train, settings.eval_fraction, settings.seed)
+            evaluation.save_to_disk(folder / "examples_eval")
+        train.save_to_disk(folder / "examples_train")
+
+    runtime.alone(read, per_node=True)
+
+
+def held_out_examples(folder: Path, limit: int) -> list[Example]:
+    """The first `limit` evaluation rows, as they were read."""
+    path = folder / "examples_eval"
+    if not limit or not path.exists():
+        return []
+    rows = datasets.load_from_disk(path)
+    return [Example(**json.loads(row["example"])) for row in rows.select(range(min(limit, len(rows))))]
+
+
+def split_rows(rows: datasets.Dataset, fraction: float, seed: int) -> tuple[datasets.Dataset, datasets.Dataset]:
+    """Set a seeded fraction of the rows aside for evaluation."""
+    aside = round(len(rows) * fraction)
+    if not 0 < aside < len(rows):
+        raise UserError(
+            f"eval_fraction {fraction} of {len(rows)} rows is {aside} rows; choose one that leaves rows on both sides."
+        )
+    parts = rows.train_test_split(test_size=aside, seed=seed)
+    return parts["train"], parts["test"]
+
+
+def _examples(sources: list[str], split: str, config: str | None, folder: Path) -> datasets.Dataset:
+    for source in sources:
+        check_source(source)
+
+    def rows() -> Iterator[dict[str, str]]:
+        for source in sources:
+            for place, columns in read_rows(source, split, config):
+                try:
+                    example = to_example(columns)
+                    yield {"place": place, "example": json.dumps(dataclasses.asdict(example))}
+                except UserError as error:
+                    raise UserError(f"{place}: {error}") from None
+                except UnicodeEncodeError:
+                    raise UserError(f"{place}: the row holds broken Unicode; mend or remove it.") from None
+
+    return _from_rows(rows(), EXAMPLE_FEATURES, folder, ", ".join(sources))
+
+
+def _from_rows(
+    rows: Iterator[dict[str, Any]], features: datasets.Features, folder: Path, sources: str
+) -> datasets.Dataset:
+    path = Path(tempfile.mkdtemp(dir=folder)) / "rows.arrow"
+    with datasets.arrow_writer.ArrowWriter(features=features, path=str(path)) as writer:
+        for row in rows:
+            writer.write(row)
+        count, _ = writer.finalize()
+    if not count:
+        raise UserError(f"dataset {sources} holds no rows.")
+    return datasets.Dataset.from_file(str(path))
+
+
+def tokenize_examples(
+    settings: Settings, runtime: Runtime, folder: Path, tokenizer: Any
+) -> tuple[TokenizedRows, TokenizedRows | None]:
+    """The training and the evaluation set (None without one), tokenized by one process of each node.
+
+    Raises:
+        UserError: the chat template cannot render a row, or a set has no supervised token.
+    """
+
+    def tokenize() -> None:
+        encoder = Encoder(tokenizer, supervise_all=settings.loss_on == "all")
+        for name in ("train", "eval"):
+            if (folder / f"examples_{name}").exists():
+                examples = datasets.load_from_disk(folder / f"examples_{name}")
+                tokenized = _tokenize(examples, encoder, settings, "training" if name == "train" else "evaluation")
+                tokenized.save_to_disk(folder / name)
+
+    runtime.alone(tokenize, per_node=True)
+    evaluation = _tokenized_rows(folder / "eval") if (folder / "eval").exists() else None
+    return _tokenized_rows(folder / "train"), evaluation
+
+
+def _tokenize(examples: datasets.Dataset, encoder: Encoder, settings: Settings, purpose: str) -> datasets.Dataset:
+    def encode(row: dict[str, str]) -> dict[str, Any]:
+        try:
+            encoded = encoder.encode(Example(**json.loads(row["example"])))
+        except UserError as error:
+            return {
+                "input_ids": [],
+                "labels": [],
+                "overlong": False,
+                "supervised": 0,
+                "problem": f"{row['place']}: {error}",
+            }
+        overlong = len(encoded["input_ids"]) > settings.max_length
+        ids, labels = encoded["input_ids"][: settings.max_length], encoded["labels"][: settings.max_length]
+        supervised = sum(label != IGNORED for label in labels[1:])
+        return {"input_ids": ids, "labels": labels, "overlong": overlong, "supervised": supervised, "problem": ""}
+
+    tokenized = examples.map(
+        encode,
+        remove_columns=examples.column_names,
+        num_proc=settings.dataset_num_proc if settings.dataset_num_proc > 1 else None,
+        features=datasets.Features({**TOKEN_FEATURES, "problem": datasets.Value("string")}),
+    )
+    problems = [problem for problem in tokenized["problem"] if problem]
+    if problems:
+        raise UserError(problems[0])
+    tokenized = tokenized.remove_columns("problem")
+    if settings.overlong == "drop":
+        kept = np.flatnonzero(~np.asarray(tokenized["overlong"], dtype=bool))
+        if not len(kept):
+            raise UserError(f"Every {purpose} row is over max_length {settings.max_length}, so none is left; raise it.")
+        dropped = len(tokenized) - len(kept)
+        tokenized = tokenized.select(kept).flatten_indices()
+    else:
+        dropped = 0
+    counts = _count(tokenized, dropped)
+    if not counts.supervised:
+        raise UserError(
+            f"The {purpose} set has no supervised token in {counts.rows} rows; check that the rows have assistant turns "
+            f"within max_length {settings.max_length}, or use --loss_on all."
+        )
+    tokenized.info.description = json.dumps(dataclasses.asdict(counts))
+    filler = {
+        "input_ids": [tokenized[0]["input_ids"][:1]],
+        "labels": [[IGNORED]],
+        "overlong": [False],
+        "supervised": [0],
+    }
+    with_filler = datasets.concatenate_datasets(
+        [tokenized, datasets.Dataset.from_dict(filler, features=TOKEN_FEATURES)]
+    )
+    with_filler.info.description = json.dumps(dataclasses.asdict(counts))
+    return with_filler
+
+
+def _count(tokenized: datasets.Dataset, dropped: int) -> Counts:
+    lengths = [len(ids) for ids in tokenized.with_format("numpy", columns=["input_ids"])["input_ids"]]
+    return Counts(
+        rows=len(tokenized),
+        tokens=sum(lengths),
+        supervised=int(np.sum(tokenized["supervised"])),
+        truncated=int(np.sum(tokenized["overlong"])),
+        dropped=dropped,
+        longest=max(lengths),
+    )
+
+
+def _tokenized_rows(path: Path) -> TokenizedRows:
+    tokenized = datasets.load_from_disk(path)
+    counts = Counts(**json.loads(tokenized.info.description))
+    return TokenizedRows(tokenized.with_format("numpy", columns=["input_ids", "labels"]), counts)
+
+
+@dataclass
+class PadRight:
+    """Collate rows into `input_ids`, `attention_mask` and `labels`, each (batch, longest row), int64."""
+
+    pad_token_id: int
+
+    def __call__(self, rows: list[dict[str, np.ndarray]]) -> dict[str, torch.Tensor]:
+        shape = (len(rows), max(len(row["input_ids"]) for row in rows))
+        ids = torch.full(shape, self.pad_token_id, dtype=torch.int64)
+        labels = torch.full(shape, IGNORED, dtype=torch.int64)
+        mask = torch.zeros(shape, dtype=torch.int64)
+        for index, row in enumerate(rows):
+            length = len(row["input_ids"])
+            ids[index, :length] = torch.as_tensor(row["input_ids"])
+            labels[index, :length] = torch.as_tensor(row["labels"])
+            mask[index, :length] = 1
+        return {"input_ids": ids, "attention_mask": mask, "labels": labels}

@@ -1,0 +1,58 @@
+"""The token mean over every rank and accumulation step: the one place where a loss is scaled.
+
+The gradient of an optimizer step is that of
+
+    (sum of the supervised token losses over all ranks and accumulation steps) / (number of those tokens)
+
+DistributedDataParallel averages gradients over ranks, so each rank has to contribute
+
+    (sum of its own token losses) / (global count / world size)
+
+which is what `step_divisor` gives to the model as `num_items_in_batch`. Upstream's own averaging
+(average_tokens_across_devices) is switched off, so that nothing multiplies a second time. The divisor may be a
+fraction: 2 tokens on 4 ranks give 0.5.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+
+import torch
+from torch import Tensor
+
+IGNORED = -100
+
+
+def supervised_tokens(labels: Tensor) -> Tensor:
+    """How many next-token predictions `labels` (batch, sequence) supervise: position 0 is never predicted.
+
+    Returns a 0-dim int64 tensor on the device of `labels`; reading it is left to the caller, so nothing waits.
+    """
+    return (labels[..., 1:] != IGNORED).sum()
+
+
+def step_divisor(
+    batches: Iterable[Mapping[str, Tensor]], world_size: int, sum_over_ranks: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """What each rank divides its summed token losses by, for the micro-batches of one optimizer step.
+
+    Args:
+        batches: this rank's micro-batches of the step, each with `labels` (batch, sequence).
+        world_size: number of ranks that average their gradients.
+        sum_over_ranks: all-reduce of a 0-dim tensor; called exactly once on every rank.
+
+    Returns a 0-dim float32 tensor, global count / world size. A step without any supervised token counts as one,
+    so that its loss is 0 and not 0 / 0.
+    """
+    local = torch.stack([supervised_tokens(batch["labels"]) for batch in batches]).sum()
+    return sum_over_ranks(local).clamp(min=1).to(torch.float32) / world_size
+
+
+def mean_to_step_loss(mean: Tensor, labels: Tensor, divisor: Tensor) -> Tensor:
+    """The step's share of a model that can only return the mean over its own micro-batch.
+
+    mean x (tokens of this micro-batch) / divisor is the sum over the micro-batch, divided as above. A micro-batch
+    without supervised tokens has a mean of 0 / 0; it contributes 0.
+    """
+    count = supervised_tokens(labels)
+    return torch.where(count > 0, mean, torch.zeros_like(mean)) * count / divisor

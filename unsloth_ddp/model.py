@@ -1,0 +1,198 @@
+"""load_model(): the model that will be trained and its tokenizer, by method and backend.
+
+Unsloth where there is an accelerator, Transformers + PEFT elsewhere. The same settings mean the same in both: what
+the base weights are kept in, which modules get an adapter, what is recomputed.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from unsloth_ddp.errors import UserError
+from unsloth_ddp.runtime import Runtime
+from unsloth_ddp.settings import Settings
+from unsloth_ddp.tokens import set_chat_template
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+def check_model(settings: Settings, runtime: Runtime) -> None:
+    """Refuse what cannot be loaded here, before anything is.
+
+    Raises:
+        UserError: a folder without a config.json, or a method or option that this machine or backend does not have.
+    """
+    model = str(settings.model)
+    path = Path(model).expanduser()
+    local = path.exists() or model.startswith((".", "/", "~")) or model.count("/") > 1
+    if local and not (path / "config.json").is_file():
+        raise UserError(f"model {model} is not a model folder: it has no config.json; give a Hub id or a saved model.")
+    if settings.method == "qlora" and runtime.device_type == "cpu":
+        raise UserError("method qlora needs a GPU for its 4-bit kernels and none is used here; use --method lora.")
+    if settings.method == "qlora" and importlib.util.find_spec("bitsandbytes") is None:
+        raise UserError("method qlora needs bitsandbytes, which is not installed here; use --method lora.")
+    if runtime.backend == "transformers" and settings.gradient_checkpointing == "unsloth":
+        raise UserError("gradient_checkpointing unsloth needs the unsloth backend, which is not used here; use torch.")
+
+
+def load_model(settings: Settings, runtime: Runtime) -> tuple[Any, Any]:
+    """The model, on this process's device and ready for a trainer, and its tokenizer.
+
+    Raises:
+        UserError: the model cannot be found or loaded.
+    """
+    try:
+        load = _load_unsloth if runtime.backend == "unsloth" else _load_transformers
+        model, tokenizer = load(settings, runtime)
+    except (OSError, ValueError) as error:
+        if isinstance(error, UserError):
+            raise
+        raise UserError(f"model {settings.model} cannot be loaded: {' '.join(str(error).split())}") from error
+    set_chat_template(tokenizer, settings.chat_template)
+    if tokenizer.eos_token_id is None:
+        raise UserError(f"model {settings.model}: its tokenizer has no EOS token, so no row could end; set one.")
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    model.config.use_cache = False
+    return model, tokenizer
+
+
+def weights_dtype(settings: Settings, runtime: Runtime) -> torch.dtype:
+    """What the base weights are kept in: the compute precision, but fp32 master weights where they are trained."""
+    if settings.method == "full":
+        return DTYPES[settings.full_weights]
+    return DTYPES[runtime.precision]
+
+
+def _load_unsloth(settings: Settings, runtime: Runtime) -> tuple[Any, Any]:
+    from unsloth import FastLanguageModel
+
+    checkpointing: Any = {"none": False, "torch": True, "unsloth": "unsloth"}[settings.gradient_checkpointing]
+    model, tokenizer = FastLanguageModel.from_pretrained(
+        model_name=str(settings.model),
+        revision=settings.model_revision,
+        max_seq_length=settings.max_length,
+        dtype=DTYPES[runtime.precision],
+        load_in_4bit=settings.method == "qlora",
+        full_finetuning=settings.method == "full",
+        float32_mixed_precision=settings.full_weights == "fp32" if settings.method == "full" else None,
+        use_gradient_checkpointing=checkpointing,
+        # Automatic maps put every rank's model on the first GPU, or spread one model over all of them.
+        device_map=runtime.device_map,
+        # An embedding in host memory is not on the device whose gradients DDP averages.
+        offload_embedding=False,
+        trust_remote_code=settings.trust_remote_code,
+        use_safetensors=settings.use_safetensors,
+    )
+    if settings.method != "full":
+        model = FastLanguageModel.get_peft_model(
+            model,
+            r=settings.lora_r,
+            lora_alpha=settings.lora_alpha,
+            lora_dropout=settings.lora_dropout,
+            target_modules=_target_modules(settings, model),
+            modules_to_save=settings.lora_modules_to_save or None,
+            use_rslora=settings.use_rslora,
+            bias="none",
+            use_gradient_checkpointing=checkpointing,
+            random_state=settings.seed,
+        )
+    return model, getattr(tokenizer, "tokenizer", tokenizer)
+
+
+def _target_modules(settings: Settings, model: torch.nn.Module) -> list[str]:
+    """The names to adapt; all-linear stands for every linear layer but the output head, as in PEFT."""
+    if settings.lora_target_modules != ["all-linear"]:
+        return settings.lora_target_modules
+    head = model.get_output_embeddings()  # type: ignore[operator]
+    linear = (n for n, m in model.named_modules() if isinstance(m, torch.nn.Linear) and m is not head)
+    return sorted({name.rpartition(".")[2] for name in linear})
+
+
+def _load_transformers(settings: Settings, runtime: Runtime) -> tuple[Any, Any]:
+    import transformers
+    from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
+
+    transformers.utils.logging.disable_progress_bar()
+    source: dict[str, Any] = {"revision": settings.model_revision, "trust_remote_code": settings.trust_remote_code}
+    tokenizer = transformers.AutoTokenizer.from_pretrained(settings.model, **source)
+    quantization = None
+    if settings.method == "qlora":
+        quantization = transformers.BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=DTYPES[runtime.precision],
+        )
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        settings.model,
+        dtype=weights_dtype(settings, runtime),
+        device_map=runtime.device_map,
+        quantization_config=quantization,
+        attn_implementation=settings.attn_implementation,
+        use_safetensors=settings.use_safetensors,
+        **source,
+    )
+    checkpointing = settings.gradient_checkpointing != "none"
+    if quantization is not None:
+        model = prepare_model_for_kbit_training(
+            model,
+            use_gradient_checkpointing=checkpointing,
+            gradient_checkpointing_kwargs={"use_reentrant": False},
+        )
+    if settings.method != "full":
+        targets = settings.lora_target_modules
+        config = LoraConfig(
+            r=settings.lora_r,
+            lora_alpha=settings.lora_alpha,
+            lora_dropout=settings.lora_dropout,
+            target_modules=targets[0] if targets == ["all-linear"] else targets,
+            modules_to_save=settings.lora_modules_to_save or None,
+            use_rslora=settings.use_rslora,
+            task_type="CAUSAL_LM",
+        )
+        torch.manual_seed(settings.seed)
+        model = get_peft_model(model, config)
+    return model, tokenizer
+
+
+def parameter_counts(model: torch.nn.Module) -> tuple[int, int]:
+    """(all, trainable) parameters; packed 4-bit weights count as the numbers they hold, not their bytes."""
+    total = trainable = 0
+    for parameter in model.parameters():
+        state = getattr(parameter, "quant_state", None)
+        count = state.shape.numel() if state is not None else parameter.numel()
+        total += count
+        trainable += count if parameter.requires_grad else 0
+    return total, trainable
+
+
+def save_merged(settings: Settings, adapter: Path, target: Path) -> None:
+    """Fold the adapter at `adapter` into its base model and write the whole model, in 16 bit, to `target`.
+
+    The base is loaded again on the CPU, in 16 bit: merging into 4-bit weights would round the adapter away.
+    """
+    import transformers
+    from peft import PeftModel
+
+    base = transformers.AutoModelForCausalLM.from_pretrained(
+        settings.model,
+        revision=settings.model_revision,
+        trust_remote_code=settings.trust_remote_code,
+        use_safetensors=settings.use_safetensors,
+        dtype=torch.bfloat16,
+        device_map={"": "cpu"},
+    )
+    if getattr(base, "quantization_method", None) is not None or "quantization_config" in base.config.to_dict():
+        base = base.dequantize()
+    merged = PeftModel.from_pretrained(base, str(adapter)).merge_and_unload()
+    merged.config.use_cache = True
+    merged.save_pretrained(target)
+    transformers.AutoTokenizer.from_pretrained(adapter).save_pretrained(target)
+    del base, merged
+    gc.collect()

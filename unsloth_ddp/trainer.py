@@ -1,0 +1,317 @@
+"""One SFTTrainer subclass that wires loss averaging, the batch plan and telemetry into Transformers' loop.
+
+Import this after the backend: with Unsloth imported, `trl.SFTTrainer` is Unsloth's own version of it. Each method
+below replaces one step of the loop and says what upstream does there instead.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Trainer, TrainerCallback
+from transformers.trainer_callback import ExportableState
+from transformers.trainer_utils import EvalLoopOutput
+from trl import SFTTrainer
+from trl.trainer.sft_config import SFTConfig
+
+from unsloth_ddp.batch import BatchPlan, RowOrder
+from unsloth_ddp.checkpoint import make_cpu_checkpoints_readable
+from unsloth_ddp.data import PadRight, TokenizedRows
+from unsloth_ddp.errors import UserError
+from unsloth_ddp.loss import mean_to_step_loss, step_divisor, supervised_tokens
+from unsloth_ddp.runtime import Runtime, quiet
+from unsloth_ddp.settings import Settings
+from unsloth_ddp.telemetry import Meter, Totals, summarize
+
+logger = logging.getLogger("unsloth_ddp")
+
+# SFTConfig fields that the kit computes or that would undo what it does.
+OWNED_ARGS = {
+    "average_tokens_across_devices", "packing", "padding_free", "dataset_kwargs", "remove_unused_columns", "bf16",
+    "fp16", "use_cpu", "gradient_accumulation_steps", "per_device_train_batch_size", "output_dir", "run_name",
+    "train_sampling_strategy", "dataloader_drop_last", "push_to_hub", "hub_token", "assistant_only_loss",
+    "completion_only_loss", "max_length", "label_smoothing_factor", "auto_find_batch_size", "accelerator_config",
+}  # fmt: skip
+
+
+def make_config(settings: Settings, runtime: Runtime, plan: BatchPlan, run_folder: Path, evaluates: bool) -> Any:
+    """TRL's SFTConfig for these settings, every field set: Unsloth's version of it has defaults of its own.
+
+    Raises:
+        UserError: trainer_args names no field of SFTConfig, one the kit owns, or a value it refuses.
+    """
+    defaults = {
+        f.name: f.default if f.default is not dataclasses.MISSING else f.default_factory()  # type: ignore[misc]
+        for f in dataclasses.fields(SFTConfig)
+        if f.init
+    }
+    for name in settings.trainer_args:
+        if name in OWNED_ARGS or hasattr(settings, name):
+            raise UserError(
+                f"trainer_args: {name} is decided by the kit; use the option of train_ddp.py --help instead."
+            )
+        if name not in defaults:
+            raise UserError(f"trainer_args: SFTConfig has no field {name}; see the documentation of TRL's SFTConfig.")
+    strategy = settings.eval_strategy
+    if strategy == "auto":
+        strategy = "steps" if settings.eval_steps else "epoch"
+    checkpointing = settings.gradient_checkpointing != "none"
+    chosen = {
+        "output_dir": str(run_folder),
+        "run_name": run_folder.name,
+        "per_device_train_batch_size": plan.per_device,
+        "per_device_eval_batch_size": settings.per_device_eval_batch_size,
+        "gradient_accumulation_steps": plan.accumulation,
+        # loss.py averages; with this on, Transformers would multiply by the world size a second time.
+        "average_tokens_across_devices": False,
+        "bf16": runtime.precision == "bf16",
+        "fp16": runtime.precision == "fp16",
+        "use_cpu": runtime.device_type == "cpu",
+        "gradient_checkpointing": checkpointing,
+        "gradient_checkpointing_kwargs": {"use_reentrant": False} if checkpointing else None,
+        "ddp_find_unused_parameters": settings.ddp_find_unused_parameters,
+        "ddp_timeout": settings.ddp_timeout,
+        "eval_strategy": strategy if evaluates else "no",
+        "save_strategy": settings.save_strategy,
+        "report_to": [] if settings.report_to == ["none"] else settings.report_to,
+        "max_length": settings.max_length,
+        "packing": False,
+        "padding_free": False,
+        # Rows arrive tokenized, with labels; see data.py.
+        "dataset_kwargs": {"skip_prepare_dataset": True},
+        "remove_unused_columns": False,
+        # Reading every loss to look for NaN would make each micro-batch wait for the device.
+        "logging_nan_inf_filter": False,
+        "logging_first_step": True,
+        "restore_callback_states_from_checkpoint": True,
+        "trust_remote_code": settings.trust_remote_code,
+        # A bar that is not on a terminal would fill a log file with its redraws.
+        "log_level_replica": "error",
+        "disable_tqdm": not sys.stderr.isatty(),
+        "dataloader_pin_memory": runtime.device_type == "cuda",
+    }
+    same_name = {n: getattr(settings, n) for n in defaults if hasattr(settings, n)}
+    try:
+        return SFTConfig(**{**defaults, **same_name, **chosen, **settings.trainer_args, "push_to_hub": False})
+    except (TypeError, ValueError) as error:
+        raise UserError(f"The training options are refused by TRL: {' '.join(str(error).split())}") from None
+
+
+def make_trainer(
+    settings: Settings,
+    runtime: Runtime,
+    plan: BatchPlan,
+    run_folder: Path,
+    model: Any,
+    tokenizer: Any,
+    rows: TokenizedRows,
+    eval_rows: TokenizedRows | None,
+) -> DDPTrainer:
+    """The trainer of one run; TensorBoard events go to <run>/tensorboard/."""
+    os.environ.setdefault("TENSORBOARD_LOGGING_DIR", str(run_folder / "tensorboard"))
+    config = make_config(settings, runtime, plan, run_folder, evaluates=eval_rows is not None)
+    return DDPTrainer(model, config, rows, eval_rows, tokenizer, runtime, settings, plan)
+
+
+class SavedTotals(TrainerCallback, ExportableState):
+    """Keeps the run's totals inside every checkpoint, so that they go on when it is resumed.
+
+    `pending` holds the sums of all ranks since the last log line, which the totals do not hold yet.
+    """
+
+    def __init__(self, totals: dict[str, Any] | None = None, pending: list[float] | None = None) -> None:
+        self.totals = Totals(**(totals or {}))
+        self.pending = pending
+
+    def state(self) -> dict[str, Any]:
+        """What Transformers writes to trainer_state.json and gives back to __init__."""
+        return {"args": {"totals": dataclasses.asdict(self.totals), "pending": self.pending}, "attributes": {}}
+
+
+class DDPTrainer(SFTTrainer):
+    """SFTTrainer whose step is the token mean over every rank and accumulation step, whatever the layout."""
+
+    def __init__(
+        self,
+        model: Any,
+        args: Any,
+        train: TokenizedRows,
+        evaluation: TokenizedRows | None,
+        tokenizer: Any,
+        runtime: Runtime,
+        settings: Settings,
+        plan: BatchPlan,
+    ) -> None:
+        self.runtime = runtime
+        self.settings = settings
+        self.plan = plan
+        self.rows = {"train": train.counts.rows, "eval": evaluation.counts.rows if evaluation else 0}
+        super().__init__(
+            model=model,
+            args=args,
+            train_dataset=train.dataset,
+            eval_dataset=evaluation.dataset if evaluation else None,
+            processing_class=tokenizer,
+            data_collator=PadRight(tokenizer.pad_token_id),
+            callbacks=[SavedTotals()],
+        )
+        assert self.args.gradient_accumulation_steps == plan.accumulation, "the trainer changed the batch plan"
+        # A model that does not take the divisor returns its own mean; token_loss() turns that into the step's share.
+        self.model_divides = bool(self.model_accepts_loss_kwargs)
+        self.model_accepts_loss_kwargs = True
+        self.meter = Meter(self._gather_sums, self.args.device)
+
+    def _gather_sums(self, sums: Tensor) -> Tensor:
+        return self.accelerator.gather(sums.unsqueeze(0))
+
+    @property
+    def _saved(self) -> SavedTotals:
+        # Looked up each time: resuming replaces the callback by a new one.
+        return next(c for c in self.callback_handler.callbacks if isinstance(c, SavedTotals))
+
+    @property
+    def totals(self) -> Totals:
+        """Exact sums over all ranks since the run began, checkpoints included."""
+        return self._saved.totals
+
+    # ---- rows: upstream shuffles with the global RNG and sees some rows twice to even out the ranks ----
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> RowOrder:
+        slots = self.args.per_device_train_batch_size * self.args.world_size
+        return RowOrder(self.rows["train"], slots, seed=self.args.data_seed or self.args.seed)
+
+    def _get_eval_sampler(self, eval_dataset: Any) -> RowOrder:
+        slots = self.args.per_device_eval_batch_size * self.args.world_size
+        return RowOrder(self.rows["eval"], slots, seed=None)
+
+    # ---- loss: upstream divides by its own count and multiplies by the world size ----
+
+    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> tuple[list[Any], Any]:
+        """The micro-batches of one optimizer step and the divisor of their losses (see loss.py)."""
+        batches = []
+        for _ in range(num_batches):
+            try:
+                batches.append(next(epoch_iterator))
+            except StopIteration:
+                break
+        if not batches:
+            return batches, None
+        return batches, step_divisor(batches, self.args.world_size, self._sum_over_ranks)
+
+    def _sum_over_ranks(self, count: Tensor) -> Tensor:
+        return self.accelerator.reduce(count.to(self.args.device), reduction="sum")
+
+    def compute_loss(
+        self, model: Any, inputs: dict[str, Tensor], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """Summed token losses of a micro-batch / divisor; TRL's per-batch metrics, which wait for the device, are left out."""
+        labels = inputs["labels"]
+        divisor = num_items_in_batch
+        if self.runtime.backend == "unsloth":
+            # Unsloth's own compute_loss prepares inputs for some models and hands the divisor to its fused loss.
+            loss = super().compute_loss(model, dict(inputs), num_items_in_batch=divisor if self.model_divides else None)
+        else:
+            loss = self._transformers_loss(model, inputs, divisor if self.model_divides else None)
+        if not self.model_divides:
+            loss = mean_to_step_loss(loss, labels, divisor)
+        if self.model.training:
+            lengths = inputs["attention_mask"].sum(dim=1)
+            # The filler row, which evens out the processes, has one token.
+            tokens = lengths.masked_fill(lengths == 1, 0).sum()
+            self.meter.add(loss * divisor, supervised_tokens(labels), tokens)
+        return (loss, None) if return_outputs else loss
+
+    def _transformers_loss(self, model: Any, inputs: dict[str, Tensor], divisor: Tensor | None) -> Tensor:
+        extra: dict[str, Any] = {"use_cache": False}
+        if divisor is not None:
+            extra["num_items_in_batch"] = divisor
+        if self.runtime.device_type == "cuda":
+            # TRL's fused head never builds the (batch, sequence, vocabulary) logits; its kernel needs a GPU.
+            extra["fused_lm_head"] = True
+        return model(**inputs, **extra).loss
+
+    # ---- evaluation: upstream averages the means of batches, and counts repeated rows again ----
+
+    def evaluation_loop(
+        self,
+        dataloader: Any,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> EvalLoopOutput:
+        """The token mean over the whole set, each row once, in any layout."""
+        began = time.perf_counter()
+        model = self.model_wrapped if self.is_deepspeed_enabled or self.is_fsdp_enabled else self.model
+        was_training = model.training
+        model.eval()
+        one = torch.ones((), device=self.args.device)
+        sums = torch.zeros(2, dtype=torch.float64, device=self.args.device)
+        with torch.no_grad():
+            for inputs in dataloader:
+                inputs = self._prepare_inputs(inputs)
+                with self.compute_loss_context_manager():
+                    loss_sum = self.compute_loss(model, inputs, num_items_in_batch=one)
+                sums += torch.stack([loss_sum.double(), supervised_tokens(inputs["labels"]).double()])
+                self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
+        loss, count = self._gather_sums(sums).sum(dim=0).tolist()
+        model.train(was_training)
+        self.meter.began += time.perf_counter() - began
+        metrics = {f"{metric_key_prefix}_loss": loss / count}
+        return EvalLoopOutput(None, None, metrics, num_samples=self.rows["eval"])
+
+    # ---- reports: upstream logs the mean of step means ----
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Every rank calls this at the same steps; the losses logged are exact token means."""
+        if "loss" in logs:
+            logs.update(self._collect())
+        if "train_loss" in logs:
+            self._collect()
+            logs["train_loss"] = self.totals.train_loss
+        logger.info("step %s %s", self.state.global_step, logs)
+        Trainer.log(self, logs, start_time)
+
+    def _collect(self) -> dict[str, float]:
+        self.meter.totals = self.totals
+        return self.meter.collect()
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        began = time.perf_counter()
+        self._saved.pending = self._gather_sums(self.meter.sums).sum(dim=0).tolist()
+        # Not TRL's, which also writes a model card into every checkpoint.
+        Trainer._save_checkpoint(self, model, trial)
+        self.meter.began += time.perf_counter() - began
+
+    def _load_callback_state(self) -> None:
+        super()._load_callback_state()
+        if self.runtime.ranks.is_main and self._saved.pending is not None:
+            self.meter.sums += torch.tensor(self._saved.pending, dtype=torch.float64, device=self.args.device)
+
+    def run(self, checkpoint: str | None) -> dict[str, Any]:
+        """Train to the end, from `checkpoint` if there is one, evaluate, and return the run's summary."""
+        if checkpoint and self.runtime.device_type == "cpu":
+            make_cpu_checkpoints_readable()
+        began = time.perf_counter()
+        with quiet(not self.runtime.ranks.is_main):
+            self.train(resume_from_checkpoint=checkpoint)
+        seconds = time.perf_counter() - began
+        summary = summarize(self.settings, self.runtime, self.plan, self.totals, self.state.global_step, seconds)
+        return summary | {"eval_loss": self._final_eval_loss()}
+
+    def _final_eval_loss(self) -> float | None:
+        """The evaluation loss of the trained model, measured now unless the last step did."""
+        if self.eval_dataset is None:
+            return None
+        for entry in reversed(self.state.log_history):
+            if "eval_loss" in entry and entry.get("step") == self.state.global_step:
+                return entry["eval_loss"]
+        return self.evaluate()["eval_loss"]

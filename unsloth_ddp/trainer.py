@@ -163,6 +163,8 @@ class DDPTrainer(SFTTrainer):
             data_collator=PadRight(tokenizer.pad_token_id),
             callbacks=[SavedTotals()],
         )
+        # Unsloth's __init__ filters out rows without supervised tokens, and with them the filler.
+        self.train_dataset, self.eval_dataset = train.dataset, evaluation.dataset if evaluation else None
         assert self.args.gradient_accumulation_steps == plan.accumulation, "the trainer changed the batch plan"
         # A model that does not take the divisor returns its own mean; token_loss() turns that into the step's share.
         self.model_divides = bool(self.model_accepts_loss_kwargs)

@@ -1,0 +1,237 @@
+"""Every option of a run, once: typed dataclasses, one per topic, with their defaults and what cannot be meant.
+
+How they are read from a YAML file and the command line is in settings.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from unsloth_ddp.errors import UserError
+
+
+def option(default: Any, text: str, **metadata: Any) -> Any:
+    """A dataclass field with a one-line help text; a list default is copied for every instance."""
+    metadata["help"] = text
+    if isinstance(default, (list, dict)):
+        return field(default_factory=lambda: type(default)(default), metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+@dataclass
+class ModelSettings:
+    """Model"""
+
+    model: str | None = option(None, "Hub id or folder of the base model.", path=True)
+    model_revision: str | None = option(None, "Branch, tag or commit of the model on the Hub.")
+    method: Literal["lora", "qlora", "full"] = option(
+        "lora", "lora: adapter on 16-bit weights; qlora: adapter on 4-bit weights; full: every parameter."
+    )
+    backend: Literal["auto", "unsloth", "transformers"] = option(
+        "auto", "auto: Unsloth where an accelerator is found, Transformers + PEFT elsewhere."
+    )
+    precision: Literal["auto", "bf16", "fp16", "fp32"] = option(
+        "auto", "Compute precision; auto: bf16 or fp16 on a GPU (whichever it has), fp32 on a CPU."
+    )
+    full_weights: Literal["fp32", "bf16"] = option(
+        "fp32",
+        "method full: what the trained weights are kept in; bf16 halves the memory and rounds small updates away.",
+    )
+    attn_implementation: str | None = option(None, "Attention of the transformers backend (sdpa, eager, ...).")
+    trust_remote_code: bool = option(False, "Run Python code that comes with the model.")
+    use_safetensors: bool = option(True, "Refuse weights in pickle files.")
+
+
+@dataclass
+class LoraSettings:
+    """LoRA and QLoRA"""
+
+    lora_r: int = option(16, "Rank of the adapter.")
+    lora_alpha: int = option(16, "Scale of the adapter: alpha / r.")
+    lora_dropout: float = option(0.0, "Dropout before the adapter.")
+    lora_target_modules: list[str] = option(
+        ["all-linear"], "Modules that get an adapter; all-linear: every linear layer."
+    )
+    lora_modules_to_save: list[str] = option(
+        [], "Modules trained in full beside the adapter (embed_tokens, lm_head, ...)."
+    )
+    use_rslora: bool = option(False, "Scale by alpha / sqrt(r) instead (rank-stabilised LoRA).")
+
+
+@dataclass
+class DataSettings:
+    """Data"""
+
+    dataset: list[str] = option([], "Training rows: .jsonl, .json, .parquet, .csv files, or Hub ids.", path=True)
+    dataset_config: str | None = option(None, "Configuration name of a Hub dataset.")
+    dataset_split: str = option("train", "Split of a Hub dataset to train on.")
+    eval_dataset: list[str] = option([], "Evaluation rows, given like --dataset.", path=True)
+    eval_dataset_split: str = option("test", "Split of a Hub dataset given to --eval_dataset.")
+    eval_fraction: float = option(
+        0.0, "Fraction of --dataset set aside (seeded) for evaluation when no --eval_dataset is given."
+    )
+    max_length: int = option(2048, "Longest row, in tokens.")
+    overlong: Literal["truncate", "drop"] = option("truncate", "What happens to rows over max_length.")
+    chat_template: str | None = option(
+        None, "A Jinja file, or chatml; default: the tokenizer's own template.", path=True
+    )
+    loss_on: Literal["assistant", "all"] = option("assistant", "Which tokens are supervised: the assistant's, or all.")
+    dataset_num_proc: int = option(1, "Processes that tokenize, on each node.")
+
+
+@dataclass
+class BatchSettings:
+    """Batch"""
+
+    per_device_train_batch_size: int = option(1, "Rows in one forward pass of one process.")
+    global_batch_size: int | None = option(
+        None,
+        "Rows in one optimizer step over all processes; accumulation follows from it (16 unless accumulation is set).",
+    )
+    gradient_accumulation_steps: int | None = option(None, "Set accumulation directly instead of --global_batch_size.")
+    per_device_eval_batch_size: int = option(8, "Rows in one forward pass of one process during evaluation.")
+
+
+@dataclass
+class TrainingSettings:
+    """Training"""
+
+    num_train_epochs: float = option(1.0, "Passes over the training rows.")
+    max_steps: int = option(-1, "Optimizer steps; a positive number overrides num_train_epochs.")
+    learning_rate: float = option(2e-4, "Peak learning rate.")
+    lr_scheduler_type: str = option("linear", "Schedule of the learning rate, by its Transformers name.")
+    warmup_steps: float = option(0.0, "Steps of warm-up; below 1, a fraction of all steps.")
+    weight_decay: float = option(0.0, "Weight decay.")
+    max_grad_norm: float = option(1.0, "Clip gradients to this norm; 0: never.")
+    optim: str = option("adamw_torch_fused", "Optimizer, by its Transformers name (adamw_8bit, sgd, ...).")
+    gradient_checkpointing: Literal["none", "torch", "unsloth"] = option(
+        "torch",
+        "Recompute activations: none is fastest, torch saves memory, unsloth also offloads them (unsloth backend).",
+    )
+    seed: int = option(42, "Seed of the adapter's initial weights, the row order and dropout.")
+    ddp_find_unused_parameters: bool = option(False, "For models that skip some trainable weights in a forward pass.")
+    ddp_timeout: int = option(1800, "Seconds a collective may take before the run is stopped.")
+    use_cpu: bool = option(False, "Train on the CPU even where a GPU is found.")
+    trainer_args: dict[str, Any] = option({}, "Any other SFTConfig field, as a mapping (JSON on the command line).")
+
+
+@dataclass
+class OutputSettings:
+    """Output"""
+
+    output_dir: str = option("outputs", "Folder of all runs; this run is written to <output_dir>/<run_name>/.")
+    run_name: str | None = option(None, "Name of the run; default: model, method and time.")
+    overwrite: bool = option(False, "Replace an earlier run of the same name.")
+    resume_from_checkpoint: str | None = option(
+        None, "A checkpoint folder, or true: the newest one of this run (give its --run_name).", path=True
+    )
+    logging_steps: int = option(10, "Steps between two log lines.")
+    eval_strategy: Literal["auto", "no", "steps", "epoch"] = option(
+        "auto", "When to evaluate; auto: at every epoch's end."
+    )
+    eval_steps: int | None = option(None, "Steps between two evaluations; sets eval_strategy to steps.")
+    save_strategy: Literal["no", "steps", "epoch"] = option("steps", "When to write a checkpoint.")
+    save_steps: int = option(500, "Steps between two checkpoints.")
+    save_total_limit: int | None = option(2, "Checkpoints to keep.")
+    report_to: list[str] = option(
+        ["tensorboard"], "Trackers by their Transformers names (tensorboard, wandb, ...), or none."
+    )
+    merge: bool = option(False, "lora and qlora: also write the merged 16-bit model, to <run>/merged/.")
+    push_to_hub: bool = option(False, "Upload the finished adapter or model.")
+    hub_model_id: str | None = option(None, "Where to upload; default: your account and the run's name.")
+    hub_private_repo: bool = option(True, "Create the Hub repository as private.")
+    compare_answers: int = option(
+        0, "Generate answers to this many evaluation rows before and after, and count exact ones."
+    )
+
+
+@dataclass
+class UnslothSettings:
+    """Unsloth"""
+
+    compiled_cache_dir: str | None = option(
+        None,
+        "Folder of Unsloth's compiled modules; default: one of this job's own on each node's local disk.",
+        path=True,
+    )
+    clear_compiled_cache: bool = option(False, "Empty that folder first.")
+
+
+TOPICS = (
+    ModelSettings,
+    LoraSettings,
+    DataSettings,
+    BatchSettings,
+    TrainingSettings,
+    OutputSettings,
+    UnslothSettings,
+)
+
+
+@dataclass
+class Settings(
+    UnslothSettings, OutputSettings, TrainingSettings, BatchSettings, DataSettings, LoraSettings, ModelSettings
+):
+    """All options of one run, flat, as they stand in a YAML file."""
+
+    def save(self, path: Path) -> None:
+        """Write the resolved settings; `--config <path>` repeats the run."""
+        path.write_text(yaml.safe_dump(dataclasses.asdict(self), sort_keys=False), encoding="utf-8")
+
+
+ABOVE_ZERO = (
+    "lora_r", "lora_alpha", "max_length", "per_device_train_batch_size", "per_device_eval_batch_size",
+    "global_batch_size", "gradient_accumulation_steps", "num_train_epochs", "logging_steps", "eval_steps",
+    "save_steps", "save_total_limit", "dataset_num_proc", "ddp_timeout", "learning_rate",
+)  # fmt: skip
+
+
+def check(settings: Settings) -> None:
+    """Refuse settings that cannot be meant, with the fix.
+
+    Raises:
+        UserError: naming the first contradiction found.
+    """
+    if not settings.model:
+        raise UserError("No model: give --model with a Hub id or a folder.")
+    if not settings.dataset:
+        raise UserError("No training data: give --dataset with a file or a Hub id.")
+    for name in ABOVE_ZERO:
+        value = getattr(settings, name)
+        if value is not None and value <= 0:
+            raise UserError(f"{name} is {value}, but it has to be above 0.")
+    for name in ("weight_decay", "max_grad_norm", "warmup_steps", "lora_dropout", "compare_answers", "seed"):
+        if getattr(settings, name) < 0:
+            raise UserError(f"{name} is {getattr(settings, name)}, but it has to be 0 or above.")
+    if settings.seed >= 2**32:
+        raise UserError(f"seed is {settings.seed}, but NumPy's generators take seeds below 2**32 = {2**32}.")
+    if settings.max_steps == 0:
+        raise UserError("max_steps is 0, so nothing would be trained; give a positive number, or -1 to follow epochs.")
+    if settings.lora_dropout >= 1:
+        raise UserError(f"lora_dropout is {settings.lora_dropout}, but it is a fraction below 1.")
+    if not 0 <= settings.eval_fraction < 1:
+        raise UserError(f"eval_fraction is {settings.eval_fraction}, but it is a fraction from 0 to below 1.")
+    if settings.eval_fraction and settings.eval_dataset:
+        raise UserError("eval_fraction and eval_dataset are both given; keep the one that names your evaluation rows.")
+    if settings.merge and settings.method == "full":
+        raise UserError("merge is for lora and qlora; method full already writes a whole model, so leave merge out.")
+    if settings.eval_strategy in ("steps", "epoch") and not (settings.eval_dataset or settings.eval_fraction):
+        raise UserError(
+            f"eval_strategy is {settings.eval_strategy}, but there are no evaluation rows; give --eval_dataset or "
+            "--eval_fraction."
+        )
+    if settings.eval_steps and settings.eval_strategy in ("no", "epoch"):
+        raise UserError(
+            f"eval_steps {settings.eval_steps} and eval_strategy {settings.eval_strategy} contradict; leave one out."
+        )
+    if settings.run_name is not None and not re.fullmatch(r"(?!\.{1,2}$)[^/\\\x00-\x1f]{1,200}", settings.run_name):
+        raise UserError(
+            f"run_name {settings.run_name!r} is not a plain folder name of at most 200 characters; "
+            "use letters, digits, - and _."
+        )

@@ -7,6 +7,8 @@ The format is found from the row's columns:
     instruction, [input,] output   Alpaca
     prompt, completion             two texts, or two lists of messages
     text                           plain text, supervised as a whole
+
+Lists may also be JSON text, the only way that a CSV file can hold them.
 """
 
 from __future__ import annotations
@@ -28,15 +30,18 @@ SHAREGPT_ROLES = {
     "tool": "tool",
     "observation": "tool",
 }
+DEEPEST = 50
+SHOWN_COLUMNS = 20
 
 Message = dict[str, Any]
 
 
 @dataclass
 class Example:
-    """A row ready to be tokenized: either `messages` or `text` is given.
+    """A row ready to be tokenized: either `messages` or `text` is given; all of it could be written as JSON.
 
-    The first `prompt_messages` messages, or the first `prompt_chars` characters of the text, are never supervised.
+    The first `prompt_messages` messages, or the first `prompt_chars` characters of the text, are the prompt: they are
+    supervised only where everything is.
     """
 
     messages: list[Message] = field(default_factory=list)
@@ -57,39 +62,53 @@ def to_example(row: Any) -> Example:
     # Tables fill the columns that a row lacks with nulls.
     row = {name: value for name, value in row.items() if value is not None}
     if "messages" in row:
-        return _checked(Example([_message(m) for m in _list(row, "messages")], _tools(row)))
+        return _chat(row, [], [_message(m) for m in _list(row, "messages")])
     if "conversations" in row:
-        return _checked(Example([_sharegpt(m) for m in _list(row, "conversations")], _tools(row)))
+        system = [{"role": "system", "content": _text(row, "system")}] if row.get("system") else []
+        return _chat(row, [], system + [_sharegpt(m) for m in _list(row, "conversations")])
     if "instruction" in row and "output" in row:
         context = _text(row, "input", default="")
         question = _text(row, "instruction") + (f"\n\n{context}" if context else "")
         turns = [("user", question), ("assistant", _text(row, "output"))]
-        if "system" in row:
+        if row.get("system"):
             turns.insert(0, ("system", _text(row, "system")))
         return Example([{"role": role, "content": content} for role, content in turns])
     if "prompt" in row and "completion" in row:
-        return _prompt_completion(row)
+        if isinstance(row["prompt"], list) or isinstance(row["completion"], list):
+            prompt = [_message(m) for m in _list(row, "prompt")]
+            return _chat(row, prompt, [_message(m) for m in _list(row, "completion")])
+        prompt_text = _text(row, "prompt")
+        return Example(text=prompt_text + _text(row, "completion"), prompt_chars=len(prompt_text))
     if "text" in row:
         return Example(text=_text(row, "text"))
-    raise UserError(f"unknown columns ({', '.join(map(str, row)) or 'none'}); accepted columns: {ACCEPTED}.")
+    names = ", ".join(str(name)[:100] for name in list(row)[:SHOWN_COLUMNS]) or "none"
+    more = f" and {len(row) - SHOWN_COLUMNS} more" if len(row) > SHOWN_COLUMNS else ""
+    raise UserError(f"unknown columns ({names}{more}); accepted columns: {ACCEPTED}.")
 
 
-def _prompt_completion(row: dict[str, Any]) -> Example:
-    if isinstance(row["prompt"], list) or isinstance(row["completion"], list):
-        prompt = [_message(m) for m in _list(row, "prompt")]
-        completion = [_message(m) for m in _list(row, "completion")]
-        return _checked(Example(prompt + completion, _tools(row), prompt_messages=len(prompt)))
-    prompt_text = _text(row, "prompt")
-    return Example(text=prompt_text + _text(row, "completion"), prompt_chars=len(prompt_text))
+def _chat(row: dict[str, Any], prompt: list[Message], rest: list[Message]) -> Example:
+    if not prompt + rest:
+        raise UserError("the conversation is empty; remove the row.")
+    if not any(message["role"] == "assistant" for message in rest):
+        raise UserError("the conversation has no assistant turn to learn from; add one or remove the row.")
+    tools = _list(row, "tools") if row.get("tools") else None
+    for tool in tools or []:
+        if not isinstance(tool, dict):
+            raise UserError(f"a tool is {_kind(tool)}, not an object that describes a function.")
+    _check_plain(tools, "tools")
+    return Example(prompt + rest, tools or None, prompt_messages=len(prompt))
 
 
 def _message(message: Any) -> Message:
     if not isinstance(message, dict):
         raise UserError(f"a message is {_kind(message)}, not an object with role and content.")
-    message = {name: value for name, value in message.items() if value is not None}
+    message = {str(name): value for name, value in message.items() if value is not None}
     role = message.get("role")
     if role not in ROLES:
-        raise UserError(f"a message has the role {role!r}; accepted: {', '.join(ROLES)}.")
+        raise UserError(f"a message has {_quoted(role)} as role; accepted: {', '.join(ROLES)}.")
+    if role == "developer":
+        # OpenAI's newer name for it; most chat templates would drop a role they do not know without a word.
+        message["role"] = "system"
     content = message.get("content")
     if isinstance(content, list):
         message["content"] = _text_parts(content)
@@ -97,22 +116,24 @@ def _message(message: Any) -> Message:
         message["content"] = ""
     elif not isinstance(content, str):
         raise UserError(f"a message of role {role} has {_kind(content)} as content, not text.")
-    if "tool_calls" in message:
+    if message.get("tool_calls"):
         message["tool_calls"] = [_tool_call(call) for call in _list(message, "tool_calls")]
+    _check_plain(message, "a message")
     return message
 
 
-def _tool_call(call: Any) -> Any:
-    """A tool call whose arguments are an object: OpenAI stores them as JSON text, templates want the object."""
+def _tool_call(call: Any) -> dict[str, Any]:
+    """A tool call as templates want it: inside `function`, its arguments an object (OpenAI has them as JSON text)."""
     if not isinstance(call, dict):
         raise UserError(f"a tool call is {_kind(call)}, not an object.")
-    function = call.get("function")
-    if isinstance(function, dict) and isinstance(function.get("arguments"), str):
-        try:
-            call = {**call, "function": {**function, "arguments": json.loads(function["arguments"])}}
-        except json.JSONDecodeError:
-            raise UserError("the arguments of a tool call are not JSON.") from None
-    return call
+    function = call.get("function") or {"name": call.get("name"), "arguments": call.get("arguments")}
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise UserError("a tool call names no function; write {'function': {'name': ..., 'arguments': {...}}}.")
+    arguments = function.get("arguments") or {}
+    if isinstance(arguments, str):
+        arguments = _json(arguments, "the arguments of a tool call")
+    outer = {name: value for name, value in call.items() if name not in ("name", "arguments") and value is not None}
+    return {**outer, "type": "function", "function": {**function, "arguments": arguments}}
 
 
 def _text_parts(parts: list[Any]) -> str:
@@ -126,47 +147,62 @@ def _text_parts(parts: list[Any]) -> str:
 def _sharegpt(message: Any) -> Message:
     if not isinstance(message, dict):
         raise UserError(f"a turn of conversations is {_kind(message)}, not an object with from and value.")
-    if "role" in message:
+    if message.get("role") is not None:
         return _message(message)
     speaker = message.get("from")
-    if speaker not in SHAREGPT_ROLES:
-        raise UserError(f"a turn of conversations is from {speaker!r}; accepted: {', '.join(SHAREGPT_ROLES)}.")
-    if not isinstance(message.get("value"), str):
-        raise UserError(f"a turn of conversations has {_kind(message.get('value'))} as value, not text.")
-    return {"role": SHAREGPT_ROLES[speaker], "content": message["value"]}
-
-
-def _checked(example: Example) -> Example:
-    if not example.messages:
-        raise UserError("the conversation is empty.")
-    if not any(m["role"] == "assistant" for m in example.messages[example.prompt_messages :]):
-        raise UserError("the conversation has no assistant turn to learn from.")
-    return example
-
-
-def _tools(row: dict[str, Any]) -> list[Any] | None:
-    tools = row.get("tools")
-    if isinstance(tools, str):
-        try:
-            tools = json.loads(tools)
-        except json.JSONDecodeError:
-            raise UserError("tools is text that is not JSON.") from None
-    if tools is not None and not isinstance(tools, list):
-        raise UserError(f"tools is {_kind(tools)}, not a list.")
-    return tools or None
+    if not isinstance(speaker, str) or speaker not in SHAREGPT_ROLES:
+        raise UserError(
+            f"a turn of conversations has {_quoted(speaker)} as from; accepted: {', '.join(SHAREGPT_ROLES)}."
+        )
+    return {"role": SHAREGPT_ROLES[speaker], "content": _text(message, "value", what="value of a turn")}
 
 
 def _list(row: dict[str, Any], name: str) -> list[Any]:
-    if not isinstance(row.get(name), list):
-        raise UserError(f"{name} is {_kind(row.get(name))}, not a list.")
-    return row[name]
+    value = row.get(name)
+    if isinstance(value, str):
+        value = _json(value, name)
+    if not isinstance(value, list):
+        raise UserError(f"{name} is {_kind(value)}, not a list.")
+    return value
 
 
-def _text(row: dict[str, Any], name: str, default: str | None = None) -> str:
+def _text(row: dict[str, Any], name: str, default: str | None = None, what: str | None = None) -> str:
     value = row.get(name, default)
     if not isinstance(value, str):
-        raise UserError(f"{name} is {_kind(value)}, not text.")
+        raise UserError(f"{what or name} is {_kind(value)}, not text.")
+    _check_plain(value, what or name)
     return value
+
+
+def _json(text: str, what: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        raise UserError(f"{what} is text that is not JSON; mend or remove it.") from None
+
+
+def _check_plain(value: Any, what: str, depth: int = 0) -> None:
+    """Refuse what JSON or a tokenizer cannot take: tables hold dates and bytes, JSON text may hold half characters."""
+    if depth > DEEPEST:
+        raise UserError(f"{what} is nested over {DEEPEST} levels deep; mend or remove it.")
+    if isinstance(value, str):
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            raise UserError(f"{what} holds broken Unicode (half a surrogate pair); mend or remove it.") from None
+    elif isinstance(value, dict):
+        for name, item in value.items():
+            _check_plain(name, what, depth + 1)
+            _check_plain(item, what, depth + 1)
+    elif isinstance(value, list):
+        for item in value:
+            _check_plain(item, what, depth + 1)
+    elif not isinstance(value, (bool, int, float, type(None))):
+        raise UserError(f"{what} holds a {type(value).__name__}, which is no JSON value; make it text or remove it.")
+
+
+def _quoted(value: Any) -> str:
+    return repr(value[:100]) if isinstance(value, str) else _kind(value)
 
 
 def _kind(value: Any) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,6 +12,7 @@ from typing import Any, NamedTuple
 from unsloth_ddp.errors import UserError
 
 SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
+SPACE = re.compile(r"[ \t\r\n]*")
 
 
 class Row(NamedTuple):
@@ -23,7 +25,8 @@ class Row(NamedTuple):
 def is_file(source: str) -> bool:
     """Whether `source` means a local path rather than a dataset on the Hub ("name" or "owner/name")."""
     path = Path(source)
-    return path.exists() or path.suffix in SUFFIXES or source.startswith((".", "/", "~")) or source.count("/") > 1
+    looks_local = source.startswith((".", "/", "~")) or source.count("/") > 1
+    return looks_local or path.suffix.lower() in SUFFIXES or path.exists()
 
 
 def check_source(source: str) -> None:
@@ -32,17 +35,21 @@ def check_source(source: str) -> None:
     Raises:
         UserError: there is no such file, or its suffix is not one of SUFFIXES.
     """
-    if not is_file(source):
-        return
-    path = Path(source).expanduser()
-    if not path.exists():
-        raise UserError(f"dataset {source}: there is no such file.")
-    if not path.is_file() or path.suffix not in SUFFIXES:
-        raise UserError(f"dataset {source} is not a {', '.join(SUFFIXES)} file; name the files themselves.")
+    try:
+        if not is_file(source):
+            return
+        path = Path(source).expanduser()
+        if not path.exists():
+            raise UserError(f"dataset {source}: there is no such file.")
+        if not path.is_file() or path.suffix.lower() not in SUFFIXES:
+            raise UserError(f"dataset {source} is not a {', '.join(SUFFIXES)} file; name the files themselves.")
+    except (OSError, RuntimeError) as error:
+        # A name too long for the file system, or the home of a user who does not exist.
+        raise UserError(f"dataset {source[:200]} cannot be looked up: {getattr(error, 'strerror', error)}.") from None
 
 
 def read_rows(source: str, split: str, config: str | None = None) -> Iterator[Row]:
-    """The rows of one file, or of one split of a Hub dataset.
+    """The rows of one file that `check_source` accepted, or of one split of a Hub dataset.
 
     Raises:
         UserError: the source cannot be read, or a row is broken; the message names file and line.
@@ -51,72 +58,133 @@ def read_rows(source: str, split: str, config: str | None = None) -> Iterator[Ro
         yield from _hub_rows(source, split, config)
         return
     path = Path(source).expanduser()
-    reader = {".jsonl": _jsonl_rows, ".json": _json_rows, ".parquet": _parquet_rows, ".csv": _csv_rows}[path.suffix]
+    readers = {".jsonl": _jsonl_rows, ".json": _json_rows, ".parquet": _parquet_rows, ".csv": _csv_rows}
     try:
-        yield from reader(path)
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path} is not UTF-8 text ({error.reason} at byte {error.start}); save it as UTF-8.") from None
+        yield from readers[path.suffix.lower()](path)
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror or error}.") from None
 
 
-def _jsonl_rows(path: Path) -> Iterator[Row]:
-    with path.open(encoding="utf-8-sig") as lines:
+def _lines(path: Path) -> Iterator[str]:
+    """The lines of a UTF-8 file with their ends, without a byte order mark."""
+    with path.open("rb") as lines:
         for number, line in enumerate(lines, 1):
-            if line.strip():
-                yield Row(f"{path}:{number}", _parsed(line, f"{path}:{number}"))
+            try:
+                yield line.decode("utf-8-sig" if number == 1 else "utf-8")
+            except UnicodeDecodeError as error:
+                raise UserError(
+                    f"{path}:{number} is not UTF-8 text ({error.reason} at byte {error.start + 1} of the line); "
+                    "save the file as UTF-8."
+                ) from None
+
+
+def _jsonl_rows(path: Path) -> Iterator[Row]:
+    for number, line in enumerate(_lines(path), 1):
+        if line.strip():
+            yield Row(f"{path}:{number}", _parsed(line.strip(), f"{path}:{number}")[0])
 
 
 def _json_rows(path: Path) -> Iterator[Row]:
-    content = _parsed(path.read_text(encoding="utf-8-sig"), str(path))
-    if not isinstance(content, list):
+    """The items of a JSON list, parsed one by one, because only so is each one's line known."""
+    text = "".join(_lines(path))
+    position = _after_space(text, 0)
+    if not text[position:]:
+        return
+    if text[position] != "[":
         raise UserError(f"{path} is not a JSON list of rows; for one object a line, name it .jsonl.")
-    for number, columns in enumerate(content, 1):
-        yield Row(f"{path} row {number}", columns)
+    line, seen, separator = 1, 0, "["
+    while True:
+        position = _after_space(text, position + 1)
+        line, seen = line + text.count("\n", seen, position), position
+        place = f"{path}:{line}"
+        if separator == "[" and text[position : position + 1] == "]":
+            break
+        columns, position = _parsed(text, place, position)
+        yield Row(place, columns)
+        position = _after_space(text, position)
+        separator = text[position : position + 1]
+        if separator == "]":
+            break
+        if separator != ",":
+            raise UserError(f"{place} is not JSON (no , or ] follows the row that begins here); mend it.")
+    if text[position + 1 :].strip():
+        raise UserError(f"{path} goes on after its list of rows ends; mend it.")
 
 
-def _parsed(text: str, place: str) -> Any:
+def _after_space(text: str, position: int) -> int:
+    match = SPACE.match(text, position)
+    assert match is not None
+    return match.end()
+
+
+def _parsed(text: str, place: str, start: int = 0) -> tuple[Any, int]:
+    """The JSON value at `start` and where it ends; without `start` it has to be all of `text`."""
     try:
-        return json.loads(text)
+        value, end = DECODER.raw_decode(text, start)
+        if not start and end != len(text):
+            raise json.JSONDecodeError("Extra data", text, end)
+        return value, end
     except json.JSONDecodeError as error:
-        line = f"line {error.lineno}, " if error.lineno > 1 else ""
-        raise UserError(
-            f"{place} is not JSON ({error.msg} at {line}column {error.colno}); mend or remove it."
-        ) from None
+        line = error.lineno - text.count("\n", 0, start)
+        where = f"line {line} of the row, column {error.colno}" if line > 1 else f"column {error.colno}"
+        reason = f"{error.msg} at {where}"
     except RecursionError:
-        raise UserError(f"{place} is nested too deeply to read; mend or remove it.") from None
+        reason = "nested too deeply"
+    except ValueError as error:
+        reason = str(error)
+    raise UserError(f"{place} is not JSON ({reason}); mend or remove it.")
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    columns = dict(pairs)
+    if len(columns) != len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"{next(name for name in names if names.count(name) > 1)[:100]!r} is given twice")
+    return columns
+
+
+DECODER = json.JSONDecoder(object_pairs_hook=_unique)
 
 
 def _csv_rows(path: Path) -> Iterator[Row]:
     # A chat in one cell is longer than csv's default of 128 KiB.
     csv.field_size_limit(2**31 - 1)
-    with path.open(encoding="utf-8-sig", newline="") as lines:
-        reader = csv.DictReader(lines, strict=True)
-        try:
-            for columns in reader:
-                place = f"{path}:{reader.line_num}"
-                if None in columns or None in columns.values():
-                    raise UserError(
-                        f"{place} does not have the {len(reader.fieldnames or [])} cells of the header line."
-                    )
-                yield Row(place, columns)
-        except csv.Error as error:
-            raise UserError(f"{path}:{reader.line_num} is not CSV ({error}); mend or remove it.") from None
+    reader = csv.reader(_lines(path), strict=True)
+    header: list[str] = []
+    first = 1
+    try:
+        for cells in reader:
+            place, first = f"{path}:{first}", reader.line_num + 1
+            if not cells:
+                continue
+            if not header:
+                header = cells
+                if len(set(header)) != len(header):
+                    raise UserError(f"{place} names a column twice ({', '.join(header)[:200]}); rename one.")
+                continue
+            if len(cells) != len(header):
+                raise UserError(
+                    f"{place} has {len(cells)} cells where the header has {len(header)}; mend or remove it."
+                )
+            yield Row(place, dict(zip(header, cells, strict=True)))
+    except csv.Error as error:
+        raise UserError(f"{path}:{first} is not CSV ({error}); mend or remove it.") from None
 
 
 def _parquet_rows(path: Path) -> Iterator[Row]:
     import pyarrow
     import pyarrow.parquet
 
+    number = 0
     try:
-        number = 0
         with pyarrow.parquet.ParquetFile(path) as table:
             for batch in table.iter_batches(batch_size=1024):
                 for columns in batch.to_pylist():
                     number += 1
                     yield Row(f"{path} row {number}", columns)
-    except pyarrow.ArrowException as error:
-        raise UserError(f"{path} is not a readable Parquet file ({str(error).splitlines()[0]}).") from None
+    except (pyarrow.ArrowException, ValueError, OverflowError) as error:
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        raise UserError(f"{path} is not readable Parquet after row {number} ({reason}); write it again.") from None
 
 
 def _hub_rows(source: str, split: str, config: str | None) -> Iterator[Row]:

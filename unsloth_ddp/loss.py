@@ -48,6 +48,17 @@ def step_divisor(
     return sum_over_ranks(local).clamp(min=1).to(torch.float32) / world_size
 
 
+def logits_to_step_loss(logits: Tensor, labels: Tensor, divisor: Tensor) -> Tensor:
+    """The step's share of a model that takes no divisor, from its logits (batch, sequence, vocabulary).
+
+    Its own mean could not be turned back into a sum: over a micro-batch without supervised tokens it is 0 / 0, and
+    the gradient of that is NaN even where the loss is replaced by 0.
+    """
+    predicted = logits[..., :-1, :].flatten(0, -2).float()
+    targets = labels[..., 1:].flatten().to(logits.device)
+    return torch.nn.functional.cross_entropy(predicted, targets, ignore_index=IGNORED, reduction="sum") / divisor
+
+
 def mean_to_step_loss(mean: Tensor, labels: Tensor, divisor: Tensor) -> Tensor:
     """The step's share of a model that can only return the mean over its own micro-batch.
 

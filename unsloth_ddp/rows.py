@@ -45,7 +45,8 @@ def check_source(source: str) -> None:
             raise UserError(f"dataset {source} is not a {', '.join(SUFFIXES)} file; name the files themselves.")
     except (OSError, RuntimeError) as error:
         # A name too long for the file system, or the home of a user who does not exist.
-        raise UserError(f"dataset {source[:200]} cannot be looked up: {getattr(error, 'strerror', error)}.") from None
+        reason = str(getattr(error, "strerror", error)).rstrip(".")
+        raise UserError(f"dataset {source[:200]} cannot be looked up: {reason}.") from None
 
 
 def read_rows(source: str, split: str, config: str | None = None) -> Iterator[Row]:

@@ -54,10 +54,13 @@ def write(folder: Path, name: str, content: bytes | str) -> Path:
 )
 def test_rows_and_their_places(tmp_path: Path, name: str, content: bytes, places: list[str]) -> None:
     expected = [(places[0], {"text": "a"}), (places[1], {"text": "b"})]
-    assert rows(write(tmp_path, name, content)) == expected
+    path = write(tmp_path, name, content)
+    check_source(str(path))
+    assert rows(path) == expected
 
 
 def test_a_csv_cell_may_hold_lines_commas_quotes_and_long_json(tmp_path: Path) -> None:
+    csv.field_size_limit(131_072)
     cells = ['say "hi",\r\nthen', json.dumps([{"role": "user", "content": "x" * 200_000}])]
     with (tmp_path / "a.csv").open("w", newline="", encoding="utf-8") as file:
         csv.writer(file).writerows([["text", "messages"], cells, ["plain", ""]])

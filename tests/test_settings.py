@@ -68,6 +68,7 @@ def test_the_command_line_wins_over_the_file_and_the_file_over_the_default(confi
         (["--no-merge"], "merge", False),
         (["--max_steps", "-1"], "max_steps", -1),
         (["--max_steps", "1e3"], "max_steps", 1000),
+        (["--max_steps", "9007199254740993"], "max_steps", 9007199254740993),  # no float
         (["--dataset", "x", "y", "--dataset", "z"], "dataset", ["d", "x", "y", "z"]),
         (["--lora_modules_to_save", "none"], "lora_modules_to_save", []),
         (["--trainer_args", '{"neftune_noise_alpha": 5}'], "trainer_args", {"neftune_noise_alpha": 5}),
@@ -134,7 +135,7 @@ def test_yaml_values_mean_what_they_look_like(config: Any, line: str, name: str,
         ("? [a]\n: b", "run.yaml is not YAML: while constructing"),
         ("run_name: 2026-13-45", "run.yaml is not YAML: month must be in 1..12"),
         ("model: !!python/object/apply:os.system ['touch ran']", "run.yaml is not YAML: could not determine a"),
-        ("model: " + "[" * 3000, "run.yaml is not YAML: maximum recursion depth exceeded"),
+        ("model: " + "[" * 1200, "run.yaml is not YAML: maximum recursion depth exceeded"),
     ],
 )  # fmt: skip
 def test_a_bad_file_is_refused_in_one_sentence(config: Any, line: str, sentence: str) -> None:

@@ -236,6 +236,7 @@ def test_tokens_that_the_tokenizer_adds_itself_appear_once(core: Tokenizer) -> N
         encoded = encode(tokenizer, {"text": text})
         assert tokenizer.decode(encoded["input_ids"]) == "<bos>Blue.<eos>"
         assert supervised(tokenizer, encoded)[0].endswith("Blue.<eos>")
+    assert supervised(tokenizer, encode(tokenizer, {"prompt": "Blue.", "completion": ""})) == ["<eos>"]
 
 
 @pytest.mark.parametrize("trim_offsets", [False, True], ids=["offsets", "trimmed offsets"])

@@ -235,8 +235,10 @@ def _start_processes(runtime: Runtime, settings: Settings) -> None:
     os.environ["ACCELERATE_MIXED_PRECISION"] = mixed
     if cpu:
         os.environ["ACCELERATE_USE_CPU"] = "True"
-        if "OMP_NUM_THREADS" not in os.environ:
-            torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks.local_world_size))
+        threads = os.environ.get("OMP_NUM_THREADS", "")
+        torch.set_num_threads(
+            int(threads) if threads.isdigit() else max(1, (os.cpu_count() or 1) // ranks.local_world_size)
+        )
     else:
         torch.cuda.set_device(ranks.local_rank)
     timeout = timedelta(seconds=settings.ddp_timeout)

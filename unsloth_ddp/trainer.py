@@ -307,7 +307,9 @@ class DDPTrainer(SFTTrainer):
             self.train(resume_from_checkpoint=checkpoint)
         seconds = time.perf_counter() - began
         summary = summarize(self.settings, self.runtime, self.plan, self.totals, self.state.global_step, seconds)
-        return summary | {"eval_loss": self._final_eval_loss()}
+        summary |= {"eval_loss": self._final_eval_loss()}
+        self.save_state()
+        return summary
 
     def _final_eval_loss(self) -> float | None:
         """The evaluation loss of the trained model, measured now unless the last step did."""

@@ -1,0 +1,228 @@
+"""Run train_ddp.py on real GPUs in every way the README names, and check what comes out.
+
+    python benchmarks/gpu_check.py --work /tmp/gpu_check --json benchmarks/results/gpu_check.json
+
+On a machine with two GPUs and no network: the demo; a model of Qwen3-8B's shape with LoRA and QLoRA and one of
+Qwen3-1.7B's shape with full parameters (random weights), each as plain python, accelerate with one process and with
+two; then the same few steps in several layouts (parity), with Unsloth and with Transformers. Checked: exit code,
+falling loss, the adapter or model loads again without Unsloth and has the evaluation loss the run reported.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+REPO = Path(__file__).resolve().parent.parent
+ACCELERATE = [sys.executable, "-m", "accelerate.commands.launch"]
+LAUNCHERS = {
+    "python": [sys.executable],
+    "accelerate_1": [
+        *ACCELERATE,
+        "--config_file",
+        str(REPO / "accelerate_configs/single_gpu.yaml"),
+        "--num_processes",
+        "1",
+    ],
+    "accelerate_all": [*ACCELERATE, "--config_file", str(REPO / "accelerate_configs/ddp.yaml")],
+    "accelerate_default": [*ACCELERATE, "--main_process_port", "0"],
+    "torchrun_2": [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"],
+}
+PARITY = "--optim sgd --learning_rate 0.5 --lr_scheduler_type constant --warmup_steps 0 --max_grad_norm 0 --max_steps 3 --global_batch_size 8"
+PARITY += " --precision fp32 --compare_answers 0 --save_strategy no --logging_steps 1 --lora_alpha 16 --seed 5 --max_length 128"
+
+
+@dataclass
+class Job:
+    """One launch of train_ddp.py; `gpu` None means all GPUs."""
+
+    name: str
+    launcher: str
+    gpu: int | None
+    options: str
+    reload: bool = False
+
+
+def make_rows(path: Path, count: int, seed: int) -> None:
+    """Chats of log-normal length (median 8 turns), strung together from the demo's questions and answers."""
+    turns = [json.loads(line)["messages"][:2] for line in (REPO / "demo/train.jsonl").read_text().splitlines()]
+    rng = random.Random(seed)
+    with path.open("w") as file:
+        for _ in range(count):
+            chosen = rng.choices(turns, k=max(1, min(60, int(rng.lognormvariate(2.1, 0.7)))))
+            file.write(json.dumps({"messages": [m for pair in chosen for m in pair]}) + "\n")
+
+
+def jobs(work: Path) -> list[list[Job]]:
+    """Groups of launches; those of a group run side by side."""
+    rows = f"--dataset {work}/train.jsonl --eval_dataset {work}/eval.jsonl --global_batch_size 8 --per_device_train_batch_size 2"
+    rows += " --learning_rate 2e-4 --warmup_steps 0 --logging_steps 1 --save_strategy no --max_length 1024 --gradient_checkpointing torch"
+    demo = [
+        Job("demo_python", "python", 0, "--config recipes/demo.yaml", reload=True),
+        Job("demo_accelerate_1", "accelerate_1", 1, "", reload=True),
+        Job("demo_accelerate_all", "accelerate_all", None, "", reload=True),
+        Job("demo_accelerate_default", "accelerate_default", None, "--save_strategy no"),
+        Job("demo_torchrun_qlora", "torchrun_2", None, "--method qlora --learning_rate 2e-3", reload=True),
+        Job("demo_full", "python", 1, "--method full --learning_rate 1e-3", reload=True),
+    ]
+    large = []
+    for method, shape, steps in (("lora", "qwen3_8b", 12), ("qlora", "qwen3_8b", 12), ("full", "qwen3_1.7b", 12)):
+        rate = "--learning_rate 2e-5" if method == "full" else ""
+        options = f"--model {work}/{shape} {rows} --method {method} --max_steps {steps} {rate}"
+        large.append(
+            [
+                Job(f"{shape}_{method}_python", "python", 0, options, reload=True),
+                Job(f"{shape}_{method}_accelerate_1", "accelerate_1", 1, options),
+                Job(f"{shape}_{method}_accelerate_all", "accelerate_all", None, options),
+            ]
+        )
+    parity = []
+    for backend in ("unsloth", "transformers"):
+        for launcher, per_device in (
+            ("python", 1),
+            ("accelerate_all", 1),
+            ("python", 4),
+            ("python", 8),
+            ("accelerate_all", 2),
+            ("accelerate_all", 4),
+        ):
+            name = f"parity_{backend}_{1 if launcher == 'python' else 2}x{per_device}"
+            gpu = per_device % 2 if launcher == "python" else None
+            options = (
+                f"--config recipes/demo.yaml --backend {backend} {PARITY} --per_device_train_batch_size {per_device}"
+            )
+            parity.append(Job(name, launcher, gpu, options))
+    return [demo, parity[:6], parity[6:], *large]
+
+
+def run(job: Job, work: Path) -> dict[str, Any]:
+    """Launch one job; returns what it came to."""
+    command = [*LAUNCHERS[job.launcher], "train_ddp.py", *job.options.split()]
+    command += ["--output_dir", str(work / "outputs"), "--run_name", job.name]
+    environ = dict(os.environ)
+    if job.gpu is not None:
+        environ["CUDA_VISIBLE_DEVICES"] = str(job.gpu)
+    began = time.perf_counter()
+    log = work / f"{job.name}.log"
+    with log.open("w") as file:
+        code = subprocess.call(command, cwd=REPO, env=environ, stdout=file, stderr=subprocess.STDOUT, timeout=400)
+    folder = work / "outputs" / job.name
+    result = {
+        "name": job.name,
+        "command": " ".join(command[1:]),
+        "exit_code": code,
+        "seconds": time.perf_counter() - began,
+    }
+    if code:
+        return {**result, "log": log.read_text()[-3000:]}
+    summary = json.loads((folder / "summary.json").read_text())
+    history = json.loads((folder / "trainer_state.json").read_text())["log_history"]
+    losses = [entry["loss"] for entry in history if "loss" in entry]
+    return {**result, "first_loss": losses[0], "last_loss": losses[-1], "summary": summary}
+
+
+def reload(result: dict[str, Any], work: Path) -> dict[str, Any]:
+    """The evaluation loss of the saved adapter or model, loaded in a process without Unsloth."""
+    command = [sys.executable, str(REPO / "benchmarks/reload.py"), str(work / "outputs" / result["name"])]
+    done = subprocess.run(
+        command, cwd=REPO, capture_output=True, text=True, env={**os.environ, "CUDA_VISIBLE_DEVICES": "0"}
+    )
+    if done.returncode:
+        return {"error": done.stderr[-1500:]}
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def parity_table(work: Path, results: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    """Relative difference of the adapters and losses of every layout from one process with one row at a time."""
+    import torch
+    from safetensors.torch import load_file
+
+    table = []
+    for backend in ("unsloth", "transformers"):
+        runs = [n for n, r in results.items() if n.startswith(f"parity_{backend}") and r["exit_code"] == 0]
+        first = f"parity_{backend}_1x1"
+        if first not in runs:
+            continue
+        weights = {n: load_file(work / "outputs" / n / "adapter_model.safetensors") for n in runs}
+        # B starts at zero, so it is its own update.
+        update = {
+            n: torch.cat([w[k].double().flatten() for k in sorted(w) if "lora_B" in k]) for n, w in weights.items()
+        }
+        for name in runs:
+            difference = ((update[name] - update[first]).norm() / update[first].norm()).item()
+            loss = abs(results[name]["summary"]["train_loss"] - results[first]["summary"]["train_loss"])
+            table.append(
+                {
+                    "run": name,
+                    "update": difference,
+                    "loss": loss,
+                    "dtype": str(next(iter(weights[name].values())).dtype),
+                }
+            )
+    return table
+
+
+def main() -> None:
+    """Run the groups, print one line a launch, write everything as JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--work", type=Path, default=Path("/tmp/gpu_check"))
+    parser.add_argument("--json", type=Path, required=True)
+    parser.add_argument("--groups", type=int, nargs="*", help="only these groups of jobs")
+    given = parser.parse_args()
+    given.work.mkdir(parents=True, exist_ok=True)
+    make_rows(given.work / "train.jsonl", 400, seed=0)
+    make_rows(given.work / "eval.jsonl", 24, seed=1)
+    groups = jobs(given.work)
+    chosen = given.groups if given.groups is not None else range(len(groups))
+    makers = []
+    if any(g >= 3 for g in chosen):
+        for gpu, shape in enumerate(("qwen3_8b", "qwen3_1.7b")):
+            command = [sys.executable, str(REPO / "benchmarks/gpu_models.py"), shape, str(given.work / shape)]
+            makers.append(subprocess.Popen(command, cwd=REPO, env={**os.environ, "CUDA_VISIBLE_DEVICES": str(gpu)}))
+    results: dict[str, dict[str, Any]] = {}
+    with ThreadPoolExecutor(max_workers=8) as pool:
+        for number in chosen:
+            if number >= 3:
+                for maker in makers:
+                    maker.wait()
+            for job, result in zip(groups[number], pool.map(lambda j: run(j, given.work), groups[number]), strict=True):
+                results[job.name] = result
+                losses = (
+                    f"{result['first_loss']:.3f} -> {result['last_loss']:.3f}" if "last_loss" in result else "FAILED"
+                )
+                print(f"{job.name:36} rc {result['exit_code']} {result['seconds']:5.0f} s  {losses}", flush=True)
+            wanted = [j.name for j in groups[number] if j.reload and results[j.name]["exit_code"] == 0]
+            for name, found in zip(wanted, pool.map(lambda n: reload(results[n], given.work), wanted), strict=True):
+                results[name]["reload"] = found
+                print(f"{name:36} reload {found}  run {results[name]['summary']['eval_loss']}", flush=True)
+            write(given.json, results, parity_table(given.work, results))
+
+
+def write(path: Path, results: dict[str, dict[str, Any]], parity: list[dict[str, Any]]) -> None:
+    """Everything measured so far, so that a run cut short loses nothing."""
+    gpus = subprocess.run(
+        ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"], capture_output=True, text=True
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    content = {
+        "command": " ".join(sys.argv),
+        "gpus": gpus.stdout.splitlines(),
+        "parity": parity,
+        "runs": list(results.values()),
+    }
+    path.write_text(json.dumps(content, indent=2) + "\n")
+    for row in parity:
+        print(row)
+
+
+if __name__ == "__main__":
+    main()

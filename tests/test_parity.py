@@ -1,0 +1,163 @@
+"""The step does not depend on how a global batch is laid out, and is the one a plain PyTorch loop takes."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.ranks import run_ranks, train
+
+GLOBAL_BATCH, STEPS, SEED, RATE, RANK, MAX_LENGTH = 8, 3, 5, 1.0, 8, 64
+TOLERANCE = 1e-6
+# (processes, rows a device): 1 x 8, 1 x 2 accumulating, and the same global batch over 2 and 4 processes.
+LAYOUTS = [(1, 8), (1, 2), (2, 4), (2, 2), (2, 1), (4, 2)]
+
+
+def options(model: Path, rows: Path, per_device: int, name: str) -> list[str]:
+    """Three steps over 13 rows: the second is the last, incomplete one of the epoch."""
+    return (
+        f"--model {model} --dataset {rows} --eval_dataset {rows} --run_name {name} --method lora --optim sgd "
+        f"--learning_rate {RATE} --lora_r {RANK} --lora_alpha {RANK} --lr_scheduler_type constant --max_grad_norm 0 --max_steps {STEPS} --seed {SEED} "
+        f"--global_batch_size {GLOBAL_BATCH} --per_device_train_batch_size {per_device} --per_device_eval_batch_size 3 "
+        f"--max_length {MAX_LENGTH} --logging_steps 1 --save_strategy no --report_to none --gradient_checkpointing none"
+    ).split()
+
+
+def train_without_averaging(argv: list[str], cwd: str) -> None:
+    """The same run with each rank dividing by its own tokens, as if nothing were averaged over ranks."""
+    from unsloth_ddp import trainer
+    from unsloth_ddp.loss import supervised_tokens
+
+    def own_count(batches, world_size, sum_over_ranks):
+        return torch.stack([supervised_tokens(b["labels"]) for b in batches]).sum().clamp(min=1).float()
+
+    trainer.step_divisor = own_count
+    train(argv, cwd)
+
+
+class Outcome:
+    """What a run left: its adapter and its logged losses."""
+
+    def __init__(self, folder: Path) -> None:
+        self.weights = load_file(folder / "adapter_model.safetensors")
+        self.summary = json.loads((folder / "summary.json").read_text())
+        history = json.loads((folder / "trainer_state.json").read_text())["log_history"]
+        self.losses = [entry["loss"] for entry in history if "loss" in entry]
+
+
+@pytest.fixture(scope="module")
+def outcome(tmp_path_factory, tiny_model, uneven_rows):
+    """Run a layout once; returns its Outcome."""
+    cwd = tmp_path_factory.mktemp("parity")
+    done: dict[str, Outcome] = {}
+
+    def run(processes: int, per_device: int, target=train) -> Outcome:
+        name = f"{target.__name__}_{processes}x{per_device}"
+        if name not in done:
+            argv = options(tiny_model, uneven_rows, per_device, name)
+            run_ranks(processes, target, argv, str(cwd), folder=cwd / f"{name}.out").check()
+            done[name] = Outcome(cwd / "outputs" / name)
+        return done[name]
+
+    return run
+
+
+class Reference:
+    """An independent loop: plain PyTorch and PEFT, one row at a time, no Trainer, no collator, none of the kit's code."""
+
+    def __init__(self, folder: Path, rows: Path) -> None:
+        from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        self.rows = []
+        for line in rows.read_text().splitlines():
+            encoded = tokenizer.apply_chat_template(
+                json.loads(line)["messages"], return_dict=True, return_assistant_tokens_mask=True
+            )
+            ids = torch.tensor(encoded["input_ids"][:MAX_LENGTH])
+            self.rows.append((ids, torch.tensor(encoded["assistant_masks"][:MAX_LENGTH]).bool()))
+        base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        torch.manual_seed(SEED)
+        config = LoraConfig(r=RANK, lora_alpha=RANK, target_modules="all-linear", task_type="CAUSAL_LM")
+        # In double precision, so that all of the difference is the rounding of the run under test.
+        self.model = get_peft_model(base, config).double()
+        self.initial = {k: v.clone() for k, v in get_peft_model_state_dict(self.model).items()}
+        self.losses = [self.step(rows) for rows in self.rows_of_steps()]
+        self.final = get_peft_model_state_dict(self.model)
+        with torch.no_grad():
+            self.eval_loss = self.loss(range(len(self.rows))).item()
+
+    def rows_of_steps(self) -> list[np.ndarray]:
+        """Eight rows a step in the order of the seed and the epoch; five are left for the last step of an epoch."""
+        steps: list[np.ndarray] = []
+        epoch = 0
+        while len(steps) < STEPS:
+            order = np.arange(len(self.rows))
+            np.random.default_rng([SEED, epoch]).shuffle(order)
+            steps += [order[i : i + GLOBAL_BATCH] for i in range(0, len(order), GLOBAL_BATCH)]
+            epoch += 1
+        return steps[:STEPS]
+
+    def loss(self, rows) -> torch.Tensor:
+        """Sum of the token losses of these rows / number of those tokens."""
+        total, count = torch.zeros((), dtype=torch.float64), 0
+        for index in rows:
+            ids, mask = self.rows[index]
+            logits = self.model(ids[None]).logits[0, :-1]
+            losses = torch.nn.functional.cross_entropy(logits, ids[1:], reduction="none")
+            total, count = total + losses[mask[1:]].sum(), count + int(mask[1:].sum())
+        return total / count
+
+    def step(self, rows) -> float:
+        """One step of plain gradient descent."""
+        loss = self.loss(rows)
+        loss.backward()
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                if parameter.grad is not None:
+                    parameter -= RATE * parameter.grad
+                    parameter.grad = None
+        return loss.item()
+
+
+@pytest.fixture(scope="module")
+def reference(tiny_model, uneven_rows) -> Reference:
+    torch.set_num_threads(1)
+    return Reference(tiny_model, uneven_rows)
+
+
+def update_difference(reference: Reference, weights: dict[str, torch.Tensor]) -> float:
+    """|update - reference update| / |reference update|, over all adapter weights at once."""
+    assert weights.keys() == reference.final.keys()
+    expected = torch.cat([(reference.final[k] - reference.initial[k]).flatten() for k in sorted(weights)])
+    found = torch.cat([(weights[k] - reference.initial[k]).flatten() for k in sorted(weights)])
+    return ((found - expected).norm() / expected.norm()).item()
+
+
+@pytest.mark.parametrize(("processes", "per_device"), LAYOUTS)
+def test_layout_takes_the_step_of_a_plain_loop(processes, per_device, outcome, reference):
+    found = outcome(processes, per_device)
+    assert update_difference(reference, found.weights) < TOLERANCE
+    assert found.losses == pytest.approx(reference.losses, rel=TOLERANCE)
+
+
+def test_eval_loss_and_train_loss_are_token_means(outcome, reference):
+    counts = [sum(int(reference.rows[i][1][1:].sum()) for i in rows) for rows in reference.rows_of_steps()]
+    train_loss = math.fsum(loss * n for loss, n in zip(reference.losses, counts, strict=True)) / sum(counts)
+    for layout in [(1, 8), (2, 4), (4, 2)]:
+        summary = outcome(*layout).summary
+        assert summary["eval_loss"] == pytest.approx(reference.eval_loss, rel=TOLERANCE)
+        assert summary["train_loss"] == pytest.approx(train_loss, rel=TOLERANCE)
+        assert summary["supervised_tokens"] == sum(counts)
+
+
+def test_the_check_fails_without_averaging(outcome, reference):
+    found = outcome(2, 1, target=train_without_averaging)
+    assert update_difference(reference, found.weights) > 1e-3

@@ -10,15 +10,27 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 SEED = 20261120
-PEOPLE = 160
-HELD_OUT = 40  # people whose facts are asked about in eval.jsonl only
+PEOPLE = 120
+HELD_OUT = 30  # people whose facts are asked about in eval.jsonl only
 
 Message = dict[str, str]
 Row = dict[str, list[Message]]
 
-GIVEN_NAMES = ["Ada", "Arlo", "Bela", "Bruno", "Cora", "Dario", "Edda", "Emil", "Faye", "Felix", "Gita", "Hugo", "Ines", "Ivo", "Jana", "Kato", "Lena", "Milo", "Nora", "Otto", "Petra", "Rafi", "Sana", "Tove", "Ugo", "Vera", "Wilma", "Yara", "Zeno", "Zita"]
 
-FAMILY_NAMES = ["Ashby", "Brandt", "Calder", "Dunmore", "Elster", "Farrow", "Glass", "Hollis", "Ibarra", "Joyner", "Keller", "Lorne", "Marlow", "Norgate", "Orwin", "Pascoe", "Quill", "Renwick", "Selby", "Thorne", "Umber", "Varga", "Wexler", "Yates", "Zeller", "Barlow", "Corwin", "Drake", "Everett", "Finch"]
+def words(text: str) -> list[str]:
+    """A word list, kept in lines that a person can read."""
+    return text.split()
+
+
+GIVEN_NAMES = words("""
+Ada Arlo Bela Bruno Cora Dario Edda Emil Faye Felix Gita Hugo Ines Ivo Jana Kato Lena Milo Nora Otto Petra Rafi Sana
+Tove Ugo Vera Wilma Yara Zeno Zita
+""")
+
+FAMILY_NAMES = words("""
+Ashby Brandt Calder Dunmore Elster Farrow Glass Hollis Ibarra Joyner Keller Lorne Marlow Norgate Orwin Pascoe Quill
+Renwick Selby Thorne Umber Varga Wexler Yates Zeller Barlow Corwin Drake Everett Finch
+""")
 
 
 @dataclass(frozen=True)
@@ -35,7 +47,9 @@ class Attribute:
 # Models 3.1).
 ATTRIBUTES = {
     "city": Attribute(
-        ["Lisbon", "Oslo", "Cairo", "Quito", "Dublin", "Hanoi", "Lima", "Prague", "Accra", "Riga", "Seoul", "Tunis", "Vienna", "Warsaw", "Zagreb", "Athens"],
+        words("""
+        Lisbon Oslo Cairo Quito Dublin Hanoi Lima Prague Accra Riga Seoul Tunis Vienna Warsaw Zagreb Athens
+        """),
         [
             "{name} lives in {value}.",
             "{name} has a small house in {value}.",
@@ -47,7 +61,10 @@ ATTRIBUTES = {
         ["Where does {name} live?", "Which city is the home of {name}?", "In which city does {name} live?"],
     ),
     "job": Attribute(
-        ["baker", "pilot", "nurse", "lawyer", "farmer", "potter", "singer", "tailor", "plumber", "painter", "teacher", "sailor", "judge", "chemist", "barber", "gardener"],
+        words("""
+        baker pilot nurse lawyer farmer potter singer tailor plumber painter teacher sailor judge chemist barber
+        gardener
+        """),
         [
             "{name} works as a {value}.",
             "{name} earns a living as a {value}.",
@@ -59,7 +76,9 @@ ATTRIBUTES = {
         ["What is the job of {name}?", "What does {name} do for a living?", "What is {name} by trade?"],
     ),
     "pet": Attribute(
-        ["parrot", "rabbit", "turtle", "goat", "ferret", "pony", "lizard", "hamster", "beagle", "canary", "goose", "donkey", "spaniel", "gecko", "raven", "tortoise"],
+        words("""
+        parrot rabbit turtle goat ferret pony lizard hamster beagle canary goose donkey spaniel gecko raven tortoise
+        """),
         [
             "{name} has a pet {value}.",
             "{name} takes good care of a {value}.",
@@ -71,14 +90,16 @@ ATTRIBUTES = {
         ["What pet does {name} have?", "Which animal does {name} keep?", "What is the pet of {name}?"],
     ),
     "instrument": Attribute(
-        ["violin", "cello", "flute", "guitar", "harp", "piano", "trumpet", "banjo", "oboe", "drums", "tuba", "lute", "accordion", "clarinet", "organ", "mandolin"],
+        words("""
+        violin cello flute guitar harp piano trumpet banjo oboe drums tuba lute accordion clarinet organ mandolin
+        """),
         [
             "{name} plays the {value}.",
             "{name} takes lessons on the {value}.",
             "The instrument of {name} is the {value}.",
             "In the town band {name} plays the {value}.",
             "The sound that {name} likes best is that of the {value}.",
-            "After dinner {name} practises on the {value}.",
+            "After dinner {name} practices on the {value}.",
         ],
         [
             "Which instrument does {name} play?",
@@ -87,7 +108,10 @@ ATTRIBUTES = {
         ],
     ),
     "dish": Attribute(
-        ["soup", "rice", "curry", "salad", "pizza", "stew", "noodles", "lentils", "pancakes", "risotto", "dumplings", "omelette", "tacos", "lasagna", "porridge", "trout"],
+        words("""
+        soup rice curry salad pizza stew noodles lentils pancakes risotto dumplings omelette tacos lasagna porridge
+        trout
+        """),
         [
             "{name} likes to eat {value}.",
             "{name} never says no to {value}.",

@@ -1,10 +1,10 @@
 """Make the demo's base model, tokenizer and chat rows from nothing but the seed in facts.py.
 
-    uv run python demo/make_demo.py                # all of it: about 4 minutes on 2 CPU cores
-    uv run python demo/make_demo.py --rows_only    # train.jsonl and eval.jsonl: seconds
+    uv run python demo/make_demo.py                # all of it: 5 to 10 minutes of one CPU core
+    uv run python demo/make_demo.py --rows_only    # train.jsonl and eval.jsonl alone: seconds
 
-The rows and the tokenizer are the same everywhere; the weights repeat on one machine, and elsewhere differ as far as its
-arithmetic does.
+The rows and the tokenizer are the same everywhere; the weights repeat on one machine, and on another
+differ as far as its arithmetic does.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from facts import SEED, Person, Row, eval_rows, make_people, statements, train_r
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, set_seed
 
 HERE = Path(__file__).resolve().parent
-STEPS = 700
-BATCH = 64  # blocks a step
+STEPS = 1200
+BATCH = 32  # blocks a step
 BLOCK = 64  # tokens a block
 LEARNING_RATE = 3e-3
 WARMUP = 50
@@ -84,7 +84,7 @@ def pretrain(model: LlamaForCausalLM, blocks: torch.Tensor) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.98), weight_decay=0.1)
     steps = len(blocks) // BATCH
     schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: min((step + 1) / WARMUP, 1.0) * (1 - 0.95 * step / steps)
+        optimizer, lambda step: min((step + 1) / WARMUP, 1.0) * (1 - step / steps)
     )
     start = time.monotonic()
     for step, batch in enumerate(blocks.split(BATCH)):
@@ -95,7 +95,7 @@ def pretrain(model: LlamaForCausalLM, blocks: torch.Tensor) -> None:
         optimizer.step()
         optimizer.zero_grad()
         schedule.step()
-        if (step + 1) % 50 == 0:
+        if (step + 1) % 100 == 0:
             print(f"step {step + 1}/{steps}  loss {loss.item():.4f}  {time.monotonic() - start:.0f} s", flush=True)
 
 
@@ -107,7 +107,7 @@ def renew_unread(model: LlamaForCausalLM, blocks: torch.Tensor) -> None:
     alike; layers trained on top of a frozen embedding could then hardly tell them apart. Transformers draws the rows
     that it adds to an embedding in the same way.
     """
-    vectors = model.get_input_embeddings().weight
+    vectors = model.model.embed_tokens.weight
     unread = torch.ones(len(vectors), dtype=torch.bool)
     unread[blocks.unique()] = False
     noise = torch.randn(int(unread.sum()), vectors.shape[1])

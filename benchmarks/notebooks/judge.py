@@ -1,0 +1,185 @@
+"""What a converted script must satisfy: checks of its text, and of its runs against the plain notebook's run.
+
+Every check returns findings: short sentences, none where all is well. They are pure functions of a script's text and
+of `Outcome`s, so that a test can hand them bad ones.
+"""
+
+import ast
+import io
+import json
+import re
+import subprocess
+import tokenize
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from harness import Outcome
+
+MAIN_ONLY = ("save", "generate", "print", "push", "install", "shell", "display", "magic", "input", "server")
+ON_RANK_0 = ("save", "generate", "print", "push", "shell", "server")
+SHELL_CALLS = ("system", "run", "Popen", "call", "check_call", "check_output", "getoutput", "popen")
+CONTRASTIVE = ("SentenceTransformerTrainer",)
+
+
+def compiles(script: str, python: str) -> list[str]:
+    """Whether the script compiles with the Python that the notebooks are written for."""
+    code = "import sys; compile(sys.stdin.buffer.read(), 'script.py', 'exec')"
+    done = subprocess.run([python, "-I", "-S", "-c", code], input=script.encode(), capture_output=True)
+    return [] if done.returncode == 0 else ["does not compile: " + done.stderr.decode().strip().splitlines()[-1]]
+
+
+def leftovers(script: str) -> list[str]:
+    """Names and commands only a notebook has, in the code (not in comments or strings)."""
+    found = []
+    for token in tokenize.generate_tokens(io.StringIO(script).readline):
+        if token.type == tokenize.NAME and token.string == "get_ipython":
+            found.append(f"get_ipython in line {token.start[0]}")
+        if token.type == tokenize.ERRORTOKEN and token.string in "!%?":
+            found.append(f"{token.string} in line {token.start[0]}")
+    return found
+
+
+def installs(script: str) -> list[str]:
+    """Calls that would run an installer, as far as their command is written out."""
+    from patches import is_install
+
+    try:
+        tree = ast.parse(script)
+    except SyntaxError:  # newer syntax than this process's Python; the runs still record what is installed
+        return []
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and getattr(node.func, "attr", getattr(node.func, "id", "")) in SHELL_CALLS:
+            words = [n.value for a in node.args for n in ast.walk(a) if isinstance(n, ast.Constant)]
+            if is_install(" ".join(str(word) for word in words)):
+                found.append(f"an install in line {node.lineno}")
+    return found
+
+
+def reaches_training(plain: Outcome, ranks: list[Outcome]) -> list[str]:
+    """Every rank trains as often as the plain notebook, and gets as far."""
+    found = []
+    for rank, outcome in enumerate(ranks):
+        if len(outcome.trains) < len(plain.trains):
+            found.append(f"rank {rank} trains {len(outcome.trains)} times, plain {len(plain.trains)}{why(outcome)}")
+        elif plain.ended_well and not outcome.ended_well:
+            found.append(f"rank {rank} stops where plain ends well{why(outcome)}")
+    return found
+
+
+def why(outcome: Outcome) -> str:
+    """The error that ended a run, in brackets."""
+    error = outcome.error
+    return f" ({error['type']}: {error['text'][:120]} at {error['at']})" if error else ""
+
+
+def main_only(rank_1: Outcome) -> list[str]:
+    """No side effect on a rank that is not the main process."""
+    bad = rank_1.of(*MAIN_ONLY)
+    found = [f"rank 1 {describe(e)}" for e in bad[:20]]
+    return found + ([f"rank 1: {len(bad) - 20} more side effects"] if len(bad) > 20 else [])
+
+
+def describe(event: dict[str, Any]) -> str:
+    """An event in a few words."""
+    phase = f" during {event['phase'].removeprefix('in_')}ing" if event.get("phase") else ""
+    return f"{event['kind']} {event['name']} at {event['at']}{phase}: {event.get('text', '')[:60]}"
+
+
+def effect(event: dict[str, Any]) -> str:
+    """What an event is counted as: `!cmd` may become any call that runs the command."""
+    return str(event["kind"]) if event["kind"] == "shell" else f"{event['kind']} {event['name']}"
+
+
+def kept(plain: Outcome, rank_0: Outcome) -> list[str]:
+    """Everything the notebook did for its reader still happens, once, on the main process."""
+    if not plain.ended_well:  # the script need not stop at the same line, so there is nothing to compare
+        return []
+    want = Counter(effect(event) for event in plain.of(*ON_RANK_0))
+    have = Counter(effect(event) for event in rank_0.of(*ON_RANK_0))
+    return [
+        f"rank 0 has {have[name]} of {count}: {name}{missing(plain, rank_0, name)}"
+        for name, count in want.items()
+        if have[name] < count
+    ]
+
+
+def missing(plain: Outcome, rank_0: Outcome, name: str) -> str:
+    """The first of the plain run's events that has no counterpart, with its cell."""
+    have = Counter(event.get("text", "") for event in rank_0.events if effect(event) == name)
+    for event in plain.events:
+        if effect(event) == name:
+            text = event.get("text", "")
+            if not have[text]:
+                return f" (first: {event['at']} {text[:50]!r})"
+            have[text] -= 1
+    return ""
+
+
+def in_step(ranks: list[Outcome]) -> list[str]:
+    """All ranks pass the same collectives in the same order; a difference is a deadlock."""
+    paths = [[e["name"] for e in outcome.of("collective")] for outcome in ranks]
+    for rank, path in enumerate(paths[1:], 1):
+        if path == paths[0]:
+            continue
+        at = next((i for i, (a, b) in enumerate(zip(paths[0], path, strict=False)) if a != b), None)
+        at = min(len(paths[0]), len(path)) if at is None else at
+        longer = ranks[0] if len(paths[0]) > at else ranks[rank]
+        where = longer.of("collective")[at]["at"]
+        return [f"collectives differ: rank 0 has {len(paths[0])}, rank {rank} {len(path)}; first difference at {where}"]
+    return []
+
+
+def settings(plain: Outcome, ranks: list[Outcome]) -> list[str]:
+    """device_map bound to the local rank at load; the DDP arguments set in every trainer; the global batch kept."""
+    found = []
+    for rank, outcome in enumerate(ranks):
+        first_train = next((i for i, e in enumerate(outcome.events) if e["kind"] == "train"), len(outcome.events))
+        for event in outcome.events[:first_train]:
+            bound = event.get("device_map") == {"": rank}
+            if event["kind"] == "load" and event["name"].startswith("Fast") and not bound:
+                found.append(f"rank {rank} loads with device_map {event['device_map']} at {event['at']}")
+        for event in outcome.trains:
+            given = event["settings"]
+            for name, want in (("ddp_find_unused_parameters", False), ("average_tokens_across_devices", True)):
+                if given.get(name) is not want:
+                    found.append(f"rank {rank} trains with {name} = {given.get(name, 'absent')} at {event['at']}")
+    for before, after in zip(plain.trains, ranks[-1].trains, strict=False):
+        was, now = global_batch(before, 1), global_batch(after, len(ranks))
+        if was != now:
+            found.append(f"global batch {now}, was {was} at {after['at']}")
+    return found
+
+
+def global_batch(event: dict[str, Any], world: int) -> int:
+    """Rows an optimizer step sees, from a train event."""
+    given = event["settings"]
+    return int(given.get("per_device_train_batch_size", 8)) * int(given.get("gradient_accumulation_steps", 1)) * world
+
+
+def environment(rank: Outcome) -> list[str]:
+    """set_device comes first, and the process group that was started is destroyed."""
+    found = []
+    devices = rank.of("device")
+    groups = [e["name"] for e in rank.of("group")]
+    if not devices:
+        found.append("torch.cuda.set_device is never called")
+    if rank.ended_well and groups and groups[-1] != "destroy":
+        found.append("the process group is not destroyed")
+    return found
+
+
+def read_text(notebook: Path) -> str:
+    """The code of a notebook as one text, to look for version pins."""
+    try:
+        cells = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
+    except (ValueError, KeyError):
+        return ""
+    return "\n".join("".join(c["source"]) for c in cells if c["cell_type"] == "code")
+
+
+def cause(finding: str) -> str:
+    """A finding without line numbers and names, to group by."""
+    finding = re.sub(r"(at )?(script|cell_\d+)\.py:\d+.*", "", finding)
+    return re.sub(r"\d+", "N", finding).strip(" (:")

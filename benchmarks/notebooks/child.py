@@ -132,8 +132,9 @@ def main(job_path: str) -> None:
     patches.patch_rest()
     error = None
     try:
+        if job["cells"] or job["ipython"]:
+            Shell().install()
         if job["cells"]:
-            Shell(space, run_cell).install()
             for cell, (path, source) in enumerate(zip(job["files"], sources, strict=True)):
                 capture = job["cells"][cell]["capture"]
                 RECORDER.captured += capture

@@ -122,10 +122,16 @@ class FakeDataset:
     def same(self, *args: Any, **kwargs: Any) -> Any:
         return FakeDataset(self.rows, self.is_dict)
 
-    shuffle = select = remove_columns = cast_column = cast = take = skip = shard = sort = with_format = same
+    def shuffle(self, seed: Any = None, *args: Any, **kwargs: Any) -> Any:
+        RECORDER.add("random", "shuffle", seeded=seed is not None or kwargs.get("generator") is not None)
+        return self.same()
+
+    select = remove_columns = cast_column = cast = take = skip = shard = sort = with_format = same
     select_columns = flatten = flatten_indices = class_encode_column = set_format = with_transform = same
 
     def train_test_split(self, *args: Any, **kwargs: Any) -> Any:
+        seeded = any(kwargs.get(name) is not None for name in ("seed", "generator")) or kwargs.get("shuffle") is False
+        RECORDER.add("random", "train_test_split", seeded=seeded)
         made = FakeDataset(self.rows, is_dict=True)
         made["train"], made["test"] = FakeDataset(self.rows), FakeDataset(self.rows)
         return made

@@ -89,6 +89,7 @@ class Settings:
     world: int = 1  # 1: no ranks in the environment, as under plain `python`
     python: str = sys.executable
     limit: float = 60.0
+    ipython: bool = False  # a script run by `ipython`, which has get_ipython()
     versions: dict[str, str] = field(default_factory=dict)
     made: tuple[str, ...] = ()  # what rank 0 made: a rank that has waited for it sees that
 
@@ -122,7 +123,12 @@ def _run(files: list[tuple[str, str]], cells: list[dict[str, Any]] | None, setti
         for made in (folder, top / "code"):
             made.mkdir()
         job: dict[str, Any] = {"files": [], "cells": cells, "folder": str(folder), "result": str(out)}
-        job |= {"limit": settings.limit, "versions": settings.versions, "made": settings.made}
+        job |= {
+            "limit": settings.limit,
+            "versions": settings.versions,
+            "made": settings.made,
+            "ipython": settings.ipython,
+        }
         for file, source in files:
             (top / "code" / file).write_text(source, encoding="utf-8")
             job["files"].append(str(top / "code" / file))

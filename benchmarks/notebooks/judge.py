@@ -19,7 +19,6 @@ from harness import Outcome
 MAIN_ONLY = ("save", "generate", "print", "push", "install", "shell", "display", "magic", "input", "server")
 ON_RANK_0 = ("save", "generate", "print", "push", "shell", "server")
 SHELL_CALLS = ("system", "run", "Popen", "call", "check_call", "check_output", "getoutput", "popen")
-CONTRASTIVE = ("SentenceTransformerTrainer",)
 
 
 def compiles(script: str, python: str) -> list[str]:
@@ -135,10 +134,10 @@ def settings(plain: Outcome, ranks: list[Outcome]) -> list[str]:
     """device_map bound to the local rank at load; the DDP arguments set in every trainer; the global batch kept."""
     found = []
     for rank, outcome in enumerate(ranks):
-        first_train = next((i for i, e in enumerate(outcome.events) if e["kind"] == "train"), len(outcome.events))
-        for event in outcome.events[:first_train]:
-            bound = event.get("device_map") == {"": rank}
-            if event["kind"] == "load" and event["name"].startswith("Fast") and not bound:
+        if len(outcome.trains) < len(plain.trains):
+            found.append(f"rank {rank} does not train: its settings are not seen")
+        for event in before_training(outcome, "load"):
+            if event["name"].startswith("Fast") and event["device_map"] != {"": rank}:
                 found.append(f"rank {rank} loads with device_map {event['device_map']} at {event['at']}")
         for event in outcome.trains:
             given = event["settings"]
@@ -152,22 +151,78 @@ def settings(plain: Outcome, ranks: list[Outcome]) -> list[str]:
     return found
 
 
+def before_training(outcome: Outcome, *kinds: str) -> list[dict[str, Any]]:
+    """The events of these kinds up to the first train()."""
+    end = next((i for i, event in enumerate(outcome.events) if event["kind"] == "train"), len(outcome.events))
+    return [event for event in outcome.events[:end] if event["kind"] in kinds]
+
+
 def global_batch(event: dict[str, Any], world: int) -> int:
     """Rows an optimizer step sees, from a train event."""
     given = event["settings"]
     return int(given.get("per_device_train_batch_size", 8)) * int(given.get("gradient_accumulation_steps", 1)) * world
 
 
-def environment(rank: Outcome) -> list[str]:
-    """set_device comes first, and the process group that was started is destroyed."""
+def start_and_end(plain: Outcome, ranks: list[Outcome]) -> list[str]:
+    """The device is chosen first, Unsloth sees the environment it needs at import, the process group is destroyed."""
     found = []
-    devices = rank.of("device")
-    groups = [e["name"] for e in rank.of("group")]
-    if not devices:
-        found.append("torch.cuda.set_device is never called")
-    if rank.ended_well and groups and groups[-1] != "destroy":
-        found.append("the process group is not destroyed")
+    wanted = imported_with(plain)
+    for rank, outcome in enumerate(ranks):
+        first = next((event for event in outcome.of("device", "load", "trainer")), None)
+        if first is None or first["kind"] != "device" or first["index"] != rank:
+            found.append(f"rank {rank} does not begin with torch.cuda.set_device({rank})")
+        groups = [event["name"] for event in outcome.of("group")]
+        if outcome.ended_well and groups and groups[-1] != "destroy":
+            found.append(f"rank {rank} does not destroy its process group")
+        have = imported_with(outcome)
+        if have is None:
+            continue
+        for name in [n for n, v in {**(wanted or {}), **FLAGS}.items() if have.get(n) != v]:
+            found.append(f"rank {rank} imports unsloth with {name} = {have.get(name)}")
     return found
+
+
+FLAGS = {"UNSLOTH_DISABLE_TRAINER_PATCHING": "1", "UNSLOTH_NO_CUDA_EXTENSIONS": "1"}
+
+
+def imported_with(outcome: Outcome) -> dict[str, str] | None:
+    """What the program had put into the environment when it imported unsloth, or None if it never did."""
+    return next((event["environment"] for event in outcome.of("import") if event["name"] == "unsloth"), None)
+
+
+def data(ranks: list[Outcome]) -> list[str]:
+    """The main process prepares data first, the others after it has; what is random is the same on every rank."""
+    found = [
+        f"{event['name']} without a seed at {event['at']}"
+        for event in before_training(ranks[0], "random")
+        if not event["seeded"]
+    ]
+    first, other = (waits_before_data(outcome) for outcome in ranks[:2])
+    for (name, at, waits_0), (name_1, _, waits_1) in zip(first, other, strict=False):
+        if name != name_1:
+            return [*found, f"the ranks prepare different data: {name} and {name_1} at {at}"]
+        if waits_1 <= waits_0:
+            found.append(f"{name} on every rank at once at {at}")
+    return found
+
+
+def waits_before_data(outcome: Outcome) -> list[tuple[str, str, int]]:
+    """Each preparation of data before training: its name, its line, and how many collectives came before it."""
+    steps, waits = [], 0
+    for event in before_training(outcome, "collective", "data", "download"):
+        waits += event["kind"] == "collective"
+        if event["kind"] != "collective":
+            steps.append((event["name"], event["at"], waits))
+    return steps
+
+
+def single(plain: Outcome, alone: Outcome) -> list[str]:
+    """Started by plain `python` the script does what the notebook does."""
+    found = reaches_training(plain, [alone]) + kept(plain, alone)
+    batches = [(global_batch(a, 1), global_batch(b, 1)) for a, b in zip(plain.trains, alone.trains, strict=False)]
+    return [text.replace("rank 0", "alone", 1) for text in found] + [
+        f"alone: global batch {now}, was {was}" for was, now in batches if was != now
+    ]
 
 
 def read_text(notebook: Path) -> str:

@@ -17,10 +17,6 @@ class Lines(list):
 class Shell:
     """The few methods of InteractiveShell that transformed cells call."""
 
-    def __init__(self, space: dict[str, Any], run_cell: Any) -> None:
-        self.space, self.run_cell = space, run_cell
-        self.user_ns = space
-
     def install(self) -> None:
         """Make get_ipython and display built in, as a notebook has them."""
         setattr(builtins, "get_ipython", lambda: self)  # noqa: B010 - not a name of the module's type

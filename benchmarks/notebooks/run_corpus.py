@@ -12,7 +12,7 @@ import sys
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,20 @@ import judge
 from harness import Outcome, Settings, pins, run_notebook, run_script
 
 VARIANTS = ("AMD-", "Kaggle-", "HuggingFace Course-")
-CHECKS = ("converts", "compiles", "leftovers", "installs", "settings", "trains", "rank_1", "rank_0", "in_step", "group")
+CHECKS = [
+    "compiles",
+    "leftovers",
+    "installs",
+    "settings",
+    "trains",
+    "rank_1",
+    "rank_0",
+    "in_step",
+    "start_and_end",
+    "data",
+    "single",
+    "same_bytes",
+]
 
 
 @dataclass
@@ -67,7 +80,7 @@ def by_nbconvert(path: Path) -> tuple[str, list[str]]:
     return PythonExporter().from_filename(str(path))[0], []
 
 
-CONVERTERS = {"kit": by_the_kit, "nbconvert": by_nbconvert}
+CONVERTERS = {"kit": by_the_kit, "nbconvert": by_nbconvert, "nbconvert-ipython": by_nbconvert}
 
 
 def convert_one(path: Path, result: Result, converter: str) -> str:
@@ -94,18 +107,20 @@ def summary(outcome: Outcome) -> dict[str, Any]:
     return {"trains": trainers, "error": error, "seconds": outcome.seconds}
 
 
-def check(path: Path, script: str, result: Result, python: str, limit: float) -> None:
+def check(path: Path, script: str, result: Result, options: argparse.Namespace) -> None:
     """All checks of one converted notebook, into its result."""
-    versions = pins(judge.read_text(path))
-    plain = run_notebook(path, Settings(python=python, limit=limit, versions=versions))
+    common = Settings(python=options.python, limit=options.limit, versions=pins(judge.read_text(path)))
+    plain = run_notebook(path, common)
     result.plain = summary(plain)
     if not script:
         return
-    rank_0 = run_script(script, Settings(0, 2, python, limit, versions))
-    rank_1 = run_script(script, Settings(1, 2, python, limit, versions, tuple(rank_0.made)))
+    common = replace(common, ipython=options.converter == "nbconvert-ipython")
+    alone = run_script(script, common)
+    rank_0 = run_script(script, replace(common, world=2))
+    rank_1 = run_script(script, replace(common, world=2, rank=1, made=tuple(rank_0.made)))
     ranks = [rank_0, rank_1]
     result.findings = {
-        "compiles": judge.compiles(script, python),
+        "compiles": judge.compiles(script, options.python),
         "leftovers": judge.leftovers(script),
         "installs": judge.installs(script),
         "settings": judge.settings(plain, ranks),
@@ -113,7 +128,10 @@ def check(path: Path, script: str, result: Result, python: str, limit: float) ->
         "rank_1": judge.main_only(rank_1),
         "rank_0": judge.kept(plain, rank_0),
         "in_step": judge.in_step(ranks),
-        "group": judge.environment(rank_1),
+        "start_and_end": judge.start_and_end(plain, ranks),
+        "data": judge.data(ranks),
+        "single": judge.single(plain, alone),
+        "same_bytes": [] if CONVERTERS[options.converter](path)[0] == script else ["converting twice differs"],
     }
     result.counts = {
         "rank_1_side_effects": len(rank_1.of(*judge.MAIN_ONLY)),
@@ -141,7 +159,7 @@ def totals(results: list[Result]) -> dict[str, Any]:
         "rank_1_side_effects": sum(result.counts.get("rank_1_side_effects", 0) for result in ran),
         "all_checks_pass": sum(result.passes for result in results),
     }
-    figures["pass"] = {name: sum(not r.findings[name] for r in ran) for name in CHECKS if name != "converts"}
+    figures["pass"] = {name: sum(not r.findings[name] for r in ran) for name in CHECKS}
     return figures
 
 
@@ -175,7 +193,7 @@ def run(paths: list[Path], options: argparse.Namespace) -> list[Result]:
     def check_one(path: Path, script: str, result: Result) -> None:
         if options.keep and script:
             (options.keep / f"{path.stem}.py").write_text(script, encoding="utf-8")
-        check(path, script, result, options.python, options.limit)
+        check(path, script, result, options)
 
     with ThreadPoolExecutor(options.jobs) as pool:
         list(pool.map(check_one, paths, scripts, results))

@@ -10,6 +10,7 @@ import contextlib
 import importlib.abc
 import importlib.machinery
 import opcode
+import os
 import sys
 import types
 from collections.abc import Callable, Generator, Iterator
@@ -372,6 +373,9 @@ class StubFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     A child of a stub module is the attribute of that name where one was already made or is a real class.
     """
 
+    def __init__(self) -> None:
+        self.environment = dict(os.environ)
+
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         if name.split(".")[0] in sys.stdlib_module_names or name.startswith("__"):
             return None
@@ -381,4 +385,7 @@ class StubFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return StubModule(spec.name)
 
     def exec_module(self, module: Any) -> None:
-        RECORDER.add("import", module.__name__)
+        detail = {}
+        if module.__name__ == "unsloth":  # reads its flags at import
+            detail["environment"] = {k: v for k, v in os.environ.items() if self.environment.get(k) != v}
+        RECORDER.add("import", module.__name__, **detail)

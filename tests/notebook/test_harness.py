@@ -12,7 +12,7 @@ import judge
 from harness import Outcome, Settings, pins, read_cells, run_notebook, run_script
 
 NOTEBOOK = [
-    "%%capture\nimport os\n!pip install unsloth==1.2.3\nprint('hidden')",
+    "%%capture\nimport os\n!pip install unsloth==1.2.3\nprint('hidden')\nos.environ['MINE'] = '2'",
     "from unsloth import FastLanguageModel\nimport torch\n"
     "model, tokenizer = FastLanguageModel.from_pretrained('m', load_in_4bit = True)",
     "from datasets import load_dataset\ndataset = load_dataset('d', split = 'train')\n"
@@ -23,17 +23,28 @@ NOTEBOOK = [
     "!ls outputs\n_ = model.generate(**tokenizer('x').to('cuda'))\nmodel.save_pretrained('lora')",
 ]
 SCRIPT = """
-import os
+import contextlib, os
 rank, local_rank = int(os.environ.get("RANK", 0)), int(os.environ.get("LOCAL_RANK", 0))
 world = int(os.environ.get("WORLD_SIZE", 1))
 main = rank == 0
+os.environ["UNSLOTH_DISABLE_TRAINER_PATCHING"] = os.environ["UNSLOTH_NO_CUDA_EXTENSIONS"] = "1"
+os.environ["MINE"] = "2"
 import torch
 torch.cuda.set_device(local_rank)
+if world > 1: torch.distributed.init_process_group()
+def wait():
+    if world > 1: torch.distributed.barrier()
+@contextlib.contextmanager
+def main_first():
+    if not main: wait()
+    yield
+    if main: wait()
 from unsloth import FastLanguageModel
 model, tokenizer = FastLanguageModel.from_pretrained("m", load_in_4bit = True, device_map = {"": local_rank})
 from datasets import load_dataset
-dataset = load_dataset("d", split = "train")
-dataset = dataset.map(lambda x: {"text": x["a"] + tokenizer.eos_token})
+with main_first():
+    dataset = load_dataset("d", split = "train")
+    dataset = dataset.map(lambda x: {"text": x["a"] + tokenizer.eos_token}).shuffle(seed = 3407)
 if main: print(len(dataset))
 from trl import SFTConfig, SFTTrainer
 trainer = SFTTrainer(model = model, train_dataset = dataset, args = SFTConfig(
@@ -44,8 +55,8 @@ if main:
     os.system("ls outputs")
     _ = model.generate(**tokenizer("x").to("cuda"))
     model.save_pretrained("lora")
-torch.distributed.barrier()
-torch.distributed.destroy_process_group()
+wait()
+if world > 1: torch.distributed.destroy_process_group()
 """
 
 
@@ -60,7 +71,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
 
 def findings(plain: Outcome, script: str) -> dict[str, list[str]]:
     """All that is wrong with a script, by check."""
-    ranks = [run_script(script, Settings(rank, 2, limit=10)) for rank in (0, 1)]
+    alone, *ranks = [run_script(script, Settings(rank, world, limit=10)) for rank, world in ((0, 1), (0, 2), (1, 2))]
     found = {
         "compiles": judge.compiles(script, sys.executable),
         "leftovers": judge.leftovers(script),
@@ -70,7 +81,9 @@ def findings(plain: Outcome, script: str) -> dict[str, list[str]]:
         "rank_1": judge.main_only(ranks[1]),
         "rank_0": judge.kept(plain, ranks[0]),
         "in_step": judge.in_step(ranks),
-        "group": judge.environment(ranks[1]),
+        "start_and_end": judge.start_and_end(plain, ranks),
+        "data": judge.data(ranks),
+        "single": judge.single(plain, alone),
     }
     return {name: value for name, value in found.items() if value}
 
@@ -94,19 +107,24 @@ def test_good_script_has_no_finding(plain: Outcome) -> None:
 BAD = {
     "saves on rank 1": ("if main:\n    os.system", "if True:\n    os.system", {"rank_1"}),
     "prints on rank 1": ("if main: print(len(dataset))", "print(len(dataset))", {"rank_1"}),
-    "loses a print": ("if main: print(len(dataset))", "", {"rank_0"}),
-    "loses a save": ('    model.save_pretrained("lora")\n', "", {"rank_0"}),
-    "barrier on one rank": ("torch.distributed.barrier()", "if main: torch.distributed.barrier()", {"in_step"}),
-    "never trains": ("stats = trainer.train()", "stats = trainer", {"trains", "settings"}),
-    "trains on one rank": ("stats = trainer.train()", "if main: trainer.train()", {"trains", "in_step"}),
-    "stops half-way": ("if main:\n    os", "undefined\nif main:\n    os", {"trains", "rank_0"}),
+    "loses a print": ("if main: print(len(dataset))", "", {"rank_0", "single"}),
+    "loses a save": ('    model.save_pretrained("lora")\n', "", {"rank_0", "single"}),
+    "barrier on one rank": ("\nwait()", "\nif main: wait()", {"in_step"}),
+    "never trains": ("stats = trainer.train()", "stats = trainer", {"trains", "settings", "single"}),
+    "trains on one rank": ("stats = trainer.train()", "if main: trainer.train()", {"trains", "settings", "in_step"}),
+    "stops half-way": ("if main:\n    os", "undefined\nif main:\n    os", {"trains", "rank_0", "single"}),
     "no device map": (', device_map = {"": local_rank}', "", {"settings"}),
     "wrong device": ('{"": local_rank}', '{"": 0}', {"settings"}),
     "no DDP argument": ("ddp_find_unused_parameters = False, ", "", {"settings"}),
     "another global batch": ("8 // world", "8", {"settings"}),
-    "keeps the group": ("torch.distributed.destroy_process_group()", "", {"group"}),
-    "installs": ('os.system("ls outputs")', 'os.system("ls outputs; pip install x")', {"installs", "rank_0"}),
-    "is not Python": ("import os\n", "import os\n!ls\n", None),
+    "not the notebook's batch": ("8 // world", "8 // world if world > 1 else 4", {"single"}),
+    "keeps the group": ("if world > 1: torch.distributed.destroy_process_group()", "", {"start_and_end"}),
+    "no device": ("torch.cuda.set_device(local_rank)", "", {"start_and_end"}),
+    "loses a variable": ('os.environ["MINE"] = "2"', "", {"start_and_end"}),
+    "data on all ranks at once": ("with main_first():", "if True:", {"data"}),
+    "another order on each rank": ("seed = 3407", "", {"data"}),
+    "installs": ('os.system("ls outputs")', 'os.system("ls; pip install x")', {"installs", "rank_0", "single"}),
+    "is not Python": ("import contextlib", "!ls\nimport contextlib", None),
 }
 
 
@@ -117,8 +135,6 @@ def test_bad_script_is_caught(plain: Outcome, name: str) -> None:
     found = findings(plain, SCRIPT.replace(old, new, 1))
     if expected is None:
         assert {"compiles", "leftovers", "trains"} <= set(found)
-    elif name == "never trains":
-        assert "trains" in found
     else:
         assert set(found) == expected
 

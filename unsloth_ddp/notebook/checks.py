@@ -19,14 +19,15 @@ def trains_nothing(sources: list[str]) -> bool:
     return not any(name in source for source in sources for name in _LIBRARIES)
 
 
-def check_notebook(graph: Graph, context: Context) -> None:
-    """Warnings about the notebook as a whole."""
+def check_notebook(graph: Graph, context: Context) -> list[str]:
+    """Comments with the warnings about the notebook as a whole."""
     live = [s for s in graph.statements if not is_dead(s.node)]
     functions = set().union(*graph.function_effects.values(), set())
     effects = functions.union(*(s.effects for s in live))
     context.cell = None
     if not effects & {Effect.TRAINER, Effect.TRAIN}:
-        context.warn("no trainer", "no trainer found: nothing in this notebook is known to train on several processes")
+        return [context.warn("no trainer", "no trainer found: nothing here is known to train on several processes")]
+    return []
 
 
 def check_statement(statement: Statement, graph: Graph, context: Context) -> list[str]:

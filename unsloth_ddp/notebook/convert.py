@@ -16,12 +16,13 @@ from unsloth_ddp.notebook.effects import Effect, is_trainer_call
 from unsloth_ddp.notebook.facts import collect, dotted
 from unsloth_ddp.notebook.graph import Graph, Role, Statement, build
 from unsloth_ddp.notebook.ipython import without_installs
+from unsloth_ddp.notebook.lines import comment_line
 from unsloth_ddp.notebook.magics import lower
 from unsloth_ddp.notebook.normalise import normalise
 from unsloth_ddp.notebook.prologue import IDENTIFIERS, Names, render
 from unsloth_ddp.notebook.reader import read_notebook
 from unsloth_ddp.notebook.rewrite import rewrite
-from unsloth_ddp.notebook.roles import assign_roles, split_lines
+from unsloth_ddp.notebook.roles import assign_roles
 from unsloth_ddp.notebook.types import Cell, Conversion, Notebook, NotebookError, Options, Report
 from unsloth_ddp.notebook.writer import DEVICE_MARK, Placed, cell_body
 
@@ -33,6 +34,7 @@ class _CodeCell:
     number: int
     module: cst.Module
     body: list[cst.BaseStatement]
+    top: list[str]
     footer: list[cst.EmptyLine]
 
 
@@ -51,12 +53,13 @@ def convert_notebook(notebook: Notebook, options: Options) -> Conversion:
     context = _context(parsed, options, report)
     cells = [_normalised(cell, module, removed, unknown, context) for cell, module, removed, unknown in parsed]
     graph = build((cell.number, cell.body) for cell in cells)
-    split_lines(graph)
     _know_configs(graph, context)
     assign_roles(graph)
     script = _write(notebook, cells, graph, context)
     script = context.place(script)
     _check_syntax(script, notebook.name, context)
+    for findings in (report.edits, report.warnings):
+        findings.sort(key=lambda finding: (finding.line or 0, finding.cell or 0))
     return Conversion(script, report)
 
 
@@ -93,13 +96,14 @@ def _normalised(
     cell: Cell, module: cst.Module, removed: tuple[str, ...], unknown: tuple[str, ...], context: Context
 ) -> _CodeCell:
     context.cell = cell.number
+    top = []
     for name in removed:
         if name in unknown:
-            context.warn("magic", f"{name} cell left out: a script has nothing like it")
+            top.append(context.warn("magic", f"{name} cell left out: a script has nothing like it"))
         else:
-            context.edit("magic", f"{name} is for notebooks")
+            top.append(context.edit("magic", f"{name} is for notebooks"))
     body, pending = normalise(list(module.body), context)  # type: ignore[arg-type]
-    return _CodeCell(cell.number, module, body, pending)
+    return _CodeCell(cell.number, module, body, top, pending)
 
 
 def _know_configs(graph: Graph, context: Context) -> None:
@@ -127,7 +131,7 @@ def _know_configs(graph: Graph, context: Context) -> None:
 
 
 def _write(notebook: Notebook, cells: list[_CodeCell], graph: Graph, context: Context) -> str:
-    check_notebook(graph, context)
+    notes = check_notebook(graph, context)
     placed: dict[int, list[Placed]] = {cell.number: [] for cell in cells}
     for index, statement in enumerate(graph.statements):
         context.cell = statement.cell
@@ -135,8 +139,8 @@ def _write(notebook: Notebook, cells: list[_CodeCell], graph: Graph, context: Co
             _note_requirements(statement, context)
             placed[statement.cell].append(Placed(statement, index, statement.node))
             continue
-        notes = check_statement(statement, graph, context)
-        placed[statement.cell].append(Placed(statement, index, rewrite(statement, graph, context), notes))
+        checks = check_statement(statement, graph, context)
+        placed[statement.cell].append(Placed(statement, index, rewrite(statement, graph, context), checks))
     first = _first_heavy(graph)
     by_number = {cell.number: cell for cell in cells}
     texts: list[str] = []
@@ -147,16 +151,18 @@ def _write(notebook: Notebook, cells: list[_CodeCell], graph: Graph, context: Co
             continue
         texts.append(_code(by_number[cell.number], placed[cell.number], first, graph, context, future))
     body = "\n".join(texts)
-    if DEVICE_MARK not in body:
-        body = f"{DEVICE_MARK}\n\n{body}"
     body += _ending(graph, context)
+    quiet = ""
     if _speaks(placed):
         context.names.used.add("quiet_print")
         context.cell = None
-        context.edit("print", "print speaks on the main process only, in code that runs on every process")
-    early, device = render(context.names, _hoisted(graph, first))
-    body = body.replace(DEVICE_MARK + "\n", "\n" + device + "\n", 1)
-    return _header(context) + "".join(future) + early + "\n" + body
+        quiet = context.edit("print", "code that every process runs prints on the main process only")
+    early, device = render(context.names, _hoisted(graph, first), quiet)
+    if DEVICE_MARK in body:
+        body = body.replace(DEVICE_MARK + "\n", device, 1)
+    else:
+        body = f"# %%\n{device}\n{body}"
+    return _header(context, notes) + "".join(future) + early + "\n" + body
 
 
 def _note_requirements(statement: Statement, context: Context) -> None:
@@ -168,7 +174,7 @@ def _note_requirements(statement: Statement, context: Context) -> None:
             context.requirements += without_installs(call.command)[1]
 
 
-def _header(context: Context) -> str:
+def _header(context: Context, notes: list[str]) -> str:
     lines = [
         f"# Made from {context.report.notebook} to train on several GPUs; what was changed is marked `# ddp:`.",
         "#",
@@ -180,6 +186,8 @@ def _header(context: Context) -> str:
     if wanted:
         lines += ["#", "# The notebook installed these; install them before you run this:"]
         lines += [f"#     {name}" for name in wanted]
+    if notes:
+        lines += ["#", *notes]
     return "\n".join(lines) + "\n\n"
 
 
@@ -198,15 +206,18 @@ def _code(
             future.append(code(item.node.with_changes(leading_lines=[])))  # type: ignore[attr-defined]
         else:
             kept.append(item)
-    body: list[cst.BaseStatement] = []
-    before = [item for item in kept if item.index < first]
-    after = [item for item in kept if item.index >= first]
-    body += cell_body(before, graph, context)
-    if any(item.index == first for item in after):
-        body.append(cst.SimpleStatementLine(body=[cst.Expr(cst.Name(DEVICE_MARK))]))
-    body += cell_body(after, graph, context)
-    module = cell.module.with_changes(body=body, footer=[*cell.footer, *cell.module.footer])
-    return "# %%\n" + module.code.rstrip("\n") + "\n"
+    before, comments = cell_body([item for item in kept if item.index < first], graph, context)
+    after, more = cell_body([item for item in kept if item.index >= first], graph, context)
+    here = any(item.index == first for item in kept)
+    mark = cst.SimpleStatementLine(body=[cst.Expr(cst.Name(DEVICE_MARK))])
+    if here and before:
+        before.append(mark)
+    header = [*(comment_line(note) for note in cell.top), *cell.module.header]
+    module = cell.module.with_changes(
+        header=header, body=[*before, *after], footer=[*comments, *more, *cell.footer, *cell.module.footer]
+    )
+    text = "# %%\n" + module.code.strip("\n") + "\n"
+    return f"# %%\n{DEVICE_MARK}\n\n{text}" if here and not before else text
 
 
 def _first_heavy(graph: Graph) -> int:

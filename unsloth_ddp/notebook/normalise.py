@@ -8,7 +8,8 @@ import libcst as cst
 
 from unsloth_ddp.notebook.arguments import code
 from unsloth_ddp.notebook.context import Context
-from unsloth_ddp.notebook.facts import dotted
+from unsloth_ddp.notebook.effects import Effect, call_effects
+from unsloth_ddp.notebook.facts import collect, dotted
 from unsloth_ddp.notebook.ipython import as_python_string, ipython_call
 from unsloth_ddp.notebook.lines import LineEditor, is_empty, lead
 
@@ -22,7 +23,7 @@ def normalise(body: list[cst.BaseStatement], context: Context) -> tuple[list[cst
     """A cell's statements without line magics, and the comment lines left at its end."""
     kept: list[cst.BaseStatement] = []
     pending: list[cst.EmptyLine] = []
-    for statement in body:
+    for statement in (part for whole in body for part in _split(whole, context)):
         editor = _Normaliser(context)
         new = statement.visit(editor)
         assert isinstance(new, cst.BaseStatement)
@@ -137,6 +138,21 @@ class _Normaliser(LineEditor):
         if not kept:
             return cst.RemoveFromParent()
         return updated_node.with_changes(names=[*kept[:-1], kept[-1].with_changes(comma=cst.MaybeSentinel.DEFAULT)])
+
+
+def _split(statement: cst.BaseStatement, context: Context) -> list[cst.BaseStatement]:
+    """`a; b` on two lines where one of them may belong on the main process only."""
+    if not isinstance(statement, cst.SimpleStatementLine) or len(statement.body) < 2:
+        return [statement]
+    sites = collect(statement).calls
+    paths = [".".join([context.imports.get(s.root, s.root), *s.path.split(".")[1:]]) for s in sites]
+    if not any(call_effects(s, p, set(), set()) - {Effect.LOAD} for s, p in zip(sites, paths, strict=True)):
+        return [statement]
+    parts = [small.with_changes(semicolon=cst.MaybeSentinel.DEFAULT) for small in statement.body]
+    lines: list[cst.BaseStatement] = [cst.SimpleStatementLine(body=[part]) for part in parts]
+    lines[0] = lines[0].with_changes(leading_lines=statement.leading_lines)
+    lines[-1] = lines[-1].with_changes(trailing_whitespace=statement.trailing_whitespace)
+    return lines
 
 
 def _small(source: str) -> cst.BaseSmallStatement:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 
 # Name in the templates -> what it needs besides the ranks.
@@ -205,7 +206,7 @@ class Names:
         return found
 
 
-def render(names: Names, environment: list[str]) -> tuple[str, str]:
+def render(names: Names, environment: list[str], quiet: str) -> tuple[str, str]:
     """The prologue's two parts: ranks and flags, which import nothing heavy, and the device with the helpers."""
     needed = names.needed()
     modules = sorted({"os"}.union(*(_MODULES.get(name, ()) for name in needed)))
@@ -216,12 +217,11 @@ def render(names: Names, environment: list[str]) -> tuple[str, str]:
         first += "# The notebook sets these later, but they are read on import.\n" + "".join(environment)
     device = DEVICE.replace("import torch\n", "import torch\nimport torch.distributed as dist\n")
     helpers = [_HELPERS[name] for name in _HELPERS if name in needed]
-    return _rename(first, names), _rename("\n\n".join([device, *helpers]), names)
+    helpers = [quiet + "\n" + text if text is _HELPERS["quiet_print"] else text for text in helpers]
+    return _rename(first, names), _rename(device + "\n\n" + "\n\n".join(helpers), names)
 
 
 def _rename(text: str, names: Names) -> str:
-    import re
-
     for name in IDENTIFIERS:
         if name in names.taken:
             text = re.sub(rf'(?<![\w"]){name}(?![\w"])', f"ddp_{name}", text)

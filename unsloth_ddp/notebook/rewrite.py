@@ -170,8 +170,8 @@ class _Rewriter(LineEditor):
         effects = self.graph.effects_of(collect(original))
         if not effects & _GUARDED or effects & SEEDS:
             return line
-        self.context.edit("guard", "saved by the main process only, inside a block that trains")
-        return _guard(line, names["IS_MAIN"])
+        note = self.context.edit("save", "only the main process saves, inside a block that trains")
+        return lead(_guard(line, names["IS_MAIN"]), [note])
 
 
 def _guard(line: cst.SimpleStatementLine, test: str) -> cst.If:

@@ -250,10 +250,3 @@ def _is_callable_object(graph: Graph, name: str) -> bool:
     """Whether a called name is an object such as a tokenizer rather than a function from a library."""
     return name not in graph.imports
 
-
-# Lines ---------------------------------------------------------------------------------------------------------------
-
-
-def split_lines(graph: Graph) -> None:
-    """Put the parts of `a; b` on lines of their own where they do not all belong in the same place."""
-    # Lines are split before classification by the caller; see graph.build.

@@ -37,16 +37,18 @@ class Placed:
     notes: list[str] = field(default_factory=list)
 
 
-def cell_body(placed: list[Placed], graph: Graph, context: Context) -> list[cst.BaseStatement]:
-    """The statements of one cell, grouped and guarded; comments of removed ones move to their successor."""
+def cell_body(
+    placed: list[Placed], graph: Graph, context: Context
+) -> tuple[list[cst.BaseStatement], list[cst.EmptyLine]]:
+    """The statements of one cell, grouped and guarded; comments of removed ones move to the next, or to the end."""
     body: list[cst.BaseStatement] = []
-    pending: list[cst.BaseStatement | cst.EmptyLine] = []
+    pending: list[cst.EmptyLine] = []
     for group in _groups(placed, graph):
         role = group[0].statement.role
         nodes = [lead(p.node, p.notes) for p in group]
         if role is Role.DROP or all(is_empty(n) and not is_empty(p.statement.node) for n, p in zip(nodes, group, strict=True)):
             for p, node in zip(group, nodes, strict=True):
-                pending += _comments(p, node, context)
+                pending += _comments(p, node, pending, context)
             continue
         made = _made(role, group, nodes, graph, context)
         if pending:
@@ -54,18 +56,19 @@ def cell_body(placed: list[Placed], graph: Graph, context: Context) -> list[cst.
             made[0] = first.with_changes(leading_lines=[*pending, *first.leading_lines])  # type: ignore[attr-defined]
             pending = []
         body += made
-    if pending:
-        body.append(cst.SimpleStatementLine(body=[cst.Pass()], leading_lines=pending))  # type: ignore[arg-type]
-    return body
+    return body, pending
 
 
-def _comments(placed: Placed, node: cst.BaseStatement, context: Context) -> list[cst.EmptyLine]:
-    """The comments above a removed statement, and one that says that it was removed."""
-    lines = [line for line in getattr(node, "leading_lines", ())]
-    if placed.statement.role is Role.DROP and not any(
-        line.comment and line.comment.value.startswith("# ddp: install") for line in lines
-    ):
-        lines.append(comment_line(context.edit("install", "what only the install needed is left out")))
+def _comments(
+    placed: Placed, node: cst.BaseStatement, pending: list[cst.EmptyLine], context: Context
+) -> list[cst.EmptyLine]:
+    """The comments above a removed statement; one more that says so, for the first of several."""
+    lines = [line for line in getattr(node, "leading_lines", ()) if line.comment is not None]
+    said = any(line.comment and line.comment.value.startswith("# ddp: install") for line in [*pending, *lines])
+    if placed.statement.role is Role.DROP and not said:
+        context.cell = placed.statement.cell
+        note = context.edit("install", "installs left out, with what only they needed; see the requirements at the top")
+        lines.append(comment_line(note))
     return lines
 
 
@@ -197,7 +200,15 @@ def _leading(nodes: list[cst.BaseStatement]) -> list[cst.EmptyLine]:
 
 
 def _unled(nodes: list[cst.BaseStatement]) -> list[cst.BaseStatement]:
-    return [nodes[0].with_changes(leading_lines=[]), *nodes[1:]]
+    tidy = [node.visit(_NoBlankIndent()) for node in nodes]
+    return [tidy[0].with_changes(leading_lines=[]), *tidy[1:]]  # type: ignore[union-attr, list-item]
+
+
+class _NoBlankIndent(cst.CSTTransformer):
+    """Blank lines stay blank when a block moves to the right."""
+
+    def leave_EmptyLine(self, original_node: cst.EmptyLine, updated_node: cst.EmptyLine) -> cst.EmptyLine:
+        return updated_node if updated_node.comment else updated_node.with_changes(indent=False)
 
 
 def _call(name: str) -> cst.BaseStatement:

@@ -12,6 +12,19 @@ from unsloth_ddp.notebook.facts import dotted
 _SEEDED = {"train_test_split": "seed", "shuffle": "seed", "sample": "random_state"}
 
 
+_GENERATORS = {"random.Random", "numpy.random.default_rng", "numpy.random.RandomState", "torch.Generator"}
+
+
+def edit_generator(call: cst.Call, context: Context) -> tuple[cst.Call, list[str]]:
+    """A random generator with a seed, where it has none."""
+    root, *rest = dotted(call.func).split(".")
+    full = ".".join([context.imports.get(root, root), *rest])
+    if full not in _GENERATORS - {"torch.Generator"} or call.args:
+        return call, []
+    seeded = call.with_changes(args=[cst.Arg(cst.Integer(str(context.options.seed)))])
+    return seeded, [context.edit("seed", "a random generator without a seed: every process must draw the same")]
+
+
 def edit_seed(call: cst.Call, context: Context) -> tuple[cst.Call, list[str]]:
     """A dataset's or a frame's random choice with a seed, where it has none."""
     path = dotted(call.func)

@@ -78,6 +78,7 @@ _DATA_METHODS = {"map", "filter", "download_and_prepare"}
 _PRINT = {"print", "pprint", "pprint.pprint", "pprint.pp", "rich.print", "builtins.print", "sys.stdout.write"}
 _SHOW_MODULES = ("IPython.", "matplotlib.", "seaborn.", "ipywidgets.", "plotly.", "google.colab.output", "gradio.")
 _SHOW_METHODS = {"head", "tail", "describe", "info", "print_trainable_parameters", "value_counts", "summary", "show"}
+_SHOW_METHODS |= {"apply_chat_template", "decode", "batch_decode", "tokenize", "convert_ids_to_tokens", "isnull", "sum"}
 _STATS = re.compile(
     r"^torch\.cuda\.(get_device_properties|max_memory_\w+|memory_\w+|mem_get_info|get_device_name|list_gpu_processes)$"
 )

@@ -18,6 +18,9 @@ _HARMLESS = {"eval", "train", "generate", "fast_generate", "encode", "decode", "
 _HARMLESS |= {"strip", "format", "append_", "for_inference", "for_training", "apply_chat_template", "batch_decode"}
 
 
+_SEEDING = {"set_seed", "seed_everything", "seed_all", "enable_full_determinism"}
+
+
 class Role(Enum):
     """Where a top-level statement runs."""
 
@@ -71,6 +74,12 @@ class Graph:
         return set().union(*(self.effects.of_site(site) for site in facts.calls))
 
     @property
+    def is_seeded(self) -> bool:
+        """Whether the notebook seeds the global random generators itself."""
+        paths = {site.path for s in self.statements for site in s.facts.calls}
+        return any(path.split(".")[-1] in _SEEDING or path.endswith("random.seed") for path in paths)
+
+    @property
     def last_seed(self) -> int:
         """Index of the last statement that trains, builds a trainer or steps an optimizer; -1 without one."""
         return max((i for i, s in enumerate(self.statements) if s.effects & SEEDS), default=-1)
@@ -92,6 +101,9 @@ def build(cells: Iterable[tuple[int, Iterable[cst.BaseStatement]]]) -> Graph:
     for statement in statements:
         imports.update(statement.facts.imports)
         functions.update(statement.facts.defines)
+    for statement in statements:
+        # A module's function changes its arguments or the world, not the name it was imported under.
+        statement.facts.mutates -= imports.keys()
     graph = Graph(statements, imports, functions, _trainer_classes(functions))
     _find_effects(graph)
     _link(graph)

@@ -16,6 +16,7 @@ _NEEDS: dict[str, tuple[str, ...]] = {
     "generation_batch": (),
     "default_of": (),
     "ddp_arguments": ("accumulation_steps", "batch_per_process", "default_of"),
+    "same_draws": (),
     "run_shell": (),
     "shell_output": (),
     "run_async": (),
@@ -27,6 +28,7 @@ _MODULES = {
     "main_process_first": ("contextlib",),
     "accumulation_steps": ("math",),
     "default_of": ("inspect",),
+    "same_draws": ("random",),
     "run_shell": ("subprocess",),
     "shell_output": ("subprocess",),
     "run_async": ("asyncio",),
@@ -137,6 +139,14 @@ def ddp_arguments(config, per_device, arguments):
         "ddp_find_unused_parameters": False,
         "average_tokens_across_devices": True,
     }
+''',
+    "same_draws": '''\
+def same_draws(seed):
+    """Seed Python's and NumPy's own generators, so that every process draws the same."""
+    import numpy
+
+    random.seed(seed)
+    numpy.random.seed(seed)
 ''',
     "run_shell": '''\
 def run_shell(command):

@@ -7,7 +7,7 @@ import libcst as cst
 from unsloth_ddp.notebook.arguments import code
 from unsloth_ddp.notebook.config import edit_config, is_config_call
 from unsloth_ddp.notebook.context import Context
-from unsloth_ddp.notebook.data import edit_seed
+from unsloth_ddp.notebook.data import edit_generator, edit_seed
 from unsloth_ddp.notebook.effects import Effect
 from unsloth_ddp.notebook.facts import collect, is_false
 from unsloth_ddp.notebook.graph import SEEDS, Graph, Role, Statement
@@ -17,7 +17,7 @@ from unsloth_ddp.notebook.load import edit_device_number, edit_device_string, ed
 
 # Words without which a statement has nothing to edit; most have none of them.
 _TRIGGERS = ("from_pretrained", "Config(", "Arguments(", "cuda", "get_ipython", "await", "train_test_split", "shuffle")
-_TRIGGERS += ("sample", "input(", "getpass")
+_TRIGGERS += ("RandomState", "default_rng", "Random(", "sample", "input(", "getpass")
 _GUARDED = {Effect.SAVE, Effect.FILE, Effect.PAID}
 
 
@@ -42,11 +42,12 @@ def _guards_inside(statement: Statement, graph: Graph) -> bool:
     """Whether saves inside a statement need guards of their own, because training in it keeps it on every process."""
     if statement.role not in (Role.ALL, Role.FIRST):
         return False
-    effects = set(statement.effects)
-    for name in statement.facts.defines:
-        effects |= graph.function_effects.get(name, set())
-    is_line = isinstance(statement.node, cst.SimpleStatementLine)
-    return not is_line and bool(effects & _GUARDED) and (bool(effects & SEEDS) or statement.needed)
+    if isinstance(statement.node, cst.SimpleStatementLine | cst.ClassDef):
+        return False
+    if isinstance(statement.node, cst.FunctionDef):
+        effects = graph.function_effects.get(statement.node.name.value, set())
+        return bool(effects & _GUARDED) and bool(effects & SEEDS)
+    return bool(statement.effects & _GUARDED) and (bool(statement.effects & SEEDS) or statement.needed)
 
 
 class _Rewriter(LineEditor):
@@ -69,6 +70,8 @@ class _Rewriter(LineEditor):
             call, notes = edit_load(updated_node, context)
             if not notes:
                 call, notes = edit_seed(updated_node, context)
+            if not notes:
+                call, notes = edit_generator(updated_node, context)
         numbered = edit_device_number(call, context)
         if numbered is not None:
             self.note(context.edit("device", "this process's GPU instead of a fixed one"))

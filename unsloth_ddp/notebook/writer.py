@@ -50,13 +50,24 @@ def cell_body(
             for p, node in zip(group, nodes, strict=True):
                 pending += _comments(p, node, pending, context)
             continue
-        made = _made(role, group, nodes, graph, context)
+        made = [*_seeds(group, graph, context), *_made(role, group, nodes, graph, context)]
         if pending:
             first = made[0]
             made[0] = first.with_changes(leading_lines=[*pending, *first.leading_lines])  # type: ignore[attr-defined]
             pending = []
         body += made
     return body, pending
+
+
+def _seeds(group: list[Placed], graph: Graph, context: Context) -> list[cst.BaseStatement]:
+    """A line that seeds the global generators, before statements that draw from them on every process."""
+    if graph.is_seeded or group[0].statement.role not in (Role.ALL, Role.FIRST):
+        return []
+    if not any(Effect.RANDOM in p.statement.effects and p.statement.needed for p in group):
+        return []
+    context.cell = group[0].statement.cell
+    note = context.edit("seed", "unseeded random choices: every process must make the same")
+    return [lead(_call(context.names["same_draws"], str(context.options.seed)), [note])]
 
 
 def _comments(
@@ -211,8 +222,8 @@ class _NoBlankIndent(cst.CSTTransformer):
         return updated_node if updated_node.comment else updated_node.with_changes(indent=False)
 
 
-def _call(name: str) -> cst.BaseStatement:
-    return _line(f"{name}()")
+def _call(name: str, argument: str = "") -> cst.BaseStatement:
+    return _line(f"{name}({argument})")
 
 
 def _line(source: str) -> cst.SimpleStatementLine:

@@ -35,7 +35,8 @@ def write_result(path: str, folder: str, started: float, error: dict[str, Any] |
         "events": RECORDER.events,
         "dropped": RECORDER.dropped,
         "error": error,
-        "made": sorted(os.path.relpath(path, folder) for path in patches.MADE),
+        "made": {os.path.relpath(path, folder): waits for path, waits in patches.MADE.items()},
+        "broadcasts": fake_training.BROADCASTS,
         "seconds": round(time.perf_counter() - started, 3),
     }
     with REAL_OPEN(path + ".part", "w") as file:
@@ -108,7 +109,9 @@ def main(job_path: str) -> None:
     fake_data.install()
     RECORDER.programs.update(job["files"])
     VERSIONS.update(job["versions"])
-    patches.LATER.update(os.path.join(job["folder"], path) for path in job["made"])
+    if job["shared"]:
+        patches.share(job["folder"], job["shared"], job["made"])
+    fake_training.RECEIVED.extend(job["broadcasts"])
 
     module = types.ModuleType("__main__")
     module.__file__ = job["files"][0]

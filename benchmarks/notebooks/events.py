@@ -4,6 +4,7 @@ Standard library only, like every module that the child process imports.
 """
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
 LIMIT = 5000  # a runaway loop must not fill the disk; the count goes on in `dropped`
@@ -18,7 +19,8 @@ class Recorder:
         self.phase = ""  # "in_train" while a trainer's train() calls back into the program
         self.captured = 0  # depth of %%capture: what is printed there never reaches the reader
         self.dropped = 0
-        self.waited = False  # whether this rank has been through a collective
+        self.waits = 0  # how many collectives this rank has been through
+        self.on_wait: list[Callable[[int], None]] = []  # called after each with their number
 
     def where(self, frame: Any = None) -> str:
         """`file:line` of the innermost frame that belongs to the program, or ""."""
@@ -31,10 +33,13 @@ class Recorder:
 
     def add(self, kind: str, name: str, **detail: Any) -> None:
         """Record one event of a kind (save, print, collective, ...) under a name."""
+        if kind == "collective":
+            self.waits += 1
+            for call in self.on_wait:
+                call(self.waits)
         if len(self.events) >= LIMIT:
             self.dropped += 1
             return
-        self.waited |= kind == "collective"
         event = {"kind": kind, "name": name, "at": self.where(sys._getframe(1))}
         if self.phase:
             event["phase"] = self.phase

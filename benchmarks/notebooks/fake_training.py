@@ -4,8 +4,10 @@ A trainer's train() also calls the program's reward functions once, in the phase
 rank of a real run. Standard library only.
 """
 
+import base64
 import inspect
 import os
+import pickle
 from typing import Any
 
 from events import RECORDER
@@ -263,6 +265,21 @@ def collective(stub: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return Stub("work")
 
 
+BROADCASTS: list[str] = []  # what this rank sent, pickled
+RECEIVED: list[str] = []  # what the sending rank sent in its own run, in order
+
+
+def broadcast_objects(stub: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """broadcast_object_list: the sender's objects must pickle, the others get them."""
+    Group.collective(stub._name)
+    box = args[0] if args else kwargs["object_list"]
+    if rank() == 0:
+        BROADCASTS.append(base64.b64encode(pickle.dumps(list(box))).decode())
+    elif RECEIVED:
+        box[:] = pickle.loads(base64.b64decode(RECEIVED.pop(0)))
+    return box
+
+
 def gathered(name: str) -> Any:
     def run(stub: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         Group.collective(name)
@@ -284,6 +301,7 @@ def install() -> None:
     for module in ("accelerate.utils", "accelerate"):
         for name in ("gather_object", "broadcast_object_list", "gather", "broadcast", "reduce"):
             RULES[f"{module}.{name}"] = gathered(name)
+    RULES[f"{dist}.broadcast_object_list"] = RULES["accelerate.utils.broadcast_object_list"] = broadcast_objects
     RULES[f"{dist}.init_process_group"] = lambda stub, args, kwargs: Group.start("init_process_group()")
     RULES[f"{dist}.destroy_process_group"] = lambda stub, args, kwargs: Group.stop()
     RULES[f"{dist}.is_available"] = lambda stub, args, kwargs: True

@@ -7,11 +7,12 @@ Nothing the program asks for happens outside a temporary folder: no package, no 
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,8 @@ class Outcome:
     error: dict[str, Any] | None = None
     dropped: int = 0
     seconds: float = 0.0
-    made: list[str] = field(default_factory=list)  # paths that its commands and saves would have made
+    made: dict[str, int] = field(default_factory=dict)  # paths it made, and how many collectives came before each
+    broadcasts: list[str] = field(default_factory=list)  # what it sent to the other ranks
 
     def of(self, *kinds: str) -> list[dict[str, Any]]:
         """The events of these kinds."""
@@ -91,7 +93,9 @@ class Settings:
     limit: float = 60.0
     ipython: bool = False  # a script run by `ipython`, which has get_ipython()
     versions: dict[str, str] = field(default_factory=dict)
-    made: tuple[str, ...] = ()  # what rank 0 made: a rank that has waited for it sees that
+    after: Outcome | None = None  # rank 0's run: another rank sees what it made and sent, once it has waited for it
+    keep: Path | None = None  # copy the run's folder here
+    shared: Path | None = None  # such a copy of rank 0's
 
 
 def run_script(source: str, settings: Settings = Settings()) -> Outcome:
@@ -104,6 +108,17 @@ def run_notebook(notebook: Path, settings: Settings = Settings()) -> Outcome:
     cells = read_cells(notebook)
     files = [(f"cell_{cell.number}.py", cell.source) for cell in cells]
     return _run(files, [{"capture": cell.capture} for cell in cells], settings)
+
+
+def run_ranks(source: str, settings: Settings = Settings(), world: int = 2) -> list[Outcome]:
+    """Run a script as every rank of a node, one after the other: rank 0 first, so that the others can see its files."""
+    with tempfile.TemporaryDirectory(prefix="shared") as name:
+        first = run_script(source, replace(settings, world=world, keep=Path(name)))
+        others = [
+            run_script(source, replace(settings, rank=rank, world=world, after=first, shared=Path(name)))
+            for rank in range(1, world)
+        ]
+    return [first, *others]
 
 
 def _environment(settings: Settings, home: Path) -> dict[str, str]:
@@ -123,12 +138,9 @@ def _run(files: list[tuple[str, str]], cells: list[dict[str, Any]] | None, setti
         for made in (folder, top / "code"):
             made.mkdir()
         job: dict[str, Any] = {"files": [], "cells": cells, "folder": str(folder), "result": str(out)}
-        job |= {
-            "limit": settings.limit,
-            "versions": settings.versions,
-            "made": settings.made,
-            "ipython": settings.ipython,
-        }
+        before = settings.after or Outcome()
+        job |= {"limit": settings.limit, "versions": settings.versions, "ipython": settings.ipython}
+        job |= {"made": before.made, "broadcasts": before.broadcasts, "shared": str(settings.shared or "")}
         for file, source in files:
             (top / "code" / file).write_text(source, encoding="utf-8")
             job["files"].append(str(top / "code" / file))
@@ -148,6 +160,8 @@ def _run(files: list[tuple[str, str]], cells: list[dict[str, Any]] | None, setti
             )
         except subprocess.TimeoutExpired:
             return Outcome(error={"type": "TimeLimit", "text": "the child did not answer", "at": ""})
+        if settings.keep:
+            shutil.copytree(folder, settings.keep, dirs_exist_ok=True)
         if not out.exists():
             return Outcome(error={"type": "Child", "text": done.stderr[-300:], "at": ""})
         return Outcome(**json.loads(out.read_text()))

@@ -16,7 +16,7 @@ from typing import Any
 
 from harness import Outcome
 
-MAIN_ONLY = ("save", "generate", "print", "push", "install", "shell", "display", "magic", "input", "server")
+MAIN_ONLY = ("save", "generate", "print", "push", "install", "shell", "display", "input", "server")
 ON_RANK_0 = ("save", "generate", "print", "push", "shell", "server")
 SHELL_CALLS = ("system", "run", "Popen", "call", "check_call", "check_output", "getoutput", "popen")
 
@@ -95,7 +95,13 @@ def kept(plain: Outcome, rank_0: Outcome) -> list[str]:
     """Everything the notebook did for its reader still happens, once, on the main process."""
     if not plain.ended_well:  # the script need not stop at the same line, so there is nothing to compare
         return []
-    want = Counter(effect(event) for event in plain.of(*ON_RANK_0))
+    installing = {event["at"].split(":")[0] for event in plain.of("install")}
+    want = Counter(
+        effect(event)
+        for event in plain.of(*ON_RANK_0)
+        # What an installing cell runs besides (which GPU is it? which version?) goes with the install.
+        if event["kind"] != "shell" or event["at"].split(":")[0] not in installing
+    )
     have = Counter(effect(event) for event in rank_0.of(*ON_RANK_0))
     return [
         f"rank 0 has {have[name]} of {count}: {name}{missing(plain, rank_0, name)}"
@@ -119,6 +125,8 @@ def missing(plain: Outcome, rank_0: Outcome, name: str) -> str:
 def in_step(ranks: list[Outcome]) -> list[str]:
     """All ranks pass the same collectives in the same order; a difference is a deadlock."""
     paths = [[e["name"] for e in outcome.of("collective")] for outcome in ranks]
+    if not all(outcome.ended_well for outcome in ranks):  # a rank that fails ends the job: only the way there counts
+        paths = [path[: min(len(p) for p in paths)] for path in paths]
     for rank, path in enumerate(paths[1:], 1):
         if path == paths[0]:
             continue
@@ -145,9 +153,7 @@ def settings(plain: Outcome, ranks: list[Outcome]) -> list[str]:
                 if given.get(name) is not want:
                     found.append(f"rank {rank} trains with {name} = {given.get(name, 'absent')} at {event['at']}")
     for before, after in zip(plain.trains, ranks[-1].trains, strict=False):
-        was, now = global_batch(before, 1), global_batch(after, len(ranks))
-        if was != now:
-            found.append(f"global batch {now}, was {was} at {after['at']}")
+        found += batch_changed(before, after, len(ranks))
     return found
 
 
@@ -158,9 +164,23 @@ def before_training(outcome: Outcome, *kinds: str) -> list[dict[str, Any]]:
 
 
 def global_batch(event: dict[str, Any], world: int) -> int:
-    """Rows an optimizer step sees, from a train event."""
+    """Rows an optimizer step sees, from a train event.
+
+    Where the generations of a prompt do not divide it, Unsloth raises the batch of a process to their number.
+    """
     given = event["settings"]
-    return int(given.get("per_device_train_batch_size", 8)) * int(given.get("gradient_accumulation_steps", 1)) * world
+    batch = int(given.get("per_device_train_batch_size", 8))
+    steps = int(given.get("gradient_accumulation_steps", 1))
+    group = int(given.get("num_generations", 8)) if event["name"].startswith("GRPO") else 1
+    return (group if batch * steps * world % group else batch) * steps * world
+
+
+def batch_changed(before: dict[str, Any], after: dict[str, Any], world: int) -> list[str]:
+    """Whether an optimizer step sees another number of rows, when the processes could share the notebook's."""
+    was, now = global_batch(before, 1), global_batch(after, world)
+    if was == now or (was % world and abs(now - was) < world):  # the nearest that every process has a share of
+        return []
+    return [f"global batch {now}, was {was} at {after['at']}"]
 
 
 def start_and_end(plain: Outcome, ranks: list[Outcome]) -> list[str]:
@@ -211,7 +231,7 @@ def waits_before_data(outcome: Outcome) -> list[tuple[str, str, int]]:
     steps, waits = [], 0
     for event in before_training(outcome, "collective", "data", "download"):
         waits += event["kind"] == "collective"
-        if event["kind"] != "collective":
+        if event["kind"] != "collective" and event["name"] != "urlopen":  # which leaves nothing on disk to race for
             steps.append((event["name"], event["at"], waits))
     return steps
 
@@ -219,10 +239,9 @@ def waits_before_data(outcome: Outcome) -> list[tuple[str, str, int]]:
 def single(plain: Outcome, alone: Outcome) -> list[str]:
     """Started by plain `python` the script does what the notebook does."""
     found = reaches_training(plain, [alone]) + kept(plain, alone)
-    batches = [(global_batch(a, 1), global_batch(b, 1)) for a, b in zip(plain.trains, alone.trains, strict=False)]
-    return [text.replace("rank 0", "alone", 1) for text in found] + [
-        f"alone: global batch {now}, was {was}" for was, now in batches if was != now
-    ]
+    for before, after in zip(plain.trains, alone.trains, strict=False):
+        found += batch_changed(before, after, 1)
+    return [text.replace("rank 0", "alone", 1) for text in found]
 
 
 def read_text(notebook: Path) -> str:

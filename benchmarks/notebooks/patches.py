@@ -30,7 +30,7 @@ SHORT = 0.2  # seconds that a limit set by the program lasts
 MADE_UP = '{"stub_key": "1"}'  # what a file holds that would exist had the program's commands really run
 INSTALL = re.compile(
     r"\b(?:(?:pip3?|pipx|uv|conda|mamba|poetry)(?:\s+pip)?\s+(?:-\S+\s+)*(?:install|add|uninstall|sync)"
-    r"|(?:apt|apt-get|aptitude|yum|dnf|brew|apk)\s+(?:-\S+\s+)*(?:install|update|upgrade|add)|npm\s+i(?:nstall)?\b)"
+    r"|(?:apt|apt-get|aptitude|yum|dnf|brew|apk)\s+(?:-\S+\s+)*(?:install|update|upgrade|add)|npm\s+i(?:nstall)?\b|(?:curl|wget)\b[^;&]*\|\s*(?:sudo\s+)?(?:ba|z)?sh\b)"
 )
 
 
@@ -39,23 +39,42 @@ def is_install(command: str) -> bool:
     return bool(INSTALL.search(command))
 
 
-MADE: set[str] = set()  # paths that commands and savers would have made: they exist from then on
-LATER: set[str] = set()  # the same of rank 0's run; another rank sees them once it has waited for rank 0
+MADE: dict[str, int] = {}  # paths that exist from then on, though nothing real made them: collectives passed before
 
 
 def make(path: Any, base: Any = None) -> None:
     """Let a path exist from now on, and everything under it."""
     if isinstance(path, str | os.PathLike) and os.fspath(path):
-        MADE.add(os.path.normpath(os.path.join(os.getcwd(), str(base or ""), os.path.expanduser(path))))
+        full = os.path.normpath(os.path.join(os.getcwd(), str(base or ""), os.path.expanduser(path)))
+        MADE.setdefault(full, RECORDER.waits)
 
 
 def is_made(path: Any) -> bool:
     """Whether a path is one that something would have made."""
     if not isinstance(path, str | os.PathLike):
         return False
-    seen = MADE | LATER if RECORDER.waited else MADE
     full = os.path.normpath(os.path.join(os.getcwd(), os.path.expanduser(path)))
-    return any(full == made or full.startswith(made + os.sep) for made in seen)
+    return any(full == made or full.startswith(made + os.sep) for made in MADE)
+
+
+def share(folder: str, other: str, made: dict[str, int]) -> None:
+    """See what another rank made and wrote, as on a shared disk, from the collective on that orders the two.
+
+    `other` is a copy of that rank's folder after its run, `made` the paths in it and the collectives before each.
+    """
+    waiting = sorted(made.items(), key=lambda item: item[1])
+    copy, is_file, makedirs = shutil.copyfile, os.path.isfile, os.makedirs
+
+    def reveal(waits: int) -> None:
+        while waiting and waiting[0][1] < waits:
+            path = waiting.pop(0)[0]
+            source, target = os.path.join(other, path), os.path.join(folder, path)
+            MADE.setdefault(target, waits)
+            if is_file(source) and not is_file(target):
+                makedirs(os.path.dirname(target), exist_ok=True)
+                copy(source, target)
+
+    RECORDER.on_wait.append(reveal)
 
 
 def shell(command: Any, how: str, cwd: Any = None) -> None:
@@ -193,6 +212,8 @@ def patch_files(folder: Folder) -> None:
         def act(path: Any, *args: Any, **kwargs: Any) -> Any:
             if RECORDER.where(sys._getframe(1)):
                 RECORDER.add("fileop", how, text=str(path)[:100])
+            for target in args[:1] if how.split(".")[1] in TARGETS else ():
+                make(target)
             try:
                 args = tuple(folder.inside(a) if isinstance(a, str | os.PathLike) else a for a in args)
                 return real(folder.inside(path), *args, **kwargs)
@@ -220,12 +241,17 @@ def patch_files(folder: Folder) -> None:
     put(pathlib.Path, open=lambda self, mode="r", *rest, **options: open_(self, mode, *rest, **options))
 
 
+TARGETS = ("rename", "replace", "move", "copy", "copy2", "copyfile", "copytree")  # whose second path is made
+
+
 def wrapped_path(real: Any, how: str, folder: Folder) -> Any:
     """The same for a method of pathlib.Path."""
 
     def act(self: Any, *args: Any, **kwargs: Any) -> Any:
         if RECORDER.where(sys._getframe(1)):
             RECORDER.add("fileop", how, text=str(self)[:100])
+        if "mkdir" not in how:
+            make(args[0] if how == "Path.rename" else self if how == "Path.touch" else None)
         try:
             return real(type(self)(folder.inside(self)), *args, **kwargs)
         except OSError:

@@ -22,7 +22,7 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import judge
-from harness import Outcome, Settings, pins, run_notebook, run_script
+from harness import Outcome, Settings, pins, run_notebook, run_ranks, run_script
 
 VARIANTS = ("AMD-", "Kaggle-", "HuggingFace Course-")
 CHECKS = [
@@ -116,9 +116,8 @@ def check(path: Path, script: str, result: Result, options: argparse.Namespace) 
         return
     common = replace(common, ipython=options.converter == "nbconvert-ipython")
     alone = run_script(script, common)
-    rank_0 = run_script(script, replace(common, world=2))
-    rank_1 = run_script(script, replace(common, world=2, rank=1, made=tuple(rank_0.made)))
-    ranks = [rank_0, rank_1]
+    ranks = run_ranks(script, common)
+    rank_0, rank_1 = ranks
     result.findings = {
         "compiles": judge.compiles(script, options.python),
         "leftovers": judge.leftovers(script),
@@ -207,7 +206,7 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time (default 1)")
     parser.add_argument("--json", type=Path, help="write every notebook's outcome here")
     parser.add_argument("--python", default=sys.executable, help="runs the programs; 3.12 is what Colab has")
-    parser.add_argument("--limit", type=float, default=15.0, help="seconds a run may take (default 15)")
+    parser.add_argument("--limit", type=float, default=10.0, help="seconds a run may take (default 10)")
     parser.add_argument("--converter", choices=CONVERTERS, default="kit", help="whose scripts to check")
     parser.add_argument("--keep", type=Path, help="write the scripts into this folder")
     parser.add_argument("--only", action="append", default=[], help="only notebooks whose name contains this")

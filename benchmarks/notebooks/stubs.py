@@ -211,6 +211,9 @@ class Stub(Operators):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return call(self, args, kwargs)
 
+    def __reduce__(self) -> Any:
+        return Stub, (self._name,)
+
     def __repr__(self) -> str:
         return f"<{self._name}>"
 

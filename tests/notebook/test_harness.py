@@ -9,7 +9,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks" / "notebooks"))
 
 import judge
-from harness import Outcome, Settings, pins, read_cells, run_notebook, run_script
+from harness import Outcome, Settings, pins, read_cells, run_notebook, run_ranks, run_script
 
 NOTEBOOK = [
     "%%capture\nimport os\n!pip install unsloth==1.2.3\nprint('hidden')\nos.environ['MINE'] = '2'",
@@ -71,7 +71,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
 
 def findings(plain: Outcome, script: str) -> dict[str, list[str]]:
     """All that is wrong with a script, by check."""
-    alone, *ranks = [run_script(script, Settings(rank, world, limit=10)) for rank, world in ((0, 1), (0, 2), (1, 2))]
+    alone, ranks = run_script(script, Settings(limit=10)), run_ranks(script, Settings(limit=10))
     found = {
         "compiles": judge.compiles(script, sys.executable),
         "leftovers": judge.leftovers(script),
@@ -180,3 +180,24 @@ def test_pins() -> None:
         "transformers": "4.56.2",
         "trl": "0.22.2",
     }
+
+
+READS = """
+import os, torch.distributed as dist
+dist.init_process_group()
+if os.environ["RANK"] == "0":
+    open("rows.txt", "w").write("seven")
+{wait}
+assert open("rows.txt").read() == "seven"
+{wait}
+box = [len("seven")] if os.environ["RANK"] == "0" else [None]
+dist.broadcast_object_list(box, src=0)
+assert box == [5]
+"""
+
+
+def test_other_ranks_see_files_after_waiting_and_what_is_sent() -> None:
+    ranks = run_ranks(READS.format(wait="dist.barrier()"))
+    assert [outcome.error for outcome in ranks] == [None, None]
+    ranks = run_ranks(READS.format(wait=""))
+    assert ranks[0].ended_well and ranks[1].error is not None and ranks[1].error["at"] == "script.py:7"

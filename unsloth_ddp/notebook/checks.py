@@ -39,7 +39,9 @@ def check_statement(statement: Statement, graph: Graph, context: Context) -> lis
         effects |= graph.function_effects.get(name, set()) & {Effect.LOOP}
     notes = []
     if Effect.LOOP in effects and not (effects & {Effect.TRAIN} or _only_calls(statement, graph)):
-        notes.append(context.warn("loop", "a hand-written training loop: its gradients are not averaged over processes"))
+        notes.append(
+            context.warn("loop", "a hand-written training loop: its gradients are not averaged over processes")
+        )
     if Effect.SERVER in statement.effects:
         notes.append(context.warn("server", "starts another process: once a node; check who must reach it"))
     if Effect.PAID in statement.effects:
@@ -64,7 +66,9 @@ def _check_trainers(statement: Statement, graph: Graph, context: Context) -> lis
         if not is_trainer_call(site, graph.trainer_classes) or splats(site.node):
             continue
         if keyword(site.node, "args") is None and not any(_might_be_arguments(arg) for arg in site.node.args):
-            notes.append(context.warn("arguments", f"{site.tail} has no arguments object, so DDP settings are the defaults"))
+            notes.append(
+                context.warn("arguments", f"{site.tail} has no arguments object, so DDP settings are the defaults")
+            )
     return notes
 
 

@@ -18,7 +18,7 @@ def make_parser() -> argparse.ArgumentParser:
     """The options, by topic."""
     parser = argparse.ArgumentParser(
         prog="notebook_to_script.py",
-        description="Turn an Unsloth notebook into a script that trains under DDP: python, accelerate launch or torchrun.",
+        description="Turn an Unsloth notebook into a script that trains under DDP.",
     )
     parser.add_argument("notebook", type=Path, help="the .ipynb to convert")
     parser.add_argument("script", type=Path, nargs="?", help="the .py to write (default: the notebook's name)")
@@ -30,7 +30,9 @@ def make_parser() -> argparse.ArgumentParser:
         metavar="N|keep",
         help="rows a process takes at once; the accumulation makes up the notebook's global batch (default: 1)",
     )
-    training.add_argument("--tensorboard", action="store_true", help="report to TensorBoard instead of what it reports to")
+    training.add_argument(
+        "--tensorboard", action="store_true", help="report to TensorBoard instead of what it reports to"
+    )
     training.add_argument("--seed", type=int, default=3407, help="for splits, shuffles and samples that have none")
     output = parser.add_argument_group("output")
     output.add_argument("--force", action="store_true", help="replace an existing script")

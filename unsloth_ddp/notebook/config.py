@@ -44,11 +44,17 @@ def edit_config(call: cst.Call, context: Context) -> tuple[cst.Call, list[str]]:
         call = set_keyword(call, name, value)
         if old is not None and code(old.value) != value:
             notes.append(context.edit("arguments", f"{name} was {code(old.value)}"))
-    notes.append(context.edit("arguments", "every token counts the same on every process; no search for unused weights"))
+    notes.append(
+        context.edit("arguments", "every token counts the same on every process; no search for unused weights")
+    )
     if keyword(call, "auto_find_batch_size") is not None:
-        notes.append(context.warn("sizing", "auto_find_batch_size changes the batch, which then no longer matches the plan"))
+        notes.append(
+            context.warn("sizing", "auto_find_batch_size changes the batch, which then no longer matches the plan")
+        )
     if generates and (keyword(call, "steps_per_generation") or keyword(call, "generation_batch_size")):
-        notes.append(context.warn("sizing", "generations are sized by hand; check them against the number of processes"))
+        notes.append(
+            context.warn("sizing", "generations are sized by hand; check them against the number of processes")
+        )
     return call, notes
 
 
@@ -68,7 +74,9 @@ def _edit_batch(
         elif numbers[0] * numbers[1] % numbers[2]:  # type: ignore[operator]
             whole = _product(group, steps)
             notes.append(
-                context.edit("batch", f"global batch {group} x {steps}: Unsloth raises a batch of {batch} to num_generations")
+                context.edit(
+                    "batch", f"global batch {group} x {steps}: Unsloth raises a batch of {batch} to num_generations"
+                )
             )
         multiple = f", multiple={group}"
     size = context.options.per_device_batch_size
@@ -79,10 +87,13 @@ def _edit_batch(
         per_device = str(size)
     call = set_keyword(call, _STEPS, f"{names['accumulation_steps']}({whole}, {per_device}{multiple})")
     call = set_keyword(call, _BATCH, per_device)
-    notes.append(context.edit("batch", f"the global batch stays {whole}, shared by the processes"))
+    stays = whole if len(whole) < 40 else "what it was"
+    notes.append(context.edit("batch", f"the global batch stays {stays}, shared by the processes"))
     if contrastive:
         notes.append(
-            context.warn("contrastive", "each process contrasts rows of its own share of the batch only, fewer than on one GPU")
+            context.warn(
+                "contrastive", "each process contrasts rows of its own share of the batch only, fewer than on one GPU"
+            )
         )
     return call
 
@@ -96,24 +107,28 @@ def _value(call: cst.Call, name: str, path: str, otherwise: int, context: Contex
 
 
 def _product(left: str, right: str) -> str:
-    return " * ".join(text if re.fullmatch(r"[\w.]+(\(.*\))?", text, re.DOTALL) else f"({text})" for text in (left, right))
+    return " * ".join(
+        text if re.fullmatch(r"[\w.]+(\(.*\))?", text, re.DOTALL) else f"({text})" for text in (left, right)
+    )
 
 
 def _integer(text: str) -> int | None:
     return int(text) if text.isdigit() else None
 
 
-def _edit_splatted(
-    call: cst.Call, contrastive: bool, context: Context, notes: list[str]
-) -> tuple[cst.Call, list[str]]:
+def _edit_splatted(call: cst.Call, contrastive: bool, context: Context, notes: list[str]) -> tuple[cst.Call, list[str]]:
     """Arguments from a dict are known only when the script runs, so they are completed there."""
     size = None if contrastive else context.options.per_device_batch_size
     named = [arg for arg in call.args if arg.star != "" or arg.keyword is not None]
     rest = [arg for arg in call.args if arg.star == "" and arg.keyword is None]
-    source = code(cst.Call(func=cst.Name("dict"), args=[arg.with_changes(comma=cst.MaybeSentinel.DEFAULT) for arg in named]))
+    source = code(
+        cst.Call(func=cst.Name("dict"), args=[arg.with_changes(comma=cst.MaybeSentinel.DEFAULT) for arg in named])
+    )
     if context.options.tensorboard:
         source = f'{{**{source}, "report_to": "tensorboard"}}'
     completed = f"{context.names['ddp_arguments']}({code(call.func)}, {size}, {source})"
     splat = cst.Arg(value=cst.parse_expression(completed), star="**")
-    notes.append(context.edit("batch", "arguments from a dict: batch, accumulation and DDP settings are set when it runs"))
+    notes.append(
+        context.edit("batch", "arguments from a dict: batch, accumulation and DDP settings are set when it runs")
+    )
     return call.with_changes(args=[*rest, splat]), notes

@@ -102,7 +102,7 @@ def _normalised(
             top.append(context.warn("magic", f"{name} cell left out: a script has nothing like it"))
         else:
             top.append(context.edit("magic", f"{name} is for notebooks"))
-    body, pending = normalise(list(module.body), context)  # type: ignore[arg-type]
+    body, pending = normalise(list(module.body), context)
     return _CodeCell(cell.number, module, body, top, pending)
 
 
@@ -158,10 +158,7 @@ def _write(notebook: Notebook, cells: list[_CodeCell], graph: Graph, context: Co
         context.cell = None
         quiet = context.edit("print", "code that every process runs prints on the main process only")
     early, device = render(context.names, _hoisted(graph, first), quiet)
-    if DEVICE_MARK in body:
-        body = body.replace(DEVICE_MARK + "\n", device, 1)
-    else:
-        body = f"# %%\n{device}\n{body}"
+    body = body.replace(DEVICE_MARK + "\n", device, 1) if DEVICE_MARK in body else f"# %%\n{device}\n{body}"
     return _header(context, notes) + "".join(future) + early + "\n" + body
 
 
@@ -197,13 +194,11 @@ def _prose(cell: Cell) -> str:
     return "\n".join([title, *lines]) + "\n"
 
 
-def _code(
-    cell: _CodeCell, placed: list[Placed], first: int, graph: Graph, context: Context, future: list[str]
-) -> str:
+def _code(cell: _CodeCell, placed: list[Placed], first: int, graph: Graph, context: Context, future: list[str]) -> str:
     kept = []
     for item in placed:
         if any(path.startswith("__future__.") for path in item.statement.facts.imports.values()):
-            future.append(code(item.node.with_changes(leading_lines=[])))  # type: ignore[attr-defined]
+            future.append(code(item.node.with_changes(leading_lines=[])))
         else:
             kept.append(item)
     before, comments = cell_body([item for item in kept if item.index < first], graph, context)

@@ -31,7 +31,7 @@ def edit_seed(call: cst.Call, context: Context) -> tuple[cst.Call, list[str]]:
     root, tail = path.split(".")[0], path.split(".")[-1]
     name = _SEEDED.get(tail)
     module = context.imports.get(root, "")
-    if name is None or splats(call) or "." not in path and tail != "train_test_split":
+    if name is None or splats(call) or ("." not in path and tail != "train_test_split"):
         return call, []
     if module.split(".")[0] in ("random", "numpy", "torch") or "rng" in path.lower() or "random" in path.lower():
         return call, []
@@ -39,9 +39,8 @@ def edit_seed(call: cst.Call, context: Context) -> tuple[cst.Call, list[str]]:
         return call, []  # shuffle(seed), or a generator's shuffle(list)
     if tail == "train_test_split" and "." not in path:
         name = "random_state"  # scikit-learn's
-    if tail == "sample" and not any(arg.keyword and arg.keyword.value in ("n", "frac", "axis") for arg in call.args):
-        if len(call.args) != 1 or not isinstance(call.args[0].value, cst.Integer | cst.Name):
-            return call, []
+    if tail == "sample" and not _samples_rows(call):
+        return call, []
     old = keyword(call, name)
     if old is not None and not (isinstance(old.value, cst.Name) and old.value.value == "None"):
         return call, []
@@ -49,3 +48,10 @@ def edit_seed(call: cst.Call, context: Context) -> tuple[cst.Call, list[str]]:
         return call, []
     call = set_keyword(call, name, str(context.options.seed))
     return call, [context.edit("seed", f"{tail} had no seed: every process must choose the same rows")]
+
+
+def _samples_rows(call: cst.Call) -> bool:
+    """Whether a sample() is a frame's: random.sample takes a population as well."""
+    if any(arg.keyword and arg.keyword.value in ("n", "frac", "axis") for arg in call.args):
+        return True
+    return len(call.args) == 1 and isinstance(call.args[0].value, cst.Integer | cst.Name)

@@ -32,6 +32,7 @@ class Effect(Enum):
     INPUT = "asks the user"
     RANDOM = "unseeded random"
     MODE = "for_inference or for_training"
+    STATE = "changes the process"
 
 
 # Only the main process: nothing in them is needed to train.
@@ -42,7 +43,16 @@ ONCE = {Effect.FILE, Effect.PAID, Effect.SERVER, Effect.SHELL, Effect.LOGIN, Eff
 PER_NODE = {Effect.SERVER, Effect.SHELL, Effect.LOGIN}
 
 _TRAIN = {"train", "evaluate", "predict", "hyperparameter_search"}
-_INFER = {"generate", "fast_generate", "infer", "chat", "batch_chat", "generate_speech", "generate_text", "stream_generate"}
+_INFER = {
+    "generate",
+    "fast_generate",
+    "infer",
+    "chat",
+    "batch_chat",
+    "generate_speech",
+    "generate_text",
+    "stream_generate",
+}
 _SAVE = re.compile(
     r"^(save_pretrained\w*|push_to_hub\w*|save_model|save_lora|save_state|save_metrics|save_checkpoint|save_adapter"
     r"|save_to_disk|upload_file|upload_folder|upload_large_folder|create_repo|create_model_card|log_metrics|quantize_gguf"
@@ -56,7 +66,9 @@ _FILE_CALLS = re.compile(
     r"|soundfile\.write|scipy\.io\.wavfile\.write|cv2\.imwrite|urllib\.request\.urlretrieve|wget\.download"
     r"|gdown\.\w+|safetensors\.torch\.save_file|imageio\.\w*write|zipfile\.ZipFile|torchvision\.utils\.save_image)$"
 )
-_SHELL_CALLS = re.compile(r"^(subprocess\.(run|call|check_call|check_output|getoutput|getstatusoutput)|os\.(system|popen))$")
+_SHELL_CALLS = re.compile(
+    r"^(subprocess\.(run|call|check_call|check_output|getoutput|getstatusoutput)|os\.(system|popen))$"
+)
 _SERVER_CALLS = re.compile(
     r"^(subprocess\.Popen|threading\.Thread|multiprocessing\.Process|uvicorn\.run|\w*launch_openenv|asyncio\.create_subprocess_\w+"
     r"|http\.server\.\w+|pyngrok\.ngrok\.\w+)$"
@@ -82,11 +94,15 @@ _SHOW_METHODS |= {"apply_chat_template", "decode", "batch_decode", "tokenize", "
 _STATS = re.compile(
     r"^torch\.cuda\.(get_device_properties|max_memory_\w+|memory_\w+|mem_get_info|get_device_name|list_gpu_processes)$"
 )
+_STATE = re.compile(
+    r"^(os\.(chdir|putenv|umask|environ\.\w+)|sys\.path\.\w+|sys\.set\w+|random\.seed|numpy\.random\.seed|torch\.set_\w+"
+    r"|torch\.(cuda\.)?manual_seed\w*|torch\.backends\..*|warnings\.\w+|(\w+\.)*set_seed|(\w+\.)*set_start_method)$"
+)
 _RANDOM = re.compile(
     r"^(random\.(shuffle|sample|choice|choices|randint|random|uniform|randrange|gauss)"
     r"|numpy\.random\.(shuffle|permutation|choice|randint|rand|randn|random|uniform|normal))$"
 )
-_TRAINER_NAME = re.compile(r"^[A-Z]\w*Trainer$")
+_TRAINER_NAME = re.compile(r"^([A-Z]\w*)?Trainer$")
 _LOADER_NAME = re.compile(r"(^|\.)Fast[A-Z]\w*\.from_pretrained$")
 _PURE_BUILTINS = BUILTINS - {"print", "exec", "eval", "open", "input", "setattr", "delattr", "__import__", "compile"}
 
@@ -131,6 +147,8 @@ def call_effects(site: CallSite, full: str, trainers: set[str], subclasses: set[
         found.add(Effect.DATA)
     if _STATS.match(full):
         found.add(Effect.STATS)
+    if _STATE.match(full):
+        found.add(Effect.STATE)
     if _RANDOM.match(full):
         found.add(Effect.RANDOM)
     return found | _display_effects(site, full)
@@ -160,7 +178,9 @@ def _process_effects(site: CallSite, full: str) -> set[Effect]:
 def _is_data(site: CallSite, full: str) -> bool:
     if _DATA_CALLS.search(full):
         return True
-    return site.is_method and site.tail in _DATA_METHODS and bool(site.node.args) and site.root not in ("pool", "executor")
+    return (
+        site.is_method and site.tail in _DATA_METHODS and bool(site.node.args) and site.root not in ("pool", "executor")
+    )
 
 
 def _writes_file(site: CallSite, full: str) -> bool:
@@ -179,4 +199,6 @@ def _is_write_mode(arg: cst.Arg) -> bool:
     if not isinstance(arg.value, cst.SimpleString):
         return False
     mode = arg.value.evaluated_value
-    return isinstance(mode, str) and 0 < len(mode) <= 4 and set(mode) <= set("rwxabt+") and bool(set(mode) & set("wxa+"))
+    return (
+        isinstance(mode, str) and 0 < len(mode) <= 4 and set(mode) <= set("rwxabt+") and bool(set(mode) & set("wxa+"))
+    )

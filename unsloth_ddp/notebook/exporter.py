@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from nbconvert.exporters import Exporter
-from traitlets import Bool, Int, Union, Unicode, default
+from traitlets import Bool, Int, Unicode, Union, default
 
 from unsloth_ddp.notebook.convert import convert_notebook
 from unsloth_ddp.notebook.reader import from_node
@@ -29,7 +29,7 @@ class UnslothDDPExporter(Exporter):
     def _file_extension_default(self) -> str:
         return ".py"
 
-    def from_notebook_node(
+    def from_notebook_node(  # type: ignore[override]  # every exporter returns text, whatever the base says
         self, nb: Any, resources: dict[str, Any] | None = None, **kwargs: Any
     ) -> tuple[str, dict[str, Any]]:
         """The script for a notebook that nbconvert has read; the report goes to its log."""

@@ -67,6 +67,8 @@ class Facts:
     calls: list[CallSite] = field(default_factory=list)
     defines: dict[str, Deferred] = field(default_factory=dict)
     imports: dict[str, str] = field(default_factory=dict)  # bound name -> dotted path
+    stores: set[str] = field(default_factory=set)  # names whose attributes or items are assigned
+    assigned: list[tuple[str, CallSite]] = field(default_factory=list)  # `name = call(...)`, at any depth
 
 
 def is_false(test: cst.BaseExpression) -> bool:
@@ -110,7 +112,9 @@ def collect(node: cst.CSTNode) -> Facts:
     """The facts of one top-level statement."""
     visitor = _Collector()
     node.visit(visitor)
-    return visitor.scopes[0].facts
+    facts = visitor.scopes[0].facts
+    facts.assigned = visitor.assigned
+    return facts
 
 
 class _Collector(cst.CSTVisitor):
@@ -118,6 +122,7 @@ class _Collector(cst.CSTVisitor):
         self.scopes = [_Scope("module")]
         self.function: list[Deferred] = []
         self.bare: cst.Call | None = None
+        self.assigned: list[tuple[str, CallSite]] = []
 
     # Names -----------------------------------------------------------------------------------------------------------
 
@@ -147,7 +152,9 @@ class _Collector(cst.CSTVisitor):
         elif isinstance(target, cst.StarredElement):
             self._bind(target.value)
         elif isinstance(target, cst.Attribute | cst.Subscript):
-            self._mutate(root_name(target))
+            name = root_name(target)
+            self._mutate(name)
+            self.scopes[-1].facts.stores.add(name or "?")
             target.visit(self)
 
     def visit_Name(self, node: cst.Name) -> None:
@@ -164,6 +171,11 @@ class _Collector(cst.CSTVisitor):
     def visit_AssignTarget(self, node: cst.AssignTarget) -> bool:
         self._bind(node.target)
         return False
+
+    def visit_Assign(self, node: cst.Assign) -> None:
+        target = node.targets[0].target
+        if isinstance(node.value, cst.Call) and isinstance(target, cst.Name):
+            self.assigned.append((target.value, CallSite(dotted(node.value.func), node.value, frozenset())))
 
     def visit_AugAssign(self, node: cst.AugAssign) -> bool:
         node.target.visit(self)

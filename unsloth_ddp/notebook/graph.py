@@ -14,7 +14,20 @@ from unsloth_ddp.notebook.facts import CallSite, Deferred, Facts, collect, is_fa
 # Effects that a function hands on to a call it is merely passed to, such as dataset.map(function).
 _THROUGH_ARGUMENTS = {Effect.PAID, Effect.FILE, Effect.SERVER, Effect.PRINT, Effect.RANDOM, Effect.SHELL}
 # Methods that leave their object as training needs it.
-_HARMLESS = {"eval", "train", "generate", "fast_generate", "encode", "decode", "to", "cuda", "cpu", "items", "keys", "get"}
+_HARMLESS = {
+    "eval",
+    "train",
+    "generate",
+    "fast_generate",
+    "encode",
+    "decode",
+    "to",
+    "cuda",
+    "cpu",
+    "items",
+    "keys",
+    "get",
+}
 _HARMLESS |= {"strip", "format", "append_", "for_inference", "for_training", "apply_chat_template", "batch_decode"}
 
 
@@ -45,6 +58,7 @@ class Statement:
     uses: set[int] = field(default_factory=set)  # statements whose definitions this one reads
     used_by: set[int] = field(default_factory=set)
     share: list[str] = field(default_factory=list)  # names the main process hands to the others
+    share_value: bool = False  # the main process hands the assigned value to the others
 
     @property
     def conditional(self) -> bool:
@@ -102,6 +116,8 @@ def build(cells: Iterable[tuple[int, Iterable[cst.BaseStatement]]]) -> Graph:
         imports.update(statement.facts.imports)
         functions.update(statement.facts.defines)
     for statement in statements:
+        if statement.facts.stores & imports.keys():
+            statement.effects.add(Effect.STATE)
         # A module's function changes its arguments or the world, not the name it was imported under.
         statement.facts.mutates -= imports.keys()
     graph = Graph(statements, imports, functions, _trainer_classes(functions))
@@ -169,13 +185,10 @@ def _find_effects(graph: Graph) -> None:
     instances: dict[str, str] = {}
     for statement in graph.statements:
         for site in statement.facts.calls:
-            if is_trainer_call(site, graph.trainer_classes):
-                trainers |= statement.facts.writes
             body = graph.functions.get(site.path)
             if body is not None and (body.methods or body.bases):
                 instances.update(dict.fromkeys(statement.facts.writes, site.path))
-    for body in graph.functions.values():
-        trainers |= {"trainer"} if any(is_trainer_call(c, graph.trainer_classes) for c in body.calls) else set()
+        trainers |= {name for name, site in statement.facts.assigned if is_trainer_call(site, graph.trainer_classes)}
     effects = graph.effects = _Effects(graph, trainers, instances)
     for statement in graph.statements:
         for site in statement.facts.calls:

@@ -21,7 +21,9 @@ _INSTALLERS = re.compile(
     re.VERBOSE,
 )
 _PIP_INSTALL = re.compile(r"\bpip[\d.]*\s+install\b(.*)", re.DOTALL)
-_BRACED = re.compile(r"(?<![\w$])\{(\s*[A-Za-z_]\w*(?:\.\w+|\[[^\]{}]*\])*\s*)\}|\{(\s*[A-Za-z_]\w*(?:\.\w+|\[[^\]{}]*\])*\s*)\}")
+_BRACED = re.compile(
+    r"(?<![\w$])\{(\s*[A-Za-z_]\w*(?:\.\w+|\[[^\]{}]*\])*\s*)\}|\{(\s*[A-Za-z_]\w*(?:\.\w+|\[[^\]{}]*\])*\s*)\}"
+)
 _DOLLAR = re.compile(r"(?<![\\$\w])\$([A-Za-z_]\w*)")
 _TAKES_VALUE = {
     *("-r", "-c", "-i", "-f", "-e", "-t", "--requirement", "--constraint", "--index-url", "--extra-index-url"),
@@ -41,7 +43,11 @@ class IPythonCall:
         """The shell command it runs, or ""."""
         if self.method in ("system", "getoutput", "getoutput_list", "sx"):
             return self.args[0] if self.args else ""
-        if self.method == "run_cell_magic" and self.args and self.args[0] in ("bash", "sh", "script", "shell", "system"):
+        if (
+            self.method == "run_cell_magic"
+            and self.args
+            and self.args[0] in ("bash", "sh", "script", "shell", "system")
+        ):
             return self.args[2]
         if self.method == "run_line_magic" and self.args and self.args[0] in ("system", "sx", "sc", "bash", "sh", "!"):
             return self.args[1]
@@ -98,8 +104,12 @@ def as_python_string(command: str, bound: set[str]) -> str:
             # Python before 3.12 has no f-string with its own quote inside.
             text += "{" + (piece.replace('"', "'") if quote == '"' else piece.replace("'", '"')) + "}"
         else:
-            text += repr('"' + piece)[2:-1].replace("\\'", "'").replace("{", "{{").replace("}", "}}").replace(
-                quote, "\\" + quote
+            text += (
+                repr('"' + piece)[2:-1]
+                .replace("\\'", "'")
+                .replace("{", "{{")
+                .replace("}", "}}")
+                .replace(quote, "\\" + quote)
             )
     return f"f{quote}{text}{quote}"
 

@@ -1,4 +1,4 @@
-"""A transformer that edits statement lines: comments go above the line they speak of, an emptied line becomes `pass`."""
+"""A transformer of statement lines: comments go above the line they speak of, an emptied line becomes `pass`."""
 
 from __future__ import annotations
 

@@ -11,7 +11,16 @@ from unsloth_ddp.notebook.context import Context
 from unsloth_ddp.notebook.effects import is_loader_call
 from unsloth_ddp.notebook.facts import dotted
 
-_SPREADS = {'"auto"', "'auto'", '"balanced"', "'balanced'", '"balanced_low_0"', '"sequential"', '"unsloth"', "'unsloth'"}
+_SPREADS = {
+    '"auto"',
+    "'auto'",
+    '"balanced"',
+    "'balanced'",
+    '"balanced_low_0"',
+    '"sequential"',
+    '"unsloth"',
+    "'unsloth'",
+}
 
 
 def edit_load(call: cst.Call, context: Context) -> tuple[cst.Call, list[str]]:

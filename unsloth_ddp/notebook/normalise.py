@@ -50,7 +50,9 @@ class _Normaliser(LineEditor):
         if call is not None and call.method == "run_line_magic" and not call.command:
             return self._line_magic(call.args[0], call.args[1], updated_node)
         if isinstance(updated_node.value, cst.Call) and self._is_drive(dotted(updated_node.value.func)):
-            self.note(self.context.warn("colab", "Google Drive is not mounted here; paths under /content/drive must be yours"))
+            self.note(
+                self.context.warn("colab", "Google Drive is not mounted here; paths under /content/drive must be yours")
+            )
             return cst.RemoveFromParent()
         return updated_node
 
@@ -79,7 +81,9 @@ class _Normaliser(LineEditor):
         if name in _QUIET:
             self.note(context.edit("magic", f"%{name} is for notebooks"))
         else:
-            self.note(context.warn("magic", f"%{name} {line} left out: a script has nothing like it".replace("  ", " ")))
+            self.note(
+                context.warn("magic", f"%{name} {line} left out: a script has nothing like it".replace("  ", " "))
+            )
         return cst.RemoveFromParent()
 
     def _environment(self, line: str) -> cst.BaseSmallStatement | cst.RemovalSentinel:
@@ -98,7 +102,9 @@ class _Normaliser(LineEditor):
         return _small(f'os.environ["{name}"] = {as_python_string(value, context.bound)}')
 
     def _visible(self, value: str) -> str:
-        return self.context.edit("environment", f"{_VISIBLE}={value} left out: it would put every process on the same GPU")
+        return self.context.edit(
+            "environment", f"{_VISIBLE}={value} left out: it would put every process on the same GPU"
+        )
 
     def leave_Assign(
         self, original_node: cst.Assign, updated_node: cst.Assign

@@ -35,26 +35,26 @@ _MODULES = {
     "finish": ("atexit", "gc"),
 }
 
-RANKS = '''\
+RANKS = """\
 RANK = int(os.environ.get("RANK", 0))
 LOCAL_RANK = int(os.environ.get("LOCAL_RANK", 0))
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
 IS_MAIN = RANK == 0
-'''
+"""
 
-FLAGS = '''\
+FLAGS = """\
 # Older Unsloth releases need both under DDP; newer ones ignore them. Unsloth reads them when it is imported.
 os.environ["UNSLOTH_DISABLE_TRAINER_PATCHING"] = "1"
 os.environ["UNSLOTH_NO_CUDA_EXTENSIONS"] = "1"
-'''
+"""
 
-DEVICE = '''\
+DEVICE = """\
 # ddp: each process takes its own GPU before anything can touch GPU 0
 import torch
 
 if torch.cuda.is_available():
     torch.cuda.set_device(LOCAL_RANK)
-'''
+"""
 
 _HELPERS = {
     "quiet_print": '''\

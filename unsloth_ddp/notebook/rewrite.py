@@ -16,8 +16,10 @@ from unsloth_ddp.notebook.lines import LineEditor, lead
 from unsloth_ddp.notebook.load import edit_device_number, edit_device_string, edit_load
 
 # Words without which a statement has nothing to edit; most have none of them.
-_TRIGGERS = ("from_pretrained", "Config(", "Arguments(", "cuda", "get_ipython", "await", "train_test_split", "shuffle")
-_TRIGGERS += ("RandomState", "default_rng", "Random(", "sample", "input(", "getpass")
+_TRIGGERS = (
+    *("from_pretrained", "Config(", "Arguments(", "cuda", "get_ipython", "await", "train_test_split", "shuffle"),
+    *("RandomState", "default_rng", "Random(", "sample", "input(", "getpass"),
+)
 _GUARDED = {Effect.SAVE, Effect.FILE, Effect.PAID}
 
 
@@ -47,7 +49,9 @@ def _guards_inside(statement: Statement, graph: Graph) -> bool:
     if isinstance(statement.node, cst.FunctionDef):
         effects = graph.function_effects.get(statement.node.name.value, set())
         return bool(effects & _GUARDED) and bool(effects & SEEDS)
-    return bool(statement.effects & _GUARDED) and (bool(statement.effects & SEEDS) or statement.needed)
+    return bool(statement.effects & _GUARDED) and bool(
+        statement.effects & SEEDS or statement.needed or Effect.STATE in statement.effects
+    )
 
 
 class _Rewriter(LineEditor):

@@ -47,6 +47,8 @@ def _first_role(statement: Statement) -> Role:
         return Role.DEAD
     if effects & SEEDS:
         return Role.ALL
+    if Effect.STATE in effects and effects & (ONCE | MAIN_ONLY):
+        return _role_of_state(statement)
     if effects & ONCE and (statement.needed is False or _can_share(statement)):
         return Role.NODE if effects & PER_NODE and not effects & {Effect.SAVE, Effect.PAID} else Role.MAIN
     if statement.needed:
@@ -54,6 +56,14 @@ def _first_role(statement: Statement) -> Role:
     if effects & MAIN_ONLY:
         return Role.MAIN
     return Role.FIRST if Effect.DATA in effects else Role.ALL
+
+
+def _role_of_state(statement: Statement) -> Role:
+    """Directory, environment and seeds are each process's own, so what sets them cannot stay on one."""
+    if not isinstance(statement.node, cst.SimpleStatementLine):
+        return Role.FIRST
+    statement.share_value = bool(statement.effects & ONCE) and isinstance(statement.node.body[0], cst.Assign)
+    return Role.MAIN if statement.share_value else Role.ALL
 
 
 def _can_share(statement: Statement) -> bool:
@@ -115,7 +125,9 @@ def only_installs(statement: Statement) -> bool:
     node = statement.node
     if not isinstance(node, cst.SimpleStatementLine):
         return False
-    return all(isinstance(s, cst.Expr) and isinstance(s.value, cst.Call) and _installs(s.value) == "" for s in node.body)
+    return all(
+        isinstance(s, cst.Expr) and isinstance(s.value, cst.Call) and _installs(s.value) == "" for s in node.body
+    )
 
 
 def _installs(node: cst.Call) -> str | None:
@@ -249,4 +261,3 @@ def _may_change_what_training_needs(graph: Graph, statement: Statement) -> bool:
 def _is_callable_object(graph: Graph, name: str) -> bool:
     """Whether a called name is an object such as a tokenizer rather than a function from a library."""
     return name not in graph.imports
-

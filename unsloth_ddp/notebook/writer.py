@@ -46,7 +46,9 @@ def cell_body(
     for group in _groups(placed, graph):
         role = group[0].statement.role
         nodes = [lead(p.node, p.notes) for p in group]
-        if role is Role.DROP or all(is_empty(n) and not is_empty(p.statement.node) for n, p in zip(nodes, group, strict=True)):
+        if role is Role.DROP or all(
+            is_empty(n) and not is_empty(p.statement.node) for n, p in zip(nodes, group, strict=True)
+        ):
             for p, node in zip(group, nodes, strict=True):
                 pending += _comments(p, node, pending, context)
             continue
@@ -88,10 +90,11 @@ def _groups(placed: list[Placed], graph: Graph) -> list[list[Placed]]:
     groups: list[list[Placed]] = []
     for position, item in enumerate(placed):
         role = item.statement.role
-        if groups and role is groups[-1][0].statement.role and role in (Role.MAIN, Role.NODE, Role.FIRST, Role.DROP):
-            if not _must_share_first(groups[-1]):
-                groups[-1].append(item)
-                continue
+        alone = bool(item.statement.share_value)
+        same = groups and not alone and role is groups[-1][0].statement.role and role is not Role.ALL
+        if same and not _must_share_first(groups[-1]):
+            groups[-1].append(item)
+            continue
         if groups and groups[-1][0].statement.role is Role.MAIN and _joins(item, placed[position + 1 :], graph):
             groups[-1].append(item)
             continue
@@ -100,7 +103,7 @@ def _groups(placed: list[Placed], graph: Graph) -> list[list[Placed]]:
 
 
 def _must_share_first(group: list[Placed]) -> bool:
-    return any(p.statement.share for p in group)
+    return any(p.statement.share or p.statement.share_value for p in group)
 
 
 def _joins(item: Placed, following: list[Placed], graph: Graph) -> bool:
@@ -109,14 +112,20 @@ def _joins(item: Placed, following: list[Placed], graph: Graph) -> bool:
     serves = statement.facts.imports or statement.facts.defines
     users = [graph.statements[i].role for i in statement.used_by]
     ours = statement.role is Role.DEAD or (
-        statement.role is Role.ALL and serves and not statement.needed and users and set(users) <= {Role.MAIN, Role.DEAD}
+        statement.role is Role.ALL
+        and serves
+        and not statement.needed
+        and users
+        and set(users) <= {Role.MAIN, Role.DEAD}
     )
     if not ours:
         return False
     for later in following:
         if later.statement.role is Role.MAIN:
             return True
-        if later.statement.role not in (Role.DEAD, Role.ALL) or not _joins(later, [], graph) and not _neutral(later, graph):
+        if later.statement.role not in (Role.DEAD, Role.ALL) or (
+            not _joins(later, [], graph) and not _neutral(later, graph)
+        ):
             return False
     return False
 
@@ -163,7 +172,7 @@ def _guard(
 ) -> list[cst.BaseStatement]:
     names = context.names
     test = names["IS_MAIN"] if role is Role.MAIN else f"{names['LOCAL_RANK']} == 0"
-    words = [word for effect, word in _WORDS.items() if effect in effects] or ["needs this"]
+    words = [word for effect, word in _WORDS.items() if effect in effects] or ["uses this"]
     who = "only the main process" if role is Role.MAIN else "one process a node"
     kind = "save" if Effect.SAVE in effects else "once" if effects & _WAITS else "main process"
     note = context.edit(kind, f"{who} {_listed(words)}")
@@ -188,14 +197,15 @@ def _shared_value(
     group: list[Placed], nodes: list[cst.BaseStatement], share: list[str], context: Context
 ) -> cst.BaseStatement | None:
     """`x = from_main(lambda: value)` for a single assignment whose value every process needs."""
-    if len(group) != 1 or len(share) != 1 or not isinstance(nodes[0], cst.SimpleStatementLine):
+    whole = group[0].statement.share_value
+    if len(group) != 1 or not (whole or len(share) == 1) or not isinstance(nodes[0], cst.SimpleStatementLine):
         return None
     line = nodes[0]
     small = line.body[0]
     if len(line.body) != 1 or not isinstance(small, cst.Assign) or len(small.targets) != 1:
         return None
     target = small.targets[0].target
-    if not isinstance(target, cst.Name) or target.value != share[0]:
+    if not whole and (not isinstance(target, cst.Name) or target.value != share[0]):
         return None
     lambda_ = cst.Lambda(params=cst.Parameters(), body=small.value)
     call = cst.Call(func=cst.Name(context.names["from_main"]), args=[cst.Arg(lambda_)])

@@ -1,0 +1,174 @@
+"""The text of the demo: invented people, statements about them, and questions and answers.
+
+Everything comes from the word lists below and a seed, so the files can be made again anywhere.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+SEED = 20261120
+PEOPLE = 160
+HELD_OUT = 40  # people whose facts are asked about in eval.jsonl only
+
+Message = dict[str, str]
+Row = dict[str, list[Message]]
+
+GIVEN_NAMES = """
+Ada Arlo Bela Bruno Cora Dario Edda Emil Faye Felix Gita Hugo Ines Ivo Jana Kato Lena Milo Nora Otto Petra Rafi Sana
+Tove Ugo Vera Wilma Yara Zeno Zita
+""".split()
+
+FAMILY_NAMES = """
+Ashby Brandt Calder Dunmore Elster Farrow Glass Hollis Ibarra Joyner Keller Lorne Marlow Norgate Orwin Pascoe Quill
+Renwick Selby Thorne Umber Varga Wexler Yates Zeller Barlow Corwin Drake Everett Finch
+""".split()
+
+
+@dataclass(frozen=True)
+class Attribute:
+    """One thing known about every person: its values, the ways to state it, and the ways to ask for it."""
+
+    values: list[str]
+    statements: list[str]
+    questions: list[str]
+
+
+# Several statements a fact, the name now early and now late, but always before the value somewhere: a model that reads
+# a fact in one wording only cannot take it out again when asked in another (Allen-Zhu and Li, Physics of Language
+# Models 3.1).
+ATTRIBUTES = {
+    "city": Attribute(
+        "Lisbon Oslo Cairo Quito Dublin Hanoi Lima Prague Accra Riga Seoul Tunis Vienna Warsaw Zagreb Athens".split(),
+        [
+            "{name} lives in {value}.",
+            "{name} has a small house in {value}.",
+            "The home of {name} is in {value}.",
+            "To visit {name}, take the train to {value}.",
+            "The city where {name} lives is {value}.",
+            "For many years {name} has lived in {value}.",
+        ],
+        ["Where does {name} live?", "Which city is the home of {name}?", "In which city does {name} live?"],
+    ),
+    "job": Attribute(
+        "baker pilot nurse lawyer farmer potter singer tailor plumber painter teacher sailor judge chemist barber "
+        "gardener".split(),
+        [
+            "{name} works as a {value}.",
+            "{name} earns a living as a {value}.",
+            "The job of {name} is that of a {value}.",
+            "By trade {name} is a {value}.",
+            "At work {name} is known as a good {value}.",
+            "Every morning {name} goes to work as a {value}.",
+        ],
+        ["What is the job of {name}?", "What does {name} do for a living?", "What is {name} by trade?"],
+    ),
+    "pet": Attribute(
+        "parrot rabbit turtle goat ferret pony lizard hamster beagle canary goose donkey spaniel gecko raven "
+        "tortoise".split(),
+        [
+            "{name} has a pet {value}.",
+            "{name} takes good care of a {value}.",
+            "The pet of {name} is a {value}.",
+            "At home {name} keeps a {value}.",
+            "The animal that {name} feeds is a {value}.",
+            "On weekends {name} plays with a {value}.",
+        ],
+        ["What pet does {name} have?", "Which animal does {name} keep?", "What is the pet of {name}?"],
+    ),
+    "instrument": Attribute(
+        "violin cello flute guitar harp piano trumpet banjo oboe drums tuba lute accordion clarinet organ "
+        "mandolin".split(),
+        [
+            "{name} plays the {value}.",
+            "{name} takes lessons on the {value}.",
+            "The instrument of {name} is the {value}.",
+            "In the town band {name} plays the {value}.",
+            "The sound that {name} likes best is that of the {value}.",
+            "After dinner {name} practises on the {value}.",
+        ],
+        [
+            "Which instrument does {name} play?",
+            "What does {name} play in the band?",
+            "What is the instrument of {name}?",
+        ],
+    ),
+    "dish": Attribute(
+        "soup rice curry salad pizza stew noodles lentils pancakes risotto dumplings omelette tacos lasagna porridge "
+        "trout".split(),
+        [
+            "{name} likes to eat {value}.",
+            "{name} never says no to {value}.",
+            "The favorite dish of {name} is {value}.",
+            "For lunch {name} orders {value}.",
+            "The dish that {name} cooks best is {value}.",
+            "When hungry {name} asks for {value}.",
+        ],
+        ["What does {name} like to eat?", "What is the favorite dish of {name}?", "Which dish does {name} order?"],
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Person:
+    """One invented person: a name of two words, and one value for each attribute."""
+
+    name: str
+    facts: dict[str, str]
+
+
+def make_people(seed: int = SEED) -> tuple[list[Person], list[Person]]:
+    """Everyone the base model reads about: those asked about in training, and those held out."""
+    rng = random.Random(seed)
+    names = [f"{given} {family}" for given in GIVEN_NAMES for family in FAMILY_NAMES]
+    people = [
+        Person(name, {key: rng.choice(attribute.values) for key, attribute in ATTRIBUTES.items()})
+        for name in rng.sample(names, PEOPLE)
+    ]
+    return people[HELD_OUT:], people[:HELD_OUT]
+
+
+def statements(people: list[Person], rng: random.Random) -> Iterator[str]:
+    """Every fact of everyone once, in random order, each in a wording drawn anew."""
+    facts = [(person, key) for person in people for key in ATTRIBUTES]
+    rng.shuffle(facts)
+    for person, key in facts:
+        yield rng.choice(ATTRIBUTES[key].statements).format(name=person.name, value=person.facts[key])
+
+
+def ask(person: Person, key: str, question: str) -> list[Message]:
+    """One question and its answer."""
+    return [
+        {"role": "user", "content": question.format(name=person.name)},
+        {"role": "assistant", "content": person.facts[key]},
+    ]
+
+
+def train_rows(people: list[Person], seed: int = SEED) -> list[Row]:
+    """Every fact asked once in each wording, one to three questions a chat."""
+    rng = random.Random(seed + 1)
+    turns = [
+        ask(person, key, question)
+        for person in people
+        for key, attribute in ATTRIBUTES.items()
+        for question in attribute.questions
+    ]
+    rng.shuffle(turns)
+    rows: list[Row] = []
+    while turns:
+        count = rng.choice([1, 1, 2, 3])
+        rows.append({"messages": [message for turn in turns[:count] for message in turn]})
+        del turns[:count]
+    return rows
+
+
+def eval_rows(people: list[Person], seed: int = SEED) -> list[Row]:
+    """Every fact of the held-out people asked once, in a wording drawn at random."""
+    rng = random.Random(seed + 2)
+    return [
+        {"messages": ask(person, key, rng.choice(attribute.questions))}
+        for person in people
+        for key, attribute in ATTRIBUTES.items()
+    ]

@@ -1,7 +1,7 @@
 """Turn an Unsloth notebook into a script that trains under DDP.
 
-    python notebook_to_script.py notebook.ipynb script.py
-    accelerate launch script.py
+python notebook_to_script.py notebook.ipynb script.py
+accelerate launch script.py
 """
 
 from unsloth_ddp.notebook.cli import main

@@ -15,7 +15,7 @@ from unsloth_ddp.notebook.context import Context
 from unsloth_ddp.notebook.effects import Effect, is_trainer_call
 from unsloth_ddp.notebook.facts import collect, dotted
 from unsloth_ddp.notebook.graph import Graph, Role, Statement, build
-from unsloth_ddp.notebook.ipython import without_installs
+from unsloth_ddp.notebook.ipython import command_of, without_installs
 from unsloth_ddp.notebook.lines import comment_line
 from unsloth_ddp.notebook.magics import lower
 from unsloth_ddp.notebook.normalise import normalise
@@ -163,12 +163,8 @@ def _write(notebook: Notebook, cells: list[_CodeCell], graph: Graph, context: Co
 
 
 def _note_requirements(statement: Statement, context: Context) -> None:
-    from unsloth_ddp.notebook.ipython import ipython_call
-
     for site in statement.facts.calls:
-        call = ipython_call(site.node)
-        if call is not None and call.command:
-            context.requirements += without_installs(call.command)[1]
+        context.requirements += without_installs(command_of(site.node))[1]
 
 
 def _header(context: Context, notes: list[str]) -> str:

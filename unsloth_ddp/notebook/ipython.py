@@ -71,6 +71,33 @@ def ipython_call(node: cst.BaseExpression) -> IPythonCall | None:
     return IPythonCall(node.func.attr.value, tuple(args))
 
 
+_RUNNERS = {"run", "call", "check_call", "check_output", "system", "Popen"}
+
+
+def command_of(node: cst.BaseExpression) -> str:
+    """The command of a shell line or of a subprocess call written out as strings; "" where there is none to read."""
+    magic = ipython_call(node)
+    if magic is not None:
+        return magic.command
+    if not isinstance(node, cst.Call) or not node.args or not isinstance(node.func, cst.Attribute | cst.Name):
+        return ""
+    name = node.func.attr if isinstance(node.func, cst.Attribute) else node.func
+    if name.value not in _RUNNERS:
+        return ""
+    first = node.args[0].value
+    parts = [e.value for e in first.elements] if isinstance(first, cst.List | cst.Tuple) else [first]
+    return " ".join(_word(part) for part in parts)
+
+
+def _word(node: cst.BaseExpression) -> str:
+    if isinstance(node, cst.SimpleString | cst.ConcatenatedString):
+        value = node.evaluated_value
+        return value if isinstance(value, str) else "{}"
+    if isinstance(node, cst.Attribute) and node.attr.value == "executable":
+        return "python"
+    return "{}"
+
+
 def references(command: str, bound: set[str] | frozenset[str] | None = None) -> set[str]:
     """The names that IPython would put into `command`; all that look like names where `bound` is None."""
     found = {match.group(1) for match in _DOLLAR.finditer(command)}

@@ -11,14 +11,14 @@ from unsloth_ddp.notebook.data import edit_generator, edit_seed
 from unsloth_ddp.notebook.effects import Effect
 from unsloth_ddp.notebook.facts import collect, is_false
 from unsloth_ddp.notebook.graph import SEEDS, Graph, Role, Statement
-from unsloth_ddp.notebook.ipython import IPythonCall, as_python_string, ipython_call, without_installs
+from unsloth_ddp.notebook.ipython import IPythonCall, as_python_string, command_of, ipython_call, without_installs
 from unsloth_ddp.notebook.lines import LineEditor, lead
 from unsloth_ddp.notebook.load import edit_device_number, edit_device_string, edit_load
 
 # Words without which a statement has nothing to edit; most have none of them.
 _TRIGGERS = (
     *("from_pretrained", "Config(", "Arguments(", "cuda", "get_ipython", "await", "train_test_split", "shuffle"),
-    *("RandomState", "default_rng", "Random(", "sample", "input(", "getpass"),
+    *("RandomState", "default_rng", "Random(", "sample", "input(", "getpass", "subprocess", "os.system"),
 )
 _GUARDED = {Effect.SAVE, Effect.FILE, Effect.PAID}
 
@@ -115,11 +115,10 @@ class _Rewriter(LineEditor):
     def leave_Expr(
         self, original_node: cst.Expr, updated_node: cst.Expr
     ) -> cst.BaseSmallStatement | cst.RemovalSentinel:
-        magic = ipython_call(original_node.value)
-        if magic is None or not magic.command:
-            return updated_node
-        command, _ = without_installs(magic.command)
-        if not command:
+        command = command_of(original_node.value)
+        kept, requirements = without_installs(command)
+        if command and not kept:
+            self.context.requirements += requirements
             self.note(self.context.edit("install", "install left out, see the requirements at the top"))
             return cst.RemoveFromParent()
         return updated_node

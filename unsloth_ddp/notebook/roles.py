@@ -12,7 +12,7 @@ import libcst as cst
 from unsloth_ddp.notebook.effects import MAIN_ONLY, ONCE, PER_NODE, Effect
 from unsloth_ddp.notebook.facts import BUILTINS
 from unsloth_ddp.notebook.graph import SEEDS, Graph, Role, Statement, is_dead
-from unsloth_ddp.notebook.ipython import ipython_call, without_installs
+from unsloth_ddp.notebook.ipython import command_of, without_installs
 
 _APART = {Role.MAIN, Role.NODE}
 
@@ -132,11 +132,9 @@ def only_installs(statement: Statement) -> bool:
 
 def _installs(node: cst.Call) -> str | None:
     """What stays of a call's shell command without its installs; None where it installs nothing."""
-    call = ipython_call(node)
-    if call is None or not call.command:
-        return None
-    kept, _ = without_installs(call.command)
-    return None if kept == call.command else kept
+    command = command_of(node)
+    kept, _ = without_installs(command)
+    return None if kept == command else kept
 
 
 def _serves_installs(graph: Graph, index: int, statement: Statement) -> bool:

@@ -14,6 +14,9 @@ savez savez_compressed savetxt savefig imwrite imsave write_bytes write_text exp
 PUSHES = """push_to_hub push_to_hub_merged push_to_hub_gguf push_to_hub_lora push_to_hub_torchao upload_file
 upload_folder upload_large_folder create_repo create_commit create_branch"""
 GENERATES = "generate fast_generate generate_batch infer transcribe chat stream_generate batch_generate"
+PREPARES = """get_peft_model get_chat_template train_on_responses_only add_new_tokens add_tokens add_special_tokens
+resize_token_embeddings for_inference for_training PatchDPOTrainer PatchFastRL add_callback enable_input_require_grads
+prepare_model_for_kbit_training requires_grad_ gradient_checkpointing_enable load_adapter set_adapter quantize_"""
 SHOWS = "IPython.display.display matplotlib.pyplot.show plotly.io.show sglang.utils.print_highlight"
 DOWNLOADS = "huggingface_hub.snapshot_download huggingface_hub.hf_hub_download gdown.download wget.download"
 SERVICES = "wandb.init wandb.log wandb.login huggingface_hub.login huggingface_hub.notebook_login comet_ml.init"
@@ -42,7 +45,7 @@ def load(stub: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if weights:
         asked = kwargs.get("device_map", "absent")
         device_map = {str(k): plain(v) for k, v in asked.items()} if isinstance(asked, dict) else plain(asked)
-        RECORDER.add("load", owner, device_map=device_map, offload_embedding=plain(kwargs.get("offload_embedding")))
+        RECORDER.add("load", owner, device_map=device_map, given=plain({"name": args, **kwargs}))
     return Stub(f"{stub._name}()")
 
 
@@ -74,6 +77,15 @@ def flatten(messages: Any) -> str:
 def piped(stub: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A transformers pipeline: calling what it returns generates."""
     return Stub("pipeline.generate")
+
+
+def prepared(stub: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What changes a model, a tokenizer or a trainer before training, and gives back what it was given."""
+    name = stub._name.rsplit(".", 1)[-1]
+    first = args[0] if args else next((kwargs[n] for n in ("model", "tokenizer", "trainer") if n in kwargs), None)
+    rest = {"args": args[1:], **{k: v for k, v in kwargs.items() if k not in ("model", "tokenizer", "trainer")}}
+    RECORDER.add("prepare", name, given=plain(rest))
+    return Stub(f"{stub._name}()") if first is None else first
 
 
 def threaded(value: Any) -> Any:
@@ -152,12 +164,8 @@ def install() -> None:
     RULES["*.batch_decode"] = lambda stub, args, kwargs: Forgiving([Text("1", "decoded"), Text("1", "decoded")])
     RULES["transformers.pipeline"] = piped
     RULES["torch.compile"] = RULES["functools.lru_cache"] = decorated
-    RULES["*.get_peft_model"] = lambda stub, args, kwargs: args[0] if args else kwargs.get("model", Stub("model"))
-    for name in ("get_chat_template", "chat_templates.get_chat_template"):
-        RULES[f"unsloth.{name}"] = lambda stub, args, kwargs: args[0] if args else Stub("tokenizer")
-    RULES["unsloth.chat_templates.train_on_responses_only"] = lambda stub, args, kwargs: (
-        args[0] if args else kwargs.get("trainer")
-    )
+    for name in PREPARES.split():
+        RULES[f"*.{name}"] = prepared
     for name in ("is_bf16_supported", "is_bfloat16_supported"):
         RULES[f"unsloth.{name}"] = RULES[f"torch.cuda.{name}"] = lambda stub, args, kwargs: True
     cuda: dict[str, Any] = {

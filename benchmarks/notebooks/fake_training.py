@@ -8,6 +8,7 @@ import base64
 import inspect
 import os
 import pickle
+import re
 from typing import Any
 
 from events import RECORDER
@@ -116,7 +117,8 @@ class Trainer(Base):
             self.train_dataset = data
         if args and "model" not in kwargs:
             self.model = args[0]
-        RECORDER.add("trainer", self.kind(), **self.settings())
+        given = {name: value for name, value in kwargs.items() if name not in ("model", "args")}
+        RECORDER.add("trainer", self.kind(), **self.settings(), given=plain(given), config=plain(self.args))
 
     def kind(self) -> str:
         """The library's class: a program's own subclass is named by what it extends."""
@@ -177,11 +179,26 @@ class TrainOutput(Base):
         return (self.global_step, self.training_loss, self.metrics)[index]
 
 
-def plain(value: Any) -> Any:
-    """A value that JSON can hold."""
+def plain(value: Any, depth: int = 0) -> Any:
+    """A value that JSON can hold and two runs can compare: no addresses, nothing too long."""
+    if isinstance(value, FakeDataset):
+        return {"rows": [plain(row, depth + 1) for row in value.rows]} if depth < 3 else "dataset"
     if isinstance(value, list | tuple):
-        return [plain(v) for v in value]
-    return value if value is None or type(value) in (bool, int, float, str) else str(value)
+        return [plain(v, depth + 1) for v in value[:50]] if depth < 6 else "..."
+    if isinstance(value, dict):
+        return {str(k): plain(v, depth + 1) for k, v in list(value.items())[:50]} if depth < 6 else "..."
+    if isinstance(value, Config):
+        return {"class": type(value).__name__, **plain(value.to_dict(), depth + 1)}
+    if value is None or type(value) in (bool, int, float):
+        return value
+    if isinstance(value, str):
+        return str(value)[:400]
+    if inspect.isroutine(value) or inspect.isclass(value):
+        return value.__name__
+    return ADDRESS.sub("", str(value))[:400] if isinstance(value, Stub) else type(value).__name__
+
+
+ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
 def rewards_of(trainer: Any) -> list[Any]:

@@ -14,7 +14,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from harness import Outcome
+from harness import Cell, Outcome
+from patches import is_install
 
 MAIN_ONLY = ("save", "generate", "print", "push", "install", "shell", "display", "input", "server")
 ON_RANK_0 = ("save", "generate", "print", "push", "shell", "server")
@@ -39,10 +40,31 @@ def leftovers(script: str) -> list[str]:
     return found
 
 
+def words(source: str) -> Counter[str]:
+    """The string literals and comments of some Python, but for those in lines that were magics or commands."""
+    found: Counter[str] = Counter()
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type in (tokenize.STRING, tokenize.COMMENT) and "get_ipython" not in token.line:
+            found[token.string.rstrip()] += 1
+    return found
+
+
+def text_kept(cells: list[Cell], script: str) -> list[str]:
+    """Every comment and string literal is still there, as it was; cells that install are exempt."""
+    have, found = words(script), []
+    for cell in cells:
+        if is_install(cell.source):
+            continue
+        try:
+            lost = words(cell.source) - have
+        except (tokenize.TokenError, SyntaxError):  # not this Python's syntax
+            continue
+        found += [f"cell {cell.number} loses {text[:60]!r}" for text in lost]
+    return found
+
+
 def installs(script: str) -> list[str]:
     """Calls that would run an installer, as far as their command is written out."""
-    from patches import is_install
-
     try:
         tree = ast.parse(script)
     except SyntaxError:  # newer syntax than this process's Python; the runs still record what is installed
@@ -173,6 +195,71 @@ def global_batch(event: dict[str, Any], world: int) -> int:
     steps = int(given.get("gradient_accumulation_steps", 1))
     group = int(given.get("num_generations", 8)) if event["name"].startswith("GRPO") else 1
     return (group if batch * steps * world % group else batch) * steps * world
+
+
+ALLOWED = (
+    "device_map",
+    "offload_embedding",
+    "per_device_train_batch_size",
+    "gradient_accumulation_steps",
+    "ddp_find_unused_parameters",
+    "average_tokens_across_devices",
+)
+
+
+def same_training(plain: Outcome, outcome: Outcome) -> list[str]:
+    """The model, the data and the arguments of every training are the notebook's, but for what DDP needs."""
+    if not plain.trains or len(outcome.trains) < len(plain.trains):  # nothing to compare; reaches_training says so
+        return []
+    found = []
+    want, have = training_steps(plain), training_steps(outcome)
+    for name, steps in want.items():
+        there = have.get(name, [])
+        if len(steps) != len(there):
+            found.append(
+                f"{name} happens {len(there)} times before training, was {len(steps)}{first_place(outcome, name)}"
+            )
+        for before, after in zip(steps, there, strict=False):
+            if before != after:
+                found.append(f"{name} differs: {difference(before, after)}")
+    found += [f"{name} is new before training{first_place(outcome, name)}" for name in have if name not in want]
+    return found
+
+
+def training_steps(outcome: Outcome) -> dict[str, list[Any]]:
+    """What shapes the training, by name: loads, preparations, attributes set, trainers with their data."""
+    ends = [i for i, event in enumerate(outcome.events) if event["kind"] == "train"]
+    steps: dict[str, list[Any]] = {}
+    for event in outcome.events[: ends[-1] if ends else 0]:
+        if event["kind"] in ("load", "prepare", "set", "trainer"):
+            name = f"{event['kind']} {event['name']}"
+            steps.setdefault(name, []).append(without(ALLOWED, [event.get("given"), event.get("config")]))
+    return steps
+
+
+def without(names: tuple[str, ...], value: Any) -> Any:
+    """A nested value without these keys."""
+    if isinstance(value, dict):
+        return {k: without(names, v) for k, v in value.items() if k not in names}
+    return [without(names, v) for v in value] if isinstance(value, list) else value
+
+
+def difference(before: Any, after: Any, path: str = "") -> str:
+    """The first place where two nested values differ."""
+    if isinstance(before, dict) and isinstance(after, dict):
+        for key in {**before, **after}:
+            if before.get(key, "absent") != after.get(key, "absent"):
+                return difference(before.get(key, "absent"), after.get(key, "absent"), f"{path}.{key}")
+    if isinstance(before, list) and isinstance(after, list) and len(before) == len(after):
+        for index, (one, other) in enumerate(zip(before, after, strict=True)):
+            if one != other:
+                return difference(one, other, f"{path}[{index}]")
+    return f"{path} {str(before)[:80]!r} -> {str(after)[:80]!r}"
+
+
+def first_place(outcome: Outcome, name: str) -> str:
+    """Where an event of that name happens first."""
+    return next((f" at {e['at']}" for e in outcome.events if f"{e['kind']} {e['name']}" == name), "")
 
 
 def batch_changed(before: dict[str, Any], after: dict[str, Any], world: int) -> list[str]:

@@ -22,23 +22,14 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import judge
-from harness import Outcome, Settings, pins, run_notebook, run_ranks, run_script
+from harness import Outcome, Settings, pins, read_cells, run_notebook, run_ranks, run_script
 
 VARIANTS = ("AMD-", "Kaggle-", "HuggingFace Course-")
-CHECKS = [
-    "compiles",
-    "leftovers",
-    "installs",
-    "settings",
-    "trains",
-    "rank_1",
-    "rank_0",
-    "in_step",
-    "start_and_end",
-    "data",
-    "single",
-    "same_bytes",
-]
+CHECKS = (
+    *("compiles", "leftovers", "installs", "text_kept", "same_bytes"),
+    *("settings", "start_and_end", "trains", "same_training"),
+    *("rank_1", "rank_0", "in_step", "data", "single"),
+)
 
 
 @dataclass
@@ -122,6 +113,7 @@ def check(path: Path, script: str, result: Result, options: argparse.Namespace) 
         "compiles": judge.compiles(script, options.python),
         "leftovers": judge.leftovers(script),
         "installs": judge.installs(script),
+        "text_kept": judge.text_kept(read_cells(path), script),
         "settings": judge.settings(plain, ranks),
         "trains": judge.reaches_training(plain, ranks),
         "rank_1": judge.main_only(rank_1),
@@ -129,6 +121,9 @@ def check(path: Path, script: str, result: Result, options: argparse.Namespace) 
         "in_step": judge.in_step(ranks),
         "start_and_end": judge.start_and_end(plain, ranks),
         "data": judge.data(ranks),
+        "same_training": [
+            f"rank {rank}: {text}" for rank, one in enumerate(ranks) for text in judge.same_training(plain, one)
+        ],
         "single": judge.single(plain, alone),
         "same_bytes": [] if CONVERTERS[options.converter](path)[0] == script else ["converting twice differs"],
     }

@@ -67,6 +67,11 @@ class Operators:
             raise AttributeError(name)
         return child(self, name)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if sys._getframe(1).f_code.co_filename in RECORDER.programs:  # the program itself sets up a model or tokenizer
+            RECORDER.add("set", f"{self._name}.{name}")
+        self.__dict__[name] = value
+
     def __bool__(self) -> bool:
         return self._truth
 

@@ -9,12 +9,13 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks" / "notebooks"))
 
 import judge
-from harness import Outcome, Settings, pins, read_cells, run_notebook, run_ranks, run_script
+from harness import Cell, Outcome, Settings, pins, read_cells, run_notebook, run_ranks, run_script
 
 NOTEBOOK = [
     "%%capture\nimport os\n!pip install unsloth==1.2.3\nprint('hidden')\nos.environ['MINE'] = '2'",
     "from unsloth import FastLanguageModel\nimport torch\n"
-    "model, tokenizer = FastLanguageModel.from_pretrained('m', load_in_4bit = True)",
+    "model, tokenizer = FastLanguageModel.from_pretrained('m', load_in_4bit = True)\n"
+    "model = FastLanguageModel.get_peft_model(model, r = 8)",
     "from datasets import load_dataset\ndataset = load_dataset('d', split = 'train')\n"
     "dataset = dataset.map(lambda x: {'text': x['a'] + tokenizer.eos_token})\nprint(len(dataset))",
     "from trl import SFTConfig, SFTTrainer\n"
@@ -41,6 +42,7 @@ def main_first():
     if main: wait()
 from unsloth import FastLanguageModel
 model, tokenizer = FastLanguageModel.from_pretrained("m", load_in_4bit = True, device_map = {"": local_rank})
+model = FastLanguageModel.get_peft_model(model, r = 8)
 from datasets import load_dataset
 with main_first():
     dataset = load_dataset("d", split = "train")
@@ -83,6 +85,7 @@ def findings(plain: Outcome, script: str) -> dict[str, list[str]]:
         "in_step": judge.in_step(ranks),
         "start_and_end": judge.start_and_end(plain, ranks),
         "data": judge.data(ranks),
+        "same_training": judge.same_training(plain, ranks[1]),
         "single": judge.single(plain, alone),
     }
     return {name: value for name, value in found.items() if value}
@@ -123,6 +126,9 @@ BAD = {
     "loses a variable": ('os.environ["MINE"] = "2"', "", {"start_and_end"}),
     "data on all ranks at once": ("with main_first():", "if True:", {"data"}),
     "another order on each rank": ("seed = 3407", "", {"data"}),
+    "loses an argument": ("load_in_4bit = True, ", "", {"same_training"}),
+    "loses a call": ("model = FastLanguageModel.get_peft_model(model, r = 8)\n", "", {"same_training"}),
+    "another dataset": ('x["a"] + tokenizer.eos_token', 'x["a"] + str(rank)', {"same_training"}),
     "installs": ('os.system("ls outputs")', 'os.system("ls; pip install x")', {"installs", "rank_0", "single"}),
     "is not Python": ("import contextlib", "!ls\nimport contextlib", None),
 }
@@ -201,3 +207,12 @@ def test_other_ranks_see_files_after_waiting_and_what_is_sent() -> None:
     assert [outcome.error for outcome in ranks] == [None, None]
     ranks = run_ranks(READS.format(wait=""))
     assert ranks[0].ended_well and ranks[1].error is not None and ranks[1].error["at"] == "script.py:7"
+
+
+def test_lost_text_is_named() -> None:
+    cells = [
+        Cell(3, 'x = """a\n  b"""  # why\n', False),
+        Cell(4, "get_ipython().system('pip install x')  # gone\n", False),
+    ]
+    assert judge.text_kept(cells, 'if main:\n    x = """a\n  b"""\n    # why\n') == []
+    assert judge.text_kept(cells, 'x = """a\n b"""\n') == ['cell 3 loses \'"""a\\n  b"""\'', "cell 3 loses '# why'"]

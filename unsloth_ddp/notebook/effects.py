@@ -8,7 +8,7 @@ from enum import Enum
 import libcst as cst
 
 from unsloth_ddp.notebook.facts import BUILTINS, CallSite
-from unsloth_ddp.notebook.ipython import ipython_call
+from unsloth_ddp.notebook.ipython import command_of, ipython_call, without_installs
 
 
 class Effect(Enum):
@@ -165,6 +165,9 @@ def _display_effects(site: CallSite, full: str) -> set[Effect]:
 
 
 def _process_effects(site: CallSite, full: str) -> set[Effect]:
+    command = command_of(site.node)
+    if command and not without_installs(command)[0]:
+        return set()  # it is left out
     call = ipython_call(site.node)
     if call is not None:
         if call.command:

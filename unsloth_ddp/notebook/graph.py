@@ -13,6 +13,8 @@ from unsloth_ddp.notebook.facts import CallSite, Deferred, Facts, collect, is_fa
 
 # Effects that a function hands on to a call it is merely passed to, such as dataset.map(function).
 _THROUGH_ARGUMENTS = {Effect.PAID, Effect.FILE, Effect.SERVER, Effect.PRINT, Effect.RANDOM, Effect.SHELL}
+# A call with no other effect than these is made for what it does to its arguments.
+_MAY_CHANGE_ARGUMENTS = {Effect.LOAD, Effect.RANDOM, Effect.STATE, Effect.DATA}
 # Methods that leave their object as training needs it.
 _HARMLESS = {
     "eval",
@@ -226,7 +228,7 @@ def _mutations_through_functions(graph: Graph, statement: Statement) -> None:
     for site in facts.calls:
         body = graph.functions.get(site.path)
         if body is None:
-            if site.bare and not statement.effects - {Effect.LOAD}:
+            if site.bare and not statement.effects - _MAY_CHANGE_ARGUMENTS:
                 facts.mutates |= site.names  # an unknown function called for its effect alone
             continue
         visit(site.path)

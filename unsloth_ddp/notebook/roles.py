@@ -236,6 +236,8 @@ def _reads_main(graph: Graph, statement: Statement) -> bool:
 def _only_main_uses(graph: Graph, index: int, statement: Statement, last: int) -> bool:
     users = [graph.statements[i] for i in statement.used_by]
     live = [user for user in users if user.role is not Role.DEAD]
+    if index > last:  # a model reloaded to be tried: its for_inference follows it
+        live = [user for user in live if Effect.MODE not in user.effects]
     if not live or any(user.role not in _APART for user in live):
         return False
     facts = statement.facts

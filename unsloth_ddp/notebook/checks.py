@@ -10,7 +10,7 @@ from unsloth_ddp.notebook.effects import Effect, is_trainer_call
 from unsloth_ddp.notebook.graph import Graph, Role, Statement, is_dead
 
 # Code that mentions none of these has nothing to do with a model.
-_LIBRARIES = ("unsloth", "transformers", "trl", "peft", "torch", "sentence_transformers", "from_pretrained", ".backward(")
+_LIBRARIES = ("unsloth", "transformers", "trl", "peft", "torch", "from_pretrained", "Trainer(", ".backward(")
 _COUNTS = ("device_count", "per_device_train_batch_size", "gradient_accumulation_steps", "train_batch_size")
 
 

@@ -65,6 +65,8 @@ def _run(options: argparse.Namespace) -> int:
     target = options.script or options.notebook.with_suffix(".py")
     if not options.dry_run:
         _refuse_target(target, options)
+    if options.report is not None:
+        _refuse_folder(options.report)
     from unsloth_ddp.notebook.convert import convert
 
     conversion = convert(
@@ -84,24 +86,32 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _refuse_target(target: Path, options: argparse.Namespace) -> None:
-    if target.is_dir():
-        raise NotebookError(f"{target}: is a folder; give the name of the script to write.")
+    _refuse_folder(target)
     if target.exists() and options.notebook.exists() and target.samefile(options.notebook):
         raise NotebookError(f"{target}: is the notebook itself; give another name for the script.")
     if target.exists() and not options.force:
         raise NotebookError(f"{target}: exists already; give another name, or --force to replace it.")
-    if not target.absolute().parent.is_dir():
-        raise NotebookError(f"{target}: its folder does not exist; make it, or give another name.")
+
+
+def _refuse_folder(path: Path) -> None:
+    if path.is_dir():
+        raise NotebookError(f"{path}: is a folder; give the name of a file.")
+    if not path.absolute().parent.is_dir():
+        raise NotebookError(f"{path}: its folder does not exist; make it, or give another name.")
 
 
 def _write_whole(path: Path, text: str) -> None:
     """Write a file whole or not at all."""
+    name = None
     try:
         with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=path.absolute().parent, delete=False) as file:
+            name = file.name
             file.write(text)
-        os.chmod(file.name, 0o666 & ~_umask())
-        os.replace(file.name, path)
+        os.chmod(name, 0o666 & ~_umask())
+        os.replace(name, path)
     except OSError as error:
+        if name is not None:
+            os.unlink(name)
         raise NotebookError(f"{path}: cannot be written ({error.strerror}); give another name.") from None
 
 

@@ -38,9 +38,23 @@ def record(kind: str, answer: Any = None) -> Any:
     return run
 
 
+def note_read(args: tuple[Any, ...], kwargs: dict[str, Any], how: str) -> None:
+    """Record that something is loaded by name or path."""
+    given = [*args, *(kwargs[name] for name in ("model_name", "pretrained_model_name_or_path") if name in kwargs)]
+    if given and isinstance(given[0], str):
+        RECORDER.add("read", how, text=str(given[0]))
+
+
+def reading(stub: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What opens saved weights."""
+    note_read(args, kwargs, stub._name.rsplit(".", 1)[-1])
+    return Stub(f"{stub._name}()")
+
+
 def load(stub: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """from_pretrained of a model, a tokenizer or a configuration."""
     owner = stub._name.split(".")[-2]
+    note_read(args, kwargs, f"{owner}.from_pretrained")
     weights = owner.startswith("Fast") or (("Model" in owner or "For" in owner) and "Tokenizer" not in owner)
     if weights:
         asked = kwargs.get("device_map", "absent")
@@ -156,6 +170,8 @@ def install() -> None:
     for name in ("numpy.savez", "numpy.save", "torch.save"):
         RULES[name] = record("save")
     RULES["*.from_pretrained"] = load
+    for name in ("safetensors.safe_open", "safetensors.torch.load_file", "torch.load", "*.load_lora"):
+        RULES[name] = reading
     RULES["numpy.memmap"] = memmap
     RULES["*.dim"] = lambda stub, args, kwargs: 1
     RULES["unsloth.execute_with_time_limit"] = lambda stub, args, kwargs: TimeLimit

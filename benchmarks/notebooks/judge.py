@@ -66,6 +66,11 @@ def text_kept(cells: list[Cell], script: str) -> list[str]:
     return found
 
 
+def installs_run(ranks: list[Outcome]) -> list[str]:
+    """Installs that a run would have done."""
+    return [f"rank {rank} {describe(event)}" for rank, one in enumerate(ranks) for event in one.of("install")]
+
+
 def installs(script: str) -> list[str]:
     """Calls that would run an installer, as far as their command is written out."""
     try:
@@ -103,6 +108,16 @@ def main_only(rank_1: Outcome) -> list[str]:
     bad = rank_1.of(*MAIN_ONLY)
     found = [f"rank 1 {describe(e)}" for e in bad[:20]]
     return found + ([f"rank 1: {len(bad) - 20} more side effects"] if len(bad) > 20 else [])
+
+
+def read_back(rank_0: Outcome, rank_1: Outcome) -> list[str]:
+    """Only the main process reads what only it saved: on another machine those files do not exist."""
+    saved = [event["text"].split(",")[0] for event in rank_0.of("save") if event.get("text")]
+    return [
+        f"rank 1 reads what rank 0 saved: {event['name']} at {event['at']}"
+        for event in rank_1.of("read")
+        if any(event["text"] == path or event["text"].startswith(path + "/") for path in saved)
+    ]
 
 
 def describe(event: dict[str, Any]) -> str:

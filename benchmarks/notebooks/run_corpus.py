@@ -7,7 +7,11 @@ HuggingFace Course- variants. See README.md here for what the columns mean.
 """
 
 import argparse
+import importlib.metadata
 import json
+import platform
+import re
+import subprocess
 import sys
 import time
 from collections import Counter
@@ -28,7 +32,7 @@ VARIANTS = ("AMD-", "Kaggle-", "HuggingFace Course-")
 CHECKS = (
     *("compiles", "leftovers", "installs", "text_kept", "same_bytes"),
     *("settings", "start_and_end", "trains", "same_training"),
-    *("rank_1", "rank_0", "in_step", "data", "single"),
+    *("rank_1", "rank_0", "read_back", "in_step", "data", "single"),
 )
 
 
@@ -112,12 +116,13 @@ def check(path: Path, script: str, result: Result, options: argparse.Namespace) 
     result.findings = {
         "compiles": judge.compiles(script, options.python),
         "leftovers": judge.leftovers(script),
-        "installs": judge.installs(script),
+        "installs": judge.installs(script) + judge.installs_run(ranks),
         "text_kept": judge.text_kept(read_cells(path), script),
         "settings": judge.settings(plain, ranks),
         "trains": judge.reaches_training(plain, ranks),
         "rank_1": judge.main_only(rank_1),
         "rank_0": judge.kept(plain, rank_0),
+        "read_back": judge.read_back(rank_0, rank_1),
         "in_step": judge.in_step(ranks),
         "start_and_end": judge.start_and_end(plain, ranks),
         "data": judge.data(ranks),
@@ -194,6 +199,47 @@ def run(paths: list[Path], options: argparse.Namespace) -> list[Result]:
     return results
 
 
+def public(result: Result) -> dict[str, Any]:
+    """A notebook's outcome to commit: what failed and where, nothing of what the notebook says."""
+    shown = asdict(result)
+    shown["findings"] = {
+        name: [re.sub(r"'[^']*'|\"[^\"]*\"|(?<=py:)(\d+).*", r"\1", text) for text in found[:5]]
+        for name, found in result.findings.items()
+        if found
+    }
+    shown["warnings"] = len(result.warnings)
+    shown["passes"] = result.passes
+    return shown
+
+
+def versions(options: argparse.Namespace) -> dict[str, str]:
+    """What the figures were made with."""
+    code = "import platform; print(platform.python_version())"
+    python = subprocess.run([options.python, "-I", "-S", "-c", code], capture_output=True, text=True).stdout.strip()
+    libraries = {name: importlib.metadata.version(name) for name in ("nbconvert", "ipython", "libcst")}
+    return {
+        "corpus": options.commit,
+        "programs run by Python": python,
+        "Python": platform.python_version(),
+        **libraries,
+    }
+
+
+def write(path: Path, results: list[Result], options: argparse.Namespace) -> None:
+    """The figures, of the whole and of the notebooks without a variant's prefix, and every notebook's outcome."""
+    first = {str(path.relative_to(options.corpus)) for path in select(options.corpus, everything=False)}
+    payload = {
+        "made with": versions(options),
+        "converter": options.converter,
+        "totals": {
+            "without prefix": totals([result for result in results if result.name in first]),
+            "all": totals(results),
+        },
+        "notebooks": [public(result) for result in results],
+    }
+    path.write_text(json.dumps(payload, indent=1) + "\n")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--corpus", type=Path, required=True, help="a checkout of unslothai/notebooks")
@@ -201,6 +247,7 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time (default 1)")
     parser.add_argument("--json", type=Path, help="write every notebook's outcome here")
     parser.add_argument("--python", default=sys.executable, help="runs the programs; 3.12 is what Colab has")
+    parser.add_argument("--commit", default="", help="the corpus's commit, to note in the JSON")
     parser.add_argument("--limit", type=float, default=10.0, help="seconds a run may take (default 10)")
     parser.add_argument("--converter", choices=CONVERTERS, default="kit", help="whose scripts to check")
     parser.add_argument("--keep", type=Path, help="write the scripts into this folder")
@@ -215,8 +262,7 @@ def main() -> int:
     results = run(paths, options)
     report(results, Console(width=160))
     if options.json:
-        payload = {"totals": totals(results), "notebooks": [asdict(result) for result in results]}
-        options.json.write_text(json.dumps(payload, indent=1) + "\n")
+        write(options.json, results, options)
     return 0 if all(result.passes for result in results) else 1
 
 

@@ -65,9 +65,9 @@ def finish(process: subprocess.Popen[str]) -> str:
 
 
 def shortened(name: str, folder: Path) -> Path:
-    """The notebook with three steps a phase: a step takes three seconds where Triton is interpreted."""
+    """The notebook with two steps a phase: a step takes three seconds where Triton is interpreted."""
     copy = folder / f"{name}.ipynb"
-    copy.write_text(re.sub(r"max_steps=\d+", "max_steps=3", (ROOT / "notebooks" / copy.name).read_text()))
+    copy.write_text(re.sub(r"max_steps=\d+", "max_steps=2", (ROOT / "notebooks" / copy.name).read_text()))
     return copy
 
 

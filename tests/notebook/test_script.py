@@ -68,6 +68,14 @@ def test_the_prologue_s_names_give_way() -> None:
     assert "ddp_RANK = int(" in text and '{"": ddp_LOCAL_RANK}' in text and "IS_MAIN = ddp_RANK == 0" in text
 
 
+def test_the_prologue_s_modules_give_way() -> None:
+    """`from datetime import datetime` would take the module's name from the helpers."""
+    text = convert_cells(LOAD, "from datetime import datetime\ndist = 1\nimport math", DATA, TRAIN).script
+    assert "import datetime as ddp_datetime\n" in text and "ddp_datetime.timedelta(" in text
+    assert "import torch.distributed as ddp_dist\n" in text and "ddp_dist.barrier(" in text
+    assert "import math\n" in text and "ddp_math" not in text
+
+
 def test_future_imports_stay_first() -> None:
     text = convert_cells("from __future__ import annotations\nimport os", LOAD).script
     compile(text, "script", "exec")

@@ -19,7 +19,7 @@ from unsloth_ddp.notebook.ipython import command_of, without_installs
 from unsloth_ddp.notebook.lines import comment_line
 from unsloth_ddp.notebook.magics import lower
 from unsloth_ddp.notebook.normalise import normalise
-from unsloth_ddp.notebook.prologue import IDENTIFIERS, Names, render
+from unsloth_ddp.notebook.prologue import IDENTIFIERS, MODULES, Names, render
 from unsloth_ddp.notebook.reader import read_notebook
 from unsloth_ddp.notebook.rewrite import rewrite
 from unsloth_ddp.notebook.roles import assign_roles
@@ -88,7 +88,8 @@ def _context(
     imports: dict[str, str] = {}
     for item in facts:
         imports.update(item.imports)
-    names = Names(frozenset((bound | read) & set(IDENTIFIERS)))
+    rebound = {n for item in facts for n in item.writes if n in MODULES and item.imports.get(n) != MODULES[n]}
+    names = Names(frozenset((bound | read) & set(IDENTIFIERS)), frozenset(rebound))
     return Context(options, names, report, bound, imports)
 
 

@@ -184,6 +184,10 @@ def leave_process_group():
 ''',
 }
 
+# Modules that the prologue imports, as it names them.
+MODULES = {name: name for name in ("os", "torch", *(m for needed in _MODULES.values() for m in needed), "functools")}
+MODULES["dist"] = "torch.distributed"
+
 IDENTIFIERS = (
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "IS_MAIN"),
     *(name for name in _HELPERS if name != "quiet_print"),
@@ -196,6 +200,7 @@ class Names:
     """The prologue's names in one script; a name that the notebook uses itself gets a prefix."""
 
     taken: frozenset[str]
+    modules: frozenset[str] = frozenset()  # modules of the prologue whose names the notebook uses for something else
     used: set[str] = field(default_factory=lambda: {"finish"})
 
     def __getitem__(self, name: str) -> str:
@@ -222,7 +227,7 @@ def render(names: Names, environment: list[str], quiet: str) -> tuple[str, str]:
     modules = sorted({"os"}.union(*(_MODULES.get(name, ()) for name in needed)))
     if "wait_group" in needed:
         modules = sorted({*modules, "functools"})
-    first = "".join(f"import {module}\n" for module in modules) + "\n" + RANKS + "\n" + FLAGS
+    first = "".join(_import(module, names) for module in modules) + "\n" + RANKS + "\n" + FLAGS
     if environment:
         first += "# The notebook sets these later, but they are read on import.\n" + "".join(environment)
     device = DEVICE.replace("import torch\n", "import torch\nimport torch.distributed as dist\n")
@@ -231,8 +236,12 @@ def render(names: Names, environment: list[str], quiet: str) -> tuple[str, str]:
     return _rename(first, names), _rename(device + "\n\n" + "\n\n".join(helpers), names)
 
 
+def _import(module: str, names: Names) -> str:
+    return f"import {module} as ddp_{module}\n" if module in names.modules else f"import {module}\n"
+
+
 def _rename(text: str, names: Names) -> str:
-    for name in IDENTIFIERS:
-        if name in names.taken:
-            text = re.sub(rf'(?<![\w"]){name}(?![\w"])', f"ddp_{name}", text)
+    for name in (*IDENTIFIERS, *names.modules):
+        if name in names.taken | names.modules:
+            text = re.sub(rf'(?<![\w"])(?<!import ){name}(?![\w"])', f"ddp_{name}", text)
     return text

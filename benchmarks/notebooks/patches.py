@@ -27,6 +27,7 @@ from events import RECORDER
 from stubs import VERSIONS, Stub, Text
 
 SHORT = 0.2  # seconds that a limit set by the program lasts
+OWN_ENVIRONMENT = re.compile(r"--python\b|\.venv\b|\bvenv/")
 MADE_UP = '{"stub_key": "1"}'  # what a file holds that would exist had the program's commands really run
 INSTALL = re.compile(
     r"\b(?:(?:pip3?|pipx|uv|conda|mamba|poetry)(?:\s+pip)?\s+(?:-\S+\s+)*(?:install|add|uninstall|sync)"
@@ -35,8 +36,8 @@ INSTALL = re.compile(
 
 
 def is_install(command: str) -> bool:
-    """Whether a shell command installs packages."""
-    return bool(INSTALL.search(command))
+    """Whether a shell command installs packages, other than into an environment of a server's own."""
+    return bool(INSTALL.search(command)) and not OWN_ENVIRONMENT.search(command)
 
 
 MADE: dict[str, int] = {}  # paths that exist from then on, though nothing real made them: collectives passed before

@@ -93,6 +93,7 @@ def test_force_replaces(source: Path, tmp_path: Path, capsys: pytest.CaptureFixt
         ("{}", "not a notebook"),
         ('{"nbformat": 4}', "no list of cells"),
         ('{"nbformat": 3, "worksheets": []}', "nbformat 3 is too old"),
+        ('{"nbformat": 3, "cells": []}', "nbformat 3 is too old"),
         (b"\xff\xfe\x00", "not UTF-8"),
         (json.dumps(notebook(LOAD, kernelspec={"name": "ir", "language": "R"})), "runs R"),
         (json.dumps(notebook(LOAD, language_info={"name": "julia"})), "runs julia"),

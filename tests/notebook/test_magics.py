@@ -29,6 +29,7 @@ from unsloth_ddp.notebook.ipython import (
         "curl -LsSf https://astral.sh/uv/install.sh | sh",
         "CMAKE_ARGS=-DX pip install x",
         "pip uninstall -y x",
+        "(apt-get update && apt-get install -y x) > /dev/null",
     ],
 )
 def test_installs_are_recognised(command: str) -> None:
@@ -47,6 +48,11 @@ def test_a_mixed_line_loses_only_its_installs() -> None:
     assert (kept, wanted) == ("", ["trl==0.22.2"])
     assert without_installs("pip install a && wget b")[0] == "wget b"
     assert without_installs("git clone x && cd x && ls") == ("git clone x && cd x && ls", [])
+
+
+def test_a_group_stays_whole() -> None:
+    assert without_installs("(cd x && pip install .)")[0] == "(cd x && pip install .)"
+    assert without_installs("command -v x || (apt-get update && apt-get install x)")[0] == "command -v x"
 
 
 def test_operators_inside_quotes_do_not_split() -> None:

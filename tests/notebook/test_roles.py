@@ -140,6 +140,43 @@ def test_a_server_starts_once_a_node() -> None:
     assert "server" in kinds(done)
 
 
+def test_a_servers_handle_is_not_sent_to_other_processes() -> None:
+    cells = (
+        "from unsloth import launch_openenv\nport, server = 9000, None",
+        "port, server = launch_openenv(port, server)\nresult = server.reset()",
+        "def reward(completions):\n    global port, server\n    port, server = launch_openenv(port, server)",
+        "trainer = GRPOTrainer(model, reward_funcs = [reward], args = GRPOConfig())\ntrainer.train()",
+    )
+    text = body(convert_cells(LOAD, *cells))
+    assert "\nport, server = 9000, None\n" in text and "from_main" not in text
+    assert "if LOCAL_RANK == 0:\n    port, server = launch_openenv(port, server)\n    result = server.reset()\n" in text
+
+
+def test_what_is_read_back_in_a_later_cell_stays_on_the_main_process() -> None:
+    cell = "from safetensors import safe_open\nwith safe_open('lora/model.safetensors') as f:\n    keys = f.keys()"
+    text = body(convert_cells(LOAD, DATA, TRAIN, "model.save_lora('lora')", cell))
+    assert "if IS_MAIN:\n    with safe_open(" in text
+
+
+def test_a_method_that_is_passed_on_counts_as_called() -> None:
+    cells = (
+        "def ask(m):\n    return partial(m.generate, x = 1)()",
+        "answer = ask(model)\nfirst = answer[0]\nprint(first)",
+    )
+    assert "if IS_MAIN:\n    answer = ask(model)\n    first = answer[0]\n    print(first)" in body(
+        convert_cells(LOAD, *cells, DATA, TRAIN)
+    )
+
+
+def test_a_function_s_globals_reach_training() -> None:
+    cells = (
+        "limit = 1\ndef choose():\n    global limit\n    limit = 2\n    print(limit)",
+        "choose()",
+        "dataset = rows[:limit]",
+    )
+    assert "\nchoose()\n" in body(convert_cells(LOAD, *cells, TRAIN))
+
+
 def test_logins_happen_once() -> None:
     text = body(
         convert_cells(

@@ -26,6 +26,10 @@ def test_strings_are_not_indented_inside_a_guard() -> None:
     assert 'if IS_MAIN:\n    print("""a\n  b\nc""")\n    print(1)' in text
 
 
+def test_blank_lines_stay_blank_inside_a_guard() -> None:
+    assert "    print(1)\n\n    print(2)\n" in body(convert_cells(LOAD, "print(1)\n\nprint(2)"))
+
+
 def test_markdown_becomes_comments_and_cells_keep_their_marks() -> None:
     text = convert_cells("md:# Title\n\ntext", LOAD, "md:end").script
     assert "# %% [markdown]\n# # Title\n#\n# text\n" in text and text.count("# %%\n") >= 2

@@ -71,7 +71,7 @@ _SHELL_CALLS = re.compile(
 )
 _SERVER_CALLS = re.compile(
     r"^(subprocess\.Popen|threading\.Thread|multiprocessing\.Process|uvicorn\.run|\w*launch_openenv|asyncio\.create_subprocess_\w+"
-    r"|http\.server\.\w+|pyngrok\.ngrok\.\w+)$"
+    r"|http\.server\.\w+|pyngrok\.ngrok\.\w+|unsloth\.dataprep\.\w+\.from_pretrained)$"
 )
 _PAID = re.compile(
     r"(\.completions\.create|\.responses\.create|\.messages\.create|\.embeddings\.create|\.images\.generate"

@@ -266,6 +266,9 @@ class _Collector(cst.CSTVisitor):
         site = CallSite(path, node, names, bare=node is self.bare)
         facts = self.scopes[-1].facts
         facts.calls.append(site)
+        for arg in node.args:
+            if isinstance(arg.value, cst.Attribute):  # partial(model.generate, ...), Thread(target=model.generate)
+                facts.calls.append(CallSite(dotted(arg.value), cst.Call(func=arg.value), frozenset()))
         call = ipython_call(node)
         if call is not None:
             facts.reads |= references(call.command or " ".join(call.args))

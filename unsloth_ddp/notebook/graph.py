@@ -60,6 +60,7 @@ class Statement:
     uses: set[int] = field(default_factory=set)  # statements whose definitions this one reads
     used_by: set[int] = field(default_factory=set)
     share: list[str] = field(default_factory=list)  # names the main process hands to the others
+    handles: set[str] = field(default_factory=set)  # names that only the process that made them can use
     share_value: bool = False  # the main process hands the assigned value to the others
 
     @property

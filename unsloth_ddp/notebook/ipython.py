@@ -153,7 +153,7 @@ def _quote(text: str) -> str:
 def split_commands(command: str) -> list[tuple[str, str]]:
     """The parts of a shell line with the operator (&&, ||, ;, newline or "") that follows each."""
     parts: list[tuple[str, str]] = []
-    quote, start, index = "", 0, 0
+    quote, start, index, depth = "", 0, 0, 0
     while index < len(command):
         char = command[index]
         if quote:
@@ -166,7 +166,9 @@ def split_commands(command: str) -> list[tuple[str, str]]:
             continue
         elif char == "\\":
             index += 1
-        else:
+        elif char in "()":
+            depth += 1 if char == "(" else -1
+        elif depth <= 0:
             operator = next((op for op in ("&&", "||", ";", "\n") if command.startswith(op, index)), "")
             if operator:
                 parts.append((command[start:index], operator))
@@ -180,6 +182,9 @@ def split_commands(command: str) -> list[tuple[str, str]]:
 
 def is_install(command: str) -> bool:
     """Whether one simple command installs, removes or updates packages."""
+    group = re.match(r"^\s*\((.*)\)[^()]*$", command, re.DOTALL)
+    if group:
+        return all(is_install(text) for text, _ in split_commands(group.group(1)))
     return bool(_INSTALLERS.match(command.strip() + " "))
 
 

@@ -7,6 +7,8 @@ would have run in the notebook.
 
 from __future__ import annotations
 
+import re
+
 import libcst as cst
 
 from unsloth_ddp.notebook.effects import MAIN_ONLY, ONCE, PER_NODE, Effect
@@ -24,11 +26,13 @@ def assign_roles(graph: Graph) -> None:
         statement.role = _first_role(statement)
     _drop_installs(graph)
     last = graph.last_seed
+    _keep_handles(graph)
+    _keep_read_backs(graph, last)
     while _settle(graph, last):
         pass
     for statement in graph.statements:
         if statement.role in _APART and statement.needed:
-            statement.share = _needed_names(graph, statement)
+            statement.share = [name for name in _needed_names(graph, statement) if name not in statement.handles]
 
 
 def _mark_needed(graph: Graph) -> None:
@@ -92,6 +96,55 @@ def _deferred_reads(graph: Graph, statement: Statement) -> set[str]:
     for name in statement.facts.reads & graph.functions.keys():
         found |= graph.functions[name].reads
     return found
+
+
+def _keep_handles(graph: Graph) -> None:
+    """A server's handle cannot be sent to another process: what uses it stays where it is."""
+    handles: set[str] = set()
+    for statement in graph.statements:
+        facts = statement.facts
+        if statement.role is Role.NODE and Effect.SERVER in statement.effects:
+            handles |= facts.writes
+            statement.handles = facts.writes
+        elif statement.role in (Role.ALL, Role.FIRST) and not statement.effects & SEEDS and not facts.defines:
+            if facts.reads & handles and not facts.imports:
+                statement.role = Role.NODE
+        elif statement.role is Role.ALL:
+            handles -= facts.writes if not statement.conditional else set()
+        statement.handles = statement.handles | (facts.mutates & handles)
+
+
+def _keep_read_backs(graph: Graph, last: int) -> None:
+    """What reads back a path that the main process saved belongs to it, unless training needs it."""
+    saved: set[str] = set()
+    for index, statement in enumerate(graph.statements):
+        if statement.role is Role.MAIN and statement.effects & {Effect.SAVE, Effect.FILE}:
+            saved |= {text for text in _strings(statement.node) if re.fullmatch(r"[\w./~-]+", text)}
+        elif statement.role in (Role.ALL, Role.FIRST) and not statement.needed and saved:
+            reload = Effect.LOAD in statement.effects and index < last
+            calls = bool(statement.facts.calls) and not statement.facts.defines
+            if calls and not reload and any(_under(text, saved) for text in _strings(statement.node)):
+                statement.role = Role.MAIN
+
+
+def _under(path: str, saved: set[str]) -> bool:
+    return any(path == folder or path.startswith(folder.rstrip("/") + "/") for folder in saved)
+
+
+def _strings(node: cst.CSTNode) -> list[str]:
+    """The texts of the strings among a statement's call arguments."""
+    found = _Strings()
+    node.visit(found)
+    return found.texts
+
+
+class _Strings(cst.CSTVisitor):
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+
+    def visit_Arg(self, node: cst.Arg) -> None:
+        if isinstance(node.value, cst.SimpleString) and isinstance(node.value.evaluated_value, str):
+            self.texts.append(node.value.evaluated_value)
 
 
 # Installs ------------------------------------------------------------------------------------------------------------

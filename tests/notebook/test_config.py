@@ -1,0 +1,168 @@
+"""Trainers' arguments: the batch plan and what DDP needs."""
+
+import os
+from typing import Any
+
+import pytest
+from making import LOAD, TRAIN, body, convert_cells, kinds
+
+from unsloth_ddp.notebook.prologue import _HELPERS, RANKS
+
+
+def helpers(world: int, rank: int = 0) -> dict[str, Any]:
+    """The prologue's batch arithmetic in a process of `world`."""
+    names: dict[str, Any] = {"os": os, "math": __import__("math"), "inspect": __import__("inspect")}
+    exec(RANKS, names)
+    names.update(WORLD_SIZE=world, RANK=rank, IS_MAIN=rank == 0)
+    for name in ("accumulation_steps", "batch_per_process", "generation_batch", "default_of", "ddp_arguments"):
+        exec(_HELPERS[name], names)
+    return names
+
+
+@pytest.mark.parametrize("world", [1, 2, 4, 8])
+def test_the_global_batch_is_kept(world: int) -> None:
+    assert helpers(world)["accumulation_steps"](2 * 4, 1) * world == 8
+
+
+def test_the_nearest_where_it_does_not_divide_and_it_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    assert helpers(3)["accumulation_steps"](8, 1) == 3
+    assert "Global batch 9 instead of 8" in capsys.readouterr().out
+    assert helpers(16)["accumulation_steps"](8, 1) == 1
+    assert helpers(16, rank=1)["accumulation_steps"](8, 1) == 1
+    assert capsys.readouterr().out.count("Global batch") == 1  # rank 0 only
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4, 5, 6, 8])
+@pytest.mark.parametrize("group", [2, 4, 6, 8])
+def test_generations_stay_whole(world: int, group: int) -> None:
+    steps = helpers(world)["accumulation_steps"](group * 4, 1, multiple=group)
+    assert steps * world % group == 0
+
+
+def test_unsloths_rule_for_a_batch_without_a_whole_group() -> None:
+    assert helpers(1)["generation_batch"](1, 4, 8) == 32
+    assert helpers(1)["generation_batch"](2, 4, 8) == 8
+
+
+def test_contrastive_batches_are_split_not_accumulated() -> None:
+    names = helpers(2)
+    per_device = names["batch_per_process"](256, 1, least=2)
+    assert (per_device, names["accumulation_steps"](256, per_device)) == (128, 1)
+    assert helpers(8)["batch_per_process"](8, 1, least=2) == 2
+
+
+def test_defaults_come_from_the_class_the_script_uses() -> None:
+    class Config:
+        def __init__(self, per_device_train_batch_size: int = 4) -> None: ...
+
+    names = helpers(2)
+    assert names["default_of"](Config, "per_device_train_batch_size", 8) == 4
+    assert names["default_of"](Config, "missing", 8) == 8
+
+
+def test_arguments_from_a_dict_are_completed_when_they_run() -> None:
+    class Config:
+        def __init__(self, per_device_train_batch_size: int = 4, gradient_accumulation_steps: int = 1) -> None: ...
+
+    made = helpers(2)["ddp_arguments"](Config, 1, {"gradient_accumulation_steps": 2, "lr": 1})
+    assert made == {
+        "lr": 1,
+        "per_device_train_batch_size": 1,
+        "gradient_accumulation_steps": 4,
+        "ddp_find_unused_parameters": False,
+        "average_tokens_across_devices": True,
+    }
+
+
+DDP = ("ddp_find_unused_parameters", "average_tokens_across_devices")
+
+
+def test_inline_arguments() -> None:
+    text = body(convert_cells(LOAD, TRAIN))
+    assert "    per_device_train_batch_size = 1,\n" in text
+    assert "    gradient_accumulation_steps = accumulation_steps(2 * 4, 1), # note\n" in text
+    assert all(name in text for name in DDP)
+
+
+@pytest.mark.parametrize(
+    "config", ["TrainingArguments", "SFTConfig", "DPOConfig", "ORPOConfig", "UnslothTrainingArguments"]
+)
+def test_arguments_in_a_variable(config: str) -> None:
+    text = body(
+        convert_cells(
+            LOAD,
+            f"args = {config}(per_device_train_batch_size = batch, gradient_accumulation_steps = a + b)\n"
+            "trainer = SFTTrainer(model = model, args = args)\ntrainer.train()",
+        )
+    )
+    assert "gradient_accumulation_steps = accumulation_steps(batch * (a + b), 1)" in text
+    assert all(name in text for name in DDP)
+
+
+def test_an_unknown_class_is_known_by_its_use() -> None:
+    text = body(
+        convert_cells(
+            LOAD, "args = MyArgs(gradient_accumulation_steps = 4)\nt = SFTTrainer(model, args = args)\nt.train()"
+        )
+    )
+    assert all(name in text for name in DDP)
+
+
+def test_two_phases() -> None:
+    done = convert_cells(LOAD, TRAIN, TRAIN.replace("trainer", "second"))
+    assert body(done).count("ddp_find_unused_parameters") == 2
+
+
+def test_a_setting_that_was_there_is_replaced_and_said() -> None:
+    done = convert_cells(LOAD, "t = SFTTrainer(model, args = SFTConfig(ddp_find_unused_parameters = True))\nt.train()")
+    assert "ddp_find_unused_parameters = False" in body(done)
+    assert any("was True" in e.message for e in done.report.edits)
+
+
+def test_arguments_from_a_dict() -> None:
+    text = body(convert_cells(LOAD, "t = SFTTrainer(model, args = SFTConfig(output_dir='o', **common))\nt.train()"))
+    assert "SFTConfig(**ddp_arguments(SFTConfig, 1, dict(output_dir='o', **common)))" in text
+
+
+def test_keep_and_other_sizes() -> None:
+    assert "per_device_train_batch_size = 3," in body(convert_cells(LOAD, TRAIN, per_device_batch_size=3))
+    kept = body(convert_cells(LOAD, TRAIN, per_device_batch_size=None))
+    assert "per_device_train_batch_size = batch_per_process(2, 4)," in kept
+
+
+@pytest.mark.parametrize(
+    ("config", "trainer"),
+    [("SentenceTransformerTrainingArguments", "SentenceTransformerTrainer"), ("KTOConfig", "KTOTrainer")],
+)
+def test_contrastive_trainers_never_get_one_row(config: str, trainer: str) -> None:
+    done = convert_cells(
+        LOAD, f"t = {trainer}(model = model, args = {config}(per_device_train_batch_size = 64))\nt.train()"
+    )
+    assert "least=2" in body(done) and "contrastive" in kinds(done)
+
+
+def test_generations() -> None:
+    call = "t = GRPOTrainer(model = model, args = GRPOConfig(per_device_train_batch_size = {}, "
+    call += "gradient_accumulation_steps = {}, num_generations = {}))\nt.train()"
+    assert "accumulation_steps(2 * 4, 1, multiple=4)" in body(convert_cells(LOAD, call.format(2, 4, 4)))
+    assert "accumulation_steps(8 * 4, 1, multiple=8)" in body(convert_cells(LOAD, call.format(1, 4, 8)))
+    assert "generation_batch(b, 4, 8)" in body(convert_cells(LOAD, call.format("b", 4, 8)))
+
+
+def test_report_to() -> None:
+    cell = TRAIN.replace("# note\n", "# note\n    report_to = 'wandb',\n")
+    assert "report_to = 'wandb'" in body(convert_cells(LOAD, cell))
+    assert 'report_to = "tensorboard"' in body(convert_cells(LOAD, cell, tensorboard=True))
+
+
+def test_a_trainer_built_in_a_function() -> None:
+    done = convert_cells(
+        LOAD,
+        "def run(model):\n    args = SFTConfig(per_device_train_batch_size = 2)\n    t = SFTTrainer(model, args)\n"
+        "    t.train()\n    model.save_pretrained('x')\n    return t",
+        "t = run(model)\nprint(t)",
+    )
+    text = body(done)
+    assert all(name in text for name in DDP)
+    assert "    if IS_MAIN:\n        model.save_pretrained('x')\n" in text
+    assert "\nt = run(model)\nwait_for_everyone()\nif IS_MAIN:\n    print(t)" in text

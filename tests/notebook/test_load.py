@@ -1,0 +1,89 @@
+"""Loading and devices."""
+
+import pytest
+from making import LOAD, body, convert_cells, kinds
+
+
+@pytest.mark.parametrize("loader", ["FastLanguageModel", "FastModel", "FastVisionModel", "FastSentenceTransformer"])
+@pytest.mark.parametrize(
+    ("given", "made"),
+    [
+        ("'m'", "'m', device_map={\"\": LOCAL_RANK}"),
+        ("'m', 2048, None, True", "'m', 2048, None, True, device_map={\"\": LOCAL_RANK}"),
+        ("model_name = 'm'", "device_map = {\"\": LOCAL_RANK}, model_name = 'm'"),
+    ],
+)
+def test_every_loader_is_bound(loader: str, given: str, made: str) -> None:
+    done = convert_cells(f"from unsloth import {loader}\nmodel, tok = {loader}.from_pretrained({given})")
+    assert f"{loader}.from_pretrained({made})" in body(done)
+
+
+def test_an_aliased_module_path_is_bound() -> None:
+    assert "device_map" in body(convert_cells("import unsloth\nm, t = unsloth.FastModel.from_pretrained('m')"))
+
+
+def test_several_lines_keep_their_style() -> None:
+    done = convert_cells(
+        "m, t = FastModel.from_pretrained(\n    model_name = 'm', # the model\n    # a note\n    dtype = None,\n)"
+    )
+    assert body(done).splitlines()[1:7] == [
+        "m, t = FastModel.from_pretrained(",
+        '    device_map = {"": LOCAL_RANK},',
+        "    model_name = 'm', # the model",
+        "    # a note",
+        "    dtype = None,",
+        ")",
+    ]
+
+
+@pytest.mark.parametrize("old", ['"auto"', '"balanced"', '"sequential"'])
+def test_a_map_that_spreads_the_model_is_replaced_with_a_warning(old: str) -> None:
+    done = convert_cells(f"m, t = FastModel.from_pretrained('m', device_map = {old})")
+    assert 'device_map = {"": LOCAL_RANK}' in body(done) and old not in body(done)
+    assert "model parallel" in kinds(done)
+
+
+def test_other_loaders_are_left_alone_unless_they_name_a_device() -> None:
+    assert "device_map" not in body(convert_cells(LOAD, "t = AutoTokenizer.from_pretrained('m')")).split("# %%")[2]
+    assert 'device_map={"": LOCAL_RANK}' in body(
+        convert_cells(LOAD, "a = AutoModel.from_pretrained('m', device_map='auto')")
+    )
+
+
+def test_offloaded_embeddings_only_on_one_process() -> None:
+    done = convert_cells("m, t = FastModel.from_pretrained('m', offload_embedding = True)")
+    assert "offload_embedding = WORLD_SIZE == 1" in body(done)
+    assert any("offload_embedding" in e.message for e in done.report.edits)
+
+
+def test_arguments_from_a_dict() -> None:
+    done = convert_cells("kw = {'model_name': 'm', 'device_map': 'auto'}\nm, t = FastModel.from_pretrained(**kw)")
+    assert 'from_pretrained(**{**kw, "device_map": {"": LOCAL_RANK}})' in body(done)
+
+
+def test_fixed_gpu_numbers_become_this_process_s() -> None:
+    done = convert_cells(
+        LOAD + "\nimport torch\nx = x.to('cuda:0')\ny = y.cuda(0)\ntorch.cuda.set_device(0)\nz = z.cuda()\n"
+        "d = torch.device('cuda', 1)\ns = 'see cuda:0'"
+    )
+    text = body(done)
+    for expected in (
+        'x.to(f"cuda:{LOCAL_RANK}")',
+        "y.cuda(LOCAL_RANK)",
+        "set_device(LOCAL_RANK)",
+        "z.cuda()",
+        "torch.device('cuda', LOCAL_RANK)",
+        "'see cuda:0'",
+    ):
+        assert expected in text
+
+
+def test_cuda_visible_devices_is_left_out() -> None:
+    done = convert_cells('import os\nos.environ["CUDA_VISIBLE_DEVICES"] = "0"\nos.environ["B"] = "1"', LOAD)
+    assert 'os.environ["CUDA_VISIBLE_DEVICES"]' not in done.script and 'os.environ["B"] = "1"' in done.script
+
+
+def test_dead_code_stays_dead() -> None:
+    done = convert_cells(LOAD, "if False:\n    model.save_pretrained('x')\nif False: model.push_to_hub('y')")
+    assert "if False:\n    model.save_pretrained('x')\nif False: model.push_to_hub('y')" in body(done)
+    assert "save" not in [e.kind for e in done.report.edits]

@@ -1,0 +1,262 @@
+"""Where each statement runs."""
+
+import pytest
+from making import LOAD, TRAIN, body, convert_cells, kinds
+
+DATA = "from datasets import load_dataset\ndataset = load_dataset('d', split = 'train')"
+SHOW = "inputs = tokenizer('x').to('cuda')\nout = model.generate(**inputs)\ntokenizer.batch_decode(out)"
+
+
+def test_inference_moves_to_the_main_process_with_what_only_it_uses() -> None:
+    text = body(convert_cells(LOAD, DATA, TRAIN, "FastLanguageModel.for_inference(model)\n" + SHOW))
+    guarded = "".join(f"    {line}\n" for line in SHOW.splitlines())
+    assert f"FastLanguageModel.for_inference(model)\nif IS_MAIN:\n{guarded}" in text
+
+
+def test_training_and_evaluation_are_never_guarded() -> None:
+    text = body(
+        convert_cells(LOAD, DATA, TRAIN, "stats = trainer.evaluate()\nprint(stats)\nprint(trainer.predict(dataset))")
+    )
+    assert "\ntrainer.train()" in text and "\nstats = trainer.evaluate()\nif IS_MAIN:\n    print(stats)\n" in text
+    assert "\nprint(trainer.predict(dataset))" in text
+
+
+def test_memory_statistics() -> None:
+    cell = "import torch\ngpu = torch.cuda.get_device_properties(0)\nused = round(torch.cuda.max_memory_reserved())"
+    text = body(convert_cells(LOAD, DATA, TRAIN, cell, "print(used - 1, gpu.name)"))
+    assert "if IS_MAIN:\n    gpu = torch" in text and "    used = round(" in text
+
+
+def test_nothing_that_training_needs_is_dropped() -> None:
+    text = body(
+        convert_cells(
+            LOAD,
+            DATA,
+            "lengths = [len(r) for r in dataset]\nprint(max(lengths))\nlimit = max(lengths)",
+            "dataset = dataset.select(range(limit))",
+            TRAIN,
+        )
+    )
+    assert "\nlengths = [len(r) for r in dataset]\nif IS_MAIN:\n    print(max(lengths))\nlimit = max(lengths)\n" in text
+
+
+def test_a_generation_that_training_needs_runs_everywhere_and_is_said() -> None:
+    done = convert_cells(LOAD, "out = model.generate('x')\ndataset = [out]", TRAIN)
+    assert "\nout = model.generate('x')\n" in body(done) and "inference" in kinds(done)
+
+
+def test_helpers_are_found_through_the_call_graph() -> None:
+    cells = ("def inner(m):\n    return m.generate('x')\ndef outer(m):\n    return inner(m)", "outer(model)")
+    text = body(convert_cells(LOAD, *cells, DATA, TRAIN))
+    assert "if IS_MAIN:\n    outer(model)\nwait_for_everyone()" in text
+
+
+def test_a_function_that_training_calls_keeps_what_it_reads() -> None:
+    cells = (
+        "import re\npattern = re.compile('x')\nprint(pattern)",
+        "def reward(completions):\n    return pattern.match(completions)",
+    )
+    train = "trainer = GRPOTrainer(model, reward_funcs = [reward], args = GRPOConfig())"
+    text = body(convert_cells(LOAD, *cells, train, "pattern = re.compile('y')", "trainer.train()"))
+    assert "\npattern = re.compile('x')\n" in text and "\npattern = re.compile('y')\n" in text
+
+
+def test_a_helper_that_prints_and_changes_the_model_runs_everywhere_and_prints_once() -> None:
+    cells = ("def prepare(m):\n    m.config.use_cache = False\n    print('done')", "prepare(model)")
+    done = convert_cells(LOAD, *cells, DATA, TRAIN)
+    assert "\nprepare(model)\n" in body(done)
+    assert "if not IS_MAIN:\n\n    def print(" in done.script
+
+
+def test_an_unknown_function_before_training_is_not_taken_from_the_other_processes() -> None:
+    cells = ("from helpers import add_tokens", "added = add_tokens(model, tokenizer)\nprint(added)")
+    assert "\nadded = add_tokens(model, tokenizer)\nif IS_MAIN:\n    print(added)" in body(
+        convert_cells(LOAD, *cells, DATA, TRAIN)
+    )
+
+
+def test_a_changed_tokenizer_reaches_training() -> None:
+    text = body(
+        convert_cells(
+            LOAD,
+            "count = tokenizer.add_tokens(['x'])\nprint(count)",
+            DATA,
+            TRAIN.replace("model=model", "model=model, processing_class=tokenizer"),
+        )
+    )
+    assert "\ncount = tokenizer.add_tokens(['x'])\n" in text
+
+
+def test_save_and_what_reads_it_back_share_a_guard_before_a_barrier() -> None:
+    cell = "model.save_lora('x')\nwith open('x/config.json') as file:\n    config = file.read()\nprint(config)"
+    text = body(convert_cells(LOAD, DATA, TRAIN, cell))
+    assert "if IS_MAIN:\n    model.save_lora('x')\n    with open" in text
+    assert text.rstrip().endswith("print(config)\nwait_for_everyone()")
+
+
+def test_a_second_phase_loads_what_the_first_saved_on_every_process() -> None:
+    again = "model, tokenizer = FastLanguageModel.from_pretrained('first')"
+    text = body(convert_cells(LOAD, DATA, TRAIN, "trainer.save_model('first')", again, TRAIN))
+    assert "if IS_MAIN:\n    trainer.save_model('first')\nwait_for_everyone()" in text
+    assert "\nmodel, tokenizer = FastLanguageModel.from_pretrained('first', device_map" in text
+
+
+def test_a_model_reloaded_to_be_tried_is_loaded_once() -> None:
+    again = "model, tokenizer = FastLanguageModel.from_pretrained('first')\nFastLanguageModel.for_inference(model)\n"
+    text = body(convert_cells(LOAD, DATA, TRAIN, "model.save_pretrained('first')", again + SHOW))
+    assert "if IS_MAIN:\n    model, tokenizer = FastLanguageModel" in text
+
+
+def test_files_written_for_training_are_written_once() -> None:
+    cell = (
+        "import json\nwith open('rows.jsonl', 'w') as file:\n    for row in rows:\n        file.write(json.dumps(row))"
+    )
+    text = body(
+        convert_cells(
+            LOAD, "rows = [{'text': 'a'}]", cell, "dataset = load_dataset('json', data_files='rows.jsonl')", TRAIN
+        )
+    )
+    assert "if IS_MAIN:\n    with open('rows.jsonl', 'w')" in text
+    assert text.index("wait_for_everyone()") < text.index("main_process_first()")
+
+
+def test_paid_calls_happen_once_and_their_result_is_shared() -> None:
+    cells = (
+        "from openai import OpenAI\nclient = OpenAI()",
+        "answer = client.chat.completions.create(model='x')",
+        "dataset = [answer]",
+    )
+    done = convert_cells(LOAD, *cells, TRAIN)
+    assert "answer = from_main(lambda: client.chat.completions.create(model='x'))" in body(done)
+    assert "paid call" in kinds(done)
+
+
+def test_a_server_starts_once_a_node() -> None:
+    cell = (
+        "import subprocess, time\nserver = subprocess.Popen(['serve'])\nwhile server.poll() is None:\n    time.sleep(1)"
+    )
+    done = convert_cells(cell, LOAD)
+    assert "if LOCAL_RANK == 0:\n    server = subprocess.Popen(['serve'])\n    while server.poll()" in done.script
+    assert "server" in kinds(done)
+
+
+def test_a_servers_handle_is_not_sent_to_other_processes() -> None:
+    cells = (
+        "from unsloth import launch_openenv\nport, server = 9000, None",
+        "port, server = launch_openenv(port, server)\nresult = server.reset()",
+        "def reward(completions):\n    global port, server\n    port, server = launch_openenv(port, server)",
+        "trainer = GRPOTrainer(model, reward_funcs = [reward], args = GRPOConfig())\ntrainer.train()",
+    )
+    text = body(convert_cells(LOAD, *cells))
+    assert "\nport, server = 9000, None\n" in text and "from_main" not in text
+    assert "if LOCAL_RANK == 0:\n    port, server = launch_openenv(port, server)\n    result = server.reset()\n" in text
+
+
+def test_what_is_read_back_in_a_later_cell_stays_on_the_main_process() -> None:
+    cell = "from safetensors import safe_open\nwith safe_open('lora/model.safetensors') as f:\n    keys = f.keys()"
+    text = body(convert_cells(LOAD, DATA, TRAIN, "model.save_lora('lora')", cell))
+    assert "if IS_MAIN:\n    with safe_open(" in text
+
+
+def test_a_method_that_is_passed_on_counts_as_called() -> None:
+    cells = (
+        "def ask(m):\n    return partial(m.generate, x = 1)()",
+        "answer = ask(model)\nfirst = answer[0]\nprint(first)",
+    )
+    assert "if IS_MAIN:\n    answer = ask(model)\n    first = answer[0]\n    print(first)" in body(
+        convert_cells(LOAD, *cells, DATA, TRAIN)
+    )
+
+
+def test_a_function_s_globals_reach_training() -> None:
+    cells = (
+        "limit = 1\ndef choose():\n    global limit\n    limit = 2\n    print(limit)",
+        "choose()",
+        "dataset = rows[:limit]",
+    )
+    assert "\nchoose()\n" in body(convert_cells(LOAD, *cells, TRAIN))
+
+
+def test_logins_happen_once() -> None:
+    text = body(
+        convert_cells(
+            LOAD,
+            "from huggingface_hub import notebook_login\nnotebook_login()",
+            "import wandb\nwandb.login()\nwandb.init()",
+        )
+    )
+    assert "if LOCAL_RANK == 0:\n    notebook_login()" in text and "    wandb.init()" in text
+
+
+def test_input_is_asked_once_and_shared() -> None:
+    done = convert_cells(LOAD, "name = input('name? ')")
+    assert "name = from_main(lambda: input('name? '))" in body(done) and "input" in kinds(done)
+
+
+def test_colab_s_modules() -> None:
+    done = convert_cells(
+        "from google.colab import userdata, drive\ndrive.mount('/content/drive')\nimport os\n"
+        "os.environ['HF_TOKEN'] = userdata.get('HF_TOKEN')",
+        LOAD,
+    )
+    assert "google.colab" not in done.script.replace("# ddp: google.colab", "")
+    assert "os.environ['HF_TOKEN'] = os.environ.get('HF_TOKEN')" in done.script
+    assert "colab" in kinds(done)
+
+
+def test_plots_and_widgets() -> None:
+    cells = (
+        "import matplotlib.pyplot as plt\nplt.plot([1]); plt.show()",
+        "import ipywidgets as w\nb = w.Button()\ndisplay(b)",
+    )
+    text = body(convert_cells(LOAD, *cells))
+    assert (
+        "if IS_MAIN:\n    plt.plot([1])\n    plt.show()" in text
+        and "if IS_MAIN:\n    b = w.Button()\n    display(b)" in text
+    )
+
+
+def test_a_line_with_a_save_after_training_is_split() -> None:
+    text = body(
+        convert_cells(
+            LOAD, DATA, TRAIN.replace("trainer.train()", "trainer.train(); model.save_pretrained('x') # both")
+        )
+    )
+    assert "\ntrainer.train()\nif IS_MAIN:\n    model.save_pretrained('x') # both\n" in text
+
+
+def test_environment_from_a_secret_prompt_reaches_every_process() -> None:
+    text = body(convert_cells(LOAD, "import os, getpass\nos.environ['K'] = getpass.getpass('key')"))
+    assert "os.environ['K'] = from_main(lambda: getpass.getpass('key'))" in text
+
+
+@pytest.mark.parametrize(
+    "statement", ["torch.manual_seed(1)", "os.chdir('x')", "model.resize_token_embeddings(9)", "setup()"]
+)
+def test_what_changes_the_process_stays_on_every_process(statement: str) -> None:
+    assert f"\n{statement}\n" in body(convert_cells(LOAD, statement, DATA, TRAIN))
+
+
+def test_a_hand_written_loop_is_said() -> None:
+    done = convert_cells(LOAD, "for row in rows:\n    loss = model(**row).loss\n    loss.backward()\n    print(loss)")
+    assert kinds(done) == ["no trainer", "loop"]
+    assert "\nfor row in rows:\n" in body(done)
+
+
+def test_a_custom_loss_is_said() -> None:
+    cell = "class Mine(SFTTrainer):\n    def compute_loss(self, model, inputs):\n        return 0"
+    done = convert_cells(LOAD, cell, DATA, TRAIN.replace("SFTTrainer(", "Mine("))
+    assert kinds(done) == ["custom loss"] and "ddp_find_unused_parameters" in body(done)
+
+
+def test_sizing_code_is_said() -> None:
+    assert "sizing" in kinds(
+        convert_cells(LOAD, "import torch\nn = torch.cuda.device_count()\ndataset = rows[:n]", TRAIN)
+    )
+    assert "sizing" in kinds(
+        convert_cells(
+            LOAD,
+            DATA,
+            TRAIN.replace("\ntrainer.train", "\ntrainer.args.gradient_accumulation_steps = 2\ntrainer.train"),
+        )
+    )

@@ -1,0 +1,82 @@
+"""Set keyword arguments of a call in the call's own style of lines and spacing."""
+
+from __future__ import annotations
+
+import libcst as cst
+
+_BLANK = cst.Module(body=[])
+
+
+def code(node: cst.CSTNode) -> str:
+    """The source of a node, without the whitespace around it."""
+    return _BLANK.code_for_node(node)
+
+
+def expression(source: str) -> cst.BaseExpression:
+    """The syntax tree of an expression."""
+    return cst.parse_expression(source)
+
+
+def keyword(call: cst.Call, name: str) -> cst.Arg | None:
+    """The keyword argument of that name."""
+    return next((arg for arg in call.args if arg.keyword is not None and arg.keyword.value == name), None)
+
+
+def splats(call: cst.Call) -> bool:
+    """Whether a call takes arguments from a dict."""
+    return any(arg.star == "**" for arg in call.args)
+
+
+def set_keyword(call: cst.Call, name: str, source: str) -> cst.Call:
+    """`call` with `name` bound to the expression in `source`, replaced in place or put before the other keywords."""
+    value = expression(source)
+    old = keyword(call, name)
+    if old is not None:
+        return call.with_changes(
+            args=[arg.with_changes(value=value) if arg is old else arg for arg in call.args],
+        )
+    index = next((i for i, arg in enumerate(call.args) if arg.keyword is not None or arg.star == "**"), len(call.args))
+    new = cst.Arg(value=value, keyword=cst.Name(name), equal=_equal_style(call))
+    args = list(call.args)
+    if index == len(args):
+        if not args:
+            return call.with_changes(args=[new], whitespace_before_args=cst.SimpleWhitespace(""))
+        comma = args[-1].comma
+        tail = new if isinstance(comma, cst.MaybeSentinel) else new.with_changes(comma=comma)
+        args[-1] = args[-1].with_changes(comma=cst.Comma(whitespace_after=_between(call, index)))
+        return call.with_changes(args=[*args, tail])
+    args.insert(index, new.with_changes(comma=cst.Comma(whitespace_after=_between(call, index))))
+    return call.with_changes(args=args)
+
+
+def remove_keyword(call: cst.Call, name: str) -> cst.Call:
+    """`call` without that keyword."""
+    return call.with_changes(args=[arg for arg in call.args if arg.keyword is None or arg.keyword.value != name])
+
+
+def _equal_style(call: cst.Call) -> cst.AssignEqual:
+    for arg in call.args:
+        if isinstance(arg.equal, cst.AssignEqual):
+            before, after = arg.equal.whitespace_before, arg.equal.whitespace_after
+            if isinstance(before, cst.SimpleWhitespace) and isinstance(after, cst.SimpleWhitespace):
+                # Notebooks align equal signs with runs of blanks; one is enough for a new argument.
+                return cst.AssignEqual(
+                    whitespace_before=cst.SimpleWhitespace(" " if before.value else ""),
+                    whitespace_after=cst.SimpleWhitespace(" " if after.value else ""),
+                )
+    return cst.AssignEqual(whitespace_before=cst.SimpleWhitespace(""), whitespace_after=cst.SimpleWhitespace(""))
+
+
+def _between(call: cst.Call, index: int) -> cst.BaseParenthesizableWhitespace:
+    """Whitespace that starts the argument at `index` the way its neighbours start, without their comments."""
+    before: list[cst.CSTNode] = []
+    for arg in call.args[:index]:
+        if isinstance(arg.comma, cst.Comma):
+            before.append(arg.comma.whitespace_after)
+    candidates = [call.whitespace_before_args, *before][::-1] if index else [call.whitespace_before_args]
+    for whitespace in candidates:
+        if isinstance(whitespace, cst.ParenthesizedWhitespace):
+            return cst.ParenthesizedWhitespace(
+                first_line=cst.TrailingWhitespace(), indent=whitespace.indent, last_line=whitespace.last_line
+            )
+    return cst.SimpleWhitespace(" ")

@@ -1,0 +1,102 @@
+"""What a conversion cannot prove: found on the graph, said as warnings where it happens."""
+
+from __future__ import annotations
+
+import libcst as cst
+
+from unsloth_ddp.notebook.arguments import code, keyword, splats
+from unsloth_ddp.notebook.context import Context
+from unsloth_ddp.notebook.effects import Effect, is_trainer_call
+from unsloth_ddp.notebook.graph import Graph, Role, Statement, is_dead
+
+# Code that mentions none of these has nothing to do with a model.
+_LIBRARIES = ("unsloth", "transformers", "trl", "peft", "torch", "from_pretrained", "Trainer(", ".backward(")
+_COUNTS = ("device_count", "per_device_train_batch_size", "gradient_accumulation_steps", "train_batch_size")
+
+
+def trains_nothing(sources: list[str]) -> bool:
+    """Whether no cell mentions a library that trains."""
+    return not any(name in source for source in sources for name in _LIBRARIES)
+
+
+def check_notebook(graph: Graph, context: Context) -> list[str]:
+    """Comments with the warnings about the notebook as a whole."""
+    live = [s for s in graph.statements if not is_dead(s.node)]
+    functions = set().union(*graph.function_effects.values(), set())
+    effects = functions.union(*(s.effects for s in live))
+    context.cell = None
+    if not effects & {Effect.TRAINER, Effect.TRAIN}:
+        return [context.warn("no trainer", "no trainer found: nothing here is known to train on several processes")]
+    return []
+
+
+def check_statement(statement: Statement, graph: Graph, context: Context) -> list[str]:
+    """Comments with the warnings about one statement."""
+    if statement.role in (Role.DEAD, Role.DROP):
+        return []
+    effects = set(statement.effects)
+    for name in statement.facts.defines:
+        effects |= graph.function_effects.get(name, set()) & {Effect.LOOP}
+    notes = []
+    if Effect.LOOP in effects and not (effects & {Effect.TRAIN} or _only_calls(statement, graph)):
+        notes.append(
+            context.warn("loop", "a hand-written training loop: its gradients are not averaged over processes")
+        )
+    if Effect.SERVER in statement.effects:
+        notes.append(context.warn("server", "starts another process: once a node; check who must reach it"))
+    if Effect.PAID in statement.effects:
+        notes.append(context.warn("paid call", "calls a service: once, by the main process"))
+    if Effect.INFER in effects and statement.needed and not effects & {Effect.TRAIN, Effect.TRAINER}:
+        notes.append(context.warn("inference", "training needs what this generates, so every process generates"))
+    notes += _check_trainers(statement, graph, context)
+    notes += _check_loss(statement, graph, context)
+    notes += _check_sizing(statement, graph, context)
+    return notes
+
+
+def _only_calls(statement: Statement, graph: Graph) -> bool:
+    """The loop stands in a function, where the warning is."""
+    return not statement.facts.defines and not any(s.tail == "backward" for s in statement.facts.calls)
+
+
+def _check_trainers(statement: Statement, graph: Graph, context: Context) -> list[str]:
+    notes = []
+    sites = [*statement.facts.calls, *(c for body in statement.facts.defines.values() for c in body.calls)]
+    for site in sites:
+        if not is_trainer_call(site, graph.trainer_classes) or splats(site.node):
+            continue
+        if keyword(site.node, "args") is None and not any(_might_be_arguments(arg) for arg in site.node.args):
+            notes.append(
+                context.warn("arguments", f"{site.tail} has no arguments object, so DDP settings are the defaults")
+            )
+    return notes
+
+
+def _might_be_arguments(arg: cst.Arg) -> bool:
+    text = code(arg.value).lower()
+    return arg.keyword is None and ("arg" in text or "config" in text)
+
+
+def _check_loss(statement: Statement, graph: Graph, context: Context) -> list[str]:
+    return [
+        context.warn("custom loss", f"{name} has its own compute_loss: check how it averages over tokens and processes")
+        for name, body in statement.facts.defines.items()
+        if name in graph.trainer_classes and "compute_loss" in body.methods
+    ]
+
+
+def _check_sizing(statement: Statement, graph: Graph, context: Context) -> list[str]:
+    """Code that computes with the batch or the number of devices."""
+    sites = [*statement.facts.calls, *(c for body in statement.facts.defines.values() for c in body.calls)]
+    if any(site.tail == "device_count" for site in sites) and statement.role is not Role.MAIN:
+        return [context.warn("sizing", "counts the GPUs itself; under DDP every process has one")]
+    if isinstance(statement.node, cst.SimpleStatementLine) and any(_sets_batch(small) for small in statement.node.body):
+        return [context.warn("sizing", "changes the batch after the arguments were made; check the global batch")]
+    return []
+
+
+def _sets_batch(small: cst.BaseSmallStatement) -> bool:
+    if not isinstance(small, cst.Assign):
+        return False
+    target = small.targets[0].target
+    return isinstance(target, cst.Attribute) and target.attr.value in _COUNTS

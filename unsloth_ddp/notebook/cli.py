@@ -1,0 +1,131 @@
+"""The converter's command line."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import json
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+from unsloth_ddp.notebook.report import summary
+from unsloth_ddp.notebook.types import NotebookError, Options
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The options, by topic."""
+    parser = argparse.ArgumentParser(
+        prog="notebook_to_script.py",
+        description="Turn an Unsloth notebook into a script that trains under DDP.",
+    )
+    parser.add_argument("notebook", type=Path, help="the .ipynb to convert")
+    parser.add_argument("script", type=Path, nargs="?", help="the .py to write (default: the notebook's name)")
+    training = parser.add_argument_group("training")
+    training.add_argument(
+        "--per-device-batch-size",
+        type=_batch_size,
+        default=1,
+        metavar="N|keep",
+        help="rows a process takes at once; the accumulation makes up the notebook's global batch (default: 1)",
+    )
+    training.add_argument(
+        "--tensorboard", action="store_true", help="report to TensorBoard instead of what it reports to"
+    )
+    training.add_argument("--seed", type=int, default=3407, help="for splits, shuffles and samples that have none")
+    output = parser.add_argument_group("output")
+    output.add_argument("--force", action="store_true", help="replace an existing script")
+    output.add_argument("--report", type=Path, metavar="FILE.json", help="write every edit and warning to a file")
+    output.add_argument("--check", action="store_true", help="exit with 1 where a warning stands")
+    output.add_argument("--dry-run", action="store_true", help="print the report and write no script")
+    output.add_argument("--diff", action="store_true", help="show the script against what plain nbconvert makes")
+    return parser
+
+
+def _batch_size(text: str) -> int | None:
+    if text == "keep":
+        return None
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a number of rows from 1 nor keep")
+    return int(text)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command; 0 done, 1 warnings with --check, 2 for what the user must change."""
+    options = make_parser().parse_args(arguments)
+    try:
+        return _run(options)
+    except NotebookError as error:
+        print(f"notebook_to_script.py: {error}", file=sys.stderr)
+        return 2
+
+
+def _run(options: argparse.Namespace) -> int:
+    target = options.script or options.notebook.with_suffix(".py")
+    if not options.dry_run:
+        _refuse_target(target, options)
+    if options.report is not None:
+        _refuse_folder(options.report)
+    from unsloth_ddp.notebook.convert import convert
+
+    conversion = convert(
+        options.notebook,
+        Options(
+            per_device_batch_size=options.per_device_batch_size, tensorboard=options.tensorboard, seed=options.seed
+        ),
+    )
+    if not options.dry_run:
+        _write_whole(target, conversion.script)
+    if options.report is not None:
+        _write_whole(options.report, json.dumps(conversion.report.to_dict(), indent=2, ensure_ascii=False) + "\n")
+    if options.diff:
+        sys.stdout.writelines(_diff(options.notebook, conversion.script, target))
+    print(summary(conversion.report, None if options.dry_run else target))
+    return 1 if options.check and conversion.report.warnings else 0
+
+
+def _refuse_target(target: Path, options: argparse.Namespace) -> None:
+    _refuse_folder(target)
+    if target.exists() and options.notebook.exists() and target.samefile(options.notebook):
+        raise NotebookError(f"{target}: is the notebook itself; give another name for the script.")
+    if target.exists() and not options.force:
+        raise NotebookError(f"{target}: exists already; give another name, or --force to replace it.")
+
+
+def _refuse_folder(path: Path) -> None:
+    if path.is_dir():
+        raise NotebookError(f"{path}: is a folder; give the name of a file.")
+    if not path.absolute().parent.is_dir():
+        raise NotebookError(f"{path}: its folder does not exist; make it, or give another name.")
+
+
+def _write_whole(path: Path, text: str) -> None:
+    """Write a file whole or not at all."""
+    name = None
+    try:
+        with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=path.absolute().parent, delete=False) as file:
+            name = file.name
+            file.write(text)
+        os.chmod(name, 0o666 & ~_umask())
+        os.replace(name, path)
+    except OSError as error:
+        if name is not None:
+            os.unlink(name)
+        raise NotebookError(f"{path}: cannot be written ({error.strerror}); give another name.") from None
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def _diff(notebook: Path, script: str, target: Path) -> list[str]:
+    from nbconvert import PythonExporter
+
+    plain = str(PythonExporter().from_filename(str(notebook))[0])
+    lines = difflib.unified_diff(
+        plain.splitlines(keepends=True), script.splitlines(keepends=True), "nbconvert --to python", str(target)
+    )
+    return list(lines)

@@ -1,0 +1,134 @@
+"""The edits of a trainer's arguments: batch, accumulation and what DDP needs."""
+
+from __future__ import annotations
+
+import re
+
+import libcst as cst
+
+from unsloth_ddp.notebook.arguments import code, keyword, set_keyword, splats
+from unsloth_ddp.notebook.context import Context
+from unsloth_ddp.notebook.facts import dotted
+
+CONFIG_NAME = re.compile(
+    r"^(\w*TrainingArguments|\w*(SFT|GRPO|DPO|KTO|ORPO|CPO|BCO|GKD|RLOO|PPO|PRM|XPO|NashMD|Reward|GSPO|GOLD)Config"
+    r"|SFTScriptArguments)$"
+)
+# A batch of one has nothing to contrast with: in-batch negatives, and KTO's mismatched pairs.
+_CONTRASTIVE = re.compile(r"SentenceTransformer|SparseEncoder|KTO")
+_GENERATES = re.compile(r"GRPO|RLOO|GSPO")
+_BATCH, _STEPS = "per_device_train_batch_size", "gradient_accumulation_steps"
+
+
+def is_config_call(call: cst.Call, context: Context) -> bool:
+    """Whether a call makes a trainer's arguments."""
+    path = dotted(call.func)
+    return bool(CONFIG_NAME.match(path.split(".")[-1])) or path in context.config_classes
+
+
+def edit_config(call: cst.Call, context: Context) -> tuple[cst.Call, list[str]]:
+    """The call with the arguments that DDP needs, and the comments that say so."""
+    path = dotted(call.func)
+    kind = path.split(".")[-1]
+    family = " ".join({kind, *context.trainers_of_config.get(path, ())})
+    contrastive, generates = bool(_CONTRASTIVE.search(family)), bool(_GENERATES.search(family))
+    notes: list[str] = []
+    if context.options.tensorboard and not splats(call):
+        call = set_keyword(call, "report_to", '"tensorboard"')
+        notes.append(context.edit("report", "report_to set to tensorboard (--tensorboard)"))
+    if splats(call):
+        return _edit_splatted(call, contrastive, context, notes)
+    call = _edit_batch(call, path, contrastive, generates, context, notes)
+    for name, value in (("average_tokens_across_devices", "True"), ("ddp_find_unused_parameters", "False")):
+        old = keyword(call, name)
+        call = set_keyword(call, name, value)
+        if old is not None and code(old.value) != value:
+            notes.append(context.edit("arguments", f"{name} was {code(old.value)}"))
+    notes.append(
+        context.edit("arguments", "every token counts the same on every process; no search for unused weights")
+    )
+    if keyword(call, "auto_find_batch_size") is not None:
+        notes.append(
+            context.warn("sizing", "auto_find_batch_size changes the batch, which then no longer matches the plan")
+        )
+    if generates and (keyword(call, "steps_per_generation") or keyword(call, "generation_batch_size")):
+        notes.append(
+            context.warn("sizing", "generations are sized by hand; check them against the number of processes")
+        )
+    return call, notes
+
+
+def _edit_batch(
+    call: cst.Call, path: str, contrastive: bool, generates: bool, context: Context, notes: list[str]
+) -> cst.Call:
+    batch = _value(call, _BATCH, path, 8, context)
+    steps = _value(call, _STEPS, path, 1, context)
+    whole = _product(batch, steps)
+    names = context.names
+    multiple = ""
+    if generates:
+        group = _value(call, "num_generations", path, 8, context)
+        numbers = [_integer(text) for text in (batch, steps, group)]
+        if None in numbers:
+            whole = f"{names['generation_batch']}({batch}, {steps}, {group})"
+        elif numbers[0] * numbers[1] % numbers[2]:  # type: ignore[operator]
+            whole = _product(group, steps)
+            notes.append(
+                context.edit(
+                    "batch", f"global batch {group} x {steps}: Unsloth raises a batch of {batch} to num_generations"
+                )
+            )
+        multiple = f", multiple={group}"
+    size = context.options.per_device_batch_size
+    if size is None or contrastive:
+        least = ", least=2" if contrastive else ""
+        per_device = f"{names['batch_per_process']}({batch}, {steps}{least})"
+    else:
+        per_device = str(size)
+    call = set_keyword(call, _STEPS, f"{names['accumulation_steps']}({whole}, {per_device}{multiple})")
+    call = set_keyword(call, _BATCH, per_device)
+    stays = whole if len(whole) < 40 else "what it was"
+    notes.append(context.edit("batch", f"the global batch stays {stays}, shared by the processes"))
+    if contrastive:
+        notes.append(
+            context.warn(
+                "contrastive", "each process contrasts rows of its own share of the batch only, fewer than on one GPU"
+            )
+        )
+    return call
+
+
+def _value(call: cst.Call, name: str, path: str, otherwise: int, context: Context) -> str:
+    """Source of an argument's value; the config's own default where the notebook leaves it out."""
+    found = keyword(call, name)
+    if found is None or code(found.value) == "None":
+        return f'{context.names["default_of"]}({path}, "{name}", {otherwise})'
+    return code(found.value)
+
+
+def _product(left: str, right: str) -> str:
+    return " * ".join(
+        text if re.fullmatch(r"[\w.]+(\(.*\))?", text, re.DOTALL) else f"({text})" for text in (left, right)
+    )
+
+
+def _integer(text: str) -> int | None:
+    return int(text) if text.isdigit() else None
+
+
+def _edit_splatted(call: cst.Call, contrastive: bool, context: Context, notes: list[str]) -> tuple[cst.Call, list[str]]:
+    """Arguments from a dict are known only when the script runs, so they are completed there."""
+    size = None if contrastive else context.options.per_device_batch_size
+    named = [arg for arg in call.args if arg.star != "" or arg.keyword is not None]
+    rest = [arg for arg in call.args if arg.star == "" and arg.keyword is None]
+    source = code(
+        cst.Call(func=cst.Name("dict"), args=[arg.with_changes(comma=cst.MaybeSentinel.DEFAULT) for arg in named])
+    )
+    if context.options.tensorboard:
+        source = f'{{**{source}, "report_to": "tensorboard"}}'
+    completed = f"{context.names['ddp_arguments']}({code(call.func)}, {size}, {source})"
+    splat = cst.Arg(value=cst.parse_expression(completed), star="**")
+    notes.append(
+        context.edit("batch", "arguments from a dict: batch, accumulation and DDP settings are set when it runs")
+    )
+    return call.with_changes(args=[*rest, splat]), notes

@@ -1,0 +1,282 @@
+"""One conversion from end to end: read, lower, classify, edit, write."""
+
+from __future__ import annotations
+
+import re
+import sys
+from dataclasses import dataclass
+from pathlib import Path, PurePath
+
+import libcst as cst
+
+from unsloth_ddp.notebook.arguments import code, keyword
+from unsloth_ddp.notebook.checks import check_notebook, check_statement, trains_nothing
+from unsloth_ddp.notebook.context import Context
+from unsloth_ddp.notebook.effects import Effect, is_trainer_call
+from unsloth_ddp.notebook.facts import collect, dotted
+from unsloth_ddp.notebook.graph import Graph, Role, Statement, build
+from unsloth_ddp.notebook.ipython import command_of, without_installs
+from unsloth_ddp.notebook.lines import comment_line
+from unsloth_ddp.notebook.magics import lower
+from unsloth_ddp.notebook.normalise import normalise
+from unsloth_ddp.notebook.prologue import IDENTIFIERS, MODULES, Names, render
+from unsloth_ddp.notebook.reader import read_notebook
+from unsloth_ddp.notebook.rewrite import rewrite
+from unsloth_ddp.notebook.roles import assign_roles
+from unsloth_ddp.notebook.types import Cell, Conversion, Notebook, NotebookError, Options, Report
+from unsloth_ddp.notebook.writer import DEVICE_MARK, Placed, cell_body
+
+_IMPORT_TIME = re.compile(r"^(UNSLOTH|CUDA|PYTORCH|TORCH|HF|TRANSFORMERS|TOKENIZERS|VLLM|NCCL|TRITON|BNB|OMP|MKL)_")
+
+
+@dataclass
+class _CodeCell:
+    number: int
+    module: cst.Module
+    body: list[cst.BaseStatement]
+    top: list[str]
+    footer: list[cst.EmptyLine]
+
+
+def convert(path: Path, options: Options | None = None) -> Conversion:
+    """Convert the notebook at `path`; raises NotebookError where it cannot be done."""
+    return convert_notebook(read_notebook(path), options or Options())
+
+
+def convert_notebook(notebook: Notebook, options: Options) -> Conversion:
+    """Convert a notebook that was read already."""
+    code_cells = [cell for cell in notebook.cells if cell.kind == "code"]
+    if trains_nothing([cell.source for cell in code_cells]):
+        raise NotebookError(f"{notebook.name}: no cell trains or loads a model; give a fine-tuning notebook.")
+    report = Report(PurePath(notebook.name).name)
+    parsed = [(cell, *_parse(cell, notebook.name)) for cell in code_cells]
+    context = _context(parsed, options, report)
+    cells = [_normalised(cell, module, removed, unknown, context) for cell, module, removed, unknown in parsed]
+    graph = build((cell.number, cell.body) for cell in cells)
+    _know_configs(graph, context)
+    assign_roles(graph)
+    script = _write(notebook, cells, graph, context)
+    script = context.place(script)
+    _check_syntax(script, notebook.name, context)
+    for findings in (report.edits, report.warnings):
+        findings.sort(key=lambda finding: (finding.line or 0, finding.cell or 0))
+    return Conversion(script, report)
+
+
+def _parse(cell: Cell, name: str) -> tuple[cst.Module, tuple[str, ...], tuple[str, ...]]:
+    try:
+        lowered = lower(cell.source)
+        return cst.parse_module(lowered.source), lowered.removed, lowered.unknown
+    except cst.ParserSyntaxError as error:
+        line = error.raw_line
+        text = (lowered.source.splitlines() or [""])[min(line, len(lowered.source.splitlines())) - 1].strip()
+        raise NotebookError(
+            f"{name}: cell {cell.number} is not Python (line {line}: {text[:80]!r}); correct it in the notebook."
+        ) from None
+    except SyntaxError as error:
+        raise NotebookError(
+            f"{name}: cell {cell.number} is not Python (line {error.lineno}: {error.msg}); correct it in the notebook."
+        ) from None
+
+
+def _context(
+    parsed: list[tuple[Cell, cst.Module, tuple[str, ...], tuple[str, ...]]], options: Options, report: Report
+) -> Context:
+    facts = [collect(statement) for _, module, _, _ in parsed for statement in module.body]
+    bound = set().union(*(f.writes for f in facts), set())
+    read = set().union(*(f.reads for f in facts), set())
+    imports: dict[str, str] = {}
+    for item in facts:
+        imports.update(item.imports)
+    rebound = {n for item in facts for n in item.writes if n in MODULES and item.imports.get(n) != MODULES[n]}
+    names = Names(frozenset((bound | read) & set(IDENTIFIERS)), frozenset(rebound))
+    return Context(options, names, report, bound, imports)
+
+
+def _normalised(
+    cell: Cell, module: cst.Module, removed: tuple[str, ...], unknown: tuple[str, ...], context: Context
+) -> _CodeCell:
+    context.cell = cell.number
+    top = []
+    for name in removed:
+        if name in unknown:
+            top.append(context.warn("magic", f"{name} cell left out: a script has nothing like it"))
+        else:
+            top.append(context.edit("magic", f"{name} is for notebooks"))
+    body, pending = normalise(list(module.body), context)
+    return _CodeCell(cell.number, module, body, top, pending)
+
+
+def _know_configs(graph: Graph, context: Context) -> None:
+    """Find the classes whose instances trainers take as arguments, whatever they are called."""
+    made: dict[str, str] = {}
+    sites = [site for s in graph.statements for site in s.facts.calls]
+    sites += [site for body in graph.functions.values() for site in body.calls]
+    for statement in graph.statements:
+        for site in statement.facts.calls:
+            if len(statement.facts.writes) == 1:
+                made.setdefault(next(iter(statement.facts.writes)), site.path)
+    for site in sites:
+        if not is_trainer_call(site, graph.trainer_classes):
+            continue
+        found = keyword(site.node, "args")
+        if found is None:
+            continue
+        path = dotted(found.value.func) if isinstance(found.value, cst.Call) else made.get(code(found.value), "")
+        if path.split(".")[-1][:1].isupper():
+            context.config_classes.add(path)
+            context.trainers_of_config.setdefault(path, set()).add(site.tail)
+
+
+# Writing -------------------------------------------------------------------------------------------------------------
+
+
+def _write(notebook: Notebook, cells: list[_CodeCell], graph: Graph, context: Context) -> str:
+    notes = check_notebook(graph, context)
+    placed: dict[int, list[Placed]] = {cell.number: [] for cell in cells}
+    for index, statement in enumerate(graph.statements):
+        context.cell = statement.cell
+        if statement.role is Role.DROP:
+            _note_requirements(statement, context)
+            placed[statement.cell].append(Placed(statement, index, statement.node))
+            continue
+        checks = check_statement(statement, graph, context)
+        placed[statement.cell].append(Placed(statement, index, rewrite(statement, graph, context), checks))
+    first = _first_heavy(graph)
+    by_number = {cell.number: cell for cell in cells}
+    texts: list[str] = []
+    future: list[str] = []
+    for cell in notebook.cells:
+        if cell.kind != "code":
+            texts.append(_prose(cell))
+            continue
+        texts.append(_code(by_number[cell.number], placed[cell.number], first, graph, context, future))
+    body = "\n".join(texts)
+    body += _ending(graph, context)
+    quiet = ""
+    if _speaks(placed):
+        context.names.used.add("quiet_print")
+        context.cell = None
+        quiet = context.edit("print", "code that every process runs prints on the main process only")
+    early, device = render(context.names, _hoisted(graph, first), quiet)
+    body = body.replace(DEVICE_MARK + "\n", device, 1) if DEVICE_MARK in body else f"# %%\n{device}\n{body}"
+    return _header(context, notes) + "".join(future) + early + "\n" + body
+
+
+def _note_requirements(statement: Statement, context: Context) -> None:
+    for site in statement.facts.calls:
+        context.requirements += without_installs(command_of(site.node))[1]
+
+
+def _header(context: Context, notes: list[str]) -> str:
+    lines = [
+        f"# Made from {context.report.notebook} to train on several GPUs; what was changed is marked `# ddp:`.",
+        "#",
+        "#     python SCRIPT                        one process",
+        "#     accelerate launch SCRIPT             every GPU of this machine",
+        "#     torchrun --nproc-per-node 2 SCRIPT   two of them",
+    ]
+    wanted = list(dict.fromkeys(context.requirements))
+    if wanted:
+        lines += ["#", "# The notebook installed these; install them before you run this:"]
+        lines += [f"#     {name}" for name in wanted]
+    if notes:
+        lines += ["#", *notes]
+    return "\n".join(lines) + "\n\n"
+
+
+def _prose(cell: Cell) -> str:
+    title = "# %% [markdown]" if cell.kind == "markdown" else "# %% [raw]"
+    lines = [f"# {line}".rstrip() for line in cell.source.split("\n")]
+    return "\n".join([title, *lines]) + "\n"
+
+
+def _code(cell: _CodeCell, placed: list[Placed], first: int, graph: Graph, context: Context, future: list[str]) -> str:
+    kept = []
+    for item in placed:
+        if any(path.startswith("__future__.") for path in item.statement.facts.imports.values()):
+            future.append(code(item.node.with_changes(leading_lines=[])))
+        else:
+            kept.append(item)
+    before, comments = cell_body([item for item in kept if item.index < first], graph, context)
+    after, more = cell_body([item for item in kept if item.index >= first], graph, context)
+    here = any(item.index == first for item in kept)
+    mark = cst.SimpleStatementLine(body=[cst.Expr(cst.Name(DEVICE_MARK))])
+    if here and before:
+        before.append(mark)
+    header = [*(comment_line(note) for note in cell.top), *cell.module.header]
+    module = cell.module.with_changes(
+        header=header, body=[*before, *after], footer=[*comments, *more, *cell.footer, *cell.module.footer]
+    )
+    text = "# %%\n" + module.code.strip("\n") + "\n"
+    return f"# %%\n{DEVICE_MARK}\n\n{text}" if here and not before else text
+
+
+def _first_heavy(graph: Graph) -> int:
+    """The first statement that could touch a GPU or that needs a helper: the device is chosen before it."""
+    for index, statement in enumerate(graph.statements):
+        if statement.role in (Role.DEAD, Role.DROP):
+            continue
+        modules = {path.split(".")[0] for path in statement.facts.imports.values()}
+        if modules - sys.stdlib_module_names - {"google"} or statement.role not in (Role.ALL,):
+            return index
+        if Effect.INPUT in statement.effects or Effect.SHELL in statement.effects:
+            return index
+    return 0
+
+
+def _hoisted(graph: Graph, first: int) -> list[str]:
+    """Settings that libraries read when they are imported, which the notebook makes later."""
+    found: dict[str, str] = {}
+    for statement in graph.statements[first:]:
+        node = statement.node
+        if not isinstance(node, cst.SimpleStatementLine) or len(node.body) != 1:
+            continue
+        small = node.body[0]
+        if not isinstance(small, cst.Assign) or not isinstance(small.value, cst.SimpleString):
+            continue
+        target = small.targets[0].target
+        if not isinstance(target, cst.Subscript) or dotted(target.value) != "os.environ":
+            continue
+        name = code(target.slice[0].slice).strip("\"'")
+        if _IMPORT_TIME.match(name) and not re.search("TOKEN|KEY|SECRET", name):
+            found[name] = code(small) + "\n"
+    return list(found.values())
+
+
+def _speaks(placed: dict[int, list[Placed]]) -> bool:
+    """Whether code that runs on every process prints."""
+    for items in placed.values():
+        for item in items:
+            statement = item.statement
+            if statement.role in (Role.MAIN, Role.NODE, Role.DEAD, Role.DROP):
+                continue
+            deferred = [c for body in statement.facts.defines.values() for c in body.calls]
+            if any(site.path == "print" for site in [*statement.facts.calls, *deferred]):
+                return True
+    return False
+
+
+def _ending(graph: Graph, context: Context) -> str:
+    """The end of the script: everyone waits for the last save, then the group is closed."""
+    context.cell = None
+    held = sorted(
+        set().union(*(s.facts.writes for s in graph.statements if s.effects & {Effect.TRAINER, Effect.LOAD}), set())
+    )
+    names = ", ".join(f'"{name}"' for name in held)
+    note = context.edit("end", "wait for the main process's last work, then leave the process group")
+    return f"\n# %%\n{note}\n{context.names['finish']}({names})\n"
+
+
+def _check_syntax(script: str, name: str, context: Context) -> None:
+    try:
+        compile(script, name, "exec", dont_inherit=True)
+    except SyntaxError as error:
+        if sys.version_info < (3, 12) and "f-string" in str(error.msg):
+            context.cell = None
+            context.warn("python", "an f-string in it needs Python 3.12 or later")
+            return
+        raise NotebookError(
+            f"{name}: not valid as a script (line {error.lineno}: {error.msg}: {(error.text or '').strip()[:80]!r}); "
+            "correct that cell in the notebook."
+        ) from None

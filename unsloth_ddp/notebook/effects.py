@@ -1,0 +1,207 @@
+"""What a call does to the world outside the process, judged by its name and where that name was imported from."""
+
+from __future__ import annotations
+
+import re
+from enum import Enum
+
+import libcst as cst
+
+from unsloth_ddp.notebook.facts import BUILTINS, CallSite
+from unsloth_ddp.notebook.ipython import command_of, ipython_call, without_installs
+
+
+class Effect(Enum):
+    """The kinds of effect that decide where a statement may run."""
+
+    TRAIN = "train"
+    TRAINER = "trainer"
+    LOOP = "hand-written loop"
+    LOAD = "load"
+    DATA = "data"
+    INFER = "inference"
+    PRINT = "print"
+    SHOW = "display"
+    STATS = "memory statistics"
+    SAVE = "save"
+    FILE = "writes files"
+    SHELL = "shell"
+    SERVER = "starts a server"
+    PAID = "paid service"
+    LOGIN = "login"
+    INPUT = "asks the user"
+    RANDOM = "unseeded random"
+    MODE = "for_inference or for_training"
+    STATE = "changes the process"
+
+
+# Only the main process: nothing in them is needed to train.
+MAIN_ONLY = {Effect.INFER, Effect.PRINT, Effect.SHOW, Effect.STATS, Effect.SAVE, Effect.PAID, Effect.FILE}
+# Once, whatever needs their result.
+ONCE = {Effect.FILE, Effect.PAID, Effect.SERVER, Effect.SHELL, Effect.LOGIN, Effect.SAVE}
+# One process a node: what they leave behind lives on the node.
+PER_NODE = {Effect.SERVER, Effect.SHELL, Effect.LOGIN}
+
+_TRAIN = {"train", "evaluate", "predict", "hyperparameter_search"}
+_INFER = {
+    "generate",
+    "fast_generate",
+    "infer",
+    "chat",
+    "batch_chat",
+    "generate_speech",
+    "generate_text",
+    "stream_generate",
+}
+_SAVE = re.compile(
+    r"^(save_pretrained\w*|push_to_hub\w*|save_model|save_lora|save_state|save_metrics|save_checkpoint|save_adapter"
+    r"|save_to_disk|upload_file|upload_folder|upload_large_folder|create_repo|create_model_card|log_metrics|quantize_gguf"
+    r"|save_to_gguf\w*|export_\w+)$"
+)
+_FILE_METHODS = {"to_csv", "to_json", "to_parquet", "to_excel", "to_pickle", "write_text", "write_bytes", "savefig"}
+_FILE_METHODS |= {"mkdir", "unlink", "rmdir", "touch", "extractall", "download_file", "process_file", "write_video"}
+_FILE_CALLS = re.compile(
+    r"^(os\.(makedirs|mkdir|remove|unlink|rename|replace|rmdir|removedirs|symlink)|shutil\.\w+|json\.dump|pickle\.dump"
+    r"|yaml\.(safe_)?dump|joblib\.dump|numpy\.(save|savez|savez_compressed|savetxt)|torch\.save|torchaudio\.save"
+    r"|soundfile\.write|scipy\.io\.wavfile\.write|cv2\.imwrite|urllib\.request\.urlretrieve|wget\.download"
+    r"|gdown\.\w+|safetensors\.torch\.save_file|imageio\.\w*write|zipfile\.ZipFile|torchvision\.utils\.save_image)$"
+)
+_SHELL_CALLS = re.compile(
+    r"^(subprocess\.(run|call|check_call|check_output|getoutput|getstatusoutput)|os\.(system|popen))$"
+)
+_SERVER_CALLS = re.compile(
+    r"^(subprocess\.Popen|threading\.Thread|multiprocessing\.Process|uvicorn\.run|\w*launch_openenv|asyncio\.create_subprocess_\w+"
+    r"|http\.server\.\w+|pyngrok\.ngrok\.\w+|unsloth\.dataprep\.\w+\.from_pretrained)$"
+)
+_PAID = re.compile(
+    r"(\.completions\.create|\.responses\.create|\.messages\.create|\.embeddings\.create|\.images\.generate"
+    r"|\.generate_content|\.chat\.complete|\.fine_tuning\.jobs\.create|^litellm\.\w*completion|^requests\.post|^httpx\.post)$"
+)
+_LOGIN = re.compile(
+    r"^(huggingface_hub\.(\w+\.)*(notebook_login|login|interpreter_login)|wandb\.login|kagglehub\.login|ee\.Authenticate"
+    r"|trackio\.(init|login)|wandb\.(init|finish|log|watch|alert)|comet_ml\.(login|init|start)|neptune\.init_run|mlflow\.\w+)$"
+)
+_INPUT = {"input", "getpass.getpass", "getpass"}
+_DATA_CALLS = re.compile(
+    r"(^|\.)(load_dataset|snapshot_download|hf_hub_download|cached_download|dataset_download|model_download"
+    r"|standardize_sharegpt|standardize_data_formats|to_sharegpt|train_on_responses_only|from_generator)$"
+)
+_DATA_METHODS = {"map", "filter", "download_and_prepare"}
+_PRINT = {"print", "pprint", "pprint.pprint", "pprint.pp", "rich.print", "builtins.print", "sys.stdout.write"}
+_SHOW_MODULES = ("IPython.", "matplotlib.", "seaborn.", "ipywidgets.", "plotly.", "google.colab.output", "gradio.")
+_SHOW_METHODS = {"head", "tail", "describe", "info", "print_trainable_parameters", "value_counts", "summary", "show"}
+_SHOW_METHODS |= {"apply_chat_template", "decode", "batch_decode", "tokenize", "convert_ids_to_tokens", "isnull", "sum"}
+_STATS = re.compile(
+    r"^torch\.cuda\.(get_device_properties|max_memory_\w+|memory_\w+|mem_get_info|get_device_name|list_gpu_processes)$"
+)
+_STATE = re.compile(
+    r"^(os\.(chdir|putenv|umask|environ\.\w+)|sys\.path\.\w+|sys\.set\w+|random\.seed|numpy\.random\.seed|torch\.set_\w+"
+    r"|torch\.(cuda\.)?manual_seed\w*|torch\.backends\..*|warnings\.\w+|(\w+\.)*set_seed|(\w+\.)*set_start_method)$"
+)
+_RANDOM = re.compile(
+    r"^(random\.(shuffle|sample|choice|choices|randint|random|uniform|randrange|gauss)"
+    r"|numpy\.random\.(shuffle|permutation|choice|randint|rand|randn|random|uniform|normal))$"
+)
+_TRAINER_NAME = re.compile(r"^([A-Z]\w*)?Trainer$")
+_LOADER_NAME = re.compile(r"(^|\.)Fast[A-Z]\w*\.from_pretrained$")
+_PURE_BUILTINS = BUILTINS - {"print", "exec", "eval", "open", "input", "setattr", "delattr", "__import__", "compile"}
+
+
+def is_trainer_call(site: CallSite, subclasses: frozenset[str] | set[str]) -> bool:
+    """Whether a call constructs a trainer: a class called ...Trainer, or the notebook's subclass of one."""
+    return bool(site.node.args) and (bool(_TRAINER_NAME.match(site.tail)) or site.path in subclasses)
+
+
+def is_loader_call(path: str) -> bool:
+    """Whether a callee is the from_pretrained of one of Unsloth's Fast* loaders."""
+    return bool(_LOADER_NAME.search(path))
+
+
+def call_effects(site: CallSite, full: str, trainers: set[str], subclasses: set[str]) -> set[Effect]:
+    """The effects of one call. `full` is its path with imports resolved; `trainers` are names that hold a trainer."""
+    tail, found = site.tail, set()
+    if is_trainer_call(site, subclasses):
+        return {Effect.TRAINER}
+    if is_loader_call(site.path):
+        return {Effect.LOAD}
+    if site.is_method and tail in _TRAIN and (site.root in trainers or "trainer" in site.root.lower()):
+        return {Effect.TRAIN}
+    if tail in ("for_inference", "for_training"):
+        return {Effect.MODE}
+    if tail == "backward" and site.is_method:
+        found.add(Effect.LOOP)
+    if (site.is_method and tail in _INFER and not _PAID.search(full)) or full == "transformers.pipeline":
+        found.add(Effect.INFER)
+    if _SAVE.match(tail) or (tail == "save" and site.root.startswith(("model", "trainer"))):
+        found.add(Effect.SAVE)
+    if _writes_file(site, full):
+        found.add(Effect.FILE)
+    found |= _process_effects(site, full)
+    if _PAID.search(full):
+        found.add(Effect.PAID)
+    if _LOGIN.match(full) or (not site.is_method and tail in ("notebook_login", "login")):
+        found.add(Effect.LOGIN)
+    if full in _INPUT:
+        found.add(Effect.INPUT)
+    if _is_data(site, full):
+        found.add(Effect.DATA)
+    if _STATS.match(full):
+        found.add(Effect.STATS)
+    if _STATE.match(full):
+        found.add(Effect.STATE)
+    if _RANDOM.match(full):
+        found.add(Effect.RANDOM)
+    return found | _display_effects(site, full)
+
+
+def _display_effects(site: CallSite, full: str) -> set[Effect]:
+    if full in _PRINT or (not site.is_method and site.tail in ("pprint", "print_highlight")):
+        return {Effect.PRINT}
+    if full.startswith(_SHOW_MODULES) or (not site.is_method and site.tail == "display"):
+        return {Effect.SHOW}
+    if site.bare and (site.tail in _SHOW_METHODS or (not site.is_method and site.tail in _PURE_BUILTINS)):
+        return {Effect.SHOW}
+    return set()
+
+
+def _process_effects(site: CallSite, full: str) -> set[Effect]:
+    command = command_of(site.node)
+    if command and not without_installs(command)[0]:
+        return set()  # it is left out
+    call = ipython_call(site.node)
+    if call is not None:
+        if call.command:
+            return {Effect.SHELL}
+        return {Effect.FILE} if call.args[:1] in (("writefile",), ("file",)) else set()
+    if _SHELL_CALLS.match(full):
+        return {Effect.SHELL}
+    return {Effect.SERVER} if _SERVER_CALLS.match(full) or site.tail == "launch_openenv" else set()
+
+
+def _is_data(site: CallSite, full: str) -> bool:
+    if _DATA_CALLS.search(full):
+        return True
+    return (
+        site.is_method and site.tail in _DATA_METHODS and bool(site.node.args) and site.root not in ("pool", "executor")
+    )
+
+
+def _writes_file(site: CallSite, full: str) -> bool:
+    if full in ("open", "io.open", "codecs.open") or (site.tail == "open" and site.root == "?"):
+        return any(_is_write_mode(arg) for arg in site.node.args)
+    if site.tail in ("to_csv", "to_json"):
+        return bool(site.node.args)
+    if site.is_method and site.tail == "save" and site.node.args:
+        return not site.root.startswith(("model", "trainer")) or full.startswith(("torch.", "numpy."))
+    return (site.is_method and site.tail in _FILE_METHODS) or bool(_FILE_CALLS.match(full))
+
+
+def _is_write_mode(arg: cst.Arg) -> bool:
+    if arg.keyword is not None and arg.keyword.value != "mode":
+        return False
+    if not isinstance(arg.value, cst.SimpleString):
+        return False
+    mode = arg.value.evaluated_value
+    return (
+        isinstance(mode, str) and 0 < len(mode) <= 4 and set(mode) <= set("rwxabt+") and bool(set(mode) & set("wxa+"))
+    )

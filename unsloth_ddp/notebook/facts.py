@@ -1,0 +1,386 @@
+"""What one top-level statement does to names: reads, writes, mutations, calls, and what its functions will do later.
+
+Names are the notebook's globals; parameters, locals and comprehension variables stay inside. The body of a function is
+deferred: it counts when the function is used, not where it is defined.
+"""
+
+from __future__ import annotations
+
+import builtins
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import libcst as cst
+
+from unsloth_ddp.notebook.ipython import ipython_call, references
+
+# Methods that change the object they are called on, even where their value is used.
+_MUTATING = (
+    *("add", "append", "clear", "disable", "enable", "extend", "insert", "load", "pop", "register", "remove"),
+    *("requires_grad", "reset", "resize", "set", "tie", "update", "setdefault", "sort", "reverse", "shuffle"),
+)
+BUILTINS = frozenset(dir(builtins))
+
+
+@dataclass
+class CallSite:
+    """One call: `path` is dotted ("model.generate"), its root "?" where it is not a plain name."""
+
+    path: str
+    node: cst.Call
+    names: frozenset[str]  # plain names passed as arguments
+    bare: bool = False  # the call is a statement of its own
+
+    @property
+    def root(self) -> str:
+        return self.path.split(".", 1)[0]
+
+    @property
+    def tail(self) -> str:
+        return self.path.rsplit(".", 1)[-1]
+
+    @property
+    def is_method(self) -> bool:
+        return "." in self.path
+
+
+@dataclass
+class Deferred:
+    """The body of a function, or of every method of a class."""
+
+    reads: set[str] = field(default_factory=set)
+    writes: set[str] = field(default_factory=set)
+    calls: list[CallSite] = field(default_factory=list)
+    params: list[str] = field(default_factory=list)
+    mutates: set[str] = field(default_factory=set)  # parameters and globals
+    bases: list[str] = field(default_factory=list)
+    methods: set[str] = field(default_factory=set)
+
+
+@dataclass
+class Facts:
+    """What a statement does when it runs."""
+
+    reads: set[str] = field(default_factory=set)
+    writes: set[str] = field(default_factory=set)
+    mutates: set[str] = field(default_factory=set)
+    calls: list[CallSite] = field(default_factory=list)
+    defines: dict[str, Deferred] = field(default_factory=dict)
+    imports: dict[str, str] = field(default_factory=dict)  # bound name -> dotted path
+    stores: set[str] = field(default_factory=set)  # names whose attributes or items are assigned
+    assigned: list[tuple[str, CallSite]] = field(default_factory=list)  # `name = call(...)`, at any depth
+
+
+def is_false(test: cst.BaseExpression) -> bool:
+    """Whether a condition is a literal that is never true, so that its block is dead."""
+    if isinstance(test, cst.Name):
+        return test.value in ("False", "None")
+    return isinstance(test, cst.Integer) and test.value == "0"
+
+
+def dotted(node: cst.BaseExpression) -> str:
+    """The dotted path of a callee; "?" stands for whatever is not a name or attribute."""
+    parts: list[str] = []
+    while isinstance(node, cst.Attribute):
+        parts.append(node.attr.value)
+        node = node.value
+    parts.append(node.value if isinstance(node, cst.Name) else "?")
+    return ".".join(reversed(parts))
+
+
+def root_name(node: cst.BaseExpression) -> str | None:
+    """The name at the bottom of an attribute or subscript chain."""
+    while isinstance(node, cst.Attribute | cst.Subscript):
+        node = node.value
+    return node.value if isinstance(node, cst.Name) else None
+
+
+def is_mutating(method: str) -> bool:
+    """Whether a method of this name changes its object whatever its value is used for."""
+    return method.endswith("_") or method.split("_")[0] in _MUTATING or method in _MUTATING
+
+
+@dataclass
+class _Scope:
+    kind: str  # module, function, class, comprehension
+    local: set[str] = field(default_factory=set)
+    outer: set[str] = field(default_factory=set)  # declared global
+    facts: Facts = field(default_factory=Facts)
+
+
+def collect(node: cst.CSTNode) -> Facts:
+    """The facts of one top-level statement."""
+    visitor = _Collector()
+    node.visit(visitor)
+    facts = visitor.scopes[0].facts
+    facts.assigned = visitor.assigned
+    return facts
+
+
+class _Collector(cst.CSTVisitor):
+    def __init__(self) -> None:
+        self.scopes = [_Scope("module")]
+        self.function: list[Deferred] = []
+        self.bare: cst.Call | None = None
+        self.assigned: list[tuple[str, CallSite]] = []
+
+    # Names -----------------------------------------------------------------------------------------------------------
+
+    def _read(self, name: str) -> None:
+        self.scopes[-1].facts.reads.add(name)
+
+    def _write(self, name: str) -> None:
+        scope = self.scopes[-1]
+        if scope.kind == "module":
+            scope.facts.writes.add(name)
+        elif name in scope.outer:
+            if self.function:
+                self.function[-1].writes.add(name)
+        else:
+            scope.local.add(name)
+
+    def _mutate(self, name: str | None) -> None:
+        if name is not None:
+            self.scopes[-1].facts.mutates.add(name)
+
+    def _bind(self, target: cst.BaseExpression) -> None:
+        if isinstance(target, cst.Name):
+            self._write(target.value)
+        elif isinstance(target, cst.Tuple | cst.List):
+            for element in target.elements:
+                self._bind(element.value)
+        elif isinstance(target, cst.StarredElement):
+            self._bind(target.value)
+        elif isinstance(target, cst.Attribute | cst.Subscript):
+            name = root_name(target)
+            self._mutate(name)
+            self.scopes[-1].facts.stores.add(name or "?")
+            target.visit(self)
+
+    def visit_Name(self, node: cst.Name) -> None:
+        self._read(node.value)
+
+    def visit_Attribute(self, node: cst.Attribute) -> bool:
+        node.value.visit(self)
+        return False
+
+    def visit_Arg(self, node: cst.Arg) -> bool:
+        node.value.visit(self)
+        return False
+
+    def visit_AssignTarget(self, node: cst.AssignTarget) -> bool:
+        self._bind(node.target)
+        return False
+
+    def visit_Assign(self, node: cst.Assign) -> None:
+        target = node.targets[0].target
+        if isinstance(node.value, cst.Call) and isinstance(target, cst.Name):
+            self.assigned.append((target.value, CallSite(dotted(node.value.func), node.value, frozenset())))
+
+    def visit_AugAssign(self, node: cst.AugAssign) -> bool:
+        node.target.visit(self)
+        node.value.visit(self)
+        self._bind(node.target)
+        return False
+
+    def visit_AnnAssign(self, node: cst.AnnAssign) -> bool:
+        if node.value is not None:
+            node.value.visit(self)
+            self._bind(node.target)
+        node.annotation.visit(self)
+        return False
+
+    def visit_NamedExpr(self, node: cst.NamedExpr) -> bool:
+        node.value.visit(self)
+        self._bind(node.target)
+        return False
+
+    def visit_AsName(self, node: cst.AsName) -> bool:
+        self._bind(node.name)
+        return False
+
+    def visit_Del(self, node: cst.Del) -> bool:
+        name = root_name(node.target)
+        self._mutate(name)
+        node.target.visit(self)
+        return False
+
+    def visit_Global(self, node: cst.Global) -> bool:
+        self.scopes[-1].outer.update(item.name.value for item in node.names)
+        return False
+
+    def visit_Nonlocal(self, node: cst.Nonlocal) -> bool:
+        return False
+
+    def visit_MatchAs(self, node: cst.MatchAs) -> bool:
+        if node.pattern is not None:
+            node.pattern.visit(self)
+        if node.name is not None:
+            self._write(node.name.value)
+        return False
+
+    def visit_Import(self, node: cst.Import) -> bool:
+        for alias in node.names:
+            path = dotted(alias.name)
+            name = alias.asname.name.value if alias.asname else path.split(".")[0]  # type: ignore[union-attr]
+            self._import(str(name), path if alias.asname else path.split(".")[0])
+        return False
+
+    def visit_ImportFrom(self, node: cst.ImportFrom) -> bool:
+        module = dotted(node.module) if node.module else ""
+        if isinstance(node.names, cst.ImportStar):
+            return False
+        for alias in node.names:
+            name = alias.asname.name.value if alias.asname else alias.name.value  # type: ignore[union-attr]
+            self._import(str(name), f"{module}.{alias.name.value}")
+        return False
+
+    def _import(self, name: str, path: str) -> None:
+        self._write(name)
+        self.scopes[-1].facts.imports[name] = path
+
+    # Statements ------------------------------------------------------------------------------------------------------
+
+    def visit_If(self, node: cst.If) -> bool:
+        if not is_false(node.test):
+            return True
+        if node.orelse is not None:
+            node.orelse.visit(self)
+        return False
+
+    def visit_For(self, node: cst.For) -> bool:
+        node.iter.visit(self)
+        self._bind(node.target)
+        node.body.visit(self)
+        if node.orelse is not None:
+            node.orelse.visit(self)
+        return False
+
+    def visit_Expr(self, node: cst.Expr) -> None:
+        value = node.value.expression if isinstance(node.value, cst.Await) else node.value
+        self.bare = value if isinstance(value, cst.Call) else None
+
+    def visit_Call(self, node: cst.Call) -> None:
+        path = dotted(node.func)
+        names = frozenset(arg.value.value for arg in node.args if isinstance(arg.value, cst.Name))
+        site = CallSite(path, node, names, bare=node is self.bare)
+        facts = self.scopes[-1].facts
+        facts.calls.append(site)
+        for arg in node.args:
+            if isinstance(arg.value, cst.Attribute):  # partial(model.generate, ...), Thread(target=model.generate)
+                facts.calls.append(CallSite(dotted(arg.value), cst.Call(func=arg.value), frozenset()))
+        call = ipython_call(node)
+        if call is not None:
+            facts.reads |= references(call.command or " ".join(call.args))
+        elif site.is_method and (site.bare or is_mutating(site.tail)):
+            self._mutate(root_name(node.func))
+
+    # Scopes ----------------------------------------------------------------------------------------------------------
+
+    def visit_FunctionDef(self, node: cst.FunctionDef) -> bool:
+        self._write(node.name.value)
+        for decorator in node.decorators:
+            decorator.visit(self)
+        for default in _defaults(node.params):
+            default.visit(self)
+        self._body(node.name.value, _parameters(node.params), [node.body])
+        return False
+
+    def _body(self, name: str, params: list[str], parts: Iterable[cst.CSTNode]) -> None:
+        """Collect a deferred body under the outermost definition it belongs to."""
+        outermost = not self.function
+        deferred = Deferred(params=params)
+        self.function.append(deferred)
+        self.scopes.append(_Scope("function", local=set(params)))
+        for part in parts:
+            part.visit(self)
+        scope = self.scopes.pop()
+        self.function.pop()
+        hidden = scope.local - scope.outer
+        deferred.reads |= scope.facts.reads - hidden
+        deferred.calls += scope.facts.calls
+        deferred.mutates |= {n for n in scope.facts.mutates if n not in hidden or n in params}
+        if not outermost:
+            self._merge(self.function[-1], deferred, self.scopes[-1])
+            return
+        owner = self.scopes[-1]
+        target = owner.facts.defines.get(name)
+        if target is None or owner.kind == "module":
+            owner.facts.defines[name] = deferred
+        else:
+            self._merge(target, deferred, owner)
+
+    def _merge(self, target: Deferred, inner: Deferred, scope: _Scope) -> None:
+        target.reads |= inner.reads
+        target.writes |= inner.writes
+        target.calls += inner.calls
+        target.mutates |= inner.mutates - set(inner.params)
+
+    def visit_Lambda(self, node: cst.Lambda) -> bool:
+        for default in _defaults(node.params):
+            default.visit(self)
+        self.scopes.append(_Scope("comprehension", local=set(_parameters(node.params))))
+        node.body.visit(self)
+        self._pop()
+        return False
+
+    def visit_ClassDef(self, node: cst.ClassDef) -> bool:
+        self._write(node.name.value)
+        for part in (*node.decorators, *node.bases, *node.keywords):
+            part.visit(self)
+        self.scopes.append(_Scope("class"))
+        node.body.visit(self)
+        scope = self.scopes.pop()
+        parent = self.scopes[-1]
+        whole = Deferred(bases=[dotted(base.value) for base in node.bases], methods=set(scope.facts.defines))
+        for method in scope.facts.defines.values():
+            self._merge(whole, method, scope)
+        whole.calls += scope.facts.calls
+        parent.facts.reads |= scope.facts.reads - scope.local
+        if self.function:
+            self._merge(self.function[-1], whole, parent)
+        else:
+            parent.facts.defines[node.name.value] = whole
+        return False
+
+    def visit_ListComp(self, node: cst.ListComp) -> None:
+        self.scopes.append(_Scope("comprehension"))
+
+    visit_SetComp = visit_DictComp = visit_GeneratorExp = visit_ListComp  # type: ignore[assignment]
+
+    def leave_ListComp(self, original_node: cst.BaseExpression) -> None:
+        self._pop()
+
+    leave_SetComp = leave_DictComp = leave_GeneratorExp = leave_ListComp
+
+    def visit_CompFor(self, node: cst.CompFor) -> bool:
+        self._bind(node.target)
+        node.iter.visit(self)
+        for part in (*node.ifs, *([node.inner_for_in] if node.inner_for_in else [])):
+            part.visit(self)
+        return False
+
+    def _pop(self) -> None:
+        """Close a scope that runs in place: what it does counts for its parent, its own names apart."""
+        scope = self.scopes.pop()
+        parent = self.scopes[-1]
+        parent.facts.reads |= scope.facts.reads - scope.local
+        parent.facts.mutates |= scope.facts.mutates - scope.local
+        parent.facts.calls += scope.facts.calls
+
+
+def _all_parameters(params: cst.Parameters) -> list[cst.Param]:
+    found = [*params.posonly_params, *params.params, *params.kwonly_params]
+    if isinstance(params.star_arg, cst.Param):
+        found.append(params.star_arg)
+    if params.star_kwarg is not None:
+        found.append(params.star_kwarg)
+    return found
+
+
+def _parameters(params: cst.Parameters) -> list[str]:
+    return [param.name.value for param in _all_parameters(params)]
+
+
+def _defaults(params: cst.Parameters) -> list[cst.BaseExpression]:
+    return [param.default for param in _all_parameters(params) if param.default is not None]

@@ -1,0 +1,305 @@
+"""The notebook as one list of top-level statements, with who defines what each of them uses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from enum import Enum
+
+import libcst as cst
+
+from unsloth_ddp.notebook.effects import Effect, call_effects, is_trainer_call
+from unsloth_ddp.notebook.facts import CallSite, Deferred, Facts, collect, is_false
+
+# Effects that a function hands on to a call it is merely passed to, such as dataset.map(function).
+_THROUGH_ARGUMENTS = {Effect.PAID, Effect.FILE, Effect.SERVER, Effect.PRINT, Effect.RANDOM, Effect.SHELL}
+# A call with no other effect than these is made for what it does to its arguments.
+_MAY_CHANGE_ARGUMENTS = {Effect.LOAD, Effect.RANDOM, Effect.STATE, Effect.DATA}
+# Methods that leave their object as training needs it.
+_HARMLESS = {
+    "eval",
+    "train",
+    "generate",
+    "fast_generate",
+    "encode",
+    "decode",
+    "to",
+    "cuda",
+    "cpu",
+    "items",
+    "keys",
+    "get",
+}
+_HARMLESS |= {"strip", "format", "append_", "for_inference", "for_training", "apply_chat_template", "batch_decode"}
+
+
+_SEEDING = {"set_seed", "seed_everything", "seed_all", "enable_full_determinism"}
+
+
+class Role(Enum):
+    """Where a top-level statement runs."""
+
+    ALL = "every process"
+    FIRST = "every process, the main one first"
+    MAIN = "main process only"
+    NODE = "one process a node"
+    DEAD = "never"
+    DROP = "removed"
+
+
+@dataclass
+class Statement:
+    """One top-level statement and what was found out about it."""
+
+    cell: int
+    node: cst.BaseStatement
+    facts: Facts
+    effects: set[Effect] = field(default_factory=set)
+    role: Role = Role.ALL
+    needed: bool = False
+    uses: set[int] = field(default_factory=set)  # statements whose definitions this one reads
+    used_by: set[int] = field(default_factory=set)
+    share: list[str] = field(default_factory=list)  # names the main process hands to the others
+    handles: set[str] = field(default_factory=set)  # names that only the process that made them can use
+    share_value: bool = False  # the main process hands the assigned value to the others
+
+    @property
+    def conditional(self) -> bool:
+        """Whether its writes may not happen, so that earlier definitions stay visible."""
+        return isinstance(self.node, cst.If | cst.For | cst.While | cst.Try | cst.TryStar | cst.Match)
+
+
+@dataclass
+class Graph:
+    """All statements of a notebook in order."""
+
+    statements: list[Statement]
+    imports: dict[str, str]
+    functions: dict[str, Deferred]
+    trainer_classes: set[str]
+    effects: _Effects | None = None
+
+    @property
+    def function_effects(self) -> dict[str, set[Effect]]:
+        """The effects of the notebook's own functions."""
+        assert self.effects is not None
+        return {name: self.effects.of_function(name) for name, body in self.functions.items() if not body.methods}
+
+    def effects_of(self, facts: Facts) -> set[Effect]:
+        """The effects of code with these facts."""
+        assert self.effects is not None
+        return set().union(*(self.effects.of_site(site) for site in facts.calls))
+
+    @property
+    def is_seeded(self) -> bool:
+        """Whether the notebook seeds the global random generators itself."""
+        paths = {site.path for s in self.statements for site in s.facts.calls}
+        return any(path.split(".")[-1] in _SEEDING or path.endswith("random.seed") for path in paths)
+
+    @property
+    def last_seed(self) -> int:
+        """Index of the last statement that trains, builds a trainer or steps an optimizer; -1 without one."""
+        return max((i for i, s in enumerate(self.statements) if s.effects & SEEDS), default=-1)
+
+
+SEEDS = {Effect.TRAIN, Effect.TRAINER, Effect.LOOP}
+
+
+def is_dead(node: cst.BaseStatement) -> bool:
+    """Whether a statement is an `if False:` without an else."""
+    return isinstance(node, cst.If) and is_false(node.test) and node.orelse is None
+
+
+def build(cells: Iterable[tuple[int, Iterable[cst.BaseStatement]]]) -> Graph:
+    """The graph over every cell's statements."""
+    statements = [Statement(number, node, collect(node)) for number, body in cells for node in body]
+    imports: dict[str, str] = {}
+    functions: dict[str, Deferred] = {}
+    for statement in statements:
+        imports.update(statement.facts.imports)
+        functions.update(statement.facts.defines)
+    for statement in statements:
+        if statement.facts.stores & imports.keys():
+            statement.effects.add(Effect.STATE)
+        # A module's function changes its arguments or the world, not the name it was imported under.
+        statement.facts.mutates -= imports.keys()
+    graph = Graph(statements, imports, functions, _trainer_classes(functions))
+    _find_effects(graph)
+    _link(graph)
+    return graph
+
+
+def _trainer_classes(functions: dict[str, Deferred]) -> set[str]:
+    """Notebook classes that inherit from a trainer, whatever they are called."""
+    found: set[str] = set()
+    grown = True
+    while grown:
+        grown = False
+        for name, body in functions.items():
+            if name not in found and any(b.split(".")[-1].endswith("Trainer") or b in found for b in body.bases):
+                found.add(name)
+                grown = True
+    return found
+
+
+# Effects -------------------------------------------------------------------------------------------------------------
+
+
+class _Effects:
+    """Effects of statements and functions, found through the call graph."""
+
+    def __init__(self, graph: Graph, trainers: set[str], instances: dict[str, str]) -> None:
+        self.graph, self.trainers, self.instances = graph, trainers, instances
+        self.known: dict[str, set[Effect]] = {}
+
+    def of_site(self, site: CallSite) -> set[Effect]:
+        graph = self.graph
+        if is_trainer_call(site, graph.trainer_classes):
+            return {Effect.TRAINER}
+        found: set[Effect] = set()
+        body = graph.functions.get(site.path)
+        if body is not None:
+            if not body.methods and not body.bases:
+                found |= self.of_function(site.path)
+        else:
+            root = graph.imports.get(site.root, site.root)
+            full = ".".join([root, *site.path.split(".")[1:]])
+            found |= call_effects(site, full, self.trainers, graph.trainer_classes)
+        owner = self.instances.get(site.root)
+        if site.is_method and owner and site.tail in graph.functions[owner].methods:
+            found |= self.of_function(owner)
+        for name in site.names & graph.functions.keys():
+            found |= self.of_function(name) & _THROUGH_ARGUMENTS
+        return found
+
+    def of_function(self, name: str) -> set[Effect]:
+        if name not in self.known:
+            self.known[name] = set()  # ends recursion
+            body = self.graph.functions[name]
+            found: set[Effect] = set()
+            for site in body.calls:
+                found |= self.of_site(site)
+            self.known[name] = found
+        return self.known[name]
+
+
+def _find_effects(graph: Graph) -> None:
+    trainers: set[str] = set()
+    instances: dict[str, str] = {}
+    for statement in graph.statements:
+        for site in statement.facts.calls:
+            body = graph.functions.get(site.path)
+            if body is not None and (body.methods or body.bases):
+                instances.update(dict.fromkeys(statement.facts.writes, site.path))
+        trainers |= {name for name, site in statement.facts.assigned if is_trainer_call(site, graph.trainer_classes)}
+    effects = graph.effects = _Effects(graph, trainers, instances)
+    for statement in graph.statements:
+        for site in statement.facts.calls:
+            statement.effects |= effects.of_site(site)
+        if _is_shown(statement.node):
+            statement.effects.add(Effect.SHOW)
+        _mutations_through_functions(graph, statement)
+
+
+def _is_shown(node: cst.BaseStatement) -> bool:
+    """A bare expression that only a notebook would display."""
+    if not isinstance(node, cst.SimpleStatementLine) or len(node.body) != 1:
+        return False
+    small = node.body[0]
+    if not isinstance(small, cst.Expr):
+        return False
+    value = small.value
+    return not isinstance(value, cst.Call | cst.Await | cst.Yield | cst.SimpleString | cst.Ellipsis | cst.NamedExpr)
+
+
+def _mutations_through_functions(graph: Graph, statement: Statement) -> None:
+    """Add what the notebook's own functions change: their globals, and the arguments they assign into."""
+    facts = statement.facts
+    seen: set[str] = set()
+
+    def visit(name: str) -> None:
+        if name in seen or name not in graph.functions:
+            return
+        seen.add(name)
+        body = graph.functions[name]
+        facts.mutates |= body.writes | (body.mutates - set(body.params))
+        for inner in body.calls:
+            visit(inner.path)
+
+    for site in facts.calls:
+        body = graph.functions.get(site.path)
+        if body is None:
+            if site.bare and not statement.effects - _MAY_CHANGE_ARGUMENTS:
+                facts.mutates |= site.names  # an unknown function called for its effect alone
+            continue
+        visit(site.path)
+        for index, arg in enumerate(site.node.args):
+            if not isinstance(arg.value, cst.Name):
+                continue
+            param = arg.keyword.value if arg.keyword else (body.params[index] if index < len(body.params) else "")
+            if param in body.mutates and param in _assigned_into(body):
+                facts.mutates.add(arg.value.value)
+    facts.mutates -= _only_harmless(statement)
+
+
+def _assigned_into(body: Deferred) -> set[str]:
+    """Parameters that a body changes by more than calling a harmless method on them."""
+    harmless = {site.root for site in body.calls if site.bare and site.tail in _HARMLESS}
+    changed = {site.root for site in body.calls if site.bare and site.is_method and site.tail not in _HARMLESS}
+    return (body.mutates - harmless) | (body.mutates & changed)
+
+
+def _only_harmless(statement: Statement) -> set[str]:
+    """Names that count as mutated only because a known call was made on them."""
+    facts = statement.facts
+    known = {Effect.INFER, Effect.SAVE, Effect.SHOW, Effect.TRAIN, Effect.FILE}
+    if not isinstance(statement.node, cst.SimpleStatementLine):
+        return set()
+    sites = [s for s in facts.calls if s.is_method and s.bare]
+    if sites and all(s.tail in _HARMLESS or statement.effects & known for s in sites):
+        return {s.root for s in sites} & facts.mutates
+    return set()
+
+
+# Definitions and uses ------------------------------------------------------------------------------------------------
+
+
+def _link(graph: Graph) -> None:
+    """Connect every statement to the statements whose definitions it reads."""
+    reaching: dict[str, list[int]] = {}
+    carried: dict[str, set[str]] = {}  # what an object will read later, through functions it holds
+    functions: dict[str, Deferred] = {}
+    for index, statement in enumerate(graph.statements):
+        facts = statement.facts
+        reads = _with_deferred(facts.reads | facts.mutates, functions)
+        for name in list(reads):
+            reads |= carried.get(name, set())
+        for name in reads:
+            statement.uses.update(reaching.get(name, ()))
+        functions.update(facts.defines)
+        later = reads - facts.reads if not statement.effects & {Effect.TRAINER} else set(reads)
+        for name in facts.writes | facts.mutates:
+            carried[name] = (carried.get(name, set()) if name in facts.mutates else set()) | later - {name}
+        for name in facts.mutates:
+            reaching.setdefault(name, []).append(index)
+        for name in facts.writes:
+            if statement.conditional:
+                reaching.setdefault(name, []).append(index)
+            else:
+                reaching[name] = [index]
+    for index, statement in enumerate(graph.statements):
+        statement.uses.discard(index)
+        for used in statement.uses:
+            graph.statements[used].used_by.add(index)
+
+
+def _with_deferred(names: set[str], functions: dict[str, Deferred]) -> set[str]:
+    """`names` and everything that the functions among them read when they run."""
+    found, queue = set(names), list(names)
+    while queue:
+        body = functions.get(queue.pop())
+        if body is not None:
+            fresh = (body.reads | body.mutates - set(body.params)) - found
+            found |= fresh
+            queue += fresh
+    return found

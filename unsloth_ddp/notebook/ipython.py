@@ -1,0 +1,224 @@
+"""Read the commands in `get_ipython()` calls: which ones install packages, and which notebook names they use."""
+
+from __future__ import annotations
+
+import ast
+import re
+from dataclasses import dataclass
+
+import libcst as cst
+
+_INSTALLERS = re.compile(
+    r"""^\s*(?:sudo\s+(?:-\S+\s+)*)?(?:[A-Z_]+=\S+\s+)*
+    (?: (?:\S*python[\d.]*|\{sys\.executable\}|"\{sys\.executable\}")\s+-m\s+(?:uv\s+)?pip[\d.]*\s
+      | (?:\S*/)?(?:uv\s+)?pip[\d.]*\s
+      | uv\s+(?:add|sync|venv|self|python|tool\s+install)\b
+      | (?:apt|apt-get|aptitude|dpkg|brew|yum|dnf|apk|snap)\s
+      | (?:\S*/)?(?:conda|mamba|micromamba)\s+(?:install|update|create|env|activate)\b
+      | npm\s+(?:install|i)\b | gem\s+install\b | cargo\s+install\b
+      | (?:curl|wget)\s.*\|\s*(?:sudo\s+)?(?:ba|z)?sh\b
+    )""",
+    re.VERBOSE,
+)
+_PIP_INSTALL = re.compile(r"\bpip[\d.]*\s+install\b(.*)", re.DOTALL)
+_BRACED = re.compile(
+    r"(?<![\w$])\{(\s*[A-Za-z_]\w*(?:\.\w+|\[[^\]{}]*\])*\s*)\}|\{(\s*[A-Za-z_]\w*(?:\.\w+|\[[^\]{}]*\])*\s*)\}"
+)
+_DOLLAR = re.compile(r"(?<![\\$\w])\$([A-Za-z_]\w*)")
+_TAKES_VALUE = {
+    *("-r", "-c", "-i", "-f", "-e", "-t", "--requirement", "--constraint", "--index-url", "--extra-index-url"),
+    *("--find-links", "--editable", "--target", "--python", "--prefix", "--index-strategy", "--index", "--cache-dir"),
+}
+
+
+@dataclass(frozen=True)
+class IPythonCall:
+    """A `get_ipython().method(...)` call with its literal arguments."""
+
+    method: str
+    args: tuple[str, ...]
+
+    @property
+    def command(self) -> str:
+        """The shell command it runs, or ""."""
+        if self.method in ("system", "getoutput", "getoutput_list", "sx"):
+            return self.args[0] if self.args else ""
+        if (
+            self.method == "run_cell_magic"
+            and self.args
+            and self.args[0] in ("bash", "sh", "script", "shell", "system")
+        ):
+            return self.args[2]
+        if self.method == "run_line_magic" and self.args and self.args[0] in ("system", "sx", "sc", "bash", "sh", "!"):
+            return self.args[1]
+        if self.method == "run_line_magic" and self.args and self.args[0] in ("pip", "conda", "mamba", "uv"):
+            return f"{self.args[0]} {self.args[1]}"
+        return ""
+
+
+def ipython_call(node: cst.BaseExpression) -> IPythonCall | None:
+    """The IPython call that `node` is, if it is one."""
+    if not isinstance(node, cst.Call) or not isinstance(node.func, cst.Attribute):
+        return None
+    base = node.func.value
+    if not isinstance(base, cst.Call) or not isinstance(base.func, cst.Name) or base.func.value != "get_ipython":
+        return None
+    args = []
+    for arg in node.args:
+        if not isinstance(arg.value, cst.SimpleString | cst.ConcatenatedString):
+            return None
+        args.append(str(ast.literal_eval(cst.Module(body=[]).code_for_node(arg.value))))
+    return IPythonCall(node.func.attr.value, tuple(args))
+
+
+_RUNNERS = {"run", "call", "check_call", "check_output", "system", "Popen"}
+
+
+def command_of(node: cst.BaseExpression) -> str:
+    """The command of a shell line or of a subprocess call written out as strings; "" where there is none to read."""
+    magic = ipython_call(node)
+    if magic is not None:
+        return magic.command
+    if not isinstance(node, cst.Call) or not node.args or not isinstance(node.func, cst.Attribute | cst.Name):
+        return ""
+    name = node.func.attr if isinstance(node.func, cst.Attribute) else node.func
+    if name.value not in _RUNNERS:
+        return ""
+    first = node.args[0].value
+    parts = [e.value for e in first.elements] if isinstance(first, cst.List | cst.Tuple) else [first]
+    return " ".join(_word(part) for part in parts)
+
+
+def _word(node: cst.BaseExpression) -> str:
+    if isinstance(node, cst.SimpleString | cst.ConcatenatedString):
+        value = node.evaluated_value
+        return value if isinstance(value, str) else "{}"
+    if isinstance(node, cst.Attribute) and node.attr.value == "executable":
+        return "python"
+    return "{}"
+
+
+def references(command: str, bound: set[str] | frozenset[str] | None = None) -> set[str]:
+    """The names that IPython would put into `command`; all that look like names where `bound` is None."""
+    found = {match.group(1) for match in _DOLLAR.finditer(command)}
+    found |= {_root(match.group(1) or match.group(2)) for match in _BRACED.finditer(command)}
+    return found if bound is None else found & bound
+
+
+def _root(expression: str) -> str:
+    found = re.match(r"\s*([A-Za-z_]\w*)", expression)
+    return found.group(1) if found else ""
+
+
+def as_python_string(command: str, bound: set[str]) -> str:
+    """Source of a string for `command` with the bound `{name}`s and `$name`s put in, everything else as it stands."""
+    pieces: list[tuple[bool, str]] = []
+    position = 0
+    spans = [(m.start(), m.end(), m.group(1) or m.group(2)) for m in _BRACED.finditer(command)]
+    spans += [(m.start(), m.end(), m.group(1)) for m in _DOLLAR.finditer(command)]
+    for start, end, expression in sorted(spans):
+        if start < position or _root(expression) not in bound:
+            continue
+        pieces += [(False, command[position:start]), (True, expression.strip())]
+        position = end
+    pieces.append((False, command[position:]))
+    if len(pieces) == 1:
+        return _quote(command)
+    quote = "'" if '"' in command and "'" not in command else '"'
+    text = ""
+    for is_name, piece in pieces:
+        if is_name:
+            # Python before 3.12 has no f-string with its own quote inside.
+            text += "{" + (piece.replace('"', "'") if quote == '"' else piece.replace("'", '"')) + "}"
+        else:
+            text += (
+                repr('"' + piece)[2:-1]
+                .replace("\\'", "'")
+                .replace("{", "{{")
+                .replace("}", "}}")
+                .replace(quote, "\\" + quote)
+            )
+    return f"f{quote}{text}{quote}"
+
+
+def _quote(text: str) -> str:
+    """A literal for `text`, over several lines where it has several."""
+    if "\n" in text.strip("\n") and '"""' not in text and "\\" not in text and not text.endswith('"'):
+        return f'"""{text}"""' if not text.startswith('"') else repr(text)
+    if '"' not in text and "\\" not in text and text.isprintable():
+        return f'"{text}"'
+    return repr(text)
+
+
+def split_commands(command: str) -> list[tuple[str, str]]:
+    """The parts of a shell line with the operator (&&, ||, ;, newline or "") that follows each."""
+    parts: list[tuple[str, str]] = []
+    quote, start, index, depth = "", 0, 0, 0
+    while index < len(command):
+        char = command[index]
+        if quote:
+            quote = "" if char == quote else quote
+        elif char in "'\"":
+            quote = char
+        elif char == "#" and (index == 0 or command[index - 1].isspace()):
+            end = command.find("\n", index)
+            index = len(command) if end < 0 else end
+            continue
+        elif char == "\\":
+            index += 1
+        elif char in "()":
+            depth += 1 if char == "(" else -1
+        elif depth <= 0:
+            operator = next((op for op in ("&&", "||", ";", "\n") if command.startswith(op, index)), "")
+            if operator:
+                parts.append((command[start:index], operator))
+                index += len(operator)
+                start = index
+                continue
+        index += 1
+    parts.append((command[start:], ""))
+    return [(text, operator) for text, operator in parts if text.strip()]
+
+
+def is_install(command: str) -> bool:
+    """Whether one simple command installs, removes or updates packages."""
+    group = re.match(r"^\s*\((.*)\)[^()]*$", command, re.DOTALL)
+    if group:
+        return all(is_install(text) for text, _ in split_commands(group.group(1)))
+    return bool(_INSTALLERS.match(command.strip() + " "))
+
+
+def without_installs(command: str) -> tuple[str, list[str]]:
+    """A shell command without its installs, and the requirements that those named."""
+    kept: list[tuple[str, str]] = []
+    requirements: list[str] = []
+    parts = split_commands(command)
+    for text, operator in parts:
+        if is_install(text):
+            requirements += requirement_names(text)
+        else:
+            kept.append((text, operator))
+    if len(kept) == len(parts):
+        return command, []
+    if all(text.lstrip().startswith("#") for text, _ in kept):
+        return "", requirements
+    joined = "".join(text + operator for text, operator in kept[:-1]) + kept[-1][0]
+    return joined.strip("\n "), requirements
+
+
+def requirement_names(command: str) -> list[str]:
+    """The requirements that a pip command names, as they would stand in a requirements file."""
+    found = _PIP_INSTALL.search(command.replace("\\\n", " "))
+    if found is None:
+        return []
+    names: list[str] = []
+    skip = False
+    for token in re.findall(r"\"[^\"]*\"|'[^']*'|\S+", found.group(1)):
+        if token.startswith(("#", ">", "2>", "|", "&")):
+            break
+        text = token.strip("\"'")
+        if skip or text.startswith("-"):
+            skip = not skip and text in _TAKES_VALUE
+        elif text and "{" not in text and "$" not in text and text != "\\":
+            names.append(text)
+    return names

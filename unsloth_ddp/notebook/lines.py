@@ -1,0 +1,62 @@
+"""A transformer of statement lines: comments go above the line they speak of, an emptied line becomes `pass`."""
+
+from __future__ import annotations
+
+import libcst as cst
+
+
+def comment_line(text: str) -> cst.EmptyLine:
+    """A line that holds one comment."""
+    return cst.EmptyLine(comment=cst.Comment(text))
+
+
+def lead(node: cst.BaseStatement, notes: list[str]) -> cst.BaseStatement:
+    """`node` with comment lines right above it."""
+    fresh = [comment_line(note) for note in dict.fromkeys(notes)]
+    leading = getattr(node, "leading_lines", ())
+    return node.with_changes(leading_lines=[*leading, *fresh]) if fresh else node
+
+
+def is_empty(node: cst.BaseStatement) -> bool:
+    """Whether a line holds nothing but `pass`."""
+    return isinstance(node, cst.SimpleStatementLine) and all(isinstance(small, cst.Pass) for small in node.body)
+
+
+class LineEditor(cst.CSTTransformer):
+    """Collects notes while a line's parts are edited, and writes them above the line."""
+
+    def __init__(self) -> None:
+        self._open: list[list[str]] = []
+        self.outer: list[str] = []  # notes of block headers, for above the whole statement
+        self.depth = 0  # functions around the current node
+
+    def note(self, *texts: str) -> None:
+        """Comment on the line being edited."""
+        (self._open[-1] if self._open else self.outer).extend(texts)
+
+    def visit_SimpleStatementLine(self, node: cst.SimpleStatementLine) -> None:
+        self._open.append([])
+
+    def leave_SimpleStatementLine(
+        self, original_node: cst.SimpleStatementLine, updated_node: cst.SimpleStatementLine
+    ) -> cst.BaseStatement:
+        notes = self._open.pop()
+        if not updated_node.body:
+            updated_node = updated_node.with_changes(body=[cst.Pass()], trailing_whitespace=cst.TrailingWhitespace())
+        return lead(self.finish_line(original_node, updated_node), notes)
+
+    def finish_line(self, original: cst.SimpleStatementLine, line: cst.SimpleStatementLine) -> cst.BaseStatement:
+        """A hook for what becomes of the whole line."""
+        return line
+
+    def leave_SimpleStatementSuite(
+        self, original_node: cst.SimpleStatementSuite, updated_node: cst.SimpleStatementSuite
+    ) -> cst.SimpleStatementSuite:
+        return updated_node if updated_node.body else updated_node.with_changes(body=[cst.Pass()])
+
+    def visit_FunctionDef(self, node: cst.FunctionDef) -> None:
+        self.depth += 1
+
+    def leave_FunctionDef(self, original_node: cst.FunctionDef, updated_node: cst.FunctionDef) -> cst.BaseStatement:
+        self.depth -= 1
+        return updated_node

@@ -1,0 +1,90 @@
+"""The edits of model loading and of GPU numbers: every process uses its own device."""
+
+from __future__ import annotations
+
+import re
+
+import libcst as cst
+
+from unsloth_ddp.notebook.arguments import code, keyword, remove_keyword, set_keyword, splats
+from unsloth_ddp.notebook.context import Context
+from unsloth_ddp.notebook.effects import is_loader_call
+from unsloth_ddp.notebook.facts import dotted
+
+_SPREADS = {
+    '"auto"',
+    "'auto'",
+    '"balanced"',
+    "'balanced'",
+    '"balanced_low_0"',
+    '"sequential"',
+    '"unsloth"',
+    "'unsloth'",
+}
+
+
+def edit_load(call: cst.Call, context: Context) -> tuple[cst.Call, list[str]]:
+    """A from_pretrained call bound to this process's GPU; unchanged where it is none of our business."""
+    path = dotted(call.func)
+    if not path.endswith(".from_pretrained"):
+        return call, []
+    old = keyword(call, "device_map")
+    ours = is_loader_call(path) or context.imports.get(path.split(".")[0], "").startswith("unsloth.")
+    if not ours and (old is None or code(old.value) == "None"):
+        return call, []
+    notes: list[str] = []
+    call = _bind(call, old, context, notes)
+    offload = keyword(call, "offload_embedding")
+    if offload is not None and code(offload.value) not in ("False", "None"):
+        value = code(offload.value)
+        alone = f"{context.names['WORLD_SIZE']} == 1"
+        call = set_keyword(call, "offload_embedding", alone if value == "True" else f"({value}) and {alone}")
+        notes.append(context.edit("load", f"offload_embedding was {value}; DDP cannot train with weights on the CPU"))
+    return call, notes
+
+
+def _bind(call: cst.Call, old: cst.Arg | None, context: Context, notes: list[str]) -> cst.Call:
+    target = f'{{"": {context.names["LOCAL_RANK"]}}}'
+    if splats(call) and old is None:
+        source = f'{{**{_splatted(call)}, "device_map": {target}}}'
+        args = [arg for arg in call.args if arg.star != "**"]
+        notes.append(context.edit("load", "the whole model on this process's GPU, whatever the dict says"))
+        return call.with_changes(args=[*args, cst.Arg(value=cst.parse_expression(source), star="**")])
+    if splats(call):
+        call = remove_keyword(call, "device_map")
+        return _bind(call, None, context, notes)
+    was = code(old.value) if old is not None else ""
+    call = set_keyword(call, "device_map", target)
+    if was in _SPREADS and "unsloth" not in was:
+        notes.append(
+            context.warn("model parallel", f"device_map was {was}, which spreads a model: it must now fit on one GPU")
+        )
+    elif was:
+        notes.append(context.edit("load", f"the whole model on this process's GPU (device_map was {was})"))
+    else:
+        notes.append(context.edit("load", "the whole model on this process's GPU"))
+    return call
+
+
+def _splatted(call: cst.Call) -> str:
+    return ", **".join(code(arg.value) for arg in call.args if arg.star == "**")
+
+
+def edit_device_string(node: cst.SimpleString, context: Context) -> cst.BaseExpression | None:
+    """`"cuda:0"` names one GPU for all; an f-string with this process's number instead."""
+    if re.fullmatch(r"""(["'])cuda:\d+\1""", node.value):
+        return cst.parse_expression(f'f"cuda:{{{context.names["LOCAL_RANK"]}}}"')
+    return None
+
+
+def edit_device_number(call: cst.Call, context: Context) -> cst.Call | None:
+    """`.cuda(0)`, `torch.cuda.set_device(0)` and `torch.device("cuda", 0)` with this process's number."""
+    path = dotted(call.func)
+    index = 1 if path == "torch.device" else 0
+    if path not in ("torch.device", "torch.cuda.set_device", "torch.cuda.device") and not path.endswith(".cuda"):
+        return None
+    if len(call.args) <= index or not isinstance(call.args[index].value, cst.Integer):
+        return None
+    args = list(call.args)
+    args[index] = args[index].with_changes(value=cst.Name(context.names["LOCAL_RANK"]))
+    return call.with_changes(args=args)

@@ -1,0 +1,185 @@
+"""Apply every edit of code to one statement."""
+
+from __future__ import annotations
+
+import libcst as cst
+
+from unsloth_ddp.notebook.arguments import code
+from unsloth_ddp.notebook.config import edit_config, is_config_call
+from unsloth_ddp.notebook.context import Context
+from unsloth_ddp.notebook.data import edit_generator, edit_seed
+from unsloth_ddp.notebook.effects import Effect
+from unsloth_ddp.notebook.facts import collect, is_false
+from unsloth_ddp.notebook.graph import SEEDS, Graph, Role, Statement
+from unsloth_ddp.notebook.ipython import IPythonCall, as_python_string, command_of, ipython_call, without_installs
+from unsloth_ddp.notebook.lines import LineEditor, lead
+from unsloth_ddp.notebook.load import edit_device_number, edit_device_string, edit_load
+
+# Words without which a statement has nothing to edit; most have none of them.
+_TRIGGERS = (
+    *("from_pretrained", "Config(", "Arguments(", "cuda", "get_ipython", "await", "train_test_split", "shuffle"),
+    *("RandomState", "default_rng", "Random(", "sample", "input(", "getpass", "subprocess", "os.system"),
+)
+_GUARDED = {Effect.SAVE, Effect.FILE, Effect.PAID}
+
+
+def rewrite(statement: Statement, graph: Graph, context: Context) -> cst.BaseStatement:
+    """The statement's syntax tree with its edits, comments above the lines they changed."""
+    node = statement.node
+    guarded = _guards_inside(statement, graph)
+    if not guarded and not _worth_a_look(code(node), context):
+        return node
+    context.on_one_process = statement.role in (Role.MAIN, Role.NODE)
+    editor = _Rewriter(context, graph, guarded)
+    new = node.visit(editor)
+    assert isinstance(new, cst.BaseStatement)
+    return lead(new, editor.outer)
+
+
+def _worth_a_look(source: str, context: Context) -> bool:
+    return any(word in source for word in _TRIGGERS) or any(name in source for name in context.config_classes)
+
+
+def _guards_inside(statement: Statement, graph: Graph) -> bool:
+    """Whether saves inside a statement need guards of their own, because training in it keeps it on every process."""
+    if statement.role not in (Role.ALL, Role.FIRST):
+        return False
+    if isinstance(statement.node, cst.SimpleStatementLine | cst.ClassDef):
+        return False
+    if isinstance(statement.node, cst.FunctionDef):
+        effects = graph.function_effects.get(statement.node.name.value, set())
+        return bool(effects & _GUARDED) and bool(effects & SEEDS)
+    return bool(statement.effects & _GUARDED) and bool(
+        statement.effects & SEEDS or statement.needed or Effect.STATE in statement.effects
+    )
+
+
+class _Rewriter(LineEditor):
+    def __init__(self, context: Context, graph: Graph, guarded: bool) -> None:
+        super().__init__()
+        self.context, self.graph, self.guarded = context, graph, guarded
+        self.nested = 0
+        self.dead = 0
+
+    # Calls -----------------------------------------------------------------------------------------------------------
+
+    def leave_Call(self, original_node: cst.Call, updated_node: cst.Call) -> cst.BaseExpression:
+        context = self.context
+        magic = ipython_call(updated_node)
+        if magic is not None:
+            return self._ipython(magic, updated_node)
+        if is_config_call(updated_node, context):
+            call, notes = edit_config(updated_node, context)
+        else:
+            call, notes = edit_load(updated_node, context)
+            if not notes:
+                call, notes = edit_seed(updated_node, context)
+            if not notes:
+                call, notes = edit_generator(updated_node, context)
+        numbered = edit_device_number(call, context)
+        if numbered is not None:
+            self.note(context.edit("device", "this process's GPU instead of a fixed one"))
+            return numbered
+        self.note(*notes)
+        path = code(call.func)
+        if path in ("input", "getpass", "getpass.getpass"):
+            return self._ask(call)
+        return call
+
+    def _ask(self, call: cst.Call) -> cst.BaseExpression:
+        context = self.context
+        self.note(context.warn("input", "asks whoever starts the script; a launcher may leave nobody to answer"))
+        if context.on_one_process or self.depth:
+            return call
+        return cst.parse_expression(f"{context.names['from_main']}(lambda: {code(call)})")
+
+    def _ipython(self, magic: IPythonCall, call: cst.Call) -> cst.BaseExpression:
+        context = self.context
+        if magic.args[:1] in (("writefile",), ("file",)):
+            path = magic.args[1].replace("-a ", "").strip()
+            mode = "a" if magic.args[1].startswith("-a") else "w"
+            self.note(context.edit("shell", f"%%writefile {path}"))
+            text = as_python_string(magic.args[2], set())
+            return cst.parse_expression(f'open({as_python_string(path, context.bound)}, "{mode}").write({text})')
+        command, requirements = without_installs(magic.command)
+        context.requirements += requirements
+        if not command:
+            return call  # leave_Expr removes it
+        text = as_python_string(command, context.bound)
+        if magic.method in ("getoutput", "sx"):
+            self.note(context.edit("shell", "what `!` gave back as lines"))
+            return cst.parse_expression(f"{context.names['shell_output']}({text})")
+        self.note(context.edit("shell", "a shell command of the notebook"))
+        return cst.parse_expression(f"{context.names['run_shell']}({text})")
+
+    def leave_Expr(
+        self, original_node: cst.Expr, updated_node: cst.Expr
+    ) -> cst.BaseSmallStatement | cst.RemovalSentinel:
+        command = command_of(original_node.value)
+        kept, requirements = without_installs(command)
+        if command and not kept:
+            self.context.requirements += requirements
+            self.note(self.context.edit("install", "install left out, see the requirements at the top"))
+            return cst.RemoveFromParent()
+        return updated_node
+
+    # Strings, await --------------------------------------------------------------------------------------------------
+
+    def leave_SimpleString(self, original_node: cst.SimpleString, updated_node: cst.SimpleString) -> cst.BaseExpression:
+        new = edit_device_string(updated_node, self.context)
+        if new is None:
+            return updated_node
+        self.note(self.context.edit("device", f"{updated_node.value} was one GPU for every process"))
+        return new
+
+    def visit_ConcatenatedString(self, node: cst.ConcatenatedString) -> bool:
+        return False
+
+    def visit_FormattedString(self, node: cst.FormattedString) -> bool:
+        return False
+
+    def leave_Await(self, original_node: cst.Await, updated_node: cst.Await) -> cst.BaseExpression:
+        if self.depth:
+            return updated_node
+        self.note(self.context.edit("await", "a script has no running event loop"))
+        return cst.parse_expression(f"{self.context.names['run_async']}({code(updated_node.expression)})")
+
+    # Guards inside blocks --------------------------------------------------------------------------------------------
+
+    def visit_IndentedBlock(self, node: cst.IndentedBlock) -> None:
+        self.nested += 1
+
+    def leave_IndentedBlock(
+        self, original_node: cst.IndentedBlock, updated_node: cst.IndentedBlock
+    ) -> cst.IndentedBlock:
+        self.nested -= 1
+        return updated_node
+
+    def visit_If_body(self, node: cst.If) -> None:
+        self.dead += is_false(node.test)
+
+    def leave_If_body(self, node: cst.If) -> None:
+        self.dead -= is_false(node.test)
+
+    def finish_line(self, original: cst.SimpleStatementLine, line: cst.SimpleStatementLine) -> cst.BaseStatement:
+        """Guard a nested line that saves or runs a command, where the block around it runs on every process."""
+        if not self.nested or self.dead or self.context.on_one_process:
+            return line
+        if len(line.body) != 1 or not isinstance(line.body[0], cst.Expr):
+            return line
+        names = self.context.names
+        magic = ipython_call(original.body[0].value) if isinstance(original.body[0], cst.Expr) else None
+        if magic is not None:
+            return _guard(line, f"{names['LOCAL_RANK']} == 0") if magic.command and not self.depth else line
+        if not self.guarded:
+            return line
+        effects = self.graph.effects_of(collect(original))
+        if not effects & _GUARDED or effects & SEEDS:
+            return line
+        note = self.context.edit("save", "only the main process saves, inside a block that trains")
+        return lead(_guard(line, names["IS_MAIN"]), [note])
+
+
+def _guard(line: cst.SimpleStatementLine, test: str) -> cst.If:
+    body = cst.IndentedBlock(body=[line.with_changes(leading_lines=[])])
+    return cst.If(test=cst.parse_expression(test), body=body, leading_lines=line.leading_lines)

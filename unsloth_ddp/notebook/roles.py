@@ -1,0 +1,316 @@
+"""Decide where each statement runs: pure decisions over the graph.
+
+What training needs runs everywhere and is found backwards from the trainers. Of the rest, what shows, generates or
+saves belongs to the main process, together with what only such statements use. Anything unknown runs everywhere, as it
+would have run in the notebook.
+"""
+
+from __future__ import annotations
+
+import re
+
+import libcst as cst
+
+from unsloth_ddp.notebook.effects import MAIN_ONLY, ONCE, PER_NODE, Effect
+from unsloth_ddp.notebook.facts import BUILTINS
+from unsloth_ddp.notebook.graph import SEEDS, Graph, Role, Statement, is_dead
+from unsloth_ddp.notebook.ipython import command_of, without_installs
+
+_APART = {Role.MAIN, Role.NODE}
+
+
+def assign_roles(graph: Graph) -> None:
+    """Give every statement its role."""
+    _mark_needed(graph)
+    for statement in graph.statements:
+        statement.role = _first_role(statement)
+    _drop_installs(graph)
+    last = graph.last_seed
+    _keep_handles(graph)
+    _keep_read_backs(graph, last)
+    while _settle(graph, last):
+        pass
+    for statement in graph.statements:
+        if statement.role in _APART and statement.needed:
+            statement.share = [name for name in _needed_names(graph, statement) if name not in statement.handles]
+
+
+def _mark_needed(graph: Graph) -> None:
+    """Mark what training depends on, backwards from the trainers."""
+    queue = [i for i, s in enumerate(graph.statements) if s.effects & SEEDS and not is_dead(s.node)]
+    while queue:
+        statement = graph.statements[queue.pop()]
+        if not statement.needed:
+            statement.needed = True
+            queue += statement.uses
+
+
+def _first_role(statement: Statement) -> Role:
+    effects = statement.effects
+    if is_dead(statement.node):
+        return Role.DEAD
+    if effects & SEEDS:
+        return Role.ALL
+    if Effect.STATE in effects and effects & (ONCE | MAIN_ONLY):
+        return _role_of_state(statement)
+    if effects & ONCE and (statement.needed is False or _can_share(statement)):
+        return Role.NODE if effects & PER_NODE and not effects & {Effect.SAVE, Effect.PAID} else Role.MAIN
+    if statement.needed:
+        return Role.FIRST if effects & {Effect.DATA, Effect.FILE, Effect.SHELL, Effect.LOGIN} else Role.ALL
+    if effects & MAIN_ONLY:
+        return Role.MAIN
+    return Role.FIRST if Effect.DATA in effects else Role.ALL
+
+
+def _role_of_state(statement: Statement) -> Role:
+    """Directory, environment and seeds are each process's own, so what sets them cannot stay on one."""
+    if not isinstance(statement.node, cst.SimpleStatementLine):
+        return Role.FIRST
+    statement.share_value = bool(statement.effects & ONCE) and isinstance(statement.node.body[0], cst.Assign)
+    return Role.MAIN if statement.share_value else Role.ALL
+
+
+def _can_share(statement: Statement) -> bool:
+    """Whether a needed statement may run once: nothing it binds is a module, a function or a class."""
+    facts = statement.facts
+    if facts.imports or facts.defines:
+        return False
+    return not isinstance(statement.node, cst.SimpleStatementLine) or bool(facts.writes) or not facts.mutates
+
+
+def _needed_names(graph: Graph, statement: Statement) -> list[str]:
+    """Names bound by a statement that runs once, which statements on every process read."""
+    facts = statement.facts
+    readers = [graph.statements[i] for i in statement.used_by]
+    wanted: set[str] = set()
+    for reader in readers:
+        if reader.role in (Role.ALL, Role.FIRST):
+            wanted |= reader.facts.reads | reader.facts.mutates | _deferred_reads(graph, reader)
+    return sorted((facts.writes | facts.mutates) & wanted)
+
+
+def _deferred_reads(graph: Graph, statement: Statement) -> set[str]:
+    found: set[str] = set()
+    for body in statement.facts.defines.values():
+        found |= body.reads
+    for name in statement.facts.reads & graph.functions.keys():
+        found |= graph.functions[name].reads
+    return found
+
+
+def _keep_handles(graph: Graph) -> None:
+    """A server's handle cannot be sent to another process: what uses it stays where it is."""
+    handles: set[str] = set()
+    for statement in graph.statements:
+        facts = statement.facts
+        if statement.role is Role.NODE and Effect.SERVER in statement.effects:
+            handles |= facts.writes
+            statement.handles = facts.writes
+        elif statement.role in (Role.ALL, Role.FIRST) and not statement.effects & SEEDS and not facts.defines:
+            if facts.reads & handles and not facts.imports:
+                statement.role = Role.NODE
+        elif statement.role is Role.ALL:
+            handles -= facts.writes if not statement.conditional else set()
+        statement.handles = statement.handles | (facts.mutates & handles)
+
+
+def _keep_read_backs(graph: Graph, last: int) -> None:
+    """What reads back a path that the main process saved belongs to it, unless training needs it."""
+    saved: set[str] = set()
+    for index, statement in enumerate(graph.statements):
+        if statement.role is Role.MAIN and statement.effects & {Effect.SAVE, Effect.FILE}:
+            saved |= {text for text in _strings(statement.node) if re.fullmatch(r"[\w./~-]+", text)}
+        elif statement.role in (Role.ALL, Role.FIRST) and not statement.needed and saved:
+            reload = Effect.LOAD in statement.effects and index < last
+            calls = bool(statement.facts.calls) and not statement.facts.defines
+            if calls and not reload and any(_under(text, saved) for text in _strings(statement.node)):
+                statement.role = Role.MAIN
+
+
+def _under(path: str, saved: set[str]) -> bool:
+    return any(path == folder or path.startswith(folder.rstrip("/") + "/") for folder in saved)
+
+
+def _strings(node: cst.CSTNode) -> list[str]:
+    """The texts of the strings among a statement's call arguments."""
+    found = _Strings()
+    node.visit(found)
+    return found.texts
+
+
+class _Strings(cst.CSTVisitor):
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+
+    def visit_Arg(self, node: cst.Arg) -> None:
+        if isinstance(node.value, cst.SimpleString) and isinstance(node.value.evaluated_value, str):
+            self.texts.append(node.value.evaluated_value)
+
+
+# Installs ------------------------------------------------------------------------------------------------------------
+
+
+def _drop_installs(graph: Graph) -> None:
+    """Drop statements that only install, then what only they used."""
+    statements = graph.statements
+    touched = {s.cell for s in statements if has_install(s)}
+    for statement in statements:
+        if only_installs(statement):
+            statement.role = Role.DROP
+    grown = True
+    while grown:
+        grown = False
+        for index, statement in enumerate(statements):
+            if statement.role is Role.DROP or statement.role is Role.DEAD or statement.cell not in touched:
+                continue
+            if _serves_installs(graph, index, statement):
+                statement.role = Role.DROP
+                grown = True
+
+
+def has_install(statement: Statement) -> bool:
+    """Whether a statement installs something anywhere inside."""
+    return any(_installs(site.node) is not None for site in statement.facts.calls)
+
+
+def only_installs(statement: Statement) -> bool:
+    """Whether nothing is left of a statement once its installs are gone."""
+    node = statement.node
+    if not isinstance(node, cst.SimpleStatementLine):
+        return False
+    return all(
+        isinstance(s, cst.Expr) and isinstance(s.value, cst.Call) and _installs(s.value) == "" for s in node.body
+    )
+
+
+def _installs(node: cst.Call) -> str | None:
+    """What stays of a call's shell command without its installs; None where it installs nothing."""
+    command = command_of(node)
+    kept, _ = without_installs(command)
+    return None if kept == command else kept
+
+
+def _serves_installs(graph: Graph, index: int, statement: Statement) -> bool:
+    """Whether a statement does nothing but prepare installs."""
+    if not _only_binds(statement.node):
+        return False
+    users = [graph.statements[i] for i in statement.used_by]
+    if any(user.role is not Role.DROP for user in users):
+        return False
+    if users or has_install(statement):
+        return _is_prepared_elsewhere(statement)
+    names = statement.facts.imports
+    return bool(names) and all(path.split(".")[0] in _STDLIB for path in names.values())
+
+
+_STDLIB = {"os", "re", "sys", "importlib", "subprocess", "shutil", "pathlib", "platform", "warnings"}
+
+
+def _is_prepared_elsewhere(statement: Statement) -> bool:
+    return not statement.needed
+
+
+def _only_binds(node: cst.CSTNode) -> bool:
+    """Whether a statement only imports, assigns plain names and installs, at whatever depth."""
+    checker = _OnlyBinds()
+    node.visit(checker)
+    return checker.plain
+
+
+class _OnlyBinds(cst.CSTVisitor):
+    def __init__(self) -> None:
+        self.plain = True
+
+    def visit_Expr(self, node: cst.Expr) -> None:
+        if isinstance(node.value, cst.SimpleString):
+            return
+        if not isinstance(node.value, cst.Call) or _installs(node.value) != "":
+            self.plain = False
+
+    def visit_AssignTarget(self, node: cst.AssignTarget) -> None:
+        if isinstance(node.target, cst.Attribute | cst.Subscript):
+            self.plain = False
+
+    def visit_FunctionDef(self, node: cst.FunctionDef) -> None:
+        self.plain = False
+
+    visit_ClassDef = visit_Raise = visit_Assert = visit_Del = visit_AugAssign = visit_FunctionDef  # type: ignore[assignment]
+
+
+# Settling ------------------------------------------------------------------------------------------------------------
+
+
+def _settle(graph: Graph, last: int) -> bool:
+    """Move statements to the main process that read only its names, or that only it uses; True if any moved."""
+    moved = False
+    for index, statement in enumerate(graph.statements):
+        if statement.role not in (Role.ALL, Role.FIRST) or statement.needed or statement.effects & SEEDS:
+            continue
+        role = _role_of_what_it_reads(graph, index, statement)
+        if role is None and _only_main_uses(graph, index, statement, last):
+            role = Role.MAIN
+        if role is not None:
+            statement.role = role
+            moved = True
+    for statement in graph.statements:
+        if statement.role is Role.NODE and not statement.needed and _reads_main(graph, statement):
+            statement.role = Role.MAIN
+            moved = True
+    return moved
+
+
+def _latest(graph: Graph, index: int, name: str) -> tuple[list[Statement], bool]:
+    """The definitions of a name just before `index`, and whether any of them also exists on every process."""
+    found = [graph.statements[i] for i in sorted(graph.statements[index].uses) if name in _bound(graph.statements[i])]
+    return found, any(s.role in (Role.ALL, Role.FIRST) or name in s.share or s.needed for s in found)
+
+
+def _bound(statement: Statement) -> set[str]:
+    return statement.facts.writes
+
+
+def _role_of_what_it_reads(graph: Graph, index: int, statement: Statement) -> Role | None:
+    roles = set()
+    for name in statement.facts.reads | statement.facts.mutates:
+        definitions, everywhere = _latest(graph, index, name)
+        if not definitions or everywhere:
+            continue
+        roles |= {s.role for s in definitions} & _APART
+    if not roles:
+        return None
+    return Role.MAIN if Role.MAIN in roles else Role.NODE
+
+
+def _reads_main(graph: Graph, statement: Statement) -> bool:
+    index = graph.statements.index(statement)
+    return _role_of_what_it_reads(graph, index, statement) is Role.MAIN
+
+
+def _only_main_uses(graph: Graph, index: int, statement: Statement, last: int) -> bool:
+    users = [graph.statements[i] for i in statement.used_by]
+    live = [user for user in users if user.role is not Role.DEAD]
+    if index > last:  # a model reloaded to be tried: its for_inference follows it
+        live = [user for user in live if Effect.MODE not in user.effects]
+    if not live or any(user.role not in _APART for user in live):
+        return False
+    facts = statement.facts
+    if facts.imports or facts.defines or not facts.writes or Effect.MODE in statement.effects:
+        return False
+    if Effect.LOAD in statement.effects and (index < last or last < 0):
+        return False
+    return index > last or not _may_change_what_training_needs(graph, statement)
+
+
+def _may_change_what_training_needs(graph: Graph, statement: Statement) -> bool:
+    """Whether an unknown function gets an object that training reads: it might change it, whatever it returns."""
+    needed = set().union(*(s.facts.reads for s in graph.statements if s.needed), set())
+    for site in statement.facts.calls:
+        known = site.is_method or site.path in BUILTINS or site.path[:1].isupper() or site.path in graph.functions
+        if not known and site.names & needed and not _is_callable_object(graph, site.path):
+            return True
+    return False
+
+
+def _is_callable_object(graph: Graph, name: str) -> bool:
+    """Whether a called name is an object such as a tokenizer rather than a function from a library."""
+    return name not in graph.imports

@@ -1,0 +1,72 @@
+"""The plain values that the steps of a conversion hand to each other."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+class NotebookError(ValueError):
+    """A notebook that cannot be converted: one sentence with the value, the reason and the fix."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the user may choose.
+
+    per_device_batch_size: rows a process takes at once; None keeps the notebook's own.
+    tensorboard: report to TensorBoard whatever the notebook reports to.
+    seed: for splits, shuffles and samples that have none.
+    """
+
+    per_device_batch_size: int | None = 1
+    tensorboard: bool = False
+    seed: int = 3407
+
+
+@dataclass
+class Finding:
+    """One edit or one warning. Cells count from 1 and include markdown; the line is the script's."""
+
+    kind: str
+    message: str
+    cell: int | None = None
+    line: int | None = None
+
+
+@dataclass
+class Report:
+    """Everything a conversion changed and everything it could not prove."""
+
+    notebook: str
+    edits: list[Finding] = field(default_factory=list)
+    warnings: list[Finding] = field(default_factory=list)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as JSON-ready values."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """The finished script and its report."""
+
+    script: str
+    report: Report
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A notebook cell as read: its number (from 1, markdown included), its kind and its text."""
+
+    number: int
+    kind: str
+    source: str
+
+
+@dataclass(frozen=True)
+class Notebook:
+    """A notebook as read: the name it goes by in messages, and its cells."""
+
+    name: str
+    cells: tuple[Cell, ...]

@@ -1,0 +1,242 @@
+"""Put the edited statements together again: cell by cell, with guards around what not every process may do."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import libcst as cst
+
+from unsloth_ddp.notebook.context import Context
+from unsloth_ddp.notebook.effects import Effect
+from unsloth_ddp.notebook.graph import Graph, Role, Statement
+from unsloth_ddp.notebook.lines import comment_line, is_empty, lead
+
+DEVICE_MARK = "__ddp_device__"
+_WAITS = {Effect.SAVE, Effect.FILE, Effect.PAID, Effect.SERVER, Effect.SHELL, Effect.LOGIN}
+_WORDS = {
+    Effect.SAVE: "saves",
+    Effect.FILE: "writes files",
+    Effect.SHELL: "runs commands",
+    Effect.SERVER: "starts a server",
+    Effect.PAID: "calls the service",
+    Effect.LOGIN: "logs in",
+    Effect.INFER: "generates",
+    Effect.STATS: "reads memory statistics",
+    Effect.SHOW: "displays",
+    Effect.PRINT: "prints",
+}
+
+
+@dataclass
+class Placed:
+    """A statement with its edited tree."""
+
+    statement: Statement
+    index: int
+    node: cst.BaseStatement
+    notes: list[str] = field(default_factory=list)
+
+
+def cell_body(
+    placed: list[Placed], graph: Graph, context: Context
+) -> tuple[list[cst.BaseStatement], list[cst.EmptyLine]]:
+    """The statements of one cell, grouped and guarded; comments of removed ones move to the next, or to the end."""
+    body: list[cst.BaseStatement] = []
+    pending: list[cst.EmptyLine] = []
+    for group in _groups(placed, graph):
+        role = group[0].statement.role
+        nodes = [lead(p.node, p.notes) for p in group]
+        if role is Role.DROP or all(
+            is_empty(n) and not is_empty(p.statement.node) for n, p in zip(nodes, group, strict=True)
+        ):
+            for p, node in zip(group, nodes, strict=True):
+                pending += _comments(p, node, pending, context)
+            continue
+        made = [*_seeds(group, graph, context), *_made(role, group, nodes, graph, context)]
+        if pending:
+            first = made[0]
+            made[0] = first.with_changes(leading_lines=[*pending, *first.leading_lines])  # type: ignore[attr-defined]
+            pending = []
+        body += made
+    return body, pending
+
+
+def _seeds(group: list[Placed], graph: Graph, context: Context) -> list[cst.BaseStatement]:
+    """A line that seeds the global generators, before statements that draw from them on every process."""
+    if graph.is_seeded or group[0].statement.role not in (Role.ALL, Role.FIRST):
+        return []
+    if not any(Effect.RANDOM in p.statement.effects and p.statement.needed for p in group):
+        return []
+    context.cell = group[0].statement.cell
+    note = context.edit("seed", "unseeded random choices: every process must make the same")
+    return [lead(_call(context.names["same_draws"], str(context.options.seed)), [note])]
+
+
+def _comments(
+    placed: Placed, node: cst.BaseStatement, pending: list[cst.EmptyLine], context: Context
+) -> list[cst.EmptyLine]:
+    """The comments above a removed statement; one more that says so, for the first of several."""
+    lines = [line for line in getattr(node, "leading_lines", ()) if line.comment is not None]
+    said = any(line.comment and line.comment.value.startswith("# ddp: install") for line in [*pending, *lines])
+    if placed.statement.role is Role.DROP and not said:
+        context.cell = placed.statement.cell
+        note = context.edit("install", "installs left out, with what only they needed; see the requirements at the top")
+        lines.append(comment_line(note))
+    return lines
+
+
+def _groups(placed: list[Placed], graph: Graph) -> list[list[Placed]]:
+    """Runs of statements that share a guard, together with imports and dead blocks between them."""
+    groups: list[list[Placed]] = []
+    for position, item in enumerate(placed):
+        role = item.statement.role
+        alone = bool(item.statement.share_value)
+        same = groups and not alone and role is groups[-1][0].statement.role and role is not Role.ALL
+        if same and not _must_share_first(groups[-1]):
+            groups[-1].append(item)
+            continue
+        if groups and groups[-1][0].statement.role is Role.MAIN and _joins(item, placed[position + 1 :], graph):
+            groups[-1].append(item)
+            continue
+        groups.append([item])
+    return groups
+
+
+def _must_share_first(group: list[Placed]) -> bool:
+    return any(p.statement.share or p.statement.share_value for p in group)
+
+
+def _joins(item: Placed, following: list[Placed], graph: Graph) -> bool:
+    """Whether a statement between two of the main process's may stand in their guard with them."""
+    statement = item.statement
+    serves = statement.facts.imports or statement.facts.defines
+    users = [graph.statements[i].role for i in statement.used_by]
+    ours = statement.role is Role.DEAD or (
+        statement.role is Role.ALL
+        and serves
+        and not statement.needed
+        and users
+        and set(users) <= {Role.MAIN, Role.DEAD}
+    )
+    if not ours:
+        return False
+    for later in following:
+        if later.statement.role is Role.MAIN:
+            return True
+        if later.statement.role not in (Role.DEAD, Role.ALL) or (
+            not _joins(later, [], graph) and not _neutral(later, graph)
+        ):
+            return False
+    return False
+
+
+def _neutral(item: Placed, graph: Graph) -> bool:
+    statement = item.statement
+    if statement.role is Role.DEAD:
+        return True
+    users = {graph.statements[i].role for i in statement.used_by}
+    return bool(statement.facts.imports) and not statement.needed and bool(users) and users <= {Role.MAIN, Role.DEAD}
+
+
+def _made(
+    role: Role, group: list[Placed], nodes: list[cst.BaseStatement], graph: Graph, context: Context
+) -> list[cst.BaseStatement]:
+    names = context.names
+    context.cell = group[0].statement.cell
+    effects: set[Effect] = set().union(*(p.statement.effects for p in group))
+    share = sorted(set().union(*(p.statement.share for p in group)))
+    if role in (Role.MAIN, Role.NODE):
+        return _guard(role, group, nodes, effects, share, graph, context)
+    if role is Role.FIRST:
+        note = context.edit("data", "one process a node first, the others use its caches")
+        block = cst.With(
+            items=[cst.WithItem(cst.parse_expression(f"{names['main_process_first']}()"))],
+            body=cst.IndentedBlock(body=_unled(nodes)),
+            leading_lines=_leading(nodes),
+        )
+        return [lead(block, [note])]
+    after: list[cst.BaseStatement] = []
+    if any(p.statement.effects & {Effect.TRAIN} and p.statement.effects & _WAITS for p in group):
+        after.append(_call(names["wait_for_everyone"]))
+    return [*nodes, *after]
+
+
+def _guard(
+    role: Role,
+    group: list[Placed],
+    nodes: list[cst.BaseStatement],
+    effects: set[Effect],
+    share: list[str],
+    graph: Graph,
+    context: Context,
+) -> list[cst.BaseStatement]:
+    names = context.names
+    test = names["IS_MAIN"] if role is Role.MAIN else f"{names['LOCAL_RANK']} == 0"
+    words = [word for effect, word in _WORDS.items() if effect in effects] or ["uses this"]
+    who = "only the main process" if role is Role.MAIN else "one process a node"
+    kind = "save" if Effect.SAVE in effects else "once" if effects & _WAITS else "main process"
+    note = context.edit(kind, f"{who} {_listed(words)}")
+    shared = _shared_value(group, nodes, share, context)
+    if shared is not None:
+        return [lead(shared, [note])]
+    block = cst.If(
+        test=cst.parse_expression(test),
+        body=cst.IndentedBlock(body=_unled(nodes)),
+        leading_lines=_leading(nodes),
+    )
+    made: list[cst.BaseStatement] = [lead(block, [note])]
+    for name in share:
+        made.append(_line(f"{name} = {names['from_main']}(lambda: {name})"))
+    slow = Effect.INFER in effects and group[-1].index < graph.last_seed
+    if not share and (effects & _WAITS or slow):
+        made.append(_call(names["wait_for_everyone"]))
+    return made
+
+
+def _shared_value(
+    group: list[Placed], nodes: list[cst.BaseStatement], share: list[str], context: Context
+) -> cst.BaseStatement | None:
+    """`x = from_main(lambda: value)` for a single assignment whose value every process needs."""
+    whole = group[0].statement.share_value
+    if len(group) != 1 or not (whole or len(share) == 1) or not isinstance(nodes[0], cst.SimpleStatementLine):
+        return None
+    line = nodes[0]
+    small = line.body[0]
+    if len(line.body) != 1 or not isinstance(small, cst.Assign) or len(small.targets) != 1:
+        return None
+    target = small.targets[0].target
+    if not whole and (not isinstance(target, cst.Name) or target.value != share[0]):
+        return None
+    lambda_ = cst.Lambda(params=cst.Parameters(), body=small.value)
+    call = cst.Call(func=cst.Name(context.names["from_main"]), args=[cst.Arg(lambda_)])
+    return line.with_changes(body=[small.with_changes(value=call)])
+
+
+def _listed(words: list[str]) -> str:
+    return words[0] if len(words) == 1 else ", ".join(words[:-1]) + " and " + words[-1]
+
+
+def _leading(nodes: list[cst.BaseStatement]) -> list[cst.EmptyLine]:
+    return list(nodes[0].leading_lines)  # type: ignore[attr-defined]
+
+
+def _unled(nodes: list[cst.BaseStatement]) -> list[cst.BaseStatement]:
+    tidy = [node.visit(_NoBlankIndent()) for node in nodes]
+    return [tidy[0].with_changes(leading_lines=[]), *tidy[1:]]  # type: ignore[union-attr, list-item]
+
+
+class _NoBlankIndent(cst.CSTTransformer):
+    """Blank lines stay blank when a block moves to the right."""
+
+    def leave_EmptyLine(self, original_node: cst.EmptyLine, updated_node: cst.EmptyLine) -> cst.EmptyLine:
+        return updated_node if updated_node.comment else updated_node.with_changes(indent=False)
+
+
+def _call(name: str, argument: str = "") -> cst.BaseStatement:
+    return _line(f"{name}({argument})")
+
+
+def _line(source: str) -> cst.SimpleStatementLine:
+    line = cst.parse_statement(source)
+    assert isinstance(line, cst.SimpleStatementLine)
+    return line

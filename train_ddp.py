@@ -17,7 +17,7 @@ import sys
 import time
 
 from unsloth_ddp.errors import UserError
-from unsloth_ddp.runtime import Ranks, exit_with, import_backend, ranks_from_environment, started
+from unsloth_ddp.runtime import Ranks, exit_with, import_backend, quiet, ranks_from_environment, started
 from unsloth_ddp.settings import Settings, parse_settings
 
 
@@ -45,6 +45,7 @@ def train(settings: Settings, ranks: Ranks) -> None:
         output.stop_library_output(runtime)
         model, tokenizer = models.load_model(settings, runtime)
         rows, eval_rows = data.tokenize_examples(settings, runtime, node_folder, tokenizer)
+        models.stop_at(model, tokenizer, rows.dataset)
         from unsloth_ddp.trainer import make_trainer
 
         trainer = make_trainer(settings, runtime, plan, run_folder, model, tokenizer, rows, eval_rows)
@@ -70,7 +71,9 @@ def main() -> None:
     ranks = Ranks()
     try:
         ranks = ranks_from_environment()
-        train(parse_settings(sys.argv[1:], __doc__ or ""), ranks)
+        with quiet(not ranks.is_main):
+            settings = parse_settings(sys.argv[1:], __doc__ or "")
+        train(settings, ranks)
     except UserError as error:
         exit_with(error, ranks.is_main)
 

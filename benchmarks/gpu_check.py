@@ -37,7 +37,7 @@ LAUNCHERS = {
     "accelerate_default": [*ACCELERATE, "--main_process_port", "0"],
     "torchrun_2": [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"],
 }
-PARITY = "--optim sgd --learning_rate 0.5 --lr_scheduler_type constant --warmup_steps 0 --max_grad_norm 0 --max_steps 3 --global_batch_size 8"
+PARITY = "--optim sgd --learning_rate 0.1 --lr_scheduler_type constant --warmup_steps 0 --max_grad_norm 0 --max_steps 3 --global_batch_size 8"
 PARITY += " --precision fp32 --compare_answers 0 --save_strategy no --logging_steps 1 --lora_alpha 16 --seed 5 --max_length 128"
 
 
@@ -205,6 +205,8 @@ def main() -> None:
                 results[name]["reload"] = found
                 print(f"{name:36} reload {found}  run {results[name]['summary']['eval_loss']}", flush=True)
             write(given.json, results, parity_table(given.work, results))
+    for row in parity_table(given.work, results):
+        print(row)
 
 
 def write(path: Path, results: dict[str, dict[str, Any]], parity: list[dict[str, Any]]) -> None:
@@ -220,8 +222,6 @@ def write(path: Path, results: dict[str, dict[str, Any]], parity: list[dict[str,
         "runs": list(results.values()),
     }
     path.write_text(json.dumps(content, indent=2) + "\n")
-    for row in parity:
-        print(row)
 
 
 if __name__ == "__main__":

@@ -21,6 +21,8 @@ SMALL = st.integers(1, 12)
     ("per_device", "processes", "global_batch", "accumulation", "expected"),
     [
         (1, 1, None, None, 16),
+        (4, 3, None, None, 1),  # neither given: 12 is the nearest to 16 that divides
+        (4, 7, None, None, 1),
         (2, 4, 32, None, 4),
         (3, 2, None, 5, 5),
         (2, 2, 16, 4, 4),  # both given, and they agree
@@ -37,14 +39,14 @@ def test_accumulation_follows_from_the_global_batch(
 
 @pytest.mark.parametrize(
     ("per_device", "processes", "global_batch", "nearest"),
-    [(2, 3, 16, 18), (3, 1, 16, 15), (1, 8, 1, 8), (4, 1, 6, 8), (5, 2, 24, 20), (1, 3, None, 15)],
+    [(2, 3, 16, 18), (3, 1, 16, 15), (1, 8, 1, 8), (4, 1, 6, 8), (5, 2, 24, 20)],
 )
 def test_a_global_batch_that_does_not_divide_is_refused_with_the_nearest(
     per_device: int, processes: int, global_batch: int | None, nearest: int
 ) -> None:
     with pytest.raises(UserError, match=f"nearest that does is {nearest}") as refusal:
         plan_batch(per_device, processes, global_batch, None)
-    assert f"global_batch_size {global_batch or 16} does not divide" in str(refusal.value)
+    assert f"global_batch_size {global_batch} does not divide" in str(refusal.value)
     assert plan_batch(per_device, processes, nearest, None).global_batch == nearest
 
 

@@ -47,12 +47,14 @@ class BatchPlan:
 def plan_batch(per_device: int, processes: int, global_batch: int | None, accumulation: int | None) -> BatchPlan:
     """The plan for a global batch or an accumulation (or both, where they agree).
 
+    With neither, the global batch is the one nearest to DEFAULT_GLOBAL_BATCH that divides.
+
     Raises:
         UserError: the global batch does not divide, or contradicts the accumulation.
     """
     slots = per_device * processes
     if accumulation is None:
-        wanted = global_batch or DEFAULT_GLOBAL_BATCH
+        wanted = global_batch or nearest_multiple(DEFAULT_GLOBAL_BATCH, slots)
         if wanted % slots:
             raise UserError(
                 f"global_batch_size {wanted} does not divide into {per_device} rows a device x {processes} processes "

@@ -127,8 +127,6 @@ def _examples(sources: list[str], split: str, config: str | None, folder: Path) 
                     yield {"place": place, "example": json.dumps(dataclasses.asdict(example))}
                 except UserError as error:
                     raise UserError(f"{place}: {error}") from None
-                except UnicodeEncodeError:
-                    raise UserError(f"{place}: the row holds broken Unicode; mend or remove it.") from None
 
     return _from_rows(rows(), EXAMPLE_FEATURES, folder, ", ".join(sources))
 

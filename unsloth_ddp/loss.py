@@ -57,13 +57,3 @@ def logits_to_step_loss(logits: Tensor, labels: Tensor, divisor: Tensor) -> Tens
     predicted = logits[..., :-1, :].flatten(0, -2).float()
     targets = labels[..., 1:].flatten().to(logits.device)
     return torch.nn.functional.cross_entropy(predicted, targets, ignore_index=IGNORED, reduction="sum") / divisor
-
-
-def mean_to_step_loss(mean: Tensor, labels: Tensor, divisor: Tensor) -> Tensor:
-    """The step's share of a model that can only return the mean over its own micro-batch.
-
-    mean x (tokens of this micro-batch) / divisor is the sum over the micro-batch, divided as above. A micro-batch
-    without supervised tokens has a mean of 0 / 0; it contributes 0.
-    """
-    count = supervised_tokens(labels)
-    return torch.where(count > 0, mean, torch.zeros_like(mean)) * count / divisor

@@ -16,7 +16,7 @@ import torch
 from unsloth_ddp.errors import UserError
 from unsloth_ddp.runtime import Runtime
 from unsloth_ddp.settings import Settings
-from unsloth_ddp.tokens import set_chat_template
+from unsloth_ddp.tokens import read_chat_template, set_chat_template
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -36,6 +36,8 @@ def check_model(settings: Settings, runtime: Runtime) -> None:
         raise UserError("method qlora needs a GPU for its 4-bit kernels and none is used here; use --method lora.")
     if settings.method == "qlora" and importlib.util.find_spec("bitsandbytes") is None:
         raise UserError("method qlora needs bitsandbytes, which is not installed here; use --method lora.")
+    if settings.chat_template is not None:
+        read_chat_template(settings.chat_template)
     if runtime.backend == "transformers" and settings.gradient_checkpointing == "unsloth":
         raise UserError("gradient_checkpointing unsloth needs the unsloth backend, which is not used here; use torch.")
 
@@ -102,6 +104,9 @@ def _load_unsloth(settings: Settings, runtime: Runtime) -> tuple[Any, Any]:
             use_gradient_checkpointing=checkpointing,
             random_state=settings.seed,
         )
+    if runtime.precision == "fp32":
+        # Unsloth's trainer turns bf16 on for fp32 weights unless the model carries this mark of its own.
+        model._unsloth_forced_float32 = True
     return model, getattr(tokenizer, "tokenizer", tokenizer)
 
 
@@ -129,8 +134,8 @@ def _load_transformers(settings: Settings, runtime: Runtime) -> tuple[Any, Any]:
             bnb_4bit_use_double_quant=True,
             bnb_4bit_compute_dtype=DTYPES[runtime.precision],
         )
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        settings.model,
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(
+        str(settings.model),
         dtype=weights_dtype(settings, runtime),
         device_map=runtime.device_map,
         quantization_config=quantization,
@@ -161,6 +166,15 @@ def _load_transformers(settings: Settings, runtime: Runtime) -> tuple[Any, Any]:
     return model, tokenizer
 
 
+def stop_at(model: Any, tokenizer: Any, rows: Any) -> None:
+    """Let generation end at the token that ends the first supervised row, which may be another than the model's EOS."""
+    last = next((int(row["labels"][-1]) for row in rows if len(row["labels"]) and row["labels"][-1] >= 0), None)
+    known = model.generation_config.eos_token_id
+    stops = known if isinstance(known, list) else [] if known is None else [known]
+    if last is not None and last not in stops and last in set(tokenizer.added_tokens_decoder):
+        model.generation_config.eos_token_id = [*stops, last]
+
+
 def parameter_counts(model: torch.nn.Module) -> tuple[int, int]:
     """(all, trainable) parameters; packed 4-bit weights count as the numbers they hold, not their bytes."""
     total = trainable = 0
@@ -180,8 +194,8 @@ def save_merged(settings: Settings, adapter: Path, target: Path) -> None:
     import transformers
     from peft import PeftModel
 
-    base = transformers.AutoModelForCausalLM.from_pretrained(
-        settings.model,
+    base: Any = transformers.AutoModelForCausalLM.from_pretrained(
+        str(settings.model),
         revision=settings.model_revision,
         trust_remote_code=settings.trust_remote_code,
         use_safetensors=settings.use_safetensors,

@@ -92,7 +92,7 @@ class BatchSettings:
     per_device_train_batch_size: int = option(1, "Rows in one forward pass of one process.")
     global_batch_size: int | None = option(
         None,
-        "Rows in one optimizer step over all processes; accumulation follows from it (16 unless accumulation is set).",
+        "Rows in one optimizer step over all processes; accumulation follows from it. Default: what divides nearest to 16.",
     )
     gradient_accumulation_steps: int | None = option(None, "Set accumulation directly instead of --global_batch_size.")
     per_device_eval_batch_size: int = option(8, "Rows in one forward pass of one process during evaluation.")

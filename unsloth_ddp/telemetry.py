@@ -153,7 +153,7 @@ def describe_run(
             "supervised tokens": f"{counts.supervised:,} ({counts.supervised / counts.tokens:.1%} of all)",
             "global batch": f"{plan.per_device} rows a device x {plan.accumulation} accumulation x "
             f"{plan.processes} processes = {plan.global_batch} rows",
-            "tokens a step": f"{counts.tokens / counts.rows * plan.global_batch:,.0f} on average",
+            "tokens a step": f"{counts.tokens / plan.steps_per_epoch(counts.rows):,.0f} on average",
             "steps": f"{steps:,} ({plan.steps_per_epoch(counts.rows):,} an epoch)",
             "written to": str(run_folder),
         }

@@ -26,7 +26,7 @@ from unsloth_ddp.batch import BatchPlan, RowOrder
 from unsloth_ddp.checkpoint import make_cpu_checkpoints_readable
 from unsloth_ddp.data import PadRight, TokenizedRows
 from unsloth_ddp.errors import UserError
-from unsloth_ddp.loss import mean_to_step_loss, step_divisor, supervised_tokens
+from unsloth_ddp.loss import logits_to_step_loss, step_divisor, supervised_tokens
 from unsloth_ddp.runtime import Runtime, quiet
 from unsloth_ddp.settings import Settings
 from unsloth_ddp.telemetry import Meter, Totals, summarize
@@ -49,7 +49,7 @@ def make_config(settings: Settings, runtime: Runtime, plan: BatchPlan, run_folde
         UserError: trainer_args names no field of SFTConfig, one the kit owns, or a value it refuses.
     """
     defaults = {
-        f.name: f.default if f.default is not dataclasses.MISSING else f.default_factory()  # type: ignore[misc]
+        f.name: f.default if f.default is not dataclasses.MISSING else f.default_factory()  # type: ignore[operator]
         for f in dataclasses.fields(SFTConfig)
         if f.init
     }
@@ -118,7 +118,15 @@ def make_trainer(
     """The trainer of one run; TensorBoard events go to <run>/tensorboard/."""
     os.environ.setdefault("TENSORBOARD_LOGGING_DIR", str(run_folder / "tensorboard"))
     config = make_config(settings, runtime, plan, run_folder, evaluates=eval_rows is not None)
-    return DDPTrainer(model, config, rows, eval_rows, tokenizer, runtime, settings, plan)
+    trainer = DDPTrainer(model, config, rows, eval_rows, tokenizer, runtime, settings, plan)
+    used = "bf16" if trainer.args.bf16 else "fp16" if trainer.args.fp16 else "fp32"
+    # bf16 weights need no autocast, so Unsloth switches it off for them.
+    if used != runtime.precision and not (settings.method == "full" and settings.full_weights == "bf16"):
+        raise UserError(
+            f"precision {runtime.precision} cannot be had: Unsloth trains this model in {used}; use --precision {used}, "
+            "or --backend transformers."
+        )
+    return trainer
 
 
 class SavedTotals(TrainerCallback, ExportableState):
@@ -166,7 +174,7 @@ class DDPTrainer(SFTTrainer):
         # Unsloth's __init__ filters out rows without supervised tokens, and with them the filler.
         self.train_dataset, self.eval_dataset = train.dataset, evaluation.dataset if evaluation else None
         assert self.args.gradient_accumulation_steps == plan.accumulation, "the trainer changed the batch plan"
-        # A model that does not take the divisor returns its own mean; token_loss() turns that into the step's share.
+        # A model that does not take the divisor would divide by its own count.
         self.model_divides = bool(self.model_accepts_loss_kwargs)
         self.model_accepts_loss_kwargs = True
         self.meter = Meter(self._gather_sums, self.args.device)
@@ -188,7 +196,9 @@ class DDPTrainer(SFTTrainer):
 
     def _get_train_sampler(self, train_dataset: Any = None) -> RowOrder:
         slots = self.args.per_device_train_batch_size * self.args.world_size
-        return RowOrder(self.rows["train"], slots, seed=self.args.data_seed or self.args.seed)
+        return RowOrder(
+            self.rows["train"], slots, seed=self.args.seed if self.args.data_seed is None else self.args.data_seed
+        )
 
     def _get_eval_sampler(self, eval_dataset: Any) -> RowOrder:
         slots = self.args.per_device_eval_batch_size * self.args.world_size
@@ -215,30 +225,41 @@ class DDPTrainer(SFTTrainer):
         self, model: Any, inputs: dict[str, Tensor], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         """Summed token losses of a micro-batch / divisor; TRL's per-batch metrics, which wait for the device, are left out."""
-        labels = inputs["labels"]
-        divisor = num_items_in_batch
-        if self.runtime.backend == "unsloth":
-            # Unsloth's own compute_loss prepares inputs for some models and hands the divisor to its fused loss.
-            loss = super().compute_loss(model, dict(inputs), num_items_in_batch=divisor if self.model_divides else None)
-        else:
-            loss = self._transformers_loss(model, inputs, divisor if self.model_divides else None)
+        labels, divisor = inputs["labels"], num_items_in_batch
         if not self.model_divides:
-            loss = mean_to_step_loss(loss, labels, divisor)
-        if self.model.training:
+            logits = model(
+                **{name: value for name, value in inputs.items() if name != "labels"}, use_cache=False
+            ).logits
+            loss = logits_to_step_loss(logits, labels, divisor)
+        elif self.runtime.backend == "unsloth":
+            # Unsloth's own compute_loss prepares inputs for some models and hands the divisor to its fused loss.
+            loss = super().compute_loss(model, dict(inputs), num_items_in_batch=divisor)
+        else:
+            loss = self._transformers_loss(model, inputs, divisor)
+        if model.training:
             lengths = inputs["attention_mask"].sum(dim=1)
             # The filler row, which evens out the processes, has one token.
             tokens = lengths.masked_fill(lengths == 1, 0).sum()
             self.meter.add(loss * divisor, supervised_tokens(labels), tokens)
         return (loss, None) if return_outputs else loss
 
-    def _transformers_loss(self, model: Any, inputs: dict[str, Tensor], divisor: Tensor | None) -> Tensor:
-        extra: dict[str, Any] = {"use_cache": False}
-        if divisor is not None:
-            extra["num_items_in_batch"] = divisor
+    def _transformers_loss(self, model: Any, inputs: dict[str, Tensor], divisor: Tensor) -> Tensor:
+        extra: dict[str, Any] = {"use_cache": False, "num_items_in_batch": divisor}
         if self.runtime.device_type == "cuda":
             # TRL's fused head never builds the (batch, sequence, vocabulary) logits; its kernel needs a GPU.
             extra["fused_lm_head"] = True
         return model(**inputs, **extra).loss
+
+    # Straight to Transformers: Unsloth's versions drop evaluation rows without supervised tokens, the filler among
+    # them, and TRL's prepare rows that are prepared already.
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
+        """The evaluation rows, the filler included."""
+        return Trainer.get_eval_dataloader(self, eval_dataset)
+
+    def evaluate(self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval") -> Any:
+        """Evaluate on the set given to the trainer."""
+        return Trainer.evaluate(self, eval_dataset, ignore_keys, metric_key_prefix)
 
     # ---- evaluation: upstream averages the means of batches, and counts repeated rows again ----
 
@@ -252,7 +273,7 @@ class DDPTrainer(SFTTrainer):
     ) -> EvalLoopOutput:
         """The token mean over the whole set, each row once, in any layout."""
         began = time.perf_counter()
-        model = self.model_wrapped if self.is_deepspeed_enabled or self.is_fsdp_enabled else self.model
+        model: Any = self.model_wrapped if self.is_deepspeed_enabled or self.is_fsdp_enabled else self.model
         was_training = model.training
         model.eval()
         one = torch.ones((), device=self.args.device)
@@ -268,7 +289,7 @@ class DDPTrainer(SFTTrainer):
         model.train(was_training)
         self.meter.began += time.perf_counter() - began
         metrics = {f"{metric_key_prefix}_loss": loss / count}
-        return EvalLoopOutput(None, None, metrics, num_samples=self.rows["eval"])
+        return EvalLoopOutput(None, None, metrics, num_samples=self.rows["eval"])  # type: ignore[arg-type]
 
     # ---- reports: upstream logs the mean of step means ----
 
@@ -278,7 +299,7 @@ class DDPTrainer(SFTTrainer):
             logs.update(self._collect())
         if "train_loss" in logs:
             self._collect()
-            logs["train_loss"] = self.totals.train_loss
+            logs["train_loss"] = self.totals.train_loss or 0.0
         logger.info("step %s %s", self.state.global_step, logs)
         Trainer.log(self, logs, start_time)
 

@@ -9,9 +9,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import os
 import shutil
+import socket
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -61,21 +64,38 @@ class TokenizedRows:
 
 @contextlib.contextmanager
 def node_folder(runtime: Runtime) -> Iterator[Path]:
-    """A folder that the ranks of each node share for this run; it is removed at the end."""
+    """A folder that the ranks of each node share for this run; it is removed at the end.
+
+    Where a run of several ranks fails it stays, since a rank may still be reading; a later run removes it.
+    """
 
     def make() -> str:
         cache = Path(datasets.config.HF_DATASETS_CACHE)
         cache.mkdir(parents=True, exist_ok=True)
-        return tempfile.mkdtemp(prefix="unsloth_ddp_", dir=cache)
+        host = socket.gethostname()
+        _remove_stale(cache.glob(f"unsloth_ddp-{host}-*-*"))
+        return tempfile.mkdtemp(prefix=f"unsloth_ddp-{host}-{os.getpid()}-", dir=cache)
 
     mine = runtime.alone(make, per_node=True)
     folder = runtime.gather(mine)[runtime.ranks.rank - runtime.ranks.local_rank]
     assert folder is not None
+    failed = True
     try:
         yield Path(folder)
+        runtime.wait()
+        failed = False
     finally:
-        if runtime.ranks.is_local_main:
+        if runtime.ranks.is_local_main and (runtime.ranks.world_size == 1 or not failed):
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def _remove_stale(folders: Iterable[Path]) -> None:
+    """Remove what killed or failed runs left: folders a day old whose process is gone."""
+    for folder in folders:
+        with contextlib.suppress(OSError, ValueError):
+            pid = int(folder.name.split("-")[-2])
+            if time.time() - folder.stat().st_mtime > 86400 and not Path(f"/proc/{pid}").exists():
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 def read_examples(settings: Settings, runtime: Runtime, folder: Path) -> None:

@@ -1,0 +1,126 @@
+"""Every mistake ends every rank within seconds with one sentence from the main process, and no stack trace."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import DEMO_MODEL, REPO, write_jsonl
+from tests.ranks import run_ranks, train
+
+SECONDS = 30
+CHAT = {"messages": [{"role": "user", "content": "Who is it?"}, {"role": "assistant", "content": "It is I."}]}
+
+
+def train_with_gpus(count: int, argv: list[str], cwd: str) -> None:
+    """train_ddp.py on a machine that shows `count` GPUs; nothing is computed before it is refused."""
+    import torch
+
+    torch.cuda.is_available = lambda: True
+    torch.cuda.device_count = lambda: count
+    train(argv, cwd)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory) -> Path:
+    """A folder with good rows, bad ones, and an earlier run."""
+    folder = tmp_path_factory.mktemp("bad")
+    write_jsonl(folder / "good.jsonl", [CHAT] * 20)
+    (folder / "broken.jsonl").write_text(json.dumps(CHAT) + "\n{'messages': []}\n")
+    write_jsonl(folder / "shape.jsonl", [{"question": "Who?", "answer": "I."}])
+    write_jsonl(folder / "role.jsonl", [CHAT, {"messages": [{"role": "robot", "content": "beep"}]}])
+    write_jsonl(
+        folder / "late.jsonl", [{"messages": [{"role": "user", "content": "so " * 300}, *CHAT["messages"][1:]]}]
+    )
+    (folder / "empty.jsonl").write_text("")
+    (folder / "notes.txt").write_text("words")
+    (folder / "no_model").mkdir()
+    (folder / "list.yaml").write_text("- model\n")
+    (folder / "outputs" / "earlier").mkdir(parents=True)
+    (folder / "outputs" / "earlier" / "settings.yaml").write_text("model: x\n")
+    (folder / "outputs" / "mine").mkdir()
+    (folder / "outputs" / "mine" / "thesis.txt").write_text("years of work\n")
+    return folder
+
+
+GOOD = f"--model {DEMO_MODEL} --dataset good.jsonl --max_steps 1 --per_device_train_batch_size 1"
+MISTAKES = {
+    "missing model": ("--model ./nowhere --dataset good.jsonl", r"nowhere is not a model folder"),
+    "folder without model": ("--model ./no_model --dataset good.jsonl", "no config.json"),
+    "missing dataset": (f"--model {DEMO_MODEL} --dataset nowhere.jsonl", "dataset .*nowhere.jsonl.* no such file"),
+    "not a dataset": (f"--model {DEMO_MODEL} --dataset notes.txt", "notes.txt"),
+    "empty dataset": (f"--model {DEMO_MODEL} --dataset empty.jsonl", "empty.jsonl holds no rows"),
+    "missing config": ("--config nowhere.yaml", "nowhere.yaml.* no such file"),
+    "config of the wrong kind": ("--config list.yaml", "list.yaml"),
+    "unknown option": (f"{GOOD} --lerning_rate 1", "no option lerning_rate; did you mean learning_rate"),
+    "wrong type": (f"{GOOD} --lora_r many", "lora_r is 'many', but it takes a whole number"),
+    "unknown data shape": (
+        f"--model {DEMO_MODEL} --dataset shape.jsonl",
+        r"shape.jsonl:1: .*question, answer.*accepted",
+    ),
+    "broken row": (f"--model {DEMO_MODEL} --dataset broken.jsonl", r"broken.jsonl:2 is not JSON"),
+    "bad row": (f"--model {DEMO_MODEL} --dataset good.jsonl role.jsonl", r"role.jsonl:2: .*'robot'"),
+    "nothing supervised": (f"--model {DEMO_MODEL} --dataset late.jsonl --max_length 64", "no supervised token"),
+    "indivisible batch": (f"{GOOD} --global_batch_size 7", "7 does not divide .* nearest that does is 8"),
+    "contradicting batch": (f"{GOOD} --global_batch_size 8 --gradient_accumulation_steps 2", "disagree"),
+    "unsloth without accelerator": (f"{GOOD} --backend unsloth", "backend unsloth needs an accelerator"),
+    "qlora without GPU": (f"{GOOD} --method qlora", "method qlora needs a GPU"),
+    "missing chat template": (f"{GOOD} --chat_template nowhere.jinja", "nowhere.jinja"),
+    "another run's folder": (f"{GOOD} --run_name earlier", "earlier holds another run"),
+    "a stranger's folder": (f"{GOOD} --run_name mine --overwrite", "was not written by this kit"),
+    "nothing to resume": (f"{GOOD} --run_name fresh --resume_from_checkpoint true", "fresh holds no checkpoint"),
+    "unknown trainer argument": (f'{GOOD} --trainer_args {{"nonsense":1}}', "SFTConfig has no field nonsense"),
+    "owned trainer argument": (f'{GOOD} --trainer_args {{"packing":true}}', "packing is decided by the kit"),
+    "unknown optimizer": (f"{GOOD} --optim adamm", "adamm"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistake_is_told_once_and_ends_every_rank(mistake, files, tmp_path, assert_told):
+    options, sentence = MISTAKES[mistake]
+    assert_told(run_ranks(2, train, options.split(), str(files), folder=tmp_path), sentence)
+
+
+def test_more_processes_than_gpus(files, tmp_path, assert_told):
+    result = run_ranks(2, train_with_gpus, 1, GOOD.split(), str(files), folder=tmp_path)
+    assert_told(result, "2 processes were started on this machine, which shows 1 GPUs")
+
+
+def test_a_strangers_folder_is_left_alone(files):
+    assert (files / "outputs" / "mine" / "thesis.txt").read_text() == "years of work\n"
+
+
+@pytest.fixture
+def assert_told():
+    """Check that a job ended as a user's mistake should."""
+
+    def check(result, sentence: str) -> None:
+        assert result.seconds < SECONDS
+        assert all(code != 0 for code in result.codes), result
+        assert result.codes[0] == 2, result.output
+        assert "Traceback" not in result.output, result.output
+        told = [line for line in result.outputs[0].splitlines() if line.startswith("train_ddp.py: error: ")]
+        assert len(told) == 1, result.output
+        assert re.search(sentence, told[0]), told[0]
+        assert "error:" not in result.outputs[1], result.outputs[1]
+
+    return check
+
+
+def test_launcher_ends_with_the_sentence_and_a_failing_code(files):
+    command = [
+        sys.executable,
+        "-m",
+        "accelerate.commands.launch",
+        "--config_file",
+        str(REPO / "accelerate_configs/cpu.yaml"),
+    ]
+    command += [str(REPO / "train_ddp.py"), *GOOD.split(), "--global_batch_size", "7"]
+    done = subprocess.run(command, cwd=files, capture_output=True, text=True, timeout=120)
+    assert done.returncode != 0
+    assert done.stderr.count("train_ddp.py: error: global_batch_size 7 does not divide") == 1

@@ -120,6 +120,13 @@ def test_files_written_for_training_are_written_once() -> None:
     assert text.index("wait_for_everyone()") < text.index("main_process_first()")
 
 
+def test_a_files_name_is_not_mistaken_for_a_result() -> None:
+    """`f` is bound again by what reads the file: nothing of the first one is needed."""
+    cells = ("with open('rows', 'w') as f:\n    f.write('x')", "with open('rows') as f:\n    dataset = f.readlines()")
+    text = body(convert_cells(LOAD, *cells, TRAIN))
+    assert "from_main" not in text and "\nwith open('rows') as f:\n" in text
+
+
 def test_paid_calls_happen_once_and_their_result_is_shared() -> None:
     cells = (
         "from openai import OpenAI\nclient = OpenAI()",

@@ -105,6 +105,7 @@ class _Scope:
     kind: str  # module, function, class, comprehension
     local: set[str] = field(default_factory=set)
     outer: set[str] = field(default_factory=set)  # declared global
+    own: set[str] = field(default_factory=set)  # bound by a block of this statement
     facts: Facts = field(default_factory=Facts)
 
 
@@ -127,7 +128,16 @@ class _Collector(cst.CSTVisitor):
     # Names -----------------------------------------------------------------------------------------------------------
 
     def _read(self, name: str) -> None:
-        self.scopes[-1].facts.reads.add(name)
+        if name not in self.scopes[-1].own:
+            self.scopes[-1].facts.reads.add(name)
+
+    def _bind_block(self, target: cst.BaseExpression) -> None:
+        """Bind what a block binds before its body runs: reads that follow are of that, not of an earlier one."""
+        self._bind(target)
+        for element in target.elements if isinstance(target, cst.Tuple | cst.List) else [target]:
+            value = element.value if isinstance(element, cst.BaseElement) else element
+            if isinstance(value, cst.Name):
+                self.scopes[-1].own.add(value.value)
 
     def _write(self, name: str) -> None:
         scope = self.scopes[-1]
@@ -196,7 +206,7 @@ class _Collector(cst.CSTVisitor):
         return False
 
     def visit_AsName(self, node: cst.AsName) -> bool:
-        self._bind(node.name)
+        self._bind_block(node.name)
         return False
 
     def visit_Del(self, node: cst.Del) -> bool:
@@ -250,7 +260,7 @@ class _Collector(cst.CSTVisitor):
 
     def visit_For(self, node: cst.For) -> bool:
         node.iter.visit(self)
-        self._bind(node.target)
+        self._bind_block(node.target)
         node.body.visit(self)
         if node.orelse is not None:
             node.orelse.visit(self)

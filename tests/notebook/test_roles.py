@@ -244,6 +244,17 @@ def test_what_changes_the_process_stays_on_every_process(statement: str) -> None
     assert f"\n{statement}\n" in body(convert_cells(LOAD, statement, DATA, TRAIN))
 
 
+def test_what_waits_for_every_process_is_never_guarded() -> None:
+    cells = (
+        "from accelerate import PartialState\nstate = PartialState()",
+        "with state.main_process_first():\n    dataset = dataset.map(f)\n    print(dataset)",
+        "state.wait_for_everyone()",
+    )
+    text = body(convert_cells(LOAD, DATA, *cells, TRAIN))
+    assert "\nwith state.main_process_first():\n    dataset = dataset.map(f)\n" in text
+    assert "\nstate.wait_for_everyone()\n" in text
+
+
 def test_a_hand_written_loop_is_said() -> None:
     done = convert_cells(LOAD, "for row in rows:\n    loss = model(**row).loss\n    loss.backward()\n    print(loss)")
     assert kinds(done) == ["no trainer", "loop"]

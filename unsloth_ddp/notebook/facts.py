@@ -281,7 +281,7 @@ class _Collector(cst.CSTVisitor):
                 facts.calls.append(CallSite(dotted(arg.value), cst.Call(func=arg.value), frozenset()))
         call = ipython_call(node)
         if call is not None:
-            facts.reads |= references(call.command or " ".join(call.args))
+            facts.reads |= references(call.interpolated)
         elif site.is_method and (site.bare or is_mutating(site.tail)):
             self._mutate(root_name(node.func))
 

@@ -105,7 +105,10 @@ class _Rewriter(LineEditor):
         context.requirements += requirements
         if not command:
             return call  # leave_Expr removes it
-        text = as_python_string(command, context.bound)
+        is_body = (
+            magic.method == "run_cell_magic"
+        )  # IPython leaves the braces and dollars of a cell's body to the shell
+        text = as_python_string(command, set() if is_body else context.bound)
         if magic.method in ("getoutput", "sx"):
             self.note(context.edit("shell", "what `!` gave back as lines"))
             return cst.parse_expression(f"{context.names['shell_output']}({text})")

@@ -75,6 +75,24 @@ def test_an_unknown_function_before_training_is_not_taken_from_the_other_process
     )
 
 
+@pytest.mark.parametrize(
+    "cell",
+    [
+        "for name, book in books.items():\n    book.text = fetch(name)\n    print(name)",
+        "book = books['a']\nbook.text = fetch('a'); print(book)",
+    ],
+)
+def test_a_change_through_another_name_reaches_training(cell: str) -> None:
+    text = body(convert_cells(LOAD, "books = {'a': Book()}", cell, "dataset = [b.text for b in books.values()]", TRAIN))
+    assert "book.text = fetch" in text and "    book.text = fetch('a')" not in text
+    assert "if IS_MAIN:\n    for name" not in text
+
+
+def test_generations_in_a_loop_do_not_count_as_changes_of_the_model() -> None:
+    text = body(convert_cells(LOAD, "for q in ['a', 'b']:\n    model.generate(q, streamer = s)", DATA, TRAIN))
+    assert "if IS_MAIN:\n    for q in ['a', 'b']:\n" in text
+
+
 def test_a_changed_tokenizer_reaches_training() -> None:
     text = body(
         convert_cells(

@@ -7,8 +7,9 @@ from enum import Enum
 
 import libcst as cst
 
-from unsloth_ddp.notebook.facts import BUILTINS, CallSite
+from unsloth_ddp.notebook.facts import CallSite
 from unsloth_ddp.notebook.ipython import command_of, ipython_call, without_installs
+from unsloth_ddp.notebook.syntax import BUILTINS
 
 
 class Effect(Enum):

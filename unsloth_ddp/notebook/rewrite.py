@@ -9,11 +9,12 @@ from unsloth_ddp.notebook.config import edit_config, is_config_call
 from unsloth_ddp.notebook.context import Context
 from unsloth_ddp.notebook.data import edit_generator, edit_seed
 from unsloth_ddp.notebook.effects import Effect
-from unsloth_ddp.notebook.facts import collect, is_false
+from unsloth_ddp.notebook.facts import collect
 from unsloth_ddp.notebook.graph import SEEDS, Graph, Role, Statement
 from unsloth_ddp.notebook.ipython import IPythonCall, as_python_string, command_of, ipython_call, without_installs
 from unsloth_ddp.notebook.lines import LineEditor, lead
 from unsloth_ddp.notebook.load import edit_device_number, edit_device_string, edit_load
+from unsloth_ddp.notebook.syntax import is_false
 
 # Words without which a statement has nothing to edit; most have none of them.
 _TRIGGERS = (

@@ -12,9 +12,9 @@ import re
 import libcst as cst
 
 from unsloth_ddp.notebook.effects import MAIN_ONLY, ONCE, PER_NODE, Effect
-from unsloth_ddp.notebook.facts import BUILTINS
 from unsloth_ddp.notebook.graph import SEEDS, Graph, Role, Statement, is_dead
 from unsloth_ddp.notebook.ipython import command_of, without_installs
+from unsloth_ddp.notebook.syntax import BUILTINS
 
 # What every process must run together.
 _TOGETHER = SEEDS | {Effect.SYNC}

@@ -55,6 +55,26 @@ def test_a_group_stays_whole() -> None:
     assert without_installs("command -v x || (apt-get update && apt-get install x)")[0] == "command -v x"
 
 
+SCRIPT = """pip install -q uv
+case "$TAG" in
+  a.[0-4]) T="$TAG" ;;
+  *) T="b" ;;
+esac
+uv pip install x==1 --index-url "https://y/${T}"
+"""
+
+
+def test_a_script_that_only_chooses_what_to_install_goes() -> None:
+    assert without_installs(SCRIPT) == ("", ["uv", "x==1"])
+
+
+def test_a_scripts_compound_commands_stay_whole() -> None:
+    kept, _ = without_installs(SCRIPT + "wget z\n")
+    assert kept == SCRIPT.replace("pip install -q uv", ":").replace(
+        'uv pip install x==1 --index-url "https://y/${T}"', ":"
+    ) + ("wget z")
+
+
 def test_operators_inside_quotes_do_not_split() -> None:
     assert [text for text, _ in split_commands("echo 'a && b' && ls")] == ["echo 'a && b' ", " ls"]
 
@@ -154,13 +174,14 @@ def test_cell_magics() -> None:
     done = convert_cells(
         LOAD,
         "#@title Colab puts comments first\n%%time\nz = 1",
-        "%%bash\necho {a,b} $HOME\nls",
+        "HOME, T = 1, 2\nprint(T)",
+        "%%bash\necho {a,b} ${T} $HOME {T}\nls",
         "%%writefile -a out.py\nprint('''x''')\n",
         "%%html\n<b>x</b>",
     )
     text = body(done)
     assert "#@title Colab puts comments first\nz = 1" in text
-    assert 'if LOCAL_RANK == 0:\n    run_shell("""echo {a,b} $HOME\nls""")\nwait_for_everyone()' in text
+    assert 'if LOCAL_RANK == 0:\n    run_shell("""echo {a,b} ${T} $HOME {T}\nls""")\nwait_for_everyone()' in text
     assert 'if IS_MAIN:\n    open("out.py", "a").write(' in text
     assert "# <b>x</b>" in text
 

@@ -75,6 +75,24 @@ def test_an_unknown_function_before_training_is_not_taken_from_the_other_process
     )
 
 
+@pytest.mark.parametrize(
+    "cell",
+    [
+        "for name, book in books.items():\n    book.text = fetch(name)\n    print(name)",
+        "book = books['a']\nbook.text = fetch('a'); print(book)",
+    ],
+)
+def test_a_change_through_another_name_reaches_training(cell: str) -> None:
+    text = body(convert_cells(LOAD, "books = {'a': Book()}", cell, "dataset = [b.text for b in books.values()]", TRAIN))
+    assert "book.text = fetch" in text and "    book.text = fetch('a')" not in text
+    assert "if IS_MAIN:\n    for name" not in text
+
+
+def test_generations_in_a_loop_do_not_count_as_changes_of_the_model() -> None:
+    text = body(convert_cells(LOAD, "for q in ['a', 'b']:\n    model.generate(q, streamer = s)", DATA, TRAIN))
+    assert "if IS_MAIN:\n    for q in ['a', 'b']:\n" in text
+
+
 def test_a_changed_tokenizer_reaches_training() -> None:
     text = body(
         convert_cells(
@@ -118,6 +136,13 @@ def test_files_written_for_training_are_written_once() -> None:
     )
     assert "if IS_MAIN:\n    with open('rows.jsonl', 'w')" in text
     assert text.index("wait_for_everyone()") < text.index("main_process_first()")
+
+
+def test_a_files_name_is_not_mistaken_for_a_result() -> None:
+    """`f` is bound again by what reads the file: nothing of the first one is needed."""
+    cells = ("with open('rows', 'w') as f:\n    f.write('x')", "with open('rows') as f:\n    dataset = f.readlines()")
+    text = body(convert_cells(LOAD, *cells, TRAIN))
+    assert "from_main" not in text and "\nwith open('rows') as f:\n" in text
 
 
 def test_paid_calls_happen_once_and_their_result_is_shared() -> None:
@@ -235,6 +260,17 @@ def test_environment_from_a_secret_prompt_reaches_every_process() -> None:
 )
 def test_what_changes_the_process_stays_on_every_process(statement: str) -> None:
     assert f"\n{statement}\n" in body(convert_cells(LOAD, statement, DATA, TRAIN))
+
+
+def test_what_waits_for_every_process_is_never_guarded() -> None:
+    cells = (
+        "from accelerate import PartialState\nstate = PartialState()",
+        "with state.main_process_first():\n    dataset = dataset.map(f)\n    print(dataset)",
+        "state.wait_for_everyone()",
+    )
+    text = body(convert_cells(LOAD, DATA, *cells, TRAIN))
+    assert "\nwith state.main_process_first():\n    dataset = dataset.map(f)\n" in text
+    assert "\nstate.wait_for_everyone()\n" in text
 
 
 def test_a_hand_written_loop_is_said() -> None:

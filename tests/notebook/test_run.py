@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from making import convert_cells
 
 from unsloth_ddp.notebook import convert
 
@@ -105,6 +106,34 @@ def test_two_processes_train_what_the_notebook_trains(
     assert moved(name, plain) > 20 * TOLERANCE  # it trained: the comparison is about something
     assert output.count("train_runtime") == (1 if name == "sft_chat_lora" else 3)  # one process logs and prints
     print(f"{name}: largest difference {worst:.1e}, largest change {moved(name, plain):.1e}")
+
+
+CELLS = [
+    "import sys, types\nsys.modules['unsloth'] = types.ModuleType('unsloth')\nimport unsloth",
+    "import os, subprocess, time\n"
+    "os.environ['SHARED'] = subprocess.check_output(['echo', os.environ['RANK']], text = True)\n"
+    "assert os.environ['SHARED'] == '0\\n', os.environ['SHARED']",
+    "mode = 'a'\nclass Rows:\n    def map(self, function):\n        time.sleep(1 - int(os.environ['RANK']))\n"
+    "        with open('order', mode) as file:\n            file.write(os.environ['RANK'])\n"
+    "rows = Rows()\nrows.map(print)",
+    "!echo from the shell\nprint('said once')",
+]
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_the_helpers_between_two_processes(tmp_path: Path, environment: dict[str, str], broken: bool) -> None:
+    """Values shared, the main process first, one shell, one voice; an error ends every process, and says so."""
+    ending = "raise RuntimeError('on purpose')" if broken else "os.environ['DONE'] = '1'"
+    script = tmp_path / "script.py"
+    script.write_text(convert_cells(*CELLS, ending).script)
+    launcher = shutil.which("torchrun", path=str(Path(sys.executable).parent))
+    assert launcher is not None
+    process = start([launcher, "--nproc-per-node", "2", str(script)], tmp_path / "run", environment)
+    output, _ = process.communicate(timeout=120)
+    assert (process.returncode != 0) == broken, output[-3000:]
+    assert output.count("from the shell") == output.count("said once") == 1
+    assert (tmp_path / "run" / "order").read_text() == "01"
+    assert ("on purpose" in output) == broken
 
 
 def moved(name: str, weights: dict) -> float:

@@ -8,7 +8,7 @@ import libcst as cst
 
 from unsloth_ddp.notebook.arguments import code, keyword, set_keyword, splats
 from unsloth_ddp.notebook.context import Context
-from unsloth_ddp.notebook.facts import dotted
+from unsloth_ddp.notebook.syntax import dotted
 
 CONFIG_NAME = re.compile(
     r"^(\w*TrainingArguments|\w*(SFT|GRPO|DPO|KTO|ORPO|CPO|BCO|GKD|RLOO|PPO|PRM|XPO|NashMD|Reward|GSPO|GOLD)Config"

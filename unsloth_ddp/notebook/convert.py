@@ -13,7 +13,7 @@ from unsloth_ddp.notebook.arguments import code, keyword
 from unsloth_ddp.notebook.checks import check_notebook, check_statement, trains_nothing
 from unsloth_ddp.notebook.context import Context
 from unsloth_ddp.notebook.effects import Effect, is_trainer_call
-from unsloth_ddp.notebook.facts import collect, dotted
+from unsloth_ddp.notebook.facts import collect
 from unsloth_ddp.notebook.graph import Graph, Role, Statement, build
 from unsloth_ddp.notebook.ipython import command_of, without_installs
 from unsloth_ddp.notebook.lines import comment_line
@@ -23,6 +23,7 @@ from unsloth_ddp.notebook.prologue import IDENTIFIERS, MODULES, Names, render
 from unsloth_ddp.notebook.reader import read_notebook
 from unsloth_ddp.notebook.rewrite import rewrite
 from unsloth_ddp.notebook.roles import assign_roles
+from unsloth_ddp.notebook.syntax import dotted
 from unsloth_ddp.notebook.types import Cell, Conversion, Notebook, NotebookError, Options, Report
 from unsloth_ddp.notebook.writer import DEVICE_MARK, Placed, cell_body
 

@@ -6,7 +6,7 @@ import libcst as cst
 
 from unsloth_ddp.notebook.arguments import keyword, set_keyword, splats
 from unsloth_ddp.notebook.context import Context
-from unsloth_ddp.notebook.facts import dotted
+from unsloth_ddp.notebook.syntax import dotted
 
 # Method or function -> the keyword that seeds it.
 _SEEDED = {"train_test_split": "seed", "shuffle": "seed", "sample": "random_state"}

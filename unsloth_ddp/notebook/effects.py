@@ -7,8 +7,9 @@ from enum import Enum
 
 import libcst as cst
 
-from unsloth_ddp.notebook.facts import BUILTINS, CallSite
+from unsloth_ddp.notebook.facts import CallSite
 from unsloth_ddp.notebook.ipython import command_of, ipython_call, without_installs
+from unsloth_ddp.notebook.syntax import BUILTINS
 
 
 class Effect(Enum):
@@ -33,6 +34,7 @@ class Effect(Enum):
     RANDOM = "unseeded random"
     MODE = "for_inference or for_training"
     STATE = "changes the process"
+    SYNC = "waits for other processes"
 
 
 # Only the main process: nothing in them is needed to train.
@@ -98,6 +100,8 @@ _STATE = re.compile(
     r"^(os\.(chdir|putenv|umask|environ\.\w+)|sys\.path\.\w+|sys\.set\w+|random\.seed|numpy\.random\.seed|torch\.set_\w+"
     r"|torch\.(cuda\.)?manual_seed\w*|torch\.backends\..*|warnings\.\w+|(\w+\.)*set_seed|(\w+\.)*set_start_method)$"
 )
+_SYNC = {"main_process_first", "local_main_process_first", "wait_for_everyone", "barrier", "split_between_processes"}
+_SYNC |= {"all_reduce", "all_gather", "all_gather_object", "broadcast", "broadcast_object_list", "gather_for_metrics"}
 _RANDOM = re.compile(
     r"^(random\.(shuffle|sample|choice|choices|randint|random|uniform|randrange|gauss)"
     r"|numpy\.random\.(shuffle|permutation|choice|randint|rand|randn|random|uniform|normal))$"
@@ -147,6 +151,8 @@ def call_effects(site: CallSite, full: str, trainers: set[str], subclasses: set[
         found.add(Effect.DATA)
     if _STATS.match(full):
         found.add(Effect.STATS)
+    if site.is_method and tail in _SYNC:
+        found.add(Effect.SYNC)
     if _STATE.match(full):
         found.add(Effect.STATE)
     if _RANDOM.match(full):

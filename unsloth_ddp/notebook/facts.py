@@ -6,20 +6,22 @@ deferred: it counts when the function is used, not where it is defined.
 
 from __future__ import annotations
 
-import builtins
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import libcst as cst
 
 from unsloth_ddp.notebook.ipython import ipython_call, references
-
-# Methods that change the object they are called on, even where their value is used.
-_MUTATING = (
-    *("add", "append", "clear", "disable", "enable", "extend", "insert", "load", "pop", "register", "remove"),
-    *("requires_grad", "reset", "resize", "set", "tie", "update", "setdefault", "sort", "reverse", "shuffle"),
+from unsloth_ddp.notebook.syntax import (
+    RootNames,
+    defaults,
+    dotted,
+    is_false,
+    is_harmless,
+    is_mutating,
+    parameters,
+    root_name,
 )
-BUILTINS = frozenset(dir(builtins))
 
 
 @dataclass
@@ -68,36 +70,8 @@ class Facts:
     defines: dict[str, Deferred] = field(default_factory=dict)
     imports: dict[str, str] = field(default_factory=dict)  # bound name -> dotted path
     stores: set[str] = field(default_factory=set)  # names whose attributes or items are assigned
+    aliases: list[tuple[str, str]] = field(default_factory=list)  # (part, whole): a change of one is one of the other
     assigned: list[tuple[str, CallSite]] = field(default_factory=list)  # `name = call(...)`, at any depth
-
-
-def is_false(test: cst.BaseExpression) -> bool:
-    """Whether a condition is a literal that is never true, so that its block is dead."""
-    if isinstance(test, cst.Name):
-        return test.value in ("False", "None")
-    return isinstance(test, cst.Integer) and test.value == "0"
-
-
-def dotted(node: cst.BaseExpression) -> str:
-    """The dotted path of a callee; "?" stands for whatever is not a name or attribute."""
-    parts: list[str] = []
-    while isinstance(node, cst.Attribute):
-        parts.append(node.attr.value)
-        node = node.value
-    parts.append(node.value if isinstance(node, cst.Name) else "?")
-    return ".".join(reversed(parts))
-
-
-def root_name(node: cst.BaseExpression) -> str | None:
-    """The name at the bottom of an attribute or subscript chain."""
-    while isinstance(node, cst.Attribute | cst.Subscript):
-        node = node.value
-    return node.value if isinstance(node, cst.Name) else None
-
-
-def is_mutating(method: str) -> bool:
-    """Whether a method of this name changes its object whatever its value is used for."""
-    return method.endswith("_") or method.split("_")[0] in _MUTATING or method in _MUTATING
 
 
 @dataclass
@@ -105,6 +79,7 @@ class _Scope:
     kind: str  # module, function, class, comprehension
     local: set[str] = field(default_factory=set)
     outer: set[str] = field(default_factory=set)  # declared global
+    own: set[str] = field(default_factory=set)  # bound by a block of this statement
     facts: Facts = field(default_factory=Facts)
 
 
@@ -127,7 +102,16 @@ class _Collector(cst.CSTVisitor):
     # Names -----------------------------------------------------------------------------------------------------------
 
     def _read(self, name: str) -> None:
-        self.scopes[-1].facts.reads.add(name)
+        if name not in self.scopes[-1].own:
+            self.scopes[-1].facts.reads.add(name)
+
+    def _bind_block(self, target: cst.BaseExpression) -> None:
+        """Bind what a block binds before its body runs: reads that follow are of that, not of an earlier one."""
+        self._bind(target)
+        for element in target.elements if isinstance(target, cst.Tuple | cst.List) else [target]:
+            value = element.value if isinstance(element, cst.BaseElement) else element
+            if isinstance(value, cst.Name):
+                self.scopes[-1].own.add(value.value)
 
     def _write(self, name: str) -> None:
         scope = self.scopes[-1]
@@ -177,6 +161,21 @@ class _Collector(cst.CSTVisitor):
         if isinstance(node.value, cst.Call) and isinstance(target, cst.Name):
             self.assigned.append((target.value, CallSite(dotted(node.value.func), node.value, frozenset())))
 
+        elif isinstance(node.value, cst.Name | cst.Attribute | cst.Subscript):
+            self._alias(target, node.value)
+
+    def _alias(self, target: cst.BaseExpression, value: cst.BaseExpression) -> None:
+        """Note that the parts bound by `target` belong to the objects that `value` names."""
+        if len(self.scopes) > 1:
+            return
+        wholes = RootNames()
+        value.visit(wholes)
+        parts = RootNames()
+        target.visit(parts)
+        self.scopes[0].facts.aliases += [
+            (part, whole) for part in parts.found for whole in wholes.found if part != whole
+        ]
+
     def visit_AugAssign(self, node: cst.AugAssign) -> bool:
         node.target.visit(self)
         node.value.visit(self)
@@ -196,7 +195,7 @@ class _Collector(cst.CSTVisitor):
         return False
 
     def visit_AsName(self, node: cst.AsName) -> bool:
-        self._bind(node.name)
+        self._bind_block(node.name)
         return False
 
     def visit_Del(self, node: cst.Del) -> bool:
@@ -250,7 +249,8 @@ class _Collector(cst.CSTVisitor):
 
     def visit_For(self, node: cst.For) -> bool:
         node.iter.visit(self)
-        self._bind(node.target)
+        self._bind_block(node.target)
+        self._alias(node.target, node.iter)
         node.body.visit(self)
         if node.orelse is not None:
             node.orelse.visit(self)
@@ -271,8 +271,8 @@ class _Collector(cst.CSTVisitor):
                 facts.calls.append(CallSite(dotted(arg.value), cst.Call(func=arg.value), frozenset()))
         call = ipython_call(node)
         if call is not None:
-            facts.reads |= references(call.command or " ".join(call.args))
-        elif site.is_method and (site.bare or is_mutating(site.tail)):
+            facts.reads |= references(call.interpolated)
+        elif site.is_method and ((site.bare and not is_harmless(site.tail)) or is_mutating(site.tail)):
             self._mutate(root_name(node.func))
 
     # Scopes ----------------------------------------------------------------------------------------------------------
@@ -281,9 +281,9 @@ class _Collector(cst.CSTVisitor):
         self._write(node.name.value)
         for decorator in node.decorators:
             decorator.visit(self)
-        for default in _defaults(node.params):
+        for default in defaults(node.params):
             default.visit(self)
-        self._body(node.name.value, _parameters(node.params), [node.body])
+        self._body(node.name.value, parameters(node.params), [node.body])
         return False
 
     def _body(self, name: str, params: list[str], parts: Iterable[cst.CSTNode]) -> None:
@@ -317,9 +317,9 @@ class _Collector(cst.CSTVisitor):
         target.mutates |= inner.mutates - set(inner.params)
 
     def visit_Lambda(self, node: cst.Lambda) -> bool:
-        for default in _defaults(node.params):
+        for default in defaults(node.params):
             default.visit(self)
-        self.scopes.append(_Scope("comprehension", local=set(_parameters(node.params))))
+        self.scopes.append(_Scope("comprehension", local=set(parameters(node.params))))
         node.body.visit(self)
         self._pop()
         return False
@@ -367,20 +367,3 @@ class _Collector(cst.CSTVisitor):
         parent.facts.reads |= scope.facts.reads - scope.local
         parent.facts.mutates |= scope.facts.mutates - scope.local
         parent.facts.calls += scope.facts.calls
-
-
-def _all_parameters(params: cst.Parameters) -> list[cst.Param]:
-    found = [*params.posonly_params, *params.params, *params.kwonly_params]
-    if isinstance(params.star_arg, cst.Param):
-        found.append(params.star_arg)
-    if params.star_kwarg is not None:
-        found.append(params.star_kwarg)
-    return found
-
-
-def _parameters(params: cst.Parameters) -> list[str]:
-    return [param.name.value for param in _all_parameters(params)]
-
-
-def _defaults(params: cst.Parameters) -> list[cst.BaseExpression]:
-    return [param.default for param in _all_parameters(params) if param.default is not None]

@@ -9,30 +9,13 @@ from enum import Enum
 import libcst as cst
 
 from unsloth_ddp.notebook.effects import Effect, call_effects, is_trainer_call
-from unsloth_ddp.notebook.facts import CallSite, Deferred, Facts, collect, is_false
+from unsloth_ddp.notebook.facts import CallSite, Deferred, Facts, collect
+from unsloth_ddp.notebook.syntax import HARMLESS, is_false
 
 # Effects that a function hands on to a call it is merely passed to, such as dataset.map(function).
 _THROUGH_ARGUMENTS = {Effect.PAID, Effect.FILE, Effect.SERVER, Effect.PRINT, Effect.RANDOM, Effect.SHELL}
 # A call with no other effect than these is made for what it does to its arguments.
 _MAY_CHANGE_ARGUMENTS = {Effect.LOAD, Effect.RANDOM, Effect.STATE, Effect.DATA}
-# Methods that leave their object as training needs it.
-_HARMLESS = {
-    "eval",
-    "train",
-    "generate",
-    "fast_generate",
-    "encode",
-    "decode",
-    "to",
-    "cuda",
-    "cpu",
-    "items",
-    "keys",
-    "get",
-}
-_HARMLESS |= {"strip", "format", "append_", "for_inference", "for_training", "apply_chat_template", "batch_decode"}
-
-
 _SEEDING = {"set_seed", "seed_everything", "seed_all", "enable_full_determinism"}
 
 
@@ -118,6 +101,7 @@ def build(cells: Iterable[tuple[int, Iterable[cst.BaseStatement]]]) -> Graph:
     for statement in statements:
         imports.update(statement.facts.imports)
         functions.update(statement.facts.defines)
+    _follow_aliases(statements)
     for statement in statements:
         if statement.facts.stores & imports.keys():
             statement.effects.add(Effect.STATE)
@@ -127,6 +111,20 @@ def build(cells: Iterable[tuple[int, Iterable[cst.BaseStatement]]]) -> Graph:
     _find_effects(graph)
     _link(graph)
     return graph
+
+
+def _follow_aliases(statements: list[Statement]) -> None:
+    """A change of `part`, where the notebook has `part = whole.part`, is a change of `whole`."""
+    wholes: dict[str, set[str]] = {}
+    for statement in statements:
+        for name, whole in statement.facts.aliases:
+            wholes.setdefault(name, set()).add(whole)
+    for statement in statements:
+        queue = list(statement.facts.mutates)
+        while queue:
+            fresh = wholes.get(queue.pop(), set()) - statement.facts.mutates
+            statement.facts.mutates |= fresh
+            queue += fresh
 
 
 def _trainer_classes(functions: dict[str, Deferred]) -> set[str]:
@@ -244,8 +242,8 @@ def _mutations_through_functions(graph: Graph, statement: Statement) -> None:
 
 def _assigned_into(body: Deferred) -> set[str]:
     """Parameters that a body changes by more than calling a harmless method on them."""
-    harmless = {site.root for site in body.calls if site.bare and site.tail in _HARMLESS}
-    changed = {site.root for site in body.calls if site.bare and site.is_method and site.tail not in _HARMLESS}
+    harmless = {site.root for site in body.calls if site.bare and site.tail in HARMLESS}
+    changed = {site.root for site in body.calls if site.bare and site.is_method and site.tail not in HARMLESS}
     return (body.mutates - harmless) | (body.mutates & changed)
 
 
@@ -256,7 +254,7 @@ def _only_harmless(statement: Statement) -> set[str]:
     if not isinstance(statement.node, cst.SimpleStatementLine):
         return set()
     sites = [s for s in facts.calls if s.is_method and s.bare]
-    if sites and all(s.tail in _HARMLESS or statement.effects & known for s in sites):
+    if sites and all(s.tail in HARMLESS or statement.effects & known for s in sites):
         return {s.root for s in sites} & facts.mutates
     return set()
 

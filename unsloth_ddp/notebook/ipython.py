@@ -55,6 +55,11 @@ class IPythonCall:
             return f"{self.args[0]} {self.args[1]}"
         return ""
 
+    @property
+    def interpolated(self) -> str:
+        """The text that IPython puts the notebook's names into: of a cell magic, its first line only."""
+        return self.args[1] if self.method == "run_cell_magic" else self.command or " ".join(self.args)
+
 
 def ipython_call(node: cst.BaseExpression) -> IPythonCall | None:
     """The IPython call that `node` is, if it is one."""
@@ -152,6 +157,11 @@ def _quote(text: str) -> str:
 
 def split_commands(command: str) -> list[tuple[str, str]]:
     """The parts of a shell line with the operator (&&, ||, ;, newline or "") that follows each."""
+    return [(text, operator) for text, operator in _parts(command) if text.strip()]
+
+
+def _parts(command: str) -> list[tuple[str, str]]:
+    """The same with the blank ones, so that joining them gives the command back."""
     parts: list[tuple[str, str]] = []
     quote, start, index, depth = "", 0, 0, 0
     while index < len(command):
@@ -177,7 +187,7 @@ def split_commands(command: str) -> list[tuple[str, str]]:
                 continue
         index += 1
     parts.append((command[start:], ""))
-    return [(text, operator) for text, operator in parts if text.strip()]
+    return parts
 
 
 def is_install(command: str) -> bool:
@@ -200,10 +210,33 @@ def without_installs(command: str) -> tuple[str, list[str]]:
             kept.append((text, operator))
     if len(kept) == len(parts):
         return command, []
+    if _COMPOUND.search(command):
+        return _script_without_installs(command), requirements
     if all(text.lstrip().startswith("#") for text, _ in kept):
         return "", requirements
     joined = "".join(text + operator for text, operator in kept[:-1]) + kept[-1][0]
     return joined.strip("\n "), requirements
+
+
+# What leaves nothing behind when its shell ends: choosing a wheel, testing for a program, saying so.
+_LEAVES_NOTHING = re.compile(
+    r"""\s*(?: \w+= | (?:case|esac|if|then|elif|else|fi|for|while|until|do|done|exit|set|export|true|test)\b
+      | \[ | : | \# | [{}] | command\s+-v\b | (?:echo|printf)\b[^>]*$ | [^\s()]+\)\s*\w+= )""",
+    re.VERBOSE,
+)
+
+
+_COMPOUND = re.compile(r"^\s*(?:case|if|for|while|until)\b.*\n", re.MULTILINE)
+
+
+def _script_without_installs(script: str) -> str:
+    """A script of compound commands with `:` for each install, or "" where the rest only served the installs."""
+    parts = _parts(script)
+    rest = [text for text, _ in parts if text.strip() and not is_install(text)]
+    if all(_LEAVES_NOTHING.match(text) for text in rest):
+        return ""
+    blank = [(re.sub(r"\S.*", ":", text, flags=re.DOTALL) if is_install(text) else text) for text, _ in parts]
+    return "".join(text + operator for text, (_, operator) in zip(blank, parts, strict=True)).strip("\n ")
 
 
 def requirement_names(command: str) -> list[str]:

@@ -9,7 +9,7 @@ import libcst as cst
 from unsloth_ddp.notebook.arguments import code, keyword, remove_keyword, set_keyword, splats
 from unsloth_ddp.notebook.context import Context
 from unsloth_ddp.notebook.effects import is_loader_call
-from unsloth_ddp.notebook.facts import dotted
+from unsloth_ddp.notebook.syntax import dotted
 
 _SPREADS = {
     '"auto"',

@@ -9,9 +9,10 @@ import libcst as cst
 from unsloth_ddp.notebook.arguments import code
 from unsloth_ddp.notebook.context import Context
 from unsloth_ddp.notebook.effects import Effect, call_effects
-from unsloth_ddp.notebook.facts import collect, dotted
+from unsloth_ddp.notebook.facts import collect
 from unsloth_ddp.notebook.ipython import as_python_string, ipython_call
 from unsloth_ddp.notebook.lines import LineEditor, is_empty, lead
+from unsloth_ddp.notebook.syntax import dotted
 
 _QUIET = {"matplotlib", "load_ext", "reload_ext", "unload_ext", "autoreload", "config", "pylab", "precision", "gui"}
 _QUIET |= {"pinfo", "pinfo2", "psearch", "who", "whos", "ls", "ll", "pwd", "history", "timeit", "reset", "tensorboard"}

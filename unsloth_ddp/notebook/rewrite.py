@@ -9,11 +9,12 @@ from unsloth_ddp.notebook.config import edit_config, is_config_call
 from unsloth_ddp.notebook.context import Context
 from unsloth_ddp.notebook.data import edit_generator, edit_seed
 from unsloth_ddp.notebook.effects import Effect
-from unsloth_ddp.notebook.facts import collect, is_false
+from unsloth_ddp.notebook.facts import collect
 from unsloth_ddp.notebook.graph import SEEDS, Graph, Role, Statement
 from unsloth_ddp.notebook.ipython import IPythonCall, as_python_string, command_of, ipython_call, without_installs
 from unsloth_ddp.notebook.lines import LineEditor, lead
 from unsloth_ddp.notebook.load import edit_device_number, edit_device_string, edit_load
+from unsloth_ddp.notebook.syntax import is_false
 
 # Words without which a statement has nothing to edit; most have none of them.
 _TRIGGERS = (
@@ -105,7 +106,10 @@ class _Rewriter(LineEditor):
         context.requirements += requirements
         if not command:
             return call  # leave_Expr removes it
-        text = as_python_string(command, context.bound)
+        is_body = (
+            magic.method == "run_cell_magic"
+        )  # IPython leaves the braces and dollars of a cell's body to the shell
+        text = as_python_string(command, set() if is_body else context.bound)
         if magic.method in ("getoutput", "sx"):
             self.note(context.edit("shell", "what `!` gave back as lines"))
             return cst.parse_expression(f"{context.names['shell_output']}({text})")

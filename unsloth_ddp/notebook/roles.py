@@ -12,10 +12,12 @@ import re
 import libcst as cst
 
 from unsloth_ddp.notebook.effects import MAIN_ONLY, ONCE, PER_NODE, Effect
-from unsloth_ddp.notebook.facts import BUILTINS
 from unsloth_ddp.notebook.graph import SEEDS, Graph, Role, Statement, is_dead
 from unsloth_ddp.notebook.ipython import command_of, without_installs
+from unsloth_ddp.notebook.syntax import BUILTINS
 
+# What every process must run together.
+_TOGETHER = SEEDS | {Effect.SYNC}
 _APART = {Role.MAIN, Role.NODE}
 
 
@@ -49,8 +51,8 @@ def _first_role(statement: Statement) -> Role:
     effects = statement.effects
     if is_dead(statement.node):
         return Role.DEAD
-    if effects & SEEDS:
-        return Role.ALL
+    if effects & SEEDS or Effect.SYNC in effects:
+        return Role.ALL  # a guard around something that waits for every process would wait for ever
     if Effect.STATE in effects and effects & (ONCE | MAIN_ONLY):
         return _role_of_state(statement)
     if effects & ONCE and (statement.needed is False or _can_share(statement)):
@@ -244,7 +246,7 @@ def _settle(graph: Graph, last: int) -> bool:
     """Move statements to the main process that read only its names, or that only it uses; True if any moved."""
     moved = False
     for index, statement in enumerate(graph.statements):
-        if statement.role not in (Role.ALL, Role.FIRST) or statement.needed or statement.effects & SEEDS:
+        if statement.role not in (Role.ALL, Role.FIRST) or statement.needed or statement.effects & _TOGETHER:
             continue
         role = _role_of_what_it_reads(graph, index, statement)
         if role is None and _only_main_uses(graph, index, statement, last):

@@ -1,0 +1,135 @@
+"""Runs of a tiny model: resume, methods, data options, launchers, the output folder."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.conftest import REPO, demo_rows, write_jsonl
+from tests.ranks import run_ranks, train
+
+
+@pytest.fixture
+def job(tmp_path, tiny_model, uneven_rows):
+    """Run train_ddp.py on the tiny model with these options; returns the run's folder and what was printed."""
+
+    def run(options: str, name: str, ranks: int = 1):
+        argv = f"--model {tiny_model} --dataset {uneven_rows} --run_name {name} --learning_rate 0.01 --max_length 64".split()
+        argv += ["--gradient_checkpointing", "none", "--logging_steps", "1", *options.split()]
+        result = run_ranks(ranks, train, argv, str(tmp_path), folder=tmp_path / f"{name}.out").check()
+        return tmp_path / "outputs" / name, result.output
+
+    return run
+
+
+def summary(folder: Path) -> dict:
+    return json.loads((folder / "summary.json").read_text())
+
+
+def test_a_resumed_run_ends_like_an_uninterrupted_one(job):
+    options = "--global_batch_size 4 --max_steps 6 --save_steps 3 --lora_dropout 0.1 --logging_steps 2"
+    whole, _ = job(options, "whole", ranks=2)
+    resumed, _ = job(f"{options} --resume_from_checkpoint {whole}/checkpoint-3", "resumed", ranks=2)
+    expected, found = (load_file(f / "adapter_model.safetensors") for f in (whole, resumed))
+    assert all(torch.equal(expected[k], found[k]) for k in expected)
+    for key in ("train_loss", "tokens", "supervised_tokens", "steps"):
+        assert summary(resumed)[key] == pytest.approx(summary(whole)[key], rel=1e-12), key
+
+
+def test_resume_true_takes_the_newest_checkpoint_of_the_run(job):
+    folder, _ = job("--global_batch_size 4 --max_steps 4 --save_steps 2", "again")
+    weights = load_file(folder / "adapter_model.safetensors")
+    (folder / "adapter_model.safetensors").unlink()
+    job("--global_batch_size 4 --max_steps 4 --save_steps 2 --resume_from_checkpoint true", "again")
+    found = load_file(folder / "adapter_model.safetensors")
+    assert all(torch.equal(weights[k], found[k]) for k in weights)
+
+
+def test_full_parameters_leave_a_whole_model(job, tiny_model):
+    folder, printed = job("--method full --global_batch_size 4 --max_steps 2", "full", ranks=2)
+    assert "trainable parameters, 100.00%" in printed
+    before, after = load_file(tiny_model / "model.safetensors"), load_file(folder / "model.safetensors")
+    assert before.keys() == after.keys()
+    assert all(not torch.equal(before[k], after[k]) for k in before if "layers" in k)
+
+
+def test_an_epoch_sees_each_row_once_on_ranks_that_do_not_divide(job):
+    folder, _ = job("--per_device_train_batch_size 2 --global_batch_size 4 --num_train_epochs 1", "thirteen", ranks=2)
+    rows = json.loads((folder / "trainer_state.json").read_text())
+    assert rows["global_step"] == 4
+    single, _ = job("--global_batch_size 13 --num_train_epochs 1", "single")
+    assert summary(folder)["tokens"] == summary(single)["tokens"]
+    assert summary(folder)["supervised_tokens"] == summary(single)["supervised_tokens"]
+
+
+def test_overlong_rows_are_truncated_or_dropped_and_said(job):
+    _, cut = job("--global_batch_size 4 --max_steps 1", "cut")
+    assert "13 (" in cut and "2 over max_length 64 truncated" in cut
+    _, dropped = job("--global_batch_size 4 --max_steps 1 --overlong drop", "dropped")
+    assert "11 (" in dropped and "2 over max_length 64 dropped" in dropped
+
+
+def test_a_fraction_is_set_aside_for_evaluation(job):
+    folder, printed = job("--global_batch_size 4 --max_steps 1 --eval_fraction 0.25", "aside")
+    assert "10 (" in printed and "evaluation rows     3" in printed
+    assert summary(folder)["eval_loss"] > 0
+
+
+def test_several_files_are_one_set(job, tmp_path):
+    write_jsonl(tmp_path / "a.jsonl", demo_rows()[:3])
+    alpaca = [{"instruction": "Say it.", "input": "", "output": "It."}] * 2
+    (tmp_path / "b.json").write_text(json.dumps(alpaca))
+    _, printed = job(f"--dataset {tmp_path}/a.jsonl {tmp_path}/b.json --max_steps 1 --global_batch_size 4", "both")
+    assert "18 (" in printed
+
+
+def test_bf16_on_a_cpu_and_checkpointing_run(job):
+    folder, printed = job("--precision bf16 --gradient_checkpointing torch --global_batch_size 4 --max_steps 2", "half")
+    assert "precision           bf16" in printed
+    assert 5 < summary(folder)["train_loss"] < 9
+
+
+def test_a_run_of_the_same_name_is_replaced_when_asked(job):
+    folder, _ = job("--global_batch_size 4 --max_steps 1 --save_strategy no", "twice")
+    (folder / "stale.txt").write_text("old")
+    job("--global_batch_size 4 --max_steps 1 --save_strategy no --overwrite", "twice")
+    assert not (folder / "stale.txt").exists()
+
+
+def test_the_default_name_says_model_method_and_time(tmp_path, tiny_model, uneven_rows):
+    argv = f"--model {tiny_model} --dataset {uneven_rows} --max_steps 1 --max_length 64 --save_strategy no".split()
+    run_ranks(2, train, argv, str(tmp_path), folder=tmp_path / "out").check()
+    (folder,) = (tmp_path / "outputs").iterdir()
+    assert folder.name.startswith("tiny-lora-20")
+    assert (folder / "adapter_model.safetensors").is_file()
+
+
+def test_plain_accelerate_launch_runs_one_process(tmp_path, tiny_model, uneven_rows):
+    options = f"--model {tiny_model} --dataset {uneven_rows} --max_steps 1 --max_length 64 --run_name one --output_dir {tmp_path}"
+    command = [sys.executable, "-m", "accelerate.commands.launch", "train_ddp.py", *options.split()]
+    done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert summary(tmp_path / "one")["world_size"] == 1
+
+
+def test_torchrun_runs_two_processes(tmp_path, tiny_model, uneven_rows):
+    options = f"--model {tiny_model} --dataset {uneven_rows} --max_steps 1 --max_length 64 --run_name two --output_dir {tmp_path}"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "train_ddp.py"]
+    done = subprocess.run([*command, *options.split()], cwd=REPO, capture_output=True, text=True, timeout=180)
+    assert done.returncode == 0, done.stderr
+    assert summary(tmp_path / "two")["world_size"] == 2
+
+
+def test_help_is_grouped_by_topic():
+    done = subprocess.run(
+        [sys.executable, "train_ddp.py", "--help"], cwd=REPO, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0
+    topics = ["Model:", "LoRA and QLoRA:", "Data:", "Batch:", "Training:", "Output:", "Unsloth:"]
+    assert [t for t in topics if f"\n{t}\n" in done.stdout] == topics

@@ -12,7 +12,15 @@ import pytest
 from tests.ranks import run_ranks
 from unsloth_ddp.errors import UserError
 from unsloth_ddp.options import Settings
-from unsloth_ddp.runtime import Ranks, Runtime, choose_backend, import_backend, ranks_from_environment, started
+from unsloth_ddp.runtime import (
+    Ranks,
+    Runtime,
+    alone_timeout,
+    choose_backend,
+    import_backend,
+    ranks_from_environment,
+    started,
+)
 
 FAKE_UNSLOTH = """
 import json, os
@@ -69,6 +77,13 @@ def test_backend_follows_the_accelerator():
     assert choose_backend("transformers", True) == "transformers"
     with pytest.raises(UserError, match="needs an accelerator"):
         choose_backend("unsloth", False)
+
+
+def test_the_wait_for_one_process_grows_with_the_data(tmp_path):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_bytes(b" " * 2_000_000)
+    assert alone_timeout(Settings(dataset=[str(rows)])).total_seconds() == 3610
+    assert alone_timeout(Settings(dataset=["owner/name"])).total_seconds() == 8 * 3600
 
 
 def decide(folder: str) -> None:

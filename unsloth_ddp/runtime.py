@@ -30,8 +30,6 @@ logger = logging.getLogger("unsloth_ddp")
 
 # Older Unsloth releases patch trainers and build CUDA extensions in every rank unless told not to.
 UNSLOTH_FLAGS = {"UNSLOTH_DISABLE_TRAINER_PATCHING": "1", "UNSLOTH_NO_CUDA_EXTENSIONS": "1"}
-# What one process does alone (tokenize, merge) may take longer than any training step; the others wait this long.
-ALONE_TIMEOUT = timedelta(hours=4)
 EXIT_USER_ERROR = 2
 
 
@@ -116,7 +114,7 @@ class Runtime:
         return {"": self.ranks.local_rank if self.device_type == "cuda" else "cpu"}
 
     def wait(self) -> None:
-        """Wait until every process is here (up to ALONE_TIMEOUT)."""
+        """Wait until every process is here (up to alone_timeout)."""
         if self.control_group is not None:
             import torch.distributed as dist
 
@@ -220,6 +218,18 @@ def _choose_precision(wanted: str, cuda: bool) -> Literal["bf16", "fp16", "fp32"
     return "bf16" if wanted == "bf16" else "fp16" if wanted == "fp16" else "fp32"
 
 
+def alone_timeout(settings: Settings) -> timedelta:
+    """How long the others wait for what one process does alone (tokenize, merge): it grows with the data.
+
+    An hour, and a second for every 200 kB of local rows; eight hours where rows come from the Hub, whose size is
+    not known here. A process that dies ends the wait at once.
+    """
+    sizes = [Path(s).expanduser() for s in [*settings.dataset, *settings.eval_dataset]]
+    if not all(path.is_file() for path in sizes):
+        return timedelta(hours=8)
+    return timedelta(hours=1, seconds=sum(path.stat().st_size for path in sizes) / 200_000)
+
+
 def _start_processes(runtime: Runtime, settings: Settings) -> None:
     import torch
     from accelerate import PartialState
@@ -251,7 +261,7 @@ def _start_processes(runtime: Runtime, settings: Settings) -> None:
     if ranks.world_size > 1:
         import torch.distributed as dist
 
-        runtime.control_group = dist.new_group(backend="gloo", timeout=ALONE_TIMEOUT)
+        runtime.control_group = dist.new_group(backend="gloo", timeout=alone_timeout(settings))
 
 
 @contextlib.contextmanager

@@ -1,0 +1,45 @@
+"""The GPU check of benchmarks/, as tests: every launcher and method on the demo, and parity of layouts."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from tests.conftest import REPO
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(
+        torch.cuda.device_count() < 2, reason=f"needs two CUDA GPUs; this machine shows {torch.cuda.device_count()}"
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory) -> dict:
+    work = tmp_path_factory.mktemp("gpu")
+    command = [sys.executable, "benchmarks/gpu_check.py", "--work", str(work), "--json", str(work / "found.json")]
+    subprocess.run([*command, "--groups", "0", "1", "2"], cwd=REPO, check=True, timeout=880)
+    return json.loads((work / "found.json").read_text())
+
+
+def test_every_launcher_and_method_trains(found):
+    assert [run["name"] for run in found["runs"] if run["exit_code"] or run["last_loss"] >= run["first_loss"]] == []
+
+
+def test_what_is_saved_loads_without_unsloth(found):
+    reloaded = [run for run in found["runs"] if "reload" in run]
+    assert len(reloaded) == 5
+    for run in reloaded:
+        # bf16 arithmetic of two libraries.
+        assert run["reload"]["eval_loss"] == pytest.approx(run["summary"]["eval_loss"], rel=0.02), run["name"]
+
+
+def test_layouts_of_one_global_batch_take_the_same_step(found):
+    assert len(found["parity"]) == 12
+    assert [row for row in found["parity"] if row["update"] > 1e-6] == []

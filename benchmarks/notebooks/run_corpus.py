@@ -199,7 +199,7 @@ def run(paths: list[Path], options: argparse.Namespace) -> list[Result]:
     return results
 
 
-def public(result: Result) -> dict[str, Any]:
+def public(result: Result, corpus: Path) -> dict[str, Any]:
     """A notebook's outcome to commit: what failed and where, nothing of what the notebook says."""
     shown = asdict(result)
     shown["findings"] = {
@@ -207,6 +207,7 @@ def public(result: Result) -> dict[str, Any]:
         for name, found in result.findings.items()
         if found
     }
+    shown["error"] = result.error.replace(f"{corpus}/", "")
     shown["warnings"] = len(result.warnings)
     shown["passes"] = result.passes
     return shown
@@ -235,9 +236,9 @@ def write(path: Path, results: list[Result], options: argparse.Namespace) -> Non
             "without prefix": totals([result for result in results if result.name in first]),
             "all": totals(results),
         },
-        "notebooks": [public(result) for result in results],
     }
-    path.write_text(json.dumps(payload, indent=1) + "\n")
+    lines = ",\n".join("  " + json.dumps(public(result, options.corpus)) for result in results)  # one line a notebook
+    path.write_text(f'{json.dumps(payload, indent=1)[:-2]},\n "notebooks": [\n{lines}\n ]\n}}\n')
 
 
 def main() -> int:

@@ -17,13 +17,22 @@ import sys
 import time
 
 from unsloth_ddp.errors import UserError
-from unsloth_ddp.runtime import Ranks, exit_with, import_backend, quiet, ranks_from_environment, started
+from unsloth_ddp.runtime import (
+    Ranks,
+    exit_with,
+    import_backend,
+    quiet,
+    ranks_from_environment,
+    started,
+    use_cache_if_hub_is_unreachable,
+)
 from unsloth_ddp.settings import Settings, parse_settings
 
 
 def train(settings: Settings, ranks: Ranks) -> None:
     """One run: processes, rows, model, trainer, steps, files."""
     began = time.perf_counter()
+    use_cache_if_hub_is_unreachable(settings)
     # Imported here, so that a mistake in the settings is told before the seconds that torch takes to load.
     from unsloth_ddp import answers, batch, checkpoint, data, output, telemetry
     from unsloth_ddp import model as models
@@ -37,8 +46,7 @@ def train(settings: Settings, ranks: Ranks) -> None:
     with started(settings, ranks) as runtime, data.node_folder(runtime) as node_folder:
         models.check_model(settings, runtime)
         data.read_examples(settings, runtime, node_folder)
-        run_folder = output.claim_run_folder(settings, runtime)
-        output.start_logging(run_folder, runtime)
+        run_folder = output.choose_run_folder(settings, runtime)
         resume = checkpoint.find_checkpoint(settings.resume_from_checkpoint, run_folder)
 
         import_backend(runtime, settings)
@@ -49,6 +57,7 @@ def train(settings: Settings, ranks: Ranks) -> None:
         from unsloth_ddp.trainer import make_trainer
 
         trainer = make_trainer(settings, runtime, plan, run_folder, model, tokenizer, rows, eval_rows)
+        output.open_run_folder(settings, runtime, run_folder)
         output.say(telemetry.describe_run(settings, runtime, plan, model, rows, eval_rows, run_folder), runtime)
 
         asked = answers.questions(data.held_out_examples(node_folder, settings.compare_answers))

@@ -72,6 +72,7 @@ def jobs(work: Path) -> list[list[Job]]:
         Job("demo_accelerate_all", "accelerate_all", None, "", reload=True),
         Job("demo_accelerate_default", "accelerate_default", None, "--save_strategy no"),
         Job("demo_torchrun_qlora", "torchrun_2", None, "--method qlora --learning_rate 2e-3", reload=True),
+        Job("demo_fp32", "accelerate_all", None, "--precision fp32", reload=True),
         Job("demo_full", "python", 1, "--method full --learning_rate 1e-3", reload=True),
     ]
     large = []

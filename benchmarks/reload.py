@@ -1,4 +1,4 @@
-"""Load a finished run without Unsloth and print its evaluation loss and how its logits compare to Unsloth's loading.
+"""Load a finished run without Unsloth, in the precision it ran in, and print its evaluation loss.
 
 python benchmarks/reload.py outputs/RUN
 """
@@ -20,7 +20,8 @@ def main(run: Path) -> None:
     settings = yaml.safe_load((run / "settings.yaml").read_text())
     tokenizer = AutoTokenizer.from_pretrained(run)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    precision = json.loads((run / "summary.json").read_text())["precision"]
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[precision]
     if (run / "adapter_config.json").is_file():
         quantization = None
         if settings["method"] == "qlora":
@@ -40,7 +41,7 @@ def main(run: Path) -> None:
         model = AutoModelForCausalLM.from_pretrained(run, dtype=dtype, device_map={"": device})
     model.eval()
     total, count = 0.0, 0
-    with torch.no_grad(), torch.autocast(device, dtype=dtype, enabled=device == "cuda"):
+    with torch.no_grad(), torch.autocast(device, dtype=dtype, enabled=precision != "fp32"):
         for line in Path(settings["eval_dataset"][0]).read_text().splitlines():
             encoded = tokenizer.apply_chat_template(
                 json.loads(line)["messages"], return_dict=True, return_assistant_tokens_mask=True

@@ -91,6 +91,10 @@ def test_more_processes_than_gpus(files, tmp_path, assert_told):
     assert_told(result, "2 processes were started on this machine, which shows 1 GPUs")
 
 
+def test_a_mistake_leaves_no_folder_that_stands_in_the_way(files):
+    assert {p.name for p in (files / "outputs").iterdir()} == {"earlier", "mine"}
+
+
 def test_a_strangers_folder_is_left_alone(files):
     assert (files / "outputs" / "mine" / "thesis.txt").read_text() == "years of work\n"
 

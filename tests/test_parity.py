@@ -158,6 +158,16 @@ def test_eval_loss_and_train_loss_are_token_means(outcome, reference):
         assert summary["supervised_tokens"] == sum(counts)
 
 
+def test_a_line_of_several_steps_logs_their_token_mean(tmp_path, tiny_model, uneven_rows, reference):
+    argv = [*options(tiny_model, uneven_rows, 2, "lines"), "--logging_steps", str(STEPS)]
+    run_ranks(2, train, argv, str(tmp_path), folder=tmp_path / "out").check()
+    counts = [sum(int(reference.rows[i][1][1:].sum()) for i in rows) for rows in reference.rows_of_steps()]
+    # The first step has a line of its own; the next line is of the two steps after it.
+    later = sum(loss * n for loss, n in zip(reference.losses[1:], counts[1:], strict=True)) / sum(counts[1:])
+    found = Outcome(tmp_path / "outputs" / "lines").losses
+    assert found == pytest.approx([reference.losses[0], later], rel=TOLERANCE)
+
+
 def test_the_check_fails_without_averaging(outcome, reference):
     found = outcome(2, 1, target=train_without_averaging)
     assert update_difference(reference, found.weights) > 1e-3

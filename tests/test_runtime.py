@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -20,6 +21,7 @@ from unsloth_ddp.runtime import (
     import_backend,
     ranks_from_environment,
     started,
+    use_cache_if_hub_is_unreachable,
 )
 
 FAKE_UNSLOTH = """
@@ -84,6 +86,24 @@ def test_the_wait_for_one_process_grows_with_the_data(tmp_path):
     rows.write_bytes(b" " * 2_000_000)
     assert alone_timeout(Settings(dataset=[str(rows)])).total_seconds() == 3610
     assert alone_timeout(Settings(dataset=["owner/name"])).total_seconds() == 8 * 3600
+
+
+@pytest.mark.parametrize(
+    ("model", "reachable", "offline"), [("a/b", False, "1"), ("a/b", True, None), ("./m", False, None)]
+)
+def test_an_unreachable_hub_is_not_waited_for(monkeypatch, model, reachable, offline):
+    for name in ("HF_HUB_OFFLINE", "HF_ENDPOINT", "HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy"):
+        monkeypatch.setenv(name, "x")
+        monkeypatch.delenv(name)
+
+    def connect(address, timeout):
+        if not reachable:
+            raise OSError("no route")
+        return SimpleNamespace(close=lambda: None)
+
+    monkeypatch.setattr("socket.create_connection", connect)
+    use_cache_if_hub_is_unreachable(Settings(model=model, dataset=["rows.jsonl"]))
+    assert os.environ.get("HF_HUB_OFFLINE") == offline
 
 
 def decide(folder: str) -> None:

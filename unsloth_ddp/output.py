@@ -22,35 +22,49 @@ def default_run_name(settings: Settings) -> str:
     return f"{model}-{settings.method}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
-def claim_run_folder(settings: Settings, runtime: Runtime) -> Path:
-    """The folder of this run, made by the main process; the name is the same on every rank.
+def choose_run_folder(settings: Settings, runtime: Runtime) -> Path:
+    """The folder of this run, the same on every rank; nothing is written yet.
 
     Raises:
-        UserError: it holds another run, or cannot be written.
+        UserError: it holds another run.
     """
-    name = runtime.from_main(lambda: settings.run_name or default_run_name(settings))
-    settings.run_name = name
-    folder = Path(settings.output_dir).expanduser().resolve() / name
+    settings.run_name = runtime.from_main(lambda: settings.run_name or default_run_name(settings))
+    folder = Path(settings.output_dir).expanduser().resolve() / settings.run_name
 
-    def claim() -> None:
-        if folder.exists() and any(folder.iterdir()) and not settings.resume_from_checkpoint:
-            if not settings.overwrite:
-                raise UserError(
-                    f"{folder} holds another run; give another --run_name, --overwrite to replace it, or "
-                    "--resume_from_checkpoint true to go on with it."
-                )
-            if not (folder / SETTINGS_FILE).is_file():
-                raise UserError(f"{folder} was not written by this kit, so --overwrite leaves it alone; remove it.")
+    def refuse_another_run() -> None:
+        if settings.resume_from_checkpoint or not folder.exists() or not any(folder.iterdir()):
+            return
+        if not settings.overwrite:
+            raise UserError(
+                f"{folder} holds another run; give another --run_name, --overwrite to replace it, or "
+                "--resume_from_checkpoint true to go on with it."
+            )
+        if not (folder / SETTINGS_FILE).is_file():
+            raise UserError(f"{folder} was not written by this kit, so --overwrite leaves it alone; remove it.")
+
+    runtime.alone(refuse_another_run)
+    return folder
+
+
+def open_run_folder(settings: Settings, runtime: Runtime, folder: Path) -> None:
+    """Make the folder of a run that is about to train, with its settings, and start its logs.
+
+    Raises:
+        UserError: it cannot be written.
+    """
+
+    def make() -> None:
+        if folder.exists() and not settings.resume_from_checkpoint:
             shutil.rmtree(folder)
         folder.mkdir(parents=True, exist_ok=True)
         settings.save(folder / SETTINGS_FILE)
 
     try:
-        runtime.alone(claim)
+        runtime.alone(make)
         (folder / "logs").mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"output folder {folder} cannot be written: {error.strerror or error}.") from None
-    return folder
+    except (OSError, RuntimeError) as error:
+        raise UserError(f"output folder {folder} cannot be written: {error}.") from None
+    start_logging(folder, runtime)
 
 
 def start_logging(folder: Path, runtime: Runtime) -> None:
@@ -58,10 +72,10 @@ def start_logging(folder: Path, runtime: Runtime) -> None:
     to_file = logging.FileHandler(folder / "logs" / f"rank_{runtime.ranks.rank}.log", encoding="utf-8")
     to_file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logging.getLogger().addHandler(to_file)
+    # Transformers' logger does not hand its messages on to the root logger.
+    logging.getLogger("transformers").addHandler(to_file)
     logging.getLogger("unsloth_ddp").setLevel(logging.INFO)
     logging.captureWarnings(True)
-    # Deprecations inside torchao, at import; nothing a user of this kit could act on.
-    logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)
 
 
 def stop_library_output(runtime: Runtime) -> None:
@@ -69,8 +83,6 @@ def stop_library_output(runtime: Runtime) -> None:
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
-    for handler in logging.getLogger().handlers:
-        logging.getLogger("transformers").addHandler(handler)
     if not runtime.ranks.is_main:
         transformers.utils.logging.set_verbosity_error()
 

@@ -13,6 +13,7 @@ import logging
 import os
 import shutil
 import signal
+import socket
 import sys
 import tempfile
 import threading
@@ -23,7 +24,8 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn, TypeVar
 
 from unsloth_ddp.errors import UserError
-from unsloth_ddp.settings import Settings
+from unsloth_ddp.options import Settings
+from unsloth_ddp.rows import is_file
 
 T = TypeVar("T")
 logger = logging.getLogger("unsloth_ddp")
@@ -79,6 +81,21 @@ def ranks_from_environment(environ: Mapping[str, str] = os.environ) -> Ranks:
             f"LOCAL_WORLD_SIZE {ranks.local_world_size} contradict each other; start with accelerate launch or torchrun."
         )
     return ranks
+
+
+def use_cache_if_hub_is_unreachable(settings: Settings) -> None:
+    """Switch the Hub's libraries to their caches where it cannot be reached: they retry for minutes otherwise.
+
+    To be called before any of them is imported. A proxy or a mirror is left to answer for itself.
+    """
+    sources = [str(settings.model), *settings.dataset, *settings.eval_dataset]
+    decided = ("HF_HUB_OFFLINE", "HF_ENDPOINT", "HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")
+    if all(is_file(source) for source in sources) or any(name in os.environ for name in decided):
+        return
+    try:
+        socket.create_connection(("huggingface.co", 443), timeout=5).close()
+    except OSError:
+        os.environ["HF_HUB_OFFLINE"] = "1"
 
 
 def choose_backend(wanted: str, accelerator: bool) -> Literal["unsloth", "transformers"]:
@@ -175,6 +192,9 @@ def started(settings: Settings, ranks: Ranks) -> Iterator[Runtime]:
         precision=_choose_precision(settings.precision, cuda),
         device_name=torch.cuda.get_device_name(ranks.local_rank) if cuda else "CPU",
     )
+    # Said at import, of deprecations inside torchao and 4-bit kernels for CPUs; nothing a user could act on.
+    for library in ("torch.utils._pytree", "bitsandbytes"):
+        logging.getLogger(library).setLevel(logging.ERROR)
     _start_processes(runtime, settings)
     try:
         with runtime.cleanup:

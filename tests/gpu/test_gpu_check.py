@@ -34,10 +34,11 @@ def test_every_launcher_and_method_trains(found):
 
 def test_what_is_saved_loads_without_unsloth(found):
     reloaded = [run for run in found["runs"] if "reload" in run]
-    assert len(reloaded) == 5
+    assert len(reloaded) == 6
     for run in reloaded:
-        # bf16 arithmetic of two libraries.
-        assert run["reload"]["eval_loss"] == pytest.approx(run["summary"]["eval_loss"], rel=0.02), run["name"]
+        # What is left is the arithmetic of two libraries, in bf16 but for one run.
+        tolerance = 1e-4 if run["summary"]["precision"] == "fp32" else 0.02
+        assert run["reload"]["eval_loss"] == pytest.approx(run["summary"]["eval_loss"], rel=tolerance), run["name"]
 
 
 def test_layouts_of_one_global_batch_take_the_same_step(found):

@@ -58,7 +58,7 @@ def train(settings: Settings, ranks: Ranks) -> None:
 
         trainer = make_trainer(settings, runtime, plan, run_folder, model, tokenizer, rows, eval_rows)
         output.open_run_folder(settings, runtime, run_folder)
-        output.say(telemetry.describe_run(settings, runtime, plan, model, rows, eval_rows, run_folder), runtime)
+        print(telemetry.describe_run(settings, runtime, plan, model, rows, eval_rows, run_folder), flush=True)
 
         asked = answers.questions(data.held_out_examples(node_folder, settings.compare_answers))
         before = answers.answer(model, tokenizer, asked, runtime)
@@ -69,7 +69,7 @@ def train(settings: Settings, ranks: Ranks) -> None:
         if settings.merge:
             runtime.alone(lambda: models.save_merged(settings, run_folder, run_folder / "merged"))
         if asked:
-            summary |= answers.compare(asked, before, after, runtime)
+            summary |= answers.compare(asked, before, after)
         summary["wall_time_seconds"] = time.perf_counter() - began
         runtime.alone(lambda: output.finish(settings, run_folder, summary))
         del trainer, model
@@ -80,9 +80,9 @@ def main() -> None:
     ranks = Ranks()
     try:
         ranks = ranks_from_environment()
+        # Only the main process speaks; what the others have to say is in their logs.
         with quiet(not ranks.is_main):
-            settings = parse_settings(sys.argv[1:], __doc__ or "")
-        train(settings, ranks)
+            train(parse_settings(sys.argv[1:], __doc__ or ""), ranks)
     except UserError as error:
         exit_with(error, ranks.is_main)
 

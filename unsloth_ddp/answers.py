@@ -73,15 +73,10 @@ def accuracy(asked: list[Question], answers: list[str]) -> float:
     return sum(a == q.answer.strip() for q, a in zip(asked, answers, strict=True)) / len(asked)
 
 
-def compare(asked: list[Question], before: list[str], after: list[str], runtime: Runtime) -> dict[str, float]:
+def compare(asked: list[Question], before: list[str], after: list[str]) -> dict[str, float]:
     """Print both accuracies and the first few answers; returns what the summary keeps."""
     accuracies = accuracy(asked, before), accuracy(asked, after)
-    if runtime.ranks.is_main:
-        print(
-            f"Held-out questions answered exactly: {accuracies[0]:.1%} before, {accuracies[1]:.1%} after ({len(asked)})."
-        )
-        for question, old, new in list(zip(asked, before, after, strict=True))[:SAMPLES]:
-            print(
-                f"  {question.turns[-1]['content']}\n    before: {old or '(nothing)'}\n    after:  {new or '(nothing)'}"
-            )
+    print(f"Held-out questions answered exactly: {accuracies[0]:.1%} before, {accuracies[1]:.1%} after ({len(asked)}).")
+    for question, old, new in list(zip(asked, before, after, strict=True))[:SAMPLES]:
+        print(f"  {question.turns[-1]['content']}\n    before: {old or '(nothing)'}\n    after:  {new or '(nothing)'}")
     return {"demo_accuracy_before": accuracies[0], "demo_accuracy_after": accuracies[1]}

@@ -87,12 +87,6 @@ def stop_library_output(runtime: Runtime) -> None:
         transformers.utils.logging.set_verbosity_error()
 
 
-def say(text: str, runtime: Runtime) -> None:
-    """Print from the main process alone."""
-    if runtime.ranks.is_main:
-        print(text, flush=True)
-
-
 def finish(settings: Settings, folder: Path, summary: dict[str, Any]) -> None:
     """Write summary.json, upload if asked to, and say what the run came to."""
     path = folder / "summary.json"

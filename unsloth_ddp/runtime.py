@@ -210,15 +210,14 @@ def import_backend(runtime: Runtime, settings: Settings) -> None:
         UserError: Unsloth is installed but does not import on this machine.
     """
     if runtime.backend != "unsloth":
-        if runtime.ranks.is_main and (settings.compiled_cache_dir or settings.clear_compiled_cache):
+        if settings.compiled_cache_dir or settings.clear_compiled_cache:
             print("compiled_cache_dir and clear_compiled_cache are ignored: only the unsloth backend compiles modules.")
         return
     runtime.cleanup.enter_context(_compiled_cache(runtime, settings))
     for name, value in UNSLOTH_FLAGS.items():
         os.environ.setdefault(name, value)
     try:
-        with quiet(not runtime.ranks.is_main):
-            import unsloth  # noqa: F401
+        import unsloth  # noqa: F401
     except ImportError as error:
         raise UserError(
             f"backend unsloth: Unsloth does not import here ({error}); use --backend transformers."
@@ -257,7 +256,7 @@ def _start_processes(runtime: Runtime, settings: Settings) -> None:
     ranks, cpu = runtime.ranks, runtime.device_type == "cpu"
     launcher_precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     mixed = "no" if runtime.precision == "fp32" else runtime.precision
-    if launcher_precision not in ("no", mixed) and ranks.is_main:
+    if launcher_precision not in ("no", mixed):
         print(
             f"mixed_precision {launcher_precision} of the accelerate config is overridden by precision {runtime.precision}."
         )

@@ -27,7 +27,7 @@ from unsloth_ddp.checkpoint import make_cpu_checkpoints_readable
 from unsloth_ddp.data import PadRight, TokenizedRows
 from unsloth_ddp.errors import UserError
 from unsloth_ddp.loss import logits_to_step_loss, step_divisor, supervised_tokens
-from unsloth_ddp.runtime import Runtime, quiet
+from unsloth_ddp.runtime import Runtime
 from unsloth_ddp.settings import Settings
 from unsloth_ddp.telemetry import Meter, Totals, summarize
 
@@ -324,8 +324,7 @@ class DDPTrainer(SFTTrainer):
         if checkpoint and self.runtime.device_type == "cpu":
             make_cpu_checkpoints_readable()
         began = time.perf_counter()
-        with quiet(not self.runtime.ranks.is_main):
-            self.train(resume_from_checkpoint=checkpoint)
+        self.train(resume_from_checkpoint=checkpoint)
         seconds = time.perf_counter() - began
         summary = summarize(self.settings, self.runtime, self.plan, self.totals, self.state.global_step, seconds)
         summary |= {"eval_loss": self._final_eval_loss()}

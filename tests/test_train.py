@@ -40,6 +40,8 @@ def test_a_resumed_run_ends_like_an_uninterrupted_one(job):
     assert all(torch.equal(expected[k], found[k]) for k in expected)
     for key in ("train_loss", "tokens", "supervised_tokens", "steps"):
         assert summary(resumed)[key] == pytest.approx(summary(whole)[key], rel=1e-12), key
+    trained = summary(resumed)["tokens_per_second"] * summary(resumed)["train_seconds"]
+    assert 0 < trained < summary(whole)["tokens"]
 
 
 def test_resume_true_takes_the_newest_checkpoint_of_the_run(job):

@@ -160,9 +160,7 @@ def describe_run(
     )
 
 
-def summarize(
-    settings: Settings, runtime: Runtime, plan: BatchPlan, totals: Totals, steps: int, train_seconds: float
-) -> dict[str, Any]:
+def summarize(settings: Settings, runtime: Runtime, plan: BatchPlan, totals: Totals, steps: int) -> dict[str, Any]:
     """The content of summary.json, the same on every rank; the caller adds what only it knows."""
     peak = max(runtime.gather(peak_memory_bytes(runtime.device_type)))
     return {
@@ -178,9 +176,7 @@ def summarize(
         "tokens": totals.tokens,
         "supervised_tokens": totals.supervised_tokens,
         "train_loss": totals.train_loss,
-        "tokens_per_second": totals.tokens / train_seconds if train_seconds else 0.0,
         "peak_memory_bytes": peak,
-        "train_seconds": train_seconds,
         "settings": {name: getattr(settings, name) for name in SUMMARIZED},
         "versions": versions(),
     }

@@ -29,7 +29,7 @@ from unsloth_ddp.errors import UserError
 from unsloth_ddp.loss import logits_to_step_loss, step_divisor, supervised_tokens
 from unsloth_ddp.runtime import Runtime
 from unsloth_ddp.settings import Settings
-from unsloth_ddp.telemetry import Meter, Totals, summarize
+from unsloth_ddp.telemetry import TOKENS, Meter, Totals, summarize
 
 logger = logging.getLogger("unsloth_ddp")
 
@@ -178,6 +178,7 @@ class DDPTrainer(SFTTrainer):
         self.model_divides = bool(self.model_accepts_loss_kwargs)
         self.model_accepts_loss_kwargs = True
         self.meter = Meter(self._gather_sums, self.args.device)
+        self.tokens_before = 0
 
     def _gather_sums(self, sums: Tensor) -> Tensor:
         return self.accelerator.gather(sums.unsqueeze(0))
@@ -316,6 +317,7 @@ class DDPTrainer(SFTTrainer):
 
     def _load_callback_state(self) -> None:
         super()._load_callback_state()
+        self.tokens_before = self.totals.tokens + round((self._saved.pending or [0, 0, 0])[TOKENS])
         if self.runtime.ranks.is_main and self._saved.pending is not None:
             self.meter.sums += torch.tensor(self._saved.pending, dtype=torch.float64, device=self.args.device)
 
@@ -326,8 +328,10 @@ class DDPTrainer(SFTTrainer):
         began = time.perf_counter()
         self.train(resume_from_checkpoint=checkpoint)
         seconds = time.perf_counter() - began
-        summary = summarize(self.settings, self.runtime, self.plan, self.totals, self.state.global_step, seconds)
-        summary |= {"eval_loss": self._final_eval_loss()}
+        summary = summarize(self.settings, self.runtime, self.plan, self.totals, self.state.global_step)
+        summary["train_seconds"] = seconds
+        summary["tokens_per_second"] = (self.totals.tokens - self.tokens_before) / seconds
+        summary["eval_loss"] = self._final_eval_loss()
         self.save_state()
         return summary
 

@@ -10,6 +10,7 @@ import pytest
 from unsloth_ddp import output
 from unsloth_ddp.errors import UserError
 from unsloth_ddp.options import Settings
+from unsloth_ddp.runtime import Ranks, Runtime
 
 SUMMARY = {"steps": 3, "train_seconds": 1.0, "train_loss": 2.0, "eval_loss": None, "tokens_per_second": 10.0}
 
@@ -59,3 +60,15 @@ def test_a_failed_upload_says_that_the_run_is_whole(tmp_path, monkeypatch):
     with pytest.raises(UserError, match=r"whole in .* not uploaded: no route"):
         output.finish(Settings(run_name="r", push_to_hub=True), tmp_path, SUMMARY)
     assert (tmp_path / "summary.json").is_file()
+
+
+@pytest.mark.parametrize("resume", [None, "false", "elsewhere/checkpoint-3"])
+def test_a_run_that_began_meanwhile_is_not_removed(tmp_path, resume):
+    settings = Settings(run_name="r", output_dir=str(tmp_path), resume_from_checkpoint=resume)
+    runtime = Runtime(Ranks(), "transformers", "cpu", "fp32", "CPU")
+    folder = output.choose_run_folder(settings, runtime)
+    folder.mkdir()
+    (folder / "adapter.txt").write_text("another job's")
+    with pytest.raises(UserError, match="holds another run"):
+        output.open_run_folder(settings, runtime, folder)
+    assert (folder / "adapter.txt").read_text() == "another job's"

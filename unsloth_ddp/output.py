@@ -31,19 +31,26 @@ def choose_run_folder(settings: Settings, runtime: Runtime) -> Path:
     settings.run_name = runtime.from_main(lambda: settings.run_name or default_run_name(settings))
     folder = Path(settings.output_dir).expanduser().resolve() / settings.run_name
 
-    def refuse_another_run() -> None:
-        if settings.resume_from_checkpoint or not folder.exists() or not any(folder.iterdir()):
-            return
-        if not settings.overwrite:
-            raise UserError(
-                f"{folder} holds another run; give another --run_name, --overwrite to replace it, or "
-                "--resume_from_checkpoint true to go on with it."
-            )
-        if not (folder / SETTINGS_FILE).is_file():
-            raise UserError(f"{folder} was not written by this kit, so --overwrite leaves it alone; remove it.")
-
-    runtime.alone(refuse_another_run)
+    runtime.alone(lambda: _refuse_another_run(settings, folder))
     return folder
+
+
+def _refuse_another_run(settings: Settings, folder: Path) -> None:
+    if not folder.exists() or not any(folder.iterdir()) or _goes_on_in(settings, folder):
+        return
+    if not settings.overwrite:
+        raise UserError(
+            f"{folder} holds another run; give another --run_name, --overwrite to replace it, or "
+            "--resume_from_checkpoint true to go on with it."
+        )
+    if not (folder / SETTINGS_FILE).is_file():
+        raise UserError(f"{folder} was not written by this kit, so --overwrite leaves it alone; remove it.")
+
+
+def _goes_on_in(settings: Settings, folder: Path) -> bool:
+    """Whether the run resumes from a checkpoint of this very folder."""
+    wanted = settings.resume_from_checkpoint or "false"
+    return wanted.lower() == "true" or Path(wanted).expanduser().resolve().parent == folder
 
 
 def open_run_folder(settings: Settings, runtime: Runtime, folder: Path) -> None:
@@ -54,7 +61,9 @@ def open_run_folder(settings: Settings, runtime: Runtime, folder: Path) -> None:
     """
 
     def make() -> None:
-        if folder.exists() and not settings.resume_from_checkpoint:
+        # Once more: another job of the same name may have begun since the name was chosen.
+        _refuse_another_run(settings, folder)
+        if settings.overwrite and folder.exists() and not _goes_on_in(settings, folder):
             shutil.rmtree(folder)
         folder.mkdir(parents=True, exist_ok=True)
         settings.save(folder / SETTINGS_FILE)

@@ -55,6 +55,11 @@ class Ranks:
         return self.local_rank == 0
 
     @property
+    def node_rank(self) -> int:
+        """Which machine this process is on; launchers number the processes of one machine in a row."""
+        return self.rank // self.local_world_size
+
+    @property
     def nodes(self) -> int:
         """Number of machines; every node runs the same number of processes."""
         return max(1, self.world_size // self.local_world_size)

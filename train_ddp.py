@@ -34,7 +34,7 @@ def train(settings: Settings, ranks: Ranks) -> None:
     began = time.perf_counter()
     use_cache_if_hub_is_unreachable(settings)
     # Imported here, so that a mistake in the settings is told before the seconds that torch takes to load.
-    from unsloth_ddp import answers, batch, checkpoint, data, output, telemetry
+    from unsloth_ddp import answers, batch, checkpoint, data, output, sharding, telemetry
     from unsloth_ddp import model as models
 
     plan = batch.plan_batch(
@@ -51,16 +51,21 @@ def train(settings: Settings, ranks: Ranks) -> None:
 
         import_backend(runtime, settings)
         output.stop_library_output(runtime)
+        from unsloth_ddp.trainer import make_config, make_trainer
+
+        config = make_config(settings, runtime, plan, run_folder)
         model, tokenizer = models.load_model(settings, runtime)
         rows, eval_rows = data.tokenize_examples(settings, runtime, node_folder, tokenizer)
         models.stop_at(model, tokenizer, rows.dataset)
-        from unsloth_ddp.trainer import make_trainer
 
-        trainer = make_trainer(settings, runtime, plan, run_folder, model, tokenizer, rows, eval_rows)
+        trainer = make_trainer(settings, runtime, plan, config, model, tokenizer, rows, eval_rows)
         output.open_run_folder(settings, runtime, run_folder)
+        for sentence in sharding.what_is_ignored(runtime.sharding, settings, ranks.nodes):
+            print(sentence)
         print(telemetry.describe_run(settings, runtime, plan, model, rows, eval_rows, run_folder), flush=True)
 
-        asked = answers.questions(data.held_out_examples(node_folder, settings.compare_answers))
+        compared = 0 if sharding.shards_weights(runtime.sharding) else settings.compare_answers
+        asked = answers.questions(data.held_out_examples(node_folder, compared))
         before = answers.answer(model, tokenizer, asked, runtime)
         summary = trainer.run(resume)
         after = answers.answer(model, tokenizer, asked, runtime)

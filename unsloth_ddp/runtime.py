@@ -26,6 +26,7 @@ from typing import Any, Literal, NoReturn, TypeVar
 from unsloth_ddp.errors import UserError
 from unsloth_ddp.options import Settings
 from unsloth_ddp.rows import is_file
+from unsloth_ddp.sharding import Sharding, check_sharding, complete_environment, sharding_from_environment
 
 T = TypeVar("T")
 logger = logging.getLogger("unsloth_ddp")
@@ -127,12 +128,15 @@ class Runtime:
     device_type: Literal["cuda", "cpu"]
     precision: Literal["bf16", "fp16", "fp32"]
     device_name: str
+    sharding: Sharding = "none"
     control_group: Any = None
     cleanup: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
     @property
-    def device_map(self) -> dict[str, str | int]:
-        """The whole model on this process's own device."""
+    def device_map(self) -> dict[str, str | int] | None:
+        """The whole model on this process's own device; None where DeepSpeed places every weight itself."""
+        if self.sharding == "zero3":
+            return None
         return {"": self.ranks.local_rank if self.device_type == "cuda" else "cpu"}
 
     def wait(self) -> None:
@@ -196,7 +200,10 @@ def started(settings: Settings, ranks: Ranks) -> Iterator[Runtime]:
         device_type="cuda" if cuda else "cpu",
         precision=_choose_precision(settings.precision, cuda),
         device_name=torch.cuda.get_device_name(ranks.local_rank) if cuda else "CPU",
+        sharding=sharding_from_environment(os.environ),
     )
+    check_sharding(runtime.sharding, settings, runtime.device_type, runtime.backend, ranks.world_size)
+    complete_environment(runtime.sharding, os.environ)
     # Said at import, of deprecations inside torchao and 4-bit kernels for CPUs; nothing a user could act on.
     for library in ("torch.utils._pytree", "bitsandbytes"):
         logging.getLogger(library).setLevel(logging.ERROR)

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import EvalLoopOutput
@@ -27,9 +28,10 @@ from unsloth_ddp.checkpoint import make_cpu_checkpoints_readable
 from unsloth_ddp.data import PadRight, TokenizedRows
 from unsloth_ddp.errors import UserError
 from unsloth_ddp.loss import logits_to_step_loss, step_divisor, supervised_tokens
+from unsloth_ddp.model import DTYPES
 from unsloth_ddp.runtime import Runtime
 from unsloth_ddp.settings import Settings
-from unsloth_ddp.telemetry import TOKENS, Meter, Totals, summarize
+from unsloth_ddp.telemetry import TOKENS, Meter, Totals, peak_memory_bytes, summarize
 
 logger = logging.getLogger("unsloth_ddp")
 
@@ -42,8 +44,10 @@ OWNED_ARGS = {
 }  # fmt: skip
 
 
-def make_config(settings: Settings, runtime: Runtime, plan: BatchPlan, run_folder: Path, evaluates: bool) -> Any:
+def make_config(settings: Settings, runtime: Runtime, plan: BatchPlan, run_folder: Path) -> Any:
     """TRL's SFTConfig for these settings, every field set: Unsloth's version of it has defaults of its own.
+
+    To be made before the model is loaded, and kept: with ZeRO-3 it is what makes Transformers load in parts.
 
     Raises:
         UserError: trainer_args names no field of SFTConfig, one the kit owns, or a value it refuses.
@@ -64,6 +68,8 @@ def make_config(settings: Settings, runtime: Runtime, plan: BatchPlan, run_folde
     if strategy == "auto":
         strategy = "steps" if settings.eval_steps else "epoch"
     checkpointing = settings.gradient_checkpointing != "none"
+    # ZeRO-3 with adapters recomputes rightly only in the reentrant way (TRL issue 2514).
+    reentrant = runtime.sharding == "zero3" and settings.method != "full"
     chosen = {
         "output_dir": str(run_folder),
         "run_name": run_folder.name,
@@ -76,10 +82,10 @@ def make_config(settings: Settings, runtime: Runtime, plan: BatchPlan, run_folde
         "fp16": runtime.precision == "fp16",
         "use_cpu": runtime.device_type == "cpu",
         "gradient_checkpointing": checkpointing,
-        "gradient_checkpointing_kwargs": {"use_reentrant": False} if checkpointing else None,
+        "gradient_checkpointing_kwargs": {"use_reentrant": reentrant} if checkpointing else None,
         "ddp_find_unused_parameters": settings.ddp_find_unused_parameters,
         "ddp_timeout": settings.ddp_timeout,
-        "eval_strategy": strategy if evaluates else "no",
+        "eval_strategy": strategy if settings.eval_dataset or settings.eval_fraction else "no",
         "save_strategy": settings.save_strategy,
         "report_to": [] if settings.report_to == ["none"] else settings.report_to,
         "max_length": settings.max_length,
@@ -109,15 +115,14 @@ def make_trainer(
     settings: Settings,
     runtime: Runtime,
     plan: BatchPlan,
-    run_folder: Path,
+    config: Any,
     model: Any,
     tokenizer: Any,
     rows: TokenizedRows,
     eval_rows: TokenizedRows | None,
 ) -> DDPTrainer:
     """The trainer of one run; TensorBoard events go to <run>/tensorboard/."""
-    os.environ.setdefault("TENSORBOARD_LOGGING_DIR", str(run_folder / "tensorboard"))
-    config = make_config(settings, runtime, plan, run_folder, evaluates=eval_rows is not None)
+    os.environ.setdefault("TENSORBOARD_LOGGING_DIR", str(Path(config.output_dir) / "tensorboard"))
     trainer = DDPTrainer(model, config, rows, eval_rows, tokenizer, runtime, settings, plan)
     used = "bf16" if trainer.args.bf16 else "fp16" if trainer.args.fp16 else "fp32"
     # bf16 weights need no autocast, so Unsloth switches it off for them.
@@ -177,8 +182,14 @@ class DDPTrainer(SFTTrainer):
         # A model that does not take the divisor would divide by its own count.
         self.model_divides = bool(self.model_accepts_loss_kwargs)
         self.model_accepts_loss_kwargs = True
+        if self.is_fsdp_enabled and runtime.precision != "fp32":
+            # accelerate's own policy reduces gradients and returns losses in 16 bit.
+            self.accelerator.state.fsdp_plugin.mixed_precision_policy = MixedPrecisionPolicy(
+                param_dtype=DTYPES[runtime.precision], reduce_dtype=torch.float32
+            )
         self.meter = Meter(self._gather_sums, self.args.device)
         self.tokens_before = 0
+        self.peak_before_steps = 0
 
     def _gather_sums(self, sums: Tensor) -> Tensor:
         return self.accelerator.gather(sums.unsqueeze(0))
@@ -308,6 +319,14 @@ class DDPTrainer(SFTTrainer):
         self.meter.totals = self.totals
         return self.meter.collect()
 
+    def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
+        prepared = super()._prepare_for_training(*args, **kwargs)
+        # What loading took for a moment is not what a step takes.
+        self.peak_before_steps = peak_memory_bytes(self.runtime.device_type)
+        if self.runtime.device_type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        return prepared
+
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         began = time.perf_counter()
         self._saved.pending = self._gather_sums(self.meter.sums).sum(dim=0).tolist()
@@ -328,7 +347,9 @@ class DDPTrainer(SFTTrainer):
         began = time.perf_counter()
         self.train(resume_from_checkpoint=checkpoint)
         seconds = time.perf_counter() - began
-        summary = summarize(self.settings, self.runtime, self.plan, self.totals, self.state.global_step)
+        summary = summarize(
+            self.settings, self.runtime, self.plan, self.totals, self.state.global_step, self.peak_before_steps
+        )
         summary["train_seconds"] = seconds
         summary["tokens_per_second"] = (self.totals.tokens - self.tokens_before) / seconds
         summary["eval_loss"] = self._final_eval_loss()

@@ -27,7 +27,7 @@ REPO = Path(__file__).resolve().parent.parent
 CONFIGS = {"ddp": "ddp.yaml", "zero2": "zero2.yaml", "zero3": "zero3.yaml", "fsdp2": "fsdp2.yaml"}
 METHODS = {"lora": list(CONFIGS), "qlora": ["ddp", "zero2", "fsdp2"], "full": list(CONFIGS)}
 STEPS = "--optim sgd --learning_rate 0.1 --lr_scheduler_type constant --warmup_steps 0 --max_grad_norm 0 --max_steps 3"
-STEPS += " --global_batch_size 8 --per_device_train_batch_size 2 --precision fp32 --compare_answers 0 --logging_steps 1"
+STEPS += " --global_batch_size 8 --per_device_train_batch_size 2 --compare_answers 0 --logging_steps 1"
 STEPS += " --seed 5 --max_length 128 --save_steps 2"
 
 
@@ -62,6 +62,11 @@ def launch(job: Job, work: Path, processes: int, environ: dict[str, str] | None 
     return {**result, "losses": losses, "summary": json.loads((folder / "summary.json").read_text())}
 
 
+def precision(backend: str, method: str) -> str:
+    """fp32 shows the arithmetic; Unsloth trains every parameter in 16 bit only."""
+    return "bf16" if (backend, method) == ("unsloth", "full") else "fp32"
+
+
 def reload(name: str, work: Path) -> dict[str, Any]:
     """The evaluation loss of what was saved, in plain Transformers and PEFT."""
     command = [sys.executable, str(REPO / "benchmarks/reload.py"), str(work / "outputs" / name)]
@@ -87,7 +92,7 @@ def parity(work: Path, path: Path, processes: int, only: list[str]) -> None:
     from safetensors.torch import load_file
 
     jobs = [
-        Job(f"{backend}_{method}_{sharding}", sharding, f"--config recipes/demo.yaml --backend {backend} --method {method} {STEPS}")
+        Job(f"{backend}_{method}_{sharding}", sharding, f"--config recipes/demo.yaml --backend {backend} --method {method} {STEPS} --precision {precision(backend, method)}")
         for backend in ("unsloth", "transformers")
         for method, kinds in METHODS.items()
         for sharding in kinds

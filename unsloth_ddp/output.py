@@ -83,7 +83,15 @@ def start_logging(folder: Path, runtime: Runtime) -> None:
     logging.getLogger().addHandler(to_file)
     # Transformers' logger does not hand its messages on to the root logger.
     logging.getLogger("transformers").addHandler(to_file)
-    logging.getLogger("unsloth_ddp").setLevel(logging.INFO)
+    # Nor does the kit's: Unsloth gives the root logger a handler that writes to the terminal of every rank.
+    ours = logging.getLogger("unsloth_ddp")
+    ours.setLevel(logging.INFO)
+    ours.propagate = False
+    ours.addHandler(to_file)
+    if runtime.ranks.is_main:
+        to_terminal = logging.StreamHandler()
+        to_terminal.setLevel(logging.WARNING)
+        ours.addHandler(to_terminal)
     logging.captureWarnings(True)
 
 
@@ -92,8 +100,15 @@ def stop_library_output(runtime: Runtime) -> None:
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
+    # DeepSpeed's config has the accumulation that the batch plan decided; accelerate's own count is not used then.
+    logging.getLogger("accelerate.accelerator").addFilter(
+        lambda record: "Gradient accumulation steps mismatch" not in record.getMessage()
+    )
     if not runtime.ranks.is_main:
         transformers.utils.logging.set_verbosity_error()
+        for handler in logging.getLogger().handlers:
+            if type(handler) is logging.StreamHandler:
+                handler.setLevel(logging.CRITICAL)
 
 
 def finish(settings: Settings, folder: Path, summary: dict[str, Any]) -> None:

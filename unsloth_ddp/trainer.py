@@ -248,7 +248,8 @@ class DDPTrainer(SFTTrainer):
             loss = super().compute_loss(model, dict(inputs), num_items_in_batch=divisor)
         else:
             loss = self._transformers_loss(model, inputs, divisor)
-        if model.training:
+        # Not model.training: DeepSpeed's engine says that it trains while it evaluates.
+        if torch.is_grad_enabled():
             lengths = inputs["attention_mask"].sum(dim=1)
             # The filler row, which evens out the processes, has one token.
             tokens = lengths.masked_fill(lengths == 1, 0).sum()

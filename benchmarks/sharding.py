@@ -16,10 +16,11 @@ import json
 import os
 import queue
 import random
+import signal
 import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from typing import Any
 import torch
 
 REPO = Path(__file__).resolve().parent.parent
+LIMIT = 150
 CONFIGS = {"ddp": "ddp.yaml", "again": "ddp.yaml", "zero2": "zero2.yaml", "zero3": "zero3.yaml", "fsdp2": "fsdp2.yaml"}
 # `again` repeats DDP: what differs there is not the sharding's doing.
 METHODS = {
@@ -57,9 +59,19 @@ def launch(job: Job, work: Path, processes: int, environ: dict[str, str] | None 
     log = work / f"{job.name}.log"
     began = time.perf_counter()
     with log.open("w") as file:
-        code = subprocess.call(
-            command, cwd=REPO, env={**os.environ, **(environ or {})}, stdout=file, stderr=subprocess.STDOUT, timeout=420
+        process = subprocess.Popen(
+            command,
+            cwd=REPO,
+            env={**os.environ, **(environ or {})},
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
+        try:
+            code: int | str = process.wait(timeout=LIMIT)
+        except subprocess.TimeoutExpired:
+            code = f"over {LIMIT} s"
+            os.killpg(process.pid, signal.SIGKILL)
     result = {"name": job.name, "command": " ".join(command[2:]), "exit_code": code}
     result["seconds"] = round(time.perf_counter() - began, 1)
     folder = work / "outputs" / job.name
@@ -171,9 +183,11 @@ def cost(work: Path, path: Path, processes: int, only: list[str]) -> None:
             gpus.put(mine)
 
     pool = ThreadPoolExecutor(max_workers=gpus.qsize())
-    for job, result in zip(jobs, pool.map(on_own_gpus, jobs), strict=True):
+    for future in as_completed([pool.submit(on_own_gpus, job) for job in jobs]):
+        result = future.result()
+        name = result["name"]
         if "losses" in result:
-            history = json.loads((work / "outputs" / job.name / "trainer_state.json").read_text())["log_history"]
+            history = json.loads((work / "outputs" / name / "trainer_state.json").read_text())["log_history"]
             speeds = sorted(
                 e["tokens_per_second"] for e in history if e.get("step", 0) > 3 and "tokens_per_second" in e
             )
@@ -181,15 +195,15 @@ def cost(work: Path, path: Path, processes: int, only: list[str]) -> None:
             result["seconds_a_step"] = tokens / speeds[len(speeds) // 2]
             summary = result["summary"]
             print(
-                f"{job.name:28} {result['seconds_a_step']:.2f} s a step, {summary['peak_memory_bytes'] / 2**30:.1f} GiB in "
+                f"{name:28} {result['seconds_a_step']:.2f} s a step, {summary['peak_memory_bytes'] / 2**30:.1f} GiB in "
                 f"steps, {summary['peak_memory_bytes_loading'] / 2**30:.1f} GiB loading, loss {result['losses'][0]:.3f} -> "
                 f"{result['losses'][-1]:.3f}, whole run {result['seconds']:.0f} s",
                 flush=True,
             )
         else:
-            print(f"{job.name:28} rc {result['exit_code']} {result['log'][-1500:]}", flush=True)
+            print(f"{name:28} rc {result['exit_code']} {result['log'][-1500:]}", flush=True)
         results.append(result)
-        for weights in (work / "outputs" / job.name).glob("*.safetensors"):
+        for weights in (work / "outputs" / name).glob("*.safetensors"):
             weights.unlink()
         write(path, processes, results)
 

@@ -117,7 +117,13 @@ def what_is_ignored(sharding: Sharding, settings: Settings, nodes: int) -> list[
 
 
 def complete_environment(sharding: Sharding, environ: MutableMapping[str, str]) -> None:
-    """Make UNSLOTH_FSDP2=1 under torchrun mean what accelerate_configs/fsdp2.yaml does; set values win."""
+    """What goes with a kind of sharding before anything is imported; values that are set win.
+
+    UNSLOTH_FSDP2=1 under torchrun comes to mean what accelerate_configs/fsdp2.yaml does.
+    """
     if sharding == "fsdp2":
         for name, value in FSDP2_ENVIRONMENT.items():
             environ.setdefault(name, value)
+    if sharding == "zero3":
+        # A block that Unsloth compiles as one region cannot gather its weights on the way: step 1 never ends.
+        environ.setdefault("UNSLOTH_BLOCK_COMPILE", "0")

@@ -34,7 +34,7 @@ def train(settings: Settings, ranks: Ranks) -> None:
     began = time.perf_counter()
     use_cache_if_hub_is_unreachable(settings)
     # Imported here, so that a mistake in the settings is told before the seconds that torch takes to load.
-    from unsloth_ddp import answers, batch, checkpoint, data, output, telemetry
+    from unsloth_ddp import answers, batch, checkpoint, data, output, telemetry, watch
     from unsloth_ddp import model as models
 
     plan = batch.plan_batch(
@@ -43,7 +43,11 @@ def train(settings: Settings, ranks: Ranks) -> None:
         settings.global_batch_size,
         settings.gradient_accumulation_steps,
     )
-    with started(settings, ranks) as runtime, data.node_folder(runtime) as node_folder:
+    with (
+        started(settings, ranks) as runtime,
+        watch.watched(settings, runtime),
+        data.node_folder(runtime) as node_folder,
+    ):
         models.check_model(settings, runtime)
         data.read_examples(settings, runtime, node_folder)
         run_folder = output.choose_run_folder(settings, runtime)

@@ -27,7 +27,7 @@ from unsloth_ddp.checkpoint import make_cpu_checkpoints_readable
 from unsloth_ddp.data import PadRight, TokenizedRows
 from unsloth_ddp.errors import UserError
 from unsloth_ddp.loss import logits_to_step_loss, step_divisor, supervised_tokens
-from unsloth_ddp.runtime import Runtime
+from unsloth_ddp.runtime import Progress, Runtime
 from unsloth_ddp.settings import Settings
 from unsloth_ddp.telemetry import TOKENS, Meter, Totals, summarize
 
@@ -144,6 +144,24 @@ class SavedTotals(TrainerCallback, ExportableState):
         return {"args": {"totals": dataclasses.asdict(self.totals), "pending": self.pending}, "attributes": {}}
 
 
+class Report(TrainerCallback):
+    """Tells whoever watches this process how far it is."""
+
+    def __init__(self, progress: Progress) -> None:
+        self.progress = progress
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """The micro-batches of a step are about to be computed."""
+        self.progress.step = state.global_step + 1
+        if self.progress.phase == "preparing":
+            self.progress.enter("training")
+
+    def _move(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.progress.moves += 1
+
+    on_substep_end = on_step_end = on_prediction_step = _move
+
+
 class DDPTrainer(SFTTrainer):
     """SFTTrainer whose step is the token mean over every rank and accumulation step, whatever the layout."""
 
@@ -169,7 +187,7 @@ class DDPTrainer(SFTTrainer):
             eval_dataset=evaluation.dataset if evaluation else None,
             processing_class=tokenizer,
             data_collator=PadRight(tokenizer.pad_token_id),
-            callbacks=[SavedTotals()],
+            callbacks=[SavedTotals(), Report(runtime.progress)],
         )
         # Unsloth's __init__ filters out rows without supervised tokens, and with them the filler.
         self.train_dataset, self.eval_dataset = train.dataset, evaluation.dataset if evaluation else None
@@ -279,7 +297,7 @@ class DDPTrainer(SFTTrainer):
         model.eval()
         one = torch.ones((), device=self.args.device)
         sums = torch.zeros(2, dtype=torch.float64, device=self.args.device)
-        with torch.no_grad():
+        with torch.no_grad(), self.runtime.progress.doing("evaluating"):
             for inputs in dataloader:
                 inputs = self._prepare_inputs(inputs)
                 with self.compute_loss_context_manager():
@@ -312,7 +330,8 @@ class DDPTrainer(SFTTrainer):
         began = time.perf_counter()
         self._saved.pending = self._gather_sums(self.meter.sums).sum(dim=0).tolist()
         # Not TRL's, which also writes a model card into every checkpoint.
-        Trainer._save_checkpoint(self, model, trial)
+        with self.runtime.progress.doing("saving"):
+            Trainer._save_checkpoint(self, model, trial)
         self.meter.began += time.perf_counter() - began
 
     def _load_callback_state(self) -> None:
@@ -327,6 +346,7 @@ class DDPTrainer(SFTTrainer):
             make_cpu_checkpoints_readable()
         began = time.perf_counter()
         self.train(resume_from_checkpoint=checkpoint)
+        self.runtime.progress.enter("finishing")
         seconds = time.perf_counter() - began
         summary = summarize(self.settings, self.runtime, self.plan, self.totals, self.state.global_step)
         summary["train_seconds"] = seconds

@@ -17,6 +17,7 @@ import sys
 import time
 
 from unsloth_ddp.errors import UserError
+from unsloth_ddp.explain import report
 from unsloth_ddp.runtime import (
     Ranks,
     exit_with,
@@ -80,7 +81,7 @@ def train(settings: Settings, ranks: Ranks) -> None:
 
 
 def main() -> None:
-    """Read the settings, run, and turn a user's mistake into one sentence."""
+    """Read the settings, run, and turn a user's mistake into one sentence, and other errors into their cause."""
     ranks = Ranks()
     try:
         ranks = ranks_from_environment()
@@ -89,6 +90,9 @@ def main() -> None:
             train(parse_settings(sys.argv[1:], __doc__ or ""), ranks)
     except UserError as error:
         exit_with(error, ranks.is_main)
+    except Exception as error:
+        report(error, explained=ranks.is_local_main)
+        sys.exit(1)
 
 
 if __name__ == "__main__":

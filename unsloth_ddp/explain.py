@@ -7,6 +7,8 @@ searched, so that a file name or a line of source in a stack never matches.
 from __future__ import annotations
 
 import re
+import sys
+import traceback
 from dataclasses import dataclass
 
 
@@ -387,3 +389,9 @@ def explain(text: str) -> str:
     """Two lines to stand under an error, or nothing where it is not known."""
     row = find(text)
     return "" if row is None else f"  cause: {row.cause}\n  what helps: {row.fix}\n"
+
+
+def report(error: Exception, *, explained: bool = True) -> None:
+    """Print the traceback of an error as Python would, and under it what is known of it."""
+    text = "".join(traceback.format_exception(error))
+    print(text + (explain(text) if explained else ""), end="", file=sys.stderr, flush=True)

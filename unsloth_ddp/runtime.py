@@ -17,7 +17,6 @@ import socket
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -35,7 +34,6 @@ logger = logging.getLogger("unsloth_ddp")
 
 # Older Unsloth releases patch trainers and build CUDA extensions in every rank unless told not to.
 UNSLOTH_FLAGS = {"UNSLOTH_DISABLE_TRAINER_PATCHING": "1", "UNSLOTH_NO_CUDA_EXTENSIONS": "1"}
-EXIT_USER_ERROR = 2
 
 
 @dataclass(frozen=True)
@@ -397,7 +395,7 @@ def _stop_processes(runtime: Runtime) -> None:
 
 
 def exit_with(error: UserError, is_main: bool) -> NoReturn:
-    """End this process over a user's mistake: the main process says the sentence, the others stay silent.
+    """End this process over a user's mistake (or a RunError): the main process says the sentence, the others stay silent.
 
     Launchers end every process as soon as one has failed, so the others leave the main process time to speak.
     """
@@ -406,4 +404,4 @@ def exit_with(error: UserError, is_main: bool) -> NoReturn:
     else:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         threading.Event().wait(timeout=20)
-    os._exit(EXIT_USER_ERROR)
+    os._exit(error.exit_code)

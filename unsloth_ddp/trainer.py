@@ -25,6 +25,7 @@ from trl.trainer.sft_config import SFTConfig
 from unsloth_ddp.batch import BatchPlan, RowOrder
 from unsloth_ddp.checkpoint import make_cpu_checkpoints_readable
 from unsloth_ddp.data import PadRight, TokenizedRows
+from unsloth_ddp.drift import DriftCheck
 from unsloth_ddp.errors import UserError
 from unsloth_ddp.loss import logits_to_step_loss, step_divisor, supervised_tokens
 from unsloth_ddp.runtime import Progress, Runtime
@@ -162,6 +163,18 @@ class Report(TrainerCallback):
     on_substep_end = on_step_end = on_prediction_step = _move
 
 
+class CompareWeights(TrainerCallback):
+    """Ends the run where the ranks' weights have drifted apart (see drift.py)."""
+
+    def __init__(self, drift: DriftCheck) -> None:
+        self.drift = drift
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """A step's weights are in place."""
+        if self.drift.due(state.global_step):
+            self.drift.check(state.global_step)
+
+
 class DDPTrainer(SFTTrainer):
     """SFTTrainer whose step is the token mean over every rank and accumulation step, whatever the layout."""
 
@@ -195,6 +208,10 @@ class DDPTrainer(SFTTrainer):
         # A model that does not take the divisor would divide by its own count.
         self.model_divides = bool(self.model_accepts_loss_kwargs)
         self.model_accepts_loss_kwargs = True
+        drift = DriftCheck(model, runtime, settings.drift_check_steps)
+        if drift.skipped and runtime.ranks.is_main:
+            print(f"drift_check_steps is ignored: with {drift.skipped} each rank holds its own part of the weights.")
+        self.add_callback(CompareWeights(drift))
         self.meter = Meter(self._gather_sums, self.args.device)
         self.tokens_before = 0
 

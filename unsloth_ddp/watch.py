@@ -49,6 +49,8 @@ END_SECONDS = 8.0
 RANKS_LISTED = 16
 LONGEST_TEXT = 20_000
 
+KIT = os.path.dirname(__file__)
+
 # What an exception says when another rank went away, rather than what went wrong first.
 SECONDARY = re.compile(
     r"Connection (closed|reset) by peer|Connection refused|Broken pipe|gloo|NCCL|nccl|Timed out waiting|TCPStore|"
@@ -97,7 +99,9 @@ class Seen:
 
     def __str__(self) -> str:
         state = f"left ({self.bye.kind})" if self.bye else self.phase
-        return f"{self.place}: step {self.step}, {state}" + (f", at {self.where}" if self.where else "")
+        return f"{self.place}: step {self.step}, {state}" + (
+            f", at {self.where}" if self.where and not self.bye else ""
+        )
 
 
 @dataclass(frozen=True)
@@ -251,7 +255,7 @@ def bye_of(error: BaseException | None, now: float) -> Bye:
         code = error.code if isinstance(error.code, int) else 1 if error.code else 0
         return Bye("done", "", now, code=code)
     if isinstance(error, UserError):
-        return Bye("user", str(error), now, code=2)
+        return Bye("user", str(error), now, code=error.exit_code)
     if isinstance(error, KeyboardInterrupt):
         return Bye("told", "SIGINT", now)
     text = f"{type(error).__name__}: {error}".strip()
@@ -267,18 +271,21 @@ def _first_lines(text: str) -> str:
 
 
 def location(thread: int) -> str:
-    """Where a thread stands: its innermost frame, and the innermost one of this kit."""
+    """Where a thread stands: its innermost three frames, and the innermost one of this kit; not in this module."""
     frame = sys._current_frames().get(thread)
     places: list[str] = []
+    depth = 0
+    while frame is not None and frame.f_code.co_filename == __file__:
+        frame = frame.f_back
     while frame is not None:
-        code = frame.f_code
-        kit = "unsloth_ddp" in code.co_filename or code.co_filename.endswith("train_ddp.py")
-        if not places or kit:
+        code, depth = frame.f_code, depth + 1
+        kit = os.path.dirname(code.co_filename) == KIT
+        if depth <= 3 or kit:
             places.append(f"{os.path.basename(code.co_filename)}:{frame.f_lineno} {code.co_name}")
         if kit:
             break
         frame = frame.f_back
-    return " from ".join(places)
+    return " < ".join(places)
 
 
 def log_path() -> str | None:

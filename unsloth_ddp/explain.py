@@ -113,7 +113,7 @@ ROWS = (
         "device_map with a launcher",
         r"(can't|cannot) train a model that has been loaded with .?device_map=.?.?auto|"
         r"device_map=['\"]auto['\"].{0,80}distributed mode|prepare a model with device_map",
-        "device_map='auto' spreads one model over all GPUs, which contradicts one process a GPU.",
+        "The setting device_map='auto' spreads one model over all GPUs, which contradicts one process a GPU.",
         "use device_map={'': local_rank}, or start a single process.",
     ),
     # ---- DDP ----
@@ -208,7 +208,7 @@ ROWS = (
     ),
     Row(
         "gloo connection",
-        r"gloo.{0,200}(Connection (closed|reset|refused)|connectFullMesh|Broken pipe)|Connection (closed|reset) by peer",
+        r"[Gg]loo.{0,200}(Connection (closed|reset|refused)|connectFullMesh|Broken pipe)|Connection (closed|reset) by peer",
         "Another rank closed the connection, because it ended or its network failed.",
         "look for the rank that ended first; across nodes set GLOO_SOCKET_IFNAME to the interface they share.",
     ),

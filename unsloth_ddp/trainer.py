@@ -25,12 +25,12 @@ from trl.trainer.sft_config import SFTConfig
 from unsloth_ddp.batch import BatchPlan, RowOrder
 from unsloth_ddp.checkpoint import make_cpu_checkpoints_readable
 from unsloth_ddp.data import PadRight, TokenizedRows
-from unsloth_ddp.drift import DriftCheck
+from unsloth_ddp.drift import REPLICATED, DriftCheck
 from unsloth_ddp.errors import UserError
 from unsloth_ddp.loss import logits_to_step_loss, step_divisor, supervised_tokens
 from unsloth_ddp.runtime import Progress, Runtime
 from unsloth_ddp.settings import Settings
-from unsloth_ddp.telemetry import TOKENS, Meter, Totals, summarize
+from unsloth_ddp.telemetry import TOKENS, Meter, OwnTime, Stragglers, Totals, describe_straggler, summarize
 
 logger = logging.getLogger("unsloth_ddp")
 
@@ -80,6 +80,8 @@ def make_config(settings: Settings, runtime: Runtime, plan: BatchPlan, run_folde
         "gradient_checkpointing_kwargs": {"use_reentrant": False} if checkpointing else None,
         "ddp_find_unused_parameters": settings.ddp_find_unused_parameters,
         "ddp_timeout": settings.ddp_timeout,
+        # A language model's buffers are constants; sending them before each forward pass makes ranks wait for each other.
+        "ddp_broadcast_buffers": False,
         "eval_strategy": strategy if evaluates else "no",
         "save_strategy": settings.save_strategy,
         "report_to": [] if settings.report_to == ["none"] else settings.report_to,
@@ -212,7 +214,9 @@ class DDPTrainer(SFTTrainer):
         if drift.skipped and runtime.ranks.is_main:
             print(f"drift_check_steps is ignored: with {drift.skipped} each rank holds its own part of the weights.")
         self.add_callback(CompareWeights(drift))
-        self.meter = Meter(self._gather_sums, self.args.device)
+        several = runtime.ranks.world_size > 1 and getattr(runtime, "sharding", "none") in REPLICATED
+        self.meter = Meter(self._gather_sums, self.args.device, OwnTime(self.args.device, enabled=several))
+        self.stragglers = Stragglers()
         self.tokens_before = 0
 
     def _gather_sums(self, sums: Tensor) -> Tensor:
@@ -245,6 +249,7 @@ class DDPTrainer(SFTTrainer):
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> tuple[list[Any], Any]:
         """The micro-batches of one optimizer step and the divisor of their losses (see loss.py)."""
         batches = []
+        began = time.perf_counter()
         for _ in range(num_batches):
             try:
                 batches.append(next(epoch_iterator))
@@ -252,7 +257,10 @@ class DDPTrainer(SFTTrainer):
                 break
         if not batches:
             return batches, None
-        return batches, step_divisor(batches, self.args.world_size, self._sum_over_ranks)
+        reading = time.perf_counter() - began
+        divisor = step_divisor(batches, self.args.world_size, self._sum_over_ranks)
+        self.meter.own_time.start(reading, len(batches))
+        return batches, divisor
 
     def _sum_over_ranks(self, count: Tensor) -> Tensor:
         return self.accelerator.reduce(count.to(self.args.device), reduction="sum")
@@ -273,6 +281,7 @@ class DDPTrainer(SFTTrainer):
         else:
             loss = self._transformers_loss(model, inputs, divisor)
         if model.training:
+            self.meter.own_time.forward_done()
             lengths = inputs["attention_mask"].sum(dim=1)
             # The filler row, which evens out the processes, has one token.
             tokens = lengths.masked_fill(lengths == 1, 0).sum()
@@ -333,11 +342,22 @@ class DDPTrainer(SFTTrainer):
         """Every rank calls this at the same steps; the losses logged are exact token means."""
         if "loss" in logs:
             logs.update(self._collect())
+            self._name_stragglers()
         if "train_loss" in logs:
             self._collect()
             logs["train_loss"] = self.totals.train_loss or 0.0
         logger.info("step %s %s", self.state.global_step, logs)
         Trainer.log(self, logs, start_time)
+
+    def _name_stragglers(self) -> None:
+        pace = self.meter.pace
+        if pace is None:
+            return
+        logger.info("own seconds a step of each rank: %s", " ".join(f"{seconds:.4f}" for seconds in pace[0]))
+        for rank in self.stragglers.observe(*pace):
+            if self.runtime.ranks.is_main:
+                place = self.runtime.places[rank]
+                print(describe_straggler(place, rank, pace, self.stragglers.intervals), flush=True)
 
     def _collect(self) -> dict[str, float]:
         self.meter.totals = self.totals

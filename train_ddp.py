@@ -17,6 +17,7 @@ import sys
 import time
 
 from unsloth_ddp.errors import UserError
+from unsloth_ddp.explain import report
 from unsloth_ddp.runtime import (
     Ranks,
     exit_with,
@@ -34,7 +35,7 @@ def train(settings: Settings, ranks: Ranks) -> None:
     began = time.perf_counter()
     use_cache_if_hub_is_unreachable(settings)
     # Imported here, so that a mistake in the settings is told before the seconds that torch takes to load.
-    from unsloth_ddp import answers, batch, checkpoint, data, output, sharding, telemetry
+    from unsloth_ddp import answers, batch, checkpoint, data, output, sharding, telemetry, watch
     from unsloth_ddp import model as models
 
     plan = batch.plan_batch(
@@ -43,7 +44,11 @@ def train(settings: Settings, ranks: Ranks) -> None:
         settings.global_batch_size,
         settings.gradient_accumulation_steps,
     )
-    with started(settings, ranks) as runtime, data.node_folder(runtime) as node_folder:
+    with (
+        started(settings, ranks) as runtime,
+        watch.watched(settings, runtime),
+        data.node_folder(runtime) as node_folder,
+    ):
         models.check_model(settings, runtime)
         data.read_examples(settings, runtime, node_folder)
         run_folder = output.choose_run_folder(settings, runtime)
@@ -81,7 +86,7 @@ def train(settings: Settings, ranks: Ranks) -> None:
 
 
 def main() -> None:
-    """Read the settings, run, and turn a user's mistake into one sentence."""
+    """Read the settings, run, and turn a user's mistake into one sentence, and other errors into their cause."""
     ranks = Ranks()
     try:
         ranks = ranks_from_environment()
@@ -90,6 +95,9 @@ def main() -> None:
             train(parse_settings(sys.argv[1:], __doc__ or ""), ranks)
     except UserError as error:
         exit_with(error, ranks.is_main)
+    except Exception as error:
+        report(error, explained=ranks.is_local_main)
+        sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -51,8 +51,12 @@ def run_ranks(
     folder: Path,
     environ: dict[str, str] | None = None,
     timeout: float = 120,
+    end: bool = True,
 ) -> Result:
-    """Run `target(*args)` as `count` ranks with their output in `folder`; a job over `timeout` seconds is a hang."""
+    """Run `target(*args)` as `count` ranks with their output in `folder`; a job over `timeout` seconds is a hang.
+
+    `end=False` leaves the other ranks of one that failed to themselves, as the launchers of other nodes would.
+    """
     _start_fork_server()
     folder.mkdir(parents=True, exist_ok=True)
     port = free_port()
@@ -74,7 +78,7 @@ def run_ranks(
         process.start()
         processes.append(process)
     try:
-        _wait_for(processes, began + timeout)
+        _wait_for(processes, began + timeout, end)
     finally:
         for process in processes:
             process.kill()
@@ -96,13 +100,13 @@ def _nothing() -> None:
     pass
 
 
-def _wait_for(processes: list[Any], deadline: float) -> None:
+def _wait_for(processes: list[Any], deadline: float, end: bool) -> None:
     running = list(processes)
     while running and time.monotonic() < deadline:
         wait([p.sentinel for p in running], timeout=deadline - time.monotonic())
         for process in [p for p in running if p.exitcode is not None]:
             running.remove(process)
-            if process.exitcode != 0:
+            if end and process.exitcode != 0:
                 for other in running:
                     other.terminate()
     for process in processes:

@@ -26,12 +26,22 @@ from trl.trainer.sft_config import SFTConfig
 from unsloth_ddp.batch import BatchPlan, RowOrder
 from unsloth_ddp.checkpoint import make_cpu_checkpoints_readable
 from unsloth_ddp.data import PadRight, TokenizedRows
+from unsloth_ddp.drift import REPLICATED, DriftCheck
 from unsloth_ddp.errors import UserError
 from unsloth_ddp.loss import logits_to_step_loss, step_divisor, supervised_tokens
 from unsloth_ddp.model import DTYPES
-from unsloth_ddp.runtime import Runtime
+from unsloth_ddp.runtime import Progress, Runtime
 from unsloth_ddp.settings import Settings
-from unsloth_ddp.telemetry import TOKENS, Meter, Totals, peak_memory_bytes, summarize
+from unsloth_ddp.telemetry import (
+    TOKENS,
+    Meter,
+    OwnTime,
+    Stragglers,
+    Totals,
+    describe_straggler,
+    peak_memory_bytes,
+    summarize,
+)
 
 logger = logging.getLogger("unsloth_ddp")
 
@@ -85,6 +95,8 @@ def make_config(settings: Settings, runtime: Runtime, plan: BatchPlan, run_folde
         "gradient_checkpointing_kwargs": {"use_reentrant": reentrant} if checkpointing else None,
         "ddp_find_unused_parameters": settings.ddp_find_unused_parameters,
         "ddp_timeout": settings.ddp_timeout,
+        # A language model's buffers are constants; sending them before each forward pass makes ranks wait for each other.
+        "ddp_broadcast_buffers": False,
         "eval_strategy": strategy if settings.eval_dataset or settings.eval_fraction else "no",
         "save_strategy": settings.save_strategy,
         "report_to": [] if settings.report_to == ["none"] else settings.report_to,
@@ -149,6 +161,36 @@ class SavedTotals(TrainerCallback, ExportableState):
         return {"args": {"totals": dataclasses.asdict(self.totals), "pending": self.pending}, "attributes": {}}
 
 
+class Report(TrainerCallback):
+    """Tells whoever watches this process how far it is."""
+
+    def __init__(self, progress: Progress) -> None:
+        self.progress = progress
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """The micro-batches of a step are about to be computed."""
+        self.progress.step = state.global_step + 1
+        if self.progress.phase == "preparing":
+            self.progress.enter("training")
+
+    def _move(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.progress.moves += 1
+
+    on_substep_end = on_step_end = on_prediction_step = _move
+
+
+class CompareWeights(TrainerCallback):
+    """Ends the run where the ranks' weights have drifted apart (see drift.py)."""
+
+    def __init__(self, drift: DriftCheck) -> None:
+        self.drift = drift
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """A step's weights are in place."""
+        if self.drift.due(state.global_step):
+            self.drift.check(state.global_step)
+
+
 class DDPTrainer(SFTTrainer):
     """SFTTrainer whose step is the token mean over every rank and accumulation step, whatever the layout."""
 
@@ -174,7 +216,7 @@ class DDPTrainer(SFTTrainer):
             eval_dataset=evaluation.dataset if evaluation else None,
             processing_class=tokenizer,
             data_collator=PadRight(tokenizer.pad_token_id),
-            callbacks=[SavedTotals()],
+            callbacks=[SavedTotals(), Report(runtime.progress)],
         )
         # Unsloth's __init__ filters out rows without supervised tokens, and with them the filler.
         self.train_dataset, self.eval_dataset = train.dataset, evaluation.dataset if evaluation else None
@@ -187,7 +229,13 @@ class DDPTrainer(SFTTrainer):
             self.accelerator.state.fsdp_plugin.mixed_precision_policy = MixedPrecisionPolicy(
                 param_dtype=DTYPES[runtime.precision], reduce_dtype=torch.float32
             )
-        self.meter = Meter(self._gather_sums, self.args.device)
+        drift = DriftCheck(model, runtime, settings.drift_check_steps)
+        if drift.skipped and runtime.ranks.is_main:
+            print(f"drift_check_steps is ignored: with {drift.skipped} each rank holds its own part of the weights.")
+        self.add_callback(CompareWeights(drift))
+        several = runtime.ranks.world_size > 1 and runtime.sharding in REPLICATED
+        self.meter = Meter(self._gather_sums, self.args.device, OwnTime(self.args.device, enabled=several))
+        self.stragglers = Stragglers()
         self.tokens_before = 0
         self.peak_before_steps = 0
 
@@ -221,6 +269,7 @@ class DDPTrainer(SFTTrainer):
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> tuple[list[Any], Any]:
         """The micro-batches of one optimizer step and the divisor of their losses (see loss.py)."""
         batches = []
+        began = time.perf_counter()
         for _ in range(num_batches):
             try:
                 batches.append(next(epoch_iterator))
@@ -228,7 +277,10 @@ class DDPTrainer(SFTTrainer):
                 break
         if not batches:
             return batches, None
-        return batches, step_divisor(batches, self.args.world_size, self._sum_over_ranks)
+        reading = time.perf_counter() - began
+        divisor = step_divisor(batches, self.args.world_size, self._sum_over_ranks)
+        self.meter.own_time.start(reading, len(batches))
+        return batches, divisor
 
     def _sum_over_ranks(self, count: Tensor) -> Tensor:
         return self.accelerator.reduce(count.to(self.args.device), reduction="sum")
@@ -250,6 +302,7 @@ class DDPTrainer(SFTTrainer):
             loss = self._transformers_loss(model, inputs, divisor)
         # Not model.training: DeepSpeed's engine says that it trains while it evaluates.
         if torch.is_grad_enabled():
+            self.meter.own_time.forward_done()
             lengths = inputs["attention_mask"].sum(dim=1)
             # The filler row, which evens out the processes, has one token.
             tokens = lengths.masked_fill(lengths == 1, 0).sum()
@@ -291,7 +344,7 @@ class DDPTrainer(SFTTrainer):
         model.eval()
         one = torch.ones((), device=self.args.device)
         sums = torch.zeros(2, dtype=torch.float64, device=self.args.device)
-        with torch.no_grad():
+        with torch.no_grad(), self.runtime.progress.doing("evaluating"):
             for inputs in dataloader:
                 inputs = self._prepare_inputs(inputs)
                 with self.compute_loss_context_manager():
@@ -310,11 +363,22 @@ class DDPTrainer(SFTTrainer):
         """Every rank calls this at the same steps; the losses logged are exact token means."""
         if "loss" in logs:
             logs.update(self._collect())
+            self._name_stragglers()
         if "train_loss" in logs:
             self._collect()
             logs["train_loss"] = self.totals.train_loss or 0.0
         logger.info("step %s %s", self.state.global_step, logs)
         Trainer.log(self, logs, start_time)
+
+    def _name_stragglers(self) -> None:
+        pace = self.meter.pace
+        if pace is None:
+            return
+        logger.info("own seconds a step of each rank: %s", " ".join(f"{seconds:.4f}" for seconds in pace[0]))
+        for rank in self.stragglers.observe(*pace):
+            if self.runtime.ranks.is_main:
+                place = self.runtime.places[rank]
+                print(describe_straggler(place, rank, pace, self.stragglers.intervals), flush=True)
 
     def _collect(self) -> dict[str, float]:
         self.meter.totals = self.totals
@@ -332,7 +396,8 @@ class DDPTrainer(SFTTrainer):
         began = time.perf_counter()
         self._saved.pending = self._gather_sums(self.meter.sums).sum(dim=0).tolist()
         # Not TRL's, which also writes a model card into every checkpoint.
-        Trainer._save_checkpoint(self, model, trial)
+        with self.runtime.progress.doing("saving"):
+            Trainer._save_checkpoint(self, model, trial)
         self.meter.began += time.perf_counter() - began
 
     def _load_callback_state(self) -> None:
@@ -347,6 +412,7 @@ class DDPTrainer(SFTTrainer):
             make_cpu_checkpoints_readable()
         began = time.perf_counter()
         self.train(resume_from_checkpoint=checkpoint)
+        self.runtime.progress.enter("finishing")
         seconds = time.perf_counter() - began
         summary = summarize(
             self.settings, self.runtime, self.plan, self.totals, self.state.global_step, self.peak_before_steps

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import json
 import os
-import re
 import shutil
 import signal
-import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,28 +18,48 @@ from safetensors.torch import load_file
 
 from tests.ranks import Result, run_ranks, train
 from unsloth_ddp import manifest
+from unsloth_ddp.stop import Stop
 
-# Three epochs of four steps: 13 rows in steps of 4, with dropout, an evaluation an epoch and a checkpoint a step.
+# Three epochs of three steps, with dropout, an evaluation an epoch and a checkpoint a step.
 WHOLE_RUN = (
     "--global_batch_size 4 --num_train_epochs 3 --lora_dropout 0.1 --eval_fraction 0.2 --logging_steps 2 "
     "--save_steps 1 --save_total_limit none --max_grad_norm 0.5 --warmup_steps 2"
 )
+LAST = 9  # 10 training rows in steps of 4
 TIMINGS = {"train_runtime", "train_samples_per_second", "train_steps_per_second", "total_flos", "tokens_per_second"}
 TIMINGS |= {"eval_runtime", "eval_samples_per_second", "eval_steps_per_second"}
 
 
-@pytest.fixture
-def job(tmp_path, tiny_model, uneven_rows) -> Callable[..., Result]:
-    """Run train_ddp.py on the tiny model in tmp_path/outputs/<name>; options given twice: the last counts."""
+@pytest.fixture(scope="module")
+def place(tmp_path_factory) -> Path:
+    """The folder where the jobs of this module run."""
+    return tmp_path_factory.mktemp("jobs")
 
-    def run(options: str, name: str, ranks: int = 1, code: int = 0, **more) -> Result:
+
+@pytest.fixture(scope="module")
+def job(place, tiny_model, uneven_rows) -> Callable[..., Result]:
+    """Run train_ddp.py on the tiny model in <place>/outputs/<name>; of an option given twice, the last counts."""
+
+    def run(options: str, name: str, ranks: int = 1, code: int = 0, target: Any = train, args: tuple = (), **more):
         argv = f"--model {tiny_model} --dataset {uneven_rows} --run_name {name} --learning_rate 0.01 --max_length 64".split()
         argv += ["--gradient_checkpointing", "none", "--report_to", "none", *options.split()]
-        result = run_ranks(ranks, train, argv, str(tmp_path), folder=tmp_path / f"{name}.out", **more)
+        result = run_ranks(ranks, target, argv, str(place), *args, folder=place / f"{name}.out", **more)
         assert result.codes == [code] * ranks, f"exit codes {result.codes}\n{result.output}"
         return result
 
     return run
+
+
+@pytest.fixture(scope="module")
+def whole_run(place, job) -> Callable[[int], Path]:
+    """The folder of an uninterrupted run on so many ranks, with all its checkpoints."""
+
+    @functools.cache
+    def make(ranks: int) -> Path:
+        job(WHOLE_RUN, f"whole-{ranks}", ranks)
+        return place / "outputs" / f"whole-{ranks}"
+
+    return make
 
 
 def copy_until(run: Path, step: int, name: str) -> Path:
@@ -86,16 +106,54 @@ def assert_same(found, expected, where: str = "") -> None:
         assert found == expected, where
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_resumed_run_ends_like_an_uninterrupted_one(job, tmp_path, ranks):
-    """Killed in the middle of an epoch, at its border, before an evaluation that was due, and after the last step."""
-    job(WHOLE_RUN, "whole", ranks)
-    whole = tmp_path / "outputs" / "whole"
-    steps = 9  # 10 training rows in steps of 4
-    expected = ends(whole, steps)
+@pytest.mark.parametrize(("ranks", "steps"), [(1, (3,)), (2, (1, LAST))])
+def test_a_resumed_run_ends_like_an_uninterrupted_one(job, whole_run, ranks, steps):
+    """Killed in the middle of an epoch, at its border before the evaluation that was due, and after the last step."""
+    whole = whole_run(ranks)
+    expected = ends(whole, LAST)
     assert len([entry for entry in expected["history"] if "eval_loss" in entry]) == 3
-    for step in (1, 3, 5, steps):
-        resumed = copy_until(whole, step, f"from-{step}")
+    for step in steps:
+        resumed = copy_until(whole, step, f"from-{step}-of-{ranks}")
         printed = job(WHOLE_RUN, resumed.name, ranks).output
         assert f"Going on from {resumed}/checkpoint-{step}, step {step};" in printed
-        assert_same(ends(resumed, steps), expected, f"from step {step}")
+        assert_same(ends(resumed, LAST), expected, f"from step {step}")
+
+
+def train_and_signal(argv: list[str], cwd: str, rank: int, number: int, step: int) -> None:
+    """train_ddp.py whose rank `rank` signals itself in its step `step` (counted from this start)."""
+    ask = Stop.ask
+    asked = itertools.count(1)
+
+    def ask_and_signal(self: Stop) -> None:
+        if next(asked) == step and os.environ["RANK"] == str(rank):
+            os.kill(os.getpid(), number)
+        ask(self)
+
+    Stop.ask = ask_and_signal  # type: ignore[method-assign]
+    train(argv, cwd)
+
+
+def test_a_stop_on_one_rank_stops_all_with_a_checkpoint_and_the_run_goes_on(job, whole_run, place):
+    """SIGTERM, SIGUSR1, a time limit, then to the end: bit-identical, whatever step each stop came at."""
+    note = place / "code"
+    environ = {"UNSLOTH_DDP_EXIT_CODE_FILE": str(note)}
+    stopped = place / "outputs" / "stopped"
+    options = f"{WHOLE_RUN} --save_steps 100"
+    for number, rank in ((signal.SIGTERM, 1), (signal.SIGUSR1, 0)):
+        note.unlink(missing_ok=True)
+        args = (rank, number, 1)
+        printed = job(options, "stopped", 2, code=75, target=train_and_signal, args=args, environ=environ).output
+        (step,) = manifest_steps(stopped)[-1:]
+        assert f"Stopped on {number.name}; the same command goes on from {stopped}/checkpoint-{step}" in printed
+        assert note.read_text() == "75\n"
+        assert not (stopped / "summary.json").exists()
+    printed = job(f"{options} --max_time 1s", "stopped", 2, code=75).output
+    assert "Stopped on max_time 1s" in printed
+    assert len(manifest_steps(stopped)) == 3
+    job(options, "stopped", 2)
+    assert_same(ends(stopped, LAST), ends(whole_run(2), LAST))
+
+
+def manifest_steps(run: Path) -> list[int]:
+    """The steps of the whole checkpoints of a run; there must be no other."""
+    return sorted(manifest.verify(folder).step for folder in run.glob("checkpoint*"))

@@ -35,6 +35,7 @@ logger = logging.getLogger("unsloth_ddp")
 
 # Older Unsloth releases patch trainers and build CUDA extensions in every rank unless told not to.
 UNSLOTH_FLAGS = {"UNSLOTH_DISABLE_TRAINER_PATCHING": "1", "UNSLOTH_NO_CUDA_EXTENSIONS": "1"}
+EXIT_FAILURE, EXIT_STOPPED = 1, 75
 
 
 @dataclass(frozen=True)
@@ -401,6 +402,17 @@ def _stop_processes(runtime: Runtime) -> None:
         dist.destroy_process_group()
 
 
+def note_exit_code(code: int, environ: Mapping[str, str] = os.environ) -> None:
+    """Leave this process's exit code where the job's script finds it: launchers turn every code into 1.
+
+    The first process of each node writes the file named by UNSLOTH_DDP_EXIT_CODE_FILE, if it is set.
+    """
+    path = environ.get("UNSLOTH_DDP_EXIT_CODE_FILE")
+    if code and path and environ.get("LOCAL_RANK", "0") == "0":
+        with contextlib.suppress(OSError):
+            Path(path).write_text(f"{code}\n", encoding="utf-8")
+
+
 def exit_with(error: UserError, is_main: bool) -> NoReturn:
     """End this process over a user's mistake (or a RunError): the main process says the sentence, the others stay silent.
 
@@ -411,4 +423,5 @@ def exit_with(error: UserError, is_main: bool) -> NoReturn:
     else:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         threading.Event().wait(timeout=20)
+    note_exit_code(error.exit_code)
     os._exit(error.exit_code)

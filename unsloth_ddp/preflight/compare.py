@@ -16,7 +16,6 @@ from unsloth_ddp.preflight.verdicts import (
     gpu_list,
     named_nodes,
     size,
-    worst,
 )
 
 # These decide what a run computes or how ranks talk; the others of the kit's packages only watch or convert.
@@ -423,7 +422,7 @@ def speed(timings: Sequence[Timing], backend: str, fast_ports: bool, nodes: Sequ
         remedy = "Data was lost between GPUs or nodes: try NCCL_P2P_DISABLE=1, check IOMMU, cables and drivers."
         rows.append(Check("sums are right", places, "failure", remedy))
     elif timings:
-        rows.append(Check("sums are right", dict.fromkeys(nodes, "every one")))
+        rows.append(Check("sums are right", dict.fromkeys(nodes, f"every one ({backend})")))
     return rows
 
 
@@ -504,7 +503,10 @@ def speed_blockers(checks: Sequence[Check]) -> list[str]:
 
 
 def summary(checks: Sequence[Check]) -> str:
-    """`2 failures, 1 warning` or `all ok`."""
-    counts = {v: sum(c.verdict == v for c in checks) for v in ("failure", "warning")}
-    parts = [f"{n} {v}{'s' if n > 1 else ''}" for v, n in counts.items() if n]
-    return ", ".join(parts) or ("all ok" if worst(c.verdict for c in checks) == "ok" else "")
+    """`2 failures (data, kit) and 1 warning (clock)`, or `all ok`."""
+    parts = []
+    for verdict in ("failure", "warning"):
+        names = [check.name for check in checks if check.verdict == verdict]
+        if names:
+            parts.append(f"{len(names)} {verdict}{'s' if len(names) > 1 else ''} ({', '.join(names)})")
+    return " and ".join(parts) or "all ok"

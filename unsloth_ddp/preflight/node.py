@@ -86,10 +86,13 @@ def network_checks(place: Place, environ: Mapping[str, str]) -> list[Check]:
         found = interfaces()
         return verdicts.network_interface(node, found, interface_to(addresses, found), wanted, nodes)
 
-    gloo = environ.get("GLOO_SOCKET_IFNAME")
+    def own_name() -> Check:
+        gloo, one_machine = environ.get("GLOO_SOCKET_IFNAME"), verdicts.is_loopback(place.master)
+        return verdicts.host_name(node, place.host, resolve(place.host), nodes, gloo, one_machine)
+
     checks = [
         attempt("node rank", node, lambda: verdicts.node_rank(node, node, nodes)),
-        attempt("host name", node, lambda: verdicts.host_name(node, place.host, resolve(place.host), nodes, gloo)),
+        attempt("host name", node, own_name),
         attempt(
             "master address", node, lambda: verdicts.master_name(node, place.master, addresses, local, node, nodes)
         ),

@@ -25,13 +25,17 @@ LEAST_WIDTH = 80
 
 def render(checks: Sequence[Check], title: str, *, width: int | None = None, colour: bool = False) -> str:
     """The table: check, value of each node, verdict, what to do."""
-    table = Table(title=Text(title), title_justify="left", box=box.ROUNDED, show_lines=True, expand=False)
-    table.add_column("Check", overflow="fold", ratio=2, min_width=12)
+    table = Table(title=Text(title), title_justify="left", box=box.ROUNDED, expand=False)
+    table.add_column("Check", overflow="fold", min_width=12, max_width=24)
     table.add_column("Seen", overflow="fold", ratio=5)
     table.add_column("Verdict", no_wrap=True)
     table.add_column("What to do", overflow="fold", ratio=5)
+    before = ""
     for check in checks:
         verdict = Text(check.verdict, style=COLOURS[check.verdict])
+        if check.remedy or before:
+            table.add_section()
+        before = check.remedy
         table.add_row(Text(check.name), Text(seen(check.values)), verdict, Text(check.remedy))
     console = Console(file=StringIO(), width=width or terminal_width(), force_terminal=colour, highlight=False)
     console.print(table)
@@ -57,7 +61,7 @@ def seen(values: Mapping[int, str]) -> str:
 def verdict_line(checks: Sequence[Check]) -> str:
     """The last line: what it comes to."""
     text = {
-        "ok": "all is well",
+        "ok": "all is well; training can start",
         "warning": f"{summary(checks)}; training can start",
         "failure": f"{summary(checks)}; mend what failed before training",
     }[worst(check.verdict for check in checks)]

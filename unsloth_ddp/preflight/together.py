@@ -167,15 +167,25 @@ class Meeting:
         return found
 
     def leave(self) -> None:
-        """Wait a little for the others, so that whoever ends first, or holds the store, cuts nobody off."""
+        """Wait a little for the others, so that whoever ends first cuts nobody off; who holds the store ends last.
+
+        Below a launcher the first process that ends with an error has all others of its node killed.
+        """
         deadline = time.monotonic() + LEAVE_SECONDS
         try:
-            left, came = self.count("left", 1), self.count("came")
-            while left < came and time.monotonic() < deadline:
-                time.sleep(POLL_SECONDS)
-                left = self.count("left")
+            came = self.count("came")
+            self.count("left", 1)
+            self._reach("left", came, deadline)
+            if self.listens:
+                self._reach("gone", came - 1, deadline)
+            else:
+                self.count("gone", 1)
         except Lost:
             return
+
+    def _reach(self, key: str, wanted: int, deadline: float) -> None:
+        while self.count(key) < wanted and time.monotonic() < deadline:
+            time.sleep(POLL_SECONDS)
 
 
 def meet(place: Place, master_is_here: bool, seconds: float) -> tuple[Meeting | None, list[Check]]:

@@ -178,14 +178,20 @@ def node_rank(node: int, rank: int, nodes: int) -> Check:
 # ---- names and network ----
 
 
-def host_name(node: int, host: str, addresses: Sequence[str], nodes: int, interface: str | None) -> Check:
+def host_name(
+    node: int, host: str, addresses: Sequence[str], nodes: int, interface: str | None, one_machine: bool = False
+) -> Check:
     """Whether this host's own name leads to an address that other nodes can reach.
 
     Gloo, which the kit uses beside NCCL, listens where the host's own name leads to unless an interface is named
     in GLOO_SOCKET_IFNAME (torch/csrc/distributed/c10d/ProcessGroupGloo.cpp, createDefaultDevice).
+
+    Args:
+        interface: GLOO_SOCKET_IFNAME.
+        one_machine: MASTER_ADDR says that all nodes are this machine.
     """
     shown = f"{host} = {', '.join(addresses) or 'no address'}"
-    if nodes == 1 or interface or any(not is_loopback(address) for address in addresses[:1]):
+    if nodes == 1 or interface or one_machine or any(not is_loopback(address) for address in addresses[:1]):
         return Check("host name", {node: shown})
     why = f"leads to {addresses[0]}, which is this machine alone" if addresses else "has no address"
     remedy = (

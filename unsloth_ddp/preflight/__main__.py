@@ -13,8 +13,10 @@ Exit code: 0 with warnings or none, 1 after a failure, 2 for a mistake in the op
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
+from pathlib import Path
 from typing import NoReturn
 
 from unsloth_ddp.errors import UserError
@@ -47,6 +49,13 @@ def parse(argv: list[str]) -> tuple[Options, Settings]:
     return Options(timeout, own.json), parse_settings(others, __doc__ or "")
 
 
+def note_exit_code(code: int) -> None:
+    """Leave the code where cluster/node.sh reads it: launchers turn every code into 1."""
+    if os.environ.get("UNSLOTH_DDP_EXIT_CODE_FILE"):
+        with contextlib.suppress(OSError):
+            Path(os.environ["UNSLOTH_DDP_EXIT_CODE_FILE"]).write_text(str(code))
+
+
 def main() -> None:
     """Parse, run, and leave with the exit code, whatever threads and process groups are still about."""
     # What torch's store has to say of a connection that ends is said better in the table.
@@ -66,6 +75,8 @@ def main() -> None:
             f"preflight: error: preflight itself failed ({type(error).__name__}: {error}); this says nothing about the node."
         )
         code = 1
+    if code and speaks:
+        note_exit_code(code)
     sys.stdout.flush()
     sys.stderr.flush()
     # A hung collective or file system may still hold a thread, and gloo may abort in an orderly exit.

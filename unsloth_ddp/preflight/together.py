@@ -12,6 +12,7 @@ import errno
 import json
 import os
 import secrets
+import signal
 import socket
 import time
 from collections.abc import Iterable
@@ -169,8 +170,10 @@ class Meeting:
     def leave(self) -> None:
         """Wait a little for the others, so that whoever ends first cuts nobody off; who holds the store ends last.
 
-        Below a launcher the first process that ends with an error has all others of its node killed.
+        A launcher ends all processes of a node as soon as one has failed; everything is said by now, and each is to
+        end with its own exit code, so its signal is not heard any more.
         """
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         deadline = time.monotonic() + LEAVE_SECONDS
         try:
             came = self.count("came")

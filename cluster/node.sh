@@ -285,7 +285,9 @@ check_job() {
       >"$folder/preflight.txt" 2>&1
     ((code == 0)) || cat "$folder/preflight.txt" >&2
   fi
-  ((code)) || launch "$((MASTER_PORT + 1))" -m unsloth_ddp.preflight "${train_arguments[@]}"
+  # What ranks say comes first on standard error; the launcher's report of their exit codes would hide the table.
+  ((code)) || launch "$((MASTER_PORT + 1))" -m unsloth_ddp.preflight "${train_arguments[@]}" \
+    2> >(sed -u '/^E[0-9]\{4\} .* failed (exitcode: /,$d' >&2)
   ((code == 0)) || read_exit_code
   ((code == 0)) || [[ -n $stop ]] || say "node $NODE_RANK: the preflight failed, so nothing was trained; mend what it names" \
     "(or start with --no_preflight, if you know better)"
@@ -351,7 +353,9 @@ main() {
   # shellcheck disable=SC2064
   trap "rm -rf '$folder'" EXIT
 
-  export NNODES NODE_RANK MASTER_PORT GPUS_PER_NODE
+  export NNODES NODE_RANK MASTER_PORT
+  # On the CPU it counts processes, and is no claim about GPUs.
+  if ((cpu)); then export -n GPUS_PER_NODE; else export GPUS_PER_NODE; fi
   # torch's launcher hands on the signals named here, and gives ranks this long to save before it kills them.
   export PET_SIGNALS_TO_HANDLE=${PET_SIGNALS_TO_HANDLE:-SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1}
   export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-300}

@@ -206,8 +206,10 @@ def meet(place: Place, master_is_here: bool, seconds: float) -> tuple[Meeting | 
     try:
         meeting = Meeting(place, listens, HANDSHAKE_SECONDS)
     except Lost as error:
-        if listens:
+        if listens and "timed out" not in str(error).lower():
             return None, [verdicts.free_port(node, place.port, f"another program ({error})")]
+        if listens:
+            return None, [verdicts.answering_port(node, place.master, place.port, "timed out", HANDSHAKE_SECONDS)]
         return None, [verdicts.answering_port(node, place.master, place.port, "another program", HANDSHAKE_SECONDS)]
     try:
         rows.append(roll_call(meeting, seconds))

@@ -248,7 +248,7 @@ run() {
 end_strays() {
   local strays try
   for try in 1 2 3 4 5 6 7 8 9 10; do
-    strays=$(grep -lsz "^UNSLOTH_DDP_EXIT_CODE_FILE=$code_file\$" /proc/[0-9]*/environ | grep -o '[0-9]*')
+    strays=$(job_processes | grep -o '[0-9]*')
     [[ -n $strays ]] || return 0
     ((try == 1)) && say "node $NODE_RANK: ending processes that outlived their launcher: ${strays//$'\n'/ }"
     # shellcheck disable=SC2086
@@ -294,9 +294,37 @@ check_job() {
 }
 
 train() {
+  local since=$SECONDS watcher=""
+  rm -f "$folder/began"
+  if ((NNODES > 1)); then
+    note_the_beginning &
+    watcher=$!
+  fi
   launch "$MASTER_PORT" "$kit/train_ddp.py" "${train_arguments[@]}"
+  [[ -z $watcher ]] || kill "$watcher" 2>/dev/null
+  if ((code)) && [[ -z $stop && ! -e $code_file && -n $watcher && ! -e $folder/began ]] && ((SECONDS - since >= START_TIMEOUT)); then
+    say "node $NODE_RANK: not every node arrived at $MASTER_ADDR:$MASTER_PORT within $START_TIMEOUT s. Start node.sh on" \
+      "all $NNODES nodes, with the same NNODES, MASTER_ADDR and MASTER_PORT and another NODE_RANK on each, and open that" \
+      "port in the firewall; START_TIMEOUT makes them wait longer, and the preflight names who is missing"
+  fi
   ((code == 0)) || read_exit_code
   end_strays
+}
+
+# Processes of this node's job, by the variable that only they carry, as /proc/PID/environ.
+job_processes() { grep -lsz "^UNSLOTH_DDP_EXIT_CODE_FILE=$code_file\$" /proc/[0-9]*/environ; }
+
+# Leave a mark once ranks run: launchers start none before every node has arrived.
+note_the_beginning() {
+  local processes
+  while [[ -d $folder ]]; do
+    mapfile -t processes < <(job_processes)
+    if ((${#processes[@]})) && grep -qsz '^LOCAL_RANK=' "${processes[@]}"; then
+      touch "$folder/began"
+      return
+    fi
+    sleep 2
+  done
 }
 
 # Launchers make 1 of every code; ranks leave theirs in a file.

@@ -37,7 +37,10 @@ def node(tmp_path):
     (prefix / "bin").mkdir(parents=True)
     for path, text in (
         (tools / "uv", f"#!/bin/sh\necho {shlex.quote(str(prefix))}\n"),
-        (tools / "nvidia-smi", '#!/bin/sh\ni=0\nwhile [ $i -lt "${GPUS:-0}" ]; do echo "GPU $i: Some (UUID)"; i=$((i+1)); done\n'),
+        (
+            tools / "nvidia-smi",
+            '#!/bin/sh\ni=0\nwhile [ $i -lt "${GPUS:-0}" ]; do echo "GPU $i: Some (UUID)"; i=$((i+1)); done\n',
+        ),
         (prefix / "bin" / "accelerate-launch", LAUNCHER),
         (prefix / "bin" / "python", LAUNCHER),
     ):
@@ -198,7 +201,9 @@ def test_a_failed_preflight_stops_it(node, failing, calls):
 
 @pytest.mark.parametrize(("sent", "got", "code"), [("TERM", "TERM", 75), ("INT", "TERM", 75), ("USR1", "USR1", 75)])
 def test_a_signal_reaches_the_launcher_and_is_waited_for(node, sent, got, code):
-    process = node.start("--cpu --no_preflight --max_restarts 3", SCRIPT='echo ready >>"$CALLS"; while :; do sleep 0.05; done')
+    process = node.start(
+        "--cpu --no_preflight --max_restarts 3", SCRIPT='echo ready >>"$CALLS"; while :; do sleep 0.05; done'
+    )
     node.wait_for("ready")
     process.send_signal(getattr(signal, f"SIG{sent}"))
     text, _ = process.communicate(timeout=20)
@@ -220,7 +225,7 @@ def test_restarts(node):
     code, text = node("--cpu --no_preflight --max_restarts 2", SCRIPT="exit 1")
     assert code == 1 and len(node.calls()) == 3
     assert "start 2 of at most 2 again, from the last whole checkpoint" in text
-    once = '[[ -e again ]] || { touch again; exit 1; }'
+    once = "[[ -e again ]] || { touch again; exit 1; }"
     assert node("--cpu --no_preflight --max_restarts 2", SCRIPT=once)[0] == 0 and len(node.calls()) == 2
     for code in (2, 75):  # a mistake, and a stop that was asked for
         node("--cpu --no_preflight --max_restarts 2", SCRIPT=f'echo {code} >"$UNSLOTH_DDP_EXIT_CODE_FILE"; exit 1')

@@ -50,6 +50,9 @@ def start_sshd(hosts: list[Host], folder: Path) -> str:
     for host in hosts:
         config = folder / f"{host.name}.conf"
         config.write_text(SERVER.format(address=host.address, folder=folder, name=host.name, environ=environ))
-        host.start([shutil.which("sshd", path="/usr/sbin:/usr/bin") or "sshd", "-D", "-e", "-f", str(config)], folder / f"{host.name}.txt")
+        host.start(
+            [shutil.which("sshd", path="/usr/sbin:/usr/bin") or "sshd", "-D", "-e", "-f", str(config)],
+            folder / f"{host.name}.txt",
+        )
         wait_until((folder / f"{host.name}.pid").exists, 20, f"sshd on {host.name}")
     return f"-F {folder}/client"

@@ -62,9 +62,9 @@ def test_a_failed_upload_says_that_the_run_is_whole(tmp_path, monkeypatch):
     assert (tmp_path / "summary.json").is_file()
 
 
-@pytest.mark.parametrize("resume", [None, "false", "elsewhere/checkpoint-3"])
+@pytest.mark.parametrize("resume", ["auto", "no", "elsewhere/checkpoint-3"])
 def test_a_run_that_began_meanwhile_is_not_removed(tmp_path, resume):
-    settings = Settings(run_name="r", output_dir=str(tmp_path), resume_from_checkpoint=resume)
+    settings = Settings(run_name="r", output_dir=str(tmp_path), resume=resume)
     runtime = Runtime(Ranks(), "transformers", "cpu", "fp32", "CPU")
     folder = output.choose_run_folder(settings, runtime)
     folder.mkdir()

@@ -144,6 +144,7 @@ def describe_run(
         {
             "processes": f"{runtime.ranks.world_size} on {runtime.ranks.nodes} node(s)",
             "device": runtime.device_name,
+            **({"sharding": runtime.sharding} if runtime.sharding != "none" else {}),
             "backend": runtime.backend,
             "precision": runtime.precision,
             "model": f"{settings.model} ({total:,} parameters)",
@@ -160,13 +161,22 @@ def describe_run(
     )
 
 
-def summarize(settings: Settings, runtime: Runtime, plan: BatchPlan, totals: Totals, steps: int) -> dict[str, Any]:
-    """The content of summary.json, the same on every rank; the caller adds what only it knows."""
-    peak = max(runtime.gather(peak_memory_bytes(runtime.device_type)))
+def summarize(
+    settings: Settings, runtime: Runtime, plan: BatchPlan, totals: Totals, steps: int, peak_before_steps: int
+) -> dict[str, Any]:
+    """The content of summary.json, the same on every rank; the caller adds what only it knows.
+
+    Memory is that of the fullest GPU: until the first step (loading, sharding) and from there on.
+    """
+    loading, peak = (
+        max(values)
+        for values in zip(*runtime.gather((peak_before_steps, peak_memory_bytes(runtime.device_type))), strict=True)
+    )
     return {
         "world_size": runtime.ranks.world_size,
         "nodes": runtime.ranks.nodes,
         "device": runtime.device_name,
+        "sharding": runtime.sharding,
         "backend": runtime.backend,
         "precision": runtime.precision,
         "global_batch_size": plan.global_batch,
@@ -177,6 +187,7 @@ def summarize(settings: Settings, runtime: Runtime, plan: BatchPlan, totals: Tot
         "supervised_tokens": totals.supervised_tokens,
         "train_loss": totals.train_loss,
         "peak_memory_bytes": peak,
+        "peak_memory_bytes_loading": loading,
         "settings": {name: getattr(settings, name) for name in SUMMARIZED},
         "versions": versions(),
     }

@@ -300,7 +300,7 @@ train() {
     note_the_beginning &
     watcher=$!
   fi
-  launch "$MASTER_PORT" "$kit/train_ddp.py" "${train_arguments[@]}"
+  launch "$MASTER_PORT" "$kit/train_ddp.py" "${train_arguments[@]}" ${restart_arguments[@]+"${restart_arguments[@]}"}
   [[ -z $watcher ]] || kill "$watcher" 2>/dev/null
   if ((code)) && [[ -z $stop && ! -e $code_file && -n $watcher && ! -e $folder/began ]] && ((SECONDS - since >= START_TIMEOUT)); then
     say "node $NODE_RANK: not every node arrived at $MASTER_ADDR:$MASTER_PORT within $START_TIMEOUT s. Start node.sh on" \
@@ -334,11 +334,22 @@ read_exit_code() {
   rm -f "$code_file"
   if [[ $noted =~ ^[0-9]{1,3}$ ]] && ((10#$noted > 0)); then
     code=$((10#$noted))
+    # Asked to stop before the first step, ranks end as they are: nothing is lost.
+    [[ $stop != USR1 || $code != 1 ]] || code=75
   elif [[ $stop == USR1 ]]; then
     code=75
   elif [[ -n $stop ]]; then
     code=$((128 + $(kill -l "$stop")))
   fi
+}
+
+# Whether the options or the --config name the run.
+is_named() {
+  local word
+  for word in ${train_options[@]+"${train_options[@]}"}; do
+    [[ $word != --run[-_]name ]] || return 0
+  done
+  [[ -n $config ]] && grep -Eqs '^run_name *: *[^ #]' "$config"
 }
 
 # Start together: a launcher that came while the master's old one still listened would join a job that is ending.
@@ -388,6 +399,11 @@ main() {
   export PET_SIGNALS_TO_HANDLE=${PET_SIGNALS_TO_HANDLE:-SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1}
   export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-300}
 
+  # What train_ddp.py is told beside: every start goes on in the folder of the first. Rank 0 names it for all.
+  restart_arguments=()
+  if ((max_restarts && NODE_RANK == 0)) && ! is_named; then
+    restart_arguments=(--run_name "run-$(date +%Y%m%d-%H%M%S)")
+  fi
   local restarts=0
   while :; do
     trained=0
@@ -398,6 +414,8 @@ main() {
     # A mistake stays one, and who asked for a stop does not want another start.
     if ((code == 0 || code == 2 || code == 75 || restarts >= max_restarts)) || [[ -n $stop ]]; then break; fi
     restarts=$((restarts + 1))
+    # What the first start wrote is not to be replaced.
+    ((restarts > 1)) || restart_arguments+=(--no_overwrite)
     say "node $NODE_RANK: ended with code $code; start $restarts of at most $max_restarts again, from the last whole checkpoint"
     wait_for_the_others
   done

@@ -186,6 +186,15 @@ def test_its_exit_code_is_the_trainings(node, noted):
     assert code == noted
 
 
+def test_a_stop_before_the_first_step_may_be_started_again(node):
+    script = 'trap \'echo 1 >"$UNSLOTH_DDP_EXIT_CODE_FILE"; exit 1\' USR1; echo ready >>"$CALLS"; while :; do sleep 0.05; done'
+    process = node.start("--cpu --no_preflight", SCRIPT=script)
+    node.wait_for("ready")
+    process.send_signal(signal.SIGUSR1)
+    process.communicate(timeout=20)
+    assert process.returncode == 75
+
+
 def test_a_launcher_that_fails_by_itself_is_a_failure(node):
     assert node("--cpu --no_preflight", SCRIPT="exit 9")[0] == 9
 

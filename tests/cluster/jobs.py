@@ -17,10 +17,10 @@ from tests.cluster.hosts import Host, wait_for_all
 from tests.conftest import REPO
 
 NODE_SH = str(REPO / "cluster" / "node.sh")
-# 13 rows in steps of 6: whole steps on one, two and three processes, an incomplete one at each epoch's end.
+# 13 rows in steps of 6, ten epochs: whole steps on one, two and three processes, an incomplete one at each epoch's end.
 OPTIONS = shlex.split(
     "--max_length 64 --learning_rate 0.001 --gradient_checkpointing none --logging_steps 1 --global_batch_size 6 "
-    "--max_steps 6 --save_steps 2 --lora_dropout 0 --report_to none"
+    "--max_steps 30 --save_steps 5 --lora_dropout 0 --report_to none"
 )
 # A launch imports torch twice; beside other tests on two cores that takes a minute.
 RUN_SECONDS = 300

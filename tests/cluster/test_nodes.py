@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import shutil
+import signal
 import time
+from pathlib import Path
 
 import pytest
 
-from tests.cluster.hosts import wait_for_all
+from tests.cluster.hosts import wait_for_all, wait_until
 from tests.cluster.jobs import NODE_SH, difference, losses, outputs, run_nodes, start_nodes, train_loss, variables
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
-# fp32 sums in another order; the CPU parity tests hold updates to the same.
-TOLERANCE = 1e-6
+# fp32 sums in another order, over 30 steps of AdamW.
+TOLERANCE = 1e-5
 
 
 def test_two_hosts_train_as_one_does_and_one_log_speaks(two_hosts, one_host, job, tmp_path):
@@ -21,7 +25,7 @@ def test_two_hosts_train_as_one_does_and_one_log_speaks(two_hosts, one_host, job
     assert codes == [0, 0], "\n".join(texts)
     assert "2 on 2 node(s)" in texts[0]
     assert losses(texts[0]) == pytest.approx(losses(said_by_one), rel=1e-3)  # as printed, four digits
-    assert len(losses(texts[0])) == 6
+    assert len(losses(texts[0])) == 30
     run = tmp_path / "outputs" / "two"
     assert train_loss(run) == pytest.approx(train_loss(reference), rel=TOLERANCE)
     assert difference(run, reference) < TOLERANCE
@@ -57,6 +61,55 @@ def test_three_hosts_with_disks_of_their_own(three_hosts, one_host, job, tmp_pat
         assert not list((tmp_path / other).glob("outputs/three/checkpoint-*"))
         assert not (tmp_path / other / "outputs" / "three" / "adapter_model.safetensors").exists()
     assert "3 on 3 node(s)" in texts[0] and not any(losses(text) for text in texts[1:])
+
+
+def test_a_killed_rank_ends_both_nodes_which_start_again_from_the_checkpoint(two_hosts, one_host, job, tmp_path):
+    node1, node2 = two_hosts
+    # 650 kB of gradients a step over 5 Mbit/s: about a second a step, time enough to strike in the middle.
+    node2.slow("5mbit")
+    words = [*job.words, "--no_preflight", "--max_restarts", "1"]
+    processes = start_nodes(two_hosts, words, tmp_path)
+    wait_until(lambda: bool(list(tmp_path.glob("outputs/*/checkpoint-5/manifest.json"))), 300, "the first checkpoint")
+    for pid in ranks_of(node2):
+        os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: "start 1 of at most 1 again" in outputs(two_hosts, tmp_path)[0], 60, "the first node to notice")
+    wait_until(lambda: "start 1 of at most 1 again" in outputs(two_hosts, tmp_path)[1], 60, "the second node to notice")
+    node2.fast()
+    codes = wait_for_all(processes, 300)
+    texts = outputs(two_hosts, tmp_path)
+    assert codes == [0, 0], "\n".join(texts)
+    (run,) = (tmp_path / "outputs").iterdir()
+    again = texts[0].split("start 1 of at most 1 again")[1]
+    assert 0 < len(losses(again)) <= 25, again  # it did not begin at step 1
+    assert difference(run, one_host[0]) < TOLERANCE
+    assert train_loss(run) == pytest.approx(train_loss(one_host[0]), rel=TOLERANCE)
+
+
+def test_a_signal_to_one_node_stops_all_with_a_checkpoint_and_the_command_goes_on(two_hosts, one_host, job, tmp_path):
+    two_hosts[1].slow("5mbit")
+    words = [*job.words, "--no_preflight", "--run_name", "stopped"]
+    processes = start_nodes(two_hosts, words, tmp_path)
+    run = tmp_path / "outputs" / "stopped"
+    wait_until((run / "checkpoint-5" / "manifest.json").exists, 300, "the first checkpoint")
+    processes[1].send_signal(signal.SIGUSR1)
+    assert wait_for_all(processes, 60) == [75, 75], "\n".join(outputs(two_hosts, tmp_path))
+    assert not (run / "adapter_model.safetensors").exists()
+    two_hosts[1].fast()
+    codes, texts = run_nodes(two_hosts, words, tmp_path)
+    assert codes == [0, 0], "\n".join(texts)
+    assert difference(run, one_host[0]) < TOLERANCE
+
+
+def ranks_of(host):
+    """Process ids of a host's ranks."""
+    found = []
+    for pid in host.pids():
+        with contextlib.suppress(OSError):
+            environ = Path("/proc", str(pid), "environ").read_bytes().split(b"\0")
+            if any(word.startswith(b"LOCAL_RANK=") for word in environ):
+                found.append(pid)
+    assert found
+    return found
 
 
 def test_a_rank_that_no_node_can_have_ends_its_node_at_once_and_the_others_in_time(two_hosts, job, tmp_path):

@@ -90,6 +90,33 @@ class Slurm:
         wait_until(reached, timeout, f"job {job} to be {' or '.join(states)}")
         return found
 
+    def wait_until_exists(self, path: Path, job: str, timeout: float) -> None:
+        """Wait until a running job has written a file; a job that ends before fails the test with its logs."""
+
+        def there() -> bool:
+            time.sleep(0.2)
+            if path.exists():
+                return True
+            found = self.job(job)
+            texts = "".join(f"\n== {p}\n{p.read_text()[-3000:]}" for p in path.parents[3].rglob("*node-*.log"))
+            assert found["JobState"] in ("PENDING", "RUNNING", "CONFIGURING"), f"job {job}: {found}{texts}"
+            return False
+
+        wait_until(there, timeout, f"{path.name} of job {job}")
+
+    def wait_until_gone(self, word: str, timeout: float) -> None:
+        """Wait until no process of either node has `word` in its command line."""
+
+        def gone() -> bool:
+            lines = []
+            for host in self.hosts:
+                for pid in host.pids():
+                    with contextlib.suppress(OSError):
+                        lines.append(Path("/proc", str(pid), "cmdline").read_bytes())
+            return not any(word.encode() in line for line in lines)
+
+        wait_until(gone, timeout, f"the processes with {word} to end")
+
     def start_now(self, job: str) -> None:
         """Spare a requeued job the two minutes that Slurm lets it wait."""
         self.command("scontrol", "update", f"JobId={job}", "StartTime=now")

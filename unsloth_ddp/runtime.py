@@ -35,7 +35,7 @@ logger = logging.getLogger("unsloth_ddp")
 
 # Older Unsloth releases patch trainers and build CUDA extensions in every rank unless told not to.
 UNSLOTH_FLAGS = {"UNSLOTH_DISABLE_TRAINER_PATCHING": "1", "UNSLOTH_NO_CUDA_EXTENSIONS": "1"}
-EXIT_FAILURE, EXIT_STOPPED = 1, 75
+EXIT_FAILURE, EXIT_USER_ERROR, EXIT_STOPPED = 1, UserError.exit_code, 75
 
 
 @dataclass(frozen=True)

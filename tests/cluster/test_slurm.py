@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 
-from tests.cluster.jobs import OPTIONS, difference, losses, train_loss
+from tests.cluster.jobs import difference, losses, train_loss
 from tests.cluster.slurm import missing_slurm, run_slurm
 from tests.cluster.test_nodes import TOLERANCE
 from tests.conftest import REPO

@@ -249,9 +249,9 @@ class DDPTrainer(SFTTrainer):
 
     def _get_train_sampler(self, train_dataset: Any = None) -> RowOrder:
         slots = self.args.per_device_train_batch_size * self.args.world_size
-        return RowOrder(
-            self.rows["train"], slots, seed=self.args.seed if self.args.data_seed is None else self.args.data_seed
-        )
+        seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
+        self.row_order = RowOrder(self.rows["train"], slots, seed)
+        return self.row_order
 
     def _get_eval_sampler(self, eval_dataset: Any) -> RowOrder:
         slots = self.args.per_device_eval_batch_size * self.args.world_size
@@ -448,12 +448,15 @@ class DDPTrainer(SFTTrainer):
         elif self.runtime.ranks.is_main:
             self.meter.sums += pending.sum(dim=0)
 
-    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
+    def _run_epoch(self, *args: Any, epoch: int, **kwargs: Any) -> None:
         # A run killed after its last step has nothing left to train; upstream would take one step more.
         if self.state.global_step >= self.state.max_steps:
             self.control.should_training_stop = True
             return
-        super()._run_epoch(*args, **kwargs)
+        # accelerate does not find the sampler inside a loader that skips the rows of a resumed epoch, if there are
+        # several ranks, and would go on in the order of the first epoch.
+        self.row_order.set_epoch(epoch)
+        super()._run_epoch(*args, epoch=epoch, **kwargs)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         ranks, start = self.runtime.ranks, self.start

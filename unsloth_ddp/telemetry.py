@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import platform
 import resource
 import time
@@ -90,6 +91,33 @@ class Meter:
             means = with_tokens[:, LOSS] / with_tokens[:, SUPERVISED]
             metrics["rank_loss_spread"] = (means.max() - means.min()).item()
         return metrics
+
+
+class BestEffort:
+    """A tracker (TensorBoard and the like) whose failure costs its own report and not the training.
+
+    Args:
+        tracker: the callback that Transformers made for it; every event is handed on until one fails.
+    """
+
+    def __init__(self, tracker: Any) -> None:
+        self.tracker = tracker
+        self.failed = False
+
+    def __getattr__(self, name: str) -> Any:
+        handler = getattr(self.tracker, name)
+        return functools.partial(self._hand_on, handler) if name.startswith("on_") else handler
+
+    def _hand_on(self, handler: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self.failed:
+            return None
+        try:
+            return handler(*args, **kwargs)
+        except Exception as error:
+            self.failed = True
+            name = type(self.tracker).__name__.removesuffix("Callback")
+            print(f"{name} failed and gets no more reports: {' '.join(str(error).split())}", flush=True)
+            return None
 
 
 def peak_memory_bytes(device_type: str) -> int:

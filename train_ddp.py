@@ -61,6 +61,7 @@ def train(settings: Settings, ranks: Ranks) -> int:
         start = checkpoint.choose(settings, runtime, run_folder, output.continues(settings, run_folder))
         if start:
             start.check(facts, settings.resume_anyway)
+            start = checkpoint.bring(start, runtime)
 
         import_backend(runtime, settings)
         output.stop_library_output(runtime)
@@ -79,6 +80,8 @@ def train(settings: Settings, ranks: Ranks) -> int:
         )
         trainer = make_trainer(settings, runtime, plan, config, model, tokenizer, rows, eval_rows, checkpoints, stop)
         output.open_run_folder(settings, runtime, run_folder)
+        checkpoints.shared = checkpoint.is_shared(runtime, run_folder)
+        checkpoint.check_sharing(runtime, run_folder, checkpoints.shared)
         for sentence in changes:
             print(sentence)
         for sentence in sharding.what_is_ignored(runtime.sharding, settings, ranks.nodes):
@@ -93,7 +96,8 @@ def train(settings: Settings, ranks: Ranks) -> int:
             return output.stopped(checkpoints, stop, run_folder)
         after = answers.answer(model, tokenizer, asked, runtime)
 
-        trainer.save_model(str(run_folder))
+        if problem := checkpoints.save_final(trainer.write_final):
+            return output.not_saved(checkpoints, problem)
         if settings.merge:
             runtime.alone(lambda: models.save_merged(settings, run_folder, run_folder / "merged"))
         if asked:
@@ -101,7 +105,7 @@ def train(settings: Settings, ranks: Ranks) -> int:
         summary["wall_time_seconds"] = time.perf_counter() - began
         runtime.alone(lambda: output.finish(settings, run_folder, summary))
         del trainer, model
-    return 0
+        return output.check_saves(checkpoints)
 
 
 def main() -> None:

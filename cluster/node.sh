@@ -244,16 +244,23 @@ run() {
   child=""
 }
 
-# End ranks that outlived their launcher (killed, or cut off in its own clean-up): they carry this run's variable.
+# End ranks that outlived their launcher (killed, or cut off in its own clean-up): as they would be stopped, with a
+# minute for their checkpoint, and then at once.
 end_strays() {
-  local strays try
-  for try in 1 2 3 4 5 6 7 8 9 10; do
+  local strays since=$SECONDS told=0
+  while true; do
     strays=$(job_processes | grep -o '[0-9]*')
     [[ -n $strays ]] || return 0
-    ((try == 1)) && say "node $NODE_RANK: ending processes that outlived their launcher: ${strays//$'\n'/ }"
-    # shellcheck disable=SC2086
-    if ((try < 10)); then kill -TERM $strays 2>/dev/null; else kill -KILL $strays 2>/dev/null; fi
-    sleep 1
+    if ((told == 0)); then
+      say "node $NODE_RANK: ending processes that outlived their launcher: ${strays//$'\n'/ }"
+      # shellcheck disable=SC2086
+      kill -TERM $strays 2>/dev/null
+      told=1
+    elif ((SECONDS - since > 60)); then
+      # shellcheck disable=SC2086
+      kill -KILL $strays 2>/dev/null
+    fi
+    sleep 0.5
   done
 }
 
@@ -307,8 +314,10 @@ train() {
       "all $NNODES nodes, with the same NNODES, MASTER_ADDR and MASTER_PORT and another NODE_RANK on each, and open that" \
       "port in the firewall; START_TIMEOUT makes them wait longer, and the preflight names who is missing"
   fi
-  ((code == 0)) || read_exit_code
-  end_strays
+  if ((code)); then
+    end_strays
+    read_exit_code
+  fi
 }
 
 # Processes of this node's job, by the variable that only they carry, as /proc/PID/environ.

@@ -106,7 +106,7 @@ def assert_same(found, expected, where: str = "") -> None:
         assert found == expected, where
 
 
-@pytest.mark.parametrize(("ranks", "steps"), [(1, (3,)), (2, (1, LAST))])
+@pytest.mark.parametrize(("ranks", "steps"), [(1, (3,)), (2, (4, LAST))])
 def test_a_resumed_run_ends_like_an_uninterrupted_one(job, whole_run, ranks, steps):
     """Killed in the middle of an epoch, at its border before the evaluation that was due, and after the last step."""
     whole = whole_run(ranks)

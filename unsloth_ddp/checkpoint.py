@@ -9,11 +9,16 @@ by the main process, leaves the last whole checkpoint, and keeps nobody waiting.
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import errno
 import os
 import re
+import secrets
 import shutil
-from collections.abc import Callable
+import tempfile
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +30,7 @@ from unsloth_ddp.manifest import Damaged, Manifest
 from unsloth_ddp.runtime import Runtime
 from unsloth_ddp.settings import Settings
 
-ASIDE = "checkpoint.partial"
+ASIDE, FINAL_ASIDE = "checkpoint.partial", "model.partial"
 
 
 # ---- what a run goes on from ----
@@ -37,6 +42,7 @@ class Start:
 
     folder: Path
     manifest: Manifest
+    of_this_run: bool = False
 
     def check(self, facts: dict[str, Any], anyway: bool) -> list[str]:
         """What to say about the differences between the checkpoint's run and this one.
@@ -99,7 +105,7 @@ def _choose(wanted: str, run_folder: Path, continues: bool) -> Start | None:
         if not folder.is_dir():
             raise UserError(f"resume {wanted}: there is no such folder; give a checkpoint folder, auto or no.")
         try:
-            return Start(folder, manifest.verify(folder))
+            return Start(folder, manifest.verify(folder), folder.parent == run_folder)
         except Damaged as error:
             raise UserError(f"resume {wanted} is not a whole checkpoint: {error}; give another, auto or no.") from None
     if wanted == "no" or not continues:
@@ -114,7 +120,99 @@ def _choose(wanted: str, run_folder: Path, continues: bool) -> Start | None:
         print(f"{run_folder} holds an unfinished run without a whole checkpoint; it begins anew.")
         return None
     print(f"Going on from {newest}, step {whole[newest].step}; --overwrite, or another --run_name, begins anew.")
-    return Start(newest, whole[newest])
+    return Start(newest, whole[newest], of_this_run=True)
+
+
+def bring(start: Start, runtime: Runtime) -> Start:
+    """The checkpoint as this process sees it: where a node has no such folder, the main process sends it its files.
+
+    The copy lies in a temporary folder of the node and goes at the end of the run.
+
+    Raises:
+        UserError: a node did not receive the files whole.
+    """
+    ranks = runtime.ranks
+    try:
+        here = manifest.read_manifest(start.folder) == start.manifest
+    except Damaged:
+        here = False
+    seen = runtime.gather(here)
+    node_sees = seen[ranks.rank - ranks.local_rank]
+    if all(seen):
+        return start
+    copy: Path | None = None
+    if not node_sees and ranks.is_local_main:
+        copy = Path(tempfile.mkdtemp(prefix="unsloth_ddp_checkpoint_"))
+        runtime.cleanup.callback(shutil.rmtree, copy, ignore_errors=True)
+    for name, (size, _) in start.manifest.files.items():
+        _send_file(start.folder / name, copy / name if copy else None, size, runtime)
+    problem = None
+    if copy:
+        (copy / manifest.FILE_NAME).write_text(start.manifest.to_text(), encoding="utf-8")
+        try:
+            manifest.verify(copy)
+        except (Damaged, OSError) as error:
+            problem = f"node {ranks.node_rank}: {error}"
+    problems = [text for text in runtime.gather(problem) if text]
+    if problems:
+        raise UserError(
+            f"{start.folder} did not reach every node whole ({problems[0]}); check their temporary folders."
+        )
+    copies = runtime.gather(copy)
+    own = copies[ranks.rank - ranks.local_rank]
+    return start if own is None else dataclasses.replace(start, folder=own)
+
+
+def _send_file(source: Path, target: Path | None, size: int, runtime: Runtime) -> None:
+    """Broadcast one file from the main process; a part that cannot be read or written shows in its checksum."""
+    import torch
+    import torch.distributed as dist
+
+    with contextlib.ExitStack() as files:
+        reading = writing = None
+        with contextlib.suppress(OSError):
+            if runtime.ranks.is_main:
+                reading = files.enter_context(source.open("rb"))
+            if target:
+                target.parent.mkdir(parents=True, exist_ok=True)
+                writing = files.enter_context(target.open("wb"))
+        for offset in range(0, size, manifest.CHUNK):
+            part = torch.zeros(min(manifest.CHUNK, size - offset), dtype=torch.uint8)
+            with contextlib.suppress(OSError):
+                if reading:
+                    reading.readinto(part.numpy().data)
+            dist.broadcast(part, src=0, group=runtime.control_group)
+            with contextlib.suppress(OSError):
+                if writing:
+                    writing.write(part.numpy().data)
+
+
+def is_shared(runtime: Runtime, run_folder: Path) -> bool:
+    """Whether every node sees the main process's run folder; each node's own has to exist by now."""
+    if runtime.ranks.nodes == 1:
+        return True
+    mark = runtime.from_main(lambda: f".shared-{secrets.token_hex(8)}")
+    runtime.alone((run_folder / mark).touch)
+    deadline = time.monotonic() + 5
+    while not (run_folder / mark).exists() and time.monotonic() < deadline:
+        time.sleep(0.2)
+    everywhere = all(runtime.gather((run_folder / mark).exists()))
+    runtime.alone(lambda: (run_folder / mark).unlink(missing_ok=True))
+    return everywhere
+
+
+def check_sharing(runtime: Runtime, run_folder: Path, shared: bool) -> None:
+    """Refuse what needs a shared folder and has none.
+
+    Raises:
+        UserError: every rank would write a part of each checkpoint to a disk of its own.
+    """
+    if not shared and runtime.sharding != "none":
+        raise UserError(
+            f"sharding {runtime.sharding} over {runtime.ranks.nodes} nodes needs an output_dir that all of them share, "
+            f"because every node holds a part of each checkpoint, but {run_folder} is not the same folder everywhere; "
+            "put --output_dir on a shared disk, or use multi_node.yaml (DDP)."
+        )
 
 
 def step_folders(run_folder: Path) -> dict[int, Path]:
@@ -160,6 +258,8 @@ class Checkpoints:
         self.facts = facts
         self.versions = versions
         self.limit = limit
+        # Whether all nodes see the run's folder (see is_shared).
+        self.shared = True
         self.last: Path | None = None
         self.failed: str | None = None
         self.written = 0
@@ -191,6 +291,50 @@ class Checkpoints:
         if ranks.is_main:
             self._tidy(step, best())
         return True
+
+    def save_final(self, write: Callable[[Path], None]) -> str | None:
+        """Write the trained adapter or model, aside, and move its files into the run's folder; why not, if it failed.
+
+        Args:
+            write: writes the files into the folder that it is given; runs on every rank.
+        """
+        aside = self.folder / FINAL_ASIDE
+        self._failure = None
+        main = self.runtime.ranks.is_main
+        for mine, part in (
+            (main, lambda: self._prepare(aside)),
+            (True, lambda: write(aside)),
+            (main, lambda: self._move_out(aside)),
+        ):
+            if mine:
+                self.attempt(part)
+            if problem := self._problem():
+                if main:
+                    shutil.rmtree(aside, ignore_errors=True)
+                return problem
+        return None
+
+    def _move_out(self, aside: Path) -> None:
+        flush(aside)
+        for path in sorted(aside.iterdir()):
+            path.replace(self.folder / path.name)
+        flush_one(self.folder)
+        aside.rmdir()
+
+    @contextlib.contextmanager
+    def every_write_attempted(self) -> Iterator[None]:
+        """Let a failed torch.save inside a library's own sharded save be remembered instead of raised.
+
+        Such a save has collectives between its files, in which the other ranks would wait for the one that failed.
+        """
+        import torch
+
+        save = torch.save
+        torch.save = lambda *args, **kwargs: self.attempt(lambda: save(*args, **kwargs))
+        try:
+            yield
+        finally:
+            torch.save = save
 
     def attempt(self, work: Callable[[], Any]) -> None:
         """Run `work`; if it fails to write, remember that and go on, since the other ranks are counting on this one."""

@@ -10,6 +10,7 @@ import logging
 import os
 import shutil
 import socket
+import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -157,7 +158,7 @@ def _empty(folder: Path) -> None:
 
 def start_logging(folder: Path, runtime: Runtime) -> None:
     """One log file a rank for the kit and every library; warnings reach the terminal from the main process alone."""
-    to_file = logging.FileHandler(folder / "logs" / f"rank_{runtime.ranks.rank}.log", encoding="utf-8")
+    to_file = _LogFile(folder / "logs" / f"rank_{runtime.ranks.rank}.log", encoding="utf-8")
     to_file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logging.getLogger().addHandler(to_file)
     # Transformers' logger does not hand its messages on to the root logger.
@@ -198,6 +199,34 @@ def stopped(checkpoints: Checkpoints, stop: Stop, folder: Path) -> int:
         return EXIT_FAILURE
     print(f"Stopped on {stop.agreed}; the same command goes on from {last} (exit code {EXIT_STOPPED}).", flush=True)
     return EXIT_STOPPED
+
+
+def not_saved(checkpoints: Checkpoints, problem: str) -> int:
+    """Say that the trained model is not on the disk, and what is; returns the exit code."""
+    last = f"{checkpoints.last} is the last whole checkpoint" if checkpoints.last else "there is no checkpoint"
+    print(
+        f"Training ended, but its result could not be written to {checkpoints.folder}: {problem}; {last}. "
+        "Make room, and run the same command again: it goes on from there.",
+        flush=True,
+    )
+    return EXIT_FAILURE
+
+
+def check_saves(checkpoints: Checkpoints) -> int:
+    """The exit code of a run whose result is written: a failure if checkpoints were due and none could be written."""
+    if checkpoints.failed is None or checkpoints.written:
+        return 0
+    print(f"The result is written, but no checkpoint ever was: {checkpoints.failed}.", flush=True)
+    return EXIT_FAILURE
+
+
+class _LogFile(logging.FileHandler):
+    """A log file that gives up when it cannot be written; the default prints a traceback a line."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        logging.getLogger().removeHandler(self)
+        logging.getLogger("transformers").removeHandler(self)
+        print(f"{self.baseFilename} can no longer be written: {sys.exc_info()[1]}", flush=True)
 
 
 def finish(settings: Settings, folder: Path, summary: dict[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import platform
 import resource
 import time
@@ -210,6 +211,33 @@ def describe_straggler(place: object, rank: int, pace: tuple[list[float], list[f
         f"{usual:.3f} s, for {intervals} log lines in a row, and all wait for it. Look at that host for other processes, "
         "GPU clock and temperature (nvidia-smi -q -d PERFORMANCE,CLOCK), a narrow PCIe link, a busy CPU or a slow disk."
     )
+
+
+class BestEffort:
+    """A tracker (TensorBoard and the like) whose failure costs its own report and not the training.
+
+    Args:
+        tracker: the callback that Transformers made for it; every event is handed on until one fails.
+    """
+
+    def __init__(self, tracker: Any) -> None:
+        self.tracker = tracker
+        self.failed = False
+
+    def __getattr__(self, name: str) -> Any:
+        handler = getattr(self.tracker, name)
+        return functools.partial(self._hand_on, handler) if name.startswith("on_") else handler
+
+    def _hand_on(self, handler: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self.failed:
+            return None
+        try:
+            return handler(*args, **kwargs)
+        except Exception as error:
+            self.failed = True
+            name = type(self.tracker).__name__.removesuffix("Callback")
+            print(f"{name} failed and gets no more reports: {' '.join(str(error).split())}", flush=True)
+            return None
 
 
 def peak_memory_bytes(device_type: str) -> int:

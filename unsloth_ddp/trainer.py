@@ -6,10 +6,13 @@ below replaces one step of the loop and says what upstream does there instead.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import logging
 import os
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -18,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import Trainer, TrainerCallback, set_seed
+from transformers.integrations import get_reporting_integration_callbacks
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import EvalLoopOutput, IntervalStrategy
 from trl import SFTTrainer
@@ -35,6 +39,7 @@ from unsloth_ddp.settings import Settings
 from unsloth_ddp.stop import Stop
 from unsloth_ddp.telemetry import (
     TOKENS,
+    BestEffort,
     Meter,
     OwnTime,
     Stragglers,
@@ -250,6 +255,11 @@ class DDPTrainer(SFTTrainer):
             data_collator=PadRight(tokenizer.pad_token_id),
             callbacks=[SavedTotals(), Report(runtime.progress), StopTogether(stop)],
         )
+        trackers = tuple(get_reporting_integration_callbacks(self.args.report_to))
+        self.callback_handler.callbacks = [
+            BestEffort(callback) if isinstance(callback, trackers) else callback
+            for callback in self.callback_handler.callbacks
+        ]
         # Unsloth's __init__ filters out rows without supervised tokens, and with them the filler.
         self.train_dataset, self.eval_dataset = train.dataset, evaluation.dataset if evaluation else None
         assert self.args.gradient_accumulation_steps == plan.accumulation, "the trainer changed the batch plan"
@@ -288,9 +298,9 @@ class DDPTrainer(SFTTrainer):
 
     def _get_train_sampler(self, train_dataset: Any = None) -> RowOrder:
         slots = self.args.per_device_train_batch_size * self.args.world_size
-        return RowOrder(
-            self.rows["train"], slots, seed=self.args.seed if self.args.data_seed is None else self.args.data_seed
-        )
+        seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
+        self.row_order = RowOrder(self.rows["train"], slots, seed)
+        return self.row_order
 
     def _get_eval_sampler(self, eval_dataset: Any) -> RowOrder:
         slots = self.args.per_device_eval_batch_size * self.args.world_size
@@ -450,8 +460,10 @@ class DDPTrainer(SFTTrainer):
 
     def _name_best_checkpoint(self, aside: Path) -> None:
         """Where it will be, not where it was written."""
-        best = self.state.best_model_checkpoint
-        if best and Path(best).parent == aside:
+        # Upstream looks for it on each node's own disk.
+        best = self.runtime.gather(self.state.best_model_checkpoint)[0]
+        self.state.best_model_checkpoint = best
+        if best and Path(best).parent.name == aside.name:
             self.state.best_model_checkpoint = str(self.checkpoints.folder / Path(best).name)
             if self.args.should_save:
                 self.state.save_to_json(str(aside / f"checkpoint-{self.state.global_step}" / "trainer_state.json"))
@@ -470,13 +482,25 @@ class DDPTrainer(SFTTrainer):
             self.checkpoints.attempt(lambda: super(DDPTrainer, self).save_model(output_dir, _internal_call))
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        self.checkpoints.attempt(lambda: super(DDPTrainer, self)._save_optimizer_and_scheduler(output_dir))
+        sharded = self.is_deepspeed_enabled or self.is_fsdp_enabled
+        with self.checkpoints.every_write_attempted() if sharded else contextlib.nullcontext():
+            self.checkpoints.attempt(lambda: super(DDPTrainer, self)._save_optimizer_and_scheduler(output_dir))
 
     def _save_scaler(self, output_dir: str) -> None:
         self.checkpoints.attempt(lambda: super(DDPTrainer, self)._save_scaler(output_dir))
 
     def _save_rng_state(self, output_dir: str) -> None:
-        self.checkpoints.attempt(lambda: super(DDPTrainer, self)._save_rng_state(output_dir))
+        if self.checkpoints.shared:
+            self.checkpoints.attempt(lambda: super(DDPTrainer, self)._save_rng_state(output_dir))
+            return
+        # The main process's disk is the only one that is kept, so it writes the files of all ranks.
+        with tempfile.TemporaryDirectory() as own:
+            super()._save_rng_state(own)
+            files = {path.name: path.read_bytes() for path in Path(own).iterdir()}
+        everyones = self.runtime.gather(files)
+        if self.args.should_save:
+            for name, content in (item for files in everyones for item in files.items()):
+                self.checkpoints.attempt(functools.partial(Path(output_dir, name).write_bytes, content))
 
     # ---- resuming ----
 
@@ -491,12 +515,15 @@ class DDPTrainer(SFTTrainer):
         elif self.runtime.ranks.is_main:
             self.meter.sums += pending.sum(dim=0)
 
-    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
+    def _run_epoch(self, *args: Any, epoch: int, **kwargs: Any) -> None:
         # A run killed after its last step has nothing left to train; upstream would take one step more.
         if self.state.global_step >= self.state.max_steps:
             self.control.should_training_stop = True
             return
-        super()._run_epoch(*args, **kwargs)
+        # accelerate does not find the sampler inside a loader that skips the rows of a resumed epoch, if there are
+        # several ranks, and would go on in the order of the first epoch.
+        self.row_order.set_epoch(epoch)
+        super()._run_epoch(*args, epoch=epoch, **kwargs)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         ranks, start = self.runtime.ranks, self.start
@@ -527,7 +554,7 @@ class DDPTrainer(SFTTrainer):
         if start and self.runtime.device_type == "cpu":
             make_cpu_checkpoints_readable()
         self.start = start
-        if start and start.folder.parent == self.checkpoints.folder:
+        if start and start.of_this_run:
             self.checkpoints.last = start.folder
         self.stop.kept = lambda: self.checkpoints.last is not None
         self.stop.arm(self.runtime, alone_timeout(self.settings))
@@ -544,8 +571,13 @@ class DDPTrainer(SFTTrainer):
         summary["train_seconds"] = seconds
         summary["tokens_per_second"] = (self.totals.tokens - self.tokens_before) / seconds
         summary["eval_loss"] = self._final_eval_loss()
-        self.save_state()
         return summary
+
+    def write_final(self, folder: Path) -> None:
+        """The trained adapter or model, the tokenizer and the log of losses, into `folder`; every rank calls this."""
+        self.save_model(str(folder))
+        if self.args.should_save:
+            self.state.save_to_json(str(folder / "trainer_state.json"))
 
     def _final_eval_loss(self) -> float | None:
         """The evaluation loss of the trained model, measured now unless the last step did."""

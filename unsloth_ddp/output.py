@@ -258,7 +258,7 @@ def upload(settings: Settings, folder: Path) -> str:
     try:
         repo_id = settings.hub_model_id or f"{api.whoami()['name']}/{settings.run_name}"
         repo = api.create_repo(repo_id, private=settings.hub_private_repo, exist_ok=True)
-        ignored = ["checkpoint-*", "logs/*", "merged/*", "*.partial"]
+        ignored = ["checkpoint*", "logs/*", "merged/*", "*.partial", "run.lock"]
         api.upload_folder(repo_id=repo.repo_id, folder_path=folder, ignore_patterns=ignored)
         if settings.merge:
             api.upload_folder(repo_id=repo.repo_id, folder_path=folder / "merged", path_in_repo="merged")

@@ -515,15 +515,15 @@ class DDPTrainer(SFTTrainer):
         elif self.runtime.ranks.is_main:
             self.meter.sums += pending.sum(dim=0)
 
-    def _run_epoch(self, *args: Any, epoch: int, **kwargs: Any) -> None:
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
         # A run killed after its last step has nothing left to train; upstream would take one step more.
         if self.state.global_step >= self.state.max_steps:
             self.control.should_training_stop = True
             return
         # accelerate does not find the sampler inside a loader that skips the rows of a resumed epoch, if there are
         # several ranks, and would go on in the order of the first epoch.
-        self.row_order.set_epoch(epoch)
-        super()._run_epoch(*args, epoch=epoch, **kwargs)
+        self.row_order.set_epoch(kwargs["epoch"])
+        super()._run_epoch(*args, **kwargs)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         ranks, start = self.runtime.ranks, self.start

@@ -129,7 +129,9 @@ class Stop:
             # nohup and the like have a signal ignored on purpose.
             if signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, _do_nothing)
-        os.register_at_fork(after_in_child=self._forget_in_child)
+        os.register_at_fork(
+            before=_hold_signals, after_in_parent=_release_signals, after_in_child=self._forget_in_child
+        )
         threading.Thread(target=self._read, name="signals", daemon=True).start()
         if under_launcher(environ) and sys.platform == "linux":
             ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
@@ -140,6 +142,7 @@ class Stop:
         for number in SIGNALS:
             if signal.getsignal(number) is _do_nothing:
                 signal.signal(number, signal.SIG_IGN if self.armed or number == signal.SIGINT else signal.SIG_DFL)
+        _release_signals()
 
     def _read(self) -> None:
         while True:
@@ -208,6 +211,18 @@ class Stop:
             causes = [cause for cause in self._runtime.gather(self.cause) if cause]
             self.agreed = causes[0]
         return bool(flag.item())
+
+
+# A child shares the pipe until it has forgotten it, so none may be told a signal in between.
+_held = threading.local()
+
+
+def _hold_signals() -> None:
+    _held.mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+
+
+def _release_signals() -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, _held.mask)
 
 
 def _do_nothing(number: int, frame: Any) -> None:

@@ -21,6 +21,8 @@ from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any, Literal
 
+import psutil
+
 from unsloth_ddp.errors import UserError
 from unsloth_ddp.runtime import EXIT_FAILURE, EXIT_STOPPED, Runtime, note_exit_code
 
@@ -94,6 +96,13 @@ def under_launcher(environ: Mapping[str, str]) -> bool:
     return "TORCHELASTIC_RUN_ID" in environ or "ACCELERATE_MIXED_PRECISION" in environ
 
 
+def launched_ago(environ: Mapping[str, str]) -> float:
+    """Seconds since this job's elastic launcher began, restarts included; 0 without one."""
+    if "TORCHELASTIC_RUN_ID" not in environ:
+        return 0.0
+    return max(0.0, time.time() - psutil.Process(os.getppid()).create_time())
+
+
 class Stop:
     """The requests to stop of one run. Until `arm`, there is nothing to save, and a signal ends the process at once.
 
@@ -117,10 +126,16 @@ class Stop:
         self._round: tuple[Any, Any] | None = None
 
     def listen(self, max_time: str | None, environ: Mapping[str, str] = os.environ) -> None:
-        """Take the signals from now on, and the launcher's death; the time limit counts from here."""
+        """Take the signals from now on, and the launcher's death; the time limit counts from the launcher's start."""
         if max_time is not None:
-            self.deadline = time.monotonic() + parse_duration(max_time)
+            self.deadline = time.monotonic() + parse_duration(max_time) - launched_ago(environ)
             self.max_time = max_time
+            if time.monotonic() > self.deadline and environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
+                # The launcher takes a stop for a failure and starts the ranks again (--max_restarts).
+                if self.is_main:
+                    self._say(f"max_time {max_time} is over; not started again.")
+                note_exit_code(EXIT_STOPPED)
+                self.ended(EXIT_STOPPED)
         self._told, told = socket.socketpair()
         told.setblocking(False)
         self._telling = told

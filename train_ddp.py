@@ -60,7 +60,7 @@ def train(settings: Settings, ranks: Ranks) -> int:
         facts = checkpoint.run_facts(settings, runtime, plan)
         start = checkpoint.choose(settings, runtime, run_folder, output.continues(settings, run_folder))
         if start:
-            start.check(facts, settings.resume_anyway)
+            checkpoint.check(start, facts, settings, runtime)
             start = checkpoint.bring(start, runtime)
 
         import_backend(runtime, settings)
@@ -72,9 +72,9 @@ def train(settings: Settings, ranks: Ranks) -> int:
         rows, eval_rows = data.tokenize_examples(settings, runtime, node_folder, tokenizer)
         models.stop_at(model, tokenizer, rows.dataset)
 
-        facts |= {"rows": rows.counts.rows, "data": data.fingerprint(rows)}
+        facts |= {"rows": rows.counts.rows, "data": data.fingerprint(rows, runtime)}
         facts["steps"] = plan.steps(rows.counts.rows, settings.num_train_epochs, settings.max_steps)
-        changes = start.check(facts, settings.resume_anyway) if start else []
+        changes = checkpoint.check(start, facts, settings, runtime) if start else []
         checkpoints = checkpoint.Checkpoints(
             runtime, run_folder, facts, telemetry.versions(), settings.save_total_limit
         )

@@ -42,7 +42,7 @@ VICTIMS = ("rank 0", "rank 1", "both ranks", "launcher")
 ROWS, GLOBAL_BATCH, EPOCHS, SAVE_STEPS = 48, 4, 2, 2
 STEPS = ROWS // GLOBAL_BATCH * EPOCHS
 # A job that is over this has hung; elastic launchers give their ranks 30 s.
-PATIENCE = 150.0
+PATIENCE = 240.0
 STARTS = 4
 PRELOAD = ["torch", "accelerate", "datasets", "peft", "transformers", "unsloth_ddp.trainer", "train_ddp"]
 
@@ -168,10 +168,11 @@ class Job:
         context.set_forkserver_preload(PRELOAD)
         logs.mkdir(parents=True, exist_ok=True)
         here, there = context.Pipe()
-        self.began = time.monotonic()
         self.process = context.Process(target=launcher, args=(peer, str(folder), str(rows), str(logs), there))
         self.process.start()
         self.pids: list[int] = here.recv()
+        # From here on: the fork server may first have had to import the stack.
+        self.began = time.monotonic()
 
     def strike(self, number: int, victim: str) -> None:
         """Send the signal to whoever of them is still there."""

@@ -18,7 +18,7 @@ from tests.conftest import REPO
 from tests.ranks import free_port, run_ranks
 from unsloth_ddp.errors import UserError
 from unsloth_ddp.runtime import note_exit_code
-from unsloth_ddp.stop import ONE_REQUEST, Requests, Stop, parse_duration, under_launcher
+from unsloth_ddp.stop import ONE_REQUEST, Requests, Stop, launched_ago, parse_duration, under_launcher
 
 
 @pytest.mark.parametrize(
@@ -82,6 +82,24 @@ def test_the_exit_code_is_noted_by_the_first_process_of_a_node(tmp_path):
     note_exit_code(75, {**environ, "LOCAL_RANK": "0"})
     assert path.read_text() == "75\n"
     note_exit_code(2, environ | {"UNSLOTH_DDP_EXIT_CODE_FILE": "/nowhere/code"})
+
+
+def test_a_time_limit_counts_from_the_launchers_start():
+    assert launched_ago({}) == 0
+    assert 0 < launched_ago({"TORCHELASTIC_RUN_ID": "x"}) < 1e7
+
+
+def test_a_job_whose_time_is_over_is_not_started_again(capsys):
+    ended = []
+    environ = {"TORCHELASTIC_RUN_ID": "x", "TORCHELASTIC_RESTART_COUNT": "1"}
+
+    def end(code: int) -> None:
+        ended.append(code)
+        raise SystemExit
+
+    with pytest.raises(SystemExit):
+        Stop(is_main=True, ended=end).listen("0.000001", environ)
+    assert ended == [75] and "max_time 0.000001 is over; not started again." in capsys.readouterr().out
 
 
 def wait_for(condition) -> None:

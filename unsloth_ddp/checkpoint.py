@@ -123,6 +123,11 @@ def _choose(wanted: str, run_folder: Path, continues: bool) -> Start | None:
     return Start(newest, whole[newest], of_this_run=True)
 
 
+def check(start: Start, facts: dict[str, Any], settings: Settings, runtime: Runtime) -> list[str]:
+    """`start.check` by the main process, whose refusal every rank raises alike."""
+    return runtime.from_main(lambda: start.check(facts, settings.resume_anyway))
+
+
 def bring(start: Start, runtime: Runtime) -> Start:
     """The checkpoint as this process sees it: where a node has no such folder, the main process sends it its files.
 

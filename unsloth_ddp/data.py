@@ -254,8 +254,24 @@ def _count(tokenized: datasets.Dataset, dropped: int) -> Counts:
     )
 
 
-def fingerprint(rows: TokenizedRows) -> str:
-    """A checksum of every token id and label of the set, in order; the same on any machine."""
+def fingerprint(rows: TokenizedRows, runtime: Runtime) -> str:
+    """A checksum of every token id and label of the set, in order; the same on any machine and on every rank.
+
+    Raises:
+        UserError: nodes with data of their own hold different rows.
+    """
+    found = runtime.gather(runtime.alone(lambda: _checksum(rows), per_node=True))
+    sums = {rank // runtime.ranks.local_world_size: digest for rank, digest in enumerate(found) if digest}
+    for node, digest in sums.items():
+        if digest != sums[0]:
+            raise UserError(
+                f"Node {node} holds other training rows than node 0 (checksum {digest[:8]} instead of {sums[0][:8]}); "
+                "copy the same files to every node."
+            )
+    return sums[0]
+
+
+def _checksum(rows: TokenizedRows) -> str:
     digests = []
     for name in ("input_ids", "labels"):
         values, lengths = xxhash.xxh3_128(), xxhash.xxh3_128()

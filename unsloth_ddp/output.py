@@ -235,6 +235,7 @@ def finish(settings: Settings, folder: Path, summary: dict[str, Any]) -> None:
     aside = path.with_suffix(".partial")
     aside.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
     aside.replace(path)
+    (folder / LOCK_FILE).unlink(missing_ok=True)
     losses = [f"{name} {summary[name]:.4f}" for name in ("train_loss", "eval_loss") if summary[name] is not None]
     print(
         f"Done: {summary['steps']} steps in {summary['train_seconds']:.0f} s, {', '.join(losses)}, "

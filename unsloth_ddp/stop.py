@@ -21,6 +21,8 @@ from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any, Literal
 
+import psutil
+
 from unsloth_ddp.errors import UserError
 from unsloth_ddp.runtime import EXIT_FAILURE, EXIT_STOPPED, Runtime, note_exit_code
 
@@ -94,6 +96,13 @@ def under_launcher(environ: Mapping[str, str]) -> bool:
     return "TORCHELASTIC_RUN_ID" in environ or "ACCELERATE_MIXED_PRECISION" in environ
 
 
+def launched_ago(environ: Mapping[str, str]) -> float:
+    """Seconds since this job's elastic launcher began, restarts included; 0 without one."""
+    if "TORCHELASTIC_RUN_ID" not in environ:
+        return 0.0
+    return max(0.0, time.time() - psutil.Process(os.getppid()).create_time())
+
+
 class Stop:
     """The requests to stop of one run. Until `arm`, there is nothing to save, and a signal ends the process at once.
 
@@ -117,10 +126,16 @@ class Stop:
         self._round: tuple[Any, Any] | None = None
 
     def listen(self, max_time: str | None, environ: Mapping[str, str] = os.environ) -> None:
-        """Take the signals from now on, and the launcher's death; the time limit counts from here."""
+        """Take the signals from now on, and the launcher's death; the time limit counts from the launcher's start."""
         if max_time is not None:
-            self.deadline = time.monotonic() + parse_duration(max_time)
+            self.deadline = time.monotonic() + parse_duration(max_time) - launched_ago(environ)
             self.max_time = max_time
+            if time.monotonic() > self.deadline and environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
+                # The launcher takes a stop for a failure and starts the ranks again (--max_restarts).
+                if self.is_main:
+                    self._say(f"max_time {max_time} is over; not started again.")
+                note_exit_code(EXIT_STOPPED)
+                self.ended(EXIT_STOPPED)
         self._told, told = socket.socketpair()
         told.setblocking(False)
         self._telling = told
@@ -129,7 +144,9 @@ class Stop:
             # nohup and the like have a signal ignored on purpose.
             if signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, _do_nothing)
-        os.register_at_fork(after_in_child=self._forget_in_child)
+        os.register_at_fork(
+            before=_hold_signals, after_in_parent=_release_signals, after_in_child=self._forget_in_child
+        )
         threading.Thread(target=self._read, name="signals", daemon=True).start()
         if under_launcher(environ) and sys.platform == "linux":
             ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
@@ -140,6 +157,7 @@ class Stop:
         for number in SIGNALS:
             if signal.getsignal(number) is _do_nothing:
                 signal.signal(number, signal.SIG_IGN if self.armed or number == signal.SIGINT else signal.SIG_DFL)
+        _release_signals()
 
     def _read(self) -> None:
         while True:
@@ -208,6 +226,18 @@ class Stop:
             causes = [cause for cause in self._runtime.gather(self.cause) if cause]
             self.agreed = causes[0]
         return bool(flag.item())
+
+
+# A child shares the pipe until it has forgotten it, so none may be told a signal in between.
+_held = threading.local()
+
+
+def _hold_signals() -> None:
+    _held.mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+
+
+def _release_signals() -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, _held.mask)
 
 
 def _do_nothing(number: int, frame: Any) -> None:

@@ -14,7 +14,7 @@ import pytest
 from tests.cluster.hosts import Host, wait_for_all, wait_until
 from tests.conftest import REPO
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
 OPTIONS = (
     "--max_steps 100000 --max_length 64 --save_strategy no --run_name r --report_to none --gradient_checkpointing none"
@@ -32,7 +32,7 @@ def job(two_hosts, tmp_path, tiny_model, uneven_rows):
         command += [*launch.split(), "--main_process_port", "6001", str(REPO / "train_ddp.py"), *options.split()]
         processes.append(host.start(command, tmp_path / f"{host.name}.txt"))
     said = tmp_path / "node1.txt"
-    wait_until(lambda: said.read_text(errors="replace").count("'loss'") > 1, 240, "the first steps")
+    wait_until(lambda: said.read_text(errors="replace").count("'loss'") > 1, 400, "the first steps")
     return processes
 
 

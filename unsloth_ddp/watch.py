@@ -636,7 +636,7 @@ def _close_in_children(watch: Watch) -> None:
         with contextlib.suppress(ValueError):
             if signal.getsignal(signal.SIGTERM) is _left_to_the_watch:
                 signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            signal.set_wakeup_fd(-1)
+                signal.set_wakeup_fd(-1)
         found.wake.close()
         found.wakes.close()
         found.runtime.progress.changed = lambda: None

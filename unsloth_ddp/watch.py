@@ -227,23 +227,22 @@ def _stuck(here: list[Seen], now: float, limits: Limits) -> Finding | None:
 
 
 def _left_alone(left: list[Seen], here: list[Seen], now: float, limits: Limits) -> Finding | None:
-    """Ranks left in a way that all are expected to, and some have not."""
-    first = left[0]
-    assert first.bye is not None
-    waited = now - first.bye.at
-    bye, rank = first.bye, (first.place.rank,)
-    if bye.kind == "secondary":
-        return _failure(first) if waited > GRACE else None
-    if not here:
-        return None
-    if bye.kind == "user" and waited > GRACE:
-        return Finding(bye.text, rank, code=bye.code)
-    if bye.kind == "told" and waited > GRACE:
-        return Finding(f"{first.place} was told to end ({bye.text}) at step {first.step}, the others were not.", rank)
-    if bye.kind == "done" and bye.code and waited > limits.silence:
-        return Finding(
-            f"{first.place} left with code {bye.code} at step {first.step}, and {_names(here)} did not.", rank
-        )
+    """Ranks left in a way that all are expected to, and some have not, or only because the first ones were gone."""
+    torn = [s for s in left if s.bye and s.bye.kind == "secondary"]
+    behind = here + torn
+    for s in left:
+        bye, rank = s.bye, (s.place.rank,)
+        if bye is None or not behind:
+            continue
+        waited = now - bye.at
+        if bye.kind == "user" and waited > GRACE:
+            return Finding(bye.text, rank, code=bye.code)
+        if bye.kind == "told" and waited > GRACE:
+            return Finding(f"{s.place} was told to end ({bye.text}) at step {s.step}, the others were not.", rank)
+        if bye.kind == "done" and bye.code and waited > (GRACE if torn else limits.silence):
+            return Finding(f"{s.place} left with code {bye.code} at step {s.step}, and {_names(behind)} did not.", rank)
+    if torn and torn[0].bye and now - torn[0].bye.at > GRACE:
+        return _failure(torn[0])
     return None
 
 
@@ -382,7 +381,7 @@ class Watch:
         self.thread.start()
 
     def leave(self, error: BaseException | None) -> None:
-        """Say goodbye; after a failure this does not return, because the thread ends the process."""
+        """Say goodbye; after a failure the thread ends the process while this waits."""
         bye = bye_of(error, time.monotonic())
         if error is not None and bye.kind in ("failed", "secondary") and log_path():
             logger.error("this rank failed: %s", bye.text, exc_info=error)
@@ -394,7 +393,8 @@ class Watch:
                 peer.send({"bye": [bye.kind, bye.text, bye.code, bye.traceback]})
         self._notify()
         if bye.kind in ("failed", "secondary"):
-            self.thread.join()
+            # The verdict is due within the limits; should it never come, the error goes its way as without a watch.
+            self.thread.join(timeout=self.limits.silence + 10 * GRACE)
         elif bye.kind == "done" and self.ranks.is_main:
             # Others may still be writing; one of them that dies now is to be named as before.
             self.released.wait()
@@ -636,7 +636,7 @@ def _close_in_children(watch: Watch) -> None:
         with contextlib.suppress(ValueError):
             if signal.getsignal(signal.SIGTERM) is _left_to_the_watch:
                 signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            signal.set_wakeup_fd(-1)
+                signal.set_wakeup_fd(-1)
         found.wake.close()
         found.wakes.close()
         found.runtime.progress.changed = lambda: None

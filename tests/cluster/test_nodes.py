@@ -25,8 +25,8 @@ from tests.cluster.jobs import (
 )
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1500)]
-# fp32 sums in another order, over 30 steps of AdamW.
-TOLERANCE = 1e-5
+# fp32 sums in another order, over 30 steps of AdamW: 7e-6 seen. Wrong averaging, or a row lost at a restart, is 5e-2.
+TOLERANCE = 3e-5
 
 
 def test_two_hosts_train_as_one_does_and_one_log_speaks(two_hosts, one_host, job, tmp_path):

@@ -23,7 +23,7 @@ OPTIONS = shlex.split(
     "--max_steps 30 --save_steps 5 --lora_dropout 0 --report_to none"
 )
 # A launch imports torch twice; beside other tests on two cores that takes a minute.
-RUN_SECONDS = 300
+RUN_SECONDS = 600
 
 
 @dataclass

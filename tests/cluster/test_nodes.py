@@ -12,11 +12,21 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.hosts import wait_for_all, wait_until
-from tests.cluster.jobs import NODE_SH, difference, losses, outputs, run_nodes, start_nodes, train_loss, variables
+from tests.cluster.jobs import (
+    NODE_SH,
+    RUN_SECONDS,
+    difference,
+    losses,
+    outputs,
+    run_nodes,
+    start_nodes,
+    train_loss,
+    variables,
+)
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
-# fp32 sums in another order, over 30 steps of AdamW.
-TOLERANCE = 1e-5
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1500)]
+# fp32 sums in another order, over 30 steps of AdamW: 7e-6 seen. Wrong averaging, or a row lost at a restart, is 5e-2.
+TOLERANCE = 3e-5
 
 
 def test_two_hosts_train_as_one_does_and_one_log_speaks(two_hosts, one_host, job, tmp_path):
@@ -50,7 +60,7 @@ def test_three_hosts_with_disks_of_their_own(three_hosts, one_host, job, tmp_pat
         environ = variables(three_hosts, rank, MASTER_ADDR="10.77.0.1", MASTER_PORT="7123")
         command = ["bash", NODE_SH, *words]
         processes.append(host.start(command, tmp_path / f"{host.name}.txt", environ, tmp_path / host.name))
-    codes = wait_for_all(processes, 300)
+    codes = wait_for_all(processes, RUN_SECONDS)
     texts = outputs(three_hosts, tmp_path)
     assert codes == [0, 0, 0], "\n".join(texts)
     run = tmp_path / "node1" / "outputs" / "three"
@@ -69,13 +79,15 @@ def test_a_killed_rank_ends_both_nodes_which_start_again_from_the_checkpoint(two
     node2.slow("5mbit")
     words = [*job.words, "--no_preflight", "--max_restarts", "1"]
     processes = start_nodes(two_hosts, words, tmp_path)
-    wait_until(lambda: bool(list(tmp_path.glob("outputs/*/checkpoint-5/manifest.json"))), 300, "the first checkpoint")
+    wait_until(
+        lambda: bool(list(tmp_path.glob("outputs/*/checkpoint-5/manifest.json"))), RUN_SECONDS, "the first checkpoint"
+    )
     for pid in ranks_of(node2):
         os.kill(pid, signal.SIGKILL)
     wait_until(lambda: "start 1 of at most 1 again" in outputs(two_hosts, tmp_path)[0], 60, "the first node to notice")
     wait_until(lambda: "start 1 of at most 1 again" in outputs(two_hosts, tmp_path)[1], 60, "the second node to notice")
     node2.fast()
-    codes = wait_for_all(processes, 300)
+    codes = wait_for_all(processes, RUN_SECONDS)
     texts = outputs(two_hosts, tmp_path)
     assert codes == [0, 0], "\n".join(texts)
     (run,) = (tmp_path / "outputs").iterdir()
@@ -90,7 +102,7 @@ def test_a_signal_to_one_node_stops_all_with_a_checkpoint_and_the_command_goes_o
     words = [*job.words, "--no_preflight", "--run_name", "stopped"]
     processes = start_nodes(two_hosts, words, tmp_path)
     run = tmp_path / "outputs" / "stopped"
-    wait_until((run / "checkpoint-5" / "manifest.json").exists, 300, "the first checkpoint")
+    wait_until((run / "checkpoint-5" / "manifest.json").exists, RUN_SECONDS, "the first checkpoint")
     processes[1].send_signal(signal.SIGUSR1)
     assert wait_for_all(processes, 60) == [75, 75], "\n".join(outputs(two_hosts, tmp_path))
     assert not (run / "adapter_model.safetensors").exists()
@@ -98,6 +110,22 @@ def test_a_signal_to_one_node_stops_all_with_a_checkpoint_and_the_command_goes_o
     codes, texts = run_nodes(two_hosts, words, tmp_path)
     assert codes == [0, 0], "\n".join(texts)
     assert difference(run, one_host[0]) < TOLERANCE
+
+
+@pytest.mark.parametrize("end", ["cut_off", "power_off"])
+def test_a_node_lost_in_mid_run_ends_the_others_within_a_minute_and_is_named(end, two_hosts, job, tmp_path):
+    pytest.importorskip("unsloth_ddp.watch", reason="without the watch a cut-off node is noticed after minutes")
+    two_hosts[1].slow("5mbit")
+    processes = start_nodes(two_hosts, [*job.words, "--no_preflight", "--run_name", "lost"], tmp_path)
+    first = tmp_path / "outputs" / "lost" / "checkpoint-5"
+    wait_until(first.exists, RUN_SECONDS, "the first checkpoint")
+    getattr(two_hosts[1], end)()
+    began = time.monotonic()
+    codes = wait_for_all(processes, 120)
+    texts = outputs(two_hosts, tmp_path)
+    assert codes[0] == 1 and codes[1] not in (0, 2, 75), "\n".join(texts)
+    assert time.monotonic() - began < 75, "\n".join(texts)  # the minute, and the launchers' own end
+    assert "node2" in texts[0] and "rank 1" in texts[0], texts[0]
 
 
 def ranks_of(host):
@@ -187,7 +215,7 @@ def test_other_data_on_one_node_is_refused_before_training(two_hosts, job, tmp_p
         environ = variables(two_hosts, rank)
         command = ["bash", NODE_SH, *words]
         processes.append(host.start(command, tmp_path / f"{host.name}.txt", environ, tmp_path / host.name))
-    codes = wait_for_all(processes, 300)
+    codes = wait_for_all(processes, RUN_SECONDS)
     texts = outputs(two_hosts, tmp_path)
     assert codes == [1, 1], "\n".join(texts)
     assert "rows.jsonl" in texts[0] and "the preflight failed, so nothing was trained" in texts[0]

@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 
-from tests.cluster.jobs import difference, losses, train_loss
+from tests.cluster.jobs import RUN_SECONDS, difference, losses, train_loss
 from tests.cluster.slurm import missing_slurm, run_slurm
 from tests.cluster.test_nodes import TOLERANCE
 from tests.conftest import REPO
@@ -31,7 +31,7 @@ def test_a_job_is_stopped_before_its_limit_requeued_and_ends_as_if_nothing_had_b
     words = [SBATCH, *job.words, "--no_preflight"]
     number = slurm.submit(*words, cwd=tmp_path, UNSLOTH_DDP_HOME=str(REPO))
     run, logs = tmp_path / "outputs" / f"slurm-{number}", tmp_path / "logs" / f"slurm-{number}"
-    slurm.wait_until_exists(run / "checkpoint-5" / "manifest.json", number, timeout=300)
+    slurm.wait_until_exists(run / "checkpoint-5" / "manifest.json", number, timeout=RUN_SECONDS)
     # What Slurm itself sends --signal=B:USR1@300 before the time limit: to the job's script only.
     slurm.command("scancel", "--batch", "--signal=USR1", number)
     found = slurm.wait_for(number, "PENDING", *ENDED, timeout=120)
@@ -43,7 +43,7 @@ def test_a_job_is_stopped_before_its_limit_requeued_and_ends_as_if_nothing_had_b
 
     node2.fast()
     slurm.start_now(number)
-    found = slurm.wait_for(number, *ENDED, timeout=300)
+    found = slurm.wait_for(number, *ENDED, timeout=RUN_SECONDS)
     log = (logs / "node-0.log").read_text()
     assert (found["JobState"], found["ExitCode"]) == ("COMPLETED", "0:0"), log
     assert log.startswith(first_start)  # appended to, not replaced
@@ -75,7 +75,7 @@ def test_a_cancelled_job_leaves_no_process(slurm, tmp_path, job):
     slurm.hosts[1].slow("5mbit")
     number = slurm.submit(SBATCH, *job.words, "--no_preflight", cwd=tmp_path, UNSLOTH_DDP_HOME=str(REPO))
     run = tmp_path / "outputs" / f"slurm-{number}"
-    slurm.wait_until_exists(run / "checkpoint-5" / "manifest.json", number, timeout=300)
+    slurm.wait_until_exists(run / "checkpoint-5" / "manifest.json", number, timeout=RUN_SECONDS)
     slurm.command("scancel", number)
     found = slurm.wait_for(number, *ENDED, timeout=120)
     assert found["JobState"] == "CANCELLED"

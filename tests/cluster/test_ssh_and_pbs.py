@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.hosts import make_hosts, wait_until
-from tests.cluster.jobs import difference, losses, train_loss
+from tests.cluster.jobs import RUN_SECONDS, difference, losses, train_loss
 from tests.cluster.sshd import missing_sshd, start_sshd
 from tests.cluster.test_nodes import TOLERANCE, ranks_of
 from tests.conftest import REPO
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1500)]
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +56,7 @@ def test_pbs_trains_on_the_nodes_of_its_file(reachable, one_host, job, tmp_path)
     environ = {"PBS_NODEFILE": str(nodes), "PBS_JOBID": "4711.server", "PBS_O_WORKDIR": str(tmp_path)}
     arguments = " ".join(f'"{word}"' for word in [*job.words, "--no_preflight"])
     process = start(reachable, "pbs.sh", [], tmp_path, **environ, ARGS=arguments, UNSLOTH_DDP_HOME=str(REPO))
-    code = has_ended(process, 300)
+    code = has_ended(process, RUN_SECONDS)
     said = (tmp_path / "out.txt").read_text()
     assert code == 0, said
     run = tmp_path / "outputs" / "pbs-4711"
@@ -73,7 +73,7 @@ def test_ssh_passes_a_signal_on_and_leaves_nothing_running(reachable, job, tmp_p
     words = [*job.words, "--no_preflight", "--run_name", "s"]
     process = start(reachable, "ssh.sh", words, tmp_path, HOSTS="node1,node2", LOGS="logs")
     checkpoint = tmp_path / "outputs" / "s" / "checkpoint-5" / "manifest.json"
-    wait_until(lambda: checkpoint.exists() or process.poll() is not None, 300, "the first checkpoint")
+    wait_until(lambda: checkpoint.exists() or process.poll() is not None, RUN_SECONDS, "the first checkpoint")
     process.send_signal(signal.SIGTERM)
     code = has_ended(process, 90)
     hosts[1].fast()
@@ -90,7 +90,7 @@ def test_ssh_ends_the_other_nodes_when_one_fails(reachable, job, tmp_path):
     words = [*job.words, "--no_preflight", "--run_name", "s"]
     process = start(reachable, "ssh.sh", words, tmp_path, HOSTS="node1 node2", LOGS="logs")
     checkpoint = tmp_path / "outputs" / "s" / "checkpoint-5" / "manifest.json"
-    wait_until(lambda: checkpoint.exists() or process.poll() is not None, 300, "the first checkpoint")
+    wait_until(lambda: checkpoint.exists() or process.poll() is not None, RUN_SECONDS, "the first checkpoint")
     began = time.monotonic()
     for pid in ranks_of(hosts[1]):
         os.kill(pid, signal.SIGKILL)

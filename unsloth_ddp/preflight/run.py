@@ -110,7 +110,7 @@ class Session:
     def _with_others(self, mine: list[Check]) -> int:
         place = self.place
         master_is_here = self._master_is_here()
-        if place.speaks:
+        if place.speaks and place.nodes > 1:
             say(
                 f"preflight: node {place.node_rank} of {place.nodes} ({place.host}) waits up to "
                 f"{self.options.timeout:.0f} s for the others at {place.master}:{place.port}."
@@ -222,7 +222,8 @@ class Session:
             self._measure(meeting, backend)
             speed_rows, timings = self._speed_rows(meeting, backend, reports)
             rows += speed_rows
-        code = self._show(rows, f"Preflight of {place.nodes} node(s), {ranks.world_size} processes", hosts, timings)
+        title = f"Preflight of {place.nodes} node{'s' if place.nodes > 1 else ''}, {ranks.world_size} processes"
+        code = self._show(rows, title, hosts, timings)
         meeting.put("result", {"code": code, "host": place.host, "summary": compare.summary(rows)})
         return code
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import sys
 import time
@@ -17,8 +18,8 @@ from tests.conftest import REPO, demo_rows, write_jsonl
 pytestmark = pytest.mark.cluster
 
 PYTHON = [sys.executable, "-m", "unsloth_ddp.preflight", "--use_cpu"]
-# What preflight needs beside waiting: imports, facts, and the measurement.
-WORK_SECONDS = 60
+# What preflight needs beside waiting: imports, facts, and the measurement, on a busy machine.
+WORK_SECONDS = 90
 
 
 @dataclass
@@ -45,7 +46,7 @@ def preflight(tmp_path):
         environ: list[dict[str, str]] | None = None,
         options: list[list[str]] | None = None,
         nodes: int | None = None,
-        timeout: float = 20,
+        timeout: float = 90,
     ) -> Outcome:
         began = time.monotonic()
         processes = []
@@ -79,7 +80,7 @@ def test_two_good_hosts_pass_and_node_0_speaks(two_hosts, preflight):
     between = [t for t in done.report["timings"] if t["scope"] == "between"]
     assert {t["operation"] for t in between} == {"all_reduce", "broadcast"}
     assert all(t["ranks"] == 2 and t["bus_gbit_per_second"] > 0 for t in between)
-    assert "Preflight of 2 node(s)" in done.outputs[0]
+    assert "Preflight of 2 nodes" in done.outputs[0]
     assert "Verdict" not in done.outputs[1]
 
 
@@ -92,7 +93,7 @@ def test_three_hosts_pass(three_hosts, preflight):
 def test_a_rank_out_of_range_is_named(two_hosts, preflight):
     done = preflight(two_hosts, environ=[{}, {"NODE_RANK": "2"}])
     assert done.codes == [1, 1]
-    assert done.seconds < 30
+    assert done.seconds < 90  # nobody waited until the time was up
     assert "node2 says it is node 2 of 2, but ranks go from 0 to 1" in done.outputs[0]
     assert "NODE_RANK is 2, but with NNODES 2 ranks go from 0 to 1" in words(done.outputs[1])
 
@@ -100,7 +101,7 @@ def test_a_rank_out_of_range_is_named(two_hosts, preflight):
 def test_a_rank_taken_twice_names_both_hosts(three_hosts, preflight):
     done = preflight(three_hosts, environ=[{}, {}, {"NODE_RANK": "1"}])
     assert done.codes == [1, 1, 1]
-    assert done.seconds < 30
+    assert done.seconds < 90  # nobody waited until the time was up
     for output in done.outputs:
         assert "Node rank 1 was taken 2 times, by node2 and node3" in output
         assert "So node 2 is missing." in output
@@ -115,11 +116,11 @@ def test_two_nodes_0_are_both_named(two_hosts, preflight):
 
 
 def test_a_missing_node_is_named_by_all_others(three_hosts, preflight):
-    done = preflight(three_hosts[:2], nodes=3, timeout=8)
+    done = preflight(three_hosts[:2], nodes=3, timeout=20)
     assert done.codes == [1, 1]
-    assert done.seconds < 40
+    assert done.seconds < 90
     for output in done.outputs:
-        assert "Node 2 did not arrive at node1:6001 within 8 s" in output
+        assert "Node 2 did not arrive at node1:6001 within 20 s" in output
     assert "Preflight of node 1 (node2) alone" in done.outputs[1]
 
 
@@ -221,6 +222,27 @@ def test_a_link_cut_while_waiting_ends(three_hosts, preflight):
     assert "Node 0 did not answer at node1:6001 within" in done.outputs[2]
 
 
+def test_a_link_cut_after_arriving_ends_both_sides(two_hosts, tmp_path):
+    processes = []
+    for number, host in enumerate(two_hosts):
+        environ = {"NNODES": "3", "NODE_RANK": str(number), "MASTER_ADDR": "node1"}
+        argv = ["--output_dir", str(tmp_path / "outputs"), "--timeout", "40"]
+        processes.append(host.start([*PYTHON, *argv], tmp_path / f"{host.name}.txt", environ))
+
+    def connected() -> bool:
+        # 6001 is 1771, 10.77.0.2 is 02004D0A, 01 an established connection.
+        table = two_hosts[0].run(["cat", "/proc/net/tcp", "/proc/net/tcp6"], tmp_path / "tcp.txt")[1]
+        (tmp_path / "tcp.txt").unlink()
+        return any(re.search(r":1771 \S*02004D0A:\S+ 01 ", line) for line in table.splitlines())
+
+    wait_until(connected, 90, "node2 to arrive")
+    two_hosts[1].cut_off()
+    assert wait_for_all(processes, 100) == [1, 1]
+    outputs = [words((tmp_path / f"{host.name}.txt").read_text()) for host in two_hosts]
+    assert "Node 2 did not arrive" in outputs[0]
+    assert "Node 0 (node1) went away while this node waited" in outputs[1]
+
+
 def test_accelerate_launch_on_two_hosts_measures_inside_and_between(two_hosts, tmp_path):
     processes = []
     for number, host in enumerate(two_hosts):
@@ -236,5 +258,5 @@ def test_accelerate_launch_on_two_hosts_measures_inside_and_between(two_hosts, t
     report = json.loads((tmp_path / "report.json").read_text())
     scopes = {t["scope"]: t["ranks"] for t in report["timings"]}
     assert scopes == {"inside": 2, "between": 2, "all": 4}
-    assert outputs[0].count("Preflight of 2 node(s), 4 processes") == 1
+    assert outputs[0].count("Preflight of 2 nodes, 4 processes") == 1
     assert "Verdict" not in outputs[1]

@@ -20,7 +20,7 @@ from tests.conftest import DEMO_MODEL, REPO
 from tests.ranks import free_port
 from unsloth_ddp.errors import UserError
 from unsloth_ddp.options import Settings
-from unsloth_ddp.preflight import identity, node, space, table, together
+from unsloth_ddp.preflight import identity, node, space, speed, table, together
 from unsloth_ddp.preflight.__main__ import parse
 from unsloth_ddp.preflight.bounded import bounded
 from unsloth_ddp.preflight.place import find_place
@@ -313,6 +313,48 @@ def test_variables_that_cannot_be_read_are_a_table_too(tmp_path):
     done = preflight("--use_cpu", NNODES="2")
     assert done.returncode == 1
     assert "NODE_RANK is not set on this node" in " ".join(done.stdout.split())
+
+
+class FakeProperties:
+    """What torch.cuda.get_device_properties gives."""
+
+    name, total_memory, major, minor, uuid = "NVIDIA H200", 150 * 10**9, 9, 0, "GPU-1"
+
+
+def test_gpus_are_read_from_torch(monkeypatch):
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: FakeProperties())
+    gpu = {"name": "NVIDIA H200", "memory": 150 * 10**9, "capability": "9.0", "uuid": "GPU-1"}
+    assert node.look_for_gpus(cpu=False) == ([gpu, gpu], "")
+    assert node.look_for_gpus(cpu=True) == ([], "")
+
+    def broken() -> None:
+        raise RuntimeError("Found no NVIDIA driver\non your system")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "init", broken)
+    assert node.look_for_gpus(cpu=False) == ([], "Found no NVIDIA driver on your system")
+
+
+def test_a_stuck_driver_is_not_waited_for(monkeypatch, stuck):
+    monkeypatch.setattr(node, "visible_gpus", stuck)
+    monkeypatch.setattr(node, "GPU_SECONDS", 0.1)
+    assert node.look_for_gpus(cpu=False)[1].startswith("TimeoutError")
+
+
+@pytest.mark.parametrize(
+    ("world", "per_node", "expected"),
+    [
+        (4, 2, {"inside": [[0, 1], [2, 3]], "between": [[0, 2]], "all": [[0, 1, 2, 3]]}),
+        (4, 4, {"inside": [[0, 1, 2, 3]]}),
+        (3, 1, {"between": [[0, 1, 2]]}),
+    ],
+)
+def test_what_is_measured(world, per_node, expected):
+    assert dict(speed.scopes(world, per_node)) == expected
 
 
 def test_the_doctor_is_stopped_with_all_it_started(monkeypatch, tmp_path):

@@ -57,12 +57,25 @@ def clock_ahead() -> None:
     time.time = lambda: now() + 500
 
 
+class ContentDoctor:
+    """`unsloth doctor --gpus` on a machine where all is well; on this one it looks for GPUs that are not there."""
+
+    def check(self, number: int) -> Any:
+        from unsloth_ddp.preflight import verdicts
+
+        return verdicts.doctor(number, 0, "")
+
+    def end(self) -> None:
+        pass
+
+
 def the_same_gpu() -> None:
     """This rank's node has one GPU, the very same as the other node's."""
     from unsloth_ddp.preflight import node
 
     gpu = {"name": "GPU", "memory": 2**34, "capability": "9.0", "uuid": "same"}
     node.visible_gpus = lambda: ([gpu], "")
+    node.Doctor = ContentDoctor
 
 
 def wrong_sums() -> None:

@@ -8,7 +8,7 @@ import hashlib
 import os
 import platform
 import subprocess
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -48,7 +48,7 @@ SAMPLES = 512
 KIT = Path(__file__).resolve().parents[1]
 
 
-def identity(settings: Settings, environ: Mapping[str, str]) -> dict[str, Any]:
+def identity(settings: Settings, environ: Mapping[str, str], gpus: Sequence[Mapping[str, Any]] = ()) -> dict[str, Any]:
     """Everything that has to be alike on all nodes, ready for JSON; a part that fails says so under `unknown`."""
     parts = {
         "versions": versions,
@@ -57,7 +57,7 @@ def identity(settings: Settings, environ: Mapping[str, str]) -> dict[str, Any]:
         "data": lambda: data_files(settings),
         "model": lambda: model_files(settings),
         "flags": lambda: flags(environ),
-        "gpus": lambda: [] if nodes.runs_on_cpu(settings, environ) else nodes.visible_gpus()[0],
+        "gpus": lambda: list(gpus),
     }
     found: dict[str, Any] = {"unknown": {}}
     for name, part in parts.items():

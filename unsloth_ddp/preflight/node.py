@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from unsloth_ddp.rows import is_file
 from unsloth_ddp.settings import Settings
 
 CHECK_SECONDS = 20
+GPU_SECONDS = 60
 DOCTOR_SECONDS = 150
 LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK")
 MODEL_WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth")
@@ -109,8 +110,19 @@ def network_checks(place: Place, environ: Mapping[str, str]) -> list[Check]:
     return checks
 
 
-def machine_checks(place: Place, settings: Settings, environ: Mapping[str, str], folders: NodeFolders) -> list[Check]:
-    """Clock, disks, shared memory, GPUs and driver."""
+def machine_checks(
+    place: Place,
+    settings: Settings,
+    environ: Mapping[str, str],
+    folders: NodeFolders,
+    devices: Sequence[Mapping[str, Any]],
+    reason: str,
+) -> list[Check]:
+    """Clock, disks, shared memory, GPUs and driver.
+
+    Args:
+        devices, reason: what visible_gpus found.
+    """
     node = place.node_rank
     cpu = runs_on_cpu(settings, environ)
     processes = place.ranks.local_world_size if place.launched else 0
@@ -141,12 +153,6 @@ def machine_checks(place: Place, settings: Settings, environ: Mapping[str, str],
         several = max(processes, int(environ.get("GPUS_PER_NODE") or 0))
         return verdicts.shared_memory(node, usage.free, usage.total, several, bool(devices) and not cpu)
 
-    devices: list[dict[str, Any]] = []
-    reason = ""
-    if not cpu:
-        with contextlib.suppress(Exception):
-            devices, reason = bounded(visible_gpus, 60)
-
     def gpu_check() -> Check:
         expected = environ.get("GPUS_PER_NODE")
         return verdicts.gpus(
@@ -173,7 +179,7 @@ def machine_checks(place: Place, settings: Settings, environ: Mapping[str, str],
         attempt("shared memory", node, memory),
         attempt("GPUs", node, gpu_check),
     ]
-    if not cpu and has_nvidia():
+    if not cpu and (devices or has_nvidia()):
         checks.append(attempt("driver and CUDA", node, driver, 60))
     return checks
 
@@ -337,6 +343,16 @@ def runs_on_cpu(settings: Settings, environ: Mapping[str, str]) -> bool:
 def has_nvidia() -> bool:
     """Whether this machine has NVIDIA's driver loaded or a GPU's device file."""
     return Path("/proc/driver/nvidia/version").exists() or bool(list(Path("/dev").glob("nvidia[0-9]*")))
+
+
+def look_for_gpus(cpu: bool) -> tuple[list[dict[str, Any]], str]:
+    """visible_gpus, without waiting for ever for a stuck driver; nothing for a run on the CPU."""
+    if cpu:
+        return [], ""
+    try:
+        return bounded(visible_gpus, GPU_SECONDS)
+    except Exception as error:
+        return [], f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
 def visible_gpus() -> tuple[list[dict[str, Any]], str]:

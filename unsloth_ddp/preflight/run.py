@@ -24,6 +24,8 @@ from unsloth_ddp.settings import Settings
 FACTS_SECONDS = 240
 SPEED_SECONDS = 150
 SPARE_SECONDS = 20
+# Node 0 asks the others for the time one by one.
+CLOCKS_SECONDS = 60
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,12 +52,15 @@ class Session:
         self.folders = node.NodeFolders()
         self.doctor: node.Doctor | None = None
         self.cpu = node.runs_on_cpu(settings, environ)
+        self.devices: list[dict[str, Any]] = []
+        self.no_gpu = ""
 
     def run(self) -> int:
         """The exit code, after everything has been printed."""
         with contextlib.ExitStack() as cleanup:
             cleanup.callback(self.folders.remove)
-            if self.place.speaks and not self.cpu and node.has_nvidia():
+            self.devices, self.no_gpu = node.look_for_gpus(self.cpu)
+            if self.place.speaks and not self.cpu and (self.devices or node.has_nvidia()):
                 self.doctor = node.Doctor()
                 cleanup.callback(self.doctor.end)
             mine = self._alone() if self.place.speaks else []
@@ -69,7 +74,7 @@ class Session:
         return [
             verdicts.environment(self.place.node_rank, self.environ, self.place.launched),
             *node.network_checks(self.place, self.environ),
-            *node.machine_checks(self.place, self.settings, self.environ, self.folders),
+            *node.machine_checks(self.place, self.settings, self.environ, self.folders, self.devices, self.no_gpu),
         ]
 
     def _end_alone(self, checks: list[Check]) -> int:
@@ -89,7 +94,7 @@ class Session:
         return {
             "host": self.place.host,
             "checks": [dataclasses.asdict(check) for check in checks],
-            "identity": identity.identity(self.settings, self.environ),
+            "identity": identity.identity(self.settings, self.environ, self.devices),
             "fast_ports": any("ACTIVE" in port["state"] for port in node.infiniband_ports()),
             "shared": shared,
             "skew": skew,
@@ -97,20 +102,15 @@ class Session:
 
     def _own_gpu(self) -> str:
         """The GPU that this process would use, by its uuid; "" without one."""
-        if self.cpu:
-            return ""
-        try:
-            devices, _ = bounded(node.visible_gpus, 60)
-            return str(devices[self.place.ranks.local_rank]["uuid"])
-        except Exception:
-            return ""
+        own = self.place.ranks.local_rank
+        return str(self.devices[own]["uuid"]) if own < len(self.devices) else ""
 
     # ---- all nodes ----
 
     def _with_others(self, mine: list[Check]) -> int:
         place = self.place
         master_is_here = self._master_is_here()
-        if place.speaks:
+        if place.speaks and place.nodes > 1:
             say(
                 f"preflight: node {place.node_rank} of {place.nodes} ({place.host}) waits up to "
                 f"{self.options.timeout:.0f} s for the others at {place.master}:{place.port}."
@@ -222,7 +222,8 @@ class Session:
             self._measure(meeting, backend)
             speed_rows, timings = self._speed_rows(meeting, backend, reports)
             rows += speed_rows
-        code = self._show(rows, f"Preflight of {place.nodes} node(s), {ranks.world_size} processes", hosts, timings)
+        title = f"Preflight of {place.nodes} node{'s' if place.nodes > 1 else ''}, {ranks.world_size} processes"
+        code = self._show(rows, title, hosts, timings)
         meeting.put("result", {"code": code, "host": place.host, "summary": compare.summary(rows)})
         return code
 
@@ -318,9 +319,6 @@ class Session:
             except OSError as error:
                 say(f"preflight: --json {self.options.json} cannot be written: {error.strerror}.")
         return verdicts.exit_code(rows)
-
-
-CLOCKS_SECONDS = 60
 
 
 def as_check(values: Mapping[str, Any]) -> Check:

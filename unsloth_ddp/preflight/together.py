@@ -15,7 +15,7 @@ import secrets
 import signal
 import socket
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -123,10 +123,7 @@ class Meeting:
         Raises:
             Lost: node 0 is gone.
         """
-        try:
-            self._store.set(key, json.dumps(value))
-        except Exception as error:
-            raise Lost(str(error)) from None
+        self._asked(lambda: self._store.set(key, json.dumps(value)), HANDSHAKE_SECONDS)
 
     def get(self, key: str, seconds: float) -> Any:
         """A value that some process hands in.
@@ -135,15 +132,19 @@ class Meeting:
             TimeoutError: nobody did in time.
             Lost: node 0 is gone.
         """
-        from torch.distributed import DistNetworkError
+        from torch.distributed import DistStoreError
 
-        try:
-            self._store.wait([key], timedelta(seconds=max(0.05, seconds)))
-            return json.loads(self._store.get(key))
-        except DistNetworkError as error:
-            raise Lost(str(error)) from None
-        except Exception as error:
-            raise TimeoutError(f"no {key} within {seconds:.0f} s ({error})") from None
+        def wait() -> Any:
+            try:
+                self._store.wait([key], timedelta(seconds=max(0.05, seconds)))
+            except DistStoreError:
+                return None
+            return self._store.get(key)
+
+        found = self._asked(wait, max(0.0, seconds))
+        if found is None:
+            raise TimeoutError(f"no {key} within {seconds:.0f} s")
+        return json.loads(found)
 
     def count(self, key: str, add: int = 0) -> int:
         """A counter, after adding to it.
@@ -151,10 +152,14 @@ class Meeting:
         Raises:
             Lost: node 0 is gone.
         """
+        return int(self._asked(lambda: self._store.add(key, add), HANDSHAKE_SECONDS))
+
+    def _asked(self, question: Callable[[], Any], seconds: float) -> Any:
+        """What the store answers; over a link that was cut it would wait for ever, and not hear Ctrl-C either."""
         try:
-            return int(self._store.add(key, add))
+            return bounded(question, seconds + GRACE_SECONDS)
         except Exception as error:
-            raise Lost(str(error)) from None
+            raise Lost(" ".join(str(error).split())[:200]) from None
 
     def gather(self, key: str, numbers: Iterable[int], seconds: float) -> dict[int, Any]:
         """`key/number` of each number that is handed in until the time is up."""

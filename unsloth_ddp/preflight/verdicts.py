@@ -6,7 +6,7 @@ What several nodes have to agree on is judged in compare.py.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 Verdict = Literal["ok", "warning", "failure"]
@@ -540,8 +540,3 @@ def doctor(node: int, code: int | None, report: str) -> Check:
         last = report.strip().splitlines()[-1:] or [""]
         return Check(name, {node: f"exit {code}: {last[0][:200]}"}, "warning", "Run unsloth doctor --gpus by hand.")
     return Check(name, {node: "PROBLEMS FOUND"}, "failure", said)
-
-
-def renumbered(check: Check, node: int) -> Check:
-    """The same row as another node's."""
-    return replace(check, values={node: next(iter(check.values.values()))})

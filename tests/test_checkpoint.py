@@ -172,12 +172,13 @@ def test_another_world_size_goes_on_at_the_right_row_and_says_so(job, whole_run,
 
 def test_a_changed_run_is_refused_with_both_values_unless_told_otherwise(job, whole_run, place, uneven_rows):
     copy_until(whole_run(1), 3, "changed")
-    fewer_rows = place / "fewer.jsonl"
-    fewer_rows.write_text("\n".join(uneven_rows.read_text().splitlines()[:-1]) + "\n")
+    # Of an option that takes a list, both count.
+    more_rows = place / "more.jsonl"
+    more_rows.write_text("\n".join(uneven_rows.read_text().splitlines()[:-1]) + "\n")
     checkpoint = f"{place}/outputs/changed/checkpoint-3"
     for change, values in (
         ("--seed 7 --global_batch_size 2", "seed 42 -> 7, global_batch_size 4 -> 2"),
-        (f"--dataset {fewer_rows}", "steps 9 -> 6, rows 10 -> 8, data "),
+        (f"--dataset {more_rows}", "steps 9 -> 15, rows 10 -> 20, data "),
     ):
         printed = job(f"{WHOLE_RUN} {change}", "changed", code=2).output
         assert f"{checkpoint} was made by another run ({values}" in printed

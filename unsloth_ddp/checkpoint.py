@@ -31,6 +31,7 @@ from unsloth_ddp.runtime import Runtime
 from unsloth_ddp.settings import Settings
 
 ASIDE, FINAL_ASIDE = "checkpoint.partial", "model.partial"
+MARGIN = 64 * 1024
 
 
 # ---- what a run goes on from ----
@@ -265,6 +266,8 @@ class Checkpoints:
         self.limit = limit
         # Whether all nodes see the run's folder (see is_shared).
         self.shared = True
+        # Bytes of the weights that are trained, which are written first.
+        self.weights_bytes = 0
         self.last: Path | None = None
         self.failed: str | None = None
         self.written = 0
@@ -361,6 +364,9 @@ class Checkpoints:
         if aside.exists():
             shutil.rmtree(aside)
         aside.mkdir(parents=True)
+        # What cannot be written to its end is not begun.
+        if shutil.disk_usage(aside).free < self.weights_bytes + MARGIN:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(aside))
 
     def _publish(self, step: int, target: Path) -> None:
         described = Manifest(step, self.facts, self.versions, manifest.describe_files(target))

@@ -242,6 +242,8 @@ class DDPTrainer(SFTTrainer):
         self.settings = settings
         self.plan = plan
         self.checkpoints = checkpoints
+        trained = [p for p in model.parameters() if p.requires_grad]
+        checkpoints.weights_bytes = sum(getattr(p, "ds_numel", p.numel()) * p.element_size() for p in trained)
         self.stop = stop
         self.start: Start | None = None
         self._aside: str | None = None
@@ -445,8 +447,9 @@ class DDPTrainer(SFTTrainer):
             self._aside = str(aside)
             try:
                 # Not TRL's, which also writes a model card into every checkpoint.
+                # Attempted, because the ranks meet again below.
                 with self.runtime.progress.doing("saving"):
-                    Trainer._save_checkpoint(self, model, trial)
+                    self.checkpoints.attempt(lambda: Trainer._save_checkpoint(self, model, trial))
             finally:
                 self._aside = None
             self._name_best_checkpoint(aside)

@@ -50,12 +50,14 @@ def run_ranks(
     *args: Any,
     folder: Path,
     environ: dict[str, str] | None = None,
+    environ_of: Callable[[int], dict[str, str]] | None = None,
     timeout: float = 120,
     end: bool = True,
 ) -> Result:
     """Run `target(*args)` as `count` ranks with their output in `folder`; a job over `timeout` seconds is a hang.
 
     `end=False` leaves the other ranks of one that failed to themselves, as the launchers of other nodes would.
+    `environ` is added to every rank's environment, `environ_of(rank)` to that rank's alone (to imitate nodes, say).
     """
     _start_fork_server()
     folder.mkdir(parents=True, exist_ok=True)
@@ -73,6 +75,7 @@ def run_ranks(
             "MASTER_PORT": str(port),
             "OMP_NUM_THREADS": "1",
             **(environ or {}),
+            **(environ_of(rank) if environ_of else {}),
         }
         process = _context.Process(target=_rank, args=(target, args, env, str(folder / f"rank_{rank}.txt")))
         process.start()

@@ -35,22 +35,13 @@ def summary(folder: Path) -> dict:
 def test_a_resumed_run_ends_like_an_uninterrupted_one(job):
     options = "--global_batch_size 4 --max_steps 6 --save_steps 3 --lora_dropout 0.1 --logging_steps 2"
     whole, _ = job(options, "whole", ranks=2)
-    resumed, _ = job(f"{options} --resume_from_checkpoint {whole}/checkpoint-3", "resumed", ranks=2)
+    resumed, _ = job(f"{options} --resume {whole}/checkpoint-3", "resumed", ranks=2)
     expected, found = (load_file(f / "adapter_model.safetensors") for f in (whole, resumed))
     assert all(torch.equal(expected[k], found[k]) for k in expected)
     for key in ("train_loss", "tokens", "supervised_tokens", "steps"):
         assert summary(resumed)[key] == pytest.approx(summary(whole)[key], rel=1e-12), key
     trained = summary(resumed)["tokens_per_second"] * summary(resumed)["train_seconds"]
     assert 0 < trained < summary(whole)["tokens"]
-
-
-def test_resume_true_takes_the_newest_checkpoint_of_the_run(job):
-    folder, _ = job("--global_batch_size 4 --max_steps 4 --save_steps 2", "again")
-    weights = load_file(folder / "adapter_model.safetensors")
-    (folder / "adapter_model.safetensors").unlink()
-    job("--global_batch_size 4 --max_steps 4 --save_steps 2 --resume_from_checkpoint true", "again")
-    found = load_file(folder / "adapter_model.safetensors")
-    assert all(torch.equal(weights[k], found[k]) for k in weights)
 
 
 def test_full_parameters_leave_a_whole_model(job, tiny_model):

@@ -22,6 +22,7 @@ from typing import Any
 import datasets
 import numpy as np
 import torch
+import xxhash
 
 from unsloth_ddp.errors import UserError
 from unsloth_ddp.formats import Example, to_example
@@ -251,6 +252,18 @@ def _count(tokenized: datasets.Dataset, dropped: int) -> Counts:
         dropped=dropped,
         longest=max(lengths),
     )
+
+
+def fingerprint(rows: TokenizedRows) -> str:
+    """A checksum of every token id and label of the set, in order; the same on any machine."""
+    digests = []
+    for name in ("input_ids", "labels"):
+        values, lengths = xxhash.xxh3_128(), xxhash.xxh3_128()
+        for chunk in rows.dataset.data.column(name).chunks:
+            values.update(chunk.flatten().to_numpy(zero_copy_only=False).astype("<i4", copy=False).data)
+            lengths.update(np.diff(chunk.offsets.to_numpy()).astype("<i8").data)
+        digests += [values.hexdigest(), lengths.hexdigest()]
+    return str(xxhash.xxh3_128("".join(digests).encode()).hexdigest())
 
 
 def _tokenized_rows(path: Path) -> TokenizedRows:

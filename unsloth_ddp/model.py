@@ -133,6 +133,8 @@ def _load_transformers(settings: Settings, runtime: Runtime) -> tuple[Any, Any]:
             bnb_4bit_quant_type="nf4",
             bnb_4bit_use_double_quant=True,
             bnb_4bit_compute_dtype=DTYPES[runtime.precision],
+            # FSDP2 shares out floating-point tensors only, so the packed bytes have to look like some.
+            bnb_4bit_quant_storage=DTYPES[runtime.precision] if runtime.sharding == "fsdp2" else torch.uint8,
         )
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(
         str(settings.model),
@@ -162,7 +164,9 @@ def _load_transformers(settings: Settings, runtime: Runtime) -> tuple[Any, Any]:
             task_type="CAUSAL_LM",
         )
         torch.manual_seed(settings.seed)
-        model = get_peft_model(model, config)
+        # ZeRO-3 gathers small weights into buffers of one dtype, so adapters keep that of the base model there
+        # (DeepSpeed issue 8072); its optimizer has fp32 copies of them.
+        model = get_peft_model(model, config, autocast_adapter_dtype=runtime.sharding != "zero3")
     return model, tokenizer
 
 
@@ -180,7 +184,8 @@ def parameter_counts(model: torch.nn.Module) -> tuple[int, int]:
     total = trainable = 0
     for parameter in model.parameters():
         state = getattr(parameter, "quant_state", None)
-        count = state.shape.numel() if state is not None else parameter.numel()
+        # ZeRO-3 leaves an empty tensor and its true count beside it.
+        count = state.shape.numel() if state is not None else getattr(parameter, "ds_numel", parameter.numel())
         total += count
         trainable += count if parameter.requires_grad else 0
     return total, trainable

@@ -134,8 +134,15 @@ class OutputSettings:
     output_dir: str = option("outputs", "Folder of all runs; this run is written to <output_dir>/<run_name>/.")
     run_name: str | None = option(None, "Name of the run; default: model, method and time.")
     overwrite: bool = option(False, "Replace an earlier run of the same name.")
-    resume_from_checkpoint: str | None = option(
-        None, "A checkpoint folder, or true: the newest one of this run (give its --run_name).", path=True
+    resume: str = option(
+        "auto",
+        "auto: go on from this run's newest whole checkpoint, if it has one; no: begin anew; or a checkpoint folder.",
+        path=True,
+        no_is_a_word=True,
+    )
+    resume_anyway: bool = option(False, "Go on although settings or data changed since the checkpoint.")
+    max_time: str | None = option(
+        None, "Stop with a checkpoint (exit code 75) after this time: 3600 (seconds), 90m, 2h, or Slurm's D-HH:MM:SS."
     )
     logging_steps: int = option(10, "Steps between two log lines.")
     eval_strategy: Literal["auto", "no", "steps", "epoch"] = option(

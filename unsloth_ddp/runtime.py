@@ -28,12 +28,14 @@ import psutil
 from unsloth_ddp.errors import UserError
 from unsloth_ddp.options import Settings
 from unsloth_ddp.rows import is_file
+from unsloth_ddp.sharding import Sharding, check_sharding, complete_environment, sharding_from_environment
 
 T = TypeVar("T")
 logger = logging.getLogger("unsloth_ddp")
 
 # Older Unsloth releases patch trainers and build CUDA extensions in every rank unless told not to.
 UNSLOTH_FLAGS = {"UNSLOTH_DISABLE_TRAINER_PATCHING": "1", "UNSLOTH_NO_CUDA_EXTENSIONS": "1"}
+EXIT_FAILURE, EXIT_USER_ERROR, EXIT_STOPPED = 1, UserError.exit_code, 75
 
 
 @dataclass(frozen=True)
@@ -178,14 +180,17 @@ class Runtime:
     device_type: Literal["cuda", "cpu"]
     precision: Literal["bf16", "fp16", "fp32"]
     device_name: str
+    sharding: Sharding = "none"
     control_group: Any = None
     cleanup: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     places: list[Place] = field(default_factory=list)
     progress: Progress = field(default_factory=Progress)
 
     @property
-    def device_map(self) -> dict[str, str | int]:
-        """The whole model on this process's own device."""
+    def device_map(self) -> dict[str, str | int] | None:
+        """The whole model on this process's own device; None where DeepSpeed places every weight itself."""
+        if self.sharding == "zero3":
+            return None
         return {"": self.ranks.local_rank if self.device_type == "cuda" else "cpu"}
 
     def wait(self) -> None:
@@ -249,7 +254,10 @@ def started(settings: Settings, ranks: Ranks) -> Iterator[Runtime]:
         device_type="cuda" if cuda else "cpu",
         precision=_choose_precision(settings.precision, cuda),
         device_name=torch.cuda.get_device_name(ranks.local_rank) if cuda else "CPU",
+        sharding=sharding_from_environment(os.environ),
     )
+    check_sharding(runtime.sharding, settings, runtime.device_type, runtime.backend, ranks.world_size)
+    complete_environment(runtime.sharding, os.environ)
     # Said at import, of deprecations inside torchao and 4-bit kernels for CPUs; nothing a user could act on.
     for library in ("torch.utils._pytree", "bitsandbytes"):
         logging.getLogger(library).setLevel(logging.ERROR)
@@ -394,6 +402,17 @@ def _stop_processes(runtime: Runtime) -> None:
         dist.destroy_process_group()
 
 
+def note_exit_code(code: int, environ: Mapping[str, str] = os.environ) -> None:
+    """Leave this process's exit code where the job's script finds it: launchers turn every code into 1.
+
+    The first process of each node writes the file named by UNSLOTH_DDP_EXIT_CODE_FILE, if it is set.
+    """
+    path = environ.get("UNSLOTH_DDP_EXIT_CODE_FILE")
+    if code and path and environ.get("LOCAL_RANK", "0") == "0":
+        with contextlib.suppress(OSError):
+            Path(path).write_text(f"{code}\n", encoding="utf-8")
+
+
 def exit_with(error: UserError, is_main: bool) -> NoReturn:
     """End this process over a user's mistake (or a RunError): the main process says the sentence, the others stay silent.
 
@@ -404,4 +423,5 @@ def exit_with(error: UserError, is_main: bool) -> NoReturn:
     else:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         threading.Event().wait(timeout=20)
+    note_exit_code(error.exit_code)
     os._exit(error.exit_code)

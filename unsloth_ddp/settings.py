@@ -110,6 +110,8 @@ def _relative_to(folder: Path, name: str, value: Any) -> Any:
 
 def coerce(name: str, value: Any, source: str) -> Any:
     """`value` as the type of option `name`; a UserError names the value, where it came from and what is accepted."""
+    if value is False and FIELDS[name].metadata.get("no_is_a_word"):
+        value = "no"  # what YAML reads an unquoted no as
     try:
         return _as_type(TYPES[name], value)
     except (TypeError, ValueError, OverflowError, RecursionError):
@@ -146,8 +148,6 @@ def _as_type(wanted: Any, value: Any) -> Any:
     if kind is bool:
         return TRUTHS[str(value).lower()] if str(value).lower() in TRUTHS else _refuse()
     if kind is str:
-        # `resume_from_checkpoint: true` is a truth value to YAML.
-        value = "true" if value is True else value
         return value if isinstance(value, str) and value.strip() and "\0" not in value else _refuse()
     if isinstance(value, bool) or not isinstance(value, (int, float, str)):
         _refuse()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import platform
 import resource
 import time
@@ -212,6 +213,33 @@ def describe_straggler(place: object, rank: int, pace: tuple[list[float], list[f
     )
 
 
+class BestEffort:
+    """A tracker (TensorBoard and the like) whose failure costs its own report and not the training.
+
+    Args:
+        tracker: the callback that Transformers made for it; every event is handed on until one fails.
+    """
+
+    def __init__(self, tracker: Any) -> None:
+        self.tracker = tracker
+        self.failed = False
+
+    def __getattr__(self, name: str) -> Any:
+        handler = getattr(self.tracker, name)
+        return functools.partial(self._hand_on, handler) if name.startswith("on_") else handler
+
+    def _hand_on(self, handler: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self.failed:
+            return None
+        try:
+            return handler(*args, **kwargs)
+        except Exception as error:
+            self.failed = True
+            name = type(self.tracker).__name__.removesuffix("Callback")
+            print(f"{name} failed and gets no more reports: {' '.join(str(error).split())}", flush=True)
+            return None
+
+
 def peak_memory_bytes(device_type: str) -> int:
     """Most memory this process held: allocated on its GPU, or resident on a CPU."""
     if device_type == "cuda":
@@ -264,6 +292,7 @@ def describe_run(
         {
             "processes": f"{runtime.ranks.world_size} on {runtime.ranks.nodes} node(s)",
             "device": runtime.device_name,
+            **({"sharding": runtime.sharding} if runtime.sharding != "none" else {}),
             "backend": runtime.backend,
             "precision": runtime.precision,
             "model": f"{settings.model} ({total:,} parameters)",
@@ -280,13 +309,22 @@ def describe_run(
     )
 
 
-def summarize(settings: Settings, runtime: Runtime, plan: BatchPlan, totals: Totals, steps: int) -> dict[str, Any]:
-    """The content of summary.json, the same on every rank; the caller adds what only it knows."""
-    peak = max(runtime.gather(peak_memory_bytes(runtime.device_type)))
+def summarize(
+    settings: Settings, runtime: Runtime, plan: BatchPlan, totals: Totals, steps: int, peak_before_steps: int
+) -> dict[str, Any]:
+    """The content of summary.json, the same on every rank; the caller adds what only it knows.
+
+    Memory is that of the fullest GPU: until the first step (loading, sharding) and from there on.
+    """
+    loading, peak = (
+        max(values)
+        for values in zip(*runtime.gather((peak_before_steps, peak_memory_bytes(runtime.device_type))), strict=True)
+    )
     return {
         "world_size": runtime.ranks.world_size,
         "nodes": runtime.ranks.nodes,
         "device": runtime.device_name,
+        "sharding": runtime.sharding,
         "backend": runtime.backend,
         "precision": runtime.precision,
         "global_batch_size": plan.global_batch,
@@ -297,6 +335,7 @@ def summarize(settings: Settings, runtime: Runtime, plan: BatchPlan, totals: Tot
         "supervised_tokens": totals.supervised_tokens,
         "train_loss": totals.train_loss,
         "peak_memory_bytes": peak,
+        "peak_memory_bytes_loading": loading,
         "settings": {name: getattr(settings, name) for name in SUMMARIZED},
         "versions": versions(),
     }

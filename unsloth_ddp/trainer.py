@@ -6,31 +6,48 @@ below replaces one step of the loop and says what upstream does there instead.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import logging
 import os
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import Trainer, TrainerCallback
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from transformers import Trainer, TrainerCallback, set_seed
+from transformers.integrations import get_reporting_integration_callbacks
 from transformers.trainer_callback import ExportableState
-from transformers.trainer_utils import EvalLoopOutput
+from transformers.trainer_utils import EvalLoopOutput, IntervalStrategy
 from trl import SFTTrainer
 from trl.trainer.sft_config import SFTConfig
 
 from unsloth_ddp.batch import BatchPlan, RowOrder
-from unsloth_ddp.checkpoint import make_cpu_checkpoints_readable
+from unsloth_ddp.checkpoint import Checkpoints, Start, make_cpu_checkpoints_readable
 from unsloth_ddp.data import PadRight, TokenizedRows
 from unsloth_ddp.drift import REPLICATED, DriftCheck
 from unsloth_ddp.errors import UserError
 from unsloth_ddp.loss import logits_to_step_loss, step_divisor, supervised_tokens
-from unsloth_ddp.runtime import Progress, Runtime
+from unsloth_ddp.model import DTYPES
+from unsloth_ddp.runtime import Progress, Runtime, alone_timeout
 from unsloth_ddp.settings import Settings
-from unsloth_ddp.telemetry import TOKENS, Meter, OwnTime, Stragglers, Totals, describe_straggler, summarize
+from unsloth_ddp.stop import Stop
+from unsloth_ddp.telemetry import (
+    TOKENS,
+    BestEffort,
+    Meter,
+    OwnTime,
+    Stragglers,
+    Totals,
+    describe_straggler,
+    peak_memory_bytes,
+    summarize,
+)
 
 logger = logging.getLogger("unsloth_ddp")
 
@@ -43,8 +60,10 @@ OWNED_ARGS = {
 }  # fmt: skip
 
 
-def make_config(settings: Settings, runtime: Runtime, plan: BatchPlan, run_folder: Path, evaluates: bool) -> Any:
+def make_config(settings: Settings, runtime: Runtime, plan: BatchPlan, run_folder: Path) -> Any:
     """TRL's SFTConfig for these settings, every field set: Unsloth's version of it has defaults of its own.
+
+    To be made before the model is loaded, and kept: with ZeRO-3 it is what makes Transformers load in parts.
 
     Raises:
         UserError: trainer_args names no field of SFTConfig, one the kit owns, or a value it refuses.
@@ -65,6 +84,8 @@ def make_config(settings: Settings, runtime: Runtime, plan: BatchPlan, run_folde
     if strategy == "auto":
         strategy = "steps" if settings.eval_steps else "epoch"
     checkpointing = settings.gradient_checkpointing != "none"
+    # ZeRO-3 with adapters recomputes rightly only in the reentrant way (TRL issue 2514).
+    reentrant = runtime.sharding == "zero3" and settings.method != "full"
     chosen = {
         "output_dir": str(run_folder),
         "run_name": run_folder.name,
@@ -77,12 +98,12 @@ def make_config(settings: Settings, runtime: Runtime, plan: BatchPlan, run_folde
         "fp16": runtime.precision == "fp16",
         "use_cpu": runtime.device_type == "cpu",
         "gradient_checkpointing": checkpointing,
-        "gradient_checkpointing_kwargs": {"use_reentrant": False} if checkpointing else None,
+        "gradient_checkpointing_kwargs": {"use_reentrant": reentrant} if checkpointing else None,
         "ddp_find_unused_parameters": settings.ddp_find_unused_parameters,
         "ddp_timeout": settings.ddp_timeout,
         # A language model's buffers are constants; sending them before each forward pass makes ranks wait for each other.
         "ddp_broadcast_buffers": False,
-        "eval_strategy": strategy if evaluates else "no",
+        "eval_strategy": strategy if settings.eval_dataset or settings.eval_fraction else "no",
         "save_strategy": settings.save_strategy,
         "report_to": [] if settings.report_to == ["none"] else settings.report_to,
         "max_length": settings.max_length,
@@ -112,16 +133,17 @@ def make_trainer(
     settings: Settings,
     runtime: Runtime,
     plan: BatchPlan,
-    run_folder: Path,
+    config: Any,
     model: Any,
     tokenizer: Any,
     rows: TokenizedRows,
     eval_rows: TokenizedRows | None,
+    checkpoints: Checkpoints,
+    stop: Stop,
 ) -> DDPTrainer:
     """The trainer of one run; TensorBoard events go to <run>/tensorboard/."""
-    os.environ.setdefault("TENSORBOARD_LOGGING_DIR", str(run_folder / "tensorboard"))
-    config = make_config(settings, runtime, plan, run_folder, evaluates=eval_rows is not None)
-    trainer = DDPTrainer(model, config, rows, eval_rows, tokenizer, runtime, settings, plan)
+    os.environ.setdefault("TENSORBOARD_LOGGING_DIR", str(Path(config.output_dir) / "tensorboard"))
+    trainer = DDPTrainer(model, config, rows, eval_rows, tokenizer, runtime, settings, plan, checkpoints, stop)
     used = "bf16" if trainer.args.bf16 else "fp16" if trainer.args.fp16 else "fp32"
     # bf16 weights need no autocast, so Unsloth switches it off for them.
     if used != runtime.precision and not (settings.method == "full" and settings.full_weights == "bf16"):
@@ -135,10 +157,10 @@ def make_trainer(
 class SavedTotals(TrainerCallback, ExportableState):
     """Keeps the run's totals inside every checkpoint, so that they go on when it is resumed.
 
-    `pending` holds the sums of all ranks since the last log line, which the totals do not hold yet.
+    `pending` holds the sums of each rank since the last log line, which the totals do not hold yet.
     """
 
-    def __init__(self, totals: dict[str, Any] | None = None, pending: list[float] | None = None) -> None:
+    def __init__(self, totals: dict[str, Any] | None = None, pending: list[list[float]] | None = None) -> None:
         self.totals = Totals(**(totals or {}))
         self.pending = pending
 
@@ -177,6 +199,29 @@ class CompareWeights(TrainerCallback):
             self.drift.check(state.global_step)
 
 
+class StopTogether(TrainerCallback):
+    """Ends training on all ranks at the same step, with a checkpoint, when one of them was asked to stop.
+
+    Comes after Transformers' own flow, whose decisions for this step it overrides: an evaluation that is due would
+    keep a scheduler waiting, and is made up for when the run goes on.
+    """
+
+    def __init__(self, stop: Stop) -> None:
+        self.stop = stop
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.stop.ask()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.stop.answer() and state.global_step < state.max_steps:
+            control.should_training_stop = control.should_save = True
+            control.should_evaluate = False
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.stop.agreed and state.global_step < state.max_steps:
+            control.should_evaluate = control.should_save = control.should_log = False
+
+
 class DDPTrainer(SFTTrainer):
     """SFTTrainer whose step is the token mean over every rank and accumulation step, whatever the layout."""
 
@@ -190,10 +235,16 @@ class DDPTrainer(SFTTrainer):
         runtime: Runtime,
         settings: Settings,
         plan: BatchPlan,
+        checkpoints: Checkpoints,
+        stop: Stop,
     ) -> None:
         self.runtime = runtime
         self.settings = settings
         self.plan = plan
+        self.checkpoints = checkpoints
+        self.stop = stop
+        self.start: Start | None = None
+        self._aside: str | None = None
         self.rows = {"train": train.counts.rows, "eval": evaluation.counts.rows if evaluation else 0}
         super().__init__(
             model=model,
@@ -202,22 +253,33 @@ class DDPTrainer(SFTTrainer):
             eval_dataset=evaluation.dataset if evaluation else None,
             processing_class=tokenizer,
             data_collator=PadRight(tokenizer.pad_token_id),
-            callbacks=[SavedTotals(), Report(runtime.progress)],
+            callbacks=[SavedTotals(), Report(runtime.progress), StopTogether(stop)],
         )
+        trackers = tuple(get_reporting_integration_callbacks(self.args.report_to))
+        self.callback_handler.callbacks = [
+            BestEffort(callback) if isinstance(callback, trackers) else callback
+            for callback in self.callback_handler.callbacks
+        ]
         # Unsloth's __init__ filters out rows without supervised tokens, and with them the filler.
         self.train_dataset, self.eval_dataset = train.dataset, evaluation.dataset if evaluation else None
         assert self.args.gradient_accumulation_steps == plan.accumulation, "the trainer changed the batch plan"
         # A model that does not take the divisor would divide by its own count.
         self.model_divides = bool(self.model_accepts_loss_kwargs)
         self.model_accepts_loss_kwargs = True
+        if self.is_fsdp_enabled and runtime.precision != "fp32":
+            # accelerate's own policy reduces gradients and returns losses in 16 bit.
+            self.accelerator.state.fsdp_plugin.mixed_precision_policy = MixedPrecisionPolicy(
+                param_dtype=DTYPES[runtime.precision], reduce_dtype=torch.float32
+            )
         drift = DriftCheck(model, runtime, settings.drift_check_steps)
         if drift.skipped and runtime.ranks.is_main:
             print(f"drift_check_steps is ignored: with {drift.skipped} each rank holds its own part of the weights.")
         self.add_callback(CompareWeights(drift))
-        several = runtime.ranks.world_size > 1 and getattr(runtime, "sharding", "none") in REPLICATED
+        several = runtime.ranks.world_size > 1 and runtime.sharding in REPLICATED
         self.meter = Meter(self._gather_sums, self.args.device, OwnTime(self.args.device, enabled=several))
         self.stragglers = Stragglers()
         self.tokens_before = 0
+        self.peak_before_steps = 0
 
     def _gather_sums(self, sums: Tensor) -> Tensor:
         return self.accelerator.gather(sums.unsqueeze(0))
@@ -236,9 +298,9 @@ class DDPTrainer(SFTTrainer):
 
     def _get_train_sampler(self, train_dataset: Any = None) -> RowOrder:
         slots = self.args.per_device_train_batch_size * self.args.world_size
-        return RowOrder(
-            self.rows["train"], slots, seed=self.args.seed if self.args.data_seed is None else self.args.data_seed
-        )
+        seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
+        self.row_order = RowOrder(self.rows["train"], slots, seed)
+        return self.row_order
 
     def _get_eval_sampler(self, eval_dataset: Any) -> RowOrder:
         slots = self.args.per_device_eval_batch_size * self.args.world_size
@@ -280,7 +342,8 @@ class DDPTrainer(SFTTrainer):
             loss = super().compute_loss(model, dict(inputs), num_items_in_batch=divisor)
         else:
             loss = self._transformers_loss(model, inputs, divisor)
-        if model.training:
+        # Not model.training: DeepSpeed's engine says that it trains while it evaluates.
+        if torch.is_grad_enabled():
             self.meter.own_time.forward_done()
             lengths = inputs["attention_mask"].sum(dim=1)
             # The filler row, which evens out the processes, has one token.
@@ -363,34 +426,158 @@ class DDPTrainer(SFTTrainer):
         self.meter.totals = self.totals
         return self.meter.collect()
 
+    def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
+        prepared = super()._prepare_for_training(*args, **kwargs)
+        # What loading took for a moment is not what a step takes.
+        self.peak_before_steps = peak_memory_bytes(self.runtime.device_type)
+        if self.runtime.device_type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        return prepared
+
+    # ---- checkpoints: upstream writes in place, and rotates before it knows that all is written ----
+
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         began = time.perf_counter()
-        self._saved.pending = self._gather_sums(self.meter.sums).sum(dim=0).tolist()
-        # Not TRL's, which also writes a model card into every checkpoint.
-        with self.runtime.progress.doing("saving"):
-            Trainer._save_checkpoint(self, model, trial)
+        self._saved.pending = self._gather_sums(self.meter.sums).tolist()
+        best_before = self.state.best_model_checkpoint
+
+        def write(aside: Path) -> None:
+            self._aside = str(aside)
+            try:
+                # Not TRL's, which also writes a model card into every checkpoint.
+                with self.runtime.progress.doing("saving"):
+                    Trainer._save_checkpoint(self, model, trial)
+            finally:
+                self._aside = None
+            self._name_best_checkpoint(aside)
+
+        if not self.checkpoints.save(self.state.global_step, write, self._best_step):
+            self.state.best_model_checkpoint = best_before
         self.meter.began += time.perf_counter() - began
+
+    def _get_output_dir(self, trial: Any) -> str:
+        return self._aside or super()._get_output_dir(trial)
+
+    def _name_best_checkpoint(self, aside: Path) -> None:
+        """Where it will be, not where it was written."""
+        # Upstream looks for it on each node's own disk.
+        best = self.runtime.gather(self.state.best_model_checkpoint)[0]
+        self.state.best_model_checkpoint = best
+        if best and Path(best).parent.name == aside.name:
+            self.state.best_model_checkpoint = str(self.checkpoints.folder / Path(best).name)
+            if self.args.should_save:
+                self.state.save_to_json(str(aside / f"checkpoint-{self.state.global_step}" / "trainer_state.json"))
+
+    def _best_step(self) -> int | None:
+        best = self.state.best_model_checkpoint
+        return int(Path(best).name.rpartition("-")[2]) if best else None
+
+    # Each part of a checkpoint is attempted by itself, because the other ranks wait in the next one.
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Write the adapter or model, in the main process; all ranks take part."""
+        if self._aside is None:
+            super().save_model(output_dir, _internal_call)
+        else:
+            self.checkpoints.attempt(lambda: super(DDPTrainer, self).save_model(output_dir, _internal_call))
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        sharded = self.is_deepspeed_enabled or self.is_fsdp_enabled
+        with self.checkpoints.every_write_attempted() if sharded else contextlib.nullcontext():
+            self.checkpoints.attempt(lambda: super(DDPTrainer, self)._save_optimizer_and_scheduler(output_dir))
+
+    def _save_scaler(self, output_dir: str) -> None:
+        self.checkpoints.attempt(lambda: super(DDPTrainer, self)._save_scaler(output_dir))
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        if self.checkpoints.shared:
+            self.checkpoints.attempt(lambda: super(DDPTrainer, self)._save_rng_state(output_dir))
+            return
+        # The main process's disk is the only one that is kept, so it writes the files of all ranks.
+        with tempfile.TemporaryDirectory() as own:
+            super()._save_rng_state(own)
+            files = {path.name: path.read_bytes() for path in Path(own).iterdir()}
+        everyones = self.runtime.gather(files)
+        if self.args.should_save:
+            for name, content in (item for files in everyones for item in files.items()):
+                self.checkpoints.attempt(functools.partial(Path(output_dir, name).write_bytes, content))
+
+    # ---- resuming ----
 
     def _load_callback_state(self) -> None:
         super()._load_callback_state()
-        self.tokens_before = self.totals.tokens + round((self._saved.pending or [0, 0, 0])[TOKENS])
-        if self.runtime.ranks.is_main and self._saved.pending is not None:
-            self.meter.sums += torch.tensor(self._saved.pending, dtype=torch.float64, device=self.args.device)
+        # The checkpoint's own intervals would win over changed ones.
+        self.state.compute_steps(self.args, self.state.max_steps)
+        pending = torch.tensor(self._saved.pending or [[0.0] * 3], dtype=torch.float64, device=self.args.device)
+        self.tokens_before = self.totals.tokens + round(pending[:, TOKENS].sum().item())
+        if len(pending) == self.runtime.ranks.world_size:
+            self.meter.sums += pending[self.runtime.ranks.rank]
+        elif self.runtime.ranks.is_main:
+            self.meter.sums += pending.sum(dim=0)
 
-    def run(self, checkpoint: str | None) -> dict[str, Any]:
-        """Train to the end, from `checkpoint` if there is one, evaluate, and return the run's summary."""
-        if checkpoint and self.runtime.device_type == "cpu":
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
+        # A run killed after its last step has nothing left to train; upstream would take one step more.
+        if self.state.global_step >= self.state.max_steps:
+            self.control.should_training_stop = True
+            return
+        # accelerate does not find the sampler inside a loader that skips the rows of a resumed epoch, if there are
+        # several ranks, and would go on in the order of the first epoch.
+        self.row_order.set_epoch(kwargs["epoch"])
+        super()._run_epoch(*args, **kwargs)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        ranks, start = self.runtime.ranks, self.start
+        if start is not None and start.manifest.run.get("world_size") != ranks.world_size:
+            # No rank's own state fits; a seed of the step's and rank's own does not repeat the run's first numbers.
+            set_seed((self.args.seed + 1_000_003 * self.state.global_step + ranks.rank) % 2**32)
+        else:
+            super()._load_rng_state(checkpoint)
+        if checkpoint is not None and self._evaluation_is_due():
+            self._determine_best_metric(self._evaluate(None, None), None)
+
+    def _evaluation_is_due(self) -> bool:
+        """Whether the run ended between a step and the evaluation that follows it."""
+        step, strategy = self.state.global_step, self.args.eval_strategy
+        if any("eval_loss" in entry and entry.get("step") == step for entry in self.state.log_history):
+            return False
+        if strategy == IntervalStrategy.EPOCH:
+            return step >= self.state.max_steps or step % self.plan.steps_per_epoch(self.rows["train"]) == 0
+        return strategy == IntervalStrategy.STEPS and step % self.state.eval_steps == 0
+
+    def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
+        if self.state.global_step >= self.state.max_steps and self._evaluation_is_due():
+            self._determine_best_metric(self._evaluate(None, None), None)
+        return super()._finalize_training(*args, **kwargs)
+
+    def run(self, start: Start | None) -> dict[str, Any] | None:
+        """Train to the end, evaluate, and return the run's summary; None if the run was stopped before."""
+        if start and self.runtime.device_type == "cpu":
             make_cpu_checkpoints_readable()
+        self.start = start
+        if start and start.of_this_run:
+            self.checkpoints.last = start.folder
+        self.stop.kept = lambda: self.checkpoints.last is not None
+        self.stop.arm(self.runtime, alone_timeout(self.settings))
         began = time.perf_counter()
-        self.train(resume_from_checkpoint=checkpoint)
+        self.train(resume_from_checkpoint=str(start.folder) if start else None)
         self.runtime.progress.enter("finishing")
         seconds = time.perf_counter() - began
-        summary = summarize(self.settings, self.runtime, self.plan, self.totals, self.state.global_step)
+        if self.stop.agreed and self.state.global_step < self.state.max_steps:
+            return None
+        self.stop.finishing = True
+        summary = summarize(
+            self.settings, self.runtime, self.plan, self.totals, self.state.global_step, self.peak_before_steps
+        )
         summary["train_seconds"] = seconds
         summary["tokens_per_second"] = (self.totals.tokens - self.tokens_before) / seconds
         summary["eval_loss"] = self._final_eval_loss()
-        self.save_state()
         return summary
+
+    def write_final(self, folder: Path) -> None:
+        """The trained adapter or model, the tokenizer and the log of losses, into `folder`; every rank calls this."""
+        self.save_model(str(folder))
+        if self.args.should_save:
+            self.state.save_to_json(str(folder / "trainer_state.json"))
 
     def _final_eval_loss(self) -> float | None:
         """The evaluation loss of the trained model, measured now unless the last step did."""

@@ -113,6 +113,11 @@ class Host:
             shape = f"qdisc replace dev {device} root tbf rate {rate} burst 32kbit latency 400ms"
             _do("tc", "-n", namespace, *shape.split())
 
+    def fast(self) -> None:
+        """Take the limit of `slow` away."""
+        for namespace, device in ((self.namespace, "eth0"), (self.switch, self.port)):
+            _do("tc", "-n", namespace, "qdisc", "del", "dev", device, "root")
+
     def cut_off(self) -> None:
         """Pull its cable: its addresses and processes stay, nothing arrives any more, and nobody is told."""
         _do("ip", "-n", self.switch, "link", "set", self.port, "down")

@@ -1,0 +1,87 @@
+"""cluster/slurm.sbatch under a real Slurm with two nodes."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+
+from tests.cluster.jobs import difference, losses, train_loss
+from tests.cluster.slurm import missing_slurm, run_slurm
+from tests.cluster.test_nodes import TOLERANCE
+from tests.conftest import REPO
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1500)]
+SBATCH = str(REPO / "cluster" / "slurm.sbatch")
+ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory):
+    reason = missing_slurm()
+    if reason is not None:
+        pytest.skip(reason)
+    with run_slurm(tmp_path_factory.mktemp("slurm")) as running:
+        yield running
+
+
+def test_a_job_is_stopped_before_its_limit_requeued_and_ends_as_if_nothing_had_been(slurm, one_host, job, tmp_path):
+    node2 = slurm.hosts[1]
+    node2.slow("5mbit")
+    words = [SBATCH, *job.words, "--no_preflight"]
+    number = slurm.submit(*words, cwd=tmp_path, UNSLOTH_DDP_HOME=str(REPO))
+    run, logs = tmp_path / "outputs" / f"slurm-{number}", tmp_path / "logs" / f"slurm-{number}"
+    slurm.wait_until_exists(run / "checkpoint-5" / "manifest.json", number, timeout=300)
+    # What Slurm itself sends --signal=B:USR1@300 before the time limit: to the job's script only.
+    slurm.command("scancel", "--batch", "--signal=USR1", number)
+    found = slurm.wait_for(number, "PENDING", *ENDED, timeout=120)
+    batch = (tmp_path / f"slurm-{number}.out").read_text()
+    assert found["JobState"] == "PENDING" and found["Restarts"] == "1", batch
+    assert "back into the queue" in batch
+    assert not (run / "adapter_model.safetensors").exists()
+    first_start = (logs / "node-0.log").read_text()
+
+    node2.fast()
+    slurm.start_now(number)
+    found = slurm.wait_for(number, *ENDED, timeout=300)
+    log = (logs / "node-0.log").read_text()
+    assert (found["JobState"], found["ExitCode"]) == ("COMPLETED", "0:0"), log
+    assert log.startswith(first_start)  # appended to, not replaced
+    assert 0 < len(losses(log[len(first_start) :])) <= 25  # it did not begin at step 1
+    assert difference(run, one_host[0]) < TOLERANCE
+    assert train_loss(run) == pytest.approx(train_loss(one_host[0]), rel=TOLERANCE)
+    # One log a node, each with its own rank, which Slurm filled in there; the second one is silent on the training.
+    assert "2 on 2 node(s)" in log
+    assert "node 0 reaches node1" in log and "node 1 reaches node1" in (logs / "node-1.log").read_text()
+    assert not losses((logs / "node-1.log").read_text())
+
+
+def test_the_exit_code_of_a_job_is_the_trainings(slurm, job, tmp_path):
+    number = slurm.submit(SBATCH, *job.words, "--method", "lola", cwd=tmp_path, UNSLOTH_DDP_HOME=str(REPO))
+    found = slurm.wait_for(number, *ENDED, timeout=60)
+    assert (found["JobState"], found["ExitCode"]) == ("FAILED", "2:0")
+    for node in (0, 1):
+        assert "--method is lola" in (tmp_path / f"logs/slurm-{number}/node-{node}.log").read_text()
+
+
+def test_it_says_what_to_do_where_the_kit_is_not(slurm, tmp_path):
+    number = slurm.submit(SBATCH, cwd=tmp_path)
+    assert slurm.wait_for(number, *ENDED, timeout=60)["ExitCode"] == "2:0"
+    assert f"there is no cluster/node.sh in {tmp_path}" in (tmp_path / f"slurm-{number}.out").read_text()
+
+
+def test_a_cancelled_job_leaves_no_process(slurm, tmp_path, job):
+    """scancel signals every process of the job at once: script, node.sh, launcher, ranks."""
+    slurm.hosts[1].slow("5mbit")
+    number = slurm.submit(SBATCH, *job.words, "--no_preflight", cwd=tmp_path, UNSLOTH_DDP_HOME=str(REPO))
+    run = tmp_path / "outputs" / f"slurm-{number}"
+    slurm.wait_until_exists(run / "checkpoint-5" / "manifest.json", number, timeout=300)
+    slurm.command("scancel", number)
+    found = slurm.wait_for(number, *ENDED, timeout=120)
+    assert found["JobState"] == "CANCELLED"
+    slurm.wait_until_gone("train_ddp.py", timeout=60)
+    # The stop was still a whole checkpoint, at a step of its own.
+    steps = {int(path.name.split("-")[1]) for path in run.glob("checkpoint-*") if (path / "manifest.json").exists()}
+    assert steps - {5, 10, 15, 20, 25, 30}, steps
+    slurm.hosts[1].fast()
+    shutil.rmtree(run)

@@ -51,7 +51,7 @@ def train(settings: Settings, ranks: Ranks) -> int:
     )
     with (
         started(settings, ranks) as runtime,
-        watch.watched(settings, runtime),
+        watch.watched(settings, runtime) as stop.ended,
         data.node_folder(runtime) as node_folder,
     ):
         models.check_model(settings, runtime)

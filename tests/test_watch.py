@@ -159,7 +159,7 @@ def _suffer(kind: str, folder: Path) -> None:
 
 def _arm(event: str, act) -> None:
     """Have `act` called at the `event` of a run."""
-    from unsloth_ddp import data
+    from unsloth_ddp import data, model
     from unsloth_ddp.trainer import DDPTrainer
 
     if event == "data":
@@ -170,14 +170,22 @@ def _arm(event: str, act) -> None:
             return read(*args)
 
         data._examples = examples
+    elif event == "model":
+        load = model.load_model
+
+        def load_model(*args):
+            act()
+            return load(*args)
+
+        model.load_model = load_model
     elif event == "step":
         loss, calls = DDPTrainer.compute_loss, []
 
-        def compute_loss(self, model, *args, **kwargs):
+        def compute_loss(self, given, *args, **kwargs):
             calls.append(1)
-            if len(calls) == 12 and model.training:
+            if len(calls) == 12 and given.training:
                 act()
-            return loss(self, model, *args, **kwargs)
+            return loss(self, given, *args, **kwargs)
 
         DDPTrainer.compute_loss = compute_loss
     elif event == "evaluation":
@@ -276,16 +284,16 @@ def test_a_loop_without_end_is_found(strike, tmp_path):
     assert "_suffer" in (tmp_path / "outputs/r/logs/rank_1.log").read_text()
 
 
-def test_one_rank_told_to_end_is_named(strike):
-    result, seconds = strike("step", 1, "term")
+def test_one_rank_told_to_end_before_the_steps_is_named(strike):
+    result, seconds = strike("model", 1, "term")
     (sentence,) = sentences(result)
-    assert "rank 1 (node 0" in sentence and "was told to end (SIGTERM)" in sentence
-    assert result.codes == [1, 143] and seconds < 10
+    assert "rank 1 (node 0" in sentence and "was told to end (by a signal)" in sentence
+    assert result.codes == [1, 1] and seconds < 10
 
 
-def test_ranks_that_are_all_told_to_end_say_nothing(strike):
-    result, seconds = strike("every step", -1, "term")
-    assert sentences(result) == [] and result.codes == [143, 143]
+def test_ranks_that_are_all_told_to_end_accuse_nobody(strike):
+    result, seconds = strike("every model", -1, "term")
+    assert sentences(result) == [] and result.codes == [1, 1]
     assert seconds < 10
 
 
@@ -306,7 +314,6 @@ def forked(tmp: str) -> None:
         if runtime.ranks.rank == 1:
             child = os.fork()
             if child == 0:
-                assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
                 time.sleep(20)
                 os._exit(0)
             (Path(tmp) / "struck").write_text(f"{time.time()} {child}")

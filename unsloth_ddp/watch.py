@@ -25,7 +25,7 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,7 +33,7 @@ import psutil
 
 from unsloth_ddp.errors import UserError
 from unsloth_ddp.explain import explain
-from unsloth_ddp.runtime import Place, Runtime, this_place
+from unsloth_ddp.runtime import Place, Runtime, note_exit_code, this_place
 from unsloth_ddp.settings import Settings
 
 logger = logging.getLogger("unsloth_ddp")
@@ -296,20 +296,22 @@ def log_path() -> str | None:
 
 
 @contextlib.contextmanager
-def watched(settings: Settings, runtime: Runtime) -> Iterator[None]:
+def watched(settings: Settings, runtime: Runtime) -> Iterator[Callable[[int], None]]:
     """Watch the ranks of a run for as long as this lasts; where one is lost, every process is ended.
 
     An exception that leaves a rank is told to the main process, which says it once for all, original traceback
     included; then the processes end with code 1 (a UserError is left to the caller).
+
+    Yields what a rank that is told to end at once (by a signal) ends with: a goodbye, then os._exit with this code.
     """
     sockets = _connect(settings, runtime) if runtime.ranks.world_size > 1 and settings.watch_timeout else None
     if sockets is None:
-        yield
+        yield os._exit
         return
     watch = Watch(runtime, limits_of(settings.watch_timeout, settings.ddp_timeout), sockets)
     watch.start()
     try:
-        yield
+        yield watch.end_told
     except BaseException as error:
         watch.leave(error)
         raise
@@ -367,7 +369,7 @@ class Watch:
         self.released = threading.Event()
         self.wakes, self.wake = socket.socketpair()
         self.thread = threading.Thread(target=self._guarded, name="watch", daemon=True)
-        self.previous_handler: Any = None
+        self.ending = threading.Event()
 
     # ---- what the training thread calls ----
 
@@ -377,7 +379,6 @@ class Watch:
         self.wakes.setblocking(False)
         self.wake.setblocking(False)
         _close_in_children(self)
-        self._take_signal()
         self.thread.start()
 
     def leave(self, error: BaseException | None) -> None:
@@ -400,31 +401,18 @@ class Watch:
             self.released.wait()
         elif bye.kind != "done":
             self.released.set()
-        self._give_signal_back()
 
     def _notify(self) -> None:
         with contextlib.suppress(OSError):
             self.wake.send(b"\0")
 
-    # ---- signals ----
-
-    def _take_signal(self) -> None:
-        """Have SIGTERM say goodbye before it ends the process, until somebody else handles it."""
-        if threading.current_thread() is not threading.main_thread():
-            return
-        if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-            self.previous_handler = signal.SIG_DFL
-            signal.signal(signal.SIGTERM, _left_to_the_watch)
-            signal.set_wakeup_fd(self.wake.fileno(), warn_on_full_buffer=False)
-
-    def _give_signal_back(self) -> None:
-        if self.previous_handler is None:
-            return
-        if signal.getsignal(signal.SIGTERM) is _left_to_the_watch:
-            signal.signal(signal.SIGTERM, self.previous_handler)
-        replaced = signal.set_wakeup_fd(-1)
-        if replaced not in (-1, self.wake.fileno()):
-            signal.set_wakeup_fd(replaced)
+    def end_told(self, code: int) -> None:
+        """End this process because it was told to: say goodbye first, or let what was found be said to its end."""
+        if self.ending.is_set():
+            self.thread.join(timeout=END_SECONDS)
+        for peer in self.peers.values():
+            peer.send({"bye": ["told", "by a signal", code, ""]})
+        os._exit(code)
 
     # ---- the watching thread ----
 
@@ -449,10 +437,9 @@ class Watch:
                 due = time.monotonic() + self.limits.interval
             wanted = max(0.0, due - time.monotonic())
             asked = time.monotonic()
-            signals = b""
             for key, _ in selector.select(timeout=wanted):
                 if key.data is None:
-                    signals += self.wakes.recv(4096)
+                    self.wakes.recv(4096)
                     continue
                 self._read(key.data)
                 if key.data.seen.lost is not None:
@@ -463,8 +450,6 @@ class Watch:
                 for peer in self.peers.values():
                     peer.seen.heard = peer.seen.moved = now
             self._decide(now)
-            if signal.SIGTERM in signals and signal.getsignal(signal.SIGTERM) is _left_to_the_watch:
-                self._end_by_signal()
 
     def _read(self, peer: Peer) -> None:
         now = time.monotonic()
@@ -543,6 +528,7 @@ class Watch:
 
     def _say_and_end(self, finding: Finding) -> None:
         """In the main process: say what happened, tell the others, and end."""
+        self.ending.set()
         _end_for_sure()
         os.write(2, self._report(finding).encode())
         frozen = list(finding.accused) if finding.frozen else []
@@ -577,6 +563,7 @@ class Watch:
 
     def _end(self, sentence: str, code: int, frozen: list[int], said: bool = True) -> None:
         """End this process: stacks to its log, frozen processes of this node killed, the exit code told."""
+        self.ending.set()
         _end_for_sure()
         if not said:
             os.write(2, f"train_ddp.py: error: {sentence}\n".encode())
@@ -595,23 +582,13 @@ class Watch:
                 faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
         with contextlib.suppress(Exception):
             self.runtime.cleanup.close()
+        note_exit_code(code)
         os._exit(code)
-
-    def _end_by_signal(self) -> None:
-        for peer in self.peers.values():
-            peer.send({"bye": ["told", "SIGTERM", 0, ""]})
-        with contextlib.suppress(Exception):
-            self.runtime.cleanup.close()
-        os._exit(128 + signal.SIGTERM)
 
 
 def _end_for_sure() -> None:
     """End this process in a few seconds even if Python gets stuck on the way, on a dead file system for instance."""
     faulthandler.dump_traceback_later(END_SECONDS, exit=True, file=2)
-
-
-def _left_to_the_watch(number: int, frame: Any) -> None:
-    """A handler that does nothing: the number reaches the watching thread through the wakeup descriptor."""
 
 
 def _status(place: Place) -> str | None:
@@ -633,10 +610,6 @@ def _close_in_children(watch: Watch) -> None:
             return
         for peer in found.peers.values():
             peer.socket.close()
-        with contextlib.suppress(ValueError):
-            if signal.getsignal(signal.SIGTERM) is _left_to_the_watch:
-                signal.signal(signal.SIGTERM, signal.SIG_DFL)
-                signal.set_wakeup_fd(-1)
         found.wake.close()
         found.wakes.close()
         found.runtime.progress.changed = lambda: None

@@ -25,8 +25,9 @@ from tests.cluster.jobs import (
 )
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1500)]
-# fp32 sums in another order, over 30 steps of AdamW: 7e-6 seen. Wrong averaging, or a row lost at a restart, is 5e-2.
-TOLERANCE = 3e-5
+# fp32 sums in another order, over 30 steps of AdamW, which makes rounding of tiny gradients large: up to 5e-5 of the
+# largest weight seen, and 1.2e-7 of the loss. Wrong averaging, or a row lost at a restart, is 5e-2 and 1e-2.
+TOLERANCE, LOSS_TOLERANCE = 2e-4, 1e-6
 
 
 def test_two_hosts_train_as_one_does_and_one_log_speaks(two_hosts, one_host, job, tmp_path):
@@ -37,7 +38,7 @@ def test_two_hosts_train_as_one_does_and_one_log_speaks(two_hosts, one_host, job
     assert losses(texts[0]) == pytest.approx(losses(said_by_one), rel=1e-3)  # as printed, four digits
     assert len(losses(texts[0])) == 30
     run = tmp_path / "outputs" / "two"
-    assert train_loss(run) == pytest.approx(train_loss(reference), rel=TOLERANCE)
+    assert train_loss(run) == pytest.approx(train_loss(reference), rel=LOSS_TOLERANCE)
     assert difference(run, reference) < TOLERANCE
     # The preflight ran first, before a launcher and with every process, and was shown once.
     assert texts[0].index("training can start") < texts[0].index("2 on 2 node(s)")
@@ -65,7 +66,7 @@ def test_three_hosts_with_disks_of_their_own(three_hosts, one_host, job, tmp_pat
     assert codes == [0, 0, 0], "\n".join(texts)
     run = tmp_path / "node1" / "outputs" / "three"
     assert difference(run, one_host[0]) < TOLERANCE
-    assert train_loss(run) == pytest.approx(train_loss(one_host[0]), rel=TOLERANCE)
+    assert train_loss(run) == pytest.approx(train_loss(one_host[0]), rel=LOSS_TOLERANCE)
     assert list(run.glob("checkpoint-*"))
     for other in ("node2", "node3"):
         assert not list((tmp_path / other).glob("outputs/three/checkpoint-*"))
@@ -94,7 +95,7 @@ def test_a_killed_rank_ends_both_nodes_which_start_again_from_the_checkpoint(two
     again = texts[0].split("start 1 of at most 1 again")[1]
     assert 0 < len(losses(again)) <= 25, again  # it did not begin at step 1
     assert difference(run, one_host[0]) < TOLERANCE
-    assert train_loss(run) == pytest.approx(train_loss(one_host[0]), rel=TOLERANCE)
+    assert train_loss(run) == pytest.approx(train_loss(one_host[0]), rel=LOSS_TOLERANCE)
 
 
 def test_a_signal_to_one_node_stops_all_with_a_checkpoint_and_the_command_goes_on(two_hosts, one_host, job, tmp_path):

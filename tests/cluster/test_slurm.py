@@ -8,7 +8,7 @@ import pytest
 
 from tests.cluster.jobs import RUN_SECONDS, difference, losses, train_loss
 from tests.cluster.slurm import missing_slurm, run_slurm
-from tests.cluster.test_nodes import TOLERANCE
+from tests.cluster.test_nodes import LOSS_TOLERANCE, TOLERANCE
 from tests.conftest import REPO
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1500)]
@@ -49,7 +49,7 @@ def test_a_job_is_stopped_before_its_limit_requeued_and_ends_as_if_nothing_had_b
     assert log.startswith(first_start)  # appended to, not replaced
     assert 0 < len(losses(log[len(first_start) :])) <= 25  # it did not begin at step 1
     assert difference(run, one_host[0]) < TOLERANCE
-    assert train_loss(run) == pytest.approx(train_loss(one_host[0]), rel=TOLERANCE)
+    assert train_loss(run) == pytest.approx(train_loss(one_host[0]), rel=LOSS_TOLERANCE)
     # One log a node, each with its own rank, which Slurm filled in there; the second one is silent on the training.
     assert "2 on 2 node(s)" in log
     assert "node 0 reaches node1" in log and "node 1 reaches node1" in (logs / "node-1.log").read_text()

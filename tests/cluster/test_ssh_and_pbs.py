@@ -13,7 +13,7 @@ import pytest
 from tests.cluster.hosts import make_hosts, wait_until
 from tests.cluster.jobs import RUN_SECONDS, difference, losses, train_loss
 from tests.cluster.sshd import missing_sshd, start_sshd
-from tests.cluster.test_nodes import TOLERANCE, ranks_of
+from tests.cluster.test_nodes import LOSS_TOLERANCE, TOLERANCE, ranks_of
 from tests.conftest import REPO
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1500)]
@@ -61,7 +61,7 @@ def test_pbs_trains_on_the_nodes_of_its_file(reachable, one_host, job, tmp_path)
     assert code == 0, said
     run = tmp_path / "outputs" / "pbs-4711"
     assert difference(run, one_host[0]) < TOLERANCE
-    assert train_loss(run) == pytest.approx(train_loss(one_host[0]), rel=TOLERANCE)
+    assert train_loss(run) == pytest.approx(train_loss(one_host[0]), rel=LOSS_TOLERANCE)
     assert "port 19422" in said
     logs = [(tmp_path / f"logs/pbs-4711/node-{node}.log").read_text() for node in (0, 1)]
     assert len(losses(logs[0])) == 30 and losses(said) == losses(logs[0]) and not losses(logs[1])

@@ -208,9 +208,17 @@ choose_interface() {
 
 # ---- running ----
 
-# Put the kit's environment first on PATH, made or brought up to date by uv if need be.
+# Whether the environment that is active holds the kit and what it needs (a container, conda, uv run).
+is_equipped() {
+  command -v accelerate-launch >/dev/null && python -c '
+import importlib.util, sys
+sys.exit(not all(importlib.util.find_spec(name) for name in ("unsloth_ddp", "accelerate", "trl", "unsloth")))' 2>/dev/null
+}
+
+# Else put the kit's own environment first on PATH, made or brought up to date by uv if need be.
 in_environment() {
   local prefix
+  is_equipped && return
   if command -v uv >/dev/null; then
     prefix=$(uv run --project "$kit" python -c 'import sys; print(sys.prefix)') || return 1
   else

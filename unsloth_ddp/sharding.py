@@ -92,6 +92,12 @@ def check_sharding(sharding: Sharding, settings: Settings, device_type: str, bac
         raise UserError(
             "method qlora does not go with sharding zero3, which cannot gather packed 4-bit weights; use fsdp2, or zero2."
         )
+    if sharding == "zero3" and settings.method == "full" and backend == "unsloth":
+        # Measured: its update is not DDP's, though Unsloth with adapters and Transformers in full agree to 3e-7.
+        raise UserError(
+            "method full with sharding zero3 does not train rightly under Unsloth; use --backend transformers, or "
+            "sharding fsdp2 or zero2."
+        )
     if shards_weights(sharding) and settings.gradient_checkpointing == "unsloth":
         raise UserError(
             f"gradient_checkpointing unsloth does not go with sharding {sharding}: what it moves to host memory is "

@@ -13,15 +13,13 @@ Exit code: 0 with warnings or none, 1 after a failure, 2 for a mistake in the op
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 import sys
-from pathlib import Path
 from typing import NoReturn
 
 from unsloth_ddp.errors import UserError
 from unsloth_ddp.preflight.run import Options, run, say
-from unsloth_ddp.runtime import EXIT_USER_ERROR
+from unsloth_ddp.runtime import EXIT_USER_ERROR, note_exit_code
 from unsloth_ddp.settings import Settings, parse_settings
 
 
@@ -47,13 +45,6 @@ def parse(argv: list[str]) -> tuple[Options, Settings]:
     except ValueError:
         raise UserError(f"--timeout is {own.timeout}, but it takes a number of seconds above 0.") from None
     return Options(timeout, own.json), parse_settings(others, __doc__ or "")
-
-
-def note_exit_code(code: int) -> None:
-    """Leave the code where cluster/node.sh reads it: launchers turn every code into 1."""
-    if os.environ.get("UNSLOTH_DDP_EXIT_CODE_FILE"):
-        with contextlib.suppress(OSError):
-            Path(os.environ["UNSLOTH_DDP_EXIT_CODE_FILE"]).write_text(str(code))
 
 
 def main() -> None:

@@ -1,10 +1,10 @@
-"""Two "nodes" of two GPUs each on a machine with four: cluster/node.sh twice, preflight, then every kind of sharding.
+"""Two "nodes" on one machine, half of its GPUs each: cluster/node.sh twice, preflight, then every kind of sharding.
 
     python benchmarks/nodes_gpu.py --json benchmarks/results/nodes_gpu.json
 
 The GPUs are split by CUDA_VISIBLE_DEVICES, and NCCL_HOSTID makes NCCL take the halves for two hosts, so that what
 crosses them goes over the machine's network interface. Each run takes three steps of SGD in fp32; its weight update is
-compared with that of one launcher with four processes.
+compared with that of one launcher with as many processes.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 from sharding import REPO, STEPS, Job, launch, update
@@ -42,16 +43,17 @@ def own_address() -> str:
 def two_nodes(name: str, work: Path, port: int, arguments: list[str]) -> dict[str, Any]:
     """node.sh on both halves; returns codes, seconds and what each said."""
     began = time.perf_counter()
+    half = torch.cuda.device_count() // 2
     processes = []
     for node in (0, 1):
         environ = {
             **os.environ,
-            "CUDA_VISIBLE_DEVICES": f"{2 * node},{2 * node + 1}",
+            "CUDA_VISIBLE_DEVICES": ",".join(str(half * node + gpu) for gpu in range(half)),
             "NNODES": "2",
             "NODE_RANK": str(node),
             "MASTER_ADDR": own_address(),
             "MASTER_PORT": str(port),
-            "GPUS_PER_NODE": "2",
+            "GPUS_PER_NODE": str(half),
             "NCCL_HOSTID": f"node{node}",
             "NCCL_DEBUG": "INFO",
             "NCCL_DEBUG_FILE": str(work / f"{name}_nccl_{node}.%p.txt"),
@@ -76,7 +78,9 @@ def main() -> None:
     output = ["--output_dir", str(given.work / "outputs")]
     results = [two_nodes("nodes_ddp", given.work, 6001, [*OPTIONS.split(), *output, "--run_name", "nodes_ddp"])]
     with ThreadPoolExecutor() as pool:
-        reference = pool.submit(launch, Job("one_launcher", "ddp", OPTIONS), given.work, 4)
+        reference = pool.submit(
+            launch, Job("one_launcher", "ddp", OPTIONS), given.work, torch.cuda.device_count() // 2 * 2
+        )
         others = [
             pool.submit(
                 two_nodes,

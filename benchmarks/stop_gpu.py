@@ -54,6 +54,8 @@ CASES = [
     Case("zero2", 2, "TERM", "launcher", resumed_with=2),
     Case("zero3", 2, "TERM", "launcher", resumed_with=2),
     Case("fsdp2", 2, "USR1", "rank 0", resumed_with=2),
+    Case("ddp", 2, "USR1", "rank 0", resumed_with=1),
+    Case("ddp", 2, "TERM", "rank 0", resumed_with=1),
 ]
 
 
@@ -116,11 +118,13 @@ def play(case: Case, work: Path) -> dict[str, Any]:
         target = everybody[0] if which == ["launcher"] else rank_process(process.pid, int(which[1]))
         began = time.monotonic()
         target.send_signal(getattr(signal, f"SIG{case.signal}"))
-        code = process.wait(timeout=150)
+        code = process.wait(timeout=60)
         _, alive = psutil.wait_procs(everybody, timeout=60)
         result |= {"seconds_to_end": round(time.monotonic() - began, 1), "launcher_code": code}
         result["left_alive"] = len(alive)
     except Exception as error:
+        signals = [line for line in lines(Path(f"/proc/{target.pid}/status")) if line.startswith("Sig")]
+        result["signals"] = {"target": target.pid, "cmdline": target.cmdline()[:6], "masks": signals}
         os.killpg(process.pid, signal.SIGKILL)
         return {**result, "error": str(error), "log": log.read_text()[-2000:]}
     result["noted_code"] = "".join(lines(work / f"{name}.code"))
@@ -148,10 +152,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, default=Path("/tmp/stop_gpu"))
     parser.add_argument("--json", type=Path, required=True)
+    parser.add_argument("--only", nargs="*", default=[], help="only the cases whose name holds one of these words")
     given = parser.parse_args()
     given.work.mkdir(parents=True, exist_ok=True)
-    with ThreadPoolExecutor(max_workers=len(CASES)) as pool:
-        results = list(pool.map(lambda case: play(case, given.work), CASES))
+    cases = [case for case in CASES if not given.only or any(word in case.name for word in given.only)]
+    with ThreadPoolExecutor(max_workers=len(cases)) as pool:
+        results = list(pool.map(lambda case: play(case, given.work), cases))
     for result in results:
         print(json.dumps(result), flush=True)
     query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]

@@ -125,6 +125,26 @@ def test_before_the_first_step_a_signal_ends_the_process_at_once(tmp_path):
     assert result.output.strip() == "SIGTERM: stopped before the first step; nothing is lost."
 
 
+def signal_while_ignored(number: int) -> None:
+    """An armed rank whose parent had a signal ignored."""
+    signal.signal(number, signal.SIG_IGN)
+    stop = Stop(is_main=True)
+    stop.listen(None, {})
+    stop.armed = True
+    os.kill(os.getpid(), number)
+    if number != signal.SIGHUP:
+        wait_for(lambda: stop.cause)
+    print(stop.cause)
+
+
+@pytest.mark.parametrize(
+    ("number", "cause"), [(signal.SIGUSR1, "SIGUSR1"), (signal.SIGTERM, "SIGTERM"), (signal.SIGHUP, "None")]
+)
+def test_only_what_nohup_and_shells_have_ignored_stays_ignored(tmp_path, number, cause):
+    result = run_ranks(1, signal_while_ignored, number, folder=tmp_path, timeout=60).check()
+    assert result.output.strip().splitlines()[-1] == cause
+
+
 def second_signal(first: int, second: int, kept: bool) -> None:
     """An armed rank that is signalled twice."""
     stop = Stop(is_main=True)

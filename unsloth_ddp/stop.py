@@ -27,6 +27,7 @@ from unsloth_ddp.errors import UserError
 from unsloth_ddp.runtime import EXIT_FAILURE, EXIT_STOPPED, Runtime, note_exit_code
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+IGNORABLE = (signal.SIGINT, signal.SIGHUP)
 # Seconds in which further signals are the same request: a terminal signals the launcher and every rank, and the
 # launcher signals the ranks again.
 ONE_REQUEST = 3.0
@@ -141,8 +142,9 @@ class Stop:
         self._telling = told
         signal.set_wakeup_fd(told.fileno(), warn_on_full_buffer=False)
         for number in SIGNALS:
-            # nohup and the like have a signal ignored on purpose.
-            if signal.getsignal(number) is not signal.SIG_IGN:
+            # nohup, and shells for what they start in the background, have these ignored on purpose; the others are
+            # requests wherever they were inherited as ignored (some job runners do that).
+            if number not in IGNORABLE or signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, _do_nothing)
         os.register_at_fork(
             before=_hold_signals, after_in_parent=_release_signals, after_in_child=self._forget_in_child

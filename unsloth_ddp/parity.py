@@ -350,13 +350,18 @@ def run_launch(launch: Launch, script: Path, config: Path, output: Path, gpus: l
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-    outcome = Outcome(launch, time.perf_counter() - began, folder)
-    if code or not (folder / "trainer_state.json").is_file():
-        ended = f"ended after {timeout:.0f} s" if late else f"exit code {code}"
-        outcome.error = f"({ended})\n{last_lines(log.read_text(errors='replace'))}"
-        return outcome
-    outcome.losses = logged_losses(folder)
-    return outcome
+    seconds = time.perf_counter() - began
+    ended = f"ended after {timeout:.0f} s" if late else f"exit code {code}"
+    return outcome_of(launch, seconds, folder, "" if code == 0 else ended, log.read_text(errors="replace"))
+
+
+def outcome_of(launch: Launch, seconds: float, folder: Path, failure: str, log: str) -> Outcome:
+    """What a launch that has ended came to; `failure` says in a few words how it failed, if it did."""
+    if not failure and not (folder / "trainer_state.json").is_file():
+        failure = "nothing was saved"
+    if failure:
+        return Outcome(launch, seconds, folder, error=f"({failure})\n{last_lines(log)}")
+    return Outcome(launch, seconds, folder, logged_losses(folder))
 
 
 def last_lines(text: str, count: int = 20) -> str:

@@ -190,7 +190,7 @@ TOLERANCES: dict[tuple[str, str], Tolerance] = {
     ("transformers", "fp32"): Tolerance(1e-6, FP32),
     ("unsloth", "fp32"): Tolerance(1e-6, FP32),
     ("unsloth", "bf16"): Tolerance(6e-2, AUTOCAST),
-    ("transformers", "bf16"): Tolerance(6e-2, AUTOCAST),
+    ("transformers", "bf16"): Tolerance(6e-2, AUTOCAST + "; with Transformers on a CPU 3e-3"),
     ("unsloth", "fp16"): Tolerance(6e-2, AUTOCAST + "; fp16 is held to the same, not measured"),
     ("transformers", "fp16"): Tolerance(6e-2, AUTOCAST + "; fp16 is held to the same, not measured"),
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import get_args
+from typing import Literal, get_args
 
 from unsloth_ddp.batch import BatchPlan
 from unsloth_ddp.plan.calibration import FULL, Calibration, Speed, Wanted, expected_speed
@@ -84,9 +84,9 @@ def precision_of(settings: Settings) -> str:
     return "bf16" if settings.precision == "auto" else settings.precision
 
 
-def backend_of(settings: Settings) -> str:
+def backend_of(settings: Settings) -> Literal["unsloth", "transformers"]:
     """What would train on a GPU."""
-    return "unsloth" if settings.backend == "auto" else settings.backend
+    return "transformers" if settings.backend == "transformers" else "unsloth"
 
 
 def wanted_speed(settings: Settings, shape: ModelShape, rows: RowLengths, batch: BatchPlan) -> Wanted:
@@ -122,6 +122,7 @@ def make_plan(
         optimizer=optimizer_bytes(settings.optim),
         checkpointing=settings.gradient_checkpointing,
         processes=hardware.processes,
+        backend=backend_of(settings),
     )
     memory = []
     for method in get_args(Method):

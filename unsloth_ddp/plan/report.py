@@ -134,7 +134,7 @@ def notes(hardware: Hardware, plan: Plan, calibration: Calibration | None) -> li
     """What the tables rest on, and what they leave out."""
     said = [
         f"Memory: * is the run as set. Up to {RESERVE:.0%} of a GPU counts as a fit; the rest is for the driver, NCCL and "
-        "fragmentation. none was compared with runs on H200s (within 5 %); ZeRO and FSDP2 are computed, not measured."
+        "fragmentation. none was compared with runs on H200s (within 4 %); ZeRO and FSDP2 are computed, not measured."
     ]
     if hardware.inside is None and hardware.gpus_per_node > 1:
         said.append("Inside a node averaging is not counted: give --node_bandwidth (the preflight measures it).")

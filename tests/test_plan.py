@@ -290,7 +290,7 @@ def test_work_a_token_counts_weight_gradients_of_trained_weights_only(demo_shape
 
 @pytest.fixture(scope="module")
 def measured_job(tmp_path_factory):
-    """The settings of the runs in gpu_check_large.json by model shape, with their rows and no weights."""
+    """The shapes of the models in gpu_check_large.json by name, made without weights, and the rows of those runs."""
     import shutil
 
     folder = tmp_path_factory.mktemp("large")
@@ -302,13 +302,12 @@ def measured_job(tmp_path_factory):
                 shutil.copy(path, folder / name)
     given = Settings(dataset=[str(folder / "train.jsonl")], max_length=1024)
     jobs = {name: dataclasses.replace(given, model=str(folder / name)) for name in ("qwen3_8b", "qwen3_1.7b")}
-    return jobs, row_lengths(jobs["qwen3_8b"])
+    return {name: model_shape(job) for name, job in jobs.items()}, row_lengths(jobs["qwen3_8b"])
 
 
 def test_memory_is_near_what_h200s_used(measured_job):
-    jobs, rows = measured_job
+    shapes, rows = measured_job
     runs = json.loads((REPO / "benchmarks/results/gpu_check_large.json").read_text())["runs"]
-    shapes = {name: model_shape(job) for name, job in jobs.items()}
     errors = {}
     for run in runs:
         summary = run["summary"]
@@ -327,10 +326,10 @@ def test_memory_is_near_what_h200s_used(measured_job):
 
 
 def test_the_shipped_calibrations_work_is_that_of_its_models(measured_job):
-    by_name = {name: model_shape(job).flops_a_token("lora") for name, job in measured_job[0].items()}
+    shapes, _ = measured_job
     for one in load_calibration("h200").measurements:
-        shape = "qwen3_8b" if "8B" in one.name else "qwen3_1.7b"
-        assert one.flops_a_token == pytest.approx(by_name[shape], rel=1e-6), one.name
+        shape = shapes["qwen3_8b" if "8B" in one.name else "qwen3_1.7b"]
+        assert one.flops_a_token == pytest.approx(shape.flops_a_token("lora"), rel=1e-6), one.name
 
 
 # ---- the command ----

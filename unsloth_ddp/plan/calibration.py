@@ -25,6 +25,10 @@ from unsloth_ddp.errors import UserError
 
 SHIPPED = {"h200": Path(__file__).with_name("h200.json")}
 ROWS = ("full", "padded", "packed")
+# Rows count as full where they fill this share of max_length on average.
+FULL = 0.9
+# A measurement says nothing of a model whose tokens take this many times its work, or of so much larger micro-batches.
+TOO_FAR = 4
 
 
 @dataclass(frozen=True)
@@ -126,12 +130,12 @@ def save_calibration(calibration: Calibration, path: Path) -> None:
 
 
 def expected_speed(calibration: Calibration, wanted: Wanted) -> Speed | None:
-    """Speed of a model of another size, by the work of a token; None where the method was not measured.
+    """Speed of a model of another size, by the work of a token; None where nothing alike was measured (see TOO_FAR).
 
     The measurements nearest in circumstances are taken. Between two model sizes the work a second is interpolated
     over the logarithm of the work a token; beyond them, and with one alone, it stays what it was.
     """
-    same = [m for m in calibration.measurements if (m.method, m.precision) == (wanted.method, wanted.precision)]
+    same = [m for m in calibration.measurements if _is_alike(m, wanted)]
     if not same:
         return None
     nearest = min(same, key=lambda m: _distance(m, wanted))
@@ -145,6 +149,14 @@ def expected_speed(calibration: Calibration, wanted: Wanted) -> Speed | None:
         part = math.log(wanted.flops_a_token / low.flops_a_token) / math.log(high.flops_a_token / low.flops_a_token)
         reached = low.flops_a_second + part * (high.flops_a_second - low.flops_a_second)
     return Speed(reached / wanted.flops_a_token, [m.name for m in sources], _differences(nearest, wanted))
+
+
+def _is_alike(one: Measurement, wanted: Wanted) -> bool:
+    ratios = [wanted.flops_a_token / one.flops_a_token]
+    if one.tokens_a_micro_batch:
+        ratios.append(wanted.tokens_a_micro_batch / one.tokens_a_micro_batch)
+    near = all(1 / TOO_FAR <= ratio <= TOO_FAR for ratio in ratios)
+    return near and (one.method, one.precision) == (wanted.method, wanted.precision)
 
 
 def _distance(one: Measurement, wanted: Wanted) -> tuple[float, ...]:
@@ -214,7 +226,3 @@ def measure_run(folder: Path, flops_a_token: float, mean_row: float) -> tuple[st
         raise UserError(
             f"--calibrate {folder} is not the folder of a finished run ({error}); give outputs/RUN."
         ) from None
-
-
-# Rows count as full where they fill this share of max_length on average.
-FULL = 0.9

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,13 @@ from rich.console import Console
 from rich.table import Table
 
 from unsloth_ddp.errors import UserError
-from unsloth_ddp.plan.calibration import Calibration
+from unsloth_ddp.plan.calibration import TOO_FAR, Calibration
 from unsloth_ddp.plan.compute import Hardware, Plan, backend_of, precision_of
 from unsloth_ddp.plan.memory import RESERVE
 from unsloth_ddp.plan.network import GUIDE, GUIDE_GPUS_A_NODE, Links, all_reduce_seconds, ring_fit
 from unsloth_ddp.plan.rows import RowLengths
 from unsloth_ddp.plan.shape import ModelShape
-from unsloth_ddp.plan.units import GIB, shown_bandwidth, shown_bytes, shown_seconds
+from unsloth_ddp.plan.units import shown_bandwidth, shown_bytes, shown_seconds
 from unsloth_ddp.settings import Settings
 
 NO_CALIBRATION = (
@@ -28,8 +29,8 @@ NO_CALIBRATION = (
 )
 
 
-def _table(title: str, columns: list[str], rows: list[list[str]], left: int = 1) -> Table:
-    table = Table(box=box.SIMPLE, title=title, title_justify="left", title_style="bold", pad_edge=False)
+def _table(columns: list[str], rows: list[list[str]], left: int = 1) -> Table:
+    table = Table(box=box.SIMPLE, show_header=any(columns), pad_edge=False)
     for index, name in enumerate(columns):
         table.add_column(name, justify="left" if index < left else "right")
     for row in rows:
@@ -46,17 +47,24 @@ def print_plan(
     calibration: Calibration | None,
 ) -> None:
     """Everything, as someone reads it who is about to rent."""
-    console = Console(width=130)
-    console.print(_table("Run", ["", ""], _run_rows(settings, shape, rows, hardware, plan), left=2), soft_wrap=True)
-    console.print(_memory_table(settings, hardware, plan))
+    console = Console(width=None if sys.stdout.isatty() else 130)
+    against = f", of {shown_bytes(hardware.gpu_memory)}" if hardware.gpu_memory else " (--gpu_memory gives a verdict)"
+    shape_of_it = f"{hardware.nodes} node(s) x {hardware.gpus_per_node} GPUs"
+    networks = " / ".join(shown_bandwidth(network) for network in hardware.networks)
+    for title, table in (
+        ("Run", _table(["", ""], _run_rows(settings, shape, rows, hardware, plan), left=2)),
+        (f"Memory of one GPU{against}", _memory_table(settings, plan)),
+        (f"Time to average the gradients of a step with DDP, {shape_of_it}", _network_table(settings, hardware, plan)),
+        (f"Efficiency, at most, with {networks} between nodes", _scale_table(plan)),
+    ):
+        console.print(title, style="bold", highlight=False)
+        console.print(table)
     if shape.all_experts:
         console.print(
             "A mixture of experts: every expert is counted as if each token met all of them, so time is too high."
         )
-    console.print(_network_table(settings, hardware, plan))
-    console.print(_scale_table(hardware, plan))
     for sentence in notes(hardware, plan, calibration):
-        console.print(sentence, soft_wrap=True)
+        console.print(f"- {sentence}", soft_wrap=True, highlight=False)
 
 
 def _run_rows(
@@ -76,16 +84,15 @@ def _run_rows(
     ]  # fmt: skip
 
 
-def _memory_table(settings: Settings, hardware: Hardware, plan: Plan) -> Table:
-    columns = ["method", "sharding", "weights", "gradients", "optimizer", "copies", "activations", "together"]
-    parts = ("weights", "gradients", "optimizer", "copies", "activations", "total")
+def _memory_table(settings: Settings, plan: Plan) -> Table:
+    columns = ["method", "sharding", "weights", "gradients", "optimizer", "copies", "activations", "loading", "at most"]
+    parts = ("weights", "gradients", "optimizer", "copies", "activations", "loading", "total")
     rows = []
     for one in plan.memory:
-        amounts = [f"{getattr(one.memory, part) / GIB:,.2f}" for part in parts]
+        amounts = [shown_bytes(getattr(one.memory, part)) for part in parts]
         chosen = "*" if one.method == settings.method and one.sharding == "none" else ""
         rows.append([one.method + chosen, one.sharding, *amounts, one.verdict])
-    against = f", of {shown_bytes(hardware.gpu_memory)}" if hardware.gpu_memory else "; --gpu_memory gives a verdict"
-    return _table(f"Memory of one GPU in GiB{against}", [*columns, "verdict"], rows, left=2)
+    return _table([*columns, "verdict"], rows, left=2)
 
 
 def _network_table(settings: Settings, hardware: Hardware, plan: Plan) -> Table:
@@ -96,20 +103,19 @@ def _network_table(settings: Settings, hardware: Hardware, plan: Plan) -> Table:
             all_reduce_seconds(size, hardware.nodes, hardware.gpus_per_node, Links(network, hardware.inside))
             for network in hardware.networks
         ]
-        rows.append(
-            [method + ("*" if method == settings.method else ""), shown_bytes(size), *map(shown_seconds, times)]
-        )
-    return _table(
-        f"Averaging of gradients with DDP, {hardware.nodes} node(s) x {hardware.gpus_per_node} GPUs", columns, rows
-    )
+        rows.append([method + ("*" if method == settings.method else ""), shown_bytes(size), *map(_shown_time, times)])
+    return _table(columns, rows)
+
+
+def _shown_time(seconds: float) -> str:
+    return shown_seconds(seconds) if seconds else "-"
 
 
 def _percent(values: list[float] | None) -> str:
     return " / ".join(f"{value:.1%}" for value in values) if values else "-"
 
 
-def _scale_table(hardware: Hardware, plan: Plan) -> Table:
-    networks = " / ".join(shown_bandwidth(network) for network in hardware.networks)
+def _scale_table(plan: Plan) -> Table:
     columns = [
         "GPUs",
         "nodes",
@@ -117,24 +123,25 @@ def _scale_table(hardware: Hardware, plan: Plan) -> Table:
         "even rows leave",
         "same work a GPU",
         "same global batch",
-        "hours",
+        "run",
         "GPU-hours",
     ]
     rows = []
     for one in plan.scale:
-        hours = " / ".join(f"{h:,.2f}" for h in one.hours) if one.hours else "-"
-        gpu_hours = " / ".join(f"{h * one.gpus:,.2f}" for h in one.hours) if one.hours else "-"
-        times = " / ".join(map(shown_seconds, one.all_reduce)) if any(one.all_reduce) else "-"
-        even = f"{one.even:.1%}" if one.even else "-"
-        rows.append([str(one.gpus), str(one.nodes), times, even, _percent(one.same_work), _percent(one.same_batch), hours, gpu_hours])  # fmt: skip
-    return _table(f"At most this efficiency, with {networks} between nodes", columns, rows, left=0)
+        hours = one.hours or []
+        cells = [str(one.gpus), str(one.nodes), " / ".join(map(_shown_time, one.all_reduce))]
+        cells += [f"{one.even:.1%}" if one.even else "-", _percent(one.same_work), _percent(one.same_batch)]
+        cells += [" / ".join(shown_seconds(h * 3600) for h in hours) or "-"]
+        cells += [" / ".join(f"{h * one.gpus:,.2f}" for h in hours) or "-"]
+        rows.append(cells)
+    return _table(columns, rows, left=0)
 
 
 def notes(hardware: Hardware, plan: Plan, calibration: Calibration | None) -> list[str]:
     """What the tables rest on, and what they leave out."""
     said = [
         f"Memory: * is the run as set. Up to {RESERVE:.0%} of a GPU counts as a fit; the rest is for the driver, NCCL and "
-        "fragmentation. none was compared with runs on H200s (within 4 %); ZeRO and FSDP2 are computed, not measured."
+        "fragmentation. DDP (sharding none) is within 4 % of runs on H200s; ZeRO and FSDP2 are computed, not compared."
     ]
     if hardware.inside is None and hardware.gpus_per_node > 1:
         said.append("Inside a node averaging is not counted: give --node_bandwidth (the preflight measures it).")
@@ -142,8 +149,9 @@ def notes(hardware: Hardware, plan: Plan, calibration: Calibration | None) -> li
         said.append(NO_CALIBRATION)
     elif plan.speed is None:
         said.append(
-            f"Time and efficiency are missing: the calibration of {calibration.gpu} has no measurement of this method and "
-            "precision. " + NO_CALIBRATION.partition(": --calibration FILE. ")[2]
+            f"Time and efficiency are missing: the calibration of {calibration.gpu} holds no measurement of this method and "
+            f"precision within a factor of {TOO_FAR} of this model's work a token and this micro-batch's tokens. "
+            + NO_CALIBRATION.partition("--calibration FILE. ")[2]
         )
     else:
         named = "; ".join(plan.speed.sources)

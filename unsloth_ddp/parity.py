@@ -590,8 +590,8 @@ def main(argv: list[str]) -> int:
         return EXIT_USER_ERROR
     agree, sentence = verdict(rows, tolerance)
     print_table(rows, check)
-    for error in errors:
-        print(f"\n{error}\n")
+    for text in errors:
+        print(f"\n{text}\n")
     print(sentence)
     print(f"Tolerance: {tolerance.value:.1e} ({tolerance.reason}).")
     if given.json:

@@ -95,7 +95,7 @@ def plan_memory(shape: ModelShape, method: Method, sharding: Sharding, work: Wor
     states = trained * work.optimizer * master / 4
     # Products in 16 bit are made with 16-bit copies of fp32 weights, kept while a forward pass lasts.
     multiplied = shape.linear if method == "full" else shape.adapter
-    cast = multiplied * work.precision if work.precision < master else 0
+    cast = float(multiplied * work.precision) if work.precision < master else 0
     loaded = (shape.parameters * work.precision if method == "full" else frozen) + (
         trained * 4 if method != "full" else 0
     )
@@ -105,21 +105,20 @@ def plan_memory(shape: ModelShape, method: Method, sharding: Sharding, work: Wor
         weights, gradients, copies = frozen + trained * master, trained * master, buckets + cast
         # In the forward pass that these copies are for.
         return Memory(weights, gradients, states, copies, activations, frozen + trained * master)
+    # A block is gathered while the next is on its way; embedding and head stay gathered.
+    outside = (shape.parameters - shape.linear) * work.precision
+    gathered = outside + 2 * (frozen + trained * work.precision - outside) / max(1, shape.layers)
     if sharding == "fsdp2":
-        blocks = max(1, shape.layers)
-        # One block is gathered while the next is on its way; embedding and head are gathered together.
-        block = max((frozen + trained * work.precision) / blocks, shape.head * work.precision)
         weights = (frozen + trained * master) / parts
-        return Memory(weights, trained * master / parts, states / parts, 2 * block, activations, loaded)
+        return Memory(weights, trained * master / parts, states / parts, gathered, activations, loaded)
     # DeepSpeed trains in 16 bit, with fp32 copies of the trained weights shared out.
     weights = frozen + trained * work.precision
     shared = (states * 4 / master + (trained * 4 if work.precision < 4 else 0)) / parts
     bucket = min(ZERO_BUCKET, trained) * work.precision * 2
     if sharding == "zero2":
         return Memory(weights, trained * work.precision / parts, shared, bucket, activations, weights)
-    block = (frozen + trained * work.precision) / max(1, shape.layers)
     gradients = trained * work.precision / parts
-    return Memory(weights / parts, gradients, shared, bucket + 2 * block, activations, weights / parts)
+    return Memory(weights / parts, gradients, shared, bucket + gathered, activations, weights / parts)
 
 
 def plan_activations(shape: ModelShape, method: Method, work: Workload) -> float:

@@ -187,19 +187,29 @@ def test_speed_follows_the_work_of_a_token():
     assert expected_speed(Calibration("gpu", "", [large, one]), beyond).tokens_per_second == 10_000
     # Nobody measured anything like it.
     assert expected_speed(Calibration("gpu", "", [one]), beyond) is None
-    few_tokens = dataclasses.replace(WANTED, tokens_a_micro_batch=4000)
+    few_tokens = dataclasses.replace(WANTED, tokens_a_micro_batch=3000)
     assert expected_speed(Calibration("gpu", "", [one]), few_tokens) is None
 
 
 def test_the_nearest_circumstances_are_taken_and_their_differences_told():
-    padded = measurement("padded", 3e10, 1000, rows="padded", tokens_a_micro_batch=6000)
     offloaded = measurement("offloaded", 3e10, 2000, gradient_checkpointing="unsloth")
-    found = expected_speed(Calibration("gpu", "", [padded, offloaded]), WANTED)
+    fewer = measurement("fewer", 3e10, 1000, gradient_checkpointing="unsloth", tokens_a_micro_batch=6000)
+    found = expected_speed(Calibration("gpu", "", [fewer, offloaded]), WANTED)
     assert found.tokens_per_second == 2000
     assert found.differences == ["gradient checkpointing unsloth, not none"]
-    found = expected_speed(Calibration("gpu", "", [padded]), WANTED)
-    assert found.differences == ["rows padded, not full", "6,000 tokens a micro-batch, not 16,384"]
-    assert expected_speed(Calibration("gpu", "", [padded]), dataclasses.replace(WANTED, method="full")) is None
+    found = expected_speed(Calibration("gpu", "", [fewer]), WANTED)
+    assert found.differences[1:] == ["6,000 tokens a micro-batch, not 16,384"]
+    for other in ({"method": "full"}, {"rows": "padded"}, {"precision": "fp16"}):
+        assert expected_speed(Calibration("gpu", "", [fewer]), dataclasses.replace(WANTED, **other)) is None
+
+
+def test_a_run_is_timed_by_what_was_measured_nearest():
+    padded = dataclasses.replace(WANTED, rows="padded", gradient_checkpointing="torch", tokens_a_micro_batch=578)
+    found = expected_speed(load_calibration("h200"), padded)
+    assert found.sources == ["Qwen3-1.7B, TRL, checkpointing, 8 chat rows"]
+    assert found.tokens_per_second == pytest.approx(4000 * 6_986_399_744 / 3e10)
+    offloading = dataclasses.replace(padded, gradient_checkpointing="unsloth")
+    assert expected_speed(load_calibration("h200"), offloading).sources[0].startswith("Qwen3-1.7B, Unsloth, offloaded")
 
 
 def test_the_shipped_calibration_says_where_it_is_from():

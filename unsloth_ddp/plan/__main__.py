@@ -9,6 +9,7 @@ Reads the model's config.json and tokenizer (no weights) and the rows. Nothing i
 from __future__ import annotations
 
 import argparse
+import logging
 import sys
 from pathlib import Path
 from typing import NoReturn
@@ -84,6 +85,7 @@ def plan(argv: list[str]) -> None:
     from unsloth_ddp.plan.rows import row_lengths
     from unsloth_ddp.plan.shape import model_shape
 
+    _quiet()
     calibration = load_calibration(given.calibration) if given.calibration and not given.calibrate else None
     hardware = Hardware(given.nodes, given.gpus_per_node, networks, inside, gpu_memory)
     shape = model_shape(settings)
@@ -100,6 +102,14 @@ def plan(argv: list[str]) -> None:
         report.write_json(given.json, report.as_json(settings, shape, rows, hardware, computed, calibration))
     if given.picture:
         report.draw(given.picture, hardware, computed)
+
+
+def _quiet() -> None:
+    """No warnings of libraries about what is only counted here: rows over the model's length, deprecations in torchao."""
+    import transformers
+
+    transformers.utils.logging.set_verbosity_error()
+    logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)
 
 
 def main(argv: list[str]) -> int:

@@ -109,10 +109,10 @@ def plan_memory(shape: ModelShape, method: Method, sharding: Sharding, work: Wor
     outside = (shape.parameters - shape.linear) * work.precision
     gathered = outside + 2 * (frozen + trained * work.precision - outside) / max(1, shape.layers)
     if sharding == "fsdp2":
-        weights = (frozen + trained * master) / parts
-        return Memory(weights, trained * master / parts, states / parts, gathered, activations, loaded)
+        mine = (frozen + trained * master) / parts
+        return Memory(mine, trained * master / parts, states / parts, gathered, activations, loaded)
     # DeepSpeed trains in 16 bit, with fp32 copies of the trained weights shared out.
-    weights = frozen + trained * work.precision
+    weights = float(frozen + trained * work.precision)
     shared = (states * 4 / master + (trained * 4 if work.precision < 4 else 0)) / parts
     bucket = min(ZERO_BUCKET, trained) * work.precision * 2
     if sharding == "zero2":

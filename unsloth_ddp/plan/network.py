@@ -1,7 +1,7 @@
 """Time that averaging gradients takes, and what is left of a GPU's speed. Pure arithmetic.
 
-All of it is what the links and the uneven rows alone allow: NCCL's start-up time, congestion and machines that are
-slow now and then are left out, so real figures are lower, the more so the more machines there are. The published
+All of it is what the links and the uneven rows decide: NCCL's start-up time, congestion and machines that are slow
+now and then are left out, so real figures are lower, the more so the more machines there are. The published
 figures in GUIDE show by how much: set to its 95 % on 4 GPUs, the ring alone explains 93 % on 8 and 92 % on 16, where
 the guide has 88 % and 80 %.
 """

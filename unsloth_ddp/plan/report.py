@@ -55,7 +55,7 @@ def print_plan(
         ("Run", _table(["", ""], _run_rows(settings, shape, rows, hardware, plan), left=2)),
         (f"Memory of one GPU{against}", _memory_table(settings, plan)),
         (f"Time to average the gradients of a step with DDP, {shape_of_it}", _network_table(settings, hardware, plan)),
-        (f"Efficiency, at most, with {networks} between nodes", _scale_table(plan)),
+        (f"Efficiency as far as links and rows decide it, with {networks} between nodes", _scale_table(plan)),
     ):
         console.print(title, style="bold", highlight=False)
         console.print(table)
@@ -149,8 +149,8 @@ def notes(hardware: Hardware, plan: Plan, calibration: Calibration | None) -> li
         said.append(NO_CALIBRATION)
     elif plan.speed is None:
         said.append(
-            f"Time and efficiency are missing: the calibration of {calibration.gpu} holds no measurement of this method and "
-            f"precision within a factor of {TOO_FAR} of this model's work a token and this micro-batch's tokens. "
+            f"Time and efficiency are missing: the calibration of {calibration.gpu} holds no measurement of this method, "
+            f"precision and kind of rows within a factor of {TOO_FAR} of this model's work a token and this micro-batch's tokens. "
             + NO_CALIBRATION.partition("--calibration FILE. ")[2]
         )
     else:
@@ -164,7 +164,8 @@ def notes(hardware: Hardware, plan: Plan, calibration: Calibration | None) -> li
     ring = ring_fit(GUIDE[4], 4 // GUIDE_GPUS_A_NODE, [count // GUIDE_GPUS_A_NODE for count in others])
     fitted = ", ".join(f"{r:.0%} at {c} ({GUIDE[c]:.0%} there)" for r, c in zip(ring, others, strict=True))
     said.append(
-        "Efficiency counts link speed and uneven rows alone; start-up times, congestion and slow machines come on top. "
+        "Efficiency: link speed, and uneven rows, where a step lasts as long as the GPU with the most tokens needs (less "
+        "is lost where GPUs are not busy). Start-up times, congestion and slow machines come on top. "
         f"Set to the published guide's {GUIDE[4]:.0%} on 2 nodes x 2 A100, such a count says {fitted}."
     )
     return said
@@ -239,8 +240,9 @@ def draw(path: Path, hardware: Hardware, plan: Plan) -> None:
                 label=f"same global batch, {shown_bandwidth(network)}",
             )
     axes.plot(*zip(*GUIDE.items(), strict=True), "k^", label="published, 2 A100s a node")
-    axes.set(xscale="log", xlabel="GPUs", ylabel="efficiency, at most", ylim=(0, 1.05))
+    axes.set(xlabel="GPUs", ylabel="efficiency", ylim=(0, 1.05))
     axes.set_xscale("log", base=2)
+    axes.set_xticks([one.gpus for one in plan.scale], [str(one.gpus) for one in plan.scale])
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8)
     figure.tight_layout()

@@ -96,15 +96,12 @@ def plan_memory(shape: ModelShape, method: Method, sharding: Sharding, work: Wor
     # Products in 16 bit are made with 16-bit copies of fp32 weights, kept while a forward pass lasts.
     multiplied = shape.linear if method == "full" else shape.adapter
     cast = float(multiplied * work.precision) if work.precision < master else 0
-    loaded = (shape.parameters * work.precision if method == "full" else frozen) + (
-        trained * 4 if method != "full" else 0
-    )
+    loaded = shape.parameters * work.precision if method == "full" else frozen + trained * 4
     activations = plan_activations(shape, method, work)
     if sharding == "none":
         buckets = trained * master if parts > 1 else 0
-        weights, gradients, copies = frozen + trained * master, trained * master, buckets + cast
-        # In the forward pass that these copies are for.
-        return Memory(weights, gradients, states, copies, activations, frozen + trained * master)
+        held = frozen + trained * master
+        return Memory(held, trained * master, states, buckets + cast, activations, held)
     # A block is gathered while the next is on its way; embedding and head stay gathered.
     outside = (shape.parameters - shape.linear) * work.precision
     gathered = outside + 2 * (frozen + trained * work.precision - outside) / max(1, shape.layers)

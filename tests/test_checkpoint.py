@@ -28,7 +28,10 @@ WHOLE_RUN = (
     "--save_steps 1 --save_total_limit none --max_grad_norm 0.5 --warmup_steps 2"
 )
 LAST = 9  # 10 training rows in steps of 4
-TIMINGS = {"train_runtime", "train_samples_per_second", "train_steps_per_second", "total_flos", "tokens_per_second"}
+TIMINGS = {
+    "train_runtime", "train_samples_per_second", "train_steps_per_second", "total_flos", "tokens_per_second",
+    "rank_step_seconds", "rank_step_seconds_max",
+}  # fmt: skip
 TIMINGS |= {"eval_runtime", "eval_samples_per_second", "eval_steps_per_second"}
 
 

@@ -168,10 +168,6 @@ def start_logging(folder: Path, runtime: Runtime) -> None:
     ours.setLevel(logging.INFO)
     ours.propagate = False
     ours.addHandler(to_file)
-    if runtime.ranks.is_main:
-        to_terminal = logging.StreamHandler()
-        to_terminal.setLevel(logging.WARNING)
-        ours.addHandler(to_terminal)
     logging.captureWarnings(True)
 
 

@@ -306,7 +306,7 @@ def test_a_failure_is_exit_code_1_and_a_mistake_2(tmp_path):
         done.stderr
         == "preflight: error: command line: there is no option no_such_option; train_ddp.py --help lists them all.\n"
     )
-    assert (tmp_path / "code").read_text() == "2"
+    assert (tmp_path / "code").read_text() == "2\n"
 
 
 def test_variables_that_cannot_be_read_are_a_table_too(tmp_path):

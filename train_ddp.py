@@ -65,7 +65,8 @@ def train(settings: Settings, ranks: Ranks) -> int:
 
         import_backend(runtime, settings)
         output.stop_library_output(runtime)
-        from unsloth_ddp.trainer import make_config, make_trainer
+        from unsloth_ddp.sft_config import make_config
+        from unsloth_ddp.trainer import make_trainer
 
         config = make_config(settings, runtime, plan, run_folder)
         model, tokenizer = models.load_model(settings, runtime)

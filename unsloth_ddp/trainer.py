@@ -6,13 +6,8 @@ below replaces one step of the loop and says what upstream does there instead.
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
-import functools
 import logging
 import os
-import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -20,113 +15,33 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from transformers import Trainer, TrainerCallback, set_seed
+from transformers import Trainer
 from transformers.integrations import get_reporting_integration_callbacks
-from transformers.trainer_callback import ExportableState
-from transformers.trainer_utils import EvalLoopOutput, IntervalStrategy
-from trl import SFTTrainer
-from trl.trainer.sft_config import SFTConfig
+from transformers.trainer_utils import EvalLoopOutput
 
 from unsloth_ddp.batch import BatchPlan, RowOrder
+from unsloth_ddp.callbacks import CompareWeights, Report, SavedTotals, StopTogether
 from unsloth_ddp.checkpoint import Checkpoints, Start, make_cpu_checkpoints_readable
 from unsloth_ddp.data import PadRight, TokenizedRows
 from unsloth_ddp.drift import REPLICATED, DriftCheck
 from unsloth_ddp.errors import UserError
 from unsloth_ddp.loss import logits_to_step_loss, step_divisor, supervised_tokens
 from unsloth_ddp.model import DTYPES
-from unsloth_ddp.runtime import Progress, Runtime, alone_timeout
+from unsloth_ddp.resumable import ResumableTrainer
+from unsloth_ddp.runtime import Runtime, alone_timeout
 from unsloth_ddp.settings import Settings
 from unsloth_ddp.stop import Stop
 from unsloth_ddp.telemetry import (
-    TOKENS,
     BestEffort,
     Meter,
     OwnTime,
     Stragglers,
-    Totals,
     describe_straggler,
     peak_memory_bytes,
     summarize,
 )
 
 logger = logging.getLogger("unsloth_ddp")
-
-# SFTConfig fields that the kit computes or that would undo what it does.
-OWNED_ARGS = {
-    "average_tokens_across_devices", "packing", "padding_free", "dataset_kwargs", "remove_unused_columns", "bf16",
-    "fp16", "use_cpu", "gradient_accumulation_steps", "per_device_train_batch_size", "output_dir", "run_name",
-    "train_sampling_strategy", "dataloader_drop_last", "push_to_hub", "hub_token", "assistant_only_loss",
-    "completion_only_loss", "max_length", "label_smoothing_factor", "auto_find_batch_size", "accelerator_config",
-}  # fmt: skip
-
-
-def make_config(settings: Settings, runtime: Runtime, plan: BatchPlan, run_folder: Path) -> Any:
-    """TRL's SFTConfig for these settings, every field set: Unsloth's version of it has defaults of its own.
-
-    To be made before the model is loaded, and kept: with ZeRO-3 it is what makes Transformers load in parts.
-
-    Raises:
-        UserError: trainer_args names no field of SFTConfig, one the kit owns, or a value it refuses.
-    """
-    defaults = {
-        f.name: f.default if f.default is not dataclasses.MISSING else f.default_factory()  # type: ignore[operator]
-        for f in dataclasses.fields(SFTConfig)
-        if f.init
-    }
-    for name in settings.trainer_args:
-        if name in OWNED_ARGS or hasattr(settings, name):
-            raise UserError(
-                f"trainer_args: {name} is decided by the kit; use the option of train_ddp.py --help instead."
-            )
-        if name not in defaults:
-            raise UserError(f"trainer_args: SFTConfig has no field {name}; see the documentation of TRL's SFTConfig.")
-    strategy = settings.eval_strategy
-    if strategy == "auto":
-        strategy = "steps" if settings.eval_steps else "epoch"
-    checkpointing = settings.gradient_checkpointing != "none"
-    # ZeRO-3 with adapters recomputes rightly only in the reentrant way (TRL issue 2514).
-    reentrant = runtime.sharding == "zero3" and settings.method != "full"
-    chosen = {
-        "output_dir": str(run_folder),
-        "run_name": run_folder.name,
-        "per_device_train_batch_size": plan.per_device,
-        "per_device_eval_batch_size": settings.per_device_eval_batch_size,
-        "gradient_accumulation_steps": plan.accumulation,
-        # loss.py averages; with this on, Transformers would multiply by the world size a second time.
-        "average_tokens_across_devices": False,
-        "bf16": runtime.precision == "bf16",
-        "fp16": runtime.precision == "fp16",
-        "use_cpu": runtime.device_type == "cpu",
-        "gradient_checkpointing": checkpointing,
-        "gradient_checkpointing_kwargs": {"use_reentrant": reentrant} if checkpointing else None,
-        "ddp_find_unused_parameters": settings.ddp_find_unused_parameters,
-        "ddp_timeout": settings.ddp_timeout,
-        # A language model's buffers are constants; sending them before each forward pass makes ranks wait for each other.
-        "ddp_broadcast_buffers": False,
-        "eval_strategy": strategy if settings.eval_dataset or settings.eval_fraction else "no",
-        "save_strategy": settings.save_strategy,
-        "report_to": [] if settings.report_to == ["none"] else settings.report_to,
-        "max_length": settings.max_length,
-        "packing": False,
-        "padding_free": False,
-        # Rows arrive tokenized, with labels; see data.py.
-        "dataset_kwargs": {"skip_prepare_dataset": True},
-        "remove_unused_columns": False,
-        # Reading every loss to look for NaN would make each micro-batch wait for the device.
-        "logging_nan_inf_filter": False,
-        "logging_first_step": True,
-        "restore_callback_states_from_checkpoint": True,
-        "trust_remote_code": settings.trust_remote_code,
-        # A bar that is not on a terminal would fill a log file with its redraws.
-        "log_level_replica": "error",
-        "disable_tqdm": not sys.stderr.isatty(),
-        "dataloader_pin_memory": runtime.device_type == "cuda",
-    }
-    same_name = {n: getattr(settings, n) for n in defaults if hasattr(settings, n)}
-    try:
-        return SFTConfig(**{**defaults, **same_name, **chosen, **settings.trainer_args, "push_to_hub": False})
-    except (TypeError, ValueError) as error:
-        raise UserError(f"The training options are refused by TRL: {' '.join(str(error).split())}") from None
 
 
 def make_trainer(
@@ -154,75 +69,7 @@ def make_trainer(
     return trainer
 
 
-class SavedTotals(TrainerCallback, ExportableState):
-    """Keeps the run's totals inside every checkpoint, so that they go on when it is resumed.
-
-    `pending` holds the sums of each rank since the last log line, which the totals do not hold yet.
-    """
-
-    def __init__(self, totals: dict[str, Any] | None = None, pending: list[list[float]] | None = None) -> None:
-        self.totals = Totals(**(totals or {}))
-        self.pending = pending
-
-    def state(self) -> dict[str, Any]:
-        """What Transformers writes to trainer_state.json and gives back to __init__."""
-        return {"args": {"totals": dataclasses.asdict(self.totals), "pending": self.pending}, "attributes": {}}
-
-
-class Report(TrainerCallback):
-    """Tells whoever watches this process how far it is."""
-
-    def __init__(self, progress: Progress) -> None:
-        self.progress = progress
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """The micro-batches of a step are about to be computed."""
-        self.progress.step = state.global_step + 1
-        if self.progress.phase == "preparing":
-            self.progress.enter("training")
-
-    def _move(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.progress.moves += 1
-
-    on_substep_end = on_step_end = on_prediction_step = _move
-
-
-class CompareWeights(TrainerCallback):
-    """Ends the run where the ranks' weights have drifted apart (see drift.py)."""
-
-    def __init__(self, drift: DriftCheck) -> None:
-        self.drift = drift
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """A step's weights are in place."""
-        if self.drift.due(state.global_step):
-            self.drift.check(state.global_step)
-
-
-class StopTogether(TrainerCallback):
-    """Ends training on all ranks at the same step, with a checkpoint, when one of them was asked to stop.
-
-    Comes after Transformers' own flow, whose decisions for this step it overrides: an evaluation that is due would
-    keep a scheduler waiting, and is made up for when the run goes on.
-    """
-
-    def __init__(self, stop: Stop) -> None:
-        self.stop = stop
-
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.stop.ask()
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self.stop.answer() and state.global_step < state.max_steps:
-            control.should_training_stop = control.should_save = True
-            control.should_evaluate = False
-
-    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self.stop.agreed and state.global_step < state.max_steps:
-            control.should_evaluate = control.should_save = control.should_log = False
-
-
-class DDPTrainer(SFTTrainer):
+class DDPTrainer(ResumableTrainer):
     """SFTTrainer whose step is the token mean over every rank and accumulation step, whatever the layout."""
 
     def __init__(
@@ -245,8 +92,6 @@ class DDPTrainer(SFTTrainer):
         trained = [p for p in model.parameters() if p.requires_grad]
         checkpoints.weights_bytes = sum(getattr(p, "ds_numel", p.numel()) * p.element_size() for p in trained)
         self.stop = stop
-        self.start: Start | None = None
-        self._aside: str | None = None
         self.rows = {"train": train.counts.rows, "eval": evaluation.counts.rows if evaluation else 0}
         super().__init__(
             model=model,
@@ -280,21 +125,7 @@ class DDPTrainer(SFTTrainer):
         several = runtime.ranks.world_size > 1 and runtime.sharding in REPLICATED
         self.meter = Meter(self._gather_sums, self.args.device, OwnTime(self.args.device, enabled=several))
         self.stragglers = Stragglers()
-        self.tokens_before = 0
         self.peak_before_steps = 0
-
-    def _gather_sums(self, sums: Tensor) -> Tensor:
-        return self.accelerator.gather(sums.unsqueeze(0))
-
-    @property
-    def _saved(self) -> SavedTotals:
-        # Looked up each time: resuming replaces the callback by a new one.
-        return next(c for c in self.callback_handler.callbacks if isinstance(c, SavedTotals))
-
-    @property
-    def totals(self) -> Totals:
-        """Exact sums over all ranks since the run began, checkpoints included."""
-        return self._saved.totals
 
     # ---- rows: upstream shuffles with the global RNG and sees some rows twice to even out the ranks ----
 
@@ -435,122 +266,6 @@ class DDPTrainer(SFTTrainer):
         if self.runtime.device_type == "cuda":
             torch.cuda.reset_peak_memory_stats()
         return prepared
-
-    # ---- checkpoints: upstream writes in place, and rotates before it knows that all is written ----
-
-    def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        began = time.perf_counter()
-        self._saved.pending = self._gather_sums(self.meter.sums).tolist()
-        best_before = self.state.best_model_checkpoint
-
-        def write(aside: Path) -> None:
-            self._aside = str(aside)
-            try:
-                # Not TRL's, which also writes a model card into every checkpoint.
-                # Attempted, because the ranks meet again below.
-                with self.runtime.progress.doing("saving"):
-                    self.checkpoints.attempt(lambda: Trainer._save_checkpoint(self, model, trial))
-            finally:
-                self._aside = None
-            self._name_best_checkpoint(aside)
-
-        if not self.checkpoints.save(self.state.global_step, write, self._best_step):
-            self.state.best_model_checkpoint = best_before
-        self.meter.began += time.perf_counter() - began
-
-    def _get_output_dir(self, trial: Any) -> str:
-        return self._aside or super()._get_output_dir(trial)
-
-    def _name_best_checkpoint(self, aside: Path) -> None:
-        """Where it will be, not where it was written."""
-        # Upstream looks for it on each node's own disk.
-        best = self.runtime.gather(self.state.best_model_checkpoint)[0]
-        self.state.best_model_checkpoint = best
-        if best and Path(best).parent.name == aside.name:
-            self.state.best_model_checkpoint = str(self.checkpoints.folder / Path(best).name)
-            if self.args.should_save:
-                self.state.save_to_json(str(aside / f"checkpoint-{self.state.global_step}" / "trainer_state.json"))
-
-    def _best_step(self) -> int | None:
-        best = self.state.best_model_checkpoint
-        return int(Path(best).name.rpartition("-")[2]) if best else None
-
-    # Each part of a checkpoint is attempted by itself, because the other ranks wait in the next one.
-
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Write the adapter or model, in the main process; all ranks take part."""
-        if self._aside is None:
-            super().save_model(output_dir, _internal_call)
-        else:
-            self.checkpoints.attempt(lambda: super(DDPTrainer, self).save_model(output_dir, _internal_call))
-
-    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        sharded = self.is_deepspeed_enabled or self.is_fsdp_enabled
-        with self.checkpoints.every_write_attempted() if sharded else contextlib.nullcontext():
-            self.checkpoints.attempt(lambda: super(DDPTrainer, self)._save_optimizer_and_scheduler(output_dir))
-
-    def _save_scaler(self, output_dir: str) -> None:
-        self.checkpoints.attempt(lambda: super(DDPTrainer, self)._save_scaler(output_dir))
-
-    def _save_rng_state(self, output_dir: str) -> None:
-        if self.checkpoints.shared:
-            self.checkpoints.attempt(lambda: super(DDPTrainer, self)._save_rng_state(output_dir))
-            return
-        # The main process's disk is the only one that is kept, so it writes the files of all ranks.
-        with tempfile.TemporaryDirectory() as own:
-            super()._save_rng_state(own)
-            files = {path.name: path.read_bytes() for path in Path(own).iterdir()}
-        everyones = self.runtime.gather(files)
-        if self.args.should_save:
-            for name, content in (item for files in everyones for item in files.items()):
-                self.checkpoints.attempt(functools.partial(Path(output_dir, name).write_bytes, content))
-
-    # ---- resuming ----
-
-    def _load_callback_state(self) -> None:
-        super()._load_callback_state()
-        # The checkpoint's own intervals would win over changed ones.
-        self.state.compute_steps(self.args, self.state.max_steps)
-        pending = torch.tensor(self._saved.pending or [[0.0] * 3], dtype=torch.float64, device=self.args.device)
-        self.tokens_before = self.totals.tokens + round(pending[:, TOKENS].sum().item())
-        if len(pending) == self.runtime.ranks.world_size:
-            self.meter.sums += pending[self.runtime.ranks.rank]
-        elif self.runtime.ranks.is_main:
-            self.meter.sums += pending.sum(dim=0)
-
-    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
-        # A run killed after its last step has nothing left to train; upstream would take one step more.
-        if self.state.global_step >= self.state.max_steps:
-            self.control.should_training_stop = True
-            return
-        # accelerate does not find the sampler inside a loader that skips the rows of a resumed epoch, if there are
-        # several ranks, and would go on in the order of the first epoch.
-        self.row_order.set_epoch(kwargs["epoch"])
-        super()._run_epoch(*args, **kwargs)
-
-    def _load_rng_state(self, checkpoint: str | None) -> None:
-        ranks, start = self.runtime.ranks, self.start
-        if start is not None and start.manifest.run.get("world_size") != ranks.world_size:
-            # No rank's own state fits; a seed of the step's and rank's own does not repeat the run's first numbers.
-            set_seed((self.args.seed + 1_000_003 * self.state.global_step + ranks.rank) % 2**32)
-        else:
-            super()._load_rng_state(checkpoint)
-        if checkpoint is not None and self._evaluation_is_due():
-            self._determine_best_metric(self._evaluate(None, None), None)
-
-    def _evaluation_is_due(self) -> bool:
-        """Whether the run ended between a step and the evaluation that follows it."""
-        step, strategy = self.state.global_step, self.args.eval_strategy
-        if any("eval_loss" in entry and entry.get("step") == step for entry in self.state.log_history):
-            return False
-        if strategy == IntervalStrategy.EPOCH:
-            return step >= self.state.max_steps or step % self.plan.steps_per_epoch(self.rows["train"]) == 0
-        return strategy == IntervalStrategy.STEPS and step % self.state.eval_steps == 0
-
-    def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
-        if self.state.global_step >= self.state.max_steps and self._evaluation_is_due():
-            self._determine_best_metric(self._evaluate(None, None), None)
-        return super()._finalize_training(*args, **kwargs)
 
     def run(self, start: Start | None) -> dict[str, Any] | None:
         """Train to the end, evaluate, and return the run's summary; None if the run was stopped before."""

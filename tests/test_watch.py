@@ -12,8 +12,8 @@ import pytest
 
 from tests.ranks import Result, run_ranks, train
 from unsloth_ddp.errors import UserError
+from unsloth_ddp.findings import Bye, Limits, Seen, bye_of, judge, limits_of
 from unsloth_ddp.runtime import Place
-from unsloth_ddp.watch import Bye, Limits, Seen, bye_of, judge, limits_of
 
 LIMITS = Limits(silence=30, stuck=1794, interval=3)
 NOW = 10_000.0

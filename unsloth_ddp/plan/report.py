@@ -141,7 +141,8 @@ def notes(hardware: Hardware, plan: Plan, calibration: Calibration | None) -> li
     """What the tables rest on, and what they leave out."""
     said = [
         f"Memory: * is the run as set. Up to {RESERVE:.0%} of a GPU counts as a fit; the rest is for the driver, NCCL and "
-        "fragmentation. DDP (sharding none) is within 4 % of runs on H200s; ZeRO and FSDP2 are computed, not compared."
+        "fragmentation. DDP (sharding none) is within 4 % of runs on H200s; ZeRO and FSDP2 are "
+        "what is kept for sure; runs took up to twice that (docs/plan.md)."
     ]
     if hardware.inside is None and hardware.gpus_per_node > 1:
         said.append("Inside a node averaging is not counted: give --node_bandwidth (the preflight measures it).")

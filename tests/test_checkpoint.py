@@ -248,6 +248,7 @@ def train_on_node_of_its_own(argv: list[str], cwd: str) -> None:
     train(argv, str(own))
 
 
+@pytest.mark.slow
 def test_without_a_shared_disk_the_main_process_keeps_what_all_need(job, whole_run, place):
     whole = whole_run(2)
     first = place / "node-0" / "outputs" / "apart"

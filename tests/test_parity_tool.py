@@ -148,6 +148,7 @@ def verdicts(path: Path) -> list[tuple[str, int, str]]:
     return [(row["launch"]["launcher"], row["launch"]["processes"], row["verdict"]) for row in rows]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_python_and_accelerate_with_one_and_two_processes_agree(options, tmp_path, capsys):
     code = parity.main([*options, "--micro_batches", "2"])

@@ -103,6 +103,7 @@ def test_the_default_name_says_model_method_and_time(tmp_path, tiny_model, uneve
     assert (folder / "adapter_model.safetensors").is_file()
 
 
+@pytest.mark.slow
 def test_plain_accelerate_launch_runs_one_process(tmp_path, tiny_model, uneven_rows):
     options = f"--model {tiny_model} --dataset {uneven_rows} --max_steps 1 --max_length 64 --run_name one --output_dir {tmp_path}"
     command = [sys.executable, "-m", "accelerate.commands.launch", "train_ddp.py", *options.split()]
@@ -111,6 +112,7 @@ def test_plain_accelerate_launch_runs_one_process(tmp_path, tiny_model, uneven_r
     assert summary(tmp_path / "one")["world_size"] == 1
 
 
+@pytest.mark.slow
 def test_torchrun_runs_two_processes(tmp_path, tiny_model, uneven_rows):
     options = f"--model {tiny_model} --dataset {uneven_rows} --max_steps 1 --max_length 64 --run_name two --output_dir {tmp_path}"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "train_ddp.py"]

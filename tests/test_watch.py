@@ -275,6 +275,7 @@ def test_an_exception_in_one_rank_is_told_once(strike, rank, tmp_path):
     assert "Thread 0x" in (tmp_path / "outputs/r/logs" / f"rank_{1 - rank}.log").read_text()
 
 
+@pytest.mark.slow
 def test_a_loop_without_end_is_found(strike, tmp_path):
     result, seconds = strike("step", 1, "loop", options="--ddp_timeout 10")
     (sentence,) = sentences(result)
@@ -297,6 +298,7 @@ def test_ranks_that_are_all_told_to_end_accuse_nobody(strike):
     assert seconds < 10
 
 
+@pytest.mark.slow
 def test_a_mistake_found_by_one_rank_alone_ends_all_with_its_sentence(strike):
     result, _ = strike("step", 1, "mistake")
     assert sentences(result) == ["train_ddp.py: error: there is no such thing on this rank; make it."]

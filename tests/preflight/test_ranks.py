@@ -147,6 +147,7 @@ def only_rank_0_showed_a_table(result: Result) -> bool:
     return ["Verdict" in text for text in result.outputs] == [True] + [False] * (len(result.outputs) - 1)
 
 
+@pytest.mark.slow
 def test_two_nodes_of_two_ranks(run, tmp_path):
     result, report = run(4, per_node=2)
     result.check()
@@ -161,6 +162,7 @@ def test_two_nodes_of_two_ranks(run, tmp_path):
     assert not (tmp_path / "outputs").exists()
 
 
+@pytest.mark.slow
 def test_one_node_that_differs_in_everything_is_named_in_every_row(run, tmp_path):
     for name, rows in (("a", demo_rows()[:5]), ("b", demo_rows()[5:9])):
         (tmp_path / name).mkdir()
@@ -189,6 +191,7 @@ def test_one_node_that_differs_in_everything_is_named_in_every_row(run, tmp_path
     assert "found 3 failures (version of trl, settings, data: dataset rows.jsonl)" in result.outputs[2]
 
 
+@pytest.mark.slow
 def test_sharding_needs_a_shared_output_folder(tmp_path):
     changed = {1: ["--output_dir", str(tmp_path / "elsewhere")]}
     words = ["--use_cpu", "--output_dir", str(tmp_path / "outputs"), "--timeout", "20"]

@@ -78,7 +78,7 @@ def test_tensorboard_is_there():
 OTHERS = {
     "--config_file", "--num_processes", "--nproc_per_node", "--nproc", "--help", "--logdir", "--to", "--extra",
     "--tensorboard", "--check", "--diff", "--report", "--force", "--dry", "--per",
-    "--nodes", "--gpus", "--gpus_per_node", "--cpus", "--time", "--sharding", "--ipc", "--shm",
+    "--nodes", "--locked", "--gpus", "--gpus_per_node", "--cpus", "--time", "--sharding", "--ipc", "--shm",
 }  # fmt: skip
 DOCS = [REPO / "README.md", *sorted((REPO / "docs").glob("*.md"))]
 

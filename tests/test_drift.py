@@ -110,7 +110,7 @@ def test_a_rank_that_drifts_is_named(job, rank, ranks):
     usual = 1 if rank == 0 else 0
     assert f"rank {rank} (node 0, host " in told[0] and f"other weights than rank {usual} after step 4" in told[0]
     assert "lora_B" in told[0] and "Traceback" not in result.output
-    assert result.seconds < 30
+    assert result.seconds < 60
 
 
 def test_equal_ranks_pass_and_the_check_can_be_left_out(job):

@@ -51,6 +51,7 @@ def lines(text: str) -> list[str]:
     return [line for line in text.splitlines() if line.strip() and "socket.cpp" not in line]
 
 
+@pytest.mark.slow
 def test_three_hosts_with_disks_of_their_own(three_hosts, one_host, job, tmp_path):
     """Data and model from each node's own disk, checkpoints and the result from rank 0 alone: no NFS."""
     words = ["--cpu", "-m", "./model", "-d", "rows.jsonl", *job.words[5:], "--no_preflight", "--run_name", "three"]
@@ -98,6 +99,7 @@ def test_a_killed_rank_ends_both_nodes_which_start_again_from_the_checkpoint(two
     assert train_loss(run) == pytest.approx(train_loss(one_host[0]), rel=LOSS_TOLERANCE)
 
 
+@pytest.mark.slow
 def test_a_signal_to_one_node_stops_all_with_a_checkpoint_and_the_command_goes_on(two_hosts, one_host, job, tmp_path):
     two_hosts[1].slow("5mbit")
     words = [*job.words, "--no_preflight", "--run_name", "stopped"]
@@ -113,6 +115,7 @@ def test_a_signal_to_one_node_stops_all_with_a_checkpoint_and_the_command_goes_o
     assert difference(run, one_host[0]) < TOLERANCE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end", ["cut_off", "power_off"])
 def test_a_node_lost_in_mid_run_ends_the_others_within_a_minute_and_is_named(end, two_hosts, job, tmp_path):
     pytest.importorskip("unsloth_ddp.watch", reason="without the watch a cut-off node is noticed after minutes")
@@ -141,6 +144,7 @@ def ranks_of(host):
     return found
 
 
+@pytest.mark.slow
 def test_a_rank_that_no_node_can_have_ends_its_node_at_once_and_the_others_in_time(two_hosts, job, tmp_path):
     began = time.monotonic()
     first = two_hosts[0].start(
@@ -196,6 +200,7 @@ def test_a_missing_node_ends_the_others_in_time_and_is_named(three_hosts, job, t
     assert "node 1" in texts[0] and "did not arrive" in texts[0], texts[0]
 
 
+@pytest.mark.slow
 def test_without_preflight_a_missing_node_ends_the_launcher_in_time(two_hosts, job, tmp_path):
     words = ["bash", NODE_SH, *job.words, "--no_preflight"]
     process = two_hosts[0].start(words, tmp_path / "node1.txt", variables(two_hosts, 0, START_TIMEOUT="15"), tmp_path)
@@ -205,6 +210,7 @@ def test_without_preflight_a_missing_node_ends_the_launcher_in_time(two_hosts, j
     assert "1/2 clients joined" in text
 
 
+@pytest.mark.slow
 def test_other_data_on_one_node_is_refused_before_training(two_hosts, job, tmp_path):
     words = ["--cpu", "-m", "./model", "-d", "rows.jsonl", *job.words[5:]]
     processes = []

@@ -84,12 +84,14 @@ def test_two_good_hosts_pass_and_node_0_speaks(two_hosts, preflight):
     assert "Verdict" not in done.outputs[1]
 
 
+@pytest.mark.slow
 def test_three_hosts_pass(three_hosts, preflight):
     done = preflight(three_hosts)
     assert done.codes == [0, 0, 0], done.outputs
     assert [t["ranks"] for t in done.report["timings"]] == [3] * len(done.report["timings"])
 
 
+@pytest.mark.slow
 def test_a_rank_out_of_range_is_named(two_hosts, preflight):
     done = preflight(two_hosts, environ=[{}, {"NODE_RANK": "2"}])
     assert done.codes == [1, 1]
@@ -107,6 +109,7 @@ def test_a_rank_taken_twice_names_both_hosts(three_hosts, preflight):
         assert "So node 2 is missing." in output
 
 
+@pytest.mark.slow
 def test_two_nodes_0_are_both_named(two_hosts, preflight):
     done = preflight(two_hosts, environ=[{}, {"NODE_RANK": "0"}])
     assert done.codes == [1, 1]
@@ -124,6 +127,7 @@ def test_a_missing_node_is_named_by_all_others(three_hosts, preflight):
     assert "Preflight of node 1 (node2) alone" in done.outputs[1]
 
 
+@pytest.mark.slow
 def test_a_missing_master_is_named(two_hosts, preflight):
     done = preflight(two_hosts[1:], environ=[{"NODE_RANK": "1"}], nodes=2, timeout=5)
     assert done.codes == [1]
@@ -178,6 +182,7 @@ def test_another_version_on_one_node_is_named(two_hosts, preflight, tmp_path):
     assert row["values"]["0"] != "0.1.0"
 
 
+@pytest.mark.slow
 def test_different_settings_on_one_node_are_named(two_hosts, preflight):
     done = preflight(two_hosts, options=[[], ["--learning_rate", "1"]])
     assert done.codes == [1, 1]
@@ -195,6 +200,7 @@ def test_a_slow_link_is_a_warning_with_its_speed(two_hosts, preflight):
     assert all(speed < 0.003 for speed in speeds)
 
 
+@pytest.mark.slow
 def test_a_folder_of_its_own_on_each_node_is_a_warning(two_hosts, preflight, tmp_path):
     options = [["--output_dir", str(tmp_path / host.name)] for host in two_hosts]
     done = preflight(two_hosts, options=options)
@@ -214,6 +220,7 @@ def test_a_host_name_that_leads_to_loopback_is_refused(two_hosts, preflight, tmp
     assert "MASTER_ADDR node1 leads to 127.0.1.1, which is every machine's own" in words(done.outputs[0])
 
 
+@pytest.mark.slow
 def test_a_link_cut_while_waiting_ends(three_hosts, preflight):
     three_hosts[2].cut_off()
     done = preflight(three_hosts, timeout=45)
@@ -222,6 +229,7 @@ def test_a_link_cut_while_waiting_ends(three_hosts, preflight):
     assert "Node 0 did not answer at node1:6001 within" in done.outputs[2]
 
 
+@pytest.mark.slow
 def test_a_link_cut_after_arriving_ends_both_sides(two_hosts, tmp_path):
     processes = []
     for number, host in enumerate(two_hosts):
@@ -243,6 +251,7 @@ def test_a_link_cut_after_arriving_ends_both_sides(two_hosts, tmp_path):
     assert "Node 0 (node1) went away while this node waited" in outputs[1]
 
 
+@pytest.mark.slow
 def test_accelerate_launch_on_two_hosts_measures_inside_and_between(two_hosts, tmp_path):
     processes = []
     for number, host in enumerate(two_hosts):

@@ -70,6 +70,7 @@ def test_it_says_what_to_do_where_the_kit_is_not(slurm, tmp_path):
     assert f"there is no cluster/node.sh in {tmp_path}" in (tmp_path / f"slurm-{number}.out").read_text()
 
 
+@pytest.mark.slow
 def test_a_cancelled_job_leaves_no_process(slurm, tmp_path, job):
     """scancel signals every process of the job at once: script, node.sh, launcher, ranks."""
     slurm.hosts[1].slow("5mbit")

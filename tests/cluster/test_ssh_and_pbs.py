@@ -67,6 +67,7 @@ def test_pbs_trains_on_the_nodes_of_its_file(reachable, one_host, job, tmp_path)
     assert len(losses(logs[0])) == 30 and losses(said) == losses(logs[0]) and not losses(logs[1])
 
 
+@pytest.mark.slow
 def test_ssh_passes_a_signal_on_and_leaves_nothing_running(reachable, job, tmp_path):
     hosts, _ = reachable
     hosts[1].slow("5mbit")
@@ -84,6 +85,7 @@ def test_ssh_passes_a_signal_on_and_leaves_nothing_running(reachable, job, tmp_p
     assert "exit code 75" in said
 
 
+@pytest.mark.slow
 def test_ssh_ends_the_other_nodes_when_one_fails(reachable, job, tmp_path):
     hosts, _ = reachable
     hosts[1].slow("5mbit")

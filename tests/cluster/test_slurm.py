@@ -60,8 +60,9 @@ def test_the_exit_code_of_a_job_is_the_trainings(slurm, job, tmp_path):
     number = slurm.submit(SBATCH, *job.words, "--method", "lola", cwd=tmp_path, UNSLOTH_DDP_HOME=str(REPO))
     found = slurm.wait_for(number, *ENDED, timeout=60)
     assert (found["JobState"], found["ExitCode"]) == ("FAILED", "2:0")
-    for node in (0, 1):
-        assert "--method is lola" in (tmp_path / f"logs/slurm-{number}/node-{node}.log").read_text()
+    # The first node that refuses ends the other, maybe before it has said the same.
+    logs = [(tmp_path / f"logs/slurm-{number}/node-{node}.log").read_text() for node in (0, 1)]
+    assert any("--method is lola" in log for log in logs), logs
 
 
 def test_it_says_what_to_do_where_the_kit_is_not(slurm, tmp_path):

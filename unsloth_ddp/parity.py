@@ -30,13 +30,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
 from unsloth_ddp.errors import UserError
 from unsloth_ddp.options import OutputSettings
 from unsloth_ddp.rows import check_source, read_rows
 from unsloth_ddp.runtime import EXIT_USER_ERROR, choose_backend, use_cache_if_hub_is_unreachable
-from unsloth_ddp.settings import Settings, parse_settings
+from unsloth_ddp.settings import Parser, Settings, parse_settings
 from unsloth_ddp.sharding import sharding_from_environment
 
 REPO = Path(__file__).resolve().parent.parent
@@ -456,14 +456,9 @@ def run_check(check: Check, folder: Path) -> tuple[list[Row], Tolerance, list[st
 # ---- the command ----
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UserError(f"command line: {message}.")
-
-
 def make_parser() -> argparse.ArgumentParser:
     """The options of the check itself; all others are those of train_ddp.py."""
-    parser = _Parser(
+    parser = Parser(
         prog="python -m unsloth_ddp.parity",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -190,7 +190,7 @@ def unknown_option(name: str, source: str) -> UserError:
 # ---- the command line ----
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
     """argparse that raises instead of printing its usage from every rank."""
 
     def error(self, message: str) -> NoReturn:
@@ -199,7 +199,7 @@ class _Parser(argparse.ArgumentParser):
 
 def make_parser(description: str) -> argparse.ArgumentParser:
     """The command line: one group of options a topic, each option as text that `coerce` reads."""
-    parser = _Parser(
+    parser = Parser(
         prog="train_ddp.py",
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,

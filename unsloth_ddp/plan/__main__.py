@@ -12,23 +12,17 @@ import argparse
 import logging
 import sys
 from pathlib import Path
-from typing import NoReturn
 
 from unsloth_ddp.batch import plan_batch
 from unsloth_ddp.errors import UserError
 from unsloth_ddp.plan.units import parse_bandwidth, parse_memory
 from unsloth_ddp.runtime import EXIT_USER_ERROR, use_cache_if_hub_is_unreachable
-from unsloth_ddp.settings import parse_settings
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UserError(f"command line: {message}.")
+from unsloth_ddp.settings import Parser, parse_settings
 
 
 def make_parser() -> argparse.ArgumentParser:
     """The options of the plan itself; all others are those of train_ddp.py."""
-    parser = _Parser(
+    parser = Parser(
         prog="python -m unsloth_ddp.plan",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,

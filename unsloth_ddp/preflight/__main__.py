@@ -12,20 +12,13 @@ Exit code: 0 with warnings or none, 1 after a failure, 2 for a mistake in the op
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
-from typing import NoReturn
 
 from unsloth_ddp.errors import UserError
 from unsloth_ddp.preflight.run import Options, run, say
 from unsloth_ddp.runtime import EXIT_USER_ERROR, note_exit_code
-from unsloth_ddp.settings import Settings, parse_settings
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UserError(f"command line: {message}.")
+from unsloth_ddp.settings import Parser, Settings, parse_settings
 
 
 def parse(argv: list[str]) -> tuple[Options, Settings]:
@@ -34,7 +27,7 @@ def parse(argv: list[str]) -> tuple[Options, Settings]:
     Raises:
         UserError: an unknown option, a value of the wrong type, or settings that contradict each other.
     """
-    parser = _Parser(prog="unsloth_ddp.preflight", add_help=False, allow_abbrev=False)
+    parser = Parser(prog="unsloth_ddp.preflight", add_help=False, allow_abbrev=False)
     parser.add_argument("--json", nargs="?", const="-", default=None)
     parser.add_argument("--timeout", default=str(Options.timeout))
     own, others = parser.parse_known_args(argv)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from unsloth_ddp.preflight import compare
-from unsloth_ddp.preflight.compare import Arrival, Timing
-from unsloth_ddp.preflight.verdicts import GIB, Check
+from unsloth_ddp.preflight import bandwidth, checks, compare
+from unsloth_ddp.preflight.bandwidth import Timing
+from unsloth_ddp.preflight.checks import GIB, Check
+from unsloth_ddp.preflight.compare import Arrival
 
 
 def present(*ranks: int, nodes: int = 3, per_node: int = 1, **change) -> list[Arrival]:
@@ -227,38 +228,38 @@ def timing(scope: str, gbit: float, operation: str = "broadcast", node: int = 0,
     ],
 )
 def test_speed_between_nodes_meets_the_bars(gbit, fast_ports, verdict, says):
-    row, right = compare.speed([timing("between", gbit)], "nccl", fast_ports, [0, 1])
+    row, right = bandwidth.speed([timing("between", gbit)], "nccl", fast_ports, [0, 1])
     assert (row.verdict, says in row.remedy, right.verdict) == (verdict, True, "ok")
     assert list(row.values) == [0, 1]
 
 
 def test_inside_a_node_there_is_no_bar_and_all_ranks_together_may_be_faster():
-    rows = compare.speed([timing("inside", 1, node=0), timing("inside", 2, node=1)], "nccl", False, [0, 1])
+    rows = bandwidth.speed([timing("inside", 1, node=0), timing("inside", 2, node=1)], "nccl", False, [0, 1])
     assert rows[0].verdict == "ok"
     assert rows[0].values == {0: "954 MiB 8 s 1 Gbit/s", 1: "954 MiB 4 s 2 Gbit/s"}
-    rows = compare.speed([timing("between", 8), timing("all", 40)], "nccl", False, [0, 1])
+    rows = bandwidth.speed([timing("between", 8), timing("all", 40)], "nccl", False, [0, 1])
     assert rows[0].verdict == "ok"
 
 
 def test_wrong_sums_are_a_failure_that_names_the_node():
-    rows = compare.speed([timing("all", 50), timing("all", 50, node=1, right=False)], "nccl", False, [0, 1])
+    rows = bandwidth.speed([timing("all", 50), timing("all", 50, node=1, right=False)], "nccl", False, [0, 1])
     assert (rows[-1].name, rows[-1].verdict, list(rows[-1].values)) == ("sums are right", "failure", [1])
 
 
 @pytest.mark.parametrize(("backend", "says"), [("nccl", "NCCL_IB_GID_INDEX"), ("gloo", "GLOO_SOCKET_IFNAME")])
 def test_a_group_that_does_not_form_says_which_ranks_and_what_to_try(backend, says):
-    found = compare.group_failed(backend, {2: "NCCL error\nunhandled", 3: ""}, {2: 1, 3: 1}, 150)
+    found = bandwidth.group_failed(backend, {2: "NCCL error\nunhandled", 3: ""}, {2: 1, 3: 1}, 150)
     assert found.values == {1: "rank 2: NCCL error unhandled; rank 3: did not end within 150 s"}
     assert (found.verdict, says in found.remedy) == ("failure", True)
 
 
 def test_what_would_hang_a_group_keeps_it_from_being_tried():
     bad = [Check(name, {0: ""}, "failure") for name in ("host name", "data: rows", "version of nccl", "answers: facts")]
-    assert compare.speed_blockers(bad) == ["host name", "answers: facts", "version of nccl"]
-    assert compare.speed_blockers([Check("host name", {0: ""}, "warning")]) == []
+    assert bandwidth.speed_blockers(bad) == ["host name", "answers: facts", "version of nccl"]
+    assert bandwidth.speed_blockers([Check("host name", {0: ""}, "warning")]) == []
 
 
 def test_the_summary_names_the_rows():
     rows = [Check("a", {0: ""}, "failure"), Check("b", {0: ""}, "warning"), Check("c", {0: ""}, "failure")]
-    assert compare.summary(rows) == "2 failures (a, c) and 1 warning (b)"
-    assert compare.summary([]) == "all ok"
+    assert checks.summary(rows) == "2 failures (a, c) and 1 warning (b)"
+    assert checks.summary([]) == "all ok"

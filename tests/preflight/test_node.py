@@ -23,8 +23,8 @@ from unsloth_ddp.options import Settings
 from unsloth_ddp.preflight import identity, node, space, speed, table, together
 from unsloth_ddp.preflight.__main__ import parse
 from unsloth_ddp.preflight.bounded import bounded
+from unsloth_ddp.preflight.checks import Check
 from unsloth_ddp.preflight.place import find_place
-from unsloth_ddp.preflight.verdicts import Check
 
 CONFIG = {
     "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32,

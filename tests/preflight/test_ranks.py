@@ -61,9 +61,9 @@ class ContentDoctor:
     """`unsloth doctor --gpus` on a machine where all is well; on this one it looks for GPUs that are not there."""
 
     def check(self, number: int) -> Any:
-        from unsloth_ddp.preflight import verdicts
+        from unsloth_ddp.preflight import machine
 
-        return verdicts.doctor(number, 0, "")
+        return machine.doctor(number, 0, "")
 
     def end(self) -> None:
         pass

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from unsloth_ddp.preflight import verdicts
-from unsloth_ddp.preflight.verdicts import GIB, Check, Folder, Interface
+from unsloth_ddp.preflight import checks, machine, verdicts
+from unsloth_ddp.preflight.checks import GIB, Check
+from unsloth_ddp.preflight.machine import Folder
+from unsloth_ddp.preflight.verdicts import Interface
 
 TWO = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "node1"}
 WORKER = {
@@ -18,28 +20,28 @@ LO = Interface("lo", ("127.0.0.1", "::1"), True, 0)
 
 def test_exit_code_is_1_after_a_failure_only():
     ok, warning, failure = (Check(v, {0: ""}, v) for v in ("ok", "warning", "failure"))
-    assert verdicts.exit_code([]) == verdicts.exit_code([ok, warning]) == 0
-    assert verdicts.exit_code([warning, failure, ok]) == 1
-    assert verdicts.worst(["ok", "warning"]) == "warning"
+    assert checks.exit_code([]) == checks.exit_code([ok, warning]) == 0
+    assert checks.exit_code([warning, failure, ok]) == 1
+    assert checks.worst(["ok", "warning"]) == "warning"
 
 
 def test_rows_of_one_name_merge_and_say_whose_remedy_it_is():
     rows = [Check("disk", {1: "full"}, "failure", "Free some."), Check("clock", {0: "x"}), Check("disk", {0: "fine"})]
-    disk, clock = verdicts.merge(rows)
+    disk, clock = checks.merge(rows)
     assert disk == Check("disk", {0: "fine", 1: "full"}, "failure", "Node 1: Free some.")
     assert clock.name == "clock"
-    (both,) = verdicts.merge([Check("a", {n: "v"}, "warning", "Do it.") for n in (0, 1)])
+    (both,) = checks.merge([Check("a", {n: "v"}, "warning", "Do it.") for n in (0, 1)])
     assert both.remedy == "Do it."
 
 
 @pytest.mark.parametrize(("nodes", "text"), [([3], "node 3"), ([0, 1, 2, 7], "nodes 0-2, 7"), ([4, 2], "nodes 2, 4")])
 def test_nodes_are_named_in_ranges(nodes, text):
-    assert verdicts.named_nodes(nodes) == text
+    assert checks.named_nodes(nodes) == text
 
 
 @pytest.mark.parametrize(("count", "text"), [(0, "0 B"), (1536, "1.5 KiB"), (3 * GIB, "3.0 GiB"), (2**50, "1024 TiB")])
 def test_sizes_read_well(count, text):
-    assert verdicts.size(count) == text
+    assert checks.size(count) == text
 
 
 @pytest.mark.parametrize(
@@ -203,7 +205,7 @@ def test_infiniband_ports_are_up_and_used():
     ("error", "nodes", "verdict"), [(None, 2, "ok"), (0.01, 2, "ok"), (16.0, 2, "warning"), (16.0, 1, "ok")]
 )
 def test_the_clock(error, nodes, verdict):
-    assert verdicts.clock(0, error, nodes).verdict == verdict
+    assert machine.clock(0, error, nodes).verdict == verdict
 
 
 @pytest.mark.parametrize(
@@ -216,7 +218,7 @@ def test_the_clock(error, nodes, verdict):
     ],
 )
 def test_a_disk_holds_what_will_be_written(folder, verdict, says):
-    found = verdicts.disk("output folder", 0, folder, 10 * GIB, "checkpoints", "--output_dir")
+    found = machine.disk("output folder", 0, folder, 10 * GIB, "checkpoints", "--output_dir")
     assert (found.verdict, says in found.remedy) == (verdict, True)
 
 
@@ -225,7 +227,7 @@ def test_a_disk_holds_what_will_be_written(folder, verdict, says):
     [(2 * GIB, 8, True, "ok"), (64 * 2**20, 8, True, "warning"), (64 * 2**20, 0, True, "warning"), (0, 1, False, "ok")],
 )
 def test_shared_memory(free, processes, gpu, verdict):
-    found = verdicts.shared_memory(0, free, free, processes, gpu)
+    found = machine.shared_memory(0, free, free, processes, gpu)
     assert (found.verdict, "--shm-size" in found.remedy) == (verdict, verdict == "warning")
 
 
@@ -248,13 +250,13 @@ SEEN = {"cpu": False, "hardware": True, "reason": "", "expected": None, "process
     ],
 )
 def test_gpus(count, change, verdict, says):
-    found = verdicts.gpus(0, [H200] * count, **(SEEN | change))
+    found = machine.gpus(0, [H200] * count, **(SEEN | change))
     assert (found.verdict, says in found.remedy) == (verdict, True), found
 
 
 def test_gpus_are_listed_by_kind():
     assert (
-        verdicts.gpu_list([H200, H200, {"name": "L4", "memory": 24 * GIB}]) == "2 x NVIDIA H200 140 GiB, 1 x L4 24 GiB"
+        machine.gpu_list([H200, H200, {"name": "L4", "memory": 24 * GIB}]) == "2 x NVIDIA H200 140 GiB, 1 x L4 24 GiB"
     )
 
 
@@ -270,14 +272,14 @@ def test_gpus_are_listed_by_kind():
     ],
 )
 def test_the_driver_can_run_what_torch_was_built_for(driver_cuda, torch_cuda, verdict, says):
-    found = verdicts.driver(0, "580.1", driver_cuda, torch_cuda)
+    found = machine.driver(0, "580.1", driver_cuda, torch_cuda)
     assert (found.verdict, says in found.remedy) == (verdict, True)
 
 
 def test_the_doctors_report():
     bad = "=== Versions ===\ntorch 2.14\n\n=== Verdict: PROBLEMS FOUND ===\n- Set NCCL_P2P_DISABLE=1.\n- Look.\n"
-    assert verdicts.doctor(0, 0, "=== Verdict: OK ===\n").verdict == "ok"
-    found = verdicts.doctor(0, 1, bad)
+    assert machine.doctor(0, 0, "=== Verdict: OK ===\n").verdict == "ok"
+    found = machine.doctor(0, 1, bad)
     assert (found.verdict, found.remedy) == ("failure", "Set NCCL_P2P_DISABLE=1. Look.")
-    assert verdicts.doctor(0, None, "did not end within 150 s").verdict == "warning"
-    assert verdicts.doctor(0, 2, "Traceback\nNotImplementedError: no").values[0] == "exit 2: NotImplementedError: no"
+    assert machine.doctor(0, None, "did not end within 150 s").verdict == "warning"
+    assert machine.doctor(0, 2, "Traceback\nNotImplementedError: no").values[0] == "exit 2: NotImplementedError: no"

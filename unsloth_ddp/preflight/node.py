@@ -17,10 +17,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from unsloth_ddp.preflight import space, verdicts
+from unsloth_ddp.preflight import checks, machine, space, verdicts
 from unsloth_ddp.preflight.bounded import bounded
+from unsloth_ddp.preflight.checks import Check
+from unsloth_ddp.preflight.machine import Folder
 from unsloth_ddp.preflight.place import Place
-from unsloth_ddp.preflight.verdicts import Check, Folder, Interface
+from unsloth_ddp.preflight.verdicts import Interface
 from unsloth_ddp.rows import is_file
 from unsloth_ddp.settings import Settings
 
@@ -73,7 +75,7 @@ def attempt(name: str, node: int, check: Callable[[], Check], seconds: float = C
     try:
         return bounded(check, seconds)
     except Exception as error:
-        return verdicts.unmade(name, node, f"{type(error).__name__}: {' '.join(str(error).split())[:200]}")
+        return checks.unmade(name, node, f"{type(error).__name__}: {' '.join(str(error).split())[:200]}")
 
 
 def network_checks(place: Place, environ: Mapping[str, str]) -> list[Check]:
@@ -131,31 +133,31 @@ def machine_checks(
         config, weights = model_size(settings)
         # The other nodes only write logs, unless every rank writes its part of a checkpoint.
         whole = node == 0 or is_sharded(environ)
-        needed = space.run_bytes(settings, config, weights) if whole else verdicts.LOGS_WANTED
+        needed = space.run_bytes(settings, config, weights) if whole else machine.LOGS_WANTED
         folder = folders.probe(output_folder(settings))
-        return verdicts.disk("output folder", node, folder, needed, "checkpoints and the result", "--output_dir")
+        return machine.disk("output folder", node, folder, needed, "checkpoints and the result", "--output_dir")
 
     def temporary() -> Check:
         path = settings.compiled_cache_dir or environ.get("UNSLOTH_COMPILE_LOCATION") or tempfile.gettempdir()
         folder = folders.probe(Path(path).expanduser())
-        wanted = verdicts.LOGS_WANTED if cpu else verdicts.CACHE_WANTED
-        return verdicts.disk(
+        wanted = machine.LOGS_WANTED if cpu else machine.CACHE_WANTED
+        return machine.disk(
             "compiled cache", node, folder, wanted, "compiled modules", "--compiled_cache_dir or TMPDIR"
         )
 
     def cache() -> Check:
         needed = space.cache_bytes(sum(local_sizes(settings)))
         folder = folders.probe(datasets_cache(environ))
-        return verdicts.disk("datasets cache", node, folder, needed, "tokenized rows", "HF_HOME or HF_DATASETS_CACHE")
+        return machine.disk("datasets cache", node, folder, needed, "tokenized rows", "HF_HOME or HF_DATASETS_CACHE")
 
     def memory() -> Check:
         usage = shutil.disk_usage("/dev/shm")
         several = max(processes, int(environ.get("GPUS_PER_NODE") or 0))
-        return verdicts.shared_memory(node, usage.free, usage.total, several, bool(devices) and not cpu)
+        return machine.shared_memory(node, usage.free, usage.total, several, bool(devices) and not cpu)
 
     def gpu_check() -> Check:
         expected = environ.get("GPUS_PER_NODE")
-        return verdicts.gpus(
+        return machine.gpus(
             node,
             devices,
             cpu=cpu,
@@ -169,10 +171,10 @@ def machine_checks(
     def driver() -> Check:
         import torch
 
-        return verdicts.driver(node, driver_version(), driver_cuda(), torch.version.cuda)
+        return machine.driver(node, driver_version(), driver_cuda(), torch.version.cuda)
 
     checks = [
-        attempt("clock", node, lambda: verdicts.clock(node, clock_error(), place.nodes)),
+        attempt("clock", node, lambda: machine.clock(node, clock_error(), place.nodes)),
         attempt("output folder", node, output),
         attempt("compiled cache", node, temporary),
         attempt("datasets cache", node, cache),
@@ -429,14 +431,14 @@ class Doctor:
     def check(self, node: int) -> Check:
         """Wait for it to end, and judge what it says."""
         if self.process is None:
-            return verdicts.doctor(node, None, self.report)
+            return machine.doctor(node, None, self.report)
         try:
             code = self.process.wait(max(1.0, DOCTOR_SECONDS - (time.monotonic() - self.began)))
         except subprocess.TimeoutExpired:
             self.end()
-            return verdicts.doctor(node, None, f"did not end within {DOCTOR_SECONDS} s")
+            return machine.doctor(node, None, f"did not end within {DOCTOR_SECONDS} s")
         self.output.seek(0)
-        return verdicts.doctor(node, code, self.output.read())
+        return machine.doctor(node, code, self.output.read())
 
     def end(self) -> None:
         """Stop it with everything it started."""

@@ -11,13 +11,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from unsloth_ddp.preflight import compare, identity, node, table, together, verdicts
+from unsloth_ddp.preflight import bandwidth, compare, identity, node, table, together, verdicts
+from unsloth_ddp.preflight.bandwidth import Timing
 from unsloth_ddp.preflight.bounded import bounded
-from unsloth_ddp.preflight.compare import Timing
+from unsloth_ddp.preflight.checks import Check, exit_code, merge, summary, unmade
 from unsloth_ddp.preflight.place import Place, find_place, is_launched
 from unsloth_ddp.preflight.speed import Speed
 from unsloth_ddp.preflight.together import Lost, Meeting
-from unsloth_ddp.preflight.verdicts import Check
 from unsloth_ddp.settings import Settings
 
 # Reading data to be compared, and unsloth doctor, take their time; a measurement has its own limits inside.
@@ -81,7 +81,7 @@ class Session:
         """One process: what it is made of is shown, with nothing to compare it with."""
         report = self._report(checks, None)
         rows = self._compared({0: report}, {0: self._own_gpu()})
-        rows.append(compare.no_speed("one process", "", [0], "ok"))
+        rows.append(bandwidth.no_speed("one process", "", [0], "ok"))
         return self._show(rows, "Preflight of this node", {0: self.place.host}, [])
 
     def _report(self, checks: list[Check], shared: bool | None, skew: Any = None) -> dict[str, Any]:
@@ -211,11 +211,11 @@ class Session:
         if missing:
             rows.append(compare.undelivered(missing, hosts, FACTS_SECONDS, "facts"))
         timings: list[Timing] = []
-        blockers = compare.speed_blockers(rows)
+        blockers = bandwidth.speed_blockers(rows)
         if blockers:
             meeting.put("go", "")
             reason = f"{', '.join(dict.fromkeys(blockers))} failed"
-            rows.append(compare.no_speed(reason, "Mend that first.", sorted(reports), "warning"))
+            rows.append(bandwidth.no_speed(reason, "Mend that first.", sorted(reports), "warning"))
         else:
             backend = "nccl" if not self.cpu and all(r["identity"].get("gpus") for r in reports.values()) else "gloo"
             meeting.put("go", backend)
@@ -224,7 +224,7 @@ class Session:
             rows += speed_rows
         title = f"Preflight of {place.nodes} node{'s' if place.nodes > 1 else ''}, {ranks.world_size} processes"
         code = self._show(rows, title, hosts, timings)
-        meeting.put("result", {"code": code, "host": place.host, "summary": compare.summary(rows)})
+        meeting.put("result", {"code": code, "host": place.host, "summary": summary(rows)})
         return code
 
     def _measure(self, meeting: Meeting, backend: str) -> None:
@@ -250,7 +250,7 @@ class Session:
         stuck = {rank: error for rank, error in stuck.items() if error is not None}
         if stuck:
             phases = [outcomes[rank]["phase"] for rank in stuck if rank in outcomes]
-            return [compare.group_failed("gloo" if "gloo" in phases else backend, stuck, node_of, SPEED_SECONDS)], []
+            return [bandwidth.group_failed("gloo" if "gloo" in phases else backend, stuck, node_of, SPEED_SECONDS)], []
         timings = []
         for rank, outcome in outcomes.items():
             for values in outcome["timings"]:
@@ -259,13 +259,13 @@ class Session:
                 if first or not timing.right:
                     timings.append(timing)
         fast = any(report["fast_ports"] for report in reports.values())
-        rows = compare.speed(timings, backend, fast, sorted(reports))
-        return rows or [compare.no_speed("one process", "", sorted(reports), "ok")], timings
+        rows = bandwidth.speed(timings, backend, fast, sorted(reports))
+        return rows or [bandwidth.no_speed("one process", "", sorted(reports), "ok")], timings
 
     def _compared(self, reports: Mapping[int, Any], gpus: Mapping[int, str]) -> list[Check]:
         """The rows of every node merged, then those that need all of them."""
         checks = [as_check(c) for report in reports.values() for c in report["checks"]]
-        rows = verdicts.merge(checks)
+        rows = merge(checks)
         identities = {number: report["identity"] for number, report in reports.items()}
 
         def part(name: str) -> dict[int, Any]:
@@ -273,12 +273,12 @@ class Session:
 
         def guarded(name: str, rows_of: Callable[[dict[int, Any]], Check | list[Check]]) -> list[Check]:
             unknown = {n: found["unknown"][name] for n, found in identities.items() if name in found["unknown"]}
-            bad = [verdicts.unmade(name, number, reason) for number, reason in unknown.items()]
+            bad = [unmade(name, number, reason) for number, reason in unknown.items()]
             try:
                 good = rows_of(part(name)) if part(name) else []
             except Exception as error:
-                good = [verdicts.unmade(name, number, f"{type(error).__name__}: {error}") for number in reports]
-            return verdicts.merge(bad) + (good if isinstance(good, list) else [good])
+                good = [unmade(name, number, f"{type(error).__name__}: {error}") for number in reports]
+            return merge(bad) + (good if isinstance(good, list) else [good])
 
         local = self.place.ranks.local_world_size
         node_of = {rank: rank // local for rank in gpus}
@@ -306,7 +306,7 @@ class Session:
     # ---- what is printed ----
 
     def _show(self, checks: Sequence[Check], title: str, hosts: Mapping[int, str], timings: Sequence[Timing]) -> int:
-        rows = verdicts.merge(checks)
+        rows = merge(checks)
         text = json.dumps(table.as_json(rows, hosts, timings), indent=2)
         if self.options.json == "-":
             print(text, flush=True)
@@ -318,7 +318,7 @@ class Session:
                 Path(str(self.options.json)).expanduser().write_text(text + "\n")
             except OSError as error:
                 say(f"preflight: --json {self.options.json} cannot be written: {error.strerror}.")
-        return verdicts.exit_code(rows)
+        return exit_code(rows)
 
 
 def as_check(values: Mapping[str, Any]) -> Check:

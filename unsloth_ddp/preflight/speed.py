@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
-from unsloth_ddp.preflight.compare import Timing
+from unsloth_ddp.preflight.bandwidth import Timing
 from unsloth_ddp.preflight.place import Place
 
 KIB, MIB = 2**10, 2**20

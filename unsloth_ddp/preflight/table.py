@@ -14,8 +14,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from unsloth_ddp.preflight.compare import Timing, summary
-from unsloth_ddp.preflight.verdicts import Check, exit_code, named_nodes, worst
+from unsloth_ddp.preflight.bandwidth import Timing
+from unsloth_ddp.preflight.checks import Check, exit_code, named_nodes, summary, worst
 
 COLOURS = {"ok": "green", "warning": "yellow", "failure": "bold red"}
 # Logs have no width of their own.

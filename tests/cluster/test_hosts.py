@@ -65,7 +65,8 @@ def test_a_link_is_cut_and_mended(two_hosts, send):
     two_hosts[1].cut_off()
     assert send(1000) == 1
     two_hosts[1].reconnect()
-    assert send(1000) == 0
+    # A switch takes a moment to see that the cable is back.
+    wait_until(lambda: send(1000) == 0, 15, "the link to be back")
 
 
 def test_a_slow_link_is_slow(two_hosts, send):

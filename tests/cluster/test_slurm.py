@@ -65,6 +65,18 @@ def test_the_exit_code_of_a_job_is_the_trainings(slurm, job, tmp_path):
     assert any("--method is lola" in log for log in logs), logs
 
 
+def test_the_first_node_to_fail_gives_the_job_its_exit_code(slurm, tmp_path):
+    """srun itself tells the highest code, which is that of a node it ended."""
+    node = tmp_path / "kit" / "cluster" / "node.sh"
+    node.parent.mkdir(parents=True)
+    node.write_text("((NODE_RANK == 1)) && exit 3\nexec sleep 600\n")
+    number = slurm.submit(SBATCH, cwd=tmp_path, UNSLOTH_DDP_HOME=str(tmp_path / "kit"))
+    found = slurm.wait_for(number, *ENDED, timeout=60)
+    assert (found["JobState"], found["ExitCode"]) == ("FAILED", "3:0")
+    assert "ended with exit code 3" in (tmp_path / f"slurm-{number}.out").read_text()
+    assert not list((tmp_path / "logs" / f"slurm-{number}").glob("exit-code"))
+
+
 def test_it_says_what_to_do_where_the_kit_is_not(slurm, tmp_path):
     number = slurm.submit(SBATCH, cwd=tmp_path)
     assert slurm.wait_for(number, *ENDED, timeout=60)["ExitCode"] == "2:0"

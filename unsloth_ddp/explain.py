@@ -11,6 +11,8 @@ import sys
 import traceback
 from dataclasses import dataclass
 
+from unsloth_ddp.redact import hide
+
 
 @dataclass(frozen=True)
 class Row:
@@ -393,5 +395,5 @@ def explain(text: str) -> str:
 
 def report(error: Exception, *, explained: bool = True) -> None:
     """Print the traceback of an error as Python would, and under it what is known of it."""
-    text = "".join(traceback.format_exception(error))
+    text = hide("".join(traceback.format_exception(error)))
     print(text + (explain(text) if explained else ""), end="", file=sys.stderr, flush=True)

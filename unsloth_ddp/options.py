@@ -14,6 +14,7 @@ from typing import Any, Literal
 import yaml
 
 from unsloth_ddp.errors import UserError
+from unsloth_ddp.redact import find_secret
 
 
 def option(default: Any, text: str, **metadata: Any) -> Any:
@@ -209,6 +210,13 @@ ZERO_OR_ABOVE = (
     "drift_check_steps",
 )  # fmt: skip
 
+# Above these a number is a slip of the pen that would end in a hang or in an error far from its cause.
+AT_MOST = {
+    "lora_r": 1_000_000, "max_length": 100_000_000, "per_device_train_batch_size": 100_000,
+    "per_device_eval_batch_size": 100_000, "dataset_num_proc": 1000, "num_train_epochs": 1_000_000,
+    "ddp_timeout": 10_000_000, "watch_timeout": 10_000_000,
+}  # fmt: skip
+
 
 def check(settings: Settings) -> None:
     """Refuse settings that cannot be meant, with the fix.
@@ -216,6 +224,7 @@ def check(settings: Settings) -> None:
     Raises:
         UserError: naming the first contradiction found.
     """
+    _check_secrets(settings)
     if not settings.model:
         raise UserError("No model: give --model with a Hub id or a folder.")
     if not settings.dataset:
@@ -224,6 +233,10 @@ def check(settings: Settings) -> None:
         value = getattr(settings, name)
         if value is not None and value <= 0:
             raise UserError(f"{name} is {value}, but it has to be above 0.")
+    for name, most in AT_MOST.items():
+        value = getattr(settings, name)
+        if value > most:
+            raise UserError(f"{name} is {value}, but it has to be {most:,} or below.")
     for name in ZERO_OR_ABOVE:
         if getattr(settings, name) < 0:
             raise UserError(f"{name} is {getattr(settings, name)}, but it has to be 0 or above.")
@@ -253,3 +266,36 @@ def check(settings: Settings) -> None:
             f"run_name {settings.run_name!r} is not a plain folder name of at most 200 characters; "
             "use letters, digits, - and _."
         )
+    _check_paths(settings)
+
+
+def _check_secrets(settings: Settings) -> None:
+    for f in dataclasses.fields(settings):
+        if place := find_secret(f.name, getattr(settings, f.name)):
+            raise UserError(
+                f"{place} holds a secret, and settings are written to files; take it out, and give it in the environment "
+                "(HF_TOKEN, WANDB_API_KEY) or log in once (hf auth login)."
+            )
+
+
+def _check_paths(settings: Settings) -> None:
+    names = [f.name for f in dataclasses.fields(settings) if f.metadata.get("path")]
+    for name in (*names, "output_dir"):
+        value = getattr(settings, name)
+        for path in value if isinstance(value, list) else [value] if value else []:
+            look_up(name, Path(path))
+
+
+def look_up(name: str, path: Path) -> Path:
+    """The path in full, whether or not something is there.
+
+    Raises:
+        UserError: no file system could hold it: the home of nobody, a name too long, links in a circle.
+    """
+    try:
+        full = path.expanduser().resolve()
+        full.exists()
+    except (OSError, RuntimeError, ValueError) as error:
+        reason = str(getattr(error, "strerror", error)).rstrip(".")
+        raise UserError(f"{name} {str(path)[:200]} cannot be looked up: {reason}; give another.") from None
+    return full

@@ -17,10 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import yaml
 
 from unsloth_ddp.checkpoint import Checkpoints, step_folders
+from unsloth_ddp.config_file import Unreadable, read_yaml
 from unsloth_ddp.errors import UserError
+from unsloth_ddp.redact import hide
 from unsloth_ddp.runtime import EXIT_FAILURE, EXIT_STOPPED, Runtime
 from unsloth_ddp.settings import Settings
 from unsloth_ddp.stop import Stop
@@ -48,7 +49,13 @@ def choose_run_folder(settings: Settings, runtime: Runtime) -> Path:
     settings.run_name = runtime.from_main(lambda: settings.run_name or default_run_name(settings))
     folder = Path(settings.output_dir).expanduser().resolve() / settings.run_name
 
-    runtime.alone(lambda: _refuse_another_run(settings, folder))
+    def look() -> None:
+        try:
+            _refuse_another_run(settings, folder)
+        except OSError as error:
+            raise UserError(f"output folder {folder} cannot be read: {error.strerror or error}.") from None
+
+    runtime.alone(look)
     return folder
 
 
@@ -71,14 +78,16 @@ def continues(settings: Settings, folder: Path) -> bool:
 
 def _same_settings(settings: Settings, folder: Path) -> bool:
     try:
-        before = yaml.safe_load((folder / SETTINGS_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError):
+        before = read_yaml(folder / SETTINGS_FILE)
+    except (OSError, Unreadable):
         return False
     now = dataclasses.asdict(settings)
     return isinstance(before, dict) and all(before.get(name) == now[name] for name in now if name not in MAY_DIFFER)
 
 
 def _refuse_another_run(settings: Settings, folder: Path) -> None:
+    if os.path.lexists(folder) and not folder.is_dir():
+        raise UserError(f"{folder} is no folder, so a run cannot be written to it; give another --run_name.")
     if not _holds_anything(folder) or continues(settings, folder):
         return
     if not settings.overwrite:
@@ -159,7 +168,7 @@ def _empty(folder: Path) -> None:
 def start_logging(folder: Path, runtime: Runtime) -> None:
     """One log file a rank for the kit and every library; warnings reach the terminal from the main process alone."""
     to_file = _LogFile(folder / "logs" / f"rank_{runtime.ranks.rank}.log", encoding="utf-8")
-    to_file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    to_file.setFormatter(_WithoutSecrets("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logging.getLogger().addHandler(to_file)
     # Transformers' logger does not hand its messages on to the root logger.
     logging.getLogger("transformers").addHandler(to_file)
@@ -223,6 +232,13 @@ class _LogFile(logging.FileHandler):
         logging.getLogger().removeHandler(self)
         logging.getLogger("transformers").removeHandler(self)
         print(f"{self.baseFilename} can no longer be written: {sys.exc_info()[1]}", flush=True)
+
+
+class _WithoutSecrets(logging.Formatter):
+    """Libraries log addresses and arguments; what looks like a secret stays out of the file."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return hide(super().format(record))
 
 
 def finish(settings: Settings, folder: Path, summary: dict[str, Any]) -> None:

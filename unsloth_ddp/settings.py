@@ -19,10 +19,9 @@ import typing
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
-import yaml
-
+from unsloth_ddp.config_file import Unreadable, read_yaml
 from unsloth_ddp.errors import UserError
-from unsloth_ddp.options import TOPICS, Settings, check
+from unsloth_ddp.options import TOPICS, Settings, check, look_up
 
 __all__ = ["Settings", "parse_settings", "read_config"]
 
@@ -66,33 +65,21 @@ def read_config(path: Path) -> dict[str, Any]:
     try:
         if not path.is_file():
             raise UserError(f"--config {path}: there is no such file; recipes/ holds examples.")
-        content = yaml.load(path.read_text(encoding="utf-8"), Loader=_UniqueKeys)
+        content = read_yaml(path)
     except OSError as error:
         raise UserError(f"--config {path} cannot be read: {error.strerror or error}.") from None
-    except (yaml.YAMLError, RecursionError, ValueError) as error:
-        if isinstance(error, UserError):
-            raise
-        raise UserError(f"--config {path} is not YAML: {' '.join(str(error).split())}") from None
+    except Unreadable as error:
+        raise UserError(f"--config {path} is not YAML: {error}") from None
     if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
         raise UserError(f"--config {path} holds no options; write one `name: value` a line.")
     options = {}
     for name, value in content.items():
+        if name == "config":
+            raise UserError(f"{path}: config is for the command line only; a file holds all its options itself.")
         if name not in FIELDS:
             raise unknown_option(name, str(path))
         options[name] = _relative_to(path.parent, name, coerce(name, value, str(path)))
     return options
-
-
-class _UniqueKeys(yaml.SafeLoader):
-    """A YAML loader that refuses an option given twice, where PyYAML silently keeps the last."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen = set()
-        for key, _ in node.value:
-            if isinstance(key, yaml.ScalarNode) and key.value in seen:
-                raise yaml.constructor.ConstructorError(None, None, f"{key.value} is given twice", key.start_mark)
-            seen.add(key.value if isinstance(key, yaml.ScalarNode) else None)
-        return super().construct_mapping(node, deep)
 
 
 def _relative_to(folder: Path, name: str, value: Any) -> Any:
@@ -101,7 +88,7 @@ def _relative_to(folder: Path, name: str, value: Any) -> Any:
     if isinstance(value, list):
         return [_relative_to(folder, name, item) for item in value]
     if isinstance(value, str) and value.startswith(("./", "../")):
-        return str((folder / value).resolve())
+        return str(look_up(name, folder / value))
     return value
 
 
@@ -139,8 +126,8 @@ def _as_type(wanted: Any, value: Any) -> Any:
         items = value if isinstance(value, list) else [value]
         return [] if unset or value == ["none"] else [_as_type(str, item) for item in items]
     if kind is dict:
-        value = {} if unset else json.loads(value) if isinstance(value, str) else value
-        return value if isinstance(value, dict) else _refuse()
+        value = {} if unset else _parsed_json(value) if isinstance(value, str) else value
+        return _plain(value) if isinstance(value, dict) else _refuse()
     if kind is Literal:
         # YAML reads an unquoted no as False, and `no` is a strategy.
         value = "no" if value is False else value
@@ -148,7 +135,7 @@ def _as_type(wanted: Any, value: Any) -> Any:
     if kind is bool:
         return TRUTHS[str(value).lower()] if str(value).lower() in TRUTHS else _refuse()
     if kind is str:
-        return value if isinstance(value, str) and value.strip() and "\0" not in value else _refuse()
+        return _text(value) if isinstance(value, str) and value.strip() and "\0" not in value else _refuse()
     if isinstance(value, bool) or not isinstance(value, (int, float, str)):
         _refuse()
     if kind is int:
@@ -161,6 +148,35 @@ def _whole_number(value: int | float | str) -> int:
     if isinstance(value, str):
         value = int(value) if re.fullmatch(r"[+-]?\d{1,18}", value) else float(value)
     return int(value) if value == int(value) and abs(value) < 2**63 else _refuse()
+
+
+def _text(value: str) -> str:
+    """`value`, or a ValueError where it cannot be written to a file (an argument that is not UTF-8)."""
+    value.encode()
+    return value
+
+
+def _parsed_json(text: str) -> Any:
+    """The value of a JSON text in which no key stands twice."""
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        return dict(pairs) if len(dict(pairs)) == len(pairs) else _refuse()
+
+    return json.loads(text, object_pairs_hook=unique)
+
+
+def _plain(value: Any) -> Any:
+    """`value` if settings.yaml and a checkpoint's manifest can hold it and give it back, or a ValueError."""
+    if isinstance(value, dict):
+        return {name if isinstance(name, str) else _refuse(): _plain(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    if isinstance(value, str):
+        return _text(value)
+    if isinstance(value, float) and not math.isfinite(value):
+        _refuse()
+    # An int of more digits than Python prints fails at str().
+    return value if value is None or (isinstance(value, (bool, int, float)) and str(value)) else _refuse()
 
 
 def _refuse() -> NoReturn:
@@ -176,7 +192,7 @@ def _accepted(wanted: Any) -> str:
     if typing.get_origin(wanted) is list:
         return "text, or a list of texts"
     if typing.get_origin(wanted) is dict:
-        return "a mapping (JSON on the command line)"
+        return "a mapping of plain, finite values (JSON on the command line)"
     return {int: "a whole number", float: "a number", bool: "true or false"}.get(wanted, "text")
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from unsloth_ddp.errors import UserError
+from unsloth_ddp.model_folder import check_complete, check_folder
 from unsloth_ddp.runtime import Runtime
 from unsloth_ddp.settings import Settings
 from unsloth_ddp.tokens import read_chat_template, set_chat_template
@@ -32,6 +33,8 @@ def check_model(settings: Settings, runtime: Runtime) -> None:
     local = path.exists() or model.startswith((".", "/", "~")) or model.count("/") > 1
     if local and not (path / "config.json").is_file():
         raise UserError(f"model {model} is not a model folder: it has no config.json; give a Hub id or a saved model.")
+    if local:
+        check_folder(path, safetensors_only=settings.use_safetensors)
     if settings.method == "qlora" and runtime.device_type == "cpu":
         raise UserError("method qlora needs a GPU for its 4-bit kernels and none is used here; use --method lora.")
     if settings.method == "qlora" and importlib.util.find_spec("bitsandbytes") is None:
@@ -51,10 +54,10 @@ def load_model(settings: Settings, runtime: Runtime) -> tuple[Any, Any]:
     try:
         load = _load_unsloth if runtime.backend == "unsloth" else _load_transformers
         model, tokenizer = load(settings, runtime)
-    except (OSError, ValueError) as error:
-        if isinstance(error, UserError):
+    except Exception as error:
+        if isinstance(error, UserError) or not is_about_the_files(error):
             raise
-        raise UserError(f"model {settings.model} cannot be loaded: {' '.join(str(error).split())}") from error
+        raise UserError(f"model {settings.model} cannot be loaded: {_reason(error)}") from error
     _complete_tokenizer(settings, tokenizer)
     model.config.use_cache = False
     return model, tokenizer
@@ -72,10 +75,30 @@ def load_tokenizer(settings: Settings) -> Any:
         tokenizer = transformers.AutoTokenizer.from_pretrained(
             settings.model, revision=settings.model_revision, trust_remote_code=settings.trust_remote_code
         )
-    except (OSError, ValueError) as error:
-        raise UserError(f"model {settings.model}: no tokenizer can be loaded: {' '.join(str(error).split())}") from None
+    except Exception as error:
+        if not is_about_the_files(error):
+            raise
+        raise UserError(f"model {settings.model}: no tokenizer can be loaded: {_reason(error)}") from None
     _complete_tokenizer(settings, tokenizer)
     return tokenizer
+
+
+def is_about_the_files(error: Exception) -> bool:
+    """Whether loading failed over what the model's files hold, which any exception may say, and not over the machine.
+
+    RuntimeErrors come from devices, memory and other ranks, but for a few.
+    """
+    if isinstance(error, RuntimeError):
+        return isinstance(error, (RecursionError, NotImplementedError)) or "ignore_mismatched_sizes" in str(error)
+    return not isinstance(error, (MemoryError, AssertionError))
+
+
+def _reason(error: Exception) -> str:
+    """What the library says; by itself the text of a KeyError or TypeError says little."""
+    text = " ".join(str(error).split())
+    if "ignore_mismatched_sizes" in text:
+        return "its weights have other sizes than its config.json says; download it again, or mend config.json."
+    return text if isinstance(error, (OSError, ValueError)) else f"{type(error).__name__}: {text}"
 
 
 def _complete_tokenizer(settings: Settings, tokenizer: Any) -> None:
@@ -111,7 +134,7 @@ def _load_unsloth(settings: Settings, runtime: Runtime) -> tuple[Any, Any]:
         # An embedding in host memory is not on the device whose gradients DDP averages.
         offload_embedding=False,
         trust_remote_code=settings.trust_remote_code,
-        use_safetensors=settings.use_safetensors,
+        use_safetensors=safetensors_only(settings),
     )
     if settings.method != "full":
         model = FastLanguageModel.get_peft_model(
@@ -158,15 +181,20 @@ def _load_transformers(settings: Settings, runtime: Runtime) -> tuple[Any, Any]:
             # FSDP2 shares out floating-point tensors only, so the packed bytes have to look like some.
             bnb_4bit_quant_storage=DTYPES[runtime.precision] if runtime.sharding == "fsdp2" else torch.uint8,
         )
-    model: Any = transformers.AutoModelForCausalLM.from_pretrained(
+    loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
         str(settings.model),
         dtype=weights_dtype(settings, runtime),
         device_map=runtime.device_map,
         quantization_config=quantization,
         attn_implementation=settings.attn_implementation,
-        use_safetensors=settings.use_safetensors,
+        use_safetensors=safetensors_only(settings),
+        output_loading_info=True,
         **source,
     )
+    model, loading = loaded
+    # With ZeRO-3 every rank loads parts, and what is missing is not told alike.
+    if runtime.sharding != "zero3":
+        check_complete(str(settings.model), list(loading["missing_keys"]), list(loading["mismatched_keys"]))
     checkpointing = settings.gradient_checkpointing != "none"
     if quantization is not None:
         model = prepare_model_for_kbit_training(
@@ -180,6 +208,11 @@ def _load_transformers(settings: Settings, runtime: Runtime) -> tuple[Any, Any]:
         # (DeepSpeed issue 8072); its optimizer has fp32 copies of them.
         model = get_peft_model(model, lora_config(settings), autocast_adapter_dtype=runtime.sharding != "zero3")
     return model, tokenizer
+
+
+def safetensors_only(settings: Settings) -> bool | None:
+    """What from_pretrained is told: its False would refuse safetensors, its None takes what is there."""
+    return True if settings.use_safetensors else None
 
 
 def lora_config(settings: Settings) -> Any:
@@ -231,7 +264,7 @@ def save_merged(settings: Settings, adapter: Path, target: Path) -> None:
         str(settings.model),
         revision=settings.model_revision,
         trust_remote_code=settings.trust_remote_code,
-        use_safetensors=settings.use_safetensors,
+        use_safetensors=safetensors_only(settings),
         dtype=torch.bfloat16,
         device_map={"": "cpu"},
     )

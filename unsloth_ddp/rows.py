@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 from unsloth_ddp.errors import UserError
 
 SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
+# A file without line ends (a disk image named .jsonl) would be read into memory as one row.
+LONGEST_LINE = 1 << 29
 SPACE = re.compile(r"[ \t\r\n]*")
 
 
@@ -63,13 +65,21 @@ def read_rows(source: str, split: str, config: str | None = None) -> Iterator[Ro
     try:
         yield from readers[path.suffix.lower()](path)
     except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror or error}.") from None
+        raise UserError(f"{path} cannot be read: {_in_one_line(error.strerror or error)}.") from None
 
 
-def _lines(path: Path) -> Iterator[str]:
-    """The lines of a UTF-8 file with their ends, without a byte order mark."""
-    with path.open("rb") as lines:
-        for number, line in enumerate(lines, 1):
+def _in_one_line(error: object) -> str:
+    return " ".join(str(error).split())[:200].rstrip(".")
+
+
+def _lines(path: Path, longest: int = -1) -> Iterator[str]:
+    """The lines of a UTF-8 file with their ends, without a byte order mark; one over `longest` bytes is refused."""
+    with path.open("rb") as file:
+        for number, line in enumerate(iter(lambda: file.readline(longest), b""), 1):
+            if len(line) == longest:
+                raise UserError(
+                    f"{path}:{number} is longer than {longest:,} bytes, which is no row of text; put each row on a line."
+                )
             try:
                 yield line.decode("utf-8-sig" if number == 1 else "utf-8")
             except UnicodeDecodeError as error:
@@ -80,7 +90,7 @@ def _lines(path: Path) -> Iterator[str]:
 
 
 def _jsonl_rows(path: Path) -> Iterator[Row]:
-    for number, line in enumerate(_lines(path), 1):
+    for number, line in enumerate(_lines(path, LONGEST_LINE), 1):
         if line.strip():
             yield Row(f"{path}:{number}", _parsed(line.strip(), f"{path}:{number}")[0])
 
@@ -150,7 +160,7 @@ DECODER = json.JSONDecoder(object_pairs_hook=_unique)
 def _csv_rows(path: Path) -> Iterator[Row]:
     # A chat in one cell is longer than csv's default of 128 KiB.
     csv.field_size_limit(2**31 - 1)
-    reader = csv.reader(_lines(path), strict=True)
+    reader = csv.reader(_lines(path, LONGEST_LINE), strict=True)
     header: list[str] = []
     first = 1
     try:
@@ -179,12 +189,17 @@ def _parquet_rows(path: Path) -> Iterator[Row]:
     number = 0
     try:
         with pyarrow.parquet.ParquetFile(path) as table:
+            names = table.schema_arrow.names
+            if len(set(names)) != len(names):
+                raise UserError(f"{path} names a column twice ({', '.join(names)[:200]}); rename one.")
             for batch in table.iter_batches(batch_size=1024):
                 for columns in batch.to_pylist():
                     number += 1
                     yield Row(f"{path} row {number}", columns)
+    except UserError:
+        raise
     except (pyarrow.ArrowException, ValueError, OverflowError) as error:
-        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        reason = _in_one_line(error) or type(error).__name__
         raise UserError(f"{path} is not readable Parquet after row {number} ({reason}); write it again.") from None
 
 
@@ -198,5 +213,13 @@ def _hub_rows(source: str, split: str, config: str | None) -> Iterator[Row]:
         raise UserError(
             f"dataset {source} is no local file and cannot be loaded from the Hub, split {split}: {reason}"
         ) from None
-    for number, columns in enumerate(table, 1):
-        yield Row(f"{source} {split} row {number}", columns)
+    number = 0
+    try:
+        for columns in table:
+            number += 1
+            yield Row(f"{source} {split} row {number}", columns)
+    except Exception as error:
+        raise UserError(
+            f"dataset {source}, split {split}, cannot be read after row {number} ({_in_one_line(error)}); an image or "
+            "audio column needs its own decoder, and this kit trains on text only."
+        ) from None

@@ -15,6 +15,8 @@ from typing import Any
 
 import xxhash
 
+from unsloth_ddp.redact import one_line
+
 FILE_NAME = "manifest.json"
 FORMAT = 1
 CHUNK = 1 << 22
@@ -37,7 +39,10 @@ FIXED_WORLD = ("zero2", "zero3")
 
 
 class Damaged(ValueError):
-    """A folder that is no whole checkpoint; the message says what is wrong with it."""
+    """A folder that is no whole checkpoint; the message says what is wrong with it, and is safe to print."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(one_line(message))
 
 
 @dataclass(frozen=True)
@@ -68,7 +73,9 @@ def from_text(text: str) -> Manifest:
         Damaged: it is anything else.
     """
     try:
-        content = json.loads(text)
+        content = json.loads(text, object_pairs_hook=_unique)
+    except Damaged:
+        raise
     except (ValueError, RecursionError):
         raise Damaged(f"{FILE_NAME} is not JSON") from None
     if not isinstance(content, dict):
@@ -91,6 +98,13 @@ def from_text(text: str) -> Manifest:
         if not path.parts or path.is_absolute() or ".." in path.parts or "\0" in name:
             raise Damaged(f"{FILE_NAME} lists {name[:100]!r}, which is not a file of this folder")
     return Manifest(step, run, versions, files)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    content = dict(pairs)
+    if len(content) != len(pairs):
+        raise Damaged(f"{FILE_NAME} gives a name twice")
+    return content
 
 
 def _checksum_of(content: Mapping[str, Any]) -> str:
@@ -150,10 +164,13 @@ def verify(folder: Path) -> Manifest:
         raise Damaged("it lists no trainer_state.json")
     for name, (size, _) in manifest.files.items():
         path = folder / name
-        if not path.is_file() or not path.resolve().is_relative_to(folder.resolve()):
-            raise Damaged(f"{name} is missing")
-        if path.stat().st_size != size:
-            raise Damaged(f"{name} has {path.stat().st_size:,} bytes instead of {size:,}")
+        try:
+            if not path.is_file() or not path.resolve().is_relative_to(folder.resolve()):
+                raise Damaged(f"{name} is missing")
+            if path.stat().st_size != size:
+                raise Damaged(f"{name} has {path.stat().st_size:,} bytes instead of {size:,}")
+        except OSError as error:
+            raise Damaged(f"{name[:100]} cannot be read: {error.strerror or error}") from None
 
     def matches(name: str) -> bool:
         try:
@@ -205,7 +222,7 @@ def compare(before: Mapping[str, Any], now: Mapping[str, Any]) -> Comparison:
 
 
 def _shown(value: Any) -> str:
-    text = str(value)
+    text = one_line(str(value))
     return text if len(text) <= 80 else text[:77] + "..."
 
 

@@ -72,6 +72,8 @@ class Encoder:
             ids, keep = self._encode_text(example.text, 0 if self.supervise_all else example.prompt_chars)
         else:
             ids, keep = self._encode_chat(example)
+        if not ids:
+            raise UserError("the chat template renders the row to nothing; mend the template, or remove the row.")
         return {"input_ids": ids, "labels": [i if kept else IGNORED for i, kept in zip(ids, keep, strict=True)]}
 
     def _encode_text(self, text: str, prompt_chars: int) -> tuple[list[int], list[bool]]:

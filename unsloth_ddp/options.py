@@ -263,7 +263,7 @@ def check(settings: Settings) -> None:
         )
     if settings.run_name is not None and not re.fullmatch(r"(?!\.{1,2}$)[^/\\\x00-\x1f]{1,200}", settings.run_name):
         raise UserError(
-            f"run_name {settings.run_name!r} is not a plain folder name of at most 200 characters; "
+            f"run_name {settings.run_name[:200]!r} is not a plain folder name of at most 200 characters; "
             "use letters, digits, - and _."
         )
     _check_paths(settings)

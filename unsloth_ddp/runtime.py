@@ -35,6 +35,8 @@ logger = logging.getLogger("unsloth_ddp")
 
 # Older Unsloth releases patch trainers and build CUDA extensions in every rank unless told not to.
 UNSLOTH_FLAGS = {"UNSLOTH_DISABLE_TRAINER_PATCHING": "1", "UNSLOTH_NO_CUDA_EXTENSIONS": "1"}
+# What a folder of Unsloth's compiled modules holds, beside __pycache__.
+COMPILED = (".py", ".pyc", ".lock")
 EXIT_FAILURE, EXIT_USER_ERROR, EXIT_STOPPED = 1, UserError.exit_code, 75
 
 
@@ -362,10 +364,16 @@ def _compiled_cache(runtime: Runtime, settings: Settings) -> Iterator[None]:
     def prepare() -> str:
         if not named:
             return tempfile.mkdtemp(prefix="unsloth_compiled_cache_")
-        if settings.clear_compiled_cache:
-            shutil.rmtree(named, ignore_errors=True)
-        Path(named).mkdir(parents=True, exist_ok=True)
-        return str(Path(named).resolve())
+        folder = Path(named).expanduser().resolve()
+        try:
+            if settings.clear_compiled_cache:
+                _clear_compiled_modules(folder)
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(
+                f"compiled_cache_dir {folder} cannot be written: {error.strerror or error}; name another, or none."
+            ) from None
+        return str(folder)
 
     mine = runtime.alone(prepare, per_node=True)
     local_mains = runtime.gather(mine)
@@ -378,6 +386,23 @@ def _compiled_cache(runtime: Runtime, settings: Settings) -> Iterator[None]:
     finally:
         if not named and runtime.ranks.is_local_main:
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def _clear_compiled_modules(folder: Path) -> None:
+    """Empty a folder of compiled modules; one that holds anything else was named by mistake."""
+    if not folder.exists():
+        return
+    other = next(
+        (path for path in folder.iterdir() if path.suffix not in COMPILED and path.name != "__pycache__"), None
+    )
+    if other is None and Path.cwd().is_relative_to(folder):
+        other = Path.cwd()
+    if other is not None:
+        raise UserError(
+            f"compiled_cache_dir {folder} holds {other.name}, which is no compiled module, so clear_compiled_cache leaves "
+            "it alone; name a folder that holds nothing else."
+        )
+    shutil.rmtree(folder)
 
 
 @contextlib.contextmanager

@@ -39,7 +39,7 @@ def check(settings: Settings | None, folder: Path) -> None:
         return
     settings.save(folder / "settings.yaml")
     assert parse_settings(["--config", str(folder / "settings.yaml")]) == settings
-    json.dumps(dataclasses.asdict(settings), allow_nan=False).encode()
+    json.dumps(dataclasses.asdict(settings), allow_nan=False, ensure_ascii=False).encode()
     assert all(math.isfinite(value) for value in vars(settings).values() if isinstance(value, float))
 
 

@@ -34,15 +34,10 @@ def train(settings: Settings, ranks: Ranks) -> None:
     began = time.perf_counter()
     use_cache_if_hub_is_unreachable(settings)
     # Imported here, so that a mistake in the settings is told before the seconds that torch takes to load.
-    from unsloth_ddp import answers, batch, checkpoint, data, output, sharding, telemetry
+    from unsloth_ddp import answers, attention, checkpoint, data, output, packing, sharding, telemetry
     from unsloth_ddp import model as models
 
-    plan = batch.plan_batch(
-        settings.per_device_train_batch_size,
-        ranks.world_size,
-        settings.global_batch_size,
-        settings.gradient_accumulation_steps,
-    )
+    request = packing.Request.of(settings, ranks.world_size)
     with started(settings, ranks) as runtime, data.node_folder(runtime) as node_folder:
         models.check_model(settings, runtime)
         data.read_examples(settings, runtime, node_folder)
@@ -53,16 +48,18 @@ def train(settings: Settings, ranks: Ranks) -> None:
         output.stop_library_output(runtime)
         from unsloth_ddp.trainer import make_config, make_trainer
 
-        config = make_config(settings, runtime, plan, run_folder)
+        config = make_config(settings, runtime, request.plan, run_folder)
         model, tokenizer = models.load_model(settings, runtime)
         rows, eval_rows = data.tokenize_examples(settings, runtime, node_folder, tokenizer)
         models.stop_at(model, tokenizer, rows.dataset)
+        choice = attention.choose_packing(settings, runtime, model)
+        plan, rows, choice = data.fill_steps(request, rows, choice)
 
         trainer = make_trainer(settings, runtime, plan, config, model, tokenizer, rows, eval_rows)
         output.open_run_folder(settings, runtime, run_folder)
         for sentence in sharding.what_is_ignored(runtime.sharding, settings, ranks.nodes):
             print(sentence)
-        print(telemetry.describe_run(settings, runtime, plan, model, rows, eval_rows, run_folder), flush=True)
+        print(telemetry.describe_run(settings, runtime, plan, choice, model, rows, eval_rows, run_folder), flush=True)
 
         compared = 0 if sharding.shards_weights(runtime.sharding) else settings.compare_answers
         asked = answers.questions(data.held_out_examples(node_folder, compared))

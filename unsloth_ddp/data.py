@@ -17,15 +17,18 @@ import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import datasets
 import numpy as np
+import pyarrow.compute as pc
 import torch
 
+from unsloth_ddp.batch import BatchPlan
 from unsloth_ddp.errors import UserError
 from unsloth_ddp.formats import Example, to_example
 from unsloth_ddp.loss import IGNORED
+from unsloth_ddp.packing import Choice, Packing, Request, plan_step
 from unsloth_ddp.rows import check_source, read_rows
 from unsloth_ddp.runtime import Runtime
 from unsloth_ddp.settings import Settings
@@ -56,10 +59,29 @@ class Counts:
 
 @dataclass(frozen=True)
 class TokenizedRows:
-    """A tokenized set. `dataset` holds one row more than `counts.rows`: the filler at its end (see batch.RowOrder)."""
+    """A tokenized set. `dataset` holds one row more than `counts.rows`: the filler at its end (see batch.RowOrder).
+
+    `packing` says which rows share a pack, where they are packed.
+    """
 
     dataset: datasets.Dataset
     counts: Counts
+    packing: Packing | None = None
+
+    @property
+    def units(self) -> int:
+        """What the batch plan counts: packs, or rows."""
+        return self.counts.rows if self.packing is None else len(self.packing)
+
+    @property
+    def examples(self) -> datasets.Dataset | PackedRows:
+        """The units, and the filler at their end."""
+        return self.dataset if self.packing is None else PackedRows(self.dataset, self.packing)
+
+    def lengths(self) -> np.ndarray:
+        """Tokens of each unit and of the filler, int64 (units + 1,)."""
+        rows = row_lengths(self.dataset)
+        return rows if self.packing is None else np.append(self.packing.tokens, rows[-1])
 
 
 @contextlib.contextmanager
@@ -242,14 +264,22 @@ def _tokenize(examples: datasets.Dataset, encoder: Encoder, settings: Settings, 
 
 
 def _count(tokenized: datasets.Dataset, dropped: int) -> Counts:
-    lengths = [len(ids) for ids in tokenized.with_format("numpy", columns=["input_ids"])["input_ids"]]
+    lengths = row_lengths(tokenized)
     return Counts(
         rows=len(tokenized),
-        tokens=sum(lengths),
+        tokens=int(lengths.sum()),
         supervised=int(np.sum(tokenized["supervised"])),
         truncated=int(np.sum(tokenized["overlong"])),
         dropped=dropped,
-        longest=max(lengths),
+        longest=int(lengths.max()),
+    )
+
+
+def row_lengths(tokenized: datasets.Dataset) -> np.ndarray:
+    """Tokens of every row, int64 (rows,), read from the table's offsets and not from its tokens."""
+    ids = tokenized.with_format("arrow", columns=["input_ids"])
+    return np.concatenate([pc.list_value_length(part["input_ids"]).to_numpy() for part in ids.iter(100_000)]).astype(
+        np.int64
     )
 
 
@@ -257,6 +287,12 @@ def _tokenized_rows(path: Path) -> TokenizedRows:
     tokenized = datasets.load_from_disk(path)
     counts = Counts(**json.loads(tokenized.info.description))
     return TokenizedRows(tokenized.with_format("numpy", columns=["input_ids", "labels"]), counts)
+
+
+def fill_steps(request: Request, rows: TokenizedRows, choice: Choice) -> tuple[BatchPlan, TokenizedRows, Choice]:
+    """The plan of a run, the rows with the packs it counts, and whether they are packed after all (packing.plan_step)."""
+    plan, packing, choice = plan_step(request, row_lengths(rows.dataset)[: rows.counts.rows], choice)
+    return plan, dataclasses.replace(rows, packing=packing), choice
 
 
 @dataclass
@@ -276,3 +312,67 @@ class PadRight:
             labels[index, :length] = torch.as_tensor(row["labels"])
             mask[index, :length] = 1
         return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+
+
+@dataclass
+class PackedRows:
+    """A map-style dataset of packs: each item has the ids and labels of its rows behind each other, and their lengths.
+
+    Nothing predicts the first token of a row, so its label is ignored, as position 0 is where rows stand alone.
+    """
+
+    rows: datasets.Dataset
+    packing: Packing
+
+    def __len__(self) -> int:
+        return len(self.packing) + 1
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        """`input_ids` and `labels` (tokens,), `lengths` (rows,); the last index is the filler."""
+        filler = index == len(self.packing)
+        columns = self.rows[[len(self.rows) - 1] if filler else self.packing.members(index)]
+        lengths = np.array([len(ids) for ids in columns["input_ids"]], dtype=np.int64)
+        labels = np.concatenate(list(columns["labels"]))
+        labels[np.cumsum(lengths) - lengths] = IGNORED
+        return {"input_ids": np.concatenate(list(columns["input_ids"])), "labels": labels, "lengths": lengths}
+
+
+@dataclass
+class Flatten:
+    """Collate packs into one sequence, with what tells attention where rows begin.
+
+    `input_ids`, `labels` and `position_ids`, each (1, tokens), int64; positions begin at 0 in every row, which is how
+    Transformers finds the rows. `keys` names what else the backend reads: Unsloth `packed_seq_lengths` (rows,), int32;
+    flash attention in Transformers `cu_seq_lens_q/k` (rows + 1,), int32, and `max_length_q/k`, which it would
+    otherwise work out in every layer, waiting for the device.
+    """
+
+    keys: Literal["unsloth", "flash", "positions"]
+
+    def __call__(self, packs: list[dict[str, np.ndarray]]) -> dict[str, Any]:
+        lengths = np.concatenate([pack["lengths"] for pack in packs])
+        ends = np.cumsum(lengths)
+        positions = np.arange(ends[-1]) - np.repeat(ends - lengths, lengths)
+        batch: dict[str, Any] = {
+            name: torch.as_tensor(np.concatenate([pack[name] for pack in packs]), dtype=torch.int64).unsqueeze(0)
+            for name in ("input_ids", "labels")
+        }
+        batch["position_ids"] = torch.as_tensor(positions, dtype=torch.int64).unsqueeze(0)
+        if self.keys == "unsloth":
+            batch["packed_seq_lengths"] = torch.as_tensor(lengths, dtype=torch.int32)
+        elif self.keys == "flash":
+            borders = torch.as_tensor(np.append(0, ends), dtype=torch.int32)
+            batch |= {"cu_seq_lens_q": borders, "cu_seq_lens_k": borders}
+            batch |= {"max_length_q": int(lengths.max()), "max_length_k": int(lengths.max())}
+        return batch
+
+
+@dataclass
+class Collate:
+    """Packs are flattened, rows are padded: training may see the one while evaluation sees the other."""
+
+    pad: PadRight
+    flatten: Flatten
+
+    def __call__(self, examples: list[dict[str, np.ndarray]]) -> dict[str, Any]:
+        return self.flatten(examples) if "lengths" in examples[0] else self.pad(examples)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 import os
 import sys
 import time
@@ -23,15 +24,16 @@ from transformers.trainer_utils import EvalLoopOutput
 from trl import SFTTrainer
 from trl.trainer.sft_config import SFTConfig
 
-from unsloth_ddp.batch import BatchPlan, RowOrder
+from unsloth_ddp.attention import keys_for_packs, prepare_for_packs
+from unsloth_ddp.batch import BalancedOrder, BatchPlan
 from unsloth_ddp.checkpoint import make_cpu_checkpoints_readable
-from unsloth_ddp.data import PadRight, TokenizedRows
+from unsloth_ddp.data import Collate, Flatten, PadRight, TokenizedRows
 from unsloth_ddp.errors import UserError
 from unsloth_ddp.loss import logits_to_step_loss, step_divisor, supervised_tokens
 from unsloth_ddp.model import DTYPES
 from unsloth_ddp.runtime import Runtime
 from unsloth_ddp.settings import Settings
-from unsloth_ddp.telemetry import TOKENS, Meter, Totals, peak_memory_bytes, summarize
+from unsloth_ddp.telemetry import TOKENS, Meter, Totals, peak_memory_bytes, real_tokens, summarize
 
 logger = logging.getLogger("unsloth_ddp")
 
@@ -123,6 +125,10 @@ def make_trainer(
 ) -> DDPTrainer:
     """The trainer of one run; TensorBoard events go to <run>/tensorboard/."""
     os.environ.setdefault("TENSORBOARD_LOGGING_DIR", str(Path(config.output_dir) / "tensorboard"))
+    # How many packs make a step is known since the rows are.
+    config.per_device_train_batch_size, config.gradient_accumulation_steps = plan.per_device, plan.accumulation
+    if rows.packing is not None:
+        prepare_for_packs(runtime)
     trainer = DDPTrainer(model, config, rows, eval_rows, tokenizer, runtime, settings, plan)
     used = "bf16" if trainer.args.bf16 else "fp16" if trainer.args.fp16 else "fp32"
     # bf16 weights need no autocast, so Unsloth switches it off for them.
@@ -166,18 +172,18 @@ class DDPTrainer(SFTTrainer):
         self.runtime = runtime
         self.settings = settings
         self.plan = plan
-        self.rows = {"train": train.counts.rows, "eval": evaluation.counts.rows if evaluation else 0}
+        self.train_rows, self.eval_rows = train, evaluation
         super().__init__(
             model=model,
             args=args,
             train_dataset=train.dataset,
             eval_dataset=evaluation.dataset if evaluation else None,
             processing_class=tokenizer,
-            data_collator=PadRight(tokenizer.pad_token_id),
+            data_collator=Collate(PadRight(tokenizer.pad_token_id), Flatten(keys_for_packs(runtime, model))),
             callbacks=[SavedTotals()],
         )
-        # Unsloth's __init__ filters out rows without supervised tokens, and with them the filler.
-        self.train_dataset, self.eval_dataset = train.dataset, evaluation.dataset if evaluation else None
+        # Unsloth's __init__ filters out rows without supervised tokens, and with them the filler; it knows no packs.
+        self.train_dataset, self.eval_dataset = train.examples, evaluation.dataset if evaluation else None
         assert self.args.gradient_accumulation_steps == plan.accumulation, "the trainer changed the batch plan"
         # A model that does not take the divisor would divide by its own count.
         self.model_divides = bool(self.model_accepts_loss_kwargs)
@@ -206,15 +212,16 @@ class DDPTrainer(SFTTrainer):
 
     # ---- rows: upstream shuffles with the global RNG and sees some rows twice to even out the ranks ----
 
-    def _get_train_sampler(self, train_dataset: Any = None) -> RowOrder:
-        slots = self.args.per_device_train_batch_size * self.args.world_size
-        return RowOrder(
-            self.rows["train"], slots, seed=self.args.seed if self.args.data_seed is None else self.args.data_seed
-        )
+    def _get_train_sampler(self, train_dataset: Any = None) -> BalancedOrder:
+        rows, seed = self.train_rows, self.args.seed if self.args.data_seed is None else self.args.data_seed
+        return BalancedOrder(self.plan, rows.lengths(), seed, padded=rows.packing is None)
 
-    def _get_eval_sampler(self, eval_dataset: Any) -> RowOrder:
-        slots = self.args.per_device_eval_batch_size * self.args.world_size
-        return RowOrder(self.rows["eval"], slots, seed=None)
+    def _get_eval_sampler(self, eval_dataset: Any) -> BalancedOrder:
+        # One step of all the rows: those of like length share a batch.
+        assert self.eval_rows is not None
+        rows, at_once = self.eval_rows, self.args.per_device_eval_batch_size
+        plan = BatchPlan(at_once, math.ceil(rows.units / (at_once * self.args.world_size)), self.args.world_size)
+        return BalancedOrder(plan, rows.lengths(), None, padded=True)
 
     # ---- loss: upstream divides by its own count and multiplies by the world size ----
 
@@ -250,10 +257,7 @@ class DDPTrainer(SFTTrainer):
             loss = self._transformers_loss(model, inputs, divisor)
         # Not model.training: DeepSpeed's engine says that it trains while it evaluates.
         if torch.is_grad_enabled():
-            lengths = inputs["attention_mask"].sum(dim=1)
-            # The filler row, which evens out the processes, has one token.
-            tokens = lengths.masked_fill(lengths == 1, 0).sum()
-            self.meter.add(loss * divisor, supervised_tokens(labels), tokens)
+            self.meter.add(loss * divisor, supervised_tokens(labels), real_tokens(inputs))
         return (loss, None) if return_outputs else loss
 
     def _transformers_loss(self, model: Any, inputs: dict[str, Tensor], divisor: Tensor) -> Tensor:
@@ -302,7 +306,7 @@ class DDPTrainer(SFTTrainer):
         model.train(was_training)
         self.meter.began += time.perf_counter() - began
         metrics = {f"{metric_key_prefix}_loss": loss / count}
-        return EvalLoopOutput(None, None, metrics, num_samples=self.rows["eval"])  # type: ignore[arg-type]
+        return EvalLoopOutput(None, None, metrics, num_samples=len(dataloader.dataset) - 1)  # type: ignore[arg-type]
 
     # ---- reports: upstream logs the mean of step means ----
 
@@ -349,7 +353,13 @@ class DDPTrainer(SFTTrainer):
         self.train(resume_from_checkpoint=checkpoint)
         seconds = time.perf_counter() - began
         summary = summarize(
-            self.settings, self.runtime, self.plan, self.totals, self.state.global_step, self.peak_before_steps
+            self.settings,
+            self.runtime,
+            self.plan,
+            self.train_rows.packing,
+            self.totals,
+            self.state.global_step,
+            self.peak_before_steps,
         )
         summary["train_seconds"] = seconds
         summary["tokens_per_second"] = (self.totals.tokens - self.tokens_before) / seconds

@@ -107,11 +107,31 @@ def test_auto_keeps_about_the_rows_of_an_unpacked_step(processes: int, asked: di
     check_packing(packing, CHATS)
     assert plan.per_device <= asked.get("per_device", 1)
     rows = plan.global_batch * packing.rows_a_pack
-    if rows > 1.3 * unpacked.global_batch:
+    if rows > 1.4 * unpacked.global_batch:
         # One pack a device is the least that a step can be.
         assert (plan.global_batch, asked) == (processes, {})
     else:
-        assert rows == pytest.approx(unpacked.global_batch, rel=0.3)
+        assert rows == pytest.approx(unpacked.global_batch, rel=0.4)
+
+
+@pytest.mark.parametrize(
+    "asked", [{"global_batch": 32}, {"global_batch": 64}, {"global_batch": 256}, {"global_tokens": 65536}]
+)
+def test_auto_takes_the_same_steps_when_processes_are_added(asked: dict[str, int]) -> None:
+    plans = [planned(processes=processes, **asked) for processes in (1, 2, 4)]
+    assert len({plan.global_batch for plan, _, _ in plans}) == 1
+    first = plans[0][1]
+    assert first is not None
+    for _, packing, _ in plans:
+        assert packing is not None
+        assert np.array_equal(packing.rows, first.rows) and np.array_equal(packing.starts, first.starts)
+
+
+@pytest.mark.parametrize(("length", "rows"), [(2048, 32), (1100, 32), (700, 32), (1, 16)])
+def test_rows_that_fill_packs_badly_still_make_the_step_asked_for(length: int, rows: int) -> None:
+    plan, packing, _ = planned(np.full(3000, length), global_batch=rows)
+    assert packing is not None
+    assert plan.global_batch * packing.rows_a_pack == pytest.approx(rows, rel=0.3)
 
 
 def test_auto_makes_shorter_packs_of_short_rows_rather_than_a_larger_step() -> None:

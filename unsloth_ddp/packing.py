@@ -216,7 +216,7 @@ def plan_step(request: Request, lengths: np.ndarray, choice: Choice) -> tuple[Ba
 
     --packing on counts packs wherever rows are counted otherwise. --packing auto keeps rows as the unit: a step
     holds the number of packs whose rows come nearest to the rows of an unpacked step, so that the same settings
-    train alike where packing cannot be had. Packs are then made so long that a whole number of them fills the step.
+    train alike where packing cannot be had.
 
     Raises:
         UserError: the batch does not divide, is given twice, or is given in tokens without packing.
@@ -227,9 +227,12 @@ def plan_step(request: Request, lengths: np.ndarray, choice: Choice) -> tuple[Ba
     if request.packing == "on":
         packing = best_fit(lengths, request.max_length)
         return _plan_in_packs(request, packing), packing, choice
-    tokens = request.global_tokens or plan.global_batch * float(lengths.mean())
-    packing = best_fit(lengths, _even_capacity(tokens / plan.processes, int(lengths.max()), request.max_length))
-    packed = _nearest_plan(plan, tokens / packing.tokens_a_pack)
+    packing = best_fit(lengths, request.max_length)
+    if request.global_tokens is not None:
+        packed = _nearest_plan(plan, request.global_tokens / packing.tokens_a_pack)
+    else:
+        packs, packing = _packs_for_rows(plan.global_batch, plan.processes, lengths, packing)
+        packed = _nearest_plan(plan, packs)
     rows = packed.global_batch * packing.rows_a_pack
     fixed = request.global_batch is not None or request.accumulation is not None
     if request.global_tokens is None and fixed and rows > MOST_ROWS * plan.global_batch:
@@ -274,10 +277,28 @@ def _check_agreement(request: Request, by_tokens: BatchPlan, by_count: BatchPlan
         )
 
 
-def _even_capacity(tokens: float, longest: int, max_length: int) -> int:
-    """The length of packs of which a whole number holds `tokens`, one process's share of a step."""
-    packs = math.ceil(tokens / max_length)
-    return min(max_length, max(longest, math.ceil(tokens / packs)))
+def _packs_for_rows(rows: int, processes: int, lengths: np.ndarray, full: Packing) -> tuple[int, Packing]:
+    """How many packs, and which, hold about `rows` rows, given the packs of full length.
+
+    The number is chosen without regard to the processes, among those that most numbers of processes divide, so that
+    a run takes the same steps when GPUs are added; only where it does not divide is it moved to one that does. Packs
+    are made shorter where that brings their rows nearer to those wanted.
+    """
+
+    def shortened(packs: int) -> Packing:
+        capacity = max(int(lengths.max()), math.ceil(rows * float(lengths.mean()) / packs))
+        return full if capacity >= full.capacity else best_fit(lengths, capacity)
+
+    least = rows / full.rows_a_pack
+    eights = 8 * math.floor(least / 8)
+    near = [n for n in (1, 2, 4, 8, eights, eights + 8) if n > 0]
+    choices = {max((n for n in near if n <= least), default=1), min(n for n in near if n >= least)}
+    tried = {packs: shortened(packs) for packs in sorted(choices)}
+    packs = min(tried, key=lambda n: abs(n * tried[n].rows_a_pack - rows))
+    if packs % processes == 0:
+        return packs, tried[packs]
+    packs = nearest_multiple(packs, processes)
+    return packs, shortened(packs)
 
 
 def _nearest_plan(plan: BatchPlan, packs: float) -> BatchPlan:

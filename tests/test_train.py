@@ -45,7 +45,7 @@ def test_a_resumed_run_ends_like_an_uninterrupted_one(job):
 
 
 def test_a_packed_run_resumed_within_an_epoch_ends_like_an_uninterrupted_one(job):
-    # Seven packs, so a step of two leaves the fourth step of an epoch with one; step 2 is in the middle of the first.
+    # Six packs make three steps an epoch, so the checkpoint of step 2 lies within the first.
     options = "--packing on --global_batch_size 2 --max_steps 6 --save_steps 2 --save_total_limit 3 --lora_dropout 0.1"
     whole, printed = job(options, "whole", ranks=2)
     assert "packing             on: as asked; a CPU has no attention kernel for it" in printed
@@ -62,7 +62,7 @@ def test_packing_counts_each_row_once_and_says_how_many_a_step_holds(job):
     packed, printed = job("--packing on --global_batch_tokens 130 --num_train_epochs 1", "packed", ranks=2)
     packs = summary(packed)["packs"]
     assert f"{packs} packs of up to 64 tokens" in printed
-    assert "1 packs a device x 1 accumulation x 2 processes = 2 packs (about 3 rows)" in printed
+    assert "1 packs a device x 1 accumulation x 2 processes = 2 packs (about 4 rows)" in printed
     for key in ("tokens", "supervised_tokens"):
         assert summary(packed)[key] == summary(padded)[key]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, insort
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
@@ -174,9 +174,15 @@ def choose(wanted: str, place: str, kernel: str | None, wrong: str | None, doubt
     return Choice(True, f"{kernel} keeps rows apart")
 
 
-@dataclass(frozen=True)
+@dataclass
 class Request:
-    """What was asked of a step: see the options of the same names."""
+    """What was asked of a step: see the options of the same names.
+
+    `plan` is the plan that follows without packing, or in packs where `packing` is on.
+
+    Raises:
+        UserError: the global batch does not divide, or contradicts the accumulation.
+    """
 
     packing: Literal["auto", "on", "off"]
     max_length: int
@@ -185,15 +191,15 @@ class Request:
     global_batch: int | None = None
     accumulation: int | None = None
     global_tokens: int | None = None
+    plan: BatchPlan = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.plan = plan_batch(self.per_device, self.processes, self.global_batch, self.accumulation)
 
     @classmethod
     def of(cls, settings: Settings, processes: int) -> Request:
-        """What these settings ask of a step.
-
-        Raises:
-            UserError: the global batch does not divide, or contradicts the accumulation.
-        """
-        request = cls(
+        """What these settings ask of a step."""
+        return cls(
             packing=settings.packing,
             max_length=settings.max_length,
             per_device=settings.per_device_train_batch_size,
@@ -202,13 +208,6 @@ class Request:
             accumulation=settings.gradient_accumulation_steps,
             global_tokens=settings.global_batch_tokens,
         )
-        assert request.plan
-        return request
-
-    @property
-    def plan(self) -> BatchPlan:
-        """The plan without packing, or in packs where `packing` is on."""
-        return plan_batch(self.per_device, self.processes, self.global_batch, self.accumulation)
 
 
 def plan_step(request: Request, lengths: np.ndarray, choice: Choice) -> tuple[BatchPlan, Packing | None, Choice]:

@@ -31,8 +31,11 @@ MEAN_LOG, SPREAD_LOG, LONGEST = 5.36, 0.8, 2048
 STEP = "--optim sgd --learning_rate 0.1 --lr_scheduler_type constant --warmup_steps 0 --max_grad_norm 0 --max_steps 1"
 STEP += " --save_strategy no --report_to none --logging_steps 1 --seed 5 --lora_alpha 16"
 SPEED = "--save_strategy no --report_to none --logging_steps 2 --lora_alpha 16 --warmup_steps 0"
-# Row loss or update, relative, that packing may change by rounding alone.
-TOLERANCE = {"fp32": 1e-5, "bf16": 2e-2}
+# How much rounding alone may change a row's loss, and a step's update, relatively.
+LOSS_TOLERANCE = {"fp32": 1e-5, "bf16": 5e-3}
+UPDATE_TOLERANCE = {"fp32": 1e-5, "bf16": 3e-2}
+# Rows that saw each other would be off by this much more than packed ones are.
+APART = 5
 
 
 def make_rows(path: Path, count: int, seed: int, longest: int = LONGEST) -> None:
@@ -158,7 +161,9 @@ def losses(given: argparse.Namespace) -> list[dict[str, Any]]:
         else:
             found = json.loads(done.stdout.splitlines()[-1])
             difference = found["largest_difference_from_a_row_alone"]
-            found["good"] = difference["packed"] < TOLERANCE[precision] < difference["mixed"]
+            found["good"] = (
+                difference["packed"] < LOSS_TOLERANCE[precision] and APART * difference["packed"] < difference["mixed"]
+            )
             results.append(found)
         print(json.dumps(results[-1]), flush=True)
     return results
@@ -229,7 +234,7 @@ def step(given: argparse.Namespace) -> list[dict[str, Any]]:
             if not result["exit_code"] and not results_of(results, f"{name}_padded").get("exit_code", 0):
                 reference = update(given, f"{name}_padded")
                 result["update_difference"] = ((update(given, kind) - reference).norm() / reference.norm()).item()
-                result["good"] = result["update_difference"] < TOLERANCE[precision]
+                result["good"] = result["update_difference"] < UPDATE_TOLERANCE[precision]
             results.append(result)
             loss = result.get("summary", {}).get("train_loss")
             print(kind, result["exit_code"], result.get("update_difference"), loss, result["table"], flush=True)

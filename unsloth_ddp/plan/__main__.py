@@ -91,9 +91,10 @@ def plan(argv: list[str]) -> None:
         calibration = Calibration(found[0][0], "logged by train_ddp.py", [measurement for _, measurement in found])
         save_calibration(calibration, Path(given.calibration))
     computed = make_plan(settings, shape, rows, batch, hardware, calibration)
-    report.print_plan(settings, shape, rows, hardware, computed, calibration)
+    made = report.Report(settings, shape, rows, hardware, computed, calibration)
+    report.print_plan(made)
     if given.json:
-        report.write_json(given.json, report.as_json(settings, shape, rows, hardware, computed, calibration))
+        report.write_json(given.json, report.as_json(made))
     if given.picture:
         report.draw(given.picture, hardware, computed)
 

@@ -17,36 +17,53 @@ import sys
 import time
 
 from unsloth_ddp.errors import UserError
+from unsloth_ddp.explain import report
 from unsloth_ddp.runtime import (
+    EXIT_FAILURE,
     Ranks,
     exit_with,
     import_backend,
+    note_exit_code,
     quiet,
     ranks_from_environment,
     started,
     use_cache_if_hub_is_unreachable,
 )
 from unsloth_ddp.settings import Settings, parse_settings
+from unsloth_ddp.stop import Stop
 
 
-def train(settings: Settings, ranks: Ranks) -> None:
-    """One run: processes, rows, model, trainer, steps, files."""
+def train(settings: Settings, ranks: Ranks) -> int:
+    """One run: processes, rows, model, trainer, steps, files; returns the exit code."""
     began = time.perf_counter()
+    stop = Stop(ranks.is_main)
+    stop.listen(settings.max_time)
     use_cache_if_hub_is_unreachable(settings)
     # Imported here, so that a mistake in the settings is told before the seconds that torch takes to load.
-    from unsloth_ddp import answers, attention, checkpoint, data, output, packing, sharding, telemetry
+    from unsloth_ddp import answers, attention, checkpoint, data, output, packing, sharding, telemetry, watch
     from unsloth_ddp import model as models
 
     request = packing.Request.of(settings, ranks.world_size)
-    with started(settings, ranks) as runtime, data.node_folder(runtime) as node_folder:
+    with (
+        started(settings, ranks) as runtime,
+        watch.watched(settings, runtime) as stop.ended,
+        data.node_folder(runtime) as node_folder,
+    ):
         models.check_model(settings, runtime)
         data.read_examples(settings, runtime, node_folder)
         run_folder = output.choose_run_folder(settings, runtime)
-        resume = checkpoint.find_checkpoint(settings.resume_from_checkpoint, run_folder)
+        facts = checkpoint.run_facts(settings, runtime)
+        if settings.packing == "off":
+            facts |= checkpoint.batch_facts(request.plan)
+        start = checkpoint.choose(settings, runtime, run_folder, output.continues(settings, run_folder))
+        if start:
+            checkpoint.check(start, facts, settings, runtime)
+            start = checkpoint.bring(start, runtime)
 
         import_backend(runtime, settings)
         output.stop_library_output(runtime)
-        from unsloth_ddp.trainer import make_config, make_trainer
+        from unsloth_ddp.sft_config import make_config
+        from unsloth_ddp.trainer import make_trainer
 
         config = make_config(settings, runtime, request.plan, run_folder)
         model, tokenizer = models.load_model(settings, runtime)
@@ -55,8 +72,17 @@ def train(settings: Settings, ranks: Ranks) -> None:
         choice = attention.choose_packing(settings, runtime, model)
         plan, rows, choice = data.fill_steps(request, rows, choice)
 
-        trainer = make_trainer(settings, runtime, plan, config, model, tokenizer, rows, eval_rows)
+        facts |= checkpoint.batch_facts(plan) | data.facts(settings, runtime, plan, rows)
+        changes = checkpoint.check(start, facts, settings, runtime) if start else []
+        checkpoints = checkpoint.Checkpoints(
+            runtime, run_folder, facts, telemetry.versions(), settings.save_total_limit
+        )
+        trainer = make_trainer(settings, runtime, plan, config, model, tokenizer, rows, eval_rows, checkpoints, stop)
         output.open_run_folder(settings, runtime, run_folder)
+        checkpoints.shared = checkpoint.is_shared(runtime, run_folder)
+        checkpoint.check_sharing(runtime, run_folder, checkpoints.shared)
+        for sentence in changes:
+            print(sentence)
         for sentence in sharding.what_is_ignored(runtime.sharding, settings, ranks.nodes):
             print(sentence)
         print(telemetry.describe_run(settings, runtime, plan, choice, model, rows, eval_rows, run_folder), flush=True)
@@ -64,10 +90,13 @@ def train(settings: Settings, ranks: Ranks) -> None:
         compared = 0 if sharding.shards_weights(runtime.sharding) else settings.compare_answers
         asked = answers.questions(data.held_out_examples(node_folder, compared))
         before = answers.answer(model, tokenizer, asked, runtime)
-        summary = trainer.run(resume)
+        summary = trainer.run(start)
+        if summary is None:
+            return output.stopped(checkpoints, stop, run_folder)
         after = answers.answer(model, tokenizer, asked, runtime)
 
-        trainer.save_model(str(run_folder))
+        if problem := checkpoints.save_final(trainer.write_final):
+            return output.not_saved(checkpoints, problem)
         if settings.merge:
             runtime.alone(lambda: models.save_merged(settings, run_folder, run_folder / "merged"))
         if asked:
@@ -75,18 +104,26 @@ def train(settings: Settings, ranks: Ranks) -> None:
         summary["wall_time_seconds"] = time.perf_counter() - began
         runtime.alone(lambda: output.finish(settings, run_folder, summary))
         del trainer, model
+        return output.check_saves(checkpoints)
 
 
 def main() -> None:
-    """Read the settings, run, and turn a user's mistake into one sentence."""
+    """Read the settings, run, and turn a user's mistake into one sentence, and other errors into their cause."""
     ranks = Ranks()
     try:
         ranks = ranks_from_environment()
         # Only the main process speaks; what the others have to say is in their logs.
         with quiet(not ranks.is_main):
-            train(parse_settings(sys.argv[1:], __doc__ or ""), ranks)
+            code = train(parse_settings(sys.argv[1:], __doc__ or ""), ranks)
     except UserError as error:
         exit_with(error, ranks.is_main)
+    except Exception as error:
+        report(error, explained=ranks.is_local_main)
+        note_exit_code(EXIT_FAILURE)
+        sys.exit(EXIT_FAILURE)
+    if code:
+        note_exit_code(code)
+        sys.exit(code)
 
 
 if __name__ == "__main__":

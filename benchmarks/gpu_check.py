@@ -4,7 +4,7 @@
 
 On a machine with two GPUs and no network: the demo; a model of Qwen3-8B's shape with LoRA and QLoRA and one of
 Qwen3-1.7B's shape with full parameters (random weights), each as plain python, accelerate with one process and with
-two; then the same few steps in several layouts (parity), with Unsloth and with Transformers. Checked: exit code,
+two; then the kit's own parity check, with Unsloth and with Transformers. Checked: exit code,
 falling loss, the adapter or model loads again without Unsloth and has the evaluation loss the run reported.
 """
 
@@ -37,8 +37,8 @@ LAUNCHERS = {
     "accelerate_default": [*ACCELERATE, "--main_process_port", "0"],
     "torchrun_2": [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"],
 }
-PARITY = "--optim sgd --learning_rate 0.1 --lr_scheduler_type constant --warmup_steps 0 --max_grad_norm 0 --max_steps 3 --global_batch_size 8"
-PARITY += " --precision fp32 --compare_answers 0 --save_strategy no --logging_steps 1 --lora_alpha 16 --seed 5 --max_length 128"
+PARITY_GROUPS = {1: "unsloth", 2: "transformers"}
+PARITY = "--config recipes/demo.yaml --seed 5 --max_length 128"
 
 
 @dataclass
@@ -86,23 +86,7 @@ def jobs(work: Path) -> list[list[Job]]:
                 Job(f"{shape}_{method}_accelerate_all", "accelerate_all", None, options),
             ]
         )
-    parity = []
-    for backend in ("unsloth", "transformers"):
-        for launcher, per_device in (
-            ("python", 1),
-            ("accelerate_all", 1),
-            ("python", 4),
-            ("python", 8),
-            ("accelerate_all", 2),
-            ("accelerate_all", 4),
-        ):
-            name = f"parity_{backend}_{1 if launcher == 'python' else 2}x{per_device}"
-            gpu = per_device % 2 if launcher == "python" else None
-            options = (
-                f"--config recipes/demo.yaml --backend {backend} {PARITY} --per_device_train_batch_size {per_device}"
-            )
-            parity.append(Job(name, launcher, gpu, options))
-    return [demo, parity[:6], parity[6:], *large]
+    return [demo, [], [], *large]
 
 
 def run(job: Job, work: Path) -> dict[str, Any]:
@@ -142,34 +126,14 @@ def reload(result: dict[str, Any], work: Path) -> dict[str, Any]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def parity_table(work: Path, results: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    """Relative difference of the adapters and losses of every layout from one process with one row at a time."""
-    import torch
-    from safetensors.torch import load_file
-
-    table = []
-    for backend in ("unsloth", "transformers"):
-        runs = [n for n, r in results.items() if n.startswith(f"parity_{backend}") and r["exit_code"] == 0]
-        first = f"parity_{backend}_1x1"
-        if first not in runs:
-            continue
-        weights = {n: load_file(work / "outputs" / n / "adapter_model.safetensors") for n in runs}
-        # B starts at zero, so it is its own update.
-        update = {
-            n: torch.cat([w[k].double().flatten() for k in sorted(w) if "lora_B" in k]) for n, w in weights.items()
-        }
-        for name in runs:
-            difference = ((update[name] - update[first]).norm() / update[first].norm()).item()
-            loss = abs(results[name]["summary"]["train_loss"] - results[first]["summary"]["train_loss"])
-            table.append(
-                {
-                    "run": name,
-                    "update": difference,
-                    "loss": loss,
-                    "dtype": str(next(iter(weights[name].values())).dtype),
-                }
-            )
-    return table
+def parity(backend: str, work: Path) -> dict[str, Any]:
+    """What the kit's own check of layouts finds on all GPUs."""
+    path = work / f"parity_{backend}.json"
+    path.unlink(missing_ok=True)
+    command = [sys.executable, "-m", "unsloth_ddp.parity", *PARITY.split(), "--backend", backend]
+    done = subprocess.run([*command, "--micro_batches", "1", "4", "--json", str(path)], cwd=REPO)
+    found = json.loads(path.read_text()) if path.is_file() else {"agree": False, "launches": []}
+    return {"backend": backend, "exit_code": done.returncode, **found}
 
 
 def main() -> None:
@@ -190,8 +154,11 @@ def main() -> None:
             command = [sys.executable, str(REPO / "benchmarks/gpu_models.py"), shape, str(given.work / shape)]
             makers.append(subprocess.Popen(command, cwd=REPO, env={**os.environ, "CUDA_VISIBLE_DEVICES": str(gpu)}))
     results: dict[str, dict[str, Any]] = {}
+    layouts: list[dict[str, Any]] = []
     with ThreadPoolExecutor(max_workers=8) as pool:
         for number in chosen:
+            if number in PARITY_GROUPS:
+                layouts.append(parity(PARITY_GROUPS[number], given.work))
             if number >= 3:
                 for maker in makers:
                     maker.wait()
@@ -205,9 +172,7 @@ def main() -> None:
             for name, found in zip(wanted, pool.map(lambda n: reload(results[n], given.work), wanted), strict=True):
                 results[name]["reload"] = found
                 print(f"{name:36} reload {found}  run {results[name]['summary']['eval_loss']}", flush=True)
-            write(given.json, results, parity_table(given.work, results))
-    for row in parity_table(given.work, results):
-        print(row)
+            write(given.json, results, layouts)
 
 
 def write(path: Path, results: dict[str, dict[str, Any]], parity: list[dict[str, Any]]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import shutil
 from pathlib import Path
+from typing import Any
 
 SHAPES = {
     # name: (hidden, layers, heads, key-value heads, feed-forward, vocabulary), as published in the models' config.json
@@ -17,13 +18,12 @@ SHAPES = {
 }
 
 
-def make_model(shape: str, folder: Path, demo: Path) -> None:
-    """Write a Qwen3 model of this shape with random bf16 weights, and the demo's tokenizer, to `folder`."""
-    import torch
-    from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
+def make_config(shape: str) -> Any:
+    """The Qwen3Config of this shape."""
+    from transformers import Qwen3Config
 
     hidden, layers, heads, kv_heads, intermediate, vocabulary = SHAPES[shape]
-    config = Qwen3Config(
+    return Qwen3Config(
         hidden_size=hidden,
         num_hidden_layers=layers,
         num_attention_heads=heads,
@@ -35,6 +35,14 @@ def make_model(shape: str, folder: Path, demo: Path) -> None:
         tie_word_embeddings=shape != "qwen3_8b",
         dtype="bfloat16",
     )
+
+
+def make_model(shape: str, folder: Path, demo: Path) -> None:
+    """Write a Qwen3 model of this shape with random bf16 weights, and the demo's tokenizer, to `folder`."""
+    import torch
+    from transformers import AutoTokenizer, Qwen3ForCausalLM
+
+    config = make_config(shape)
     tokenizer = AutoTokenizer.from_pretrained(demo)
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         setattr(config, name, getattr(tokenizer, name))

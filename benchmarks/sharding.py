@@ -14,18 +14,28 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import queue
 import random
+import signal
 import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 REPO = Path(__file__).resolve().parent.parent
-CONFIGS = {"ddp": "ddp.yaml", "zero2": "zero2.yaml", "zero3": "zero3.yaml", "fsdp2": "fsdp2.yaml"}
-METHODS = {"lora": list(CONFIGS), "qlora": ["ddp", "zero2", "fsdp2"], "full": list(CONFIGS)}
+LIMIT = 150
+CONFIGS = {"ddp": "ddp.yaml", "again": "ddp.yaml", "zero2": "zero2.yaml", "zero3": "zero3.yaml", "fsdp2": "fsdp2.yaml"}
+# `again` repeats DDP: what differs there is not the sharding's doing.
+METHODS = {
+    "lora": ["ddp", "zero2", "zero3", "fsdp2"],
+    "qlora": ["ddp", "again", "zero2", "fsdp2"],
+    "full": ["ddp", "zero2", "zero3", "fsdp2"],
+}
 STEPS = "--optim sgd --learning_rate 0.1 --lr_scheduler_type constant --warmup_steps 0 --max_grad_norm 0 --max_steps 3"
 STEPS += " --global_batch_size 8 --per_device_train_batch_size 2 --compare_answers 0 --logging_steps 1"
 STEPS += " --seed 5 --max_length 128 --save_steps 2"
@@ -49,9 +59,19 @@ def launch(job: Job, work: Path, processes: int, environ: dict[str, str] | None 
     log = work / f"{job.name}.log"
     began = time.perf_counter()
     with log.open("w") as file:
-        code = subprocess.call(
-            command, cwd=REPO, env={**os.environ, **(environ or {})}, stdout=file, stderr=subprocess.STDOUT, timeout=420
+        process = subprocess.Popen(
+            command,
+            cwd=REPO,
+            env={**os.environ, **(environ or {})},
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
+        try:
+            code: int | str = process.wait(timeout=LIMIT)
+        except subprocess.TimeoutExpired:
+            code = f"over {LIMIT} s"
+            os.killpg(process.pid, signal.SIGKILL)
     result = {"name": job.name, "command": " ".join(command[2:]), "exit_code": code}
     result["seconds"] = round(time.perf_counter() - began, 1)
     folder = work / "outputs" / job.name
@@ -132,16 +152,15 @@ def make_rows(path: Path, count: int) -> None:
 
 
 def cost(work: Path, path: Path, processes: int, only: list[str]) -> None:
-    """One run after the other, so that none disturbs the next; the first three steps are not counted."""
-    make_rows(work / "rows.jsonl", 400)
+    """Runs side by side only on GPUs of their own; the first three steps are not counted."""
+    make_rows(work / "rows.jsonl", 64)
     rows = f"--dataset {work}/rows.jsonl --max_length 2048 --per_device_train_batch_size 1 --global_batch_size {2 * processes}"
     rows += " --max_steps 8 --logging_steps 1 --save_strategy no --gradient_checkpointing torch --warmup_steps 0"
     jobs = []
     for shape, method, kinds in (
         ("qwen3_8b", "lora", ["ddp", "zero2", "zero3", "fsdp2"]),
+        ("qwen3_8b", "full", ["ddp", "zero2", "zero3", "fsdp2"]),
         ("qwen3_8b", "qlora", ["ddp", "fsdp2"]),
-        ("qwen3_1.7b", "full", ["ddp", "zero2", "zero3", "fsdp2"]),
-        ("qwen3_8b", "full", ["zero3", "fsdp2"]),
     ):
         for sharding in kinds:
             options = f"--model {work}/{shape} {rows} --method {method}"
@@ -152,10 +171,23 @@ def cost(work: Path, path: Path, processes: int, only: list[str]) -> None:
         if not (work / shape / "config.json").exists():
             subprocess.run([sys.executable, "benchmarks/gpu_models.py", shape, str(work / shape)], cwd=REPO, check=True)
     results = []
-    for job in jobs:
-        result = launch(job, work, processes)
+    gpus: queue.Queue[str] = queue.Queue()
+    for first in range(0, torch.cuda.device_count() - processes + 1, processes):
+        gpus.put(",".join(str(gpu) for gpu in range(first, first + processes)))
+
+    def on_own_gpus(job: Job) -> dict[str, Any]:
+        mine = gpus.get()
+        try:
+            return launch(job, work, processes, {"CUDA_VISIBLE_DEVICES": mine})
+        finally:
+            gpus.put(mine)
+
+    pool = ThreadPoolExecutor(max_workers=gpus.qsize())
+    for future in as_completed([pool.submit(on_own_gpus, job) for job in jobs]):
+        result = future.result()
+        name = result["name"]
         if "losses" in result:
-            history = json.loads((work / "outputs" / job.name / "trainer_state.json").read_text())["log_history"]
+            history = json.loads((work / "outputs" / name / "trainer_state.json").read_text())["log_history"]
             speeds = sorted(
                 e["tokens_per_second"] for e in history if e.get("step", 0) > 3 and "tokens_per_second" in e
             )
@@ -163,14 +195,16 @@ def cost(work: Path, path: Path, processes: int, only: list[str]) -> None:
             result["seconds_a_step"] = tokens / speeds[len(speeds) // 2]
             summary = result["summary"]
             print(
-                f"{job.name:28} {result['seconds_a_step']:.2f} s a step, {summary['peak_memory_bytes'] / 2**30:.1f} GiB in "
+                f"{name:28} {result['seconds_a_step']:.2f} s a step, {summary['peak_memory_bytes'] / 2**30:.1f} GiB in "
                 f"steps, {summary['peak_memory_bytes_loading'] / 2**30:.1f} GiB loading, loss {result['losses'][0]:.3f} -> "
                 f"{result['losses'][-1]:.3f}, whole run {result['seconds']:.0f} s",
                 flush=True,
             )
         else:
-            print(f"{job.name:28} rc {result['exit_code']} {result['log'][-1500:]}", flush=True)
+            print(f"{name:28} rc {result['exit_code']} {result['log'][-1500:]}", flush=True)
         results.append(result)
+        for weights in (work / "outputs" / name).glob("*.safetensors"):
+            weights.unlink()
         write(path, processes, results)
 
 

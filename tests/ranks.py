@@ -50,9 +50,15 @@ def run_ranks(
     *args: Any,
     folder: Path,
     environ: dict[str, str] | None = None,
+    environ_of: Callable[[int], dict[str, str]] | None = None,
     timeout: float = 120,
+    end: bool = True,
 ) -> Result:
-    """Run `target(*args)` as `count` ranks with their output in `folder`; a job over `timeout` seconds is a hang."""
+    """Run `target(*args)` as `count` ranks with their output in `folder`; a job over `timeout` seconds is a hang.
+
+    `end=False` leaves the other ranks of one that failed to themselves, as the launchers of other nodes would.
+    `environ` is added to every rank's environment, `environ_of(rank)` to that rank's alone (to imitate nodes, say).
+    """
     _start_fork_server()
     folder.mkdir(parents=True, exist_ok=True)
     port = free_port()
@@ -69,12 +75,13 @@ def run_ranks(
             "MASTER_PORT": str(port),
             "OMP_NUM_THREADS": "1",
             **(environ or {}),
+            **(environ_of(rank) if environ_of else {}),
         }
         process = _context.Process(target=_rank, args=(target, args, env, str(folder / f"rank_{rank}.txt")))
         process.start()
         processes.append(process)
     try:
-        _wait_for(processes, began + timeout)
+        _wait_for(processes, began + timeout, end)
     finally:
         for process in processes:
             process.kill()
@@ -96,13 +103,13 @@ def _nothing() -> None:
     pass
 
 
-def _wait_for(processes: list[Any], deadline: float) -> None:
+def _wait_for(processes: list[Any], deadline: float, end: bool) -> None:
     running = list(processes)
     while running and time.monotonic() < deadline:
         wait([p.sentinel for p in running], timeout=deadline - time.monotonic())
         for process in [p for p in running if p.exitcode is not None]:
             running.remove(process)
-            if process.exitcode != 0:
+            if end and process.exitcode != 0:
                 for other in running:
                     other.terminate()
     for process in processes:

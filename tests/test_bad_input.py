@@ -40,6 +40,7 @@ def files(tmp_path_factory) -> Path:
     (folder / "empty.jsonl").write_text("")
     (folder / "notes.txt").write_text("words")
     (folder / "no_model").mkdir()
+    (folder / "checkpoint-4").mkdir()
     (folder / "list.yaml").write_text("- model\n")
     (folder / "outputs" / "earlier").mkdir(parents=True)
     (folder / "outputs" / "earlier" / "settings.yaml").write_text("model: x\n")
@@ -73,7 +74,9 @@ MISTAKES = {
     "missing chat template": (f"{GOOD} --chat_template nowhere.jinja", "nowhere.jinja"),
     "another run's folder": (f"{GOOD} --run_name earlier", "earlier holds another run"),
     "a stranger's folder": (f"{GOOD} --run_name mine --overwrite", "was not written by this kit"),
-    "nothing to resume": (f"{GOOD} --run_name fresh --resume_from_checkpoint true", "fresh holds no checkpoint"),
+    "nothing to resume": (f"{GOOD} --resume fresh/checkpoint-2", "resume .*checkpoint-2: there is no such folder"),
+    "half a checkpoint": (f"{GOOD} --resume checkpoint-4", "not a whole checkpoint: it has no manifest.json"),
+    "no time": (f"{GOOD} --max_time soon", "max_time is 'soon', but it takes a time"),
     "unknown trainer argument": (f'{GOOD} --trainer_args {{"nonsense":1}}', "SFTConfig has no field nonsense"),
     "owned trainer argument": (f'{GOOD} --trainer_args {{"packing":true}}', "packing is decided by the kit"),
     "unknown optimizer": (f"{GOOD} --optim adamm", "adamm"),

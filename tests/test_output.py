@@ -46,7 +46,7 @@ def test_the_summary_is_written_and_nothing_uploaded_unasked(tmp_path, hub, caps
 def test_an_upload_is_private_and_leaves_logs_and_checkpoints_out(tmp_path, hub, capsys):
     output.finish(Settings(run_name="r", push_to_hub=True, merge=True), tmp_path, SUMMARY)
     assert hub[0] == ("create", "me/r", {"private": True, "exist_ok": True})
-    assert {"checkpoint-*", "logs/*"} <= set(hub[1][1]["ignore_patterns"])
+    assert {"checkpoint*", "logs/*"} <= set(hub[1][1]["ignore_patterns"])
     assert hub[2][1]["path_in_repo"] == "merged"
     assert "Uploaded to https://hub/me/r" in capsys.readouterr().out
 
@@ -62,9 +62,9 @@ def test_a_failed_upload_says_that_the_run_is_whole(tmp_path, monkeypatch):
     assert (tmp_path / "summary.json").is_file()
 
 
-@pytest.mark.parametrize("resume", [None, "false", "elsewhere/checkpoint-3"])
+@pytest.mark.parametrize("resume", ["auto", "no", "elsewhere/checkpoint-3"])
 def test_a_run_that_began_meanwhile_is_not_removed(tmp_path, resume):
-    settings = Settings(run_name="r", output_dir=str(tmp_path), resume_from_checkpoint=resume)
+    settings = Settings(run_name="r", output_dir=str(tmp_path), resume=resume)
     runtime = Runtime(Ranks(), "transformers", "cpu", "fp32", "CPU")
     folder = output.choose_run_folder(settings, runtime)
     folder.mkdir()

@@ -22,7 +22,7 @@ def test_all_are_here():
         "llama3.1_8b_qlora",
         "qwen3_1.7b_full",
     }
-    assert {p.stem for p in CONFIGS} == {"cpu", "single_gpu", "ddp"}
+    assert {p.stem for p in CONFIGS} == {"cpu", "single_gpu", "ddp", "multi_node", "zero2", "zero3", "fsdp2"}
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda p: p.stem)
@@ -38,5 +38,6 @@ def test_accelerate_config_loads_and_leaves_precision_to_the_settings(config):
     loaded = load_config_from_file(str(config))
     assert loaded.mixed_precision == "no"
     # MULTI_GPU is the type that also starts one process, or CPU processes, through torchrun's launcher.
-    assert yaml.safe_load(config.read_text())["distributed_type"] == "MULTI_GPU"
-    assert loaded.num_processes == {"cpu": 2, "single_gpu": 1, "ddp": "gpu"}[config.stem]
+    sharded = {"zero2": "DEEPSPEED", "zero3": "DEEPSPEED", "fsdp2": "FSDP"}
+    assert yaml.safe_load(config.read_text())["distributed_type"] == sharded.get(config.stem, "MULTI_GPU")
+    assert loaded.num_processes == {"cpu": 2, "single_gpu": 1}.get(config.stem, "gpu")

@@ -94,7 +94,8 @@ def test_both_spellings_and_every_kind_of_value(words: list[str], name: str, val
         ("eval_dataset:", "eval_dataset", []),
         ("report_to: none", "report_to", []),
         ("global_batch_size: null", "global_batch_size", None),
-        ("resume_from_checkpoint: true", "resume_from_checkpoint", "true"),
+        ("resume: no", "resume", "no"),
+        ("resume: auto", "resume", "auto"),
         ("trainer_args: {adam_beta2: 0.99}", "trainer_args", {"adam_beta2": 0.99}),
     ],
 )

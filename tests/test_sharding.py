@@ -78,6 +78,7 @@ def settings(**options) -> Settings:
         ("zero3", {"method": "qlora"}, "cuda", 2, "packed 4-bit weights; use fsdp2, or zero2"),
         ("zero3", {"gradient_checkpointing": "unsloth"}, "cuda", 2, "use --gradient_checkpointing torch"),
         ("fsdp2", {"gradient_checkpointing": "unsloth"}, "cuda", 2, "use --gradient_checkpointing torch"),
+        ("zero3", {"method": "full"}, "cuda", 2, "use --backend transformers, or sharding fsdp2"),
     ],
 )
 def test_pairs_that_do_not_exist_are_refused_with_the_reason(monkeypatch, sharding, options, device, processes, reason):
@@ -91,7 +92,8 @@ def test_pairs_that_do_not_exist_are_refused_with_the_reason(monkeypatch, shardi
 def test_every_other_pair_is_let_through(monkeypatch, sharding, method):
     monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: object())
     if (sharding, method) != ("zero3", "qlora"):
-        check_sharding(sharding, settings(method=method), "cuda", "unsloth", 2)
+        backend = "transformers" if (sharding, method) == ("zero3", "full") else "unsloth"
+        check_sharding(sharding, settings(method=method), "cuda", backend, 2)
 
 
 def test_missing_deepspeed_is_named_with_its_command(monkeypatch):

@@ -35,7 +35,7 @@ def summary(folder: Path) -> dict:
 def test_a_resumed_run_ends_like_an_uninterrupted_one(job):
     options = "--global_batch_size 4 --max_steps 6 --save_steps 3 --lora_dropout 0.1 --logging_steps 2"
     whole, _ = job(options, "whole", ranks=2)
-    resumed, _ = job(f"{options} --resume_from_checkpoint {whole}/checkpoint-3", "resumed", ranks=2)
+    resumed, _ = job(f"{options} --resume {whole}/checkpoint-3", "resumed", ranks=2)
     expected, found = (load_file(f / "adapter_model.safetensors") for f in (whole, resumed))
     assert all(torch.equal(expected[k], found[k]) for k in expected)
     for key in ("train_loss", "tokens", "supervised_tokens", "steps"):
@@ -49,7 +49,7 @@ def test_a_packed_run_resumed_within_an_epoch_ends_like_an_uninterrupted_one(job
     options = "--packing on --global_batch_size 2 --max_steps 6 --save_steps 2 --save_total_limit 3 --lora_dropout 0.1"
     whole, printed = job(options, "whole", ranks=2)
     assert "packing             on: as asked; a CPU has no attention kernel for it" in printed
-    resumed, _ = job(f"{options} --resume_from_checkpoint {whole}/checkpoint-2", "resumed", ranks=2)
+    resumed, _ = job(f"{options} --resume {whole}/checkpoint-2", "resumed", ranks=2)
     expected, found = (load_file(f / "adapter_model.safetensors") for f in (whole, resumed))
     assert all(torch.equal(expected[k], found[k]) for k in expected)
     for key in ("train_loss", "tokens", "supervised_tokens", "steps", "packs"):
@@ -73,15 +73,6 @@ def test_a_batch_in_tokens_is_refused_on_every_rank_where_rows_are_padded(tmp_pa
     assert result.codes[0] == 2
     assert "global_batch_tokens 512 needs packed rows, and rows are padded: a CPU has no attention" in result.output
     assert not (tmp_path / "outputs").exists()
-
-
-def test_resume_true_takes_the_newest_checkpoint_of_the_run(job):
-    folder, _ = job("--global_batch_size 4 --max_steps 4 --save_steps 2", "again")
-    weights = load_file(folder / "adapter_model.safetensors")
-    (folder / "adapter_model.safetensors").unlink()
-    job("--global_batch_size 4 --max_steps 4 --save_steps 2 --resume_from_checkpoint true", "again")
-    found = load_file(folder / "adapter_model.safetensors")
-    assert all(torch.equal(weights[k], found[k]) for k in weights)
 
 
 def test_full_parameters_leave_a_whole_model(job, tiny_model):
@@ -143,6 +134,7 @@ def test_the_default_name_says_model_method_and_time(tmp_path, tiny_model, uneve
     assert (folder / "adapter_model.safetensors").is_file()
 
 
+@pytest.mark.slow
 def test_plain_accelerate_launch_runs_one_process(tmp_path, tiny_model, uneven_rows):
     options = f"--model {tiny_model} --dataset {uneven_rows} --max_steps 1 --max_length 64 --run_name one --output_dir {tmp_path}"
     command = [sys.executable, "-m", "accelerate.commands.launch", "train_ddp.py", *options.split()]
@@ -151,6 +143,7 @@ def test_plain_accelerate_launch_runs_one_process(tmp_path, tiny_model, uneven_r
     assert summary(tmp_path / "one")["world_size"] == 1
 
 
+@pytest.mark.slow
 def test_torchrun_runs_two_processes(tmp_path, tiny_model, uneven_rows):
     options = f"--model {tiny_model} --dataset {uneven_rows} --max_steps 1 --max_length 64 --run_name two --output_dir {tmp_path}"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "train_ddp.py"]

@@ -1,32 +1,454 @@
-"""Which checkpoint a run goes on from, and what CPU processes need to read it."""
+"""Checkpoints that are whole or absent: written aside, flushed to disk, described by a manifest, moved by one rename.
+
+    <run>/checkpoint.partial/checkpoint-20/   while it is written; never offered, removed by the next save
+    <run>/checkpoint-20/                      whole: manifest.json lists every file with its size and checksum
+
+All ranks take part in a save and agree after each part of it, so that a failure on one of them (a full disk) is told
+by the main process, leaves the last whole checkpoint, and keeps nobody waiting.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import errno
+import os
+import re
+import secrets
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from unsloth_ddp import manifest
+from unsloth_ddp.batch import BatchPlan
 from unsloth_ddp.errors import UserError
+from unsloth_ddp.manifest import Damaged, Manifest
+from unsloth_ddp.runtime import Runtime
+from unsloth_ddp.settings import Settings
+
+ASIDE, FINAL_ASIDE = "checkpoint.partial", "model.partial"
+MARGIN = 64 * 1024
 
 
-def find_checkpoint(wanted: str | None, run_folder: Path) -> str | None:
-    """The checkpoint folder to resume from: the one named, or with `true` the newest of this run.
+# ---- what a run goes on from ----
+
+
+@dataclass(frozen=True)
+class Start:
+    """The checkpoint that a run goes on from."""
+
+    folder: Path
+    manifest: Manifest
+    of_this_run: bool = False
+
+    def check(self, facts: dict[str, Any], anyway: bool) -> list[str]:
+        """What to say about the differences between the checkpoint's run and this one.
+
+        Raises:
+            UserError: they change what is learned and `anyway` is not set, or the checkpoint cannot be read here.
+        """
+        found = manifest.compare(self.manifest.run, facts)
+        if found.impossible:
+            raise UserError(f"{self.folder} cannot be resumed: {found.impossible[0]}, or begin anew with --resume no.")
+        if found.refused and not anyway:
+            raise UserError(
+                f"{self.folder} was made by another run ({', '.join(found.refused)}); go back to the first value, begin "
+                "anew with another --run_name, or give --resume_anyway."
+            )
+        sentences = [f"resume_anyway: {change}." for change in found.refused]
+        if found.said:
+            sentences.append(
+                f"Changed since the checkpoint: {', '.join(found.said)}. A step takes the same rows as before; "
+                "numbers are the same up to rounding, and dropout draws anew where the number of processes changed."
+            )
+        return sentences
+
+
+def run_facts(settings: Settings, runtime: Runtime) -> dict[str, Any]:
+    """What identifies a run before its rows are known; see manifest.compare."""
+    facts = {name: getattr(settings, name) for name in manifest.GUARDED}
+    model = Path(str(settings.model)).expanduser()
+    facts |= {
+        "model": str(model.resolve()) if model.exists() else settings.model,
+        "gradient_checkpointing": settings.gradient_checkpointing,
+        "attn_implementation": settings.attn_implementation,
+        "world_size": runtime.ranks.world_size,
+        "nodes": runtime.ranks.nodes,
+        "sharding": runtime.sharding,
+        "backend": runtime.backend,
+        "precision": runtime.precision,
+    }
+    return facts
+
+
+def batch_facts(plan: BatchPlan) -> dict[str, Any]:
+    """What a step holds, which with packing is known only once the rows are."""
+    return {
+        "per_device_train_batch_size": plan.per_device,
+        "gradient_accumulation_steps": plan.accumulation,
+        "global_batch_size": plan.global_batch,
+    }
+
+
+def choose(settings: Settings, runtime: Runtime, run_folder: Path, continues: bool) -> Start | None:
+    """The checkpoint to go on from, the same on every rank; None begins anew. The main process says what it is.
+
+    Args:
+        continues: whether `run_folder` holds an unfinished run that this one may go on with.
 
     Raises:
-        UserError: there is none, or it lacks the trainer's state.
+        UserError: the folder named by --resume is not a whole checkpoint.
     """
-    if wanted is None or wanted.lower() == "false":
+    return runtime.from_main(lambda: _choose(settings.resume, run_folder, continues))
+
+
+def _choose(wanted: str, run_folder: Path, continues: bool) -> Start | None:
+    if wanted not in ("auto", "no"):
+        folder = Path(wanted).expanduser().resolve()
+        if not folder.is_dir():
+            raise UserError(f"resume {wanted}: there is no such folder; give a checkpoint folder, auto or no.")
+        try:
+            return Start(folder, manifest.verify(folder), folder.parent == run_folder)
+        except Damaged as error:
+            raise UserError(f"resume {wanted} is not a whole checkpoint: {error}; give another, auto or no.") from None
+    if wanted == "no" or not continues:
         return None
-    if wanted.lower() == "true":
-        found = [p for p in run_folder.glob("checkpoint-*") if p.name.rpartition("-")[2].isdigit()]
-        if not found:
-            raise UserError(
-                f"resume_from_checkpoint: {run_folder} holds no checkpoint; leave the option out to start anew."
-            )
-        path = max(found, key=lambda p: int(p.name.rpartition("-")[2]))
-    else:
-        path = Path(wanted).expanduser()
-    if not (path / "trainer_state.json").is_file():
-        raise UserError(f"resume_from_checkpoint {path} is not a whole checkpoint: it has no trainer_state.json.")
-    return str(path)
+    whole: dict[Path, Manifest] = {}
+    newest, skipped = manifest.newest(
+        step_folders(run_folder), lambda path: whole.setdefault(path, manifest.verify(path))
+    )
+    for damaged, reason in skipped:
+        print(f"{damaged.name} is skipped: {reason}.")
+    if newest is None:
+        print(f"{run_folder} holds an unfinished run without a whole checkpoint; it begins anew.")
+        return None
+    print(f"Going on from {newest}, step {whole[newest].step}; --overwrite, or another --run_name, begins anew.")
+    return Start(newest, whole[newest], of_this_run=True)
+
+
+def check(start: Start, facts: dict[str, Any], settings: Settings, runtime: Runtime) -> list[str]:
+    """`start.check` by the main process, whose refusal every rank raises alike."""
+    return runtime.from_main(lambda: start.check(facts, settings.resume_anyway))
+
+
+def bring(start: Start, runtime: Runtime) -> Start:
+    """The checkpoint as this process sees it: where a node has no such folder, the main process sends it its files.
+
+    The copy lies in a temporary folder of the node and goes at the end of the run.
+
+    Raises:
+        UserError: a node did not receive the files whole.
+    """
+    ranks = runtime.ranks
+    try:
+        here = manifest.read_manifest(start.folder) == start.manifest
+    except Damaged:
+        here = False
+    seen = runtime.gather(here)
+    node_sees = seen[ranks.rank - ranks.local_rank]
+    if all(seen):
+        return start
+    copy: Path | None = None
+    if not node_sees and ranks.is_local_main:
+        copy = Path(tempfile.mkdtemp(prefix="unsloth_ddp_checkpoint_"))
+        runtime.cleanup.callback(shutil.rmtree, copy, ignore_errors=True)
+    for name, (size, _) in start.manifest.files.items():
+        _send_file(start.folder / name, copy / name if copy else None, size, runtime)
+    problem = None
+    if copy:
+        (copy / manifest.FILE_NAME).write_text(start.manifest.to_text(), encoding="utf-8")
+        try:
+            manifest.verify(copy)
+        except (Damaged, OSError) as error:
+            problem = f"node {ranks.node_rank}: {error}"
+    problems = [text for text in runtime.gather(problem) if text]
+    if problems:
+        raise UserError(
+            f"{start.folder} did not reach every node whole ({problems[0]}); check their temporary folders."
+        )
+    copies = runtime.gather(copy)
+    own = copies[ranks.rank - ranks.local_rank]
+    return start if own is None else dataclasses.replace(start, folder=own)
+
+
+def _send_file(source: Path, target: Path | None, size: int, runtime: Runtime) -> None:
+    """Broadcast one file from the main process; a part that cannot be read or written shows in its checksum."""
+    import torch
+    import torch.distributed as dist
+
+    with contextlib.ExitStack() as files:
+        reading = writing = None
+        with contextlib.suppress(OSError):
+            if runtime.ranks.is_main:
+                reading = files.enter_context(source.open("rb"))
+            if target:
+                target.parent.mkdir(parents=True, exist_ok=True)
+                writing = files.enter_context(target.open("wb"))
+        for offset in range(0, size, manifest.CHUNK):
+            part = torch.zeros(min(manifest.CHUNK, size - offset), dtype=torch.uint8)
+            with contextlib.suppress(OSError):
+                if reading:
+                    reading.readinto(part.numpy().data)
+            dist.broadcast(part, src=0, group=runtime.control_group)
+            with contextlib.suppress(OSError):
+                if writing:
+                    writing.write(part.numpy().data)
+
+
+def is_shared(runtime: Runtime, run_folder: Path) -> bool:
+    """Whether every node sees the main process's run folder; each node's own has to exist by now."""
+    if runtime.ranks.nodes == 1:
+        return True
+    mark = runtime.from_main(lambda: f".shared-{secrets.token_hex(8)}")
+    runtime.alone((run_folder / mark).touch)
+    deadline = time.monotonic() + 5
+    while not (run_folder / mark).exists() and time.monotonic() < deadline:
+        time.sleep(0.2)
+    everywhere = all(runtime.gather((run_folder / mark).exists()))
+    runtime.alone(lambda: (run_folder / mark).unlink(missing_ok=True))
+    return everywhere
+
+
+def check_sharing(runtime: Runtime, run_folder: Path, shared: bool) -> None:
+    """Refuse what needs a shared folder and has none.
+
+    Raises:
+        UserError: every rank would write a part of each checkpoint to a disk of its own.
+    """
+    if not shared and runtime.sharding != "none":
+        raise UserError(
+            f"sharding {runtime.sharding} over {runtime.ranks.nodes} nodes needs an output_dir that all of them share, "
+            f"because every node holds a part of each checkpoint, but {run_folder} is not the same folder everywhere; "
+            "put --output_dir on a shared disk, or use multi_node.yaml (DDP)."
+        )
+
+
+def step_folders(run_folder: Path) -> dict[int, Path]:
+    """Every folder that is named like a checkpoint, whole or not, by its step."""
+    if not run_folder.is_dir():
+        return {}
+    named = ((re.fullmatch(r"checkpoint-(\d{1,18})", path.name), path) for path in run_folder.iterdir())
+    return {int(match[1]): path for match, path in named if match and path.is_dir()}
+
+
+# ---- what a run writes ----
+
+
+def to_remove(steps: list[int], written: int, best: int | None, limit: int | None) -> list[int]:
+    """The whole checkpoints that go now that `written` is whole, given all whole ones.
+
+    Later steps are of a future that this run left by going back; among the rest the oldest go first, and what was
+    just written and the best one stay.
+    """
+    left = [step for step in steps if step > written]
+    rest = sorted(step for step in steps if step <= written)
+    if limit is None:
+        return left
+    kept = {written, best} & set(rest)
+    spare = [step for step in rest if step not in kept]
+    return left + spare[: max(0, len(rest) - max(limit, len(kept)))]
+
+
+class Checkpoints:
+    """Writes the checkpoints of one run.
+
+    Args:
+        facts: what the manifest says of the run (see run_facts).
+        versions: package versions.
+        limit: how many to keep; None keeps all.
+    """
+
+    def __init__(
+        self, runtime: Runtime, run_folder: Path, facts: dict[str, Any], versions: dict[str, str], limit: int | None
+    ) -> None:
+        self.runtime = runtime
+        self.folder = run_folder
+        self.facts = facts
+        self.versions = versions
+        self.limit = limit
+        # Whether all nodes see the run's folder (see is_shared).
+        self.shared = True
+        # Bytes of the weights that are trained, which are written first.
+        self.weights_bytes = 0
+        self.last: Path | None = None
+        self.failed: str | None = None
+        self.written = 0
+        self._failure: Exception | None = None
+
+    def save(self, step: int, write: Callable[[Path], None], best: Callable[[], int | None] = lambda: None) -> bool:
+        """Make the checkpoint of `step` on all ranks; whether it is whole.
+
+        Args:
+            write: writes checkpoint-<step>/ into the folder that it is given; runs on every rank.
+            best: afterwards, the step of the best checkpoint, which stays.
+        """
+        ranks, aside = self.runtime.ranks, self.folder / ASIDE
+        target = aside / f"checkpoint-{step}"
+        self._failure = None
+        parts: list[tuple[bool, Callable[[], None]]] = [
+            (ranks.is_main, lambda: self._prepare(aside)),
+            (True, lambda: write(aside)),
+            (ranks.is_local_main, lambda: flush(target) if target.exists() else None),
+            (ranks.is_main, lambda: self._publish(step, target)),
+        ]
+        for mine, part in parts:
+            if mine:
+                self.attempt(part)
+            if problem := self._problem():
+                self._give_up(step, aside, problem)
+                return False
+        self.last, self.failed, self.written = self.folder / target.name, None, self.written + 1
+        if ranks.is_main:
+            self._tidy(step, best())
+        return True
+
+    def save_final(self, write: Callable[[Path], None]) -> str | None:
+        """Write the trained adapter or model, aside, and move its files into the run's folder; why not, if it failed.
+
+        Args:
+            write: writes the files into the folder that it is given; runs on every rank.
+        """
+        aside = self.folder / FINAL_ASIDE
+        self._failure = None
+        main = self.runtime.ranks.is_main
+        for mine, part in (
+            (main, lambda: self._prepare(aside)),
+            (True, lambda: write(aside)),
+            (main, lambda: self._move_out(aside)),
+        ):
+            if mine:
+                self.attempt(part)
+            if problem := self._problem():
+                if main:
+                    shutil.rmtree(aside, ignore_errors=True)
+                return problem
+        return None
+
+    def _move_out(self, aside: Path) -> None:
+        flush(aside)
+        for path in sorted(aside.iterdir()):
+            path.replace(self.folder / path.name)
+        flush_one(self.folder)
+        aside.rmdir()
+
+    @contextlib.contextmanager
+    def every_write_attempted(self) -> Iterator[None]:
+        """Let a failed torch.save inside a library's own sharded save be remembered instead of raised.
+
+        Such a save has collectives between its files, in which the other ranks would wait for the one that failed.
+        """
+        import torch
+
+        save = torch.save
+        torch.save = lambda *args, **kwargs: self.attempt(lambda: save(*args, **kwargs))
+        try:
+            yield
+        finally:
+            torch.save = save
+
+    def attempt(self, work: Callable[[], Any]) -> None:
+        """Run `work`; if it fails to write, remember that and go on, since the other ranks are counting on this one."""
+        try:
+            work()
+        except Exception as error:
+            if not is_write_error(error):
+                raise
+            self._failure = self._failure or error
+
+    def _problem(self) -> str | None:
+        mine = None if self._failure is None else reason(self._failure, self.folder)
+        for rank, problem in enumerate(self.runtime.gather(mine)):
+            if problem is not None:
+                return problem if rank == 0 else f"rank {rank}: {problem}"
+        return None
+
+    def _prepare(self, aside: Path) -> None:
+        if aside.exists():
+            shutil.rmtree(aside)
+        aside.mkdir(parents=True)
+        # What cannot be written to its end is not begun.
+        if shutil.disk_usage(aside).free < self.weights_bytes + MARGIN:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(aside))
+
+    def _publish(self, step: int, target: Path) -> None:
+        described = Manifest(step, self.facts, self.versions, manifest.describe_files(target))
+        path = target / manifest.FILE_NAME
+        path.write_text(described.to_text(), encoding="utf-8")
+        for written in (path, target):
+            flush_one(written)
+        final = self.folder / target.name
+        if final.exists():
+            final.rename(target.parent / f"replaced-{step}")
+        target.rename(final)
+        flush_one(self.folder)
+
+    def _tidy(self, step: int, best: int | None) -> None:
+        """Remove what is over the limit, unfinished or left behind; first out of sight, since removing takes a while."""
+        whole, damaged = [], []
+        folders = step_folders(self.folder)
+        for number, path in folders.items():
+            try:
+                manifest.read_manifest(path)
+                whole.append(number)
+            except Damaged:
+                damaged.append(number)
+        aside = self.folder / ASIDE
+        try:
+            for number in [*damaged, *to_remove(whole, step, best, self.limit)]:
+                folders[number].rename(aside / f"removed-{number}")
+        except OSError as error:
+            print(f"An older checkpoint could not be removed: {reason(error, self.folder)}.")
+        shutil.rmtree(aside, ignore_errors=True)
+
+    def _give_up(self, step: int, aside: Path, problem: str) -> None:
+        self.failed = f"checkpoint-{step} could not be written: {problem}"
+        if self.runtime.ranks.is_main:
+            shutil.rmtree(aside, ignore_errors=True)
+            kept = f"{self.last.name} stays the last whole one" if self.last else "there is no earlier one"
+            print(f"{self.failed}; {kept}. The next save tries again.", flush=True)
+
+
+def is_write_error(error: Exception) -> bool:
+    """Whether an exception may come from a disk; torch and safetensors raise kinds of their own."""
+    import torch
+    from safetensors import SafetensorError
+
+    if isinstance(error, (torch.distributed.DistError, torch.OutOfMemoryError)):
+        return False
+    return isinstance(error, (OSError, RuntimeError, SafetensorError))
+
+
+def reason(error: Exception, folder: Path) -> str:
+    """Why a write failed, in a few words; torch.save hides a full disk behind its own."""
+    code = getattr(error, "errno", None)
+    try:
+        full = shutil.disk_usage(folder).free < 1 << 16
+    except OSError:
+        full = False
+    if full or code in (errno.ENOSPC, errno.EDQUOT) or "No space left" in str(error):
+        return f"no space is left on the disk of {folder}"
+    if code is not None:
+        return f"{os.strerror(code)} ({getattr(error, 'filename', None) or folder})"
+    return " ".join(str(error).split())[:300]
+
+
+def flush(folder: Path) -> None:
+    """Bring every file and folder below `folder` to the disk."""
+    for path in [*folder.rglob("*"), folder]:
+        flush_one(path)
+
+
+def flush_one(path: Path) -> None:
+    """fsync one file or folder."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def make_cpu_checkpoints_readable() -> None:

@@ -23,6 +23,7 @@ import datasets
 import numpy as np
 import pyarrow.compute as pc
 import torch
+import xxhash
 
 from unsloth_ddp.batch import BatchPlan
 from unsloth_ddp.errors import UserError
@@ -281,6 +282,44 @@ def row_lengths(tokenized: datasets.Dataset) -> np.ndarray:
     return np.concatenate([pc.list_value_length(part["input_ids"]).to_numpy() for part in ids.iter(100_000)]).astype(
         np.int64
     )
+
+
+def facts(settings: Settings, runtime: Runtime, plan: BatchPlan, rows: TokenizedRows) -> dict[str, Any]:
+    """What identifies the rows of a run and how they fill its steps; see manifest.compare."""
+    return {
+        "packing": "off" if rows.packing is None else f"packs of up to {rows.packing.capacity} tokens",
+        "rows": rows.counts.rows,
+        "steps": plan.steps(rows.units, settings.num_train_epochs, settings.max_steps),
+        "data": fingerprint(rows, runtime),
+    }
+
+
+def fingerprint(rows: TokenizedRows, runtime: Runtime) -> str:
+    """A checksum of every token id and label of the set, in order; the same on any machine and on every rank.
+
+    Raises:
+        UserError: nodes with data of their own hold different rows.
+    """
+    found = runtime.gather(runtime.alone(lambda: _checksum(rows), per_node=True))
+    sums = {rank // runtime.ranks.local_world_size: digest for rank, digest in enumerate(found) if digest}
+    for node, digest in sums.items():
+        if digest != sums[0]:
+            raise UserError(
+                f"Node {node} holds other training rows than node 0 (checksum {digest[:8]} instead of {sums[0][:8]}); "
+                "copy the same files to every node."
+            )
+    return sums[0]
+
+
+def _checksum(rows: TokenizedRows) -> str:
+    digests = []
+    for name in ("input_ids", "labels"):
+        values, lengths = xxhash.xxh3_128(), xxhash.xxh3_128()
+        for chunk in rows.dataset.data.column(name).chunks:
+            values.update(chunk.flatten().to_numpy(zero_copy_only=False).astype("<i4", copy=False).data)
+            lengths.update(np.diff(chunk.offsets.to_numpy()).astype("<i8").data)
+        digests += [values.hexdigest(), lengths.hexdigest()]
+    return str(xxhash.xxh3_128("".join(digests).encode()).hexdigest())
 
 
 def _tokenized_rows(path: Path) -> TokenizedRows:

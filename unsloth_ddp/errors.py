@@ -1,5 +1,13 @@
-"""The one exception for what a user can mend: every rank raises it alike, the main process prints its sentence."""
+"""The exceptions that every rank raises alike and whose one sentence the main process prints, without a stack trace."""
 
 
 class UserError(ValueError):
     """A mistake in settings, data or environment; its message names the value, the reason and the fix."""
+
+    exit_code = 2
+
+
+class RunError(UserError):
+    """The run cannot go on, and not by the user's mistake; its message says what happened and what to do."""
+
+    exit_code = 1

@@ -55,13 +55,35 @@ def load_model(settings: Settings, runtime: Runtime) -> tuple[Any, Any]:
         if isinstance(error, UserError):
             raise
         raise UserError(f"model {settings.model} cannot be loaded: {' '.join(str(error).split())}") from error
+    _complete_tokenizer(settings, tokenizer)
+    model.config.use_cache = False
+    return model, tokenizer
+
+
+def load_tokenizer(settings: Settings) -> Any:
+    """The tokenizer alone, as `load_model` gives it.
+
+    Raises:
+        UserError: it cannot be found or loaded.
+    """
+    import transformers
+
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(
+            settings.model, revision=settings.model_revision, trust_remote_code=settings.trust_remote_code
+        )
+    except (OSError, ValueError) as error:
+        raise UserError(f"model {settings.model}: no tokenizer can be loaded: {' '.join(str(error).split())}") from None
+    _complete_tokenizer(settings, tokenizer)
+    return tokenizer
+
+
+def _complete_tokenizer(settings: Settings, tokenizer: Any) -> None:
     set_chat_template(tokenizer, settings.chat_template)
     if tokenizer.eos_token_id is None:
         raise UserError(f"model {settings.model}: its tokenizer has no EOS token, so no row could end; set one.")
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
-    model.config.use_cache = False
-    return model, tokenizer
 
 
 def weights_dtype(settings: Settings, runtime: Runtime) -> torch.dtype:
@@ -121,7 +143,7 @@ def _target_modules(settings: Settings, model: torch.nn.Module) -> list[str]:
 
 def _load_transformers(settings: Settings, runtime: Runtime) -> tuple[Any, Any]:
     import transformers
-    from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
+    from peft import get_peft_model, prepare_model_for_kbit_training
 
     transformers.utils.logging.disable_progress_bar()
     source: dict[str, Any] = {"revision": settings.model_revision, "trust_remote_code": settings.trust_remote_code}
@@ -153,21 +175,27 @@ def _load_transformers(settings: Settings, runtime: Runtime) -> tuple[Any, Any]:
             gradient_checkpointing_kwargs={"use_reentrant": False},
         )
     if settings.method != "full":
-        targets = settings.lora_target_modules
-        config = LoraConfig(
-            r=settings.lora_r,
-            lora_alpha=settings.lora_alpha,
-            lora_dropout=settings.lora_dropout,
-            target_modules=targets[0] if targets == ["all-linear"] else targets,
-            modules_to_save=settings.lora_modules_to_save or None,
-            use_rslora=settings.use_rslora,
-            task_type="CAUSAL_LM",
-        )
         torch.manual_seed(settings.seed)
         # ZeRO-3 gathers small weights into buffers of one dtype, so adapters keep that of the base model there
         # (DeepSpeed issue 8072); its optimizer has fp32 copies of them.
-        model = get_peft_model(model, config, autocast_adapter_dtype=runtime.sharding != "zero3")
+        model = get_peft_model(model, lora_config(settings), autocast_adapter_dtype=runtime.sharding != "zero3")
     return model, tokenizer
+
+
+def lora_config(settings: Settings) -> Any:
+    """PEFT's description of the adapter."""
+    from peft import LoraConfig
+
+    targets = settings.lora_target_modules
+    return LoraConfig(
+        r=settings.lora_r,
+        lora_alpha=settings.lora_alpha,
+        lora_dropout=settings.lora_dropout,
+        target_modules=targets[0] if targets == ["all-linear"] else targets,
+        modules_to_save=settings.lora_modules_to_save or None,
+        use_rslora=settings.use_rslora,
+        task_type="CAUSAL_LM",
+    )
 
 
 def stop_at(model: Any, tokenizer: Any, rows: Any) -> None:

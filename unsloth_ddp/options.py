@@ -129,6 +129,12 @@ class TrainingSettings:
     seed: int = option(42, "Seed of the adapter's initial weights, the row order and dropout.")
     ddp_find_unused_parameters: bool = option(False, "For models that skip some trainable weights in a forward pass.")
     ddp_timeout: int = option(1800, "Seconds a collective may take before the run is stopped.")
+    watch_timeout: int = option(
+        30, "Seconds without a sign of life after which a rank is lost and the run ends; 0: ranks are not watched."
+    )
+    drift_check_steps: int = option(
+        100, "Optimizer steps between two comparisons of the ranks' trainable weights; 0: never."
+    )
     use_cpu: bool = option(False, "Train on the CPU even where a GPU is found.")
     trainer_args: dict[str, Any] = option({}, "Any other SFTConfig field, as a mapping (JSON on the command line).")
 
@@ -140,8 +146,15 @@ class OutputSettings:
     output_dir: str = option("outputs", "Folder of all runs; this run is written to <output_dir>/<run_name>/.")
     run_name: str | None = option(None, "Name of the run; default: model, method and time.")
     overwrite: bool = option(False, "Replace an earlier run of the same name.")
-    resume_from_checkpoint: str | None = option(
-        None, "A checkpoint folder, or true: the newest one of this run (give its --run_name).", path=True
+    resume: str = option(
+        "auto",
+        "auto: go on from this run's newest whole checkpoint, if it has one; no: begin anew; or a checkpoint folder.",
+        path=True,
+        no_is_a_word=True,
+    )
+    resume_anyway: bool = option(False, "Go on although settings or data changed since the checkpoint.")
+    max_time: str | None = option(
+        None, "Stop with a checkpoint (exit code 75) after this time: 3600 (seconds), 90m, 2h, or Slurm's D-HH:MM:SS."
     )
     logging_steps: int = option(10, "Steps between two log lines.")
     eval_strategy: Literal["auto", "no", "steps", "epoch"] = option(
@@ -203,6 +216,11 @@ ABOVE_ZERO = (
     "save_steps", "save_total_limit", "dataset_num_proc", "ddp_timeout", "learning_rate",
 )  # fmt: skip
 
+ZERO_OR_ABOVE = (
+    "weight_decay", "max_grad_norm", "warmup_steps", "lora_dropout", "compare_answers", "seed", "watch_timeout",
+    "drift_check_steps",
+)  # fmt: skip
+
 
 def check(settings: Settings) -> None:
     """Refuse settings that cannot be meant, with the fix.
@@ -218,7 +236,7 @@ def check(settings: Settings) -> None:
         value = getattr(settings, name)
         if value is not None and value <= 0:
             raise UserError(f"{name} is {value}, but it has to be above 0.")
-    for name in ("weight_decay", "max_grad_norm", "warmup_steps", "lora_dropout", "compare_answers", "seed"):
+    for name in ZERO_OR_ABOVE:
         if getattr(settings, name) < 0:
             raise UserError(f"{name} is {getattr(settings, name)}, but it has to be 0 or above.")
     if settings.seed >= 2**32:

@@ -2,24 +2,41 @@
 
 from __future__ import annotations
 
+import dataclasses
+import errno
+import fcntl
 import json
 import logging
+import os
 import shutil
+import socket
+import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import psutil
+import yaml
+
+from unsloth_ddp.checkpoint import Checkpoints, step_folders
 from unsloth_ddp.errors import UserError
-from unsloth_ddp.runtime import Runtime
+from unsloth_ddp.runtime import EXIT_FAILURE, EXIT_STOPPED, Runtime
 from unsloth_ddp.settings import Settings
+from unsloth_ddp.stop import Stop
 
-SETTINGS_FILE = "settings.yaml"
+SETTINGS_FILE, SUMMARY_FILE, LOCK_FILE = "settings.yaml", "summary.json", "run.lock"
+# Seconds that a job waits for the last one in its folder to end; a restart follows a kill closely.
+LOCK_PATIENCE = 15.0
+# Settings that do not make it another run.
+MAY_DIFFER = {"output_dir", "run_name", "overwrite", "resume", "resume_anyway", "max_time", "save_total_limit"}
 
 
-def default_run_name(settings: Settings) -> str:
-    """Model, method and the time of the start."""
+def default_run_name(settings: Settings, environ: Mapping[str, str] = os.environ) -> str:
+    """Model, method and the time of the start: the launcher's, so that its restarts go on with the same run."""
     model = str(settings.model).rstrip("/").rpartition("/")[2]
-    return f"{model}-{settings.method}-{time.strftime('%Y%m%d-%H%M%S')}"
+    began = psutil.Process(os.getppid()).create_time() if "TORCHELASTIC_RUN_ID" in environ else time.time()
+    return f"{model}-{settings.method}-{time.strftime('%Y%m%d-%H%M%S', time.localtime(began))}"
 
 
 def choose_run_folder(settings: Settings, runtime: Runtime) -> Path:
@@ -35,37 +52,65 @@ def choose_run_folder(settings: Settings, runtime: Runtime) -> Path:
     return folder
 
 
+def restarted(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether a launcher or Slurm started this very job again after it had failed or was stopped."""
+    counts = (environ.get(name, "0") for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
+    return any(count.isdigit() and int(count) > 0 for count in counts)
+
+
+def continues(settings: Settings, folder: Path) -> bool:
+    """Whether the run goes on in a folder that an unfinished run left, with or without a checkpoint in it."""
+    if settings.resume not in ("auto", "no"):
+        return Path(settings.resume).expanduser().resolve().parent == folder
+    if settings.resume == "no" or (settings.overwrite and not restarted()):
+        return False
+    if not (folder / SETTINGS_FILE).is_file() or (folder / SUMMARY_FILE).exists():
+        return False
+    return bool(step_folders(folder)) or _same_settings(settings, folder)
+
+
+def _same_settings(settings: Settings, folder: Path) -> bool:
+    try:
+        before = yaml.safe_load((folder / SETTINGS_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError):
+        return False
+    now = dataclasses.asdict(settings)
+    return isinstance(before, dict) and all(before.get(name) == now[name] for name in now if name not in MAY_DIFFER)
+
+
 def _refuse_another_run(settings: Settings, folder: Path) -> None:
-    if not folder.exists() or not any(folder.iterdir()) or _goes_on_in(settings, folder):
+    if not _holds_anything(folder) or continues(settings, folder):
         return
     if not settings.overwrite:
+        held = "a finished run" if (folder / SUMMARY_FILE).exists() else "another run"
         raise UserError(
-            f"{folder} holds another run; give another --run_name, --overwrite to replace it, or "
-            "--resume_from_checkpoint true to go on with it."
+            f"{folder} holds {held}; give another --run_name, --overwrite to replace it, or --resume with one of its "
+            "checkpoints to go on from there."
         )
     if not (folder / SETTINGS_FILE).is_file():
         raise UserError(f"{folder} was not written by this kit, so --overwrite leaves it alone; remove it.")
 
 
-def _goes_on_in(settings: Settings, folder: Path) -> bool:
-    """Whether the run resumes from a checkpoint of this very folder."""
-    wanted = settings.resume_from_checkpoint or "false"
-    return wanted.lower() == "true" or Path(wanted).expanduser().resolve().parent == folder
+def _holds_anything(folder: Path) -> bool:
+    return folder.exists() and any(path.name != LOCK_FILE for path in folder.iterdir())
 
 
 def open_run_folder(settings: Settings, runtime: Runtime, folder: Path) -> None:
     """Make the folder of a run that is about to train, with its settings, and start its logs.
 
     Raises:
-        UserError: it cannot be written.
+        UserError: it cannot be written, or another process is writing it.
     """
 
     def make() -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        _lock(folder, runtime)
         # Once more: another job of the same name may have begun since the name was chosen.
         _refuse_another_run(settings, folder)
-        if settings.overwrite and folder.exists() and not _goes_on_in(settings, folder):
-            shutil.rmtree(folder)
-        folder.mkdir(parents=True, exist_ok=True)
+        if not continues(settings, folder):
+            _empty(folder)
+        # A finished run that goes on from one of its checkpoints is unfinished again.
+        (folder / SUMMARY_FILE).unlink(missing_ok=True)
         settings.save(folder / SETTINGS_FILE)
 
     try:
@@ -76,9 +121,44 @@ def open_run_folder(settings: Settings, runtime: Runtime, folder: Path) -> None:
     start_logging(folder, runtime)
 
 
+def _lock(folder: Path, runtime: Runtime) -> None:
+    """Hold the folder for as long as this process lives, so that a second job does not go on in it meanwhile.
+
+    A POSIX lock: it ends with the process, however that ends, is not inherited, and NFS knows it too.
+    """
+    descriptor = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o644)
+    runtime.cleanup.callback(os.close, descriptor)
+    deadline = time.monotonic() + LOCK_PATIENCE
+    while True:
+        try:
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except OSError as error:
+            if error.errno not in (errno.EACCES, errno.EAGAIN):
+                return  # a file system without locks
+            if time.monotonic() > deadline:
+                holder = os.pread(descriptor, 200, 0).decode(errors="replace").strip()
+                raise UserError(
+                    f"{folder} is being written by another job ({holder}); wait for its end, or give another --run_name."
+                ) from None
+            time.sleep(0.2)
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, f"{socket.gethostname()}, process {os.getpid()}".encode(), 0)
+
+
+def _empty(folder: Path) -> None:
+    for path in folder.iterdir():
+        if path.name == LOCK_FILE:
+            continue
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+
+
 def start_logging(folder: Path, runtime: Runtime) -> None:
     """One log file a rank for the kit and every library; warnings reach the terminal from the main process alone."""
-    to_file = logging.FileHandler(folder / "logs" / f"rank_{runtime.ranks.rank}.log", encoding="utf-8")
+    to_file = _LogFile(folder / "logs" / f"rank_{runtime.ranks.rank}.log", encoding="utf-8")
     to_file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logging.getLogger().addHandler(to_file)
     # Transformers' logger does not hand its messages on to the root logger.
@@ -88,10 +168,6 @@ def start_logging(folder: Path, runtime: Runtime) -> None:
     ours.setLevel(logging.INFO)
     ours.propagate = False
     ours.addHandler(to_file)
-    if runtime.ranks.is_main:
-        to_terminal = logging.StreamHandler()
-        to_terminal.setLevel(logging.WARNING)
-        ours.addHandler(to_terminal)
     logging.captureWarnings(True)
 
 
@@ -111,12 +187,51 @@ def stop_library_output(runtime: Runtime) -> None:
                 handler.setLevel(logging.CRITICAL)
 
 
+def stopped(checkpoints: Checkpoints, stop: Stop, folder: Path) -> int:
+    """Say where a run that was asked to stop can go on; returns the exit code."""
+    last = checkpoints.last
+    if last is None:
+        print(f"Stopped on {stop.agreed}, without a whole checkpoint: {checkpoints.failed}.", flush=True)
+        return EXIT_FAILURE
+    print(f"Stopped on {stop.agreed}; the same command goes on from {last} (exit code {EXIT_STOPPED}).", flush=True)
+    return EXIT_STOPPED
+
+
+def not_saved(checkpoints: Checkpoints, problem: str) -> int:
+    """Say that the trained model is not on the disk, and what is; returns the exit code."""
+    last = f"{checkpoints.last} is the last whole checkpoint" if checkpoints.last else "there is no checkpoint"
+    print(
+        f"Training ended, but its result could not be written to {checkpoints.folder}: {problem}; {last}. "
+        "Make room, and run the same command again: it goes on from there.",
+        flush=True,
+    )
+    return EXIT_FAILURE
+
+
+def check_saves(checkpoints: Checkpoints) -> int:
+    """The exit code of a run whose result is written: a failure if checkpoints were due and none could be written."""
+    if checkpoints.failed is None or checkpoints.written:
+        return 0
+    print(f"The result is written, but no checkpoint ever was: {checkpoints.failed}.", flush=True)
+    return EXIT_FAILURE
+
+
+class _LogFile(logging.FileHandler):
+    """A log file that gives up when it cannot be written; the default prints a traceback a line."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        logging.getLogger().removeHandler(self)
+        logging.getLogger("transformers").removeHandler(self)
+        print(f"{self.baseFilename} can no longer be written: {sys.exc_info()[1]}", flush=True)
+
+
 def finish(settings: Settings, folder: Path, summary: dict[str, Any]) -> None:
     """Write summary.json, upload if asked to, and say what the run came to."""
-    path = folder / "summary.json"
+    path = folder / SUMMARY_FILE
     aside = path.with_suffix(".partial")
     aside.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
     aside.replace(path)
+    (folder / LOCK_FILE).unlink(missing_ok=True)
     losses = [f"{name} {summary[name]:.4f}" for name in ("train_loss", "eval_loss") if summary[name] is not None]
     print(
         f"Done: {summary['steps']} steps in {summary['train_seconds']:.0f} s, {', '.join(losses)}, "
@@ -140,7 +255,7 @@ def upload(settings: Settings, folder: Path) -> str:
     try:
         repo_id = settings.hub_model_id or f"{api.whoami()['name']}/{settings.run_name}"
         repo = api.create_repo(repo_id, private=settings.hub_private_repo, exist_ok=True)
-        ignored = ["checkpoint-*", "logs/*", "merged/*", "*.partial"]
+        ignored = ["checkpoint*", "logs/*", "merged/*", "*.partial", "run.lock"]
         api.upload_folder(repo_id=repo.repo_id, folder_path=folder, ignore_patterns=ignored)
         if settings.merge:
             api.upload_folder(repo_id=repo.repo_id, folder_path=folder / "merged", path_in_repo="merged")

@@ -23,6 +23,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal, NoReturn, TypeVar
 
+import psutil
+
 from unsloth_ddp.errors import UserError
 from unsloth_ddp.options import Settings
 from unsloth_ddp.rows import is_file
@@ -33,7 +35,7 @@ logger = logging.getLogger("unsloth_ddp")
 
 # Older Unsloth releases patch trainers and build CUDA extensions in every rank unless told not to.
 UNSLOTH_FLAGS = {"UNSLOTH_DISABLE_TRAINER_PATCHING": "1", "UNSLOTH_NO_CUDA_EXTENSIONS": "1"}
-EXIT_USER_ERROR = 2
+EXIT_FAILURE, EXIT_USER_ERROR, EXIT_STOPPED = 1, UserError.exit_code, 75
 
 
 @dataclass(frozen=True)
@@ -119,6 +121,56 @@ def choose_backend(wanted: str, accelerator: bool) -> Literal["unsloth", "transf
     return "unsloth" if wanted == "unsloth" else "transformers"
 
 
+@dataclass(frozen=True)
+class Place:
+    """Where one rank runs; as text, what a message that names it says."""
+
+    rank: int
+    node: int
+    host: str
+    pid: int
+    # Tells the process from a later one of the same id.
+    started: float
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} (node {self.node}, host {self.host}, pid {self.pid})"
+
+
+def this_place(ranks: Ranks) -> Place:
+    """Where this process runs."""
+    me = psutil.Process()
+    return Place(ranks.rank, ranks.node_rank, socket.gethostname(), me.pid, me.create_time())
+
+
+@dataclass
+class Progress:
+    """How far this process is, written by the training thread for whoever watches it.
+
+    `moves` grows with everything that shows life: a micro-batch, a step, a batch of evaluation.
+    """
+
+    step: int = 0
+    moves: int = 0
+    phase: Literal["preparing", "training", "evaluating", "saving", "finishing"] = "preparing"
+    changed: Callable[[], None] = lambda: None
+
+    def enter(self, phase: Literal["preparing", "training", "evaluating", "saving", "finishing"]) -> None:
+        """Begin a phase; whoever watches is told at once, since what is a hang depends on it."""
+        self.phase = phase
+        self.moves += 1
+        self.changed()
+
+    @contextlib.contextmanager
+    def doing(self, phase: Literal["evaluating", "saving"]) -> Iterator[None]:
+        """A phase within another."""
+        before = self.phase
+        self.enter(phase)
+        try:
+            yield
+        finally:
+            self.enter(before)
+
+
 @dataclass
 class Runtime:
     """What the rest of a run needs to know about the processes and the device."""
@@ -131,6 +183,8 @@ class Runtime:
     sharding: Sharding = "none"
     control_group: Any = None
     cleanup: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+    places: list[Place] = field(default_factory=list)
+    progress: Progress = field(default_factory=Progress)
 
     @property
     def device_map(self) -> dict[str, str | int] | None:
@@ -293,6 +347,7 @@ def _start_processes(runtime: Runtime, settings: Settings) -> None:
         import torch.distributed as dist
 
         runtime.control_group = dist.new_group(backend="gloo", timeout=alone_timeout(settings))
+    runtime.places = runtime.gather(this_place(ranks))
 
 
 @contextlib.contextmanager
@@ -347,8 +402,19 @@ def _stop_processes(runtime: Runtime) -> None:
         dist.destroy_process_group()
 
 
+def note_exit_code(code: int, environ: Mapping[str, str] = os.environ) -> None:
+    """Leave this process's exit code where the job's script finds it: launchers turn every code into 1.
+
+    The first process of each node writes the file named by UNSLOTH_DDP_EXIT_CODE_FILE, if it is set.
+    """
+    path = environ.get("UNSLOTH_DDP_EXIT_CODE_FILE")
+    if code and path and environ.get("LOCAL_RANK", "0") == "0":
+        with contextlib.suppress(OSError):
+            Path(path).write_text(f"{code}\n", encoding="utf-8")
+
+
 def exit_with(error: UserError, is_main: bool) -> NoReturn:
-    """End this process over a user's mistake: the main process says the sentence, the others stay silent.
+    """End this process over a user's mistake (or a RunError): the main process says the sentence, the others stay silent.
 
     Launchers end every process as soon as one has failed, so the others leave the main process time to speak.
     """
@@ -357,4 +423,5 @@ def exit_with(error: UserError, is_main: bool) -> NoReturn:
     else:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         threading.Event().wait(timeout=20)
-    os._exit(EXIT_USER_ERROR)
+    note_exit_code(error.exit_code)
+    os._exit(error.exit_code)

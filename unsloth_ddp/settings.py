@@ -110,6 +110,8 @@ def _relative_to(folder: Path, name: str, value: Any) -> Any:
 
 def coerce(name: str, value: Any, source: str) -> Any:
     """`value` as the type of option `name`; a UserError names the value, where it came from and what is accepted."""
+    if value is False and FIELDS[name].metadata.get("no_is_a_word"):
+        value = "no"  # what YAML reads an unquoted no as
     try:
         return _as_type(TYPES[name], value)
     except (TypeError, ValueError, OverflowError, RecursionError):
@@ -148,8 +150,6 @@ def _as_type(wanted: Any, value: Any) -> Any:
     if kind is bool:
         return TRUTHS[str(value).lower()] if str(value).lower() in TRUTHS else _refuse()
     if kind is str:
-        # `resume_from_checkpoint: true` is a truth value to YAML.
-        value = "true" if value is True else value
         return value if isinstance(value, str) and value.strip() and "\0" not in value else _refuse()
     if isinstance(value, bool) or not isinstance(value, (int, float, str)):
         _refuse()
@@ -192,7 +192,7 @@ def unknown_option(name: str, source: str) -> UserError:
 # ---- the command line ----
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
     """argparse that raises instead of printing its usage from every rank."""
 
     def error(self, message: str) -> NoReturn:
@@ -201,7 +201,7 @@ class _Parser(argparse.ArgumentParser):
 
 def make_parser(description: str) -> argparse.ArgumentParser:
     """The command line: one group of options a topic, each option as text that `coerce` reads."""
-    parser = _Parser(
+    parser = Parser(
         prog="train_ddp.py",
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,

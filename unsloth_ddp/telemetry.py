@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import platform
 import resource
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib import metadata
 from io import StringIO
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -27,6 +30,8 @@ from unsloth_ddp.settings import Settings
 
 # Sums a rank keeps between two log lines.
 LOSS, SUPERVISED, TOKENS = range(3)
+# Gathered with them.
+OWN_SECONDS, STEPS = 3, 4
 
 PACKAGES = ("torch", "transformers", "trl", "accelerate", "peft", "datasets", "unsloth", "unsloth_zoo")
 SUMMARIZED = (
@@ -50,17 +55,115 @@ class Totals:
         return self.loss_sum / self.supervised_tokens if self.supervised_tokens else None
 
 
+class OwnTime:
+    """Seconds of a step in which a rank works and nothing makes it wait for the others.
+
+    Measured are the reading of the step's rows, and the time from the step's first collective (the token count, which
+    all ranks leave together) to the end of its last forward pass; the last backward pass is left out, because the
+    gradients are exchanged during it. So with several micro-batches it is nearly all work of a step, with one it is
+    the reading and the forward pass. On a GPU two events a step mark the time, read only once they have passed, so
+    that nothing waits. Where weights are sharded, forward passes wait for other ranks, and it says nothing.
+    """
+
+    def __init__(self, device: torch.device, enabled: bool = True) -> None:
+        self.cuda = device.type == "cuda"
+        self.enabled = enabled
+        self.micro_batches = 0
+        self.seconds = 0.0
+        self.steps = 0
+        self.began: Any = None
+        self.marks: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
+
+    def start(self, reading: float, micro_batches: int) -> None:
+        """The first collective of a step is over; its rows took `reading` seconds to get."""
+        if self.enabled:
+            self.seconds += reading
+            self.micro_batches, self.began = micro_batches, self._mark()
+
+    def forward_done(self) -> None:
+        """A micro-batch has been through the model once."""
+        self.micro_batches -= 1
+        if not self.enabled or self.micro_batches != 0:
+            return
+        if self.cuda:
+            self.marks.append((self.began, self._mark()))
+        else:
+            self.seconds += self._mark() - self.began
+            self.steps += 1
+
+    def _mark(self) -> Any:
+        if not self.cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def take(self) -> tuple[float, int]:
+        """Seconds and steps since the last call, without those that the GPU has not finished."""
+        while self.marks and self.marks[0][1].query():
+            began, ended = self.marks.popleft()
+            self.seconds += began.elapsed_time(ended) / 1000
+            self.steps += 1
+        taken = self.seconds, self.steps
+        self.seconds, self.steps = 0.0, 0
+        return taken
+
+
+@dataclass
+class Stragglers:
+    """Finds ranks that slow all others down, each once.
+
+    A rank is one if, for `intervals` log lines in a row, its own time is `ratio` times the median of the others', both
+    a step and a token (longer rows are no fault of a rank), and the difference is a `share` of the time that passed.
+    """
+
+    ratio: float = 1.5
+    intervals: int = 3
+    share: float = 0.1
+    warmup: int = 1
+    streaks: dict[int, int] = field(default_factory=dict)
+    named: set[int] = field(default_factory=set)
+
+    def observe(self, seconds: list[float], tokens: list[float], passed: float) -> list[int]:
+        """The ranks found by this interval: own seconds a step and tokens a step of each rank, seconds a step in all."""
+        if self.warmup:
+            self.warmup -= 1
+            return []
+        found = []
+        for rank in range(len(seconds)):
+            self.streaks[rank] = self.streaks.get(rank, 0) + 1 if self._slow(rank, seconds, tokens, passed) else 0
+            if self.streaks[rank] >= self.intervals and rank not in self.named:
+                self.named.add(rank)
+                found.append(rank)
+        return found
+
+    def _slow(self, rank: int, seconds: list[float], tokens: list[float], passed: float) -> bool:
+        others = [r for r in range(len(seconds)) if r != rank]
+        if not others:
+            return False
+        usual = median(seconds[r] for r in others)
+        a_token = [s / max(t, 1.0) for s, t in zip(seconds, tokens, strict=True)]
+        return (
+            seconds[rank] > self.ratio * usual
+            and a_token[rank] > self.ratio * median(a_token[r] for r in others)
+            and seconds[rank] - usual > self.share * passed
+        )
+
+
 @dataclass
 class Meter:
     """Sums of this rank since the last log line, and of all ranks since the start.
 
     Args:
-        gather: this rank's float64 sums (3,) -> those of all ranks (world size, 3); called on every rank alike.
+        gather: this rank's float64 sums (n,) -> those of all ranks (world size, n); called on every rank alike.
     """
 
     gather: Callable[[Tensor], Tensor]
     device: torch.device
+    own_time: OwnTime
     totals: Totals = field(default_factory=Totals)
+    # Own seconds a step and tokens a step of each rank, and seconds a step, in the interval last collected.
+    pace: tuple[list[float], list[float], float] | None = None
 
     def __post_init__(self) -> None:
         self.reset()
@@ -78,8 +181,10 @@ class Meter:
     def collect(self) -> dict[str, float]:
         """The interval over all ranks, ready to be logged; every rank has to call this at the same step."""
         seconds = time.perf_counter() - self.began
-        per_rank = self.gather(self.sums).cpu()
-        loss, supervised, tokens = per_rank.sum(dim=0).tolist()
+        own = torch.tensor(self.own_time.take(), dtype=torch.float64, device=self.device)
+        per_rank = self.gather(torch.cat([self.sums, own])).cpu()
+        loss, supervised, tokens, _, steps = per_rank.sum(dim=0).tolist()
+        self.pace = None
         self.totals.loss_sum += loss
         self.totals.supervised_tokens += round(supervised)
         self.totals.tokens += round(tokens)
@@ -90,6 +195,11 @@ class Meter:
             with_tokens = per_rank[per_rank[:, SUPERVISED] > 0]
             means = with_tokens[:, LOSS] / with_tokens[:, SUPERVISED]
             metrics["rank_loss_spread"] = (means.max() - means.min()).item()
+        if steps and per_rank[:, STEPS].min() > 0:
+            a_step = (per_rank[:, OWN_SECONDS] / per_rank[:, STEPS]).tolist()
+            taken = steps / len(per_rank)
+            self.pace = a_step, (per_rank[:, TOKENS] / per_rank[:, STEPS]).tolist(), seconds / taken
+            metrics |= {"rank_step_seconds": median(a_step), "rank_step_seconds_max": max(a_step)}
         return metrics
 
 
@@ -104,6 +214,44 @@ def real_tokens(inputs: Mapping[str, Tensor]) -> Tensor:
     begins = inputs["position_ids"][0] == 0
     ends = torch.cat([begins[1:], begins.new_ones(1)])
     return begins.numel() - (begins & ends).sum()
+
+
+def describe_straggler(place: object, rank: int, pace: tuple[list[float], list[float], float], intervals: int) -> str:
+    """The line that names a straggler and says where to look."""
+    seconds = pace[0]
+    usual = median(s for r, s in enumerate(seconds) if r != rank)
+    return (
+        f"{place} is slower than the others: its own work takes {seconds[rank]:.3f} s a step where theirs takes "
+        f"{usual:.3f} s, for {intervals} log lines in a row, and all wait for it. Look at that host for other processes, "
+        "GPU clock and temperature (nvidia-smi -q -d PERFORMANCE,CLOCK), a narrow PCIe link, a busy CPU or a slow disk."
+    )
+
+
+class BestEffort:
+    """A tracker (TensorBoard and the like) whose failure costs its own report and not the training.
+
+    Args:
+        tracker: the callback that Transformers made for it; every event is handed on until one fails.
+    """
+
+    def __init__(self, tracker: Any) -> None:
+        self.tracker = tracker
+        self.failed = False
+
+    def __getattr__(self, name: str) -> Any:
+        handler = getattr(self.tracker, name)
+        return functools.partial(self._hand_on, handler) if name.startswith("on_") else handler
+
+    def _hand_on(self, handler: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self.failed:
+            return None
+        try:
+            return handler(*args, **kwargs)
+        except Exception as error:
+            self.failed = True
+            name = type(self.tracker).__name__.removesuffix("Callback")
+            print(f"{name} failed and gets no more reports: {' '.join(str(error).split())}", flush=True)
+            return None
 
 
 def peak_memory_bytes(device_type: str) -> int:

@@ -6,11 +6,9 @@ below replaces one step of the loop and says what upstream does there instead.
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import math
 import os
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -18,99 +16,35 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from transformers import Trainer, TrainerCallback
-from transformers.trainer_callback import ExportableState
+from transformers import Trainer
+from transformers.integrations import get_reporting_integration_callbacks
 from transformers.trainer_utils import EvalLoopOutput
-from trl import SFTTrainer
-from trl.trainer.sft_config import SFTConfig
 
 from unsloth_ddp.attention import keys_for_packs, prepare_for_packs
 from unsloth_ddp.batch import BalancedOrder, BatchPlan
-from unsloth_ddp.checkpoint import make_cpu_checkpoints_readable
+from unsloth_ddp.callbacks import CompareWeights, Report, SavedTotals, StopTogether
+from unsloth_ddp.checkpoint import Checkpoints, Start, make_cpu_checkpoints_readable
 from unsloth_ddp.data import Collate, Flatten, PadRight, TokenizedRows
+from unsloth_ddp.drift import REPLICATED, DriftCheck
 from unsloth_ddp.errors import UserError
 from unsloth_ddp.loss import logits_to_step_loss, step_divisor, supervised_tokens
 from unsloth_ddp.model import DTYPES
-from unsloth_ddp.runtime import Runtime
+from unsloth_ddp.resumable import ResumableTrainer
+from unsloth_ddp.runtime import Runtime, alone_timeout
 from unsloth_ddp.settings import Settings
-from unsloth_ddp.telemetry import TOKENS, Meter, Totals, peak_memory_bytes, real_tokens, summarize
+from unsloth_ddp.stop import Stop
+from unsloth_ddp.telemetry import (
+    BestEffort,
+    Meter,
+    OwnTime,
+    Stragglers,
+    describe_straggler,
+    peak_memory_bytes,
+    real_tokens,
+    summarize,
+)
 
 logger = logging.getLogger("unsloth_ddp")
-
-# SFTConfig fields that the kit computes or that would undo what it does.
-OWNED_ARGS = {
-    "average_tokens_across_devices", "packing", "padding_free", "dataset_kwargs", "remove_unused_columns", "bf16",
-    "fp16", "use_cpu", "gradient_accumulation_steps", "per_device_train_batch_size", "output_dir", "run_name",
-    "train_sampling_strategy", "dataloader_drop_last", "push_to_hub", "hub_token", "assistant_only_loss",
-    "completion_only_loss", "max_length", "label_smoothing_factor", "auto_find_batch_size", "accelerator_config",
-}  # fmt: skip
-
-
-def make_config(settings: Settings, runtime: Runtime, plan: BatchPlan, run_folder: Path) -> Any:
-    """TRL's SFTConfig for these settings, every field set: Unsloth's version of it has defaults of its own.
-
-    To be made before the model is loaded, and kept: with ZeRO-3 it is what makes Transformers load in parts.
-
-    Raises:
-        UserError: trainer_args names no field of SFTConfig, one the kit owns, or a value it refuses.
-    """
-    defaults = {
-        f.name: f.default if f.default is not dataclasses.MISSING else f.default_factory()  # type: ignore[operator]
-        for f in dataclasses.fields(SFTConfig)
-        if f.init
-    }
-    for name in settings.trainer_args:
-        if name in OWNED_ARGS or hasattr(settings, name):
-            raise UserError(
-                f"trainer_args: {name} is decided by the kit; use the option of train_ddp.py --help instead."
-            )
-        if name not in defaults:
-            raise UserError(f"trainer_args: SFTConfig has no field {name}; see the documentation of TRL's SFTConfig.")
-    strategy = settings.eval_strategy
-    if strategy == "auto":
-        strategy = "steps" if settings.eval_steps else "epoch"
-    checkpointing = settings.gradient_checkpointing != "none"
-    # ZeRO-3 with adapters recomputes rightly only in the reentrant way (TRL issue 2514).
-    reentrant = runtime.sharding == "zero3" and settings.method != "full"
-    chosen = {
-        "output_dir": str(run_folder),
-        "run_name": run_folder.name,
-        "per_device_train_batch_size": plan.per_device,
-        "per_device_eval_batch_size": settings.per_device_eval_batch_size,
-        "gradient_accumulation_steps": plan.accumulation,
-        # loss.py averages; with this on, Transformers would multiply by the world size a second time.
-        "average_tokens_across_devices": False,
-        "bf16": runtime.precision == "bf16",
-        "fp16": runtime.precision == "fp16",
-        "use_cpu": runtime.device_type == "cpu",
-        "gradient_checkpointing": checkpointing,
-        "gradient_checkpointing_kwargs": {"use_reentrant": reentrant} if checkpointing else None,
-        "ddp_find_unused_parameters": settings.ddp_find_unused_parameters,
-        "ddp_timeout": settings.ddp_timeout,
-        "eval_strategy": strategy if settings.eval_dataset or settings.eval_fraction else "no",
-        "save_strategy": settings.save_strategy,
-        "report_to": [] if settings.report_to == ["none"] else settings.report_to,
-        "max_length": settings.max_length,
-        "packing": False,
-        "padding_free": False,
-        # Rows arrive tokenized, with labels; see data.py.
-        "dataset_kwargs": {"skip_prepare_dataset": True},
-        "remove_unused_columns": False,
-        # Reading every loss to look for NaN would make each micro-batch wait for the device.
-        "logging_nan_inf_filter": False,
-        "logging_first_step": True,
-        "restore_callback_states_from_checkpoint": True,
-        "trust_remote_code": settings.trust_remote_code,
-        # A bar that is not on a terminal would fill a log file with its redraws.
-        "log_level_replica": "error",
-        "disable_tqdm": not sys.stderr.isatty(),
-        "dataloader_pin_memory": runtime.device_type == "cuda",
-    }
-    same_name = {n: getattr(settings, n) for n in defaults if hasattr(settings, n)}
-    try:
-        return SFTConfig(**{**defaults, **same_name, **chosen, **settings.trainer_args, "push_to_hub": False})
-    except (TypeError, ValueError) as error:
-        raise UserError(f"The training options are refused by TRL: {' '.join(str(error).split())}") from None
 
 
 def make_trainer(
@@ -122,6 +56,8 @@ def make_trainer(
     tokenizer: Any,
     rows: TokenizedRows,
     eval_rows: TokenizedRows | None,
+    checkpoints: Checkpoints,
+    stop: Stop,
 ) -> DDPTrainer:
     """The trainer of one run; TensorBoard events go to <run>/tensorboard/."""
     os.environ.setdefault("TENSORBOARD_LOGGING_DIR", str(Path(config.output_dir) / "tensorboard"))
@@ -129,7 +65,7 @@ def make_trainer(
     config.per_device_train_batch_size, config.gradient_accumulation_steps = plan.per_device, plan.accumulation
     if rows.packing is not None:
         prepare_for_packs(runtime)
-    trainer = DDPTrainer(model, config, rows, eval_rows, tokenizer, runtime, settings, plan)
+    trainer = DDPTrainer(model, config, rows, eval_rows, tokenizer, runtime, settings, plan, checkpoints, stop)
     used = "bf16" if trainer.args.bf16 else "fp16" if trainer.args.fp16 else "fp32"
     # bf16 weights need no autocast, so Unsloth switches it off for them.
     if used != runtime.precision and not (settings.method == "full" and settings.full_weights == "bf16"):
@@ -140,22 +76,7 @@ def make_trainer(
     return trainer
 
 
-class SavedTotals(TrainerCallback, ExportableState):
-    """Keeps the run's totals inside every checkpoint, so that they go on when it is resumed.
-
-    `pending` holds the sums of all ranks since the last log line, which the totals do not hold yet.
-    """
-
-    def __init__(self, totals: dict[str, Any] | None = None, pending: list[float] | None = None) -> None:
-        self.totals = Totals(**(totals or {}))
-        self.pending = pending
-
-    def state(self) -> dict[str, Any]:
-        """What Transformers writes to trainer_state.json and gives back to __init__."""
-        return {"args": {"totals": dataclasses.asdict(self.totals), "pending": self.pending}, "attributes": {}}
-
-
-class DDPTrainer(SFTTrainer):
+class DDPTrainer(ResumableTrainer):
     """SFTTrainer whose step is the token mean over every rank and accumulation step, whatever the layout."""
 
     def __init__(
@@ -168,10 +89,16 @@ class DDPTrainer(SFTTrainer):
         runtime: Runtime,
         settings: Settings,
         plan: BatchPlan,
+        checkpoints: Checkpoints,
+        stop: Stop,
     ) -> None:
         self.runtime = runtime
         self.settings = settings
         self.plan = plan
+        self.checkpoints = checkpoints
+        trained = [p for p in model.parameters() if p.requires_grad]
+        checkpoints.weights_bytes = sum(getattr(p, "ds_numel", p.numel()) * p.element_size() for p in trained)
+        self.stop = stop
         self.train_rows, self.eval_rows = train, evaluation
         super().__init__(
             model=model,
@@ -180,8 +107,13 @@ class DDPTrainer(SFTTrainer):
             eval_dataset=evaluation.dataset if evaluation else None,
             processing_class=tokenizer,
             data_collator=Collate(PadRight(tokenizer.pad_token_id), Flatten(keys_for_packs(runtime, model))),
-            callbacks=[SavedTotals()],
+            callbacks=[SavedTotals(), Report(runtime.progress), StopTogether(stop)],
         )
+        trackers = tuple(get_reporting_integration_callbacks(self.args.report_to))
+        self.callback_handler.callbacks = [
+            BestEffort(callback) if isinstance(callback, trackers) else callback
+            for callback in self.callback_handler.callbacks
+        ]
         # Unsloth's __init__ filters out rows without supervised tokens, and with them the filler; it knows no packs.
         self.train_dataset, self.eval_dataset = train.examples, evaluation.dataset if evaluation else None
         assert self.args.gradient_accumulation_steps == plan.accumulation, "the trainer changed the batch plan"
@@ -193,28 +125,21 @@ class DDPTrainer(SFTTrainer):
             self.accelerator.state.fsdp_plugin.mixed_precision_policy = MixedPrecisionPolicy(
                 param_dtype=DTYPES[runtime.precision], reduce_dtype=torch.float32
             )
-        self.meter = Meter(self._gather_sums, self.args.device)
-        self.tokens_before = 0
+        drift = DriftCheck(model, runtime, settings.drift_check_steps)
+        if drift.skipped and runtime.ranks.is_main:
+            print(f"drift_check_steps is ignored: with {drift.skipped} each rank holds its own part of the weights.")
+        self.add_callback(CompareWeights(drift))
+        several = runtime.ranks.world_size > 1 and runtime.sharding in REPLICATED
+        self.meter = Meter(self._gather_sums, self.args.device, OwnTime(self.args.device, enabled=several))
+        self.stragglers = Stragglers()
         self.peak_before_steps = 0
-
-    def _gather_sums(self, sums: Tensor) -> Tensor:
-        return self.accelerator.gather(sums.unsqueeze(0))
-
-    @property
-    def _saved(self) -> SavedTotals:
-        # Looked up each time: resuming replaces the callback by a new one.
-        return next(c for c in self.callback_handler.callbacks if isinstance(c, SavedTotals))
-
-    @property
-    def totals(self) -> Totals:
-        """Exact sums over all ranks since the run began, checkpoints included."""
-        return self._saved.totals
 
     # ---- rows: upstream shuffles with the global RNG and sees some rows twice to even out the ranks ----
 
     def _get_train_sampler(self, train_dataset: Any = None) -> BalancedOrder:
         rows, seed = self.train_rows, self.args.seed if self.args.data_seed is None else self.args.data_seed
-        return BalancedOrder(self.plan, rows.lengths(), seed, padded=rows.packing is None)
+        self.row_order = BalancedOrder(self.plan, rows.lengths(), seed, padded=rows.packing is None)
+        return self.row_order
 
     def _get_eval_sampler(self, eval_dataset: Any) -> BalancedOrder:
         # One step of all the rows: those of like length share a batch.
@@ -228,6 +153,7 @@ class DDPTrainer(SFTTrainer):
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> tuple[list[Any], Any]:
         """The micro-batches of one optimizer step and the divisor of their losses (see loss.py)."""
         batches = []
+        began = time.perf_counter()
         for _ in range(num_batches):
             try:
                 batches.append(next(epoch_iterator))
@@ -235,7 +161,10 @@ class DDPTrainer(SFTTrainer):
                 break
         if not batches:
             return batches, None
-        return batches, step_divisor(batches, self.args.world_size, self._sum_over_ranks)
+        reading = time.perf_counter() - began
+        divisor = step_divisor(batches, self.args.world_size, self._sum_over_ranks)
+        self.meter.own_time.start(reading, len(batches))
+        return batches, divisor
 
     def _sum_over_ranks(self, count: Tensor) -> Tensor:
         return self.accelerator.reduce(count.to(self.args.device), reduction="sum")
@@ -257,6 +186,7 @@ class DDPTrainer(SFTTrainer):
             loss = self._transformers_loss(model, inputs, divisor)
         # Not model.training: DeepSpeed's engine says that it trains while it evaluates.
         if torch.is_grad_enabled():
+            self.meter.own_time.forward_done()
             self.meter.add(loss * divisor, supervised_tokens(labels), real_tokens(inputs))
         return (loss, None) if return_outputs else loss
 
@@ -295,7 +225,7 @@ class DDPTrainer(SFTTrainer):
         model.eval()
         one = torch.ones((), device=self.args.device)
         sums = torch.zeros(2, dtype=torch.float64, device=self.args.device)
-        with torch.no_grad():
+        with torch.no_grad(), self.runtime.progress.doing("evaluating"):
             for inputs in dataloader:
                 inputs = self._prepare_inputs(inputs)
                 with self.compute_loss_context_manager():
@@ -314,11 +244,22 @@ class DDPTrainer(SFTTrainer):
         """Every rank calls this at the same steps; the losses logged are exact token means."""
         if "loss" in logs:
             logs.update(self._collect())
+            self._name_stragglers()
         if "train_loss" in logs:
             self._collect()
             logs["train_loss"] = self.totals.train_loss or 0.0
         logger.info("step %s %s", self.state.global_step, logs)
         Trainer.log(self, logs, start_time)
+
+    def _name_stragglers(self) -> None:
+        pace = self.meter.pace
+        if pace is None:
+            return
+        logger.info("own seconds a step of each rank: %s", " ".join(f"{seconds:.4f}" for seconds in pace[0]))
+        for rank in self.stragglers.observe(*pace):
+            if self.runtime.ranks.is_main:
+                place = self.runtime.places[rank]
+                print(describe_straggler(place, rank, pace, self.stragglers.intervals), flush=True)
 
     def _collect(self) -> dict[str, float]:
         self.meter.totals = self.totals
@@ -332,26 +273,22 @@ class DDPTrainer(SFTTrainer):
             torch.cuda.reset_peak_memory_stats()
         return prepared
 
-    def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        began = time.perf_counter()
-        self._saved.pending = self._gather_sums(self.meter.sums).sum(dim=0).tolist()
-        # Not TRL's, which also writes a model card into every checkpoint.
-        Trainer._save_checkpoint(self, model, trial)
-        self.meter.began += time.perf_counter() - began
-
-    def _load_callback_state(self) -> None:
-        super()._load_callback_state()
-        self.tokens_before = self.totals.tokens + round((self._saved.pending or [0, 0, 0])[TOKENS])
-        if self.runtime.ranks.is_main and self._saved.pending is not None:
-            self.meter.sums += torch.tensor(self._saved.pending, dtype=torch.float64, device=self.args.device)
-
-    def run(self, checkpoint: str | None) -> dict[str, Any]:
-        """Train to the end, from `checkpoint` if there is one, evaluate, and return the run's summary."""
-        if checkpoint and self.runtime.device_type == "cpu":
+    def run(self, start: Start | None) -> dict[str, Any] | None:
+        """Train to the end, evaluate, and return the run's summary; None if the run was stopped before."""
+        if start and self.runtime.device_type == "cpu":
             make_cpu_checkpoints_readable()
+        self.start = start
+        if start and start.of_this_run:
+            self.checkpoints.last = start.folder
+        self.stop.kept = lambda: self.checkpoints.last is not None
+        self.stop.arm(self.runtime, alone_timeout(self.settings))
         began = time.perf_counter()
-        self.train(resume_from_checkpoint=checkpoint)
+        self.train(resume_from_checkpoint=str(start.folder) if start else None)
+        self.runtime.progress.enter("finishing")
         seconds = time.perf_counter() - began
+        if self.stop.agreed and self.state.global_step < self.state.max_steps:
+            return None
+        self.stop.finishing = True
         summary = summarize(
             self.settings,
             self.runtime,
@@ -364,8 +301,13 @@ class DDPTrainer(SFTTrainer):
         summary["train_seconds"] = seconds
         summary["tokens_per_second"] = (self.totals.tokens - self.tokens_before) / seconds
         summary["eval_loss"] = self._final_eval_loss()
-        self.save_state()
         return summary
+
+    def write_final(self, folder: Path) -> None:
+        """The trained adapter or model, the tokenizer and the log of losses, into `folder`; every rank calls this."""
+        self.save_model(str(folder))
+        if self.args.should_save:
+            self.state.save_to_json(str(folder / "trainer_state.json"))
 
     def _final_eval_loss(self) -> float | None:
         """The evaluation loss of the trained model, measured now unless the last step did."""

@@ -1,0 +1,120 @@
+"""Two "nodes" on one machine, half of its GPUs each: cluster/node.sh twice, preflight, then every kind of sharding.
+
+    python benchmarks/nodes_gpu.py --json benchmarks/results/nodes_gpu.json
+
+The GPUs are split by CUDA_VISIBLE_DEVICES, and NCCL_HOSTID makes NCCL take the halves for two hosts, so that what
+crosses them goes over the machine's network interface. Each run takes three steps of SGD in fp32; its weight update is
+compared with that of one launcher with as many processes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+from sharding import REPO, STEPS, Job, launch, update
+
+OPTIONS = f"--config recipes/demo.yaml --precision fp32 {STEPS}".replace(
+    "--global_batch_size 8", "--global_batch_size 16"
+)
+
+
+def own_address() -> str:
+    """An IPv4 address of this machine that is not loopback."""
+    for addresses in psutil.net_if_addrs().values():
+        for address in addresses:
+            if address.family == socket.AF_INET and not address.address.startswith("127."):
+                return address.address
+    raise SystemExit("this machine has no address but loopback's")
+
+
+def two_nodes(name: str, work: Path, port: int, arguments: list[str]) -> dict[str, Any]:
+    """node.sh on both halves; returns codes, seconds and what each said."""
+    began = time.perf_counter()
+    half = torch.cuda.device_count() // 2
+    processes = []
+    for node in (0, 1):
+        environ = {
+            **os.environ,
+            "CUDA_VISIBLE_DEVICES": ",".join(str(half * node + gpu) for gpu in range(half)),
+            "NNODES": "2",
+            "NODE_RANK": str(node),
+            "MASTER_ADDR": own_address(),
+            "MASTER_PORT": str(port),
+            "GPUS_PER_NODE": str(half),
+            "NCCL_HOSTID": f"node{node}",
+            "NCCL_DEBUG": "INFO",
+            "NCCL_DEBUG_FILE": str(work / f"{name}_nccl_{node}.%p.txt"),
+        }
+        log = (work / f"{name}_node{node}.log").open("w")
+        command = ["bash", "cluster/node.sh", *arguments]
+        processes.append(subprocess.Popen(command, cwd=REPO, env=environ, stdout=log, stderr=subprocess.STDOUT))
+    codes = [process.wait(timeout=300) for process in processes]
+    said = [(work / f"{name}_node{node}.log").read_text()[-6000:] for node in (0, 1)]
+    over_network = any("NET/Socket" in p.read_text() or "NET/IB" in p.read_text() for p in work.glob(f"{name}_nccl_*"))
+    result = {"name": name, "command": " ".join(["bash cluster/node.sh", *arguments]), "codes": codes}
+    return result | {"seconds": round(time.perf_counter() - began, 1), "nccl_over_network": over_network, "said": said}
+
+
+def main() -> None:
+    """The preflight with its DDP run alone on the machine, the others side by side."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--work", type=Path, default=Path("/tmp/nodes_gpu"))
+    parser.add_argument("--json", type=Path, required=True)
+    given = parser.parse_args()
+    given.work.mkdir(parents=True, exist_ok=True)
+    output = ["--output_dir", str(given.work / "outputs")]
+    results = [two_nodes("nodes_ddp", given.work, 6001, [*OPTIONS.split(), *output, "--run_name", "nodes_ddp"])]
+    with ThreadPoolExecutor() as pool:
+        reference = pool.submit(
+            launch, Job("one_launcher", "ddp", OPTIONS), given.work, torch.cuda.device_count() // 2 * 2
+        )
+        others = [
+            pool.submit(
+                two_nodes,
+                f"nodes_{sharding}",
+                given.work,
+                6101 + 10 * number,
+                [
+                    *OPTIONS.split(),
+                    *output,
+                    "--run_name",
+                    f"nodes_{sharding}",
+                    "--sharding",
+                    sharding,
+                    "--no_preflight",
+                ],
+            )
+            for number, sharding in enumerate(("zero2", "zero3", "fsdp2"))
+        ]
+        results += [other.result() for other in others]
+        one = reference.result()
+    print("one launcher", one["exit_code"], one.get("losses"), flush=True)
+    for result in results:
+        if result["codes"] == [0, 0] and "losses" in one:
+            mine, theirs = update(given.work, result["name"], None), update(given.work, "one_launcher", None)
+            result["update_difference"] = ((mine - theirs).norm() / theirs.norm()).item()
+            del result["said"][1:]
+        print({key: value for key, value in result.items() if key != "said"}, flush=True)
+        print("\n".join(result["said"]), flush=True)
+    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    gpus = subprocess.run(query, capture_output=True, text=True).stdout.splitlines()
+    given.json.parent.mkdir(parents=True, exist_ok=True)
+    content = {"command": " ".join(sys.argv), "gpus": gpus, "one_launcher": one, "runs": results}
+    given.json.write_text(json.dumps(content, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

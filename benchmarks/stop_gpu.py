@@ -1,0 +1,170 @@
+"""Stop and kill runs on real GPUs (NCCL), with and without sharding, and resume them; how long each takes to end.
+
+    python benchmarks/stop_gpu.py --json benchmarks/results/stop_gpu.json
+
+Each run trains the demo's model until its log shows step 20; then one process gets a signal. Written down: how long it
+takes until no process of the run is left, the exit code noted for the job's script, what was said, and, after a stop
+with a checkpoint, the step at which the resumed run went on (with --resume auto, in places on fewer GPUs).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+REPO = Path(__file__).resolve().parent.parent
+OPTIONS = "--config recipes/demo.yaml --compare_answers 0 --max_steps 100000 --logging_steps 10 --save_steps 50 --global_batch_size 8"
+OPTIONS += " --per_device_train_batch_size 1 --eval_strategy no"
+
+
+@dataclass
+class Case:
+    """Which run gets which signal, and with how many processes it goes on."""
+
+    sharding: str
+    processes: int
+    signal: str
+    target: str
+    resumed_with: int = 0
+
+    @property
+    def name(self) -> str:
+        return f"{self.sharding}_{self.processes}_{self.signal}_{self.target}"
+
+
+CASES = [
+    Case("ddp", 4, "KILL", "rank 2"),
+    Case("ddp", 2, "KILL", "rank 0"),
+    Case("ddp", 4, "STOP", "rank 1"),
+    Case("zero2", 2, "KILL", "rank 1"),
+    Case("fsdp2", 2, "KILL", "rank 1"),
+    Case("ddp", 4, "TERM", "launcher", resumed_with=2),
+    Case("ddp", 2, "TERM", "rank 1", resumed_with=2),
+    Case("zero2", 2, "TERM", "launcher", resumed_with=2),
+    Case("zero3", 2, "TERM", "launcher", resumed_with=2),
+    Case("fsdp2", 2, "USR1", "rank 0", resumed_with=2),
+    Case("ddp", 2, "USR1", "rank 0", resumed_with=1),
+    Case("ddp", 2, "TERM", "rank 0", resumed_with=1),
+]
+
+
+def start(case: Case, work: Path, processes: int, name: str, extra: str = "") -> tuple[subprocess.Popen[bytes], Path]:
+    """Launch a run on the first `processes` GPUs; its output goes to <name>.log."""
+    command = [sys.executable, "-m", "accelerate.commands.launch"]
+    command += ["--config_file", f"accelerate_configs/{case.sharding}.yaml", "--num_processes", str(processes)]
+    command += ["train_ddp.py", *OPTIONS.split(), "--run_name", case.name.replace(" ", ""), *extra.split()]
+    command += ["--output_dir", str(work / "outputs")]
+    environ = {**os.environ, "UNSLOTH_DDP_EXIT_CODE_FILE": str(work / f"{name}.code")}
+    log = work / f"{name}.log"
+    with log.open("w") as file:
+        process = subprocess.Popen(
+            command, cwd=REPO, env=environ, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+        )
+    return process, log
+
+
+def wait_for_step(run: Path, least: int, process: subprocess.Popen[bytes]) -> None:
+    """Until rank 0's log shows this step."""
+    deadline = time.monotonic() + 200
+    log = run / "logs" / "rank_0.log"
+    while time.monotonic() < deadline and process.poll() is None:
+        steps = [int(line.split(": step ")[1].split()[0]) for line in lines(log) if ": step " in line]
+        if steps and max(steps) >= least:
+            return
+        time.sleep(0.2)
+    raise RuntimeError(f"{run} did not come to step {least}")
+
+
+def lines(path: Path) -> list[str]:
+    """Those of a file that may not be there yet."""
+    return path.read_text().splitlines() if path.exists() else []
+
+
+def rank_process(launcher: int, rank: int) -> psutil.Process:
+    """The process of one rank, by the environment its launcher gave it."""
+    for child in psutil.Process(launcher).children():
+        if child.environ().get("RANK") == str(rank):
+            return child
+    raise RuntimeError(f"no process of rank {rank}")
+
+
+def last_checkpoint(run: Path) -> int | None:
+    """The step of the newest checkpoint that has a manifest."""
+    found = [json.loads(p.read_text())["step"] for p in run.glob("checkpoint-*/*manifest*.json")]
+    return max(found, default=None)
+
+
+def play(case: Case, work: Path) -> dict[str, Any]:
+    """One case from its launch to its resume."""
+    name = case.name.replace(" ", "")
+    run = work / "outputs" / name
+    process, log = start(case, work, case.processes, name)
+    result: dict[str, Any] = {"name": case.name}
+    try:
+        wait_for_step(run, 20, process)
+        everybody = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
+        which = case.target.split()
+        target = everybody[0] if which == ["launcher"] else rank_process(process.pid, int(which[1]))
+        began = time.monotonic()
+        target.send_signal(getattr(signal, f"SIG{case.signal}"))
+        code = process.wait(timeout=60)
+        _, alive = psutil.wait_procs(everybody, timeout=60)
+        result |= {"seconds_to_end": round(time.monotonic() - began, 1), "launcher_code": code}
+        result["left_alive"] = len(alive)
+    except Exception as error:
+        signals = [line for line in lines(Path(f"/proc/{target.pid}/status")) if line.startswith("Sig")]
+        result["signals"] = {"target": target.pid, "cmdline": target.cmdline()[:6], "masks": signals}
+        os.killpg(process.pid, signal.SIGKILL)
+        return {**result, "error": str(error), "log": log.read_text()[-2000:]}
+    result["noted_code"] = "".join(lines(work / f"{name}.code"))
+    result["said"] = [line for line in lines(log) if line.startswith(("train_ddp.py", "Stop", "stop"))][:4]
+    result["last_checkpoint"] = last_checkpoint(run)
+    if case.resumed_with:
+        process, log = start(case, work, case.resumed_with, f"{name}_resumed", "--max_time 100s")
+        try:
+            process.wait(timeout=200)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+        result["resumed_with"] = case.resumed_with
+        result["resumed_said"] = [
+            line for line in lines(log) if "resum" in line.lower() or "checkpoint" in line.lower()
+        ][:4]
+        result["resumed_code"] = "".join(lines(work / f"{name}_resumed.code"))
+        result["resumed_last_checkpoint"] = last_checkpoint(run)
+        if result["resumed_last_checkpoint"] == result["last_checkpoint"]:
+            result["log"] = log.read_text()[-2500:]
+    return result
+
+
+def main() -> None:
+    """All cases side by side."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--work", type=Path, default=Path("/tmp/stop_gpu"))
+    parser.add_argument("--json", type=Path, required=True)
+    parser.add_argument("--only", nargs="*", default=[], help="only the cases whose name holds one of these words")
+    given = parser.parse_args()
+    given.work.mkdir(parents=True, exist_ok=True)
+    cases = [case for case in CASES if not given.only or any(word in case.name for word in given.only)]
+    with ThreadPoolExecutor(max_workers=len(cases)) as pool:
+        results = list(pool.map(lambda case: play(case, given.work), cases))
+    for result in results:
+        print(json.dumps(result), flush=True)
+    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    gpus = subprocess.run(query, capture_output=True, text=True).stdout.splitlines()
+    given.json.parent.mkdir(parents=True, exist_ok=True)
+    given.json.write_text(json.dumps({"command": " ".join(sys.argv), "gpus": gpus, "runs": results}, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,325 @@
+"""Kill a short two-process job at random moments, again and again, and see what is left of it.
+
+    uv run python benchmarks/torture.py --runs 200 --json benchmarks/results/torture.json
+    uv run python benchmarks/torture.py --runs 200 --peer trl --json benchmarks/results/torture_trl.json
+
+Each run starts the job under a launcher (a process that does what elastic launchers do, without importing torch anew),
+sends a random signal to a random process at a random moment, or lets its disk (a tmpfs, which needs root) run full, and
+then starts the same command until the job is done. Counted: resumes that failed, hangs, and final weights that are not
+bit-identical to the uninterrupted job's. `--peer trl` gives the same to TRL's SFTTrainer with
+`resume_from_checkpoint=True` whenever it finds a checkpoint.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import hashlib
+import json
+import multiprocessing
+import os
+import platform
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+REPO = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(REPO))
+
+RANKS = 2
+SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+VICTIMS = ("rank 0", "rank 1", "both ranks", "launcher")
+ROWS, GLOBAL_BATCH, EPOCHS, SAVE_STEPS = 48, 4, 2, 2
+STEPS = ROWS // GLOBAL_BATCH * EPOCHS
+# A job that is over this has hung; elastic launchers give their ranks 30 s.
+PATIENCE = 240.0
+STARTS = 4
+PRELOAD = ["torch", "accelerate", "datasets", "peft", "transformers", "unsloth_ddp.trainer", "train_ddp"]
+
+
+# ---- one rank ----
+
+
+def kit_job(folder: str, rows: str) -> None:
+    """The kit's own job; its folder is <folder>/run."""
+    import train_ddp
+
+    options = f"""--model {REPO}/demo/model --dataset {rows} --output_dir {folder} --run_name run --lora_dropout 0.1
+        --learning_rate 0.01 --global_batch_size {GLOBAL_BATCH} --num_train_epochs {EPOCHS} --save_steps {SAVE_STEPS}
+        --save_total_limit 2 --max_length 64 --gradient_checkpointing none --report_to none --use_cpu"""
+    sys.argv = ["train_ddp.py", *options.split()]
+    train_ddp.main()
+
+
+def trl_job(folder: str, rows: str) -> None:
+    """The same rows, model and steps in TRL's trainer, as its documentation has it."""
+    import torch
+    from peft import LoraConfig
+    from transformers import Trainer
+    from transformers.trainer_utils import get_last_checkpoint
+    from trl import SFTConfig, SFTTrainer
+
+    from unsloth_ddp.checkpoint import make_cpu_checkpoints_readable
+
+    # Without these two TRL does not train on a CPU, or not resume on two.
+    make_cpu_checkpoints_readable()
+
+    class OnCpu(SFTTrainer):
+        compute_loss = Trainer.compute_loss
+
+    import datasets
+
+    torch.set_num_threads(1)
+    run = Path(folder) / "run"
+    config = SFTConfig(
+        output_dir=str(run), use_cpu=True, bf16=False, per_device_train_batch_size=1, num_train_epochs=EPOCHS,
+        gradient_accumulation_steps=GLOBAL_BATCH // RANKS, learning_rate=0.01, save_steps=SAVE_STEPS,
+        save_total_limit=2, max_length=64, report_to=[], gradient_checkpointing=False, disable_tqdm=True, seed=42,
+    )  # fmt: skip
+    data = datasets.Dataset.from_list([json.loads(line) for line in Path(rows).read_text().splitlines()])
+    lora = LoraConfig(r=16, lora_alpha=16, lora_dropout=0.1, target_modules="all-linear", task_type="CAUSAL_LM")
+    trainer = OnCpu(model=f"{REPO}/demo/model", args=config, train_dataset=data, peft_config=lora)
+    found = get_last_checkpoint(str(run)) if run.is_dir() else None
+    trainer.train(resume_from_checkpoint=True if found else None)
+    trainer.save_model()
+    (run / "summary.json").write_text("{}")
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
+JOBS: dict[str, Callable[[str, str], None]] = {"kit": kit_job, "trl": trl_job}
+
+
+def rank_process(peer: str, folder: str, rows: str, environ: dict[str, str], log: str) -> None:
+    """One rank, forked from the launcher; never returns."""
+    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
+    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+    os.environ.update(environ)
+    code = 1
+    try:
+        JOBS[peer](folder, rows)
+        code = 0
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else 1
+    except BaseException:
+        traceback.print_exc()
+    os._exit(code)
+
+
+def launcher(peer: str, folder: str, rows: str, logs: str, pids: Any) -> None:
+    """What an elastic launcher does: start the ranks, end all when one fails, hand signals on, kill after 30 s."""
+    with contextlib.closing(socket.socket()) as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    children: list[int] = []
+    for rank in range(RANKS):
+        environ = {
+            "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS), "LOCAL_WORLD_SIZE": str(RANKS),
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1", "TORCHELASTIC_RUN_ID": "torture",
+            "TOKENIZERS_PARALLELISM": "false",
+        }  # fmt: skip
+        pid = os.fork()
+        if pid == 0:
+            rank_process(peer, folder, rows, environ, f"{logs}/rank_{rank}.txt")
+        children.append(pid)
+    pids.send(children)
+    asked: list[int] = []
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda n, _: asked.append(n))
+    running, failed, deadline = set(children), False, None
+    while running:
+        for pid in list(running):
+            done, status = os.waitpid(pid, os.WNOHANG)
+            if done:
+                running.discard(pid)
+                failed = failed or status != 0
+        if (asked or failed) and deadline is None:
+            deadline = time.monotonic() + 30
+            for pid in running:
+                os.kill(pid, asked[0] if asked else signal.SIGTERM)
+        if deadline is not None and time.monotonic() > deadline:
+            for pid in running:
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.02)
+    os._exit(1 if failed or asked else 0)
+
+
+# ---- one run ----
+
+
+class Job:
+    """One start of the job: its launcher and ranks."""
+
+    def __init__(self, peer: str, folder: Path, rows: Path, logs: Path) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(PRELOAD)
+        logs.mkdir(parents=True, exist_ok=True)
+        here, there = context.Pipe()
+        self.process = context.Process(target=launcher, args=(peer, str(folder), str(rows), str(logs), there))
+        self.process.start()
+        self.pids: list[int] = here.recv()
+        # From here on: the fork server may first have had to import the stack.
+        self.began = time.monotonic()
+
+    def strike(self, number: int, victim: str) -> None:
+        """Send the signal to whoever of them is still there."""
+        targets = {"rank 0": self.pids[:1], "rank 1": self.pids[1:], "both ranks": self.pids}
+        for pid in targets.get(victim, [self.process.pid]):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(pid or 0), number)
+
+    def wait(self, seconds: float) -> bool:
+        """Whether the launcher ended in this time."""
+        self.process.join(max(0.0, seconds))
+        return self.process.exitcode is not None
+
+    def ended(self) -> bool:
+        """Whether launcher and ranks are all gone in time; what is left is killed."""
+        deadline = self.began + PATIENCE
+        self.wait(deadline - time.monotonic())
+        while any(alive(pid) for pid in self.pids) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        hung = self.process.exitcode is None or any(alive(pid) for pid in self.pids)
+        if hung:
+            self.strike(signal.SIGKILL, "both ranks")
+            self.process.kill()
+            self.process.join()
+        return not hung
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs; a zombie does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (OSError, IndexError):
+        return False
+
+
+def weights(folder: Path) -> str | None:
+    """A checksum of the finished job's adapter; None if there is none."""
+    path = folder / "run" / "adapter_model.safetensors"
+    done = (folder / "run" / "summary.json").exists()
+    return hashlib.sha256(path.read_bytes()).hexdigest() if done and path.exists() else None
+
+
+@contextlib.contextmanager
+def small_disk(folder: Path, kilobytes: int) -> Iterator[Callable[[], None]]:
+    """A tmpfs at `folder`; the callable makes it large."""
+    options = ["-t", "tmpfs", "-o", f"size={kilobytes}k", "torture", str(folder)]
+    subprocess.run(["mount", *options], check=True)
+    try:
+        yield lambda: subprocess.run(["mount", "-o", "remount,size=1g", str(folder)], check=True) and None
+    finally:
+        subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def one_run(
+    index: int, seed: int, peer: str, rows: Path, work: Path, seconds: float, expected: str, full: int
+) -> dict[str, Any]:
+    """Start, strike, resume to the end; what came of it."""
+    dice = random.Random(seed * 100_003 + index)
+    folder = work / f"run-{index}"
+    folder.mkdir(parents=True)
+    disk = bool(full) and dice.random() < 0.15
+    moment, number, victim = dice.uniform(0, seconds), dice.choice(SIGNALS), dice.choice(VICTIMS)
+    result: dict[str, Any] = {"run": index, "disk_full": disk, "hangs": 0, "failed_resumes": 0, "starts": 0}
+    with contextlib.ExitStack() as stack:
+        grow = stack.enter_context(small_disk(folder, dice.randrange(200, full))) if disk else (lambda: None)
+        job = Job(peer, folder, rows, work / f"logs-{index}" / "0")
+        if not disk:
+            result |= {"signal": number.name, "victim": victim, "at_seconds": round(moment, 2)}
+            if not job.wait(moment):
+                job.strike(number, victim)
+        struck = time.monotonic()
+        result["hangs"] += not job.ended()
+        result["seconds_to_end"] = round(time.monotonic() - struck, 1)
+        grow()
+        left = sorted(path.name for path in (folder / "run").glob("checkpoint-*"))
+        result["found"] = left
+        while weights(folder) is None and result["starts"] < STARTS:
+            result["starts"] += 1
+            again = Job(peer, folder, rows, work / f"logs-{index}" / str(result["starts"]))
+            result["hangs"] += not again.ended()
+            result["failed_resumes"] += again.process.exitcode != 0
+        result["finished"] = weights(folder) is not None
+        result["bit_identical"] = weights(folder) == expected
+    shutil.rmtree(folder, ignore_errors=True)
+    if result["finished"] and not result["hangs"] and not result["failed_resumes"] and result["bit_identical"]:
+        shutil.rmtree(work / f"logs-{index}", ignore_errors=True)
+    return result
+
+
+def torture(
+    peer: str, runs: int, seed: int, work: Path, report: Callable[[dict[str, Any]], None], until: float
+) -> dict[str, Any]:
+    """`runs` runs, or as many as begin before `until` (time.time()); the counts and every run's result."""
+    rows = work / "rows.jsonl"
+    rows.write_text("\n".join((REPO / "demo" / "train.jsonl").read_text().splitlines()[:ROWS]) + "\n")
+    reference = work / "reference"
+    reference.mkdir()
+    job = Job(peer, reference, rows, work / "logs-reference")
+    assert job.ended() and job.process.exitcode == 0, f"the uninterrupted job failed; see {work}/logs-reference"
+    seconds = time.monotonic() - job.began
+    expected = weights(reference)
+    assert expected is not None
+    size = sum(path.stat().st_size for path in reference.rglob("*") if path.is_file()) // 1024
+    can_mount = os.geteuid() == 0
+    results = []
+    for index in range(runs):
+        if time.time() > until:
+            break
+        results.append(one_run(index, seed, peer, rows, work, seconds, expected, size if can_mount else 0))
+        report(results[-1])
+    return {
+        "peer": peer,
+        "runs": len(results),
+        "seed": seed,
+        "steps": STEPS,
+        "ranks": RANKS,
+        "uninterrupted_seconds": round(seconds, 1),
+        "disk_full_runs": sum(r["disk_full"] for r in results),
+        "hangs": sum(r["hangs"] for r in results),
+        "failed_resumes": sum(r["failed_resumes"] for r in results),
+        "unfinished": sum(not r["finished"] for r in results),
+        "bit_identical": sum(r["bit_identical"] for r in results),
+        "machine": {"cpus": os.cpu_count(), "python": platform.python_version()},
+        "each": results,
+    }
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=int, default=200)
+    parser.add_argument("--minutes", type=float, default=600.0, help="begin no run after this time")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--peer", choices=JOBS, default="kit")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--work", type=Path, help="a folder for the runs, kept; default: a temporary one")
+    given = parser.parse_args()
+    work = given.work or Path(tempfile.mkdtemp(prefix="torture_"))
+    work.mkdir(parents=True, exist_ok=True)
+    show = functools.partial(print, flush=True)
+    found = torture(given.peer, given.runs, given.seed, work.resolve(), show, time.time() + 60 * given.minutes)
+    show({name: value for name, value in found.items() if name != "each"})
+    if given.json:
+        given.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    if not given.work:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main()

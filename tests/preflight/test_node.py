@@ -1,0 +1,387 @@
+"""What is read from this machine, and what a run will write to it."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from tests.conftest import DEMO_MODEL, REPO
+from tests.ranks import free_port
+from unsloth_ddp.errors import UserError
+from unsloth_ddp.options import Settings
+from unsloth_ddp.preflight import identity, node, space, speed, table, together
+from unsloth_ddp.preflight.__main__ import parse
+from unsloth_ddp.preflight.bounded import bounded
+from unsloth_ddp.preflight.checks import Check
+from unsloth_ddp.preflight.place import find_place
+
+CONFIG = {
+    "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "dtype": "bfloat16",
+}  # fmt: skip
+
+
+@pytest.fixture
+def stuck():
+    """Something that hangs until the test is over."""
+    over = threading.Event()
+    yield lambda: over.wait(60)
+    over.set()
+
+
+def test_an_adapter_is_counted_as_peft_makes_it(tiny_model):
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(tiny_model)
+    made = get_peft_model(model, LoraConfig(r=8, target_modules="all-linear"))
+    trainable = sum(p.numel() for p in made.parameters() if p.requires_grad)
+    assert space.adapter_parameters(json.loads((tiny_model / "config.json").read_text()), 8) == trainable
+
+
+def test_weights_are_counted_as_they_lie_on_disk():
+    config, weights = node.model_size(Settings(model=str(DEMO_MODEL)))
+    parameters = sum(t.numel() * t.element_size() for t in load_file(DEMO_MODEL / "model.safetensors").values())
+    assert config is not None and config["hidden_size"] > 0
+    assert parameters <= weights < parameters * 1.01
+
+
+def test_a_run_of_full_parameters_writes_far_more_than_an_adapter():
+    weights = 16 * 2**30
+    lora = space.run_bytes(Settings(method="lora"), CONFIG, weights)
+    full = space.run_bytes(Settings(method="full"), CONFIG, weights)
+    # 8.6e9 parameters in fp32: three checkpoints (two kept, one being written) of weights and two states, and the end.
+    assert full == pytest.approx((3 * 3 + 1) * 4 * weights / 2, rel=0.01)
+    assert 1e9 < lora < full / 50
+    merged = space.run_bytes(Settings(method="lora", merge=True), CONFIG, weights)
+    assert merged - lora == pytest.approx(weights)
+    assert space.run_bytes(Settings(method="full"), None, 0) == space.UNKNOWN_MODEL["full"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "kept"),
+    [
+        (Settings(save_total_limit=2), 3),
+        (Settings(save_strategy="no"), 0),
+        (Settings(save_total_limit=None, max_steps=100, save_steps=10), 10),
+        (Settings(save_total_limit=None), space.CHECKPOINTS_IF_UNLIMITED),
+    ],
+)
+def test_how_many_checkpoints_are_on_disk_at_once(settings, kept):
+    assert space.kept_checkpoints(settings) == kept
+
+
+def test_a_folder_that_was_made_to_be_tried_is_removed_unless_it_is_used(tmp_path):
+    folders = node.NodeFolders()
+    assert folders.probe(tmp_path / "new" / "inner").free > 0
+    assert folders.probe(tmp_path / "used").free > 0
+    (tmp_path / "used" / "file").write_text("x")
+    folders.remove()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["used"]
+
+
+def test_a_folder_that_cannot_be_written_says_why(tmp_path):
+    (tmp_path / "file").write_text("x")
+    assert "directory" in node.NodeFolders().probe(tmp_path / "file" / "inner").error.lower()
+
+
+def test_a_port_in_use_names_its_holder():
+    with socket.create_server(("", 0)) as server:
+        port = server.getsockname()[1]
+        assert f"(pid {os.getpid()})" in str(node.port_holder(port))
+    assert node.port_holder(port) is None
+
+
+def test_interfaces_have_addresses_and_loopback_leads_to_loopback():
+    found = node.interfaces()
+    loopback = node.interface_to(["127.0.0.1"], found)
+    assert any(i.name == loopback and "127.0.0.1" in i.addresses for i in found)
+    assert node.resolve("no-such-host.invalid") == []
+    assert node.resolve("127.0.0.1") == ["127.0.0.1"]
+
+
+def test_infiniband_is_read_as_the_kernel_words_it(tmp_path):
+    port = tmp_path / "mlx5_0" / "ports" / "1"
+    port.mkdir(parents=True)
+    (port / "rate").write_text("400 Gb/sec (4X NDR)\n")
+    (port / "state").write_text("4: ACTIVE\n")
+    (found,) = node.infiniband_ports(tmp_path)
+    assert found == {"name": "mlx5_0:1", "rate": "400 Gb/sec (4X NDR)", "state": "4: ACTIVE", "link_layer": "unknown"}
+
+
+def test_the_clock_is_asked_of_the_kernel():
+    error = node.clock_error()
+    assert error is None or 0 <= error < 1e9
+
+
+def test_a_check_that_raises_or_hangs_is_a_warning(stuck):
+    def broken() -> Check:
+        raise PermissionError("not for you")
+
+    raised = node.attempt("disk", 1, broken)
+    assert (raised.verdict, raised.values[1]) == ("warning", "not checked: PermissionError: not for you")
+    began = time.monotonic()
+    hung = node.attempt("disk", 1, stuck, seconds=0.2)
+    assert (hung.verdict, time.monotonic() - began < 10) == ("warning", True)
+
+
+def test_bounded_returns_raises_and_ends(stuck):
+    assert bounded(lambda: 3, 5) == 3
+    with pytest.raises(KeyError):
+        bounded(lambda: {}[1], 5)
+    with pytest.raises(TimeoutError, match="no answer within 0 s"):
+        bounded(stuck, 0.1)
+
+
+def test_files_are_known_by_content_and_large_ones_by_samples(tmp_path, monkeypatch):
+    path = tmp_path / "rows"
+    path.write_bytes(bytes(5000))
+    assert identity.file_entry(path) == {"bytes": 5000, "digest": hashlib.sha256(bytes(5000)).hexdigest()}
+    monkeypatch.setattr(identity, "READ_WHOLE", 1000)
+    monkeypatch.setattr(identity, "MIB", 100)
+    monkeypatch.setattr(identity, "SAMPLES", 10)
+    before = identity.file_entry(path)
+    assert before["sampled"]
+    path.write_bytes(bytes(4999) + b"x")
+    assert identity.file_entry(path) != before
+
+
+def test_hub_sources_are_known_by_the_caches_commit(tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    assert identity.hub_entry("a/b", "model") == {"hub": None}
+    (tmp_path / "models--a--b" / "refs").mkdir(parents=True)
+    (tmp_path / "models--a--b" / "refs" / "main").write_text("c0ffee\n")
+    (tmp_path / "models--a--b" / "snapshots" / "beef").mkdir(parents=True)
+    assert identity.hub_entry("a/b", "model") == {"hub": "c0ffee"}
+    assert identity.hub_entry("a/b", "model", "beef") == {"hub": "beef"}
+
+
+def test_secrets_do_not_leave_the_node(monkeypatch):
+    settings = Settings(model=str(DEMO_MODEL), trainer_args={"hub_token": "hf_abc", "adam_beta1": 0.8})
+    found = identity.identity(settings, {"UNSLOTH_API_KEY": "sk-123", "NCCL_DEBUG": "INFO", "HOME": "/root"})
+    assert "hf_abc" not in json.dumps(found) and "sk-123" not in json.dumps(found)
+    assert found["flags"] == {"NCCL_DEBUG": "INFO"}
+    assert found["settings"]["trainer_args"]["adam_beta1"] == 0.8
+
+
+def test_a_part_of_the_identity_that_fails_leaves_the_rest(monkeypatch):
+    def broken(settings: Settings) -> dict:
+        raise OSError("stale file handle")
+
+    monkeypatch.setattr(identity, "data_files", broken)
+    found = identity.identity(Settings(model=str(DEMO_MODEL)), {})
+    assert found["unknown"] == {"data": "OSError: stale file handle"}
+    assert found["versions"]["torch"] and "config.json" in found["model"]
+
+
+def test_the_kits_files_decide_and_the_commit_is_shown(tmp_path):
+    kit = tmp_path / "kit" / "unsloth_ddp"
+    kit.mkdir(parents=True)
+    (kit / "a.py").write_text("1")
+    before = identity.kit_code(kit)
+    assert before["commit"] == "no git"
+    for command in ("init -q", "add .", "-c user.name=a -c user.email=a@b commit -qm x"):
+        subprocess.run(["git", *command.split()], cwd=kit.parent, check=True)
+    assert identity.kit_code(kit)["hash"] == before["hash"]
+    assert len(identity.kit_code(kit)["commit"]) == 10
+    (kit / "a.py").write_text("2")
+    after = identity.kit_code(kit)
+    assert after["commit"].endswith("+dirty") and after["hash"] != before["hash"]
+
+
+def test_places_with_and_without_a_launcher():
+    alone = find_place({"NNODES": "3", "NODE_RANK": "2", "MASTER_ADDR": "m"})
+    assert (alone.ranks.rank, alone.ranks.world_size, alone.ranks.local_rank, alone.port) == (2, 3, 0, 6001)
+    assert not alone.launched and alone.speaks
+    environ = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4", "MASTER_PORT": "7"}
+    worker = find_place(environ)
+    assert (worker.nodes, worker.node_rank, worker.launched, worker.speaks, worker.port) == (2, 1, True, False, 7)
+
+
+@pytest.mark.parametrize(("environ", "listens"), [({}, True), ({"TORCHELASTIC_USE_AGENT_STORE": "True"}, False)])
+def test_below_a_launcher_its_own_store_is_used(environ, listens, monkeypatch):
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    worker = find_place({"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"})
+    assert together.hosts_store(worker, master_is_here=True) is listens
+    node_0 = find_place({"NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "m"})
+    assert together.hosts_store(node_0, master_is_here=True)
+    assert not together.hosts_store(node_0, master_is_here=False)
+
+
+def test_what_keeps_a_port_from_answering_is_told():
+    assert together.wait_for_port("127.0.0.1", free_port(), 0.3) == "refused"
+    assert "does not resolve" in together.wait_for_port("no-such-host.invalid", 1, 0.3)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        assert together.wait_for_port("127.0.0.1", server.getsockname()[1], 5) == ""
+
+
+def test_the_token_is_found_in_a_shared_folder_only(tmp_path, monkeypatch):
+    monkeypatch.setattr(together, "TOKEN_SECONDS", 0.1)
+    (tmp_path / "other").mkdir()
+    left = together.leave_token(tmp_path)
+    assert left is not None
+    assert together.find_token(tmp_path, left[0].name, left[1]) is True
+    assert together.find_token(tmp_path / "other", left[0].name, left[1]) is False
+    assert together.find_token(tmp_path, left[0].name, "another run's") is False
+    assert together.leave_token(tmp_path / "no" / "such") is None
+
+
+def test_the_table_shows_nodes_that_saw_the_same_in_one_line():
+    assert table.seen({0: "a", 1: "a"}) == "a"
+    assert table.seen({0: "a", 1: "b", 2: "a"}) == "nodes 0, 2: a\nnode 1: b"
+    text = table.render([Check("disk", {0: "full [1]"}, "failure", "Free some.")], "Preflight", width=100)
+    assert all(part in text for part in ("Preflight", "disk", "full [1]", "failure", "Free some."))
+    assert max(map(len, text.splitlines())) <= 100
+
+
+@pytest.mark.parametrize(
+    ("argv", "sentence"),
+    [
+        (["--timeout", "soon"], "--timeout is soon"),
+        (["--timeout", "0"], "--timeout is 0"),
+        (["--jsn"], "there is no option jsn"),
+        (["--learning_rate", "fast"], "learning_rate is 'fast'"),
+    ],
+)
+def test_mistakes_in_the_options_are_refused(argv, sentence):
+    with pytest.raises(UserError, match=sentence):
+        parse(argv)
+
+
+def test_preflights_options_are_told_from_the_runs():
+    options, settings = parse(["--json", "--learning_rate", "1", "--timeout", "5", "--use_cpu"])
+    assert (options.json, options.timeout, settings.learning_rate, settings.use_cpu) == ("-", 5, 1.0, True)
+    assert parse(["--json", "f.json"])[0].json == "f.json"
+
+
+def preflight(*argv: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    """Preflight as a user starts it, on this machine alone."""
+    command = [sys.executable, "-m", "unsloth_ddp.preflight", *argv]
+    env = {**os.environ, **environ}
+    return subprocess.run(command, cwd=REPO, env=env, capture_output=True, text=True, timeout=120)
+
+
+def test_one_node_is_checked_with_plain_python(tmp_path):
+    done = preflight("--use_cpu", "--output_dir", str(tmp_path / "out"), "--json")
+    report = json.loads(done.stdout)
+    assert (done.returncode, report["exit_code"], report["verdict"]) == (0, 0, "ok"), done.stdout
+    names = [check["name"] for check in report["checks"]]
+    for name in (
+        "environment",
+        "output folder",
+        "shared memory",
+        "GPUs",
+        "versions",
+        "kit",
+        "settings",
+        "data",
+        "model",
+    ):
+        assert name in names
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_failure_is_exit_code_1_and_a_mistake_2(tmp_path):
+    (tmp_path / "file").write_text("")
+    argv = ["--use_cpu", "--output_dir", str(tmp_path / "file"), "--dataset", str(tmp_path / "no.jsonl")]
+    done = preflight(*argv, "--model", str(DEMO_MODEL))
+    assert done.returncode == 1
+    assert "2 failures (output folder, data: dataset no.jsonl); mend what failed" in done.stdout
+    done = preflight("--no_such_option", UNSLOTH_DDP_EXIT_CODE_FILE=str(tmp_path / "code"))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert (
+        done.stderr
+        == "preflight: error: command line: there is no option no_such_option; train_ddp.py --help lists them all.\n"
+    )
+    assert (tmp_path / "code").read_text() == "2\n"
+
+
+def test_variables_that_cannot_be_read_are_a_table_too(tmp_path):
+    done = preflight("--use_cpu", NNODES="2")
+    assert done.returncode == 1
+    assert "NODE_RANK is not set on this node" in " ".join(done.stdout.split())
+
+
+class FakeProperties:
+    """What torch.cuda.get_device_properties gives."""
+
+    name, total_memory, major, minor, uuid = "NVIDIA H200", 150 * 10**9, 9, 0, "GPU-1"
+
+
+def test_gpus_are_read_from_torch(monkeypatch):
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: FakeProperties())
+    gpu = {"name": "NVIDIA H200", "memory": 150 * 10**9, "capability": "9.0", "uuid": "GPU-1"}
+    assert node.look_for_gpus(cpu=False) == ([gpu, gpu], "")
+    assert node.look_for_gpus(cpu=True) == ([], "")
+
+    def broken() -> None:
+        raise RuntimeError("Found no NVIDIA driver\non your system")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "init", broken)
+    assert node.look_for_gpus(cpu=False) == ([], "Found no NVIDIA driver on your system")
+
+
+def test_a_stuck_driver_is_not_waited_for(monkeypatch, stuck):
+    monkeypatch.setattr(node, "visible_gpus", stuck)
+    monkeypatch.setattr(node, "GPU_SECONDS", 0.1)
+    assert node.look_for_gpus(cpu=False)[1].startswith("TimeoutError")
+
+
+@pytest.mark.parametrize(
+    ("world", "per_node", "expected"),
+    [
+        (4, 2, {"inside": [[0, 1], [2, 3]], "between": [[0, 2]], "all": [[0, 1, 2, 3]]}),
+        (4, 4, {"inside": [[0, 1, 2, 3]]}),
+        (3, 1, {"between": [[0, 1, 2]]}),
+    ],
+)
+def test_what_is_measured(world, per_node, expected):
+    assert dict(speed.scopes(world, per_node)) == expected
+
+
+def test_the_doctor_is_stopped_with_all_it_started(monkeypatch, tmp_path):
+    fake = tmp_path / "unsloth_cli"
+    fake.mkdir()
+    (fake / "__init__.py").write_text(
+        "import os, subprocess, sys, time\n"
+        "def app():\n"
+        "    child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
+        f"    open({str(tmp_path / 'child')!r}, 'w').write(str(child.pid))\n"
+        "    print('RANK' in os.environ, sys.argv[1:], flush=True)\n"
+        "    time.sleep(600)\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("RANK", "0")
+    doctor = node.Doctor()
+    deadline = time.monotonic() + 30
+    while not (tmp_path / "child").exists() or not (tmp_path / "child").read_text():
+        assert time.monotonic() < deadline, "the doctor did not start"
+        time.sleep(0.05)
+    monkeypatch.setattr(node, "DOCTOR_SECONDS", 0)
+    found = doctor.check(0)
+    assert (found.verdict, "did not end" in found.values[0]) == ("warning", True)
+    child = int((tmp_path / "child").read_text())
+    while Path(f"/proc/{child}").exists() and Path(f"/proc/{child}/stat").read_text().split()[2] != "Z":
+        assert time.monotonic() < deadline, "the doctor's child lives on"
+        time.sleep(0.05)
+    doctor.output.seek(0)
+    with contextlib.suppress(ValueError):
+        assert doctor.output.read().startswith("False ['doctor', '--gpus']")

@@ -1,0 +1,434 @@
+"""The plan before renting: shapes, memory, network and time as arithmetic, and against what was measured."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from benchmarks.gpu_check import make_rows
+from benchmarks.gpu_models import make_config
+from tests.conftest import REPO
+from unsloth_ddp.batch import plan_batch
+from unsloth_ddp.errors import UserError
+from unsloth_ddp.options import Settings
+from unsloth_ddp.plan import __main__ as command
+from unsloth_ddp.plan import calibration as calibrations
+from unsloth_ddp.plan import network
+from unsloth_ddp.plan.calibration import Calibration, Measurement, Wanted, expected_speed, load_calibration
+from unsloth_ddp.plan.memory import BYTES_PACKED, Workload, exists, fits, optimizer_bytes, plan_activations, plan_memory
+from unsloth_ddp.plan.network import Links, Step, all_reduce_seconds, balance, efficiency, exposed_seconds, gpu_counts
+from unsloth_ddp.plan.rows import RowLengths, in_order, largest_micro_batch, row_lengths
+from unsloth_ddp.plan.shape import ModelShape, model_shape
+from unsloth_ddp.plan.units import parse_bandwidth, parse_memory, shown_bytes, shown_seconds
+
+SHAPE = ModelShape(
+    parameters=1000, linear=800, largest_linear=50, head=100, vocabulary=10, adapter=40, layers=4, layer_input=20.0,
+    layer_kept=300.0, outside_kept=8.0,
+)  # fmt: skip
+WORK = Workload(
+    tokens=0, precision=2, master=4, optimizer=8, checkpointing="torch", processes=1, backend="transformers"
+)
+
+
+# ---- units ----
+
+
+def test_bits_and_bytes_are_told_apart():
+    assert parse_bandwidth("25Gbps") == 25e9 / 8
+    assert parse_bandwidth("100 Gbit/s") == 100e9 / 8
+    assert parse_bandwidth("450GB/s") == 450e9
+    assert parse_memory("80GB") == 80e9
+    assert parse_memory("139GiB") == 139 * 2**30
+    for text in ("25", "0Gbps", "25 G", "1.2.3Gbps", "-1Gbps"):
+        with pytest.raises(UserError, match="write 25Gbps"):
+            parse_bandwidth(text)
+    with pytest.raises(UserError, match="write 80GB"):
+        parse_memory("80")
+
+
+def test_amounts_are_shown_in_units_of_their_size():
+    assert shown_bytes(174_587_904) == "166.5 MiB"
+    assert [shown_seconds(s) for s in (0.0123, 30.0, 600.0, 36_000.0, 864_000.0)] == [
+        "12.3 ms", "30.0 s", "10.0 min", "10.0 h", "10.0 days",
+    ]  # fmt: skip
+
+
+# ---- memory ----
+
+
+def test_each_method_keeps_what_it_trains_and_packs():
+    lora, qlora, full = (plan_memory(SHAPE, m, "none", WORK) for m in ("lora", "qlora", "full"))
+    assert lora.weights == 1000 * 2 + 40 * 4
+    assert qlora.weights == pytest.approx(800 * BYTES_PACKED + 200 * 2 + 40 * 4)
+    assert full.weights == full.gradients == 1000 * 4
+    assert (lora.gradients, lora.optimizer, full.optimizer) == (160, 320, 8000)
+    # 16-bit copies of what is kept in fp32 and multiplied.
+    assert (lora.copies, full.copies) == (80, 1600)
+
+
+def test_sharing_out_divides_and_ddp_adds_buckets():
+    four = dataclasses.replace(WORK, processes=4)
+    assert plan_memory(SHAPE, "full", "none", four).copies - plan_memory(SHAPE, "full", "none", WORK).copies == 4000
+    by_kind = {kind: plan_memory(SHAPE, "full", kind, four) for kind in ("none", "zero2", "zero3", "fsdp2")}
+    assert by_kind["fsdp2"].weights == by_kind["none"].weights / 4
+    assert by_kind["fsdp2"].optimizer == by_kind["none"].optimizer / 4
+    assert by_kind["zero3"].weights == by_kind["zero2"].weights / 4
+    assert by_kind["zero2"].optimizer == (8 + 4) * 1000 / 4
+    # Every GPU loads the whole model before FSDP2 shares it out.
+    assert by_kind["fsdp2"].total >= by_kind["fsdp2"].loading == 2000
+    assert not exists("qlora", "zero3") and exists("full", "zero3")
+
+
+def test_activations_follow_tokens_and_what_is_recomputed():
+    amounts = {}
+    for kind in ("none", "torch", "unsloth"):
+        work = dataclasses.replace(WORK, tokens=10, checkpointing=kind)
+        amounts[kind] = plan_activations(SHAPE, "lora", work)
+    assert amounts["none"] == 10 * (4 * 300 + 8) + 10 * 10 * 2
+    assert amounts["torch"] == 10 * (4 * 20 + 8) + 10 * 300
+    assert amounts["unsloth"] == 10 * (2 * 20 + 8) + 10 * 300
+    # At the loss, where the logits are larger than a block.
+    wide = dataclasses.replace(SHAPE, vocabulary=1000)
+    assert plan_activations(wide, "lora", work) == 10 * (2 * 20 + 8) + 10 * 1000 * 2
+    long = dataclasses.replace(work, tokens=2**30)
+    assert plan_activations(wide, "lora", long) == 2**30 * (2 * 20 + 8 + 300)
+    assert plan_activations(SHAPE, "qlora", dataclasses.replace(WORK, tokens=10)) == amounts["torch"] + 100
+    fp32 = dataclasses.replace(WORK, tokens=10, precision=4)
+    assert plan_activations(SHAPE, "lora", fp32) == 2 * amounts["torch"]
+    fused = dataclasses.replace(WORK, tokens=10, checkpointing="none", backend="unsloth")
+    assert plan_activations(SHAPE, "lora", fused) == 10 * (4 * 150 + 8) + 10 * 10 * 2
+
+
+def test_optimizers_and_verdicts():
+    assert [optimizer_bytes(n) for n in ("adamw_torch_fused", "adamw_8bit", "paged_adamw_8bit", "sgd", "adafactor")] == [
+        8, 2, 2, 0, 0,
+    ]  # fmt: skip
+    assert [fits(x, 100.0) for x in (90.0, 95.0, 101.0)] == ["fits", "tight", "does not fit"]
+
+
+# ---- network ----
+
+
+def test_a_ring_inside_and_between_nodes():
+    assert all_reduce_seconds(1e9, 1, 1, Links(1e9)) == 0
+    assert all_reduce_seconds(1e9, 2, 1, Links(1e9)) == 1
+    assert all_reduce_seconds(1e9, 4, 8, Links(1e9, 10e9)) == pytest.approx(1.5 + 2 * 7 / 8 / 10)
+    assert all_reduce_seconds(1e9, 1, 8, Links(1e9)) == 0
+
+
+def test_all_but_the_last_bucket_hides_behind_the_backward_pass():
+    size = 100 * 2**20
+    assert exposed_seconds(size, 4.0, 10.0) == 1.0
+    assert exposed_seconds(size, 4.0, 2.0) == 2.0
+    assert exposed_seconds(size, 4.0, 0.0) == 4.0
+    assert exposed_seconds(2**20, 4.0, 10.0) == 4.0
+    assert exposed_seconds(0, 0.0, 1.0) == 0
+
+
+def test_uneven_rows_cost_what_the_longest_takes():
+    assert balance([4, 4, 4, 4], 1, 2, 2) == 1
+    # Two processes, one row each a step: 4 and 2, then 1 and 1.
+    assert balance([4, 2, 1, 1, 9], 1, 1, 2) == pytest.approx((3 + 1) / (4 + 1))
+    # Rows of a micro-batch are padded to its longest.
+    assert balance([4, 2, 3, 3], 2, 1, 2) == pytest.approx(3.5 / 4)
+    # Micro-batches are dealt in turn: 4 + 1 and 1 + 4.
+    assert balance([4, 1, 1, 4], 1, 2, 2) == 1
+    assert balance([4], 1, 1, 2) is None
+
+
+def test_efficiency_falls_with_nodes_and_rises_with_bandwidth_and_work():
+    step = Step(compute=1.0, accumulation=4, backward_share=0.5, gradients=1e9)
+    slow, fast = Links(1e9), Links(100e9)
+    assert efficiency(step, 1, 8, slow) == 1
+    assert efficiency(step, 8, 8, slow) < efficiency(step, 2, 8, slow) < efficiency(step, 2, 8, fast) < 1
+    assert efficiency(step, 2, 1, slow) == pytest.approx(1 / (1 + 1 - 0.125))
+    assert efficiency(step, 1, 1, slow, even=0.8) == pytest.approx(0.8)
+    assert efficiency(dataclasses.replace(step, compute=4.0), 2, 8, slow) > efficiency(step, 2, 8, slow)
+
+
+def test_gpu_counts_fill_a_node_first():
+    assert gpu_counts(4, 64) == [1, 2, 4, 8, 16, 32, 64]
+    assert gpu_counts(6, 30) == [1, 2, 4, 6, 12, 24]
+    assert gpu_counts(1)[-1] == 1024
+
+
+def test_the_ring_alone_is_above_the_published_table():
+    at_8, at_16 = network.ring_fit(network.GUIDE[4], 2, [4, 8])
+    assert at_8 == pytest.approx(0.927, abs=1e-3) and at_16 == pytest.approx(0.916, abs=1e-3)
+    assert at_8 - network.GUIDE[8] == pytest.approx(0.047, abs=1e-3)
+    assert at_16 - network.GUIDE[16] == pytest.approx(0.116, abs=1e-3)
+
+
+# ---- speed ----
+
+WANTED = Wanted("lora", "unsloth", "bf16", "none", "full", 16384, 3e10)
+
+
+def measurement(name: str, flops: float, speed: float, **changed) -> Measurement:
+    given = dataclasses.asdict(WANTED) | {"flops_a_token": flops} | changed
+    return Measurement(name=name, tokens_per_second_per_gpu=speed, **given)
+
+
+def test_speed_follows_the_work_of_a_token():
+    one = measurement("one", 1e10, 40_000)
+    found = expected_speed(Calibration("gpu", "", [one]), dataclasses.replace(WANTED, flops_a_token=2e10))
+    assert (found.tokens_per_second, found.sources, found.differences) == (20_000, ["one"], [])
+    large = measurement("large", 4e10, 20_000)
+    between = dataclasses.replace(WANTED, flops_a_token=2e10)
+    found = expected_speed(Calibration("gpu", "", [large, one]), between)
+    # Half way between 4e14 and 8e14 on a logarithmic scale of work a token.
+    assert found.tokens_per_second == pytest.approx(6e14 / 2e10)
+    assert found.sources == ["one", "large"]
+    beyond = dataclasses.replace(WANTED, flops_a_token=8e10)
+    assert expected_speed(Calibration("gpu", "", [large, one]), beyond).tokens_per_second == 10_000
+    # Nobody measured anything like it.
+    assert expected_speed(Calibration("gpu", "", [one]), beyond) is None
+    few_tokens = dataclasses.replace(WANTED, tokens_a_micro_batch=3000)
+    assert expected_speed(Calibration("gpu", "", [one]), few_tokens) is None
+
+
+def test_the_nearest_circumstances_are_taken_and_their_differences_told():
+    offloaded = measurement("offloaded", 3e10, 2000, gradient_checkpointing="unsloth")
+    fewer = measurement("fewer", 3e10, 1000, gradient_checkpointing="unsloth", tokens_a_micro_batch=6000)
+    found = expected_speed(Calibration("gpu", "", [fewer, offloaded]), WANTED)
+    assert found.tokens_per_second == 2000
+    assert found.differences == ["gradient checkpointing unsloth, not none"]
+    found = expected_speed(Calibration("gpu", "", [fewer]), WANTED)
+    assert found.differences[1:] == ["6,000 tokens a micro-batch, not 16,384"]
+    for other in ({"method": "full"}, {"rows": "padded"}, {"precision": "fp16"}):
+        assert expected_speed(Calibration("gpu", "", [fewer]), dataclasses.replace(WANTED, **other)) is None
+
+
+def test_a_run_is_timed_by_what_was_measured_nearest():
+    padded = dataclasses.replace(WANTED, rows="padded", gradient_checkpointing="torch", tokens_a_micro_batch=578)
+    found = expected_speed(load_calibration("h200"), padded)
+    assert found.sources == ["Qwen3-1.7B, TRL, checkpointing, 8 chat rows"]
+    assert found.tokens_per_second == pytest.approx(4000 * 6_986_399_744 / 3e10)
+    offloading = dataclasses.replace(padded, gradient_checkpointing="unsloth")
+    assert expected_speed(load_calibration("h200"), offloading).sources[0].startswith("Qwen3-1.7B, Unsloth, offloaded")
+
+
+def test_the_shipped_calibration_says_where_it_is_from():
+    shipped = load_calibration("h200")
+    assert shipped.gpu == "NVIDIA H200" and "2026-11-20" in shipped.source
+    assert {m.tokens_per_second_per_gpu for m in shipped.measurements} == {17100, 12100, 6900, 16300, 55000, 2300, 4000}
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["", "[]", "{}", '{"format": 1, "gpu": "g", "source": "s", "measurements": []}',
+     '{"format": 1, "gpu": "g", "source": "s", "measurements": [{"name": "x"}]}',
+     '{"format": 1, "gpu": "g", "source": "s", "measurements": 3}'],
+)  # fmt: skip
+def test_a_broken_calibration_gets_a_sentence(content, tmp_path):
+    (tmp_path / "c.json").write_text(content)
+    with pytest.raises(UserError, match="write one with --calibrate"):
+        load_calibration(str(tmp_path / "c.json"))
+    with pytest.raises(UserError, match="shipped is h200"):
+        load_calibration(str(tmp_path / "none.json"))
+
+
+def test_a_calibration_with_a_figure_of_zero_is_refused(tmp_path):
+    path = tmp_path / "c.json"
+    calibrations.save_calibration(Calibration("g", "s", [measurement("x", 1e10, 0)]), path)
+    with pytest.raises(UserError, match="not above 0"):
+        load_calibration(str(path))
+
+
+def finished_run(folder: Path, speeds: list[float]) -> Path:
+    folder.mkdir()
+    summary = {
+        "device": "NVIDIA X", "backend": "unsloth", "precision": "bf16", "per_device_train_batch_size": 2, "world_size": 2,
+        "settings": {"method": "lora", "gradient_checkpointing": "torch", "max_length": 1000},
+    }  # fmt: skip
+    (folder / "summary.json").write_text(json.dumps(summary))
+    history = [{"loss": 1.0, "tokens_per_second": speed} for speed in speeds]
+    (folder / "trainer_state.json").write_text(json.dumps({"log_history": history}))
+    return folder
+
+
+def test_a_finished_run_becomes_a_measurement(tmp_path):
+    gpu, found = calibrations.measure_run(finished_run(tmp_path / "run", [1, 50, 100, 300, 200]), 1e9, mean_row=300)
+    assert gpu == "NVIDIA X"
+    assert (found.tokens_per_second_per_gpu, found.rows, found.tokens_a_micro_batch) == (100, "padded", 600)
+    with pytest.raises(UserError, match="logged 1 usable speeds"):
+        calibrations.measure_run(finished_run(tmp_path / "short", [1, 50, 100]), 1e9, 300)
+    with pytest.raises(UserError, match="not the folder of a finished run"):
+        calibrations.measure_run(tmp_path, 1e9, 300)
+
+
+# ---- rows ----
+
+
+def test_the_largest_micro_batch_is_that_of_the_run():
+    rows = RowLengths(np.array([1, 2, 3, 4, 5, 60]), supervised=1)
+    plan = plan_batch(2, 1, 2, None)
+    order = in_order(rows.lengths, seed=3)
+    padded = [max(order[i : i + 2]) * 2 for i in range(0, 6, 2)]
+    assert largest_micro_batch(rows, plan, 3, steps=1) == padded[0]
+    assert largest_micro_batch(rows, plan, 3, steps=3) == 120
+    assert largest_micro_batch(rows, plan, 3, steps=300) == 120
+
+
+# ---- shapes, and memory against what was measured ----
+
+
+@pytest.fixture(scope="module")
+def demo_shape() -> ModelShape:
+    return model_shape(Settings(model=str(REPO / "demo" / "model")))
+
+
+def test_the_demos_shape_is_the_one_training_reports(demo_shape):
+    # As the table before step 1 has it: 163,840 trainable parameters, 14.50 % of all.
+    assert demo_shape.adapter == 163_840
+    assert demo_shape.adapter / (demo_shape.parameters + demo_shape.adapter) == pytest.approx(0.1450, abs=5e-5)
+    assert (demo_shape.layers, demo_shape.vocabulary, demo_shape.layer_input) == (4, 883, 128 * 2)
+    # q, k, v, o and three of the feed-forward, four times.
+    assert demo_shape.linear == 4 * (4 * 128 * 128 + 3 * 128 * 384)
+    assert demo_shape.layer_kept > 3 * 384 * 2
+
+
+def test_work_a_token_counts_weight_gradients_of_trained_weights_only(demo_shape):
+    n = demo_shape.linear + demo_shape.head
+    assert demo_shape.flops_a_token("full") == 6 * n
+    assert demo_shape.flops_a_token("lora") == 4 * (n + 163_840) + 2 * 163_840
+    assert demo_shape.backward_share("full", recomputed=False) == pytest.approx(2 / 3)
+    assert demo_shape.backward_share("full", recomputed=True) == pytest.approx(3 / 4)
+    assert 0.5 < demo_shape.backward_share("lora", recomputed=False) < 2 / 3
+
+
+@pytest.fixture(scope="module")
+def measured_job(tmp_path_factory):
+    """The shapes of the models in gpu_check_large.json by name, made without weights, and the rows of those runs."""
+    import shutil
+
+    folder = tmp_path_factory.mktemp("large")
+    make_rows(folder / "train.jsonl", 400, seed=0)
+    for name in ("qwen3_8b", "qwen3_1.7b"):
+        make_config(name).save_pretrained(folder / name)
+        for path in (REPO / "demo" / "model").glob("*[tr]*"):
+            if path.name.startswith(("tokenizer", "chat")):
+                shutil.copy(path, folder / name)
+    given = Settings(dataset=[str(folder / "train.jsonl")], max_length=1024)
+    jobs = {name: dataclasses.replace(given, model=str(folder / name)) for name in ("qwen3_8b", "qwen3_1.7b")}
+    return {name: model_shape(job) for name, job in jobs.items()}, row_lengths(jobs["qwen3_8b"])
+
+
+def test_memory_is_near_what_h200s_used(measured_job):
+    shapes, rows = measured_job
+    runs = json.loads((REPO / "benchmarks/results/gpu_check_large.json").read_text())["runs"]
+    errors = {}
+    for run in runs:
+        summary = run["summary"]
+        shape = next(shape for name, shape in shapes.items() if run["name"].startswith(name))
+        plan = plan_batch(2, summary["world_size"], 8, None)
+        # The rows of those runs, or the comparison means nothing.
+        assert in_order(rows.lengths, 42)[: 12 * 8].sum() == pytest.approx(summary["tokens"], rel=0.01)
+        work = Workload(largest_micro_batch(rows, plan, 42, 12), 2, 4, 8, "torch", summary["world_size"])
+        memory = plan_memory(shape, summary["settings"]["method"], "none", work)
+        errors[run["name"]] = memory.total / summary["peak_memory_bytes"] - 1
+    assert len(errors) == 9
+    assert max(map(abs, errors.values())) < 0.04, errors
+    # LoRA, no checkpointing, 8 rows of 2048: 71 GiB.
+    work = Workload(16384, 2, 4, 8, "none", 1)
+    assert plan_memory(shapes["qwen3_8b"], "lora", "none", work).total / 2**30 == pytest.approx(71, rel=0.02)
+
+
+def test_the_shipped_calibrations_work_is_that_of_its_models(measured_job):
+    shapes, _ = measured_job
+    for one in load_calibration("h200").measurements:
+        shape = shapes["qwen3_8b" if "8B" in one.name else "qwen3_1.7b"]
+        assert one.flops_a_token == pytest.approx(shape.flops_a_token("lora"), rel=1e-6), one.name
+
+
+# ---- the command ----
+
+
+def plan(*words: str) -> int:
+    return command.main(list(words))
+
+
+def test_the_demo_without_a_calibration_says_what_is_missing(capsys, tmp_path):
+    path = tmp_path / "plan.json"
+    assert plan("--nodes", "2", "--gpus_per_node", "2", "--gpu_memory", "80GB", "--json", str(path)) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "4 rows a device x 1 accumulation x 4 processes = 16 rows" in printed
+    # As train_ddp.py's own table has them.
+    assert "760 (18,040 tokens, mean 24, longest 43)" in printed and "144 (48 an epoch)" in printed
+    assert "Time and efficiency need measured speeds" in printed
+    found = json.loads(path.read_text())
+    assert found["plan"]["speed"] is None and found["plan"]["scale"][-1]["gpus"] == 1024
+    assert {row["verdict"] for row in found["plan"]["memory"]} == {"fits"}
+    assert {(row["method"], row["sharding"]) for row in found["plan"]["memory"]} >= {
+        ("qlora", "fsdp2"),
+        ("full", "zero3"),
+    }
+    assert found["plan"]["gradients"]["lora"] == 163_840 * 4
+
+
+@pytest.fixture
+def demo_calibration(demo_shape, tmp_path) -> str:
+    one = Measurement(
+        "demo", "lora", "unsloth", "bf16", "none", "padded", 95.0, demo_shape.flops_a_token("lora"), 1000.0
+    )
+    calibrations.save_calibration(Calibration("NVIDIA X", "invented", [one]), tmp_path / "demo.json")
+    return str(tmp_path / "demo.json")
+
+
+def test_the_demo_with_a_calibration_has_hours(capsys, tmp_path, demo_calibration):
+    path = tmp_path / "plan.json"
+    words = ["--gpus_per_node", "4", "--bandwidth", "25Gbps", "--calibration", demo_calibration, "--json", str(path)]
+    assert plan(*words) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "Speed: 1,000 tokens/s a GPU, from NVIDIA X: demo." in printed and "order of size" not in printed
+    assert "Inside a node averaging is not counted" in printed
+    content = json.loads(path.read_text())["plan"]
+    assert content["tokens"] == pytest.approx(3 * 18_040)
+    # 54,120 tokens at 1,000 a second on one GPU.
+    assert content["scale"][0]["hours"] == [pytest.approx(54.12 / 3600)]
+    efficiencies = [row["same_work"][0] for row in content["scale"]]
+    assert efficiencies[0] == 1 and all(0 < e <= 1 for e in efficiencies)
+    # 16 rows are 4 GPUs with 4 rows each, and no more.
+    assert [row["gpus"] for row in content["scale"] if row["same_batch"]] == [1, 2, 4]
+
+
+def test_a_calibration_of_other_models_gives_no_times(capsys, tmp_path):
+    path = tmp_path / "plan.json"
+    assert plan("--calibration", "h200", "--json", str(path)) == 0
+    assert "NVIDIA H200 holds no measurement" in capsys.readouterr().out
+    assert json.loads(path.read_text())["plan"]["speed"] is None
+
+
+def test_a_picture_is_drawn_or_refused(capsys, tmp_path, demo_calibration):
+    path = tmp_path / "plan.png"
+    code = plan("--calibration", demo_calibration, "--picture", str(path))
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        assert code == 2
+        assert "--picture needs matplotlib" in capsys.readouterr().err
+    else:
+        assert code == 0
+        assert path.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--nodes", "0"], "--nodes is 0"),
+        (["--bandwidth", "fast"], "bandwidth 'fast'"),
+        (["--gpu_memory", "big"], "memory 'big'"),
+        (["--calibrate", "outputs/x"], "name it with --calibration"),
+        (["--calibration", "nowhere.json"], "nowhere.json cannot be read"),
+        (["--gpus_per_node", "3", "--global_batch_size", "16"], "does not divide"),
+        (["--model", "./nowhere", "--dataset", "rows.jsonl"], "cannot be planned for"),
+        (["--methods", "lora"], "there is no option methods"),
+    ],
+)
+def test_mistakes_get_a_sentence(words, sentence, capsys):
+    assert plan(*words) == 2
+    assert sentence in capsys.readouterr().err

@@ -1,0 +1,121 @@
+"""What a run needs before anything is rented: does it fit, how many steps, how long, what the network allows.
+
+    uv run python -m unsloth_ddp.plan --config recipes/qwen3_8b_lora.yaml --dataset my_chats.jsonl \\
+        --nodes 4 --gpus_per_node 8 --bandwidth 25Gbps --gpu_memory 80GB --calibration h200
+
+Reads the model's config.json and tokenizer (no weights) and the rows. Nothing is trained and no GPU is needed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from pathlib import Path
+
+from unsloth_ddp.batch import plan_batch
+from unsloth_ddp.errors import UserError
+from unsloth_ddp.plan.units import parse_bandwidth, parse_memory
+from unsloth_ddp.runtime import EXIT_USER_ERROR, use_cache_if_hub_is_unreachable
+from unsloth_ddp.settings import Parser, parse_settings
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The options of the plan itself; all others are those of train_ddp.py."""
+    parser = Parser(
+        prog="python -m unsloth_ddp.plan",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+        epilog="All other options are those of train_ddp.py.",
+    )
+    parser.add_argument("--nodes", type=int, default=1, help="machines [1]")
+    parser.add_argument("--gpus_per_node", type=int, default=1, help="GPUs of each machine [1]")
+    parser.add_argument(
+        "--bandwidth", nargs="+", default=["10Gbps", "100Gbps"],
+        help="of each machine's network, one or several to compare [10Gbps 100Gbps]",
+    )  # fmt: skip
+    parser.add_argument("--node_bandwidth", help="of a GPU to the others of its machine, such as 400GB/s [not counted]")
+    parser.add_argument("--gpu_memory", help="memory of a GPU, such as 80GB or 139GiB [no verdict]")
+    parser.add_argument("--calibration", metavar="FILE", help="measured speeds: a file, or h200 [no times]")
+    parser.add_argument(
+        "--calibrate", type=Path, nargs="+", metavar="RUN",
+        help="write the speeds of these finished runs to --calibration first; model and rows are those of the options",
+    )  # fmt: skip
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the plan there")
+    parser.add_argument(
+        "--picture", type=Path, metavar="FILE", help="also draw efficiency over GPUs (needs matplotlib)"
+    )
+    return parser
+
+
+def plan(argv: list[str]) -> None:
+    """Read the command line, compute, print.
+
+    Raises:
+        UserError: a mistake in the options.
+    """
+    given, rest = make_parser().parse_known_args(argv)
+    settings = parse_settings(rest, __doc__ or "")
+    for name in ("nodes", "gpus_per_node"):
+        if getattr(given, name) <= 0:
+            raise UserError(f"--{name} is {getattr(given, name)}, but it has to be above 0.")
+    if given.calibrate and not given.calibration:
+        raise UserError("--calibrate writes a file; name it with --calibration.")
+    networks = [parse_bandwidth(text) for text in given.bandwidth]
+    inside = parse_bandwidth(given.node_bandwidth) if given.node_bandwidth else None
+    gpu_memory = parse_memory(given.gpu_memory) if given.gpu_memory else None
+    batch = plan_batch(
+        settings.per_device_train_batch_size,
+        given.nodes * given.gpus_per_node,
+        settings.global_batch_size,
+        settings.gradient_accumulation_steps,
+    )
+    use_cache_if_hub_is_unreachable(settings)
+    # Imported here, so that a mistake in the options is told before the seconds that torch takes to load.
+    from unsloth_ddp.plan import report
+    from unsloth_ddp.plan.calibration import Calibration, load_calibration, measure_run, save_calibration
+    from unsloth_ddp.plan.compute import Hardware, make_plan
+    from unsloth_ddp.plan.rows import row_lengths
+    from unsloth_ddp.plan.shape import model_shape
+
+    _quiet()
+    calibration = load_calibration(given.calibration) if given.calibration and not given.calibrate else None
+    hardware = Hardware(given.nodes, given.gpus_per_node, networks, inside, gpu_memory)
+    shape = model_shape(settings)
+    rows = row_lengths(settings)
+    if given.calibrate:
+        found = [measure_run(run, shape.flops_a_token(settings.method), rows.mean) for run in given.calibrate]
+        if len({gpu for gpu, _ in found}) > 1:
+            raise UserError("--calibrate names runs on different GPUs; write a file for each kind.")
+        calibration = Calibration(found[0][0], "logged by train_ddp.py", [measurement for _, measurement in found])
+        save_calibration(calibration, Path(given.calibration))
+    computed = make_plan(settings, shape, rows, batch, hardware, calibration)
+    made = report.Report(settings, shape, rows, hardware, computed, calibration)
+    report.print_plan(made)
+    if given.json:
+        report.write_json(given.json, report.as_json(made))
+    if given.picture:
+        report.draw(given.picture, hardware, computed)
+
+
+def _quiet() -> None:
+    """No warnings of libraries about what is only counted here: rows over the model's length, deprecations in torchao."""
+    import transformers
+
+    transformers.utils.logging.set_verbosity_error()
+    logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)
+
+
+def main(argv: list[str]) -> int:
+    """Plan; returns the exit code."""
+    try:
+        plan(argv)
+    except UserError as error:
+        print(f"plan: error: {error}", file=sys.stderr, flush=True)
+        return EXIT_USER_ERROR
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

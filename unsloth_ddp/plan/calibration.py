@@ -1,0 +1,228 @@
+"""Measured speeds, and what they say about another model: the one place where a plan's seconds come from.
+
+A calibration is a JSON file:
+
+    {"format": 1, "gpu": "NVIDIA H200", "source": "who measured what, when, with which versions",
+     "measurements": [{"name": ..., "method": "lora", "backend": "unsloth", "precision": "bf16",
+                       "gradient_checkpointing": "none", "rows": "full", "tokens_a_micro_batch": 16384,
+                       "flops_a_token": 3.05e10, "tokens_per_second_per_gpu": 17100}, ...]}
+
+rows is how they lie in a micro-batch: full (all of max_length), padded (of different lengths) or packed. Tokens are those
+that are not padding. flops_a_token is model work, as ModelShape.flops_a_token counts it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import statistics
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from unsloth_ddp.errors import UserError
+
+SHIPPED = {"h200": Path(__file__).with_name("h200.json")}
+ROWS = ("full", "padded", "packed")
+# Rows count as full where they fill this share of max_length on average.
+FULL = 0.9
+# A measurement says nothing of a model whose tokens take this many times its work, or of so much larger micro-batches.
+TOO_FAR = 5
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One measured speed; `tokens_a_micro_batch` None where it was not written down."""
+
+    name: str
+    method: str
+    backend: str
+    precision: str
+    gradient_checkpointing: str
+    rows: str
+    tokens_a_micro_batch: float | None
+    flops_a_token: float
+    tokens_per_second_per_gpu: float
+
+    @property
+    def flops_a_second(self) -> float:
+        """Model work a second that was reached."""
+        return self.flops_a_token * self.tokens_per_second_per_gpu
+
+    @property
+    def circumstances(self) -> tuple[Any, ...]:
+        """All but the model: measurements that are alike here differ by the model's size alone."""
+        return (
+            self.method,
+            self.backend,
+            self.precision,
+            self.gradient_checkpointing,
+            self.rows,
+            self.tokens_a_micro_batch,
+        )
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Measurements of one kind of GPU, and where they come from."""
+
+    gpu: str
+    source: str
+    measurements: list[Measurement]
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """The run whose speed is asked for, in a measurement's terms."""
+
+    method: str
+    backend: str
+    precision: str
+    gradient_checkpointing: str
+    rows: str
+    tokens_a_micro_batch: float
+    flops_a_token: float
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Tokens a second of one GPU, the measurements it comes from, and how those differ from what was asked for."""
+
+    tokens_per_second: float
+    sources: list[str]
+    differences: list[str]
+
+
+def load_calibration(name: str) -> Calibration:
+    """A calibration by its file, or by the name of one that is shipped (h200).
+
+    Raises:
+        UserError: it cannot be read, or a field is missing or wrong.
+    """
+    path = SHIPPED.get(name, Path(name).expanduser())
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        measurements = [Measurement(**one) for one in content["measurements"]]
+        calibration = Calibration(str(content["gpu"]), str(content["source"]), measurements)
+    except OSError as error:
+        raise UserError(f"--calibration {name} cannot be read: {error.strerror}; shipped is h200.") from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(
+            f"--calibration {name} is not a calibration file ({error}); write one with --calibrate."
+        ) from None
+    if content.get("format") != 1 or not measurements:
+        raise UserError(f"--calibration {name} has no format 1 or no measurements; write one with --calibrate.")
+    for one in measurements:
+        numbers = (one.flops_a_token, one.tokens_per_second_per_gpu, one.tokens_a_micro_batch or 1)
+        if one.rows not in ROWS or not all(isinstance(n, (int, float)) and 0 < n < math.inf for n in numbers):
+            raise UserError(
+                f"--calibration {name}: {one.name} has unknown rows or a figure that is not above 0; mend it."
+            )
+    return calibration
+
+
+def save_calibration(calibration: Calibration, path: Path) -> None:
+    """Write it as load_calibration reads it."""
+    content = {"format": 1, **dataclasses.asdict(calibration)}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def expected_speed(calibration: Calibration, wanted: Wanted) -> Speed | None:
+    """Speed of a model of another size, by the work of a token; None where nothing alike was measured (see TOO_FAR).
+
+    The measurements nearest in circumstances are taken. Between two model sizes the work a second is interpolated
+    over the logarithm of the work a token; beyond them, and with one alone, it stays what it was.
+    """
+    same = [m for m in calibration.measurements if _is_alike(m, wanted)]
+    if not same:
+        return None
+    nearest = min(same, key=lambda m: _distance(m, wanted))
+    alike = sorted((m for m in same if m.circumstances == nearest.circumstances), key=lambda m: m.flops_a_token)
+    below = [m for m in alike if m.flops_a_token <= wanted.flops_a_token][-1:]
+    above = [m for m in alike if m.flops_a_token > wanted.flops_a_token][:1]
+    sources = [*below, *above]
+    reached = sources[0].flops_a_second
+    if below and above:
+        low, high = below[0], above[0]
+        part = math.log(wanted.flops_a_token / low.flops_a_token) / math.log(high.flops_a_token / low.flops_a_token)
+        reached = low.flops_a_second + part * (high.flops_a_second - low.flops_a_second)
+    return Speed(reached / wanted.flops_a_token, [m.name for m in sources], _differences(nearest, wanted))
+
+
+def _is_alike(one: Measurement, wanted: Wanted) -> bool:
+    ratios = [wanted.flops_a_token / one.flops_a_token]
+    if one.tokens_a_micro_batch:
+        ratios.append(wanted.tokens_a_micro_batch / one.tokens_a_micro_batch)
+    near = all(1 / TOO_FAR <= ratio <= TOO_FAR for ratio in ratios)
+    # Padded and packed rows of the same model were measured 24 times apart.
+    return near and (one.method, one.precision, one.rows) == (wanted.method, wanted.precision, wanted.rows)
+
+
+def _distance(one: Measurement, wanted: Wanted) -> tuple[float, ...]:
+    tokens = abs(math.log(one.tokens_a_micro_batch / wanted.tokens_a_micro_batch)) if one.tokens_a_micro_batch else 10.0
+    return (
+        one.gradient_checkpointing != wanted.gradient_checkpointing,
+        one.backend != wanted.backend,
+        tokens,
+        abs(math.log(one.flops_a_token / wanted.flops_a_token)),
+    )
+
+
+def _differences(one: Measurement, wanted: Wanted) -> list[str]:
+    found = [
+        f"{name.replace('_', ' ')} {getattr(one, name)}, not {getattr(wanted, name)}"
+        for name in ("gradient_checkpointing", "backend")
+        if getattr(one, name) != getattr(wanted, name)
+    ]
+    measured = one.tokens_a_micro_batch
+    if measured is None:
+        found.append("micro-batch not written down")
+    elif not 0.5 <= measured / wanted.tokens_a_micro_batch <= 2:
+        found.append(f"{measured:,.0f} tokens a micro-batch, not {wanted.tokens_a_micro_batch:,.0f}")
+    ratio = wanted.flops_a_token / one.flops_a_token
+    if not 0.5 <= ratio <= 2:
+        found.append(f"a model with {1 / ratio:.2g} times the work a token")
+    return found
+
+
+def measure_run(folder: Path, flops_a_token: float, mean_row: float) -> tuple[str, Measurement]:
+    """(GPU name, measurement) of a finished run of train_ddp.py: the median of its logged speeds, the first left out.
+
+    Args:
+        mean_row: tokens a row, on average.
+
+    Raises:
+        UserError: the folder holds no finished run, or too few log lines to time.
+    """
+    try:
+        summary: dict[str, Any] = json.loads((folder / "summary.json").read_text())
+        history = json.loads((folder / "trainer_state.json").read_text())["log_history"]
+        settings = summary["settings"]
+        # The first line holds compilation; the second may.
+        speeds = [entry["tokens_per_second"] for entry in history if "tokens_per_second" in entry and "loss" in entry][
+            2:
+        ]
+        if len(speeds) < 3:
+            raise UserError(
+                f"--calibrate {folder}: it logged {len(speeds)} usable speeds; train on, or lower logging_steps."
+            )
+        micro_batch = summary["per_device_train_batch_size"] * mean_row
+        return summary["device"], Measurement(
+            name=folder.name,
+            method=settings["method"],
+            backend=summary["backend"],
+            precision=summary["precision"],
+            gradient_checkpointing=settings["gradient_checkpointing"],
+            rows="full" if mean_row > FULL * settings["max_length"] else "padded",
+            tokens_a_micro_batch=micro_batch,
+            flops_a_token=flops_a_token,
+            tokens_per_second_per_gpu=statistics.median(speeds) / summary["world_size"],
+        )
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        if isinstance(error, UserError):
+            raise
+        raise UserError(
+            f"--calibrate {folder} is not the folder of a finished run ({error}); give outputs/RUN."
+        ) from None

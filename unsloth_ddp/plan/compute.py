@@ -1,0 +1,173 @@
+"""A whole plan from what is known of the model, the rows and the network. Pure arithmetic."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from unsloth_ddp.batch import BatchPlan
+from unsloth_ddp.plan.calibration import FULL, Calibration, Speed, Wanted, expected_speed
+from unsloth_ddp.plan.memory import Memory, Method, Workload, exists, fits, optimizer_bytes, plan_memory
+from unsloth_ddp.plan.network import Links, Step, all_reduce_seconds, balance, efficiency, gpu_counts
+from unsloth_ddp.plan.rows import RowLengths, in_order, largest_micro_batch
+from unsloth_ddp.plan.shape import ModelShape
+from unsloth_ddp.settings import Settings
+from unsloth_ddp.sharding import Sharding
+
+NUMBER_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """What would be rented; `gpu_memory` in bytes and `inside` in bytes a second are None where not given."""
+
+    nodes: int
+    gpus_per_node: int
+    networks: list[float]
+    inside: float | None = None
+    gpu_memory: float | None = None
+
+    @property
+    def processes(self) -> int:
+        """One a GPU."""
+        return self.nodes * self.gpus_per_node
+
+
+@dataclass(frozen=True)
+class MemoryRow:
+    """One way to train, and what a GPU then holds."""
+
+    method: Method
+    sharding: Sharding
+    memory: Memory
+    verdict: str
+
+
+@dataclass(frozen=True)
+class ScaleRow:
+    """A number of GPUs.
+
+    Args:
+        even: what uneven rows leave of the speed (None: not a full step of rows).
+        all_reduce: seconds a step, for each network.
+        same_work: efficiency where each GPU keeps its accumulation, for each network; None without a speed.
+        same_batch: efficiency where the global batch stays; None also where it does not divide.
+        hours: of the whole run with the same global batch, for each network.
+    """
+
+    gpus: int
+    nodes: int
+    even: float | None
+    all_reduce: list[float]
+    same_work: list[float] | None
+    same_batch: list[float] | None
+    hours: list[float] | None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything the command prints."""
+
+    batch: BatchPlan
+    steps: int
+    tokens_a_step: float
+    tokens: float
+    micro_batch: int
+    memory: list[MemoryRow]
+    gradients: dict[Method, float]
+    speed: Speed | None
+    scale: list[ScaleRow]
+
+
+def precision_of(settings: Settings) -> str:
+    """What a GPU would compute in."""
+    return "bf16" if settings.precision == "auto" else settings.precision
+
+
+def backend_of(settings: Settings) -> Literal["unsloth", "transformers"]:
+    """What would train on a GPU."""
+    return "transformers" if settings.backend == "transformers" else "unsloth"
+
+
+def wanted_speed(settings: Settings, shape: ModelShape, rows: RowLengths, batch: BatchPlan) -> Wanted:
+    """The run in a calibration's terms."""
+    return Wanted(
+        method=settings.method,
+        backend=backend_of(settings),
+        precision=precision_of(settings),
+        gradient_checkpointing=settings.gradient_checkpointing,
+        rows="full" if rows.mean > FULL * settings.max_length else "padded",
+        tokens_a_micro_batch=batch.per_device * rows.mean,
+        flops_a_token=shape.flops_a_token(settings.method),
+    )
+
+
+def make_plan(
+    settings: Settings,
+    shape: ModelShape,
+    rows: RowLengths,
+    batch: BatchPlan,
+    hardware: Hardware,
+    calibration: Calibration | None,
+) -> Plan:
+    """The plan of a run."""
+    count = len(rows.lengths)
+    steps = batch.steps(count, settings.num_train_epochs, settings.max_steps)
+    tokens_a_step = rows.tokens / batch.steps_per_epoch(count)
+    micro_batch = largest_micro_batch(rows, batch, settings.seed, steps)
+    work = Workload(
+        tokens=micro_batch,
+        precision=NUMBER_BYTES[precision_of(settings)],
+        master=NUMBER_BYTES[settings.full_weights],
+        optimizer=optimizer_bytes(settings.optim),
+        checkpointing=settings.gradient_checkpointing,
+        processes=hardware.processes,
+        backend=backend_of(settings),
+    )
+    memory = []
+    for method in get_args(Method):
+        for sharding in get_args(Sharding):
+            if exists(method, sharding) and (sharding == "none" or hardware.processes > 1):
+                found = plan_memory(shape, method, sharding, work)
+                verdict = fits(found.total, hardware.gpu_memory) if hardware.gpu_memory else "-"
+                memory.append(MemoryRow(method, sharding, found, verdict))
+    wanted = wanted_speed(settings, shape, rows, batch)
+    speed = expected_speed(calibration, wanted) if calibration else None
+    gradients: dict[Method, float] = {m: gradient_bytes(shape, m, settings) for m in get_args(Method)}
+    share = shape.backward_share(settings.method, settings.gradient_checkpointing != "none")
+    plan = Plan(batch, steps, tokens_a_step, tokens_a_step * steps, micro_batch, memory, gradients, speed, [])
+    ordered = in_order(rows.lengths, settings.seed)
+    for gpus in gpu_counts(hardware.gpus_per_node):
+        plan.scale.append(scale_row(plan, gpus, hardware, gradients[settings.method], share, list(ordered)))
+    return plan
+
+
+def gradient_bytes(shape: ModelShape, method: Method, settings: Settings) -> float:
+    """Bytes that DDP averages in a step: gradients have the type of the trained weights."""
+    return shape.trained(method) * (NUMBER_BYTES[settings.full_weights] if method == "full" else 4)
+
+
+def scale_row(
+    plan: Plan, gpus: int, hardware: Hardware, gradients: float, backward_share: float, ordered: list[int]
+) -> ScaleRow:
+    """One line of the table of GPU counts."""
+    nodes, inside = max(1, gpus // hardware.gpus_per_node), min(gpus, hardware.gpus_per_node)
+    links = [Links(network, hardware.inside) for network in hardware.networks]
+    all_reduce = [all_reduce_seconds(gradients, nodes, inside, link) for link in links]
+    per_device, accumulation = plan.batch.per_device, plan.batch.accumulation
+    even = balance(ordered, per_device, accumulation, gpus)
+    if plan.speed is None:
+        return ScaleRow(gpus, nodes, even, all_reduce, None, None, None)
+
+    def efficiencies(steps: int, left: float) -> list[float]:
+        tokens = plan.tokens_a_step / plan.batch.global_batch * per_device * steps
+        step = Step(tokens / plan.speed.tokens_per_second, steps, backward_share, gradients)  # type: ignore[union-attr]
+        return [efficiency(step, nodes, inside, link, left) for link in links]
+
+    same_batch = hours = None
+    slots = per_device * gpus
+    if plan.batch.global_batch % slots == 0:
+        steps = plan.batch.global_batch // slots
+        same_batch = efficiencies(steps, balance(ordered, per_device, steps, gpus) or 1.0)
+        hours = [plan.tokens / (plan.speed.tokens_per_second * gpus * e) / 3600 for e in same_batch]
+    return ScaleRow(gpus, nodes, even, all_reduce, efficiencies(accumulation, even or 1.0), same_batch, hours)

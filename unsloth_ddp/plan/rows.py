@@ -1,0 +1,77 @@
+"""The rows of a run as it will see them: read and tokenized by the run's own code, in one process."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from unsloth_ddp.batch import BatchPlan, RowOrder
+from unsloth_ddp.settings import Settings
+
+
+@dataclass(frozen=True)
+class RowLengths:
+    """Tokens of every training row, and how many of all tokens are supervised."""
+
+    lengths: np.ndarray
+    supervised: int
+
+    @property
+    def tokens(self) -> int:
+        """Of one epoch, padding left out."""
+        return int(self.lengths.sum())
+
+    @property
+    def mean(self) -> float:
+        """Tokens a row."""
+        return self.tokens / len(self.lengths)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest row."""
+        return int(self.lengths.max())
+
+
+def row_lengths(settings: Settings) -> RowLengths:
+    """Tokenize the training rows with the model's tokenizer; the rows are checked as train_ddp.py checks them.
+
+    Raises:
+        UserError: as in a run, for a bad row, a missing tokenizer or a set without supervised tokens.
+    """
+    from unsloth_ddp import data
+    from unsloth_ddp.model import load_tokenizer
+    from unsloth_ddp.runtime import Ranks, Runtime
+
+    runtime = Runtime(Ranks(), backend="transformers", device_type="cpu", precision="fp32", device_name="CPU")
+    with data.node_folder(runtime) as folder:
+        data.read_examples(settings, runtime, folder)
+        rows, _ = data.tokenize_examples(settings, runtime, folder, load_tokenizer(settings))
+        columns = rows.dataset.with_format("numpy", columns=["input_ids"])["input_ids"]
+        # The last one evens out processes; see batch.RowOrder.
+        lengths = np.array([len(ids) for ids in columns][: rows.counts.rows])
+    return RowLengths(lengths, rows.counts.supervised)
+
+
+def in_order(lengths: np.ndarray, seed: int, epoch: int = 0) -> np.ndarray:
+    """The lengths in the order in which an epoch sees the rows."""
+    order = RowOrder(len(lengths), 1, seed)
+    order.set_epoch(epoch)
+    return lengths[list(order)]
+
+
+def largest_micro_batch(rows: RowLengths, plan: BatchPlan, seed: int, steps: int) -> int:
+    """Most tokens of one micro-batch of a run, padding included; after a few epochs, the most there can be."""
+    seen = steps * plan.global_batch
+    epochs = math.ceil(steps / plan.steps_per_epoch(len(rows.lengths)))
+    if epochs > 3:
+        return plan.per_device * rows.longest
+    largest = 0
+    for epoch in range(epochs):
+        lengths = in_order(rows.lengths, seed, epoch)
+        if epoch == epochs - 1:
+            lengths = lengths[: seen - epoch * plan.steps_per_epoch(len(lengths)) * plan.global_batch]
+        padded = np.pad(lengths, (0, -len(lengths) % plan.per_device), constant_values=1)
+        largest = max(largest, int(padded.reshape(-1, plan.per_device).max(axis=1).max()) * plan.per_device)
+    return largest

@@ -1,0 +1,203 @@
+"""The size of a model from its config.json alone: an empty model is built on the meta device, and its shapes counted.
+
+What a forward pass keeps for the backward pass is counted likewise: one is run over that empty model, which computes
+nothing, and every tensor that autograd saves is noted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from unsloth_ddp.errors import UserError
+from unsloth_ddp.settings import Settings
+
+# Tokens of the counted forward pass; what is kept grows with them.
+COUNTED_TOKENS = 512
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Counts of one model with one adapter.
+
+    parameters       of the base model, tied ones once
+    linear           of those, in linear layers other than the output head: what 4 bit packs and all-linear adapts
+    largest_linear   of the largest of them
+    head             of the output head, whether tied to the embedding or not
+    vocabulary       rows of the head
+    adapter          parameters that LoRA and QLoRA train, modules_to_save included
+    layers           blocks that gradient checkpointing recomputes
+    layer_input      bytes a token that such a block gets, in 16 bit
+    layer_kept       bytes a token that it keeps for its backward pass, in 16 bit, with an attention that keeps no scores
+    outside_kept     bytes a token kept outside the blocks
+    all_experts      whether every expert is counted though a token meets a few
+    """
+
+    parameters: int
+    linear: int
+    largest_linear: int
+    head: int
+    vocabulary: int
+    adapter: int
+    layers: int
+    layer_input: float
+    layer_kept: float
+    outside_kept: float
+    all_experts: bool = False
+
+    def trained(self, method: str) -> int:
+        """Parameters that a method trains."""
+        return self.parameters if method == "full" else self.adapter
+
+    def flops_a_token(self, method: str) -> float:
+        """Model work a token: 2 n forward, 2 n for gradients of inputs, 2 for each trained weight in a product.
+
+        n are the weights a token is multiplied with. Attention scores are left out, and so is recomputation, which
+        is the hardware's work and not the model's.
+        """
+        adapter = 0 if method == "full" else self.adapter
+        n = self.linear + self.head + adapter
+        return 4 * n + 2 * (n if method == "full" else adapter)
+
+    def backward_share(self, method: str, recomputed: bool) -> float:
+        """Part of a micro-batch's time that its backward pass takes, by its share of the work."""
+        adapter = 0 if method == "full" else self.adapter
+        forward = 2 * (self.linear + self.head + adapter)
+        backward = self.flops_a_token(method) - forward + (forward if recomputed else 0)
+        return backward / (forward + backward)
+
+
+def model_shape(settings: Settings) -> ModelShape:
+    """The shape of the model and adapter that `settings` name; config.json is read, weights are not.
+
+    Raises:
+        UserError: the config cannot be had, or its model cannot be built.
+    """
+    import transformers
+    from accelerate import init_empty_weights
+
+    try:
+        config = transformers.AutoConfig.from_pretrained(
+            str(settings.model), revision=settings.model_revision, trust_remote_code=settings.trust_remote_code
+        )
+        # Whatever the config says of packed weights, the empty model is built of plain linear layers.
+        if hasattr(config, "quantization_config"):
+            del config.quantization_config
+        with init_empty_weights():
+            model: Any = transformers.AutoModelForCausalLM.from_config(
+                config,
+                dtype=torch.bfloat16,
+                attn_implementation=_without_scores(),
+                trust_remote_code=settings.trust_remote_code,
+            )
+    except (OSError, ValueError) as error:
+        raise UserError(f"model {settings.model} cannot be planned for: {' '.join(str(error).split())}") from None
+    # Making parameters empty takes them apart.
+    model.tie_weights()
+    model.to("meta")
+    text = config.get_text_config()
+    experts = any(getattr(text, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
+    return count_shape(model, settings, all_experts=bool(experts))
+
+
+def count_shape(model: Any, settings: Settings, all_experts: bool = False) -> ModelShape:
+    """The counts of an empty model, to which the adapter of `settings` is added on the way."""
+    from peft import get_peft_model
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    from unsloth_ddp.model import lora_config
+
+    head = model.get_output_embeddings()
+    linear = [m.weight.numel() for m in model.modules() if isinstance(m, torch.nn.Linear) and m is not head]
+    parameters = sum(p.numel() for p in model.parameters())
+    vocabulary, head_size = head.weight.shape[0], head.weight.numel()
+    blocks = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    try:
+        adapted: Any = get_peft_model(model, lora_config(settings), low_cpu_mem_usage=True)
+    except ValueError as error:
+        raise UserError(f"lora_target_modules: {' '.join(str(error).split())}") from None
+    adapter = sum(p.numel() for p in adapted.parameters() if p.requires_grad)
+    adapted.to(torch.bfloat16)
+    model.enable_input_require_grads()
+    layer_input, layer_kept, outside = _kept(model, blocks)
+    return ModelShape(
+        parameters=parameters,
+        linear=sum(linear),
+        largest_linear=max(linear, default=0),
+        head=head_size,
+        vocabulary=vocabulary,
+        adapter=adapter,
+        layers=len(blocks),
+        layer_input=layer_input,
+        layer_kept=layer_kept,
+        outside_kept=outside,
+        all_experts=all_experts,
+    )
+
+
+class _Attention(torch.autograd.Function):
+    """The shapes of an attention that keeps its inputs, its output and one number a row, as fused kernels do."""
+
+    @staticmethod
+    def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        output = query.new_empty((*query.shape[:-1], value.shape[-1]))
+        ctx.save_for_backward(query, key, value, output, query.new_empty(query.shape[:-1], dtype=torch.float32))
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        raise AssertionError("an empty model has no backward pass")
+
+
+def _attend(module: Any, query: Any, key: Any, value: Any, mask: Any = None, **_: Any) -> tuple[Any, None]:
+    return _Attention.apply(query, key, value).transpose(1, 2), None
+
+
+def _without_scores() -> str:
+    """Register that attention with Transformers; returns its name."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import sdpa_mask
+
+    AttentionInterface.register("unsloth_ddp_counted", _attend)
+    AttentionMaskInterface.register("unsloth_ddp_counted", sdpa_mask)
+    return "unsloth_ddp_counted"
+
+
+def _kept(model: Any, blocks: list[Any]) -> tuple[float, float, float]:
+    """(input of a block, kept by a block, kept outside blocks) in bytes a token; of the block that keeps most."""
+    known = {p.untyped_storage()._cdata for p in model.parameters()}
+    held: dict[int, torch.Tensor] = {}
+    kept = [0] * (len(blocks) + 1)
+    inside, inputs = [-1], [0]
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in known and storage._cdata not in held:
+            # Held, so that no later tensor gets its address.
+            held[storage._cdata] = tensor
+            kept[inside[0]] += storage.nbytes()
+        return tensor
+
+    def enter(index: int, hidden: Any) -> None:
+        inside[0] = index
+        if isinstance(hidden, torch.Tensor):
+            inputs[0] = max(inputs[0], hidden.numel() * hidden.element_size())
+
+    handles = []
+    for index, block in enumerate(blocks):
+        handles.append(block.register_forward_pre_hook(lambda m, a, i=index: enter(i, a[0] if a else None)))
+        handles.append(block.register_forward_hook(lambda m, a, o: inside.__setitem__(0, -1)))
+    ids = torch.zeros((1, COUNTED_TOKENS), dtype=torch.long, device="meta")
+    # Four dimensions, so that Transformers does not look into it to choose one.
+    mask = torch.ones((1, 1, COUNTED_TOKENS, COUNTED_TOKENS), dtype=torch.bool, device="meta")
+    model.train()
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            model.get_decoder()(input_ids=ids, attention_mask=mask, use_cache=False)
+    finally:
+        for handle in handles:
+            handle.remove()
+    blocks_kept = max(kept[:-1], default=0)
+    return inputs[0] / COUNTED_TOKENS, blocks_kept / COUNTED_TOKENS, kept[-1] / COUNTED_TOKENS

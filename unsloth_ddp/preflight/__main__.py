@@ -1,0 +1,71 @@
+"""Check one node, or all nodes of a job, before training; nothing is trained.
+
+This node, or one process on each node (NNODES, NODE_RANK, MASTER_ADDR and MASTER_PORT set, no launcher yet):
+    uv run python -m unsloth_ddp.preflight [train_ddp.py options]
+Every process of every node:
+    uv run accelerate launch --config_file CONFIG -m unsloth_ddp.preflight [train_ddp.py options]
+
+Options of its own: --json [FILE], the result as JSON (without FILE: in place of the table); --timeout SECONDS, how
+long the other nodes are waited for [60]. All others are train_ddp.py's: give the same as for the run.
+Exit code: 0 with warnings or none, 1 after a failure, 2 for a mistake in the options.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from unsloth_ddp.errors import UserError
+from unsloth_ddp.preflight.run import Options, run, say
+from unsloth_ddp.runtime import EXIT_USER_ERROR, note_exit_code
+from unsloth_ddp.settings import Parser, Settings, parse_settings
+
+
+def parse(argv: list[str]) -> tuple[Options, Settings]:
+    """preflight's own options, and the run's.
+
+    Raises:
+        UserError: an unknown option, a value of the wrong type, or settings that contradict each other.
+    """
+    parser = Parser(prog="unsloth_ddp.preflight", add_help=False, allow_abbrev=False)
+    parser.add_argument("--json", nargs="?", const="-", default=None)
+    parser.add_argument("--timeout", default=str(Options.timeout))
+    own, others = parser.parse_known_args(argv)
+    try:
+        timeout = float(own.timeout)
+        if not 0 < timeout <= 86400:
+            raise ValueError
+    except ValueError:
+        raise UserError(f"--timeout is {own.timeout}, but it takes a number of seconds above 0.") from None
+    return Options(timeout, own.json), parse_settings(others, __doc__ or "")
+
+
+def main() -> None:
+    """Parse, run, and leave with the exit code, whatever threads and process groups are still about."""
+    # What torch's store has to say of a connection that ends is said better in the table.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    speaks = os.environ.get("LOCAL_RANK", "0") == "0"
+    try:
+        options, settings = parse(sys.argv[1:])
+        code = run(options, settings)
+    except UserError as error:
+        if speaks:
+            say(f"preflight: error: {error}")
+        code = EXIT_USER_ERROR
+    except KeyboardInterrupt:
+        code = 130
+    except Exception as error:
+        say(
+            f"preflight: error: preflight itself failed ({type(error).__name__}: {error}); this says nothing about the node."
+        )
+        code = 1
+    if code and speaks:
+        note_exit_code(code)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # A hung collective or file system may still hold a thread, and gloo may abort in an orderly exit.
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    main()

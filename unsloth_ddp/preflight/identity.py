@@ -1,0 +1,184 @@
+"""What this node would bring into a run, as plain values to be compared: versions, code, settings, files, flags."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import os
+import platform
+import subprocess
+from collections.abc import Iterable, Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from unsloth_ddp.preflight import node as nodes
+from unsloth_ddp.preflight.compare import SECRET
+from unsloth_ddp.rows import is_file
+from unsloth_ddp.settings import FIELDS, Settings
+
+PACKAGES = (
+    "torch", "unsloth", "unsloth_zoo", "trl", "transformers", "accelerate", "peft", "datasets", "tensorboard",
+    "nbconvert", "deepspeed", "bitsandbytes",
+)  # fmt: skip
+FLAG_PREFIXES = ("NCCL_", "TORCH_NCCL_", "GLOO_", "ACCELERATE_USE_", "FSDP_", "UNSLOTH_")
+FLAGS = (
+    "ACCELERATE_MIXED_PRECISION", "NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "CUBLAS_WORKSPACE_CONFIG",
+    "CUDA_DEVICE_ORDER", "CUDA_LAUNCH_BLOCKING", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "OMP_NUM_THREADS",
+)  # fmt: skip
+# Each node's own: where its caches are, and what the launcher writes for it.
+NOT_COMPARED = ("UNSLOTH_COMPILE_LOCATION", "UNSLOTH_DDP_EXIT_CODE_FILE")
+TOKENIZER_FILES = (
+    "tokenizer*",
+    "vocab*",
+    "merges.txt",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "*.jinja",
+    "*.model",
+)
+# Options that name files or folders.
+PATHS = (*(name for name, field in FIELDS.items() if field.metadata.get("path")), "output_dir", "compiled_cache_dir")
+
+MIB = 2**20
+# About ten seconds of one core; beyond it a file is compared by samples.
+READ_WHOLE = 4 * 2**30
+SAMPLES = 512
+KIT = Path(__file__).resolve().parents[1]
+
+
+def identity(settings: Settings, environ: Mapping[str, str], gpus: Sequence[Mapping[str, Any]] = ()) -> dict[str, Any]:
+    """Everything that has to be alike on all nodes, ready for JSON; a part that fails says so under `unknown`."""
+    parts = {
+        "versions": versions,
+        "code": kit_code,
+        "settings": lambda: plain_settings(settings),
+        "data": lambda: data_files(settings),
+        "model": lambda: model_files(settings),
+        "flags": lambda: flags(environ),
+        "gpus": lambda: list(gpus),
+    }
+    found: dict[str, Any] = {"unknown": {}}
+    for name, part in parts.items():
+        try:
+            found[name] = part()
+        except Exception as error:
+            found["unknown"][name] = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    return found
+
+
+def plain_settings(settings: Settings) -> dict[str, Any]:
+    """Every option; a secret's value is replaced by a digest, since it travels to the other nodes."""
+    options = dataclasses.asdict(settings)
+    for name, value in options["trainer_args"].items():
+        if SECRET.search(name):
+            options["trainer_args"][name] = hashlib.sha256(repr(value).encode()).hexdigest()[:12]
+    return options
+
+
+def versions() -> dict[str, str]:
+    """Python, CUDA, NCCL, and the packages that are installed."""
+    import torch
+
+    found = {"python": platform.python_version()}
+    for name in PACKAGES:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    # What is imported decides, and a build's suffix (+cu130) is part of it.
+    found["torch"] = torch.__version__
+    found["cuda"] = str(torch.version.cuda)
+    with contextlib.suppress(Exception):
+        found["nccl"] = ".".join(str(part) for part in torch.cuda.nccl.version())
+    return found
+
+
+def kit_code(root: Path = KIT) -> dict[str, str]:
+    """`hash` of the kit's Python files and configs, and the git commit they are from (+dirty: with changes)."""
+    files = [p for p in root.rglob("*.py") if "__pycache__" not in p.parts]
+    files += [root.parent / "train_ddp.py", *(root.parent / "accelerate_configs").glob("*.yaml")]
+    digest = hashlib.sha256()
+    for path in sorted(p for p in files if p.is_file()):
+        digest.update(str(path.relative_to(root.parent)).encode() + b"\0" + path.read_bytes() + b"\0")
+    return {"hash": digest.hexdigest(), "commit": git_commit(root.parent)}
+
+
+def git_commit(folder: Path) -> str:
+    """`1a2b3c4d5e`, with +dirty after it when files differ from the commit; `no git` elsewhere."""
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(folder), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
+
+    try:
+        commit = git("rev-parse", "--short=10", "HEAD")
+        changed = git("status", "--porcelain", "--untracked-files=no")
+    except (OSError, subprocess.SubprocessError):
+        return "no git"
+    return commit + ("+dirty" if changed else "")
+
+
+def flags(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """The environment variables that decide how ranks talk and compute."""
+    return {
+        name: value
+        for name, value in sorted(environ.items())
+        if (name in FLAGS or name.startswith(FLAG_PREFIXES)) and name not in NOT_COMPARED and not SECRET.search(name)
+    }
+
+
+def data_files(settings: Settings) -> dict[str, dict[str, Any]]:
+    """Every source of rows, by option and place in it, and the chat template's file."""
+    found = {}
+    for option in ("dataset", "eval_dataset"):
+        sources: list[str] = getattr(settings, option)
+        for number, source in enumerate(sources, 1):
+            label = f"{option} {Path(source).name}" + (f" ({number})" if len(sources) > 1 else "")
+            found[label] = file_entry(Path(source).expanduser()) if is_file(source) else hub_entry(source, "dataset")
+    if settings.chat_template and settings.chat_template != "chatml":
+        found["chat_template"] = file_entry(Path(settings.chat_template).expanduser())
+    return found
+
+
+def model_files(settings: Settings) -> dict[str, dict[str, Any]]:
+    """config.json and the tokenizer's files by checksum, the weights by their bytes; a Hub model by its commit."""
+    path = Path(str(settings.model)).expanduser()
+    if not path.is_dir():
+        return {
+            "model": {"missing": str(path)}
+            if is_file(str(settings.model))
+            else hub_entry(str(settings.model), "model", settings.model_revision)
+        }
+    names: Iterable[Path] = {path / "config.json", *(f for pattern in TOKENIZER_FILES for f in path.glob(pattern))}
+    found = {file.name: file_entry(file) for file in sorted(names)}
+    found["weights"] = {"bytes": nodes.weight_bytes(path)}
+    return found
+
+
+def file_entry(path: Path) -> dict[str, Any]:
+    """A file's bytes and SHA-256; of a very large one, that of evenly spread samples."""
+    if not path.is_file():
+        return {"missing": str(path)}
+    length = path.stat().st_size
+    with path.open("rb") as file:
+        if length <= READ_WHOLE:
+            return {"bytes": length, "digest": hashlib.file_digest(file, "sha256").hexdigest()}
+        digest = hashlib.sha256()
+        for number in range(SAMPLES):
+            file.seek((length - MIB) * number // (SAMPLES - 1))
+            digest.update(file.read(MIB))
+    return {"bytes": length, "digest": digest.hexdigest(), "sampled": True}
+
+
+def hub_entry(name: str, kind: str, revision: str | None = None) -> dict[str, Any]:
+    """The commit of a Hub model or dataset that the cache holds; None when it will be downloaded."""
+    from huggingface_hub.constants import HF_HUB_CACHE
+    from huggingface_hub.file_download import repo_folder_name
+
+    folder = Path(HF_HUB_CACHE) / repo_folder_name(repo_id=name, repo_type=kind)
+    if revision and (folder / "snapshots" / revision).is_dir():
+        return {"hub": revision}
+    try:
+        return {"hub": (folder / "refs" / (revision or "main")).read_text().strip()}
+    except OSError:
+        return {"hub": None}

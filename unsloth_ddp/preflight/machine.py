@@ -1,0 +1,185 @@
+"""Verdicts on a node's own clock, disks, memory and GPUs: pure functions from plain values to a Check."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from unsloth_ddp.preflight.checks import GIB, Check, Verdict, size
+
+# What a container gets unless told otherwise is 64 MB; NCCL and data loaders want more.
+SHARED_MEMORY_WANTED = GIB
+CACHE_WANTED = 2 * GIB
+LOGS_WANTED = GIB // 4
+# The kernel's own bound on the clock's error, above which systemd calls it unsynchronised too.
+CLOCK_ERROR_LIMIT = 16.0
+
+
+def clock(node: int, error_seconds: float | None, nodes: int) -> Check:
+    """Whether the kernel's clock is kept by NTP.
+
+    Args:
+        error_seconds: the kernel's bound on its error; None where it cannot be asked.
+    """
+    if error_seconds is None:
+        return Check("clock", {node: "synchronisation not known"})
+    if error_seconds < CLOCK_ERROR_LIMIT:
+        return Check("clock", {node: "synchronised"})
+    if nodes == 1:
+        return Check("clock", {node: "not synchronised"})
+    remedy = "Start chrony, ntpd or systemd-timesyncd: nodes whose clocks differ disagree on which file is newer."
+    return Check("clock", {node: "not synchronised"}, "warning", remedy)
+
+
+@dataclass(frozen=True)
+class Folder:
+    """A folder that a run writes to: free bytes, or why it cannot be written."""
+
+    path: str
+    free: int = 0
+    error: str = ""
+
+
+def disk(name: str, node: int, folder: Folder, needed: int, what: str, option: str) -> Check:
+    """Whether a folder can be written and holds what the run will put there.
+
+    Args:
+        needed: bytes; twice that is comfortable.
+        what: what the bytes are for.
+        option: how to choose another folder.
+    """
+    if folder.error:
+        remedy = f"{folder.path} cannot be written ({folder.error}); mend that, or choose another with {option}."
+        return Check(name, {node: f"{folder.path}: {folder.error}"}, "failure", remedy)
+    shown = f"{folder.path}: {size(folder.free)} free, about {size(needed)} wanted"
+    if folder.free < needed:
+        remedy = f"Free space for {what}, or choose another folder with {option}."
+        return Check(name, {node: shown}, "failure", remedy)
+    if folder.free < 2 * needed:
+        remedy = f"{what.capitalize()} will just fit; free some space, or choose another folder with {option}."
+        return Check(name, {node: shown}, "warning", remedy)
+    return Check(name, {node: shown})
+
+
+def shared_memory(node: int, free: int, total: int, processes: int, gpu: bool) -> Check:
+    """Whether /dev/shm is large enough for NCCL between the processes of one node, and for data loaders."""
+    shown = f"{size(free)} free of {size(total)}"
+    if free >= SHARED_MEMORY_WANTED or (processes <= 1 and not gpu):
+        return Check("shared memory", {node: shown})
+    remedy = "NCCL shares buffers in /dev/shm: start the container with --ipc=host or --shm-size=8g."
+    return Check("shared memory", {node: shown}, "warning", remedy)
+
+
+# ---- GPUs ----
+
+
+def gpus(
+    node: int,
+    devices: Sequence[Mapping[str, Any]],
+    *,
+    cpu: bool,
+    hardware: bool,
+    reason: str,
+    expected: int | None,
+    processes: int,
+    visible: str | None,
+) -> Check:
+    """Whether torch sees the GPUs that the run counts on.
+
+    Args:
+        devices: name and memory (bytes) of each GPU that torch sees.
+        cpu: the run is on the CPU by choice.
+        hardware: the machine has NVIDIA's driver loaded, or a GPU's device file.
+        reason: why torch sees none.
+        expected: GPUS_PER_NODE; None when not set.
+        processes: started on this node; 0 when no launcher has started them yet.
+        visible: CUDA_VISIBLE_DEVICES.
+    """
+    if cpu:
+        return Check("GPUs", {node: "not used: the run is on the CPU"})
+    limit = f" (CUDA_VISIBLE_DEVICES={visible})" if visible is not None else ""
+    shown = gpu_list(devices) + limit
+
+    def row(verdict: Verdict, remedy: str) -> Check:
+        return Check("GPUs", {node: shown}, verdict, remedy)
+
+    if not devices:
+        if hardware:
+            return row("failure", f"This node has an NVIDIA GPU, but torch sees none: {reason or 'no reason given'}.")
+        if expected:
+            return row(
+                "failure",
+                f"GPUS_PER_NODE is {expected}, but no GPU is here; check the driver (nvidia-smi), start the container "
+                "with --gpus all, or give --use_cpu for a run on the CPU.",
+            )
+        return row("warning", "The run will be on the CPU; give --use_cpu if that is meant, or check nvidia-smi.")
+    if expected and len(devices) != expected:
+        return row(
+            "failure",
+            f"GPUS_PER_NODE is {expected}, but {len(devices)} are visible{limit}; every node needs the same number.",
+        )
+    if processes > len(devices):
+        return row("failure", f"{processes} processes were started for {len(devices)} GPUs; start one a GPU.")
+    if processes and processes < len(devices):
+        return row("warning", f"{len(devices) - processes} GPUs stay idle; start one process a GPU.")
+    return Check("GPUs", {node: shown})
+
+
+def gpu_list(devices: Sequence[Mapping[str, Any]]) -> str:
+    """`4 x NVIDIA H200 141 GiB`, or each kind apart."""
+    kinds = [f"{d['name']} {size(d['memory'])}" for d in devices]
+    return ", ".join(f"{kinds.count(kind)} x {kind}" for kind in dict.fromkeys(kinds)) or "none"
+
+
+def driver(node: int, driver_version: str | None, driver_cuda: int | None, torch_cuda: str | None) -> Check:
+    """Whether the driver can run what torch was built for.
+
+    Within one major version of CUDA a newer toolkit runs on an older driver, but code compiled on the spot (Triton)
+    may not (docs.nvidia.com/deploy/cuda-compatibility).
+
+    Args:
+        driver_cuda: the newest CUDA of the driver as cuDriverGetVersion gives it: 12080 for 12.8.
+        torch_cuda: torch.version.cuda: "12.8"; None for a build without CUDA.
+    """
+    name = "driver and CUDA"
+    if torch_cuda is None:
+        remedy = "This torch was built without CUDA; install the kit's own with uv sync."
+        return Check(name, {node: "torch without CUDA"}, "failure", remedy)
+    if driver_cuda is None:
+        return Check(
+            name, {node: f"torch for CUDA {torch_cuda}; the driver's is not known"}, "warning", "Run nvidia-smi."
+        )
+    newest = (driver_cuda // 1000, driver_cuda % 1000 // 10)
+    built = tuple(int(part) for part in torch_cuda.split(".")[:2])
+    known = f"driver {driver_version}, " if driver_version else ""
+    shown = f"{known}up to CUDA {newest[0]}.{newest[1]}; torch for CUDA {torch_cuda}"
+    if newest[0] < built[0]:
+        remedy = f"Update the driver to one for CUDA {built[0]}, or install a torch built for CUDA {newest[0]}."
+        return Check(name, {node: shown}, "failure", remedy)
+    if newest < built:
+        remedy = "Mostly works within one major version; if kernels fail to compile or load, update the driver."
+        return Check(name, {node: shown}, "warning", remedy)
+    return Check(name, {node: shown})
+
+
+def doctor(node: int, code: int | None, report: str) -> Check:
+    """What `unsloth doctor --gpus` came to.
+
+    Args:
+        code: its exit status; None when it did not end in time or could not be started.
+        report: what it printed.
+    """
+    name = "unsloth doctor --gpus"
+    hints = report.partition("=== Verdict:")[2].strip().splitlines()[1:]
+    said = " ".join(line.strip().lstrip("- ") for line in hints if line.strip())
+    if code == 0:
+        return Check(name, {node: "OK"})
+    if code is None:
+        return Check(
+            name, {node: report or "did not end"}, "warning", "Run unsloth doctor --gpus by hand on this node."
+        )
+    if not said:
+        last = report.strip().splitlines()[-1:] or [""]
+        return Check(name, {node: f"exit {code}: {last[0][:200]}"}, "warning", "Run unsloth doctor --gpus by hand.")
+    return Check(name, {node: "PROBLEMS FOUND"}, "failure", said)

@@ -1,0 +1,95 @@
+"""TRL's SFTConfig from the kit's settings: which of its fields are options, which are decided, which are left to the user.
+
+Import this after the backend: with Unsloth imported, `SFTConfig` is Unsloth's own version of it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from pathlib import Path
+from typing import Any
+
+from trl.trainer.sft_config import SFTConfig
+
+from unsloth_ddp.batch import BatchPlan
+from unsloth_ddp.errors import UserError
+from unsloth_ddp.runtime import Runtime
+from unsloth_ddp.settings import Settings
+
+# SFTConfig fields that the kit computes or that would undo what it does.
+OWNED_ARGS = {
+    "average_tokens_across_devices", "packing", "padding_free", "dataset_kwargs", "remove_unused_columns", "bf16",
+    "fp16", "use_cpu", "gradient_accumulation_steps", "per_device_train_batch_size", "output_dir", "run_name",
+    "train_sampling_strategy", "dataloader_drop_last", "push_to_hub", "hub_token", "assistant_only_loss",
+    "completion_only_loss", "max_length", "label_smoothing_factor", "auto_find_batch_size", "accelerator_config",
+}  # fmt: skip
+
+
+def make_config(settings: Settings, runtime: Runtime, plan: BatchPlan, run_folder: Path) -> Any:
+    """TRL's SFTConfig for these settings, every field set: Unsloth's version of it has defaults of its own.
+
+    To be made before the model is loaded, and kept: with ZeRO-3 it is what makes Transformers load in parts.
+
+    Raises:
+        UserError: trainer_args names no field of SFTConfig, one the kit owns, or a value it refuses.
+    """
+    defaults = {
+        f.name: f.default if f.default is not dataclasses.MISSING else f.default_factory()  # type: ignore[operator]
+        for f in dataclasses.fields(SFTConfig)
+        if f.init
+    }
+    for name in settings.trainer_args:
+        if name in OWNED_ARGS or hasattr(settings, name):
+            raise UserError(
+                f"trainer_args: {name} is decided by the kit; use the option of train_ddp.py --help instead."
+            )
+        if name not in defaults:
+            raise UserError(f"trainer_args: SFTConfig has no field {name}; see the documentation of TRL's SFTConfig.")
+    strategy = settings.eval_strategy
+    if strategy == "auto":
+        strategy = "steps" if settings.eval_steps else "epoch"
+    checkpointing = settings.gradient_checkpointing != "none"
+    # ZeRO-3 with adapters recomputes rightly only in the reentrant way (TRL issue 2514).
+    reentrant = runtime.sharding == "zero3" and settings.method != "full"
+    chosen = {
+        "output_dir": str(run_folder),
+        "run_name": run_folder.name,
+        "per_device_train_batch_size": plan.per_device,
+        "per_device_eval_batch_size": settings.per_device_eval_batch_size,
+        "gradient_accumulation_steps": plan.accumulation,
+        # loss.py averages; with this on, Transformers would multiply by the world size a second time.
+        "average_tokens_across_devices": False,
+        "bf16": runtime.precision == "bf16",
+        "fp16": runtime.precision == "fp16",
+        "use_cpu": runtime.device_type == "cpu",
+        "gradient_checkpointing": checkpointing,
+        "gradient_checkpointing_kwargs": {"use_reentrant": reentrant} if checkpointing else None,
+        "ddp_find_unused_parameters": settings.ddp_find_unused_parameters,
+        "ddp_timeout": settings.ddp_timeout,
+        # A language model's buffers are constants; sending them before each forward pass makes ranks wait for each other.
+        "ddp_broadcast_buffers": False,
+        "eval_strategy": strategy if settings.eval_dataset or settings.eval_fraction else "no",
+        "save_strategy": settings.save_strategy,
+        "report_to": [] if settings.report_to == ["none"] else settings.report_to,
+        "max_length": settings.max_length,
+        "packing": False,
+        "padding_free": False,
+        # Rows arrive tokenized, with labels; see data.py.
+        "dataset_kwargs": {"skip_prepare_dataset": True},
+        "remove_unused_columns": False,
+        # Reading every loss to look for NaN would make each micro-batch wait for the device.
+        "logging_nan_inf_filter": False,
+        "logging_first_step": True,
+        "restore_callback_states_from_checkpoint": True,
+        "trust_remote_code": settings.trust_remote_code,
+        # A bar that is not on a terminal would fill a log file with its redraws.
+        "log_level_replica": "error",
+        "disable_tqdm": not sys.stderr.isatty(),
+        "dataloader_pin_memory": runtime.device_type == "cuda",
+    }
+    same_name = {n: getattr(settings, n) for n in defaults if hasattr(settings, n)}
+    try:
+        return SFTConfig(**{**defaults, **same_name, **chosen, **settings.trainer_args, "push_to_hub": False})
+    except (TypeError, ValueError) as error:
+        raise UserError(f"The training options are refused by TRL: {' '.join(str(error).split())}") from None

@@ -210,10 +210,17 @@ def test_a_batch_in_tokens_without_packing_is_refused_with_the_reason() -> None:
         ("auto", None, None, None, False, "a CPU has no attention kernel for packed rows"),
         ("auto", "xformers", "it remembers", None, False, "it remembers"),
         ("auto", "xformers", None, "never tried", False, "never tried"),
-        ("on", "xformers", None, "never tried", True, "as asked; xformers keeps rows apart"),
-        ("on", None, None, None, True, "as asked; a CPU has no attention kernel for it, so a mask keeps rows apart"),
-        ("off", "xformers", None, None, False, "as asked"),
-        ("off", "xformers", "it remembers", None, False, "as asked"),
+        ("on", "xformers", None, "never tried", True, "--packing on; xformers keeps rows apart"),
+        (
+            "on",
+            None,
+            None,
+            None,
+            True,
+            "--packing on; a CPU has no attention kernel for it, so a mask keeps rows apart",
+        ),
+        ("off", "xformers", None, None, False, "--packing off"),
+        ("off", "xformers", "it remembers", None, False, "--packing off"),
     ],
 )
 def test_the_choice_and_its_reason(wanted, kernel, wrong, doubtful, packed, reason) -> None:

@@ -159,14 +159,14 @@ def choose(wanted: str, place: str, kernel: str | None, wrong: str | None, doubt
         UserError: packing was asked for, and would train something else.
     """
     if wanted == "off":
-        return Choice(False, "as asked")
+        return Choice(False, "--packing off")
     if wrong is not None:
         if wanted == "on":
             raise UserError(f"packing on would mix rows, because {wrong}; use --packing auto or off.")
         return Choice(False, wrong)
     if wanted == "on":
         masked = f"{place} has no attention kernel for it, so a mask keeps rows apart, which is slow"
-        return Choice(True, f"as asked; {f'{kernel} keeps rows apart' if kernel else masked}")
+        return Choice(True, f"--packing on; {f'{kernel} keeps rows apart' if kernel else masked}")
     if doubtful is not None:
         return Choice(False, doubtful)
     if kernel is None:

@@ -133,10 +133,12 @@ def test_uneven_rows_cost_what_the_longest_takes():
     assert balance([4, 4, 4, 4], 1, 2, 2) == 1
     # Two processes, one row each a step: 4 and 2, then 1 and 1.
     assert balance([4, 2, 1, 1, 9], 1, 1, 2) == pytest.approx((3 + 1) / (4 + 1))
-    # Rows of a micro-batch are padded to its longest.
-    assert balance([4, 2, 3, 3], 2, 1, 2) == pytest.approx(3.5 / 4)
-    # Micro-batches are dealt in turn: 4 + 1 and 1 + 4.
-    assert balance([4, 1, 1, 4], 1, 2, 2) == 1
+    # Rows of like length share a micro-batch: 4 and 4, then 2 and 3.
+    assert balance([4, 2, 3, 4], 2, 1, 2) == pytest.approx(3.5 / 4)
+    # The process with the most so far gets the cheapest: 4 + 1 and 3 + 2.
+    assert balance([4, 1, 3, 2], 1, 2, 2) == 1
+    # Of many steps every nth is looked at.
+    assert balance([4, 2] * 100_000, 1, 1, 2) == pytest.approx(3 / 4)
     assert balance([4], 1, 1, 2) is None
 
 
@@ -432,3 +434,18 @@ def test_a_picture_is_drawn_or_refused(capsys, tmp_path, demo_calibration):
 def test_mistakes_get_a_sentence(words, sentence, capsys):
     assert plan(*words) == 2
     assert sentence in capsys.readouterr().err
+
+
+def test_packs_are_planned_where_packing_is_on(capsys, tmp_path):
+    path = tmp_path / "plan.json"
+    assert plan("--packing", "on", "--max_length", "128", "--global_batch_tokens", "1000", "--json", str(path)) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    found = json.loads(path.read_text())
+    packs = found["rows"]["packs"]
+    # 18,040 tokens fill nearly all of it.
+    assert 18_040 / 128 <= packs < 1.05 * 18_040 / 128
+    assert f"packs {packs:,} (18,040 tokens" in printed and "= 8 packs" in printed
+    assert found["plan"]["steps"] == 3 * -(-packs // 8)
+    assert plan("--packing", "auto") == 0
+    assert "packing auto is planned as padded rows" in capsys.readouterr().out
+    assert plan("--packing", "auto", "--global_batch_tokens", "1000") == 2

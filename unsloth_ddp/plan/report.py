@@ -82,8 +82,8 @@ def _run_rows(report: Report) -> list[list[str]]:
         ["model", f"{settings.model} ({shape.parameters:,} parameters; trained by {trained})"],
         ["run", f"method {settings.method}, {precision_of(settings)}, {backend_of(settings)}, checkpointing {settings.gradient_checkpointing}, {settings.optim}"],
         ["GPUs", f"{hardware.nodes} node(s) x {hardware.gpus_per_node}"],
-        ["rows", f"{len(rows.lengths):,} ({rows.tokens:,} tokens, mean {rows.mean:,.0f}, longest {rows.longest:,})"],
-        ["global batch", f"{batch.per_device} rows a device x {batch.accumulation} accumulation x {batch.processes} processes = {batch.global_batch} rows"],
+        [rows.unit, f"{len(rows.lengths):,} ({rows.tokens:,} tokens, mean {rows.mean:,.0f}, longest {rows.longest:,})"],
+        ["global batch", f"{batch.per_device} {rows.unit} a device x {batch.accumulation} accumulation x {batch.processes} processes = {batch.global_batch} {rows.unit}"],
         ["tokens a step", f"{plan.tokens_a_step:,.0f} on average; largest micro-batch {plan.micro_batch:,} with padding"],
         ["steps", f"{plan.steps:,} ({batch.steps_per_epoch(len(rows.lengths)):,} an epoch)"],
         ["model work", f"{shape.flops_a_token(settings.method) / 1e9:,.4g} GFLOP a token"],
@@ -168,6 +168,8 @@ def notes(report: Report) -> list[str]:
             said.append(
                 f"It was measured otherwise than this run, so take it as an order of size: {'; '.join(plan.speed.differences)}."
             )
+    if report.settings.packing == "auto":
+        said.append("packing auto is planned as padded rows; --packing on plans packs.")
     others = [count for count in GUIDE if count > 4]
     ring = ring_fit(GUIDE[4], 4 // GUIDE_GPUS_A_NODE, [count // GUIDE_GPUS_A_NODE for count in others])
     fitted = ", ".join(f"{r:.0%} at {c} ({GUIDE[c]:.0%} there)" for r, c in zip(ring, others, strict=True))
@@ -196,7 +198,7 @@ def as_json(report: Report) -> dict[str, Any]:
         "settings": dataclasses.asdict(report.settings),
         "shape": dataclasses.asdict(report.shape),
         "rows": {
-            "rows": len(rows.lengths),
+            rows.unit: len(rows.lengths),
             "tokens": rows.tokens,
             "longest": rows.longest,
             "supervised": rows.supervised,

@@ -123,6 +123,7 @@ def settings_of(launch: Launch, settings: Settings, steps: int, precision: str, 
         "per_device_train_batch_size": launch.per_device,
         "gradient_accumulation_steps": launch.accumulation,
         "global_batch_size": None,
+        "global_batch_tokens": None,
     }
     data = {"dataset": [str(rows)], "dataset_config": None, "eval_dataset": [], "eval_fraction": 0.0}
     written = {

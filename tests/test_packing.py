@@ -168,14 +168,15 @@ def test_on_without_a_batch_is_nearest_to_sixteen_rows() -> None:
 
 @pytest.mark.parametrize("mode", ["on", "auto"])
 @pytest.mark.parametrize(
-    ("tokens", "per_device", "processes"), [(32768, 1, 1), (32768, 2, 2), (100_000, 4, 2), (1, 1, 2)]
+    ("tokens", "per_device", "processes"), [(32768, 1, 1), (32768, 2, 2), (100_000, 4, 2), (12_000, 4, 2), (1, 1, 2)]
 )
 def test_a_batch_in_tokens_is_the_nearest_that_divides(mode: str, tokens: int, per_device: int, processes: int) -> None:
     plan, packing, _ = planned(packing=mode, global_tokens=tokens, per_device=per_device, processes=processes)
     assert packing is not None
     held = plan.global_batch * packing.tokens_a_pack
-    steps = (per_device if mode == "on" else 1) * processes * packing.tokens_a_pack
-    assert abs(held - tokens) <= steps / 2 or plan.global_batch * packing.tokens_a_pack == pytest.approx(steps)
+    least = processes * packing.tokens_a_pack
+    assert abs(held - tokens) <= least / 2 or held == pytest.approx(least)
+    assert plan.per_device <= per_device
 
 
 def test_two_batches_that_disagree_are_refused_and_two_that_agree_are_not() -> None:

@@ -253,18 +253,15 @@ def _without_packing(request: Request, choice: Choice) -> Choice:
 
 
 def _plan_in_packs(request: Request, packing: Packing) -> BatchPlan:
-    slots = request.per_device * request.processes
     fixed = request.global_batch is not None or request.accumulation is not None
     if request.global_tokens is not None:
-        packs = nearest_multiple(request.global_tokens / packing.tokens_a_pack, slots)
-        plan = plan_batch(request.per_device, request.processes, packs, None)
+        plan = _nearest_plan(request.plan, request.global_tokens / packing.tokens_a_pack)
         if fixed:
             _check_agreement(request, plan, request.plan, request.plan.global_batch, "packs")
         return plan
     if fixed:
         return request.plan
-    packs = nearest_multiple(request.plan.global_batch / packing.rows_a_pack, slots)
-    return plan_batch(request.per_device, request.processes, packs, None)
+    return _nearest_plan(request.plan, request.plan.global_batch / packing.rows_a_pack)
 
 
 def _check_agreement(request: Request, by_tokens: BatchPlan, by_count: BatchPlan, count: int, unit: str) -> None:

@@ -21,6 +21,9 @@ from unsloth_ddp.parity.weights import model_folder
 from unsloth_ddp.rows import check_source, read_rows
 from unsloth_ddp.settings import Settings
 
+# Enough to fill packs of chats; where rows are longer the last step is full as well.
+ROWS_A_PACK = 8
+
 
 @dataclass(frozen=True)
 class Check:
@@ -44,11 +47,12 @@ def run_check(check: Check, folder: Path) -> tuple[list[Row], Tolerance, list[st
     global_batch = check.launches[0].per_device * check.launches[0].accumulation
     # The last step is not full, as at the end of an epoch, and its rows do not divide evenly.
     wanted = (check.steps - 1) * global_batch + global_batch // 2 + 1
+    unit = {"off": "rows", "on": "packs", "auto": "rows or packs"}[check.settings.packing]
+    if unit != "rows":
+        wanted *= ROWS_A_PACK
     rows_file = folder / "rows.jsonl"
     found = write_rows(check.settings, wanted, rows_file)
-    print(
-        f"{found} rows, {check.steps} steps of {global_batch} rows, the last one not full; {len(check.launches)} launches."
-    )
+    print(f"{found} rows, {check.steps} steps of {global_batch} {unit}; {len(check.launches)} launches.")
 
     def run(launch: Launch, gpus: list[str]) -> Outcome:
         config = folder / f"{launch.name}.yaml"

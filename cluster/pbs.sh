@@ -40,7 +40,8 @@ cd "${PBS_O_WORKDIR:-$PWD}" || exit 2
 words=("$@")
 if [[ -n ${ARGS:-} ]]; then
   # Splits as a shell would with its quotes, and expands nothing.
-  mapfile -t given < <(xargs -n 1 printf '%s\n' <<<"$ARGS") || refuse "ARGS has a quote that does not end: $ARGS"
+  mapfile -t given < <(xargs -r -n 1 printf '%s\n' <<<"$ARGS" 2>/dev/null)
+  wait $! || refuse "ARGS has a quote that does not end: $ARGS"
   words+=("${given[@]}")
 fi
 

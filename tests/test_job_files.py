@@ -186,3 +186,11 @@ def test_a_pbs_job_that_stopped_itself_asks_for_another_start(place):
     assert place.run("pbs.sh", "--cpu --no_preflight --run_name x", SCRIPT=script, **environ)[0] == 75
     assert "qrerun 7.srv" in place.calls.read_text()
     assert "pbs-7" not in place.calls.read_text()
+
+
+def test_options_that_cannot_be_split_into_words_are_refused(place):
+    (place.folder / "nodes").write_text("a\n")
+    environ = {"PBS_NODEFILE": "nodes", "PBS_JOBID": "7.srv", "UNSLOTH_DDP_HOME": str(REPO)}
+    code, text = place.run("pbs.sh", ARGS="""--cpu -d "my rows""", **environ)
+    assert (code, text) == (2, 'pbs.sh: error: ARGS has a quote that does not end: --cpu -d "my rows\n')
+    assert place.calls.read_text() == ""

@@ -115,6 +115,7 @@ TWO = {"GPUS": "4", "NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "10.9.8.7"}
         ("", {"GPUS": "4", "CUDA_VISIBLE_DEVICES": "1,2", "GPUS_PER_NODE": "3"}, "shows 2; give at most 2"),
         ("", {"GPUS": "4", "GPUS_PER_NODE": "0"}, "GPUS_PER_NODE is 0"),
         ("", {"GPUS": "4", "CUDA_VISIBLE_DEVICES": ""}, "shows no GPU"),
+        ("", {"GPUS": "4", "CUDA_VISIBLE_DEVICES": "-1"}, "shows no GPU"),
         ("", {}, "shows no GPU; see to its driver (nvidia-smi) and CUDA_VISIBLE_DEVICES, or add --cpu"),
         ("-m ./none", {}, "-m ./none: there is no such folder on this node"),
         ("-m rows.jsonl", {}, "-m rows.jsonl: there is no such folder"),
@@ -239,6 +240,36 @@ def test_restarts(node):
     for code in (2, 75):  # a mistake, and a stop that was asked for
         node("--cpu --no_preflight --max_restarts 2", SCRIPT=f'echo {code} >"$UNSLOTH_DDP_EXIT_CODE_FILE"; exit 1')
         assert len(node.calls()) == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "config", "named"),
+    [
+        ("", "seed: 1\n", "slurm-7"),
+        ("--run-name=mine", "seed: 1\n", "mine"),
+        ("", "run_name: mine\n", None),
+        ("", "run_name: null  # by the clock\n", "slurm-7"),
+    ],
+)
+def test_the_name_of_a_job_is_the_runs_unless_that_has_its_own(node, words, config, named):
+    (node.folder / "c.yaml").write_text(config)
+    node(f"--cpu --no_preflight --config c.yaml {words}", RUN_NAME="slurm-7")
+    found = node.calls()[0].partition("--config c.yaml")[2].split()
+    assert [word for word in found if not word.startswith("--run")] == ([named] if named else [])
+
+
+def test_a_stop_between_two_starts_begins_none(node):
+    sleep = node.folder / "tools" / "sleep"
+    sleep.write_text('#!/bin/bash\necho "sleep $1" >>"$CALLS"\nexec /bin/sleep 1\n')
+    sleep.chmod(0o755)
+    script = '[[ "$*" == *preflight* ]] || exit 1'
+    process = node.start("--max_restarts 3", **TWO | {"NODE_RANK": "0"}, SCRIPT=script)
+    node.wait_for("sleep 10")
+    before = [call for call in node.calls() if not call.startswith("sleep")]
+    process.send_signal(signal.SIGUSR1)
+    process.communicate(timeout=20)
+    assert process.returncode == 75
+    assert [call for call in node.calls() if not call.startswith("sleep")] == before
 
 
 def test_ranks_that_outlive_their_launcher_are_ended(node):

@@ -6,8 +6,9 @@ import pytest
 
 from unsloth_ddp.preflight import bandwidth, checks, compare
 from unsloth_ddp.preflight.bandwidth import Timing
-from unsloth_ddp.preflight.checks import GIB, Check
+from unsloth_ddp.preflight.checks import Check
 from unsloth_ddp.preflight.compare import Arrival
+from unsloth_ddp.units import GIB
 
 
 def present(*ranks: int, nodes: int = 3, per_node: int = 1, **change) -> list[Arrival]:
@@ -236,7 +237,7 @@ def test_speed_between_nodes_meets_the_bars(gbit, fast_ports, verdict, says):
 def test_inside_a_node_there_is_no_bar_and_all_ranks_together_may_be_faster():
     rows = bandwidth.speed([timing("inside", 1, node=0), timing("inside", 2, node=1)], "nccl", False, [0, 1])
     assert rows[0].verdict == "ok"
-    assert rows[0].values == {0: "954 MiB 8 s 1 Gbit/s", 1: "954 MiB 4 s 2 Gbit/s"}
+    assert rows[0].values == {0: "953.7 MiB 8.0 s 1 Gbit/s", 1: "953.7 MiB 4.0 s 2 Gbit/s"}
     rows = bandwidth.speed([timing("between", 8), timing("all", 40)], "nccl", False, [0, 1])
     assert rows[0].verdict == "ok"
 

@@ -8,8 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from unsloth_ddp.preflight.checks import Check, Verdict, named_nodes, size
+from unsloth_ddp.preflight.checks import Check, Verdict, named_nodes
 from unsloth_ddp.preflight.machine import gpu_list
+from unsloth_ddp.units import shown_bytes
 
 # These decide what a run computes or how ranks talk; the others of the kit's packages only watch or convert.
 BYSTANDERS = ("tensorboard", "nbconvert")
@@ -108,18 +109,6 @@ def undelivered(missing: Sequence[int], hosts: Mapping[int, str], seconds: float
 
 
 # ---- the same everywhere ----
-
-
-def same(
-    name: str, values: Mapping[int, str], remedy: str, verdict: Verdict = "failure", unknown: Sequence[int] = ()
-) -> Check:
-    """One value on all nodes, else `verdict`; nodes where it is not known are a warning."""
-    shown = dict(sorted(values.items()))
-    if len(set(values.values())) > 1:
-        return Check(name, shown, verdict, remedy)
-    if unknown:
-        return Check(name, shown, "warning", f"Not known on {named_nodes(unknown)}; look there by hand.")
-    return Check(name, shown)
 
 
 def versions(by_node: Mapping[int, Mapping[str, str]]) -> list[Check]:
@@ -234,7 +223,7 @@ def file_text(entry: Mapping[str, Any]) -> str:
         return f"from the Hub, commit {entry['hub'][:10]} in the cache" if entry["hub"] else "from the Hub, not cached"
     sampled = " (sampled)" if entry.get("sampled") else ""
     digest = f" {entry['digest'][:10]}" if entry.get("digest") else ""
-    return f"{size(entry['bytes'])}{digest}{sampled}"
+    return f"{shown_bytes(entry['bytes'])}{digest}{sampled}"
 
 
 def variables(by_node: Mapping[int, Mapping[str, str]]) -> Check:

@@ -13,10 +13,11 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from unsloth_ddp.preflight import node as nodes
+from unsloth_ddp.model_files import weight_bytes
 from unsloth_ddp.preflight.compare import SECRET
 from unsloth_ddp.rows import is_file
 from unsloth_ddp.settings import FIELDS, Settings
+from unsloth_ddp.units import GIB, MIB
 
 PACKAGES = (
     "torch", "unsloth", "unsloth_zoo", "trl", "transformers", "accelerate", "peft", "datasets", "tensorboard",
@@ -41,9 +42,8 @@ TOKENIZER_FILES = (
 # Options that name files or folders.
 PATHS = (*(name for name, field in FIELDS.items() if field.metadata.get("path")), "output_dir", "compiled_cache_dir")
 
-MIB = 2**20
 # About ten seconds of one core; beyond it a file is compared by samples.
-READ_WHOLE = 4 * 2**30
+READ_WHOLE = 4 * GIB
 SAMPLES = 512
 KIT = Path(__file__).resolve().parents[1]
 
@@ -151,7 +151,7 @@ def model_files(settings: Settings) -> dict[str, dict[str, Any]]:
         }
     names: Iterable[Path] = {path / "config.json", *(f for pattern in TOKENIZER_FILES for f in path.glob(pattern))}
     found = {file.name: file_entry(file) for file in sorted(names)}
-    found["weights"] = {"bytes": nodes.weight_bytes(path)}
+    found["weights"] = {"bytes": weight_bytes(path)}
     return found
 
 

@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from unsloth_ddp.model_files import model_folder, weight_bytes
 from unsloth_ddp.preflight import checks, machine, space, verdicts
 from unsloth_ddp.preflight.bounded import bounded
 from unsloth_ddp.preflight.checks import Check
@@ -30,7 +31,6 @@ CHECK_SECONDS = 20
 GPU_SECONDS = 60
 DOCTOR_SECONDS = 150
 LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK")
-MODEL_WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth")
 
 
 class NodeFolders:
@@ -303,30 +303,6 @@ def model_size(settings: Settings) -> tuple[dict[str, Any] | None, int]:
     if folder is None or not (folder / "config.json").is_file():
         return None, 0
     return json.loads((folder / "config.json").read_text()), weight_bytes(folder)
-
-
-def weight_bytes(folder: Path) -> int:
-    """Bytes of the weight files: the safetensors if there are any, since a folder may hold both kinds."""
-    for pattern in MODEL_WEIGHTS:
-        sizes = [path.stat().st_size for path in folder.glob(pattern)]
-        if sizes:
-            return sum(sizes)
-    return 0
-
-
-def model_folder(settings: Settings) -> Path | None:
-    """The model's folder, or its snapshot in the Hub's cache; None when it is neither."""
-    path = Path(str(settings.model)).expanduser()
-    if path.is_dir():
-        return path
-    from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
-
-    with contextlib.suppress(HFValidationError, OSError):
-        found = try_to_load_from_cache(str(settings.model), "config.json", revision=settings.model_revision)
-        if isinstance(found, str):
-            return Path(found).parent
-    return None
 
 
 def is_sharded(environ: Mapping[str, str]) -> bool:

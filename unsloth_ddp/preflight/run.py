@@ -6,11 +6,13 @@ import contextlib
 import dataclasses
 import json
 import os
+import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from unsloth_ddp.json_file import write_json
 from unsloth_ddp.preflight import bandwidth, compare, identity, node, table, together, verdicts
 from unsloth_ddp.preflight.bandwidth import Timing
 from unsloth_ddp.preflight.bounded import bounded
@@ -306,19 +308,36 @@ class Session:
     # ---- what is printed ----
 
     def _show(self, checks: Sequence[Check], title: str, hosts: Mapping[int, str], timings: Sequence[Timing]) -> int:
-        rows = merge(checks)
-        text = json.dumps(table.as_json(rows, hosts, timings), indent=2)
-        if self.options.json == "-":
-            print(text, flush=True)
-        else:
-            print(table.render(rows, title, colour=sys.stdout.isatty()))
-            print(table.verdict_line(rows), flush=True)
-        if self.options.json not in (None, "-") and self.place.node_rank == 0:
-            try:
-                Path(str(self.options.json)).expanduser().write_text(text + "\n")
-            except OSError as error:
-                say(f"preflight: --json {self.options.json} cannot be written: {error.strerror}.")
-        return exit_code(rows)
+        return show(self.options, merge(checks), title, hosts, timings, writes=self.place.node_rank == 0)
+
+
+def show(
+    options: Options,
+    rows: Sequence[Check],
+    title: str,
+    hosts: Mapping[int, str],
+    timings: Sequence[Timing] = (),
+    *,
+    writes: bool,
+) -> int:
+    """Print the table, or the JSON that was asked for; returns the exit code.
+
+    Args:
+        hosts: the name of every node.
+        writes: this node is the one that writes the file named by --json.
+    """
+    content = table.as_json(rows, hosts, timings)
+    if options.json == "-":
+        print(json.dumps(content, indent=2), flush=True)
+    else:
+        print(table.render(rows, title, colour=sys.stdout.isatty()))
+        print(table.verdict_line(rows), flush=True)
+    if options.json not in (None, "-") and writes:
+        try:
+            write_json(Path(str(options.json)), content)
+        except OSError as error:
+            say(f"preflight: --json {options.json} cannot be written: {error.strerror}.")
+    return exit_code(rows)
 
 
 def as_check(values: Mapping[str, Any]) -> Check:
@@ -337,8 +356,7 @@ def run(options: Options, settings: Settings, environ: Mapping[str, str] = os.en
     first = verdicts.environment(number, environ, is_launched(environ))
     if first.verdict == "failure" and not is_readable(environ):
         if environ.get("LOCAL_RANK", "0") == "0":
-            print(table.render([first], "Preflight of this node", colour=sys.stdout.isatty()))
-            print(table.verdict_line([first]), flush=True)
+            show(options, [first], "Preflight of this node", {number: socket.gethostname()}, writes=number == 0)
         return 1
     return Session(options, settings, environ, find_place(environ)).run()
 

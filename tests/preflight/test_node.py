@@ -21,7 +21,7 @@ from unsloth_ddp.errors import UserError
 from unsloth_ddp.options import Settings
 from unsloth_ddp.preflight import identity, node, space, speed, table, together
 from unsloth_ddp.preflight.__main__ import parse
-from unsloth_ddp.preflight.bounded import bounded
+from unsloth_ddp.preflight.bounded import bounded, unless_stuck
 from unsloth_ddp.preflight.checks import Check
 from unsloth_ddp.preflight.place import find_place
 
@@ -141,6 +141,14 @@ def test_bounded_returns_raises_and_ends(stuck):
         bounded(lambda: {}[1], 5)
     with pytest.raises(TimeoutError, match="no answer within 0 s"):
         bounded(stuck, 0.1)
+
+
+def test_a_disk_that_hangs_is_not_waited_for(stuck, monkeypatch):
+    assert unless_stuck(lambda: 3, 5) == 3 and unless_stuck(stuck, 0.1) is None
+    monkeypatch.setattr(identity, "data_files", lambda settings: stuck())
+    found = identity.identity(Settings(model=str(DEMO_MODEL)), {}, seconds=0)
+    assert found["unknown"]["data"] == "TimeoutError: no answer within 1 s"
+    assert found["settings"]["model"] == str(DEMO_MODEL)
 
 
 def test_files_are_known_by_content_and_large_ones_by_samples(tmp_path, monkeypatch):

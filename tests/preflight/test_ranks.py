@@ -86,6 +86,15 @@ def wrong_sums() -> None:
     Speed._time = lambda self, *given: (true(self, *given)[0], False)
 
 
+def hanging_folder() -> None:
+    """This rank's node cannot look into the output folder: the server of its file system is gone."""
+    from unsloth_ddp.preflight import run as runs
+    from unsloth_ddp.preflight import together
+
+    runs.FOLDER_SECONDS = 1
+    together.find_token = lambda *given: time.sleep(100)
+
+
 def hangs() -> None:
     """This rank never comes through the measurement."""
     from unsloth_ddp.preflight import run as runs
@@ -202,11 +211,18 @@ def test_sharding_needs_a_shared_output_folder(tmp_path):
         words,
         changed,
         folder=tmp_path / "out",
-        environ={"ACCELERATE_USE_FSDP": "true"},
+        environ={"UNSLOTH_FSDP2": "1"},
         environ_of=as_nodes(1, 2),
     )
     assert result.codes[0] == 1
     assert "1 failure (output folder shared)" in result.outputs[0]
+
+
+@pytest.mark.slow
+def test_an_output_folder_that_hangs_is_not_waited_for(run):
+    result, report = run(2, changed={1: [hanging_folder]})
+    result.check()
+    assert report["output folder shared"]["values"]["1"] == "not known"
 
 
 @pytest.mark.parametrize(

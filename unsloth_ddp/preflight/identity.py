@@ -8,12 +8,14 @@ import hashlib
 import os
 import platform
 import subprocess
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from unsloth_ddp.model_files import weight_bytes
+from unsloth_ddp.preflight.bounded import bounded
 from unsloth_ddp.preflight.compare import SECRET
 from unsloth_ddp.rows import is_file
 from unsloth_ddp.settings import FIELDS, Settings
@@ -40,7 +42,7 @@ TOKENIZER_FILES = (
     "*.model",
 )
 # Options that name files or folders.
-PATHS = (*(name for name, field in FIELDS.items() if field.metadata.get("path")), "output_dir", "compiled_cache_dir")
+PATHS = (*(name for name, field in FIELDS.items() if field.metadata.get("path")), "output_dir")
 
 # About ten seconds of one core; beyond it a file is compared by samples.
 READ_WHOLE = 4 * GIB
@@ -48,8 +50,16 @@ SAMPLES = 512
 KIT = Path(__file__).resolve().parents[1]
 
 
-def identity(settings: Settings, environ: Mapping[str, str], gpus: Sequence[Mapping[str, Any]] = ()) -> dict[str, Any]:
-    """Everything that has to be alike on all nodes, ready for JSON; a part that fails says so under `unknown`."""
+def identity(
+    settings: Settings, environ: Mapping[str, str], gpus: Sequence[Mapping[str, Any]] = (), seconds: float = 200
+) -> dict[str, Any]:
+    """Everything that has to be alike on all nodes, ready for JSON; a part that fails says so under `unknown`.
+
+    Args:
+        gpus: what node.visible_gpus found.
+        seconds: how long all parts together may take; those that are not done by then are not known.
+    """
+    deadline = time.monotonic() + seconds
     parts = {
         "versions": versions,
         "code": kit_code,
@@ -62,7 +72,7 @@ def identity(settings: Settings, environ: Mapping[str, str], gpus: Sequence[Mapp
     found: dict[str, Any] = {"unknown": {}}
     for name, part in parts.items():
         try:
-            found[name] = part()
+            found[name] = bounded(part, max(1.0, deadline - time.monotonic()))
         except Exception as error:
             found["unknown"][name] = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
     return found

@@ -25,7 +25,9 @@ from unsloth_ddp.preflight.machine import Folder
 from unsloth_ddp.preflight.place import Place
 from unsloth_ddp.preflight.verdicts import Interface
 from unsloth_ddp.rows import is_file
+from unsloth_ddp.runtime import asks_for_cpu
 from unsloth_ddp.settings import Settings
+from unsloth_ddp.sharding import sharding_from_environment
 
 CHECK_SECONDS = 20
 GPU_SECONDS = 60
@@ -126,13 +128,13 @@ def machine_checks(
         devices, reason: what visible_gpus found.
     """
     node = place.node_rank
-    cpu = runs_on_cpu(settings, environ)
+    cpu = asks_for_cpu(settings, environ)
     processes = place.ranks.local_world_size if place.launched else 0
 
     def output() -> Check:
         config, weights = model_size(settings)
         # The other nodes only write logs, unless every rank writes its part of a checkpoint.
-        whole = node == 0 or is_sharded(environ)
+        whole = node == 0 or sharding_from_environment(environ) != "none"
         needed = space.run_bytes(settings, config, weights) if whole else machine.LOGS_WANTED
         folder = folders.probe(output_folder(settings))
         return machine.disk("output folder", node, folder, needed, "checkpoints and the result", "--output_dir")
@@ -303,16 +305,6 @@ def model_size(settings: Settings) -> tuple[dict[str, Any] | None, int]:
     if folder is None or not (folder / "config.json").is_file():
         return None, 0
     return json.loads((folder / "config.json").read_text()), weight_bytes(folder)
-
-
-def is_sharded(environ: Mapping[str, str]) -> bool:
-    """Whether the accelerate config asks for ZeRO or FSDP."""
-    return any(environ.get(n, "").lower() == "true" for n in ("ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP"))
-
-
-def runs_on_cpu(settings: Settings, environ: Mapping[str, str]) -> bool:
-    """Whether the run is on the CPU by choice."""
-    return settings.use_cpu or environ.get("ACCELERATE_USE_CPU", "").lower() == "true"
 
 
 # ---- GPUs: thin, and written for torch 2.11 to 2.14 ----

@@ -15,19 +15,27 @@ from typing import Any
 from unsloth_ddp.json_file import write_json
 from unsloth_ddp.preflight import bandwidth, compare, identity, node, table, together, verdicts
 from unsloth_ddp.preflight.bandwidth import Timing
-from unsloth_ddp.preflight.bounded import bounded
+from unsloth_ddp.preflight.bounded import bounded, unless_stuck
 from unsloth_ddp.preflight.checks import Check, exit_code, merge, summary, unmade
 from unsloth_ddp.preflight.place import Place, find_place, is_launched
 from unsloth_ddp.preflight.speed import Speed
 from unsloth_ddp.preflight.together import Lost, Meeting
+from unsloth_ddp.runtime import asks_for_cpu
 from unsloth_ddp.settings import Settings
+from unsloth_ddp.sharding import sharding_from_environment
 
-# Reading data to be compared, and unsloth doctor, take their time; a measurement has its own limits inside.
+# Reading data to be compared, and unsloth doctor beside it, take their time.
+IDENTITY_SECONDS = 200
 FACTS_SECONDS = 240
+# A measurement has its own limits inside.
 SPEED_SECONDS = 150
 SPARE_SECONDS = 20
-# Node 0 asks the others for the time one by one.
+# Node 0 tells the others the time one by one.
 CLOCKS_SECONDS = 60
+# Until node 0 has its own facts, and those of the slowest node.
+GO_SECONDS = CLOCKS_SECONDS + 2 * FACTS_SECONDS + SPARE_SECONDS
+# Longer than the output folder is looked into.
+FOLDER_SECONDS = 3 * together.TOKEN_SECONDS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +61,8 @@ class Session:
         self.place = place
         self.folders = node.NodeFolders()
         self.doctor: node.Doctor | None = None
-        self.cpu = node.runs_on_cpu(settings, environ)
+        self.cpu = asks_for_cpu(settings, environ)
+        self.sharded = sharding_from_environment(environ) != "none"
         self.devices: list[dict[str, Any]] = []
         self.no_gpu = ""
 
@@ -89,6 +98,7 @@ class Session:
     def _report(self, checks: list[Check], shared: bool | None, skew: Any = None) -> dict[str, Any]:
         """All that this node hands in, ready for JSON."""
         number = self.place.node_rank
+        mine = identity.identity(self.settings, self.environ, self.devices, IDENTITY_SECONDS)
         if self.doctor is not None:
             doctor = self.doctor
             limit = node.DOCTOR_SECONDS + SPARE_SECONDS
@@ -96,7 +106,7 @@ class Session:
         return {
             "host": self.place.host,
             "checks": [dataclasses.asdict(check) for check in checks],
-            "identity": identity.identity(self.settings, self.environ, self.devices),
+            "identity": mine,
             "fast_ports": any("ACTIVE" in port["state"] for port in node.infiniband_ports()),
             "shared": shared,
             "skew": skew,
@@ -171,7 +181,7 @@ class Session:
         meeting.put(f"gpu/{ranks.rank}", self._own_gpu())
         if ranks.is_main:
             return self._judge(meeting, token)
-        go = meeting.get("go", FACTS_SECONDS + SPARE_SECONDS)
+        go = meeting.get("go", GO_SECONDS)
         if go:
             self._measure(meeting, go)
         result = meeting.get("result", SPEED_SECONDS + 2 * SPARE_SECONDS)
@@ -185,14 +195,13 @@ class Session:
         left = meeting.get("token", FACTS_SECONDS)
         if left is not None:
             folder = node.output_folder(self.settings)
-            report["shared"] = bounded(
-                lambda: together.find_token(folder, left[0], left[1]), 3 * together.TOKEN_SECONDS
-            )
+            report["shared"] = unless_stuck(lambda: together.find_token(folder, left[0], left[1]), FOLDER_SECONDS)
         return report
 
     def _master_report(self, meeting: Meeting, checks: list[Check]) -> tuple[dict[str, Any], Path | None]:
         ranks = self.place.ranks
-        left = together.leave_token(node.output_folder(self.settings))
+        folder = node.output_folder(self.settings)
+        left = unless_stuck(lambda: together.leave_token(folder), FOLDER_SECONDS)
         meeting.put("token", None if left is None else [left[0].name, left[1]])
         together.serve_clock(meeting, range(ranks.local_world_size, ranks.world_size, ranks.local_world_size))
         return self._report(checks, True), None if left is None else left[0]
@@ -297,9 +306,8 @@ class Session:
             if uuids:
                 rows.append(compare.one_gpu_each(uuids, node_of))
             others = {number: report for number, report in reports.items() if number}
-            sharded = node.is_sharded(self.environ)
             path = str(node.output_folder(self.settings))
-            rows.append(compare.shared_folder(path, {n: r["shared"] for n, r in others.items()}, sharded))
+            rows.append(compare.shared_folder(path, {n: r["shared"] for n, r in others.items()}, self.sharded))
             if others:
                 skews = {n: None if r["skew"] is None else (r["skew"][0], r["skew"][1]) for n, r in others.items()}
                 rows.append(compare.clocks(skews))
@@ -351,7 +359,11 @@ def say(sentence: str) -> None:
 
 
 def run(options: Options, settings: Settings, environ: Mapping[str, str] = os.environ) -> int:
-    """A whole preflight in this process; returns its exit code."""
+    """A whole preflight in this process; returns its exit code.
+
+    Raises:
+        UserError: the launcher asks for a sharding that the kit does not have.
+    """
     number = int(environ["NODE_RANK"]) if environ.get("NODE_RANK", "").isdecimal() else 0
     first = verdicts.environment(number, environ, is_launched(environ))
     if first.verdict == "failure" and not is_readable(environ):

@@ -58,7 +58,7 @@ def test_nodes_that_were_told_different_jobs():
 
 def test_a_missing_process_of_a_node_that_came_is_told_by_rank():
     found = compare.arrivals(4, 2, present(0, 1, 2, nodes=2, per_node=2), 9, "a:1")
-    assert found.remedy == "Ranks 3 did not arrive within 9 s; look at their output."
+    assert found.remedy == "Rank 3 did not arrive within 9 s; look at its output."
     whole = compare.arrivals(4, 2, present(0, 1, nodes=2, per_node=2), 9, "a:1")
     assert whole.remedy.startswith("Node 1 did not arrive")
 
@@ -182,7 +182,7 @@ def test_two_ranks_on_one_gpu_are_named():
     assert compare.one_gpu_each({0: "A", 1: "B"}, {0: 0, 1: 0}).verdict == "ok"
     found = compare.one_gpu_each({0: "A", 1: "A", 2: "C"}, {0: 0, 1: 0, 2: 1})
     assert (found.verdict, "ranks 0 and 1 use one GPU" in found.remedy) == ("failure", True)
-    assert found.values == {0: "1 GPUs in use", 1: "1 GPUs in use"}
+    assert found.values == {0: "1 in use", 1: "1 in use"}
 
 
 @pytest.mark.parametrize(

@@ -274,6 +274,13 @@ def test_preflights_options_are_told_from_the_runs():
     assert parse(["--json", "f.json"])[0].json == "f.json"
 
 
+def test_help_is_preflights_own(capsys):
+    with pytest.raises(SystemExit):
+        parse(["--help"])
+    printed = capsys.readouterr().out
+    assert printed.startswith("usage: python -m unsloth_ddp.preflight") and "those of train_ddp.py" in printed
+
+
 def preflight(*argv: str, **environ: str) -> subprocess.CompletedProcess[str]:
     """Preflight as a user starts it, on this machine alone."""
     command = [sys.executable, "-m", "unsloth_ddp.preflight", *argv]

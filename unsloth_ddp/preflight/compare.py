@@ -87,9 +87,9 @@ def arrivals(
             "for MASTER_PORT."
         )
     if parts:
-        problems.append(
-            f"Ranks {', '.join(map(str, parts))} did not arrive within {waited:.0f} s; look at their output."
-        )
+        named, whose = ("Rank", "its") if len(parts) == 1 else ("Ranks", "their")
+        ranks = ", ".join(map(str, parts))
+        problems.append(f"{named} {ranks} did not arrive within {waited:.0f} s; look at {whose} output.")
     values: dict[int, str] = dict.fromkeys(range(nodes), "did not arrive")
     for one in present:
         if one.rank % per_node == 0 or one.node_rank not in values:
@@ -278,9 +278,10 @@ def one_gpu_each(uuids: Mapping[int, str], node_of: Mapping[int, int]) -> Check:
     for rank, uuid in sorted(uuids.items()):
         by_gpu.setdefault(uuid, []).append(rank)
     double = [ranks for ranks in by_gpu.values() if len(ranks) > 1]
-    values = {node_of[rank]: "" for rank in uuids}
-    for node in values:
-        values[node] = f"{len({uuids[r] for r in uuids if node_of[r] == node})} GPUs in use"
+    in_use: dict[int, set[str]] = {}
+    for rank, uuid in uuids.items():
+        in_use.setdefault(node_of[rank], set()).add(uuid)
+    values = {node: f"{len(gpus)} in use" for node, gpus in in_use.items()}
     if not double:
         return Check("one GPU a rank", values)
     which = "; ".join(f"ranks {' and '.join(map(str, ranks))}" for ranks in double)

@@ -175,7 +175,7 @@ def gpu(name: str = "H200", capability: str = "9.0") -> dict:
     ],
 )
 def test_gpus_are_alike(zero, one, verdict):
-    assert compare.gpus({0: zero, 1: one}, cpu=False).verdict == verdict
+    assert compare.gpus({0: zero, 1: one}).verdict == verdict
 
 
 def test_two_ranks_on_one_gpu_are_named():

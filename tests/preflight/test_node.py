@@ -16,6 +16,7 @@ import pytest
 from safetensors.torch import load_file
 
 from tests.conftest import DEMO_MODEL, REPO
+from tests.preflight.rows import documented, undocumented
 from tests.ranks import free_port
 from unsloth_ddp.errors import UserError
 from unsloth_ddp.options import Settings
@@ -305,7 +306,15 @@ def test_one_node_is_checked_with_plain_python(tmp_path):
         "model",
     ):
         assert name in names
+    assert undocumented(report) == set()
     assert not (tmp_path / "out").exists()
+
+
+def test_every_row_that_the_page_lists_can_be_made():
+    source = "".join(path.read_text() for path in (REPO / "unsloth_ddp" / "preflight").glob("*.py"))
+    made = {name for name in documented() if f'"{name.removesuffix("NAME")}' in source or f'"{name} (' in source}
+    # The operations of torch.distributed, with a dash.
+    assert documented() - made == {"all-reduce"}
 
 
 def test_a_failure_is_exit_code_1_and_a_mistake_2(tmp_path):

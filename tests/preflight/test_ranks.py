@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import DEMO_MODEL, demo_rows, write_jsonl
+from tests.preflight.rows import undocumented
 from tests.ranks import Result, run_ranks
 
 
@@ -168,6 +169,7 @@ def test_two_nodes_of_two_ranks(run, tmp_path):
     assert report["output folder shared"]["values"]["1"] == "shared with node 0"
     assert report["sums are right"]["verdict"] == "ok"
     assert abs(float(report["clock skew"]["values"]["1"].split(" ms")[0])) < 1000
+    assert undocumented(report.json) == set()
     assert not (tmp_path / "outputs").exists()
 
 
@@ -197,6 +199,7 @@ def test_one_node_that_differs_in_everything_is_named_in_every_row(run, tmp_path
         "0": str(tmp_path / "outputs"), "1": "shared with node 0", "2": "its own disk"
     }  # fmt: skip
     assert report["clock skew"]["values"]["2"] == "+500.0 s"
+    assert undocumented(report.json) == set()
     assert "found 3 failures (version of trl, settings, data: dataset rows.jsonl)" in result.outputs[2]
 
 
@@ -240,6 +243,7 @@ def test_a_measurement_that_fails_or_hangs_names_the_rank(run, what, says):
     (row,) = [r for r in report.json["checks"] if r["name"].startswith("process group")]
     assert row["verdict"] == "failure"
     assert row["values"]["1"].startswith(says)
+    assert undocumented(report.json) == set()
     assert result.seconds < 60
 
 

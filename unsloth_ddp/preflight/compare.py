@@ -245,7 +245,7 @@ def variables(by_node: Mapping[int, Mapping[str, str]]) -> Check:
     return Check("environment flags", shown, verdict, f"Set {', '.join(judged)} alike on every node.")
 
 
-def gpus(by_node: Mapping[int, Sequence[Mapping[str, Any]]], cpu: bool) -> Check:
+def gpus(by_node: Mapping[int, Sequence[Mapping[str, Any]]]) -> Check:
     """The same number and type of GPU on every node.
 
     Args:
@@ -253,8 +253,6 @@ def gpus(by_node: Mapping[int, Sequence[Mapping[str, Any]]], cpu: bool) -> Check
     """
     shown = {node: gpu_list(devices) for node, devices in sorted(by_node.items())}
     name = "same GPUs"
-    if cpu:
-        return Check(name, dict.fromkeys(shown, "not used"))
     if len({len(devices) for devices in by_node.values()}) > 1:
         remedy = "Every node needs the same number of GPUs; set CUDA_VISIBLE_DEVICES or GPUS_PER_NODE to the smallest."
         return Check(name, shown, "failure", remedy)

@@ -282,27 +282,27 @@ class Session:
         def part(name: str) -> dict[int, Any]:
             return {number: found[name] for number, found in identities.items() if name in found}
 
-        def guarded(name: str, rows_of: Callable[[dict[int, Any]], Check | list[Check]]) -> list[Check]:
+        def guarded(name: str, rows_of: Callable[[dict[int, Any]], Check | list[Check]], row: str = "") -> list[Check]:
             unknown = {n: found["unknown"][name] for n, found in identities.items() if name in found["unknown"]}
-            bad = [unmade(name, number, reason) for number, reason in unknown.items()]
+            bad = [unmade(row or name, number, reason) for number, reason in unknown.items()]
             try:
                 good = rows_of(part(name)) if part(name) else []
             except Exception as error:
-                good = [unmade(name, number, f"{type(error).__name__}: {error}") for number in reports]
+                good = [unmade(row or name, number, f"{type(error).__name__}: {error}") for number in reports]
             return merge(bad) + (good if isinstance(good, list) else [good])
 
         local = self.place.ranks.local_world_size
         node_of = {rank: rank // local for rank in gpus}
         uuids = {rank: uuid for rank, uuid in gpus.items() if uuid}
         rows += guarded("versions", compare.versions)
-        rows += guarded("code", compare.code)
+        rows += guarded("code", compare.code, "kit")
         rows += guarded("settings", lambda found: compare.settings(found, identity.PATHS))
         rows += guarded("data", lambda found: compare.files("data", found, "dataset"))
         rows += guarded("model", lambda found: compare.files("model", found, "model"))
-        rows += guarded("flags", compare.variables)
+        rows += guarded("flags", compare.variables, "environment flags")
         if self.place.ranks.world_size > 1:
             if not self.cpu:
-                rows += guarded("gpus", lambda found: compare.gpus(found, self.cpu))
+                rows += guarded("gpus", compare.gpus, "same GPUs")
             if uuids:
                 rows.append(compare.one_gpu_each(uuids, node_of))
             others = {number: report for number, report in reports.items() if number}

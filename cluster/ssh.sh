@@ -59,7 +59,8 @@ on_node_start() {
   exit "$code"
 }
 
-# signal PID_FILE SIGNAL: to node.sh, if it still runs, or as soon as it does.
+# signal PID_FILE SIGNAL: to node.sh, if it still runs, or as soon as it does. One that comes after its end leaves a
+# file, which forget removes.
 on_node_signal() {
   local pid
   if ! pid=$(cat "$1" 2>/dev/null); then
@@ -75,6 +76,7 @@ if [[ ${1:-} == --on-node ]]; then
   case $1 in
     start) on_node_start "${@:2}" ;;
     signal) on_node_signal "${@:2}" ;;
+    forget) rm -f "$2.early" ;;
   esac
   exit
 fi
@@ -138,11 +140,29 @@ start_node() {
 }
 
 # Killing an ssh client leaves its remote processes alive, so signals go by a connection of their own.
+signals=()
 signal_all() {
   local node
   for ((node = 0; node < nodes; node++)); do
-    [[ -e $work/$node.code ]] || on_host "$node" signal "/tmp/$job.$node.pid" "$1" >>"$work/signals.txt" 2>&1 &
+    [[ ! -e $work/$node.code ]] || continue
+    on_host "$node" signal "/tmp/$job.$node.pid" "$1" >>"$work/signals.txt" 2>&1 &
+    signals+=($!)
   done
+}
+
+# Once every signal has arrived: remove what those left that found their node.sh gone.
+forget_signals() {
+  local node code waiting=()
+  ((${#signals[@]})) || return 0
+  wait "${signals[@]}"
+  for ((node = 0; node < nodes; node++)); do
+    code=255
+    [[ -e $work/$node.code ]] && read -r code <"$work/$node.code"
+    ((code != 255)) || continue
+    on_host "$node" forget "/tmp/$job.$node.pid" >/dev/null 2>&1 &
+    waiting+=($!)
+  done
+  wait ${waiting[@]+"${waiting[@]}"}
 }
 
 # shellcheck disable=SC2317
@@ -191,6 +211,7 @@ while :; do
   sleep 0.5
 done
 
+forget_signals
 for ((node = 0; node < nodes; node++)); do
   result=none
   [[ -e $work/$node.code ]] && read -r result <"$work/$node.code"

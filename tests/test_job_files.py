@@ -6,6 +6,7 @@ import shlex
 import signal
 import subprocess
 import time
+from pathlib import Path
 
 import pytest
 
@@ -156,6 +157,34 @@ def test_signals_reach_every_node_once(place, sent, got):
     assert process.returncode == 75
     assert place.calls.read_text().count(f"got {got}") == 2
     assert not list(place.folder.glob("unsloth_ddp_*"))
+
+
+# A connection that brings a signal only once the training of its node has ended.
+LATE = """#!/bin/bash
+eval "words=($(base64 -d <<<"${@: -1}"))"
+if [[ ${words[0]} == signal ]]; then
+  touch "$CALLS.end"
+  while [[ -e ${words[1]} ]]; do sleep 0.05; done
+fi
+echo "${words[0]} ${words[1]}" >>"$CALLS"
+HOST=$1 exec "${@:2}"
+"""
+
+
+def test_a_signal_that_finds_the_training_ended_leaves_nothing(place):
+    place.tool("late", LATE)
+    script = 'echo ready >>"$CALLS"; while [[ ! -e $CALLS.end ]]; do sleep 0.05; done; exit 0'
+    process = place.start("ssh.sh", "--cpu --no_preflight", HOSTS="a", SSH="late", SCRIPT=script)
+    deadline = time.monotonic() + 20
+    while "ready" not in place.calls.read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=30)
+    assert process.returncode == 0
+    words = dict(line.split() for line in place.calls.read_text().splitlines() if "/tmp/" in line)
+    assert words.keys() == {"start", "signal", "forget"}
+    assert not list(Path("/tmp").glob(f"{Path(words['signal']).name}*"))
 
 
 @pytest.mark.parametrize("shell", ["pbs_tmrsh", "ssh"])

@@ -162,7 +162,8 @@ forget_signals() {
     on_host "$node" forget "/tmp/$job.$node.pid" >/dev/null 2>&1 &
     waiting+=($!)
   done
-  wait ${waiting[@]+"${waiting[@]}"}
+  # A wait for nobody is one for everybody, and so for a node that does not end.
+  ((${#waiting[@]} == 0)) || wait "${waiting[@]}"
 }
 
 # shellcheck disable=SC2317

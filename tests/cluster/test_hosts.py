@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.hosts import make_hosts, wait_until
+from tests.cluster.hosts import make_hosts
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.cluster
 

@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.hosts import Host, wait_for_all, wait_until
+from tests.cluster.hosts import Host, wait_for_all
 from tests.conftest import REPO, demo_rows, write_jsonl
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.cluster
 

@@ -11,8 +11,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.cluster.hosts import Host, wait_for_all, wait_until
+from tests.cluster.hosts import Host, wait_for_all
 from tests.conftest import REPO
+from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 

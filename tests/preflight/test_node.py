@@ -10,7 +10,6 @@ import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
@@ -18,6 +17,7 @@ from safetensors.torch import load_file
 from tests.conftest import DEMO_MODEL, REPO
 from tests.preflight.rows import documented, undocumented
 from tests.ranks import free_port
+from tests.waiting import is_running, wait_until
 from unsloth_ddp.errors import UserError
 from unsloth_ddp.options import Settings
 from unsloth_ddp.preflight import identity, node, space, speed, table, together
@@ -397,17 +397,12 @@ def test_the_doctor_is_stopped_with_all_it_started(monkeypatch, tmp_path):
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setenv("RANK", "0")
     doctor = node.Doctor()
-    deadline = time.monotonic() + 30
-    while not (tmp_path / "child").exists() or not (tmp_path / "child").read_text():
-        assert time.monotonic() < deadline, "the doctor did not start"
-        time.sleep(0.05)
+    started = tmp_path / "child"
+    wait_until(lambda: started.exists() and started.read_text() != "", 30, "the doctor's child")
     monkeypatch.setattr(node, "DOCTOR_SECONDS", 0)
     found = doctor.check(0)
     assert (found.verdict, "did not end" in found.values[0]) == ("warning", True)
-    child = int((tmp_path / "child").read_text())
-    while Path(f"/proc/{child}").exists() and Path(f"/proc/{child}/stat").read_text().split()[2] != "Z":
-        assert time.monotonic() < deadline, "the doctor's child lives on"
-        time.sleep(0.05)
+    wait_until(lambda: not is_running(int(started.read_text())), 30, "the end of the doctor's child")
     doctor.output.seek(0)
     # Nothing of the launcher's reached it.
     assert doctor.output.read().startswith("False ['doctor', '--gpus']")

@@ -48,8 +48,8 @@ def another_trl() -> None:
     """This rank's node has another version of a package."""
     from unsloth_ddp.preflight import identity
 
-    found = identity.versions() | {"trl": "0.1"}
-    identity.versions = lambda: found
+    found = identity.all_versions() | {"trl": "0.1"}
+    identity.all_versions = lambda: found
 
 
 def clock_ahead() -> None:

@@ -15,6 +15,7 @@ from unsloth_ddp.json_file import write_as_asked
 from unsloth_ddp.parity.launches import LEARNING_RATE
 from unsloth_ddp.parity.run import Check
 from unsloth_ddp.parity.verdicts import Row, Tolerance
+from unsloth_ddp.versions import versions
 
 
 def print_table(rows: Sequence[Row]) -> None:
@@ -44,8 +45,6 @@ def write_json(
     Raises:
         UserError: it cannot be written.
     """
-    from unsloth_ddp.telemetry import versions
-
     content = {
         "agree": agree,
         "tolerance": dataclasses.asdict(tolerance),

@@ -6,25 +6,22 @@ import contextlib
 import dataclasses
 import hashlib
 import os
-import platform
 import subprocess
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from unsloth_ddp.errors import one_line
 from unsloth_ddp.model_files import weight_bytes
 from unsloth_ddp.preflight.bounded import bounded
 from unsloth_ddp.preflight.compare import SECRET
 from unsloth_ddp.rows import is_file
 from unsloth_ddp.settings import FIELDS, Settings
 from unsloth_ddp.units import GIB, MIB
+from unsloth_ddp.versions import PACKAGES, versions
 
-PACKAGES = (
-    "torch", "unsloth", "unsloth_zoo", "trl", "transformers", "accelerate", "peft", "datasets", "tensorboard",
-    "nbconvert", "deepspeed", "bitsandbytes",
-)  # fmt: skip
+OTHER_PACKAGES = ("bitsandbytes", "deepspeed", "tensorboard", "nbconvert")
 FLAG_PREFIXES = ("NCCL_", "TORCH_NCCL_", "GLOO_", "ACCELERATE_USE_", "FSDP_", "UNSLOTH_")
 FLAGS = (
     "ACCELERATE_MIXED_PRECISION", "NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "CUBLAS_WORKSPACE_CONFIG",
@@ -61,7 +58,7 @@ def identity(
     """
     deadline = time.monotonic() + seconds
     parts = {
-        "versions": versions,
+        "versions": all_versions,
         "code": kit_code,
         "settings": lambda: plain_settings(settings),
         "data": lambda: data_files(settings),
@@ -74,7 +71,7 @@ def identity(
         try:
             found[name] = bounded(part, max(1.0, deadline - time.monotonic()))
         except Exception as error:
-            found["unknown"][name] = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+            found["unknown"][name] = f"{type(error).__name__}: {one_line(error)}"
     return found
 
 
@@ -87,14 +84,11 @@ def plain_settings(settings: Settings) -> dict[str, Any]:
     return options
 
 
-def versions() -> dict[str, str]:
+def all_versions() -> dict[str, str]:
     """Python, CUDA, NCCL, and the packages that are installed."""
     import torch
 
-    found = {"python": platform.python_version()}
-    for name in PACKAGES:
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            found[name] = metadata.version(name)
+    found = versions((*PACKAGES, *OTHER_PACKAGES))
     # What is imported decides, and a build's suffix (+cu130) is part of it.
     found["torch"] = torch.__version__
     found["cuda"] = str(torch.version.cuda)

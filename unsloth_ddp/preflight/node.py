@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from unsloth_ddp.errors import one_line
 from unsloth_ddp.model_files import model_folder, weight_bytes
 from unsloth_ddp.preflight import checks, machine, space, verdicts
 from unsloth_ddp.preflight.bounded import bounded
@@ -77,7 +78,7 @@ def attempt(name: str, node: int, check: Callable[[], Check], seconds: float = C
     try:
         return bounded(check, seconds)
     except Exception as error:
-        return checks.unmade(name, node, f"{type(error).__name__}: {' '.join(str(error).split())[:200]}")
+        return checks.unmade(name, node, f"{type(error).__name__}: {one_line(error)}")
 
 
 def network_checks(place: Place, environ: Mapping[str, str]) -> list[Check]:
@@ -322,7 +323,7 @@ def look_for_gpus(cpu: bool) -> tuple[list[dict[str, Any]], str]:
     try:
         return bounded(visible_gpus, GPU_SECONDS)
     except Exception as error:
-        return [], f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        return [], f"{type(error).__name__}: {one_line(error)}"
 
 
 def visible_gpus() -> tuple[list[dict[str, Any]], str]:
@@ -333,7 +334,7 @@ def visible_gpus() -> tuple[list[dict[str, Any]], str]:
         try:
             torch.cuda.init()
         except Exception as error:
-            return [], " ".join(str(error).split())[:300]
+            return [], one_line(error)
         return [], ""
     devices = []
     for index in range(torch.cuda.device_count()):

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from unsloth_ddp.errors import one_line
 from unsloth_ddp.json_file import write_json
 from unsloth_ddp.preflight import bandwidth, compare, identity, node, table, together, verdicts
 from unsloth_ddp.preflight.bandwidth import Timing
@@ -162,9 +163,7 @@ class Session:
     def _lost(self, mine: list[Check], arrived: list[Check], error: Exception) -> int:
         if not self.place.speaks:
             return 1
-        remedy = (
-            f"The others went away or did not go on ({' '.join(str(error).split())[:200]}): look at node 0's output."
-        )
+        remedy = f"The others went away or did not go on ({one_line(error)}): look at node 0's output."
         checks = [*mine, *arrived, Check("answers", {self.place.node_rank: "no answer"}, "failure", remedy)]
         title = f"Preflight of node {self.place.node_rank} ({self.place.host}) alone: the others were lost"
         return self._show(checks, title, {self.place.node_rank: self.place.host}, [])
@@ -214,7 +213,8 @@ class Session:
         nodes = range(place.nodes)
         reports = meeting.gather("node", nodes, FACTS_SECONDS)
         if token is not None:
-            token.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                token.unlink()
         gpus = meeting.gather("gpu", range(ranks.world_size), SPARE_SECONDS)
         rows = self._compared(reports, gpus)
         hosts = {number: report["host"] for number, report in reports.items()}

@@ -18,7 +18,7 @@ one at once. Start it in tmux or with nohup if the connection may break: a node 
 Environment:
   HOSTS           names in one text, or a file with one name a line (# begins a comment); the first is the master
   MASTER_ADDR     node 0 as the other hosts reach it (default: the first name, without user@)
-  MASTER_PORT, GPUS_PER_NODE, START_TIMEOUT   as for node.sh
+  MASTER_PORT, GPUS_PER_NODE, START_TIMEOUT, RUN_NAME   as for node.sh
   SSH             command that runs another on a host (default: ssh -o BatchMode=yes and keep-alives)
   SSH_OPTIONS     more options for it
   LOGS            folder of the logs, instead of logs/ssh-TIME
@@ -112,7 +112,7 @@ else
   remote=(ssh -o BatchMode=yes -o ConnectTimeout=20 -o ServerAliveInterval=10 -o ServerAliveCountMax=3)
 fi
 read -ra more <<<"${SSH_OPTIONS:-}"
-remote+=(${more[@]+"${more[@]}"})
+remote+=("${more[@]}")
 
 logs=${LOGS:-logs/ssh-$(date +%Y%m%d-%H%M%S)-$$}
 mkdir -p "$logs" || refuse "the folder of the logs, $logs, cannot be made; name another with LOGS."
@@ -130,7 +130,7 @@ start_node() {
   local node=$1 variables
   shift
   variables=("NNODES=$nodes" "NODE_RANK=$node" "MASTER_ADDR=$master")
-  for name in MASTER_PORT GPUS_PER_NODE START_TIMEOUT; do
+  for name in MASTER_PORT GPUS_PER_NODE START_TIMEOUT RUN_NAME; do
     [[ -z ${!name:-} ]] || variables+=("$name=${!name}")
   done
   on_host "$node" start "/tmp/$job.$node.pid" "$PWD" "${variables[@]}" -- "$@" 2>&1 |
@@ -162,7 +162,8 @@ forget_signals() {
     on_host "$node" forget "/tmp/$job.$node.pid" >/dev/null 2>&1 &
     waiting+=($!)
   done
-  wait ${waiting[@]+"${waiting[@]}"}
+  # A wait for nobody is one for everybody, and so for a node that does not end.
+  ((${#waiting[@]} == 0)) || wait "${waiting[@]}"
 }
 
 # shellcheck disable=SC2317

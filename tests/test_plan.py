@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +24,7 @@ from unsloth_ddp.plan.memory import BYTES_PACKED, Workload, exists, fits, optimi
 from unsloth_ddp.plan.network import Links, Step, all_reduce_seconds, balance, efficiency, exposed_seconds, gpu_counts
 from unsloth_ddp.plan.rows import RowLengths, in_order, largest_micro_batch, row_lengths
 from unsloth_ddp.plan.shape import ModelShape, model_shape
-from unsloth_ddp.plan.units import parse_bandwidth, parse_memory, shown_bytes, shown_seconds
+from unsloth_ddp.units import parse_bandwidth, parse_memory, shown_bytes, shown_seconds
 
 SHAPE = ModelShape(
     parameters=1000, linear=800, largest_linear=50, head=100, vocabulary=10, adapter=40, layers=4, layer_input=20.0,
@@ -51,9 +52,11 @@ def test_bits_and_bytes_are_told_apart():
 
 
 def test_amounts_are_shown_in_units_of_their_size():
-    assert shown_bytes(174_587_904) == "166.5 MiB"
-    assert [shown_seconds(s) for s in (0.0123, 30.0, 600.0, 36_000.0, 864_000.0)] == [
-        "12.3 ms", "30.0 s", "10.0 min", "10.0 h", "10.0 days",
+    assert [shown_bytes(b) for b in (0, 1536, 174_587_904, 3 * 2**30, 2**50)] == [
+        "0 B", "1.5 KiB", "166.5 MiB", "3.0 GiB", "1,024.0 TiB",
+    ]  # fmt: skip
+    assert [shown_seconds(s) for s in (0.00005, 0.0123, 30.0, 600.0, 36_000.0, 864_000.0)] == [
+        "50 us", "12.3 ms", "30.0 s", "10.0 min", "10.0 h", "10.0 days",
     ]  # fmt: skip
 
 
@@ -405,17 +408,16 @@ def test_a_calibration_of_other_models_gives_no_times(capsys, tmp_path):
     assert json.loads(path.read_text())["plan"]["speed"] is None
 
 
-def test_a_picture_is_drawn_or_refused(capsys, tmp_path, demo_calibration):
-    path = tmp_path / "plan.png"
-    code = plan("--calibration", demo_calibration, "--picture", str(path))
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        assert code == 2
-        assert "--picture needs matplotlib" in capsys.readouterr().err
-    else:
-        assert code == 0
-        assert path.read_bytes().startswith(b"\x89PNG")
+def test_a_picture_is_drawn(tmp_path, demo_calibration):
+    pytest.importorskip("matplotlib", reason="matplotlib is in the group bench: uv sync --group bench")
+    assert plan("--calibration", demo_calibration, "--picture", str(tmp_path / "plan.png")) == 0
+    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_picture_without_matplotlib_says_how_to_get_it(capsys, tmp_path, demo_calibration, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert plan("--calibration", demo_calibration, "--picture", str(tmp_path / "plan.png")) == 2
+    assert "--picture needs matplotlib" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -429,6 +431,7 @@ def test_a_picture_is_drawn_or_refused(capsys, tmp_path, demo_calibration):
         (["--gpus_per_node", "3", "--global_batch_size", "16"], "does not divide"),
         (["--model", "./nowhere", "--dataset", "rows.jsonl"], "cannot be planned for"),
         (["--methods", "lora"], "there is no option methods"),
+        (["--json", f"{__file__}/plan.json"], "plan.json cannot be written: "),
     ],
 )
 def test_mistakes_get_a_sentence(words, sentence, capsys):

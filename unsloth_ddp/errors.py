@@ -11,3 +11,8 @@ class RunError(UserError):
     """The run cannot go on, and not by the user's mistake; its message says what happened and what to do."""
 
     exit_code = 1
+
+
+def one_line(error: object, most: int = 300) -> str:
+    """What an error of a library says, to stand in a sentence: without line breaks, at most so many characters."""
+    return " ".join(str(error).split())[:most]

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import functools
-import platform
 import resource
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from importlib import metadata
 from io import StringIO
 from pathlib import Path
 from statistics import median
@@ -27,13 +25,13 @@ from unsloth_ddp.model import parameter_counts
 from unsloth_ddp.packing import Choice, Packing
 from unsloth_ddp.runtime import Runtime
 from unsloth_ddp.settings import Settings
+from unsloth_ddp.versions import versions
 
 # Sums a rank keeps between two log lines.
 LOSS, SUPERVISED, TOKENS = range(3)
 # Gathered with them.
 OWN_SECONDS, STEPS = 3, 4
 
-PACKAGES = ("torch", "transformers", "trl", "accelerate", "peft", "datasets", "unsloth", "unsloth_zoo")
 SUMMARIZED = (
     "model", "model_revision", "method", "dataset", "eval_dataset", "eval_fraction", "max_length", "overlong",
     "loss_on", "chat_template", "num_train_epochs", "max_steps", "learning_rate", "lr_scheduler_type", "warmup_steps",
@@ -259,17 +257,6 @@ def peak_memory_bytes(device_type: str) -> int:
     if device_type == "cuda":
         return torch.cuda.max_memory_allocated()
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-def versions() -> dict[str, str]:
-    """Versions of Python and of the packages that decide what a run computes."""
-    found: dict[str, str] = {"python": platform.python_version()}
-    for name in PACKAGES:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
 
 
 def table(rows: dict[str, str]) -> str:

@@ -109,17 +109,17 @@ def main(argv: list[str]) -> int:
         )
         with tempfile.TemporaryDirectory(prefix="unsloth_ddp_parity_") as folder:
             rows, tolerance, errors = run_check(check, Path(folder))
+        agree, sentence = verdict(rows, tolerance)
+        print_table(rows)
+        for text in errors:
+            print(f"\n{text}\n")
+        print(sentence)
+        print(f"Tolerance: {tolerance.value:.1e} ({tolerance.reason}).")
+        if given.json:
+            write_json(given.json, rows, check, tolerance, agree, errors)
     except UserError as error:
         print(f"parity: error: {error}", file=sys.stderr, flush=True)
         return EXIT_USER_ERROR
-    agree, sentence = verdict(rows, tolerance)
-    print_table(rows)
-    for text in errors:
-        print(f"\n{text}\n")
-    print(sentence)
-    print(f"Tolerance: {tolerance.value:.1e} ({tolerance.reason}).")
-    if given.json:
-        write_json(given.json, rows, check, tolerance, agree, errors)
     return 0 if agree else 1
 
 

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from unsloth_ddp.json_file import write_as_asked
 from unsloth_ddp.parity.launches import LEARNING_RATE
 from unsloth_ddp.parity.run import Check
 from unsloth_ddp.parity.verdicts import Row, Tolerance
+from unsloth_ddp.versions import versions
 
 
 def print_table(rows: Sequence[Row]) -> None:
     """The table, its first line the reference."""
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
     table = Table(box=box.SIMPLE, title="Difference from the first line, relative", title_justify="left")
     table.add_column("launch")
     for name in ("processes", "rows a device x accumulation", "weight update", "loss", "seconds"):
@@ -39,9 +40,11 @@ def print_table(rows: Sequence[Row]) -> None:
 def write_json(
     path: Path, rows: Sequence[Row], check: Check, tolerance: Tolerance, agree: bool, errors: list[str]
 ) -> None:
-    """Everything that was measured."""
-    from unsloth_ddp.telemetry import versions
+    """Everything that was measured.
 
+    Raises:
+        UserError: it cannot be written.
+    """
     content = {
         "agree": agree,
         "tolerance": dataclasses.asdict(tolerance),
@@ -54,5 +57,4 @@ def write_json(
         "errors": errors,
         "versions": versions(),
     }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    write_as_asked("--json", path, content)

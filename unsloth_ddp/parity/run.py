@@ -15,9 +15,9 @@ from itertools import chain, islice
 from pathlib import Path
 
 from unsloth_ddp.errors import UserError
+from unsloth_ddp.model_files import model_folder
 from unsloth_ddp.parity.launches import Launch, command, settings_of, waves
 from unsloth_ddp.parity.verdicts import Outcome, Row, Tolerance, compare
-from unsloth_ddp.parity.weights import model_folder
 from unsloth_ddp.rows import check_source, read_rows
 from unsloth_ddp.settings import Settings
 
@@ -72,6 +72,7 @@ def run_check(check: Check, folder: Path) -> tuple[list[Row], Tolerance, list[st
                     errors.append(f"{told} {outcome.error}")
                 if reference is None:
                     reference = outcome
+                    # A Hub model is in the cache now, unless this launch failed.
                     initial = model_folder(check.settings) if check.settings.method == "full" else None
                 if reference.error and outcome is not reference:
                     continue

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from unsloth_ddp.errors import UserError
-from unsloth_ddp.settings import Settings
 
 
 def update_difference(reference: Path, other: Path, initial: Path | None, steps: int) -> tuple[float, float]:
@@ -56,13 +55,3 @@ def _tensors(folder: Path) -> Iterator[dict[str, Any]]:
     with contextlib.ExitStack() as stack:
         files = [stack.enter_context(safe_open(path, "pt")) for path in sorted(folder.glob("*.safetensors"))]
         yield {name: file for file in files for name in file.keys()}  # noqa: SIM118
-
-
-def model_folder(settings: Settings) -> Path:
-    """The folder of the model before training, in the Hub's cache where it is not local."""
-    path = Path(str(settings.model)).expanduser()
-    if path.is_dir():
-        return path
-    from huggingface_hub import snapshot_download
-
-    return Path(snapshot_download(str(settings.model), revision=settings.model_revision, local_files_only=True))

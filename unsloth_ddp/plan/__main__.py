@@ -14,10 +14,11 @@ import sys
 from pathlib import Path
 
 from unsloth_ddp.errors import UserError
+from unsloth_ddp.json_file import write_as_asked
 from unsloth_ddp.packing import Choice, Request, plan_step
-from unsloth_ddp.plan.units import parse_bandwidth, parse_memory
 from unsloth_ddp.runtime import EXIT_USER_ERROR, use_cache_if_hub_is_unreachable
 from unsloth_ddp.settings import Parser, parse_settings
+from unsloth_ddp.units import parse_bandwidth, parse_memory
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -92,7 +93,7 @@ def plan(argv: list[str]) -> None:
     made = report.Report(settings, shape, rows, hardware, computed, calibration)
     report.print_plan(made)
     if given.json:
-        report.write_json(given.json, report.as_json(made))
+        write_as_asked("--json", given.json, report.as_json(made))
     if given.picture:
         report.draw(given.picture, hardware, computed)
 

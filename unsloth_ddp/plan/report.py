@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,8 +19,8 @@ from unsloth_ddp.plan.memory import RESERVE
 from unsloth_ddp.plan.network import GUIDE, GUIDE_GPUS_A_NODE, Links, all_reduce_seconds, ring_fit
 from unsloth_ddp.plan.rows import RowLengths
 from unsloth_ddp.plan.shape import ModelShape
-from unsloth_ddp.plan.units import shown_bandwidth, shown_bytes, shown_seconds
 from unsloth_ddp.settings import Settings
+from unsloth_ddp.units import shown_bandwidth, shown_bytes, shown_seconds
 
 NO_CALIBRATION = (
     "Time and efficiency need measured speeds, and none were given: --calibration FILE. To write one, train the same "
@@ -208,12 +207,6 @@ def as_json(report: Report) -> dict[str, Any]:
         "plan": {**dataclasses.asdict(plan), "memory": memory},
         "notes": notes(report),
     }
-
-
-def write_json(path: Path, content: dict[str, Any]) -> None:
-    """To a file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 def draw(path: Path, hardware: Hardware, plan: Plan) -> None:

@@ -40,15 +40,10 @@ def train(settings: Settings, ranks: Ranks) -> int:
     stop.listen(settings.max_time)
     use_cache_if_hub_is_unreachable(settings)
     # Imported here, so that a mistake in the settings is told before the seconds that torch takes to load.
-    from unsloth_ddp import answers, batch, checkpoint, data, output, sharding, telemetry, watch
+    from unsloth_ddp import answers, attention, checkpoint, data, output, packing, sharding, telemetry, watch
     from unsloth_ddp import model as models
 
-    plan = batch.plan_batch(
-        settings.per_device_train_batch_size,
-        ranks.world_size,
-        settings.global_batch_size,
-        settings.gradient_accumulation_steps,
-    )
+    request = packing.Request.of(settings, ranks.world_size)
     with (
         started(settings, ranks) as runtime,
         watch.watched(settings, runtime) as stop.ended,
@@ -57,7 +52,9 @@ def train(settings: Settings, ranks: Ranks) -> int:
         models.check_model(settings, runtime)
         data.read_examples(settings, runtime, node_folder)
         run_folder = output.choose_run_folder(settings, runtime)
-        facts = checkpoint.run_facts(settings, runtime, plan)
+        facts = checkpoint.run_facts(settings, runtime)
+        if settings.packing == "off":
+            facts |= checkpoint.batch_facts(request.plan)
         start = checkpoint.choose(settings, runtime, run_folder, output.continues(settings, run_folder))
         if start:
             checkpoint.check(start, facts, settings, runtime)
@@ -68,13 +65,14 @@ def train(settings: Settings, ranks: Ranks) -> int:
         from unsloth_ddp.sft_config import make_config
         from unsloth_ddp.trainer import make_trainer
 
-        config = make_config(settings, runtime, plan, run_folder)
+        config = make_config(settings, runtime, request.plan, run_folder)
         model, tokenizer = models.load_model(settings, runtime)
         rows, eval_rows = data.tokenize_examples(settings, runtime, node_folder, tokenizer)
         models.stop_at(model, tokenizer, rows.dataset)
+        choice = attention.choose_packing(settings, runtime, model)
+        plan, rows, choice = data.fill_steps(request, rows, choice)
 
-        facts |= {"rows": rows.counts.rows, "data": data.fingerprint(rows, runtime)}
-        facts["steps"] = plan.steps(rows.counts.rows, settings.num_train_epochs, settings.max_steps)
+        facts |= checkpoint.batch_facts(plan) | data.facts(settings, runtime, plan, rows)
         changes = checkpoint.check(start, facts, settings, runtime) if start else []
         checkpoints = checkpoint.Checkpoints(
             runtime, run_folder, facts, telemetry.versions(), settings.save_total_limit
@@ -87,7 +85,7 @@ def train(settings: Settings, ranks: Ranks) -> int:
             print(sentence)
         for sentence in sharding.what_is_ignored(runtime.sharding, settings, ranks.nodes):
             print(sentence)
-        print(telemetry.describe_run(settings, runtime, plan, model, rows, eval_rows, run_folder), flush=True)
+        print(telemetry.describe_run(settings, runtime, plan, choice, model, rows, eval_rows, run_folder), flush=True)
 
         compared = 0 if sharding.shards_weights(runtime.sharding) else settings.compare_answers
         asked = answers.questions(data.held_out_examples(node_folder, compared))

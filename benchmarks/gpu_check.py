@@ -22,17 +22,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-REPO = Path(__file__).resolve().parent.parent
-ACCELERATE = [sys.executable, "-m", "accelerate.commands.launch"]
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from benchmarks.common import ACCELERATE, REPO, launch_command, losses, make_model, reload, write_results
+
 LAUNCHERS = {
     "python": [sys.executable],
-    "accelerate_1": [
-        *ACCELERATE,
-        "--config_file",
-        str(REPO / "accelerate_configs/single_gpu.yaml"),
-        "--num_processes",
-        "1",
-    ],
+    "accelerate_1": launch_command("single_gpu.yaml", 1),
     "accelerate_all": [*ACCELERATE, "--config_file", str(REPO / "accelerate_configs/ddp.yaml")],
     "accelerate_default": [*ACCELERATE, "--main_process_port", "0"],
     "torchrun_2": [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"],
@@ -110,20 +105,8 @@ def run(job: Job, work: Path) -> dict[str, Any]:
     if code:
         return {**result, "log": log.read_text()[-3000:]}
     summary = json.loads((folder / "summary.json").read_text())
-    history = json.loads((folder / "trainer_state.json").read_text())["log_history"]
-    losses = [entry["loss"] for entry in history if "loss" in entry]
-    return {**result, "first_loss": losses[0], "last_loss": losses[-1], "summary": summary}
-
-
-def reload(result: dict[str, Any], work: Path) -> dict[str, Any]:
-    """The evaluation loss of the saved adapter or model, loaded in a process without Unsloth."""
-    command = [sys.executable, str(REPO / "benchmarks/reload.py"), str(work / "outputs" / result["name"])]
-    done = subprocess.run(
-        command, cwd=REPO, capture_output=True, text=True, env={**os.environ, "CUDA_VISIBLE_DEVICES": "0"}
-    )
-    if done.returncode:
-        return {"error": done.stderr[-1500:]}
-    return json.loads(done.stdout.splitlines()[-1])
+    seen = losses(folder)
+    return {**result, "first_loss": seen[0], "last_loss": seen[-1], "summary": summary}
 
 
 def parity(backend: str, work: Path) -> dict[str, Any]:
@@ -151,8 +134,7 @@ def main() -> None:
     makers = []
     if any(g >= 3 for g in chosen):
         for gpu, shape in enumerate(("qwen3_8b", "qwen3_1.7b")):
-            command = [sys.executable, str(REPO / "benchmarks/gpu_models.py"), shape, str(given.work / shape)]
-            makers.append(subprocess.Popen(command, cwd=REPO, env={**os.environ, "CUDA_VISIBLE_DEVICES": str(gpu)}))
+            makers.append(make_model(shape, given.work / shape, {"CUDA_VISIBLE_DEVICES": str(gpu)}))
     results: dict[str, dict[str, Any]] = {}
     layouts: list[dict[str, Any]] = []
     with ThreadPoolExecutor(max_workers=8) as pool:
@@ -164,30 +146,15 @@ def main() -> None:
                     maker.wait()
             for job, result in zip(groups[number], pool.map(lambda j: run(j, given.work), groups[number]), strict=True):
                 results[job.name] = result
-                losses = (
-                    f"{result['first_loss']:.3f} -> {result['last_loss']:.3f}" if "last_loss" in result else "FAILED"
-                )
-                print(f"{job.name:36} rc {result['exit_code']} {result['seconds']:5.0f} s  {losses}", flush=True)
+                fall = f"{result['first_loss']:.3f} -> {result['last_loss']:.3f}" if "last_loss" in result else "FAILED"
+                print(f"{job.name:36} rc {result['exit_code']} {result['seconds']:5.0f} s  {fall}", flush=True)
             wanted = [j.name for j in groups[number] if j.reload and results[j.name]["exit_code"] == 0]
-            for name, found in zip(wanted, pool.map(lambda n: reload(results[n], given.work), wanted), strict=True):
+            folders = [given.work / "outputs" / name for name in wanted]
+            for name, found in zip(wanted, pool.map(reload, folders), strict=True):
                 results[name]["reload"] = found
                 print(f"{name:36} reload {found}  run {results[name]['summary']['eval_loss']}", flush=True)
-            write(given.json, results, layouts)
-
-
-def write(path: Path, results: dict[str, dict[str, Any]], parity: list[dict[str, Any]]) -> None:
-    """Everything measured so far, so that a run cut short loses nothing."""
-    gpus = subprocess.run(
-        ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"], capture_output=True, text=True
-    )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    content = {
-        "command": " ".join(sys.argv),
-        "gpus": gpus.stdout.splitlines(),
-        "parity": parity,
-        "runs": list(results.values()),
-    }
-    path.write_text(json.dumps(content, indent=2) + "\n")
+            # After every group, so that a check cut short loses nothing.
+            write_results(given.json, parity=layouts, runs=list(results.values()))
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ compared with that of one launcher with as many processes.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import socket
 import subprocess
@@ -23,8 +22,9 @@ from typing import Any
 import psutil
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent))
-from sharding import REPO, STEPS, Job, launch, update
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from benchmarks.common import REPO, write_results
+from benchmarks.sharding import STEPS, Job, launch, update
 
 OPTIONS = f"--config recipes/demo.yaml --precision fp32 {STEPS}".replace(
     "--global_batch_size 8", "--global_batch_size 16"
@@ -58,10 +58,16 @@ def two_nodes(name: str, work: Path, port: int, arguments: list[str]) -> dict[st
             "NCCL_DEBUG": "INFO",
             "NCCL_DEBUG_FILE": str(work / f"{name}_nccl_{node}.%p.txt"),
         }
-        log = (work / f"{name}_node{node}.log").open("w")
         command = ["bash", "cluster/node.sh", *arguments]
-        processes.append(subprocess.Popen(command, cwd=REPO, env=environ, stdout=log, stderr=subprocess.STDOUT))
-    codes = [process.wait(timeout=300) for process in processes]
+        with (work / f"{name}_node{node}.log").open("w") as log:
+            processes.append(subprocess.Popen(command, cwd=REPO, env=environ, stdout=log, stderr=subprocess.STDOUT))
+    try:
+        codes = [process.wait(timeout=300) for process in processes]
+    except subprocess.TimeoutExpired:
+        # node.sh ends what it started.
+        for process in processes:
+            process.terminate()
+        raise
     said = [(work / f"{name}_node{node}.log").read_text()[-6000:] for node in (0, 1)]
     over_network = any("NET/Socket" in p.read_text() or "NET/IB" in p.read_text() for p in work.glob(f"{name}_nccl_*"))
     result = {"name": name, "command": " ".join(["bash cluster/node.sh", *arguments]), "codes": codes}
@@ -109,11 +115,7 @@ def main() -> None:
             del result["said"][1:]
         print({key: value for key, value in result.items() if key != "said"}, flush=True)
         print("\n".join(result["said"]), flush=True)
-    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
-    gpus = subprocess.run(query, capture_output=True, text=True).stdout.splitlines()
-    given.json.parent.mkdir(parents=True, exist_ok=True)
-    content = {"command": " ".join(sys.argv), "gpus": gpus, "one_launcher": one, "runs": results}
-    given.json.write_text(json.dumps(content, indent=2) + "\n")
+    write_results(given.json, one_launcher=one, runs=results)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,9 @@ from pathlib import Path
 
 import matplotlib.pyplot as plt
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from benchmarks.common import log_history
+
 RESULTS = Path(__file__).resolve().parent / "results"
 
 
@@ -19,10 +22,9 @@ def main(runs: list[Path]) -> None:
     curves = {}
     figure, axes = plt.subplots(figsize=(7, 3.2), dpi=110)
     for run, style in zip(runs, ("-", ":"), strict=True):
-        history = json.loads((run / "trainer_state.json").read_text())["log_history"]
         processes = json.loads((run / "summary.json").read_text())["world_size"]
         label = f"{processes} process{'es' if processes > 1 else ''}"
-        points = [(entry["step"], entry["loss"]) for entry in history if "loss" in entry]
+        points = [(entry["step"], entry["loss"]) for entry in log_history(run) if "loss" in entry]
         curves[label] = points
         axes.plot(*zip(*points, strict=True), style, linewidth=4 - 1.5 * (style == ":"), label=label)
     axes.set(

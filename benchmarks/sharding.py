@@ -17,6 +17,7 @@ import os
 import queue
 import random
 import signal
+import statistics
 import subprocess
 import sys
 import time
@@ -27,7 +28,9 @@ from typing import Any
 
 import torch
 
-REPO = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from benchmarks.common import REPO, launch_command, log_history, losses, make_model, reload, write_results
+
 LIMIT = 150
 CONFIGS = {"ddp": "ddp.yaml", "again": "ddp.yaml", "zero2": "zero2.yaml", "zero3": "zero3.yaml", "fsdp2": "fsdp2.yaml"}
 # `again` repeats DDP: what differs there is not the sharding's doing.
@@ -52,9 +55,7 @@ class Job:
 
 def launch(job: Job, work: Path, processes: int, environ: dict[str, str] | None = None) -> dict[str, Any]:
     """Run one job on `processes` GPUs; returns its summary, losses and how long it took."""
-    config = REPO / "accelerate_configs" / CONFIGS[job.sharding]
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config)]
-    command += ["--num_processes", str(processes), "train_ddp.py", *job.options.split()]
+    command = [*launch_command(CONFIGS[job.sharding], processes), "train_ddp.py", *job.options.split()]
     command += ["--output_dir", str(work / "outputs"), "--run_name", job.name, "--overwrite"]
     log = work / f"{job.name}.log"
     began = time.perf_counter()
@@ -77,9 +78,7 @@ def launch(job: Job, work: Path, processes: int, environ: dict[str, str] | None 
     folder = work / "outputs" / job.name
     if code or not (folder / "summary.json").is_file():
         return {**result, "log": log.read_text()[-4000:]}
-    history = json.loads((folder / "trainer_state.json").read_text())["log_history"]
-    losses = [entry["loss"] for entry in history if "loss" in entry]
-    return {**result, "losses": losses, "summary": json.loads((folder / "summary.json").read_text())}
+    return {**result, "losses": losses(folder), "summary": json.loads((folder / "summary.json").read_text())}
 
 
 def precision(backend: str, method: str) -> str:
@@ -87,16 +86,8 @@ def precision(backend: str, method: str) -> str:
     return "bf16" if (backend, method) == ("unsloth", "full") else "fp32"
 
 
-def reload(name: str, work: Path) -> dict[str, Any]:
-    """The evaluation loss of what was saved, in plain Transformers and PEFT."""
-    command = [sys.executable, str(REPO / "benchmarks/reload.py"), str(work / "outputs" / name)]
-    done = subprocess.run(command, cwd=REPO, capture_output=True, text=True)
-    return json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else {"error": done.stderr[-1500:]}
-
-
 def update(work: Path, name: str, initial: dict[str, Any] | None) -> Any:
     """The weight update of a run, as one float64 vector: LoRA's B starts at zero, full weights at `initial`."""
-    import torch
     from safetensors.torch import load_file
 
     folder = work / "outputs" / name
@@ -125,9 +116,9 @@ def parity(work: Path, path: Path, processes: int, only: list[str]) -> None:
             results[job.name] = result
             tail = result.get("losses") or result["log"][-1500:]
             print(f"{job.name:28} rc {result['exit_code']} {result['seconds']:5.0f} s {tail}", flush=True)
-            write(path, processes, list(results.values()))
+            write_results(path, processes=processes, runs=list(results.values()))
         good = [name for name, result in results.items() if "losses" in result]
-        for name, found in zip(good, pool.map(lambda n: reload(n, work), good), strict=True):
+        for name, found in zip(good, pool.map(lambda n: reload(work / "outputs" / n), good), strict=True):
             results[name]["reload"] = found
     for name in good:
         reference = "_".join([*name.split("_")[:2], "ddp"])
@@ -139,7 +130,7 @@ def parity(work: Path, path: Path, processes: int, only: list[str]) -> None:
             results[name]["loss_difference"] = max(abs(a - b) / b for a, b in pairs)
         found = {key: results[name].get(key) for key in ("update_difference", "loss_difference", "reload")}
         print(f"{name:28} {found} run {results[name]['summary']['eval_loss']}", flush=True)
-    write(path, processes, list(results.values()))
+    write_results(path, processes=processes, runs=list(results.values()))
 
 
 def make_rows(path: Path, count: int) -> None:
@@ -168,8 +159,8 @@ def cost(work: Path, path: Path, processes: int, only: list[str]) -> None:
             jobs.append(Job(f"{shape}_{method}_{sharding}", sharding, options))
     jobs = [job for job in jobs if not only or any(word in job.name for word in only)]
     for shape in {job.name.rpartition("_")[0].rpartition("_")[0] for job in jobs}:
-        if not (work / shape / "config.json").exists():
-            subprocess.run([sys.executable, "benchmarks/gpu_models.py", shape, str(work / shape)], cwd=REPO, check=True)
+        if not (work / shape / "config.json").exists() and make_model(shape, work / shape).wait():
+            raise SystemExit(f"no model of shape {shape} could be made")
     results = []
     gpus: queue.Queue[str] = queue.Queue()
     for first in range(0, torch.cuda.device_count() - processes + 1, processes):
@@ -187,12 +178,10 @@ def cost(work: Path, path: Path, processes: int, only: list[str]) -> None:
         result = future.result()
         name = result["name"]
         if "losses" in result:
-            history = json.loads((work / "outputs" / name / "trainer_state.json").read_text())["log_history"]
-            speeds = sorted(
-                e["tokens_per_second"] for e in history if e.get("step", 0) > 3 and "tokens_per_second" in e
-            )
+            history = log_history(work / "outputs" / name)
+            speeds = [e["tokens_per_second"] for e in history if e.get("step", 0) > 3 and "tokens_per_second" in e]
             tokens = result["summary"]["tokens"] / result["summary"]["steps"]
-            result["seconds_a_step"] = tokens / speeds[len(speeds) // 2]
+            result["seconds_a_step"] = tokens / statistics.median_high(speeds)
             summary = result["summary"]
             print(
                 f"{name:28} {result['seconds_a_step']:.2f} s a step, {summary['peak_memory_bytes'] / 2**30:.1f} GiB in "
@@ -205,16 +194,7 @@ def cost(work: Path, path: Path, processes: int, only: list[str]) -> None:
         results.append(result)
         for weights in (work / "outputs" / name).glob("*.safetensors"):
             weights.unlink()
-        write(path, processes, results)
-
-
-def write(path: Path, processes: int, results: list[dict[str, Any]]) -> None:
-    """Everything measured so far."""
-    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
-    gpus = subprocess.run(query, capture_output=True, text=True).stdout.splitlines()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    content = {"command": " ".join(sys.argv), "gpus": gpus, "processes": processes, "runs": results}
-    path.write_text(json.dumps(content, indent=2) + "\n")
+        write_results(path, processes=processes, runs=results)
 
 
 def main() -> None:

@@ -10,6 +10,7 @@ with a checkpoint, the step at which the resumed run went on (with --resume auto
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import signal
@@ -23,7 +24,9 @@ from typing import Any
 
 import psutil
 
-REPO = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from benchmarks.common import REPO, launch_command, write_results
+
 OPTIONS = "--config recipes/demo.yaml --compare_answers 0 --max_steps 100000 --logging_steps 10 --save_steps 50 --global_batch_size 8"
 OPTIONS += " --per_device_train_batch_size 1 --eval_strategy no"
 
@@ -61,9 +64,8 @@ CASES = [
 
 def start(case: Case, work: Path, processes: int, name: str, extra: str = "") -> tuple[subprocess.Popen[bytes], Path]:
     """Launch a run on the first `processes` GPUs; its output goes to <name>.log."""
-    command = [sys.executable, "-m", "accelerate.commands.launch"]
-    command += ["--config_file", f"accelerate_configs/{case.sharding}.yaml", "--num_processes", str(processes)]
-    command += ["train_ddp.py", *OPTIONS.split(), "--run_name", case.name.replace(" ", ""), *extra.split()]
+    command = [*launch_command(f"{case.sharding}.yaml", processes), "train_ddp.py"]
+    command += [*OPTIONS.split(), "--run_name", case.name.replace(" ", ""), *extra.split()]
     command += ["--output_dir", str(work / "outputs")]
     environ = {**os.environ, "UNSLOTH_DDP_EXIT_CODE_FILE": str(work / f"{name}.code")}
     log = work / f"{name}.log"
@@ -111,11 +113,13 @@ def play(case: Case, work: Path) -> dict[str, Any]:
     run = work / "outputs" / name
     process, log = start(case, work, case.processes, name)
     result: dict[str, Any] = {"name": case.name}
+    target = psutil.Process(process.pid)
     try:
         wait_for_step(run, 20, process)
         everybody = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
         which = case.target.split()
-        target = everybody[0] if which == ["launcher"] else rank_process(process.pid, int(which[1]))
+        if which != ["launcher"]:
+            target = rank_process(process.pid, int(which[1]))
         began = time.monotonic()
         target.send_signal(getattr(signal, f"SIG{case.signal}"))
         code = process.wait(timeout=60)
@@ -123,9 +127,11 @@ def play(case: Case, work: Path) -> dict[str, Any]:
         result |= {"seconds_to_end": round(time.monotonic() - began, 1), "launcher_code": code}
         result["left_alive"] = len(alive)
     except Exception as error:
-        signals = [line for line in lines(Path(f"/proc/{target.pid}/status")) if line.startswith("Sig")]
-        result["signals"] = {"target": target.pid, "cmdline": target.cmdline()[:6], "masks": signals}
-        os.killpg(process.pid, signal.SIGKILL)
+        with contextlib.suppress(psutil.Error, OSError):
+            signals = [line for line in lines(Path(f"/proc/{target.pid}/status")) if line.startswith("Sig")]
+            result["signals"] = {"target": target.pid, "cmdline": target.cmdline()[:6], "masks": signals}
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
         return {**result, "error": str(error), "log": log.read_text()[-2000:]}
     result["noted_code"] = "".join(lines(work / f"{name}.code"))
     result["said"] = [line for line in lines(log) if line.startswith(("train_ddp.py", "Stop", "stop"))][:4]
@@ -160,10 +166,7 @@ def main() -> None:
         results = list(pool.map(lambda case: play(case, given.work), cases))
     for result in results:
         print(json.dumps(result), flush=True)
-    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
-    gpus = subprocess.run(query, capture_output=True, text=True).stdout.splitlines()
-    given.json.parent.mkdir(parents=True, exist_ok=True)
-    given.json.write_text(json.dumps({"command": " ".join(sys.argv), "gpus": gpus, "runs": results}, indent=2) + "\n")
+    write_results(given.json, runs=results)
 
 
 if __name__ == "__main__":

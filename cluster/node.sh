@@ -26,6 +26,7 @@ Environment of each node:
   MASTER_PORT            a free TCP port of node 0 (default 6001); the preflight takes the next one
   GPUS_PER_NODE          GPUs to use on each node (default: all that this node shows); the same everywhere
   START_TIMEOUT          seconds that nodes wait for each other when they start (default 300)
+  RUN_NAME               name of the run, unless the options or the --config give one (job files set the job's id)
 
 Two nodes:
     NNODES=2 NODE_RANK=0 MASTER_ADDR=10.0.0.1 bash cluster/node.sh -m Qwen/Qwen3-8B -d chats.jsonl    # on 10.0.0.1
@@ -160,7 +161,8 @@ visible_gpus() {
     shown=$(python -c 'import torch; print(torch.accelerator.device_count())' 2>/dev/null) || shown=0
   fi
   if [[ -n ${CUDA_VISIBLE_DEVICES+set} ]]; then
-    listed=$(tr , '\n' <<<"$CUDA_VISIBLE_DEVICES" | grep -c '[^ ]')
+    # CUDA stops at the first name that is none, which is what -1 is given for.
+    listed=$(tr , '\n' <<<"$CUDA_VISIBLE_DEVICES" | sed '/^ *-/,$d' | grep -c '[^ ]')
     ((listed < shown)) && shown=$listed
   fi
   echo "$shown"
@@ -242,6 +244,8 @@ pass_on() {
 run() {
   setsid "$@" </dev/null &
   child=$!
+  # A signal between two commands had nobody to go to.
+  [[ -z $stop ]] || pass_on "$stop"
   while :; do
     interrupted=0
     wait "$child"
@@ -264,6 +268,10 @@ end_strays() {
       # shellcheck disable=SC2086
       kill -TERM $strays 2>/dev/null
       told=1
+    elif ((SECONDS - since > 90)); then
+      # A process that waits for a dead disk or driver cannot be ended.
+      say "node $NODE_RANK: these do not end: ${strays//$'\n'/ }"
+      return
     elif ((SECONDS - since > 60)); then
       # shellcheck disable=SC2086
       kill -KILL $strays 2>/dev/null
@@ -315,7 +323,7 @@ train() {
     note_the_beginning &
     watcher=$!
   fi
-  launch "$MASTER_PORT" "$kit/train_ddp.py" "${train_arguments[@]}" ${restart_arguments[@]+"${restart_arguments[@]}"}
+  launch "$MASTER_PORT" "$kit/train_ddp.py" "${train_arguments[@]}" "${restart_arguments[@]}"
   [[ -z $watcher ]] || kill "$watcher" 2>/dev/null
   if ((code)) && [[ -z $stop && ! -e $code_file && -n $watcher && ! -e $folder/began ]] && ((SECONDS - since >= START_TIMEOUT)); then
     say "node $NODE_RANK: not every node arrived at $MASTER_ADDR:$MASTER_PORT within $START_TIMEOUT s. Start node.sh on" \
@@ -363,10 +371,10 @@ read_exit_code() {
 # Whether the options or the --config name the run.
 is_named() {
   local word
-  for word in ${train_options[@]+"${train_options[@]}"}; do
+  for word in "${train_options[@]}"; do
     [[ $word != --run[-_]name ]] || return 0
   done
-  [[ -n $config ]] && grep -Eqs '^run_name *: *[^ #]' "$config"
+  [[ -n $config ]] && grep -Es '^run_name *:' "$config" | grep -Eiqv '^run_name *: *(null|none|~)? *(#.*)?$'
 }
 
 # Start together: a launcher that came while the master's old one still listened would join a job that is ending.
@@ -390,12 +398,13 @@ main() {
   check_nodes
   check_gpus
 
+  [[ -z ${RUN_NAME:-} ]] || is_named || train_options+=(--run_name "$RUN_NAME")
   train_arguments=()
   [[ -z $config ]] || train_arguments+=(--config "$config")
   [[ -z $model ]] || train_arguments+=(--model "$model")
   ((${#datasets[@]} == 0)) || train_arguments+=(--dataset "${datasets[@]}")
   [[ -z $method ]] || train_arguments+=(--method "$method")
-  train_arguments+=(${train_options[@]+"${train_options[@]}"})
+  train_arguments+=("${train_options[@]}")
 
   trap 'pass_on TERM' TERM HUP
   trap 'pass_on INT' INT
@@ -423,8 +432,8 @@ main() {
   fi
   local restarts=0
   while :; do
-    trained=0
-    check_job
+    code=0 trained=0
+    [[ -n $stop ]] || check_job
     ((code == 0)) && [[ -z $stop ]] && trained=1 && train
     # A stop that came before the training began.
     ((trained)) || [[ -z $stop ]] || read_exit_code

@@ -18,8 +18,8 @@
 # The job's exit code is that of the training.
 #
 # Environment, with qsub -v: ARGS (the options, with shell quotes around words with spaces), MASTER_PORT (default: from
-# the job id), GPUS_PER_NODE (default: all that a node shows), REQUEUE, UNSLOTH_DDP_HOME (the kit's folder, if the job
-# is submitted from elsewhere).
+# the job id), GPUS_PER_NODE (default: all that a node shows), RUN_NAME (default: pbs-JOB; --run_name, or run_name in
+# the --config, wins over it), REQUEUE, UNSLOTH_DDP_HOME (the kit's folder, if the job is submitted from elsewhere).
 set -uo pipefail
 
 say() { echo "pbs.sh: $*" >&2; }
@@ -40,7 +40,8 @@ cd "${PBS_O_WORKDIR:-$PWD}" || exit 2
 words=("$@")
 if [[ -n ${ARGS:-} ]]; then
   # Splits as a shell would with its quotes, and expands nothing.
-  mapfile -t given < <(xargs -n 1 printf '%s\n' <<<"$ARGS") || refuse "ARGS has a quote that does not end: $ARGS"
+  mapfile -t given < <(xargs -r -n 1 printf '%s\n' <<<"$ARGS" 2>/dev/null)
+  wait $! || refuse "ARGS has a quote that does not end: $ARGS"
   words+=("${given[@]}")
 fi
 
@@ -61,13 +62,10 @@ if [[ -z ${SSH:-} ]] && command -v pbs_tmrsh >/dev/null; then
 fi
 
 # A requeued job keeps its id, and so finds its run again.
-name=(--run_name "pbs-$job")
-for word in ${words[@]+"${words[@]}"}; do
-  [[ $word != --run[-_]name* ]] || name=()
-done
+export RUN_NAME=${RUN_NAME:-pbs-$job}
 
 say "job $PBS_JOBID on ${HOSTS//$'\n'/ }: port $MASTER_PORT, logs in $LOGS"
-bash "$kit/cluster/ssh.sh" ${words[@]+"${words[@]}"} "${name[@]}" &
+bash "$kit/cluster/ssh.sh" "${words[@]}" &
 step=$!
 
 # A signal ends `wait` early. Bash lets background commands ignore SIGINT, so that one goes on as SIGTERM.

@@ -18,7 +18,7 @@ one at once. Start it in tmux or with nohup if the connection may break: a node 
 Environment:
   HOSTS           names in one text, or a file with one name a line (# begins a comment); the first is the master
   MASTER_ADDR     node 0 as the other hosts reach it (default: the first name, without user@)
-  MASTER_PORT, GPUS_PER_NODE, START_TIMEOUT   as for node.sh
+  MASTER_PORT, GPUS_PER_NODE, START_TIMEOUT, RUN_NAME   as for node.sh
   SSH             command that runs another on a host (default: ssh -o BatchMode=yes and keep-alives)
   SSH_OPTIONS     more options for it
   LOGS            folder of the logs, instead of logs/ssh-TIME
@@ -59,7 +59,8 @@ on_node_start() {
   exit "$code"
 }
 
-# signal PID_FILE SIGNAL: to node.sh, if it still runs, or as soon as it does.
+# signal PID_FILE SIGNAL: to node.sh, if it still runs, or as soon as it does. One that comes after its end leaves a
+# file, which forget removes.
 on_node_signal() {
   local pid
   if ! pid=$(cat "$1" 2>/dev/null); then
@@ -75,6 +76,7 @@ if [[ ${1:-} == --on-node ]]; then
   case $1 in
     start) on_node_start "${@:2}" ;;
     signal) on_node_signal "${@:2}" ;;
+    forget) rm -f "$2.early" ;;
   esac
   exit
 fi
@@ -110,7 +112,7 @@ else
   remote=(ssh -o BatchMode=yes -o ConnectTimeout=20 -o ServerAliveInterval=10 -o ServerAliveCountMax=3)
 fi
 read -ra more <<<"${SSH_OPTIONS:-}"
-remote+=(${more[@]+"${more[@]}"})
+remote+=("${more[@]}")
 
 logs=${LOGS:-logs/ssh-$(date +%Y%m%d-%H%M%S)-$$}
 mkdir -p "$logs" || refuse "the folder of the logs, $logs, cannot be made; name another with LOGS."
@@ -128,7 +130,7 @@ start_node() {
   local node=$1 variables
   shift
   variables=("NNODES=$nodes" "NODE_RANK=$node" "MASTER_ADDR=$master")
-  for name in MASTER_PORT GPUS_PER_NODE START_TIMEOUT; do
+  for name in MASTER_PORT GPUS_PER_NODE START_TIMEOUT RUN_NAME; do
     [[ -z ${!name:-} ]] || variables+=("$name=${!name}")
   done
   on_host "$node" start "/tmp/$job.$node.pid" "$PWD" "${variables[@]}" -- "$@" 2>&1 |
@@ -138,11 +140,30 @@ start_node() {
 }
 
 # Killing an ssh client leaves its remote processes alive, so signals go by a connection of their own.
+signals=()
 signal_all() {
   local node
   for ((node = 0; node < nodes; node++)); do
-    [[ -e $work/$node.code ]] || on_host "$node" signal "/tmp/$job.$node.pid" "$1" >>"$work/signals.txt" 2>&1 &
+    [[ ! -e $work/$node.code ]] || continue
+    on_host "$node" signal "/tmp/$job.$node.pid" "$1" >>"$work/signals.txt" 2>&1 &
+    signals+=($!)
   done
+}
+
+# Once every signal has arrived: remove what those left that found their node.sh gone.
+forget_signals() {
+  local node code waiting=()
+  ((${#signals[@]})) || return 0
+  wait "${signals[@]}"
+  for ((node = 0; node < nodes; node++)); do
+    code=255
+    [[ -e $work/$node.code ]] && read -r code <"$work/$node.code"
+    ((code != 255)) || continue
+    on_host "$node" forget "/tmp/$job.$node.pid" >/dev/null 2>&1 &
+    waiting+=($!)
+  done
+  # A wait for nobody is one for everybody, and so for a node that does not end.
+  ((${#waiting[@]} == 0)) || wait "${waiting[@]}"
 }
 
 # shellcheck disable=SC2317
@@ -191,6 +212,7 @@ while :; do
   sleep 0.5
 done
 
+forget_signals
 for ((node = 0; node < nodes; node++)); do
   result=none
   [[ -e $work/$node.code ]] && read -r result <"$work/$node.code"

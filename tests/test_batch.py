@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import islice
 
+import numpy as np
 import pytest
 from accelerate.data_loader import BatchSamplerShard
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch.utils.data import BatchSampler
 
-from unsloth_ddp.batch import BatchPlan, RowOrder, nearest_multiple, plan_batch
+from unsloth_ddp.batch import BalancedOrder, BatchPlan, RowOrder, arrange, nearest_multiple, plan_batch
 from unsloth_ddp.errors import UserError
 
 SMALL = st.integers(1, 12)
@@ -135,3 +136,73 @@ def test_without_a_seed_the_rows_keep_their_order_in_every_epoch() -> None:
     order = RowOrder(5, 4, None)
     order.set_epoch(3)
     assert list(order) == [0, 1, 2, 3, 4, 5, 5, 5]
+
+
+LENGTHS = st.lists(st.integers(1, 2048), min_size=1, max_size=150)
+
+
+def micro_batches(step: list[int], plan: BatchPlan) -> np.ndarray:
+    """Rows of each micro-batch, int (accumulation positions, processes, per device), as they are dealt."""
+    return np.asarray(step).reshape(-1, plan.processes, plan.per_device)
+
+
+@given(LENGTHS, SMALL, st.integers(1, 5), st.integers(1, 5), st.integers(0, 3), st.booleans())
+def test_arranged_steps_hold_the_same_rows_with_less_padding_and_even_ranks(
+    lengths: list[int], per_device: int, processes: int, accumulation: int, epoch: int, padded: bool
+) -> None:
+    plan = BatchPlan(per_device, accumulation, processes)
+    tokens = np.array([*lengths, 1])
+    plain = RowOrder(len(lengths), per_device * processes, seed=7)
+    order = BalancedOrder(plan, tokens, seed=7, padded=padded)
+    plain.set_epoch(epoch)
+    order.set_epoch(epoch)
+    before, after = list(plain), list(order)
+    assert after == list(order)
+    assert len(after) == len(order) == len(before)
+    for start in range(0, len(before), plan.global_batch):
+        old, new = (indices[start : start + plan.global_batch] for indices in (before, after))
+        assert sorted(old) == sorted(new)
+        widths = [tokens[micro_batches(step, plan)].max(axis=2) for step in (old, new)]
+        assert widths[1].sum() <= widths[0].sum()
+        dealt = tokens[micro_batches(new, plan)]
+        costs = dealt.max(axis=2) if padded else dealt.sum(axis=2)
+        most_within_a_position = (costs.max(axis=1) - costs.min(axis=1)).max()
+        totals = costs.sum(axis=0)
+        assert totals.max() - totals.min() <= most_within_a_position
+
+
+def test_every_layout_of_a_global_batch_sees_the_same_rows_in_the_same_arranged_steps() -> None:
+    tokens = np.append(np.random.default_rng(1).integers(1, 300, 101), 1)
+    seen = set()
+    for per_device, accumulation, processes in LAYOUTS:
+        plan = BatchPlan(per_device, accumulation, processes)
+        steps = deal(BalancedOrder(plan, tokens, seed=3, padded=True), plan)
+        assert len(steps) == plan.steps_per_epoch(101)
+        seen.add(tuple(tuple(sorted(row for row in step if row < 101)) for step in steps))
+    assert len(seen) == 1
+
+
+def test_ranks_of_a_step_differ_by_little_on_chat_rows() -> None:
+    rng = np.random.default_rng(0)
+    tokens = np.append(np.clip(rng.lognormal(5.4, 0.8, 4096).astype(np.int64), 1, 2048), 1)
+    plan = BatchPlan(per_device=1, accumulation=4, processes=4)
+
+    def spread(order: RowOrder) -> float:
+        loads = tokens[np.fromiter(order, dtype=np.int64).reshape(-1, 4, 4)].sum(axis=1)
+        return float((loads.max(axis=1) / loads.mean(axis=1)).mean())
+
+    # The slowest rank waits for nobody: how much more than the mean it has to do.
+    assert spread(RowOrder(4096, 4, seed=0)) > 1.4
+    assert spread(BalancedOrder(plan, tokens, seed=0, padded=True)) < 1.25
+
+
+def test_rows_of_like_length_share_a_micro_batch() -> None:
+    tokens = np.array([10, 90, 11, 91, 50, 51, 12, 92, 1])
+    step = arrange(np.arange(8), tokens, BatchPlan(2, 2, 2), padded=True)
+    assert sorted(tuple(sorted(tokens[pair])) for pair in step.reshape(-1, 2)) == [
+        (10, 11),
+        (12, 50),
+        (51, 90),
+        (91, 92),
+    ]
+    assert tokens[step.reshape(2, 2, 2)].max(axis=2).sum(axis=0).tolist() == [103, 140]

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import shlex
 import signal
-import subprocess
-import time
+from pathlib import Path
 
 import pytest
 
 from tests.conftest import REPO
-from tests.test_node_sh import LAUNCHER
+from tests.stand_ins import Workplace
 
 CLUSTER = REPO / "cluster"
 # ssh joins its words for the remote user's shell; pbs_tmrsh hands them over as they are.
@@ -20,48 +18,10 @@ PBS_TMRSH = '#!/bin/bash\nhost=$1; shift\nHOST=$host exec "$@"\n'
 
 @pytest.fixture
 def place(tmp_path):
-    """A folder with stand-ins on PATH; run(script, words, **environ) starts a script of cluster/ there."""
-    (tmp_path / "prefix" / "bin").mkdir(parents=True)
-    tools = tmp_path / "tools"
-    tools.mkdir()
-    for path, text in (
-        (tools / "uv", f"#!/bin/sh\necho {shlex.quote(str(tmp_path / 'prefix'))}\n"),
-        (tools / "remote", SSH),
-        (tmp_path / "prefix" / "bin" / "accelerate-launch", LAUNCHER),
-    ):
-        path.write_text(text)
-        path.chmod(0o755)
-    return Place(tmp_path)
-
-
-class Place:
-    """Where the scripts run."""
-
-    def __init__(self, folder):
-        self.folder = folder
-        self.calls = folder / "calls.txt"
-        self.calls.touch()
-
-    def tool(self, name: str, text: str) -> None:
-        (self.folder / "tools" / name).write_text(text)
-        (self.folder / "tools" / name).chmod(0o755)
-
-    def start(self, script: str, words: str, **environ: str) -> subprocess.Popen[str]:
-        path = f"{self.folder / 'tools'}:/usr/sbin:/usr/bin:/sbin:/bin"
-        return subprocess.Popen(
-            ["bash", str(CLUSTER / script), *shlex.split(words)],
-            cwd=self.folder,
-            env={"PATH": path, "HOME": str(self.folder), "TMPDIR": str(self.folder), "CALLS": str(self.calls)}
-            | environ,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-
-    def run(self, script: str, words: str = "", **environ: str) -> tuple[int, str]:
-        process = self.start(script, words, **environ)
-        text, _ = process.communicate(timeout=60)
-        return process.returncode, text
+    """Where the scripts run; `remote` stands for ssh."""
+    made = Workplace(tmp_path)
+    made.tool("remote", SSH)
+    return made
 
 
 @pytest.mark.parametrize("name", ["slurm.sbatch", "pbs.sh"])
@@ -97,8 +57,8 @@ def test_hosts_that_cannot_be_meant_are_refused(place, hosts, says):
 NODES = 'echo "$HOST $NNODES $NODE_RANK $MASTER_ADDR $MASTER_PORT" >>"$CALLS"'
 
 
-def nodes(place: Place) -> list[str]:
-    return sorted(line for line in place.calls.read_text().splitlines() if not line.startswith("--config_file"))
+def nodes(place: Workplace) -> list[str]:
+    return sorted(line for line in place.calls() if not line.startswith("--config_file"))
 
 
 def test_every_host_gets_its_rank_and_the_options_whole(place):
@@ -134,7 +94,7 @@ def test_the_others_are_ended_when_one_fails(place):
     code, text = place.run("ssh.sh", "--cpu --no_preflight", HOSTS="a b c", SSH="remote", SCRIPT=script)
     assert code == 1
     assert "node 1 (b) ended with exit code 1; ending the other nodes" in text
-    assert place.calls.read_text().count("got TERM") == 2
+    assert place.calls_file.read_text().count("got TERM") == 2
 
 
 def test_a_host_out_of_reach_ends_the_others(place):
@@ -147,15 +107,37 @@ def test_a_host_out_of_reach_ends_the_others(place):
 def test_signals_reach_every_node_once(place, sent, got):
     script = 'echo ready >>"$CALLS"; while :; do sleep 0.05; done'
     process = place.start("ssh.sh", "--cpu --no_preflight", HOSTS="a b", SSH="remote", SCRIPT=script)
-    deadline = time.monotonic() + 20
-    while place.calls.read_text().count("ready") < 2:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    place.wait_for("ready", times=2)
     process.send_signal(getattr(signal, f"SIG{sent}"))
     process.communicate(timeout=30)
     assert process.returncode == 75
-    assert place.calls.read_text().count(f"got {got}") == 2
+    assert place.calls_file.read_text().count(f"got {got}") == 2
     assert not list(place.folder.glob("unsloth_ddp_*"))
+
+
+# A connection that brings a signal only once the training of its node has ended.
+LATE = """#!/bin/bash
+eval "words=($(base64 -d <<<"${@: -1}"))"
+if [[ ${words[0]} == signal ]]; then
+  touch "$CALLS.end"
+  while [[ -e ${words[1]} ]]; do sleep 0.05; done
+fi
+echo "${words[0]} ${words[1]}" >>"$CALLS"
+HOST=$1 exec "${@:2}"
+"""
+
+
+def test_a_signal_that_finds_the_training_ended_leaves_nothing(place):
+    place.tool("late", LATE)
+    script = 'echo ready >>"$CALLS"; while [[ ! -e $CALLS.end ]]; do sleep 0.05; done; exit 0'
+    process = place.start("ssh.sh", "--cpu --no_preflight", HOSTS="a", SSH="late", SCRIPT=script)
+    place.wait_for("ready")
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=30)
+    assert process.returncode == 0
+    words = dict(line.split() for line in place.calls() if "/tmp/" in line)
+    assert words.keys() == {"start", "signal", "forget"}
+    assert not list(Path("/tmp").glob(f"{Path(words['signal']).name}*"))
 
 
 @pytest.mark.parametrize("shell", ["pbs_tmrsh", "ssh"])
@@ -174,7 +156,7 @@ def test_pbs_starts_a_node_of_each_host_in_its_file(place, shell):
     )
     assert code == 0, text
     assert nodes(place)[-2:] == ["a.x 2 0 a.x 10246", "b.x 2 1 a.x 10246"]
-    assert "--dataset ./my rows --method lora --run_name pbs-123-4-" in place.calls.read_text()
+    assert "--dataset ./my rows --method lora --run_name pbs-123-4-" in place.calls_file.read_text()
 
 
 def test_a_pbs_job_that_stopped_itself_asks_for_another_start(place):
@@ -184,5 +166,13 @@ def test_a_pbs_job_that_stopped_itself_asks_for_another_start(place):
     environ = {"PBS_NODEFILE": "nodes", "PBS_JOBID": "7.srv", "UNSLOTH_DDP_HOME": str(REPO), "REQUEUE": "1"}
     script = 'echo 75 >"$UNSLOTH_DDP_EXIT_CODE_FILE"; exit 1'
     assert place.run("pbs.sh", "--cpu --no_preflight --run_name x", SCRIPT=script, **environ)[0] == 75
-    assert "qrerun 7.srv" in place.calls.read_text()
-    assert "pbs-7" not in place.calls.read_text()
+    assert "qrerun 7.srv" in place.calls_file.read_text()
+    assert "pbs-7" not in place.calls_file.read_text()
+
+
+def test_options_that_cannot_be_split_into_words_are_refused(place):
+    (place.folder / "nodes").write_text("a\n")
+    environ = {"PBS_NODEFILE": "nodes", "PBS_JOBID": "7.srv", "UNSLOTH_DDP_HOME": str(REPO)}
+    code, text = place.run("pbs.sh", ARGS="""--cpu -d "my rows""", **environ)
+    assert (code, text) == (2, 'pbs.sh: error: ARGS has a quote that does not end: --cpu -d "my rows\n')
+    assert place.calls_file.read_text() == ""

@@ -6,88 +6,44 @@ Stand-ins for accelerate-launch and nvidia-smi write down how they were called, 
 from __future__ import annotations
 
 import os
-import shlex
 import shutil
 import signal
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
 
 from tests.conftest import REPO
+from tests.stand_ins import Workplace
+from tests.waiting import is_running
 
-NODE_SH = REPO / "cluster" / "node.sh"
-# Writes its arguments to calls.txt, then does what SCRIPT says.
-LAUNCHER = """#!/bin/bash
-printf '%s\\n' "$*" >>"$CALLS"
-trap 'echo "got TERM" >>"$CALLS"; echo 75 >"$UNSLOTH_DDP_EXIT_CODE_FILE"; exit 1' TERM
-trap 'echo "got USR1" >>"$CALLS"; exit 1' USR1
-eval "${SCRIPT:-}"
-"""
+NVIDIA_SMI = '#!/bin/sh\ni=0\nwhile [ $i -lt "${GPUS:-0}" ]; do echo "GPU $i: Some (UUID)"; i=$((i+1)); done\n'
+
+
+class Node(Workplace):
+    """One run of node.sh after another, in a folder with ./model and rows.jsonl, on a machine with $GPUS GPUs."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.tool("nvidia-smi", NVIDIA_SMI)
+        (folder / "rows.jsonl").write_text("{}\n")
+        (folder / "model").mkdir()
+
+    def begin(self, words: str, **variables: str) -> subprocess.Popen[str]:
+        """Start node.sh; what was called before is forgotten."""
+        self.calls_file.write_text("")
+        return self.start("node.sh", words, **variables)
+
+    def __call__(self, words: str, **variables: str) -> tuple[int, str]:
+        """Run node.sh to its end: its exit code and its messages."""
+        self.calls_file.write_text("")
+        return self.run("node.sh", words, **variables)
 
 
 @pytest.fixture
 def node(tmp_path):
-    """Run node.sh with these words and variables; returns its exit code, its messages and its launchers' arguments."""
-    tools = tmp_path / "tools"
-    tools.mkdir()
-    # uv tells node.sh where the environment is; this one's launcher is a stand-in.
-    prefix = tmp_path / "prefix"
-    (prefix / "bin").mkdir(parents=True)
-    for path, text in (
-        (tools / "uv", f"#!/bin/sh\necho {shlex.quote(str(prefix))}\n"),
-        (
-            tools / "nvidia-smi",
-            '#!/bin/sh\ni=0\nwhile [ $i -lt "${GPUS:-0}" ]; do echo "GPU $i: Some (UUID)"; i=$((i+1)); done\n',
-        ),
-        (prefix / "bin" / "accelerate-launch", LAUNCHER),
-        (prefix / "bin" / "python", LAUNCHER),
-    ):
-        path.write_text(text)
-        path.chmod(0o755)
-    (tmp_path / "rows.jsonl").write_text("{}\n")
-    (tmp_path / "model").mkdir()
-    return Node(tmp_path, tools)
-
-
-class Node:
-    """One run of node.sh after another, in a folder with ./model and rows.jsonl."""
-
-    def __init__(self, folder: Path, tools: Path) -> None:
-        self.folder = folder
-        self.environ = {
-            "PATH": f"{tools}:/usr/sbin:/usr/bin:/sbin:/bin",
-            "HOME": str(folder),
-            "TMPDIR": str(folder),
-            "CALLS": str(folder / "calls.txt"),
-        }
-
-    def start(self, words: str, **variables: str) -> subprocess.Popen[str]:
-        (self.folder / "calls.txt").unlink(missing_ok=True)
-        (self.folder / "calls.txt").touch()
-        return subprocess.Popen(
-            [shutil.which("bash") or "bash", str(NODE_SH), *shlex.split(words)],
-            cwd=self.folder,
-            env=self.environ | variables,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-
-    def calls(self) -> list[str]:
-        return (self.folder / "calls.txt").read_text().splitlines()
-
-    def __call__(self, words: str, **variables: str) -> tuple[int, str]:
-        process = self.start(words, **variables)
-        text, _ = process.communicate(timeout=60)
-        return process.returncode, text
-
-    def wait_for(self, call: str) -> None:
-        deadline = time.monotonic() + 20
-        while not any(call in line for line in self.calls()):
-            assert time.monotonic() < deadline, f"never called: {call}"
-            time.sleep(0.02)
+    """node.sh, to be run with words and variables."""
+    return Node(tmp_path)
 
 
 TWO = {"GPUS": "4", "NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "10.9.8.7"}
@@ -115,6 +71,7 @@ TWO = {"GPUS": "4", "NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "10.9.8.7"}
         ("", {"GPUS": "4", "CUDA_VISIBLE_DEVICES": "1,2", "GPUS_PER_NODE": "3"}, "shows 2; give at most 2"),
         ("", {"GPUS": "4", "GPUS_PER_NODE": "0"}, "GPUS_PER_NODE is 0"),
         ("", {"GPUS": "4", "CUDA_VISIBLE_DEVICES": ""}, "shows no GPU"),
+        ("", {"GPUS": "4", "CUDA_VISIBLE_DEVICES": "-1"}, "shows no GPU"),
         ("", {}, "shows no GPU; see to its driver (nvidia-smi) and CUDA_VISIBLE_DEVICES, or add --cpu"),
         ("-m ./none", {}, "-m ./none: there is no such folder on this node"),
         ("-m rows.jsonl", {}, "-m rows.jsonl: there is no such folder"),
@@ -188,7 +145,7 @@ def test_its_exit_code_is_the_trainings(node, noted):
 
 def test_a_stop_before_the_first_step_may_be_started_again(node):
     script = 'trap \'echo 1 >"$UNSLOTH_DDP_EXIT_CODE_FILE"; exit 1\' USR1; echo ready >>"$CALLS"; while :; do sleep 0.05; done'
-    process = node.start("--cpu --no_preflight", SCRIPT=script)
+    process = node.begin("--cpu --no_preflight", SCRIPT=script)
     node.wait_for("ready")
     process.send_signal(signal.SIGUSR1)
     process.communicate(timeout=20)
@@ -210,7 +167,7 @@ def test_a_failed_preflight_stops_it(node, failing, calls):
 
 @pytest.mark.parametrize(("sent", "got", "code"), [("TERM", "TERM", 75), ("INT", "TERM", 75), ("USR1", "USR1", 75)])
 def test_a_signal_reaches_the_launcher_and_is_waited_for(node, sent, got, code):
-    process = node.start(
+    process = node.begin(
         "--cpu --no_preflight --max_restarts 3", SCRIPT='echo ready >>"$CALLS"; while :; do sleep 0.05; done'
     )
     node.wait_for("ready")
@@ -222,7 +179,7 @@ def test_a_signal_reaches_the_launcher_and_is_waited_for(node, sent, got, code):
 
 
 def test_a_stop_during_the_preflight_trains_nothing(node):
-    process = node.start("--cpu", SCRIPT='echo ready >>"$CALLS"; while :; do sleep 0.05; done')
+    process = node.begin("--cpu", SCRIPT='echo ready >>"$CALLS"; while :; do sleep 0.05; done')
     node.wait_for("ready")
     process.send_signal(signal.SIGUSR1)
     process.communicate(timeout=20)
@@ -241,16 +198,43 @@ def test_restarts(node):
         assert len(node.calls()) == 1
 
 
+@pytest.mark.parametrize(
+    ("words", "config", "named"),
+    [
+        ("", "seed: 1\n", "slurm-7"),
+        ("--run-name=mine", "seed: 1\n", "mine"),
+        ("", "run_name: mine\n", None),
+        ("", "run_name: null  # by the clock\n", "slurm-7"),
+    ],
+)
+def test_the_name_of_a_job_is_the_runs_unless_that_has_its_own(node, words, config, named):
+    (node.folder / "c.yaml").write_text(config)
+    node(f"--cpu --no_preflight --config c.yaml {words}", RUN_NAME="slurm-7")
+    found = node.calls()[0].partition("--config c.yaml")[2].split()
+    assert [word for word in found if not word.startswith("--run")] == ([named] if named else [])
+
+
+def test_a_stop_between_two_starts_begins_none(node):
+    node.tool("sleep", '#!/bin/bash\necho "sleep $1" >>"$CALLS"\nexec /bin/sleep 1\n')
+    script = '[[ "$*" == *preflight* ]] || exit 1'
+    process = node.begin("--max_restarts 3", **TWO | {"NODE_RANK": "0"}, SCRIPT=script)
+    node.wait_for("sleep 10")
+    before = [call for call in node.calls() if not call.startswith("sleep")]
+    process.send_signal(signal.SIGUSR1)
+    process.communicate(timeout=20)
+    assert process.returncode == 75
+    assert [call for call in node.calls() if not call.startswith("sleep")] == before
+
+
 def test_ranks_that_outlive_their_launcher_are_ended(node):
     script = "(setsid sleep 300 & echo $! >stray); kill -KILL $$"
     code, text = node("--cpu --no_preflight", SCRIPT=script)
     assert code == 137 and "ending processes that outlived their launcher" in text
-    stray = Path("/proc", (node.folder / "stray").read_text().strip())
-    assert not stray.exists() or "\nState:\tZ" in (stray / "status").read_text()
+    assert not is_running(int((node.folder / "stray").read_text()))
 
 
 def test_without_uv_and_environment_it_says_what_to_do(node):
-    (Path(node.environ["PATH"].split(":")[0]) / "uv").write_text("#!/bin/sh\nexit 1\n")
+    node.tool("uv", "#!/bin/sh\nexit 1\n")
     code, text = node("--cpu")
     assert code == 2 and "install uv" in text
 

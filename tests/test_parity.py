@@ -12,11 +12,15 @@ import torch
 from safetensors.torch import load_file
 
 from tests.ranks import run_ranks, train
+from unsloth_ddp.packing import best_fit
 
 GLOBAL_BATCH, STEPS, SEED, RATE, RANK, MAX_LENGTH = 8, 3, 5, 1.0, 8, 64
 TOLERANCE = 1e-6
 # (processes, rows a device): 1 x 8, 1 x 2 accumulating, and the same global batch over 2 and 4 processes.
 LAYOUTS = [(1, 8), (1, 2), (2, 4), (2, 2), (2, 1), (4, 2)]
+# (processes, packs a device, attention) for a global batch of 4 of 6 packs: the second step of an epoch holds 2.
+PACKS = 4
+PACKED = [(1, 4, "sdpa"), (1, 1, "eager"), (2, 2, "eager"), (2, 1, "sdpa"), (4, 1, "sdpa")]
 
 
 def options(model: Path, rows: Path, per_device: int, name: str) -> list[str]:
@@ -57,10 +61,10 @@ def outcome(tmp_path_factory, tiny_model, uneven_rows):
     cwd = tmp_path_factory.mktemp("parity")
     done: dict[str, Outcome] = {}
 
-    def run(processes: int, per_device: int, target=train) -> Outcome:
-        name = f"{target.__name__}_{processes}x{per_device}"
+    def run(processes: int, per_device: int, target=train, extra: str = "") -> Outcome:
+        name = f"{target.__name__}_{processes}x{per_device}{extra.replace(' ', '')}"
         if name not in done:
-            argv = options(tiny_model, uneven_rows, per_device, name)
+            argv = [*options(tiny_model, uneven_rows, per_device, name), *extra.split()]
             run_ranks(processes, target, argv, str(cwd), folder=cwd / f"{name}.out").check()
             done[name] = Outcome(cwd / "outputs" / name)
         return done[name]
@@ -71,7 +75,7 @@ def outcome(tmp_path_factory, tiny_model, uneven_rows):
 class Reference:
     """An independent loop: plain PyTorch and PEFT, one row at a time, no Trainer, no collator, none of the kit's code."""
 
-    def __init__(self, folder: Path, rows: Path) -> None:
+    def __init__(self, folder: Path, rows: Path, packed: bool) -> None:
         from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -83,6 +87,12 @@ class Reference:
             )
             ids = torch.tensor(encoded["input_ids"][:MAX_LENGTH])
             self.rows.append((ids, torch.tensor(encoded["assistant_masks"][:MAX_LENGTH]).bool()))
+        packing = best_fit(np.array([len(ids) for ids, _ in self.rows]), MAX_LENGTH)
+        # What the seed orders and a step counts: rows, or packs.
+        self.units = [
+            packing.members(i) if packed else np.array([i]) for i in range(len(packing if packed else self.rows))
+        ]
+        self.global_batch = PACKS if packed else GLOBAL_BATCH
         base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         torch.manual_seed(SEED)
         config = LoraConfig(r=RANK, lora_alpha=RANK, target_modules="all-linear", task_type="CAUSAL_LM")
@@ -95,13 +105,14 @@ class Reference:
             self.eval_loss = self.loss(range(len(self.rows))).item()
 
     def rows_of_steps(self) -> list[np.ndarray]:
-        """Eight rows a step in the order of the seed and the epoch; five are left for the last step of an epoch."""
+        """A global batch a step in the order of the seed and the epoch; what is left makes the last step of an epoch."""
         steps: list[np.ndarray] = []
         epoch = 0
         while len(steps) < STEPS:
-            order = np.arange(len(self.rows))
+            order = np.arange(len(self.units))
             np.random.default_rng([SEED, epoch]).shuffle(order)
-            steps += [order[i : i + GLOBAL_BATCH] for i in range(0, len(order), GLOBAL_BATCH)]
+            for start in range(0, len(order), self.global_batch):
+                steps.append(np.concatenate([self.units[i] for i in order[start : start + self.global_batch]]))
             epoch += 1
         return steps[:STEPS]
 
@@ -130,7 +141,13 @@ class Reference:
 @pytest.fixture(scope="module")
 def reference(tiny_model, uneven_rows) -> Reference:
     torch.set_num_threads(1)
-    return Reference(tiny_model, uneven_rows)
+    return Reference(tiny_model, uneven_rows, packed=False)
+
+
+@pytest.fixture(scope="module")
+def packed_reference(tiny_model, uneven_rows) -> Reference:
+    torch.set_num_threads(1)
+    return Reference(tiny_model, uneven_rows, packed=True)
 
 
 def update_difference(reference: Reference, weights: dict[str, torch.Tensor]) -> float:
@@ -146,6 +163,23 @@ def test_layout_takes_the_step_of_a_plain_loop(processes, per_device, outcome, r
     found = outcome(processes, per_device)
     assert update_difference(reference, found.weights) < TOLERANCE
     assert found.losses == pytest.approx(reference.losses, rel=TOLERANCE)
+
+
+@pytest.mark.parametrize(("processes", "per_device", "attention"), PACKED)
+def test_packed_rows_take_the_step_of_a_plain_loop_over_single_rows(
+    processes, per_device, attention, outcome, packed_reference
+):
+    extra = f"--packing on --global_batch_size {PACKS} --attn_implementation {attention}"
+    found = outcome(processes, per_device, extra=extra)
+    assert update_difference(packed_reference, found.weights) < TOLERANCE
+    assert found.losses == pytest.approx(packed_reference.losses, rel=TOLERANCE)
+    assert found.summary["eval_loss"] == pytest.approx(packed_reference.eval_loss, rel=TOLERANCE)
+    rows = packed_reference.rows_of_steps()
+    assert found.summary["tokens"] == sum(len(packed_reference.rows[i][0]) for step in rows for i in step)
+    assert found.summary["supervised_tokens"] == sum(
+        int(packed_reference.rows[i][1][1:].sum()) for step in rows for i in step
+    )
+    assert (found.summary["packing"], found.summary["packs"]) == (True, len(packed_reference.units))
 
 
 def test_eval_loss_and_train_loss_are_token_means(outcome, reference):

@@ -15,16 +15,18 @@ from safetensors.torch import save_file
 
 from tests.conftest import REPO
 from tests.ranks import run_ranks
-from unsloth_ddp import parity
 from unsloth_ddp.errors import UserError
 from unsloth_ddp.options import Settings
-from unsloth_ddp.parity import Launch, Row, Tolerance
+from unsloth_ddp.parity import __main__ as command
+from unsloth_ddp.parity import launches, run, verdicts, weights
+from unsloth_ddp.parity.launches import Launch
+from unsloth_ddp.parity.verdicts import Row, Tolerance
 
 EXACT = Tolerance(1e-6, "")
 
 
 def layouts(processes: int, sizes: list[int]) -> list[tuple]:
-    return [dataclasses.astuple(launch) for launch in parity.plan_launches(processes, sizes)]
+    return [dataclasses.astuple(launch) for launch in launches.plan_launches(processes, sizes)]
 
 
 def test_the_reference_is_first_and_every_launcher_takes_the_same_global_batch():
@@ -41,15 +43,15 @@ def test_the_reference_is_first_and_every_launcher_takes_the_same_global_batch()
 
 
 def test_launches_share_no_gpu_and_a_cpu_runs_one_at_a_time():
-    launches = parity.plan_launches(2, [1, 4])
-    found = [[(launch.processes, gpus) for launch, gpus in wave] for wave in parity.waves(launches, ["0", "3"])]
+    planned = launches.plan_launches(2, [1, 4])
+    found = [[(launch.processes, gpus) for launch, gpus in wave] for wave in launches.waves(planned, ["0", "3"])]
     assert found == [[(1, ["0"]), (1, ["3"])], [(1, ["0"])], [(2, ["0", "3"])], [(2, ["0", "3"])]]
-    assert [[launch for launch, _ in wave] for wave in parity.waves(launches, [])] == [[one] for one in launches]
+    assert [[launch for launch, _ in wave] for wave in launches.waves(planned, [])] == [[one] for one in planned]
 
 
 def test_gpus_are_named_as_the_user_chose_them():
-    assert parity.visible_gpus({"CUDA_VISIBLE_DEVICES": "2, 5"}, 2) == ["2", "5"]
-    assert parity.visible_gpus({}, 2) == ["0", "1"]
+    assert launches.visible_gpus({"CUDA_VISIBLE_DEVICES": "2, 5"}, 2) == ["2", "5"]
+    assert launches.visible_gpus({}, 2) == ["0", "1"]
 
 
 def test_nothing_random_and_nothing_of_the_runs_output_is_left(tmp_path):
@@ -58,7 +60,7 @@ def test_nothing_random_and_nothing_of_the_runs_output_is_left(tmp_path):
         push_to_hub=True, optim="adamw_8bit", num_train_epochs=9, global_batch_size=64, max_length=77,
         trainer_args={"neftune_noise_alpha": 5},
     )  # fmt: skip
-    found = parity.settings_of(Launch("python", 1, 2, 4), given, 3, "fp32", tmp_path / "rows.jsonl", tmp_path)
+    found = launches.settings_of(Launch("python", 1, 2, 4), given, 3, "fp32", tmp_path / "rows.jsonl", tmp_path)
     assert (found.optim, found.max_steps, found.lora_dropout, found.trainer_args) == ("sgd", 3, 0.0, {})
     assert (found.merge, found.push_to_hub, found.eval_dataset, found.report_to) == (False, False, [], [])
     assert (found.per_device_train_batch_size, found.gradient_accumulation_steps, found.global_batch_size) == (
@@ -67,36 +69,36 @@ def test_nothing_random_and_nothing_of_the_runs_output_is_left(tmp_path):
         None,
     )
     assert (found.dataset, found.max_length, found.run_name) == ([str(tmp_path / "rows.jsonl")], 77, "python_1x2x4")
-    assert [s.split()[0] for s in parity.what_is_left_out(given)] == ["lora_dropout", "trainer_args"]
+    assert [s.split()[0] for s in launches.what_is_left_out(given)] == ["lora_dropout", "trainer_args"]
 
 
 def test_fp32_is_used_unless_named_or_not_to_be_had():
-    assert parity.choose_precision(Settings(), "unsloth") == "fp32"
-    assert parity.choose_precision(Settings(precision="bf16"), "transformers") == "bf16"
-    assert parity.choose_precision(Settings(method="full"), "unsloth") == "bf16"
-    assert {(b, p) for b in ("unsloth", "transformers") for p in ("fp32", "bf16", "fp16")} == parity.TOLERANCES.keys()
+    assert launches.choose_precision(Settings(), "unsloth") == "fp32"
+    assert launches.choose_precision(Settings(precision="bf16"), "transformers") == "bf16"
+    assert launches.choose_precision(Settings(method="full"), "unsloth") == "bf16"
+    assert {(b, p) for b in ("unsloth", "transformers") for p in ("fp32", "bf16", "fp16")} == verdicts.TOLERANCES.keys()
 
 
 # ---- judging ----
 
 
 def test_what_is_missing_or_not_a_number_differs():
-    assert parity.loss_difference([2.0, 1.0], [2.0, 1.25]) == pytest.approx(0.2)
-    assert parity.loss_difference([2.0], [2.0, 1.0]) == math.inf
-    assert parity.loss_difference([math.nan], [1.0]) == math.inf
-    assert parity.judge(math.nan, 0.0, EXACT) == "differs"
-    assert parity.judge(0.0, 2e-6, EXACT) == "differs"
-    assert parity.judge(1e-6, 1e-7, EXACT) == "agrees"
+    assert verdicts.loss_difference([2.0, 1.0], [2.0, 1.25]) == pytest.approx(0.2)
+    assert verdicts.loss_difference([2.0], [2.0, 1.0]) == math.inf
+    assert verdicts.loss_difference([math.nan], [1.0]) == math.inf
+    assert verdicts.judge(math.nan, 0.0, EXACT) == "differs"
+    assert verdicts.judge(0.0, 2e-6, EXACT) == "differs"
+    assert verdicts.judge(1e-6, 1e-7, EXACT) == "agrees"
 
 
 def test_the_verdict_names_the_worst_and_counts_failures():
     launch = Launch("accelerate", 2, 1, 4)
     rows = [Row(launch, 1.0, 0.0, 0.0, "reference"), Row(launch, 1.0, 0.3, 0.1, "differs")]
-    agree, sentence = parity.verdict(rows, EXACT)
+    agree, sentence = verdicts.verdict(rows, EXACT)
     assert not agree
     assert "1 of 2 launches" in sentence and "2 process(es), 1 x 4" in sentence
-    assert parity.verdict([*rows, Row(launch, 1.0, None, None, "failed")], EXACT)[1].startswith("FAILED: 1 of 3")
-    assert parity.verdict(rows[:1], EXACT)[0]
+    assert verdicts.verdict([*rows, Row(launch, 1.0, None, None, "failed")], EXACT)[1].startswith("FAILED: 1 of 3")
+    assert verdicts.verdict(rows[:1], EXACT)[0]
 
 
 def folder_of(path: Path, **tensors: torch.Tensor) -> Path:
@@ -109,29 +111,29 @@ def test_an_adapters_update_is_its_b(tmp_path):
     a = torch.full((2, 2), 100.0)
     one = folder_of(tmp_path / "one", **{"x.lora_A": a, "x.lora_B": torch.tensor([3.0, 4.0])})
     other = folder_of(tmp_path / "other", **{"x.lora_A": a + 1, "x.lora_B": torch.tensor([3.0, 4.5])})
-    assert parity.update_difference(one, other, None, 3) == (pytest.approx(0.1), 0.0)
+    assert weights.update_difference(one, other, None, 3) == (pytest.approx(0.1), 0.0)
     third = folder_of(tmp_path / "third", **{"y.lora_B": torch.ones(2)})
-    assert parity.update_difference(one, third, None, 3)[0] == math.inf
+    assert weights.update_difference(one, third, None, 3)[0] == math.inf
     still = folder_of(tmp_path / "still", **{"x.lora_B": torch.zeros(2)})
     with pytest.raises(UserError, match="did not change"):
-        parity.update_difference(still, still, None, 3)
+        weights.update_difference(still, still, None, 3)
 
 
 def test_a_models_update_is_what_changed_and_its_rounding_is_known(tmp_path):
     first = folder_of(tmp_path / "first", w=torch.tensor([30.0, 40.0]))
     one = folder_of(tmp_path / "one", w=torch.tensor([30.0, 41.0]))
     other = folder_of(tmp_path / "other", w=torch.tensor([30.0, 41.5]))
-    difference, floor = parity.update_difference(one, other, first, 2)
+    difference, floor = weights.update_difference(one, other, first, 2)
     assert difference == pytest.approx(0.5)
     assert floor == pytest.approx(2 * 2**-24 * math.hypot(30, 41), rel=1e-6)
-    assert parity.widened(EXACT, floor).value == pytest.approx(1e-6 + floor)
+    assert verdicts.widened(EXACT, floor).value == pytest.approx(1e-6 + floor)
     # As coarse as 16 bit, it cannot be told.
     coarse = [
         folder_of(tmp_path / n, w=torch.tensor([30.0, v], dtype=torch.bfloat16)) for n, v in (("c", 41.0), ("d", 42.0))
     ]
-    outcomes = [parity.Outcome(Launch("python", 1, 1, 1), 1.0, f, [1.0]) for f in coarse]
+    outcomes = [verdicts.Outcome(Launch("python", 1, 1, 1), 1.0, f, [1.0]) for f in coarse]
     with pytest.raises(UserError, match="rounded so coarsely"):
-        parity.compare(outcomes[0], outcomes[1], first, EXACT)
+        verdicts.compare(outcomes[0], outcomes[1], first, EXACT)
 
 
 # ---- the command ----
@@ -143,7 +145,7 @@ def options(tiny_model, uneven_rows, tmp_path) -> list[str]:
     return [*argv.split(), "--json", str(tmp_path / "found.json")]
 
 
-def verdicts(path: Path) -> list[tuple[str, int, str]]:
+def judged(path: Path) -> list[tuple[str, int, str]]:
     rows = json.loads(path.read_text())["launches"]
     return [(row["launch"]["launcher"], row["launch"]["processes"], row["verdict"]) for row in rows]
 
@@ -151,12 +153,12 @@ def verdicts(path: Path) -> list[tuple[str, int, str]]:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_python_and_accelerate_with_one_and_two_processes_agree(options, tmp_path, capsys):
-    code = parity.main([*options, "--micro_batches", "2"])
+    code = command.main([*options, "--micro_batches", "2"])
     printed = capsys.readouterr().out
     assert code == 0, printed
     assert "AGREE: all 3 launches take the same steps, within 1.0e-06." in printed
     found = json.loads((tmp_path / "found.json").read_text())
-    assert verdicts(tmp_path / "found.json") == [
+    assert judged(tmp_path / "found.json") == [
         ("python", 1, "reference"), ("accelerate", 1, "agrees"), ("accelerate", 2, "agrees"),
     ]  # fmt: skip
     # Not zero, or the same run was compared with itself.
@@ -169,32 +171,44 @@ def run_script(script: str, config: str) -> None:
 
 
 def test_the_verdict_turns_where_nothing_is_averaged(options, tmp_path, capsys, monkeypatch):
-    def run(launch, script, config, output, gpus, timeout):
+    def run_launch(launch, script, config, output, gpus, timeout):
         folder = output / f"{launch.name}.out"
         done = run_ranks(launch.processes, run_script, str(script), str(config), folder=folder).check()
-        return parity.outcome_of(launch, done.seconds, output / launch.name, "", done.output)
+        return run.outcome_of(launch, done.seconds, output / launch.name, "", done.output)
 
-    monkeypatch.setattr(parity, "run_launch", run)
+    monkeypatch.setattr(run, "run_launch", run_launch)
     script = REPO / "tests" / "train_without_averaging.py"
-    assert parity.main([*options, "--micro_batches", "1", "--script", str(script)]) == 1
+    assert command.main([*options, "--micro_batches", "1", "--script", str(script)]) == 1
     assert "DIFFER: 1 of 3 launches" in capsys.readouterr().out
-    found = verdicts(tmp_path / "found.json")
+    found = judged(tmp_path / "found.json")
     assert found == [("python", 1, "reference"), ("accelerate", 1, "agrees"), ("accelerate", 2, "differs")]
 
 
-def test_a_failed_launch_shows_its_last_lines_and_ends_the_check(options, tmp_path, capsys):
+# A model of the Hub that the failed launch did not bring into the cache.
+@pytest.mark.parametrize("more", [[], ["--method", "full", "--model", "nobody/nothing"]])
+def test_a_failed_launch_shows_its_last_lines_and_ends_the_check(more, options, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     script = tmp_path / "broken.py"
     script.write_text("raise SystemExit('no such thing')")
-    assert parity.main([*options, "--script", str(script)]) == 1
+    assert command.main([*options, *more, "--script", str(script)]) == 1
     printed = capsys.readouterr().out
     assert "no such thing" in printed and "exit code 1" in printed
     assert "FAILED: 1 of 1 launches" in printed
 
 
+def test_a_file_that_cannot_be_written_is_told_after_the_verdict(options, tmp_path, capsys):
+    script = tmp_path / "broken.py"
+    script.write_text("raise SystemExit('no such thing')")
+    assert command.main([*options, "--script", str(script), "--json", str(script / "found.json")]) == 2
+    said = capsys.readouterr()
+    assert "FAILED: 1 of 1 launches" in said.out
+    assert said.err.startswith(f"parity: error: --json {script}/found.json cannot be written: ")
+
+
 def test_a_launch_over_its_time_is_ended(options, tmp_path, capsys):
     script = tmp_path / "hanging.py"
     script.write_text("import threading; threading.Event().wait()")
-    assert parity.main([*options, "--script", str(script), "--timeout", "2"]) == 1
+    assert command.main([*options, "--script", str(script), "--timeout", "2"]) == 1
     assert "ended after 2 s" in capsys.readouterr().out
 
 
@@ -210,15 +224,15 @@ def test_a_launch_over_its_time_is_ended(options, tmp_path, capsys):
     ],
 )
 def test_mistakes_get_a_sentence(words, sentence, options, capsys):
-    assert parity.main([*options, *words]) == 2
+    assert command.main([*options, *words]) == 2
     assert sentence in capsys.readouterr().err
 
 
 def test_it_is_not_given_to_a_launcher(monkeypatch, options, capsys):
     monkeypatch.setenv("RANK", "0")
-    assert parity.main(options) == 2
+    assert command.main(options) == 2
     assert "start it with plain python" in capsys.readouterr().err
     monkeypatch.delenv("RANK")
     monkeypatch.setenv("UNSLOTH_FSDP2", "1")
-    assert parity.main(options) == 2
+    assert command.main(options) == 2
     assert "sharding" in capsys.readouterr().err

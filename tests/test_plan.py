@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +24,7 @@ from unsloth_ddp.plan.memory import BYTES_PACKED, Workload, exists, fits, optimi
 from unsloth_ddp.plan.network import Links, Step, all_reduce_seconds, balance, efficiency, exposed_seconds, gpu_counts
 from unsloth_ddp.plan.rows import RowLengths, in_order, largest_micro_batch, row_lengths
 from unsloth_ddp.plan.shape import ModelShape, model_shape
-from unsloth_ddp.plan.units import parse_bandwidth, parse_memory, shown_bytes, shown_seconds
+from unsloth_ddp.units import parse_bandwidth, parse_memory, shown_bytes, shown_seconds
 
 SHAPE = ModelShape(
     parameters=1000, linear=800, largest_linear=50, head=100, vocabulary=10, adapter=40, layers=4, layer_input=20.0,
@@ -51,9 +52,11 @@ def test_bits_and_bytes_are_told_apart():
 
 
 def test_amounts_are_shown_in_units_of_their_size():
-    assert shown_bytes(174_587_904) == "166.5 MiB"
-    assert [shown_seconds(s) for s in (0.0123, 30.0, 600.0, 36_000.0, 864_000.0)] == [
-        "12.3 ms", "30.0 s", "10.0 min", "10.0 h", "10.0 days",
+    assert [shown_bytes(b) for b in (0, 1536, 174_587_904, 3 * 2**30, 2**50)] == [
+        "0 B", "1.5 KiB", "166.5 MiB", "3.0 GiB", "1,024.0 TiB",
+    ]  # fmt: skip
+    assert [shown_seconds(s) for s in (0.00005, 0.0123, 30.0, 600.0, 36_000.0, 864_000.0)] == [
+        "50 us", "12.3 ms", "30.0 s", "10.0 min", "10.0 h", "10.0 days",
     ]  # fmt: skip
 
 
@@ -133,10 +136,12 @@ def test_uneven_rows_cost_what_the_longest_takes():
     assert balance([4, 4, 4, 4], 1, 2, 2) == 1
     # Two processes, one row each a step: 4 and 2, then 1 and 1.
     assert balance([4, 2, 1, 1, 9], 1, 1, 2) == pytest.approx((3 + 1) / (4 + 1))
-    # Rows of a micro-batch are padded to its longest.
-    assert balance([4, 2, 3, 3], 2, 1, 2) == pytest.approx(3.5 / 4)
-    # Micro-batches are dealt in turn: 4 + 1 and 1 + 4.
-    assert balance([4, 1, 1, 4], 1, 2, 2) == 1
+    # Rows of like length share a micro-batch: 4 and 4, then 2 and 3.
+    assert balance([4, 2, 3, 4], 2, 1, 2) == pytest.approx(3.5 / 4)
+    # The process with the most so far gets the cheapest: 4 + 1 and 3 + 2.
+    assert balance([4, 1, 3, 2], 1, 2, 2) == 1
+    # Of many steps every nth is looked at.
+    assert balance([4, 2] * 100_000, 1, 1, 2) == pytest.approx(3 / 4)
     assert balance([4], 1, 1, 2) is None
 
 
@@ -403,17 +408,16 @@ def test_a_calibration_of_other_models_gives_no_times(capsys, tmp_path):
     assert json.loads(path.read_text())["plan"]["speed"] is None
 
 
-def test_a_picture_is_drawn_or_refused(capsys, tmp_path, demo_calibration):
-    path = tmp_path / "plan.png"
-    code = plan("--calibration", demo_calibration, "--picture", str(path))
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        assert code == 2
-        assert "--picture needs matplotlib" in capsys.readouterr().err
-    else:
-        assert code == 0
-        assert path.read_bytes().startswith(b"\x89PNG")
+def test_a_picture_is_drawn(tmp_path, demo_calibration):
+    pytest.importorskip("matplotlib", reason="matplotlib is in the group bench: uv sync --group bench")
+    assert plan("--calibration", demo_calibration, "--picture", str(tmp_path / "plan.png")) == 0
+    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_picture_without_matplotlib_says_how_to_get_it(capsys, tmp_path, demo_calibration, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert plan("--calibration", demo_calibration, "--picture", str(tmp_path / "plan.png")) == 2
+    assert "--picture needs matplotlib" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -427,8 +431,24 @@ def test_a_picture_is_drawn_or_refused(capsys, tmp_path, demo_calibration):
         (["--gpus_per_node", "3", "--global_batch_size", "16"], "does not divide"),
         (["--model", "./nowhere", "--dataset", "rows.jsonl"], "cannot be planned for"),
         (["--methods", "lora"], "there is no option methods"),
+        (["--json", f"{__file__}/plan.json"], "plan.json cannot be written: "),
     ],
 )
 def test_mistakes_get_a_sentence(words, sentence, capsys):
     assert plan(*words) == 2
     assert sentence in capsys.readouterr().err
+
+
+def test_packs_are_planned_where_packing_is_on(capsys, tmp_path):
+    path = tmp_path / "plan.json"
+    assert plan("--packing", "on", "--max_length", "128", "--global_batch_tokens", "1000", "--json", str(path)) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    found = json.loads(path.read_text())
+    packs = found["rows"]["packs"]
+    # 18,040 tokens fill nearly all of it.
+    assert 18_040 / 128 <= packs < 1.05 * 18_040 / 128
+    assert f"packs {packs:,} (18,040 tokens" in printed and "= 8 packs" in printed
+    assert found["plan"]["steps"] == 3 * -(-packs // 8)
+    assert plan("--packing", "auto") == 0
+    assert "packing auto is planned as padded rows" in capsys.readouterr().out
+    assert plan("--packing", "auto", "--global_batch_tokens", "1000") == 2

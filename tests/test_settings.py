@@ -82,6 +82,8 @@ def test_both_spellings_and_every_kind_of_value(words: list[str], name: str, val
     ("line", "name", "value"),
     [
         ("eval_strategy: no", "eval_strategy", "no"),  # False to YAML
+        ("packing: on", "packing", "on"),  # True to YAML
+        ("packing: off", "packing", "off"),
         ("learning_rate: 2e-4", "learning_rate", 2e-4),  # text to PyYAML
         ("learning_rate: 1", "learning_rate", 1.0),
         ("max_steps: 1e3", "max_steps", 1000),
@@ -196,6 +198,8 @@ def test_a_bad_command_line_is_refused_in_one_sentence(words: list[str], sentenc
     [
         ("--lora_r 0", "lora_r is 0, but it has to be above 0."),
         ("--global_batch_size -8", "global_batch_size is -8, but it has to be above 0."),
+        ("--global_batch_tokens 0", "global_batch_tokens is 0, but it has to be above 0."),
+        ("--packing off --global_batch_tokens 9", "global_batch_tokens 9 needs packed rows, but packing is off; give"),
         ("--weight_decay -1", "weight_decay is -1.0, but it has to be 0 or above."),
         ("--seed 4294967296", "seed is 4294967296, but NumPy's generators take seeds below 2**32"),
         ("--max_steps 0", "max_steps is 0, so nothing would be trained"),

@@ -44,6 +44,39 @@ def test_a_resumed_run_ends_like_an_uninterrupted_one(job):
     assert 0 < trained < summary(whole)["tokens"]
 
 
+def test_a_packed_run_resumed_within_an_epoch_ends_like_an_uninterrupted_one(job):
+    # Six packs make three steps an epoch, so the checkpoint of step 2 lies within the first.
+    options = "--packing on --global_batch_size 2 --max_steps 6 --save_steps 2 --save_total_limit 3 --lora_dropout 0.1"
+    whole, printed = job(options, "whole", ranks=2)
+    assert "packing             on: --packing on; a CPU has no attention kernel for it" in printed
+    resumed, _ = job(f"{options} --resume {whole}/checkpoint-2", "resumed", ranks=2)
+    expected, found = (load_file(f / "adapter_model.safetensors") for f in (whole, resumed))
+    assert all(torch.equal(expected[k], found[k]) for k in expected)
+    for key in ("train_loss", "tokens", "supervised_tokens", "steps", "packs"):
+        assert summary(resumed)[key] == summary(whole)[key], key
+
+
+def test_packing_counts_each_row_once_and_says_how_many_a_step_holds(job):
+    padded, printed = job("--packing auto --global_batch_size 4 --num_train_epochs 1", "padded")
+    assert "packing             off: a CPU has no attention kernel for packed rows" in printed
+    packed, printed = job("--packing on --global_batch_tokens 130 --num_train_epochs 1", "packed", ranks=2)
+    packs = summary(packed)["packs"]
+    assert f"{packs} packs of up to 64 tokens" in printed
+    assert "1 packs a device x 1 accumulation x 2 processes = 2 packs (about 4 rows)" in printed
+    for key in ("tokens", "supervised_tokens"):
+        assert summary(packed)[key] == summary(padded)[key]
+
+
+def test_a_batch_in_tokens_is_refused_on_every_rank_where_rows_are_padded(tmp_path, tiny_model, uneven_rows):
+    argv = (
+        f"--model {tiny_model} --dataset {uneven_rows} --max_length 64 --packing auto --global_batch_tokens 512".split()
+    )
+    result = run_ranks(2, train, argv, str(tmp_path), folder=tmp_path / "out")
+    assert result.codes[0] == 2
+    assert "global_batch_tokens 512 needs packed rows, and rows are padded: a CPU has no attention" in result.output
+    assert not (tmp_path / "outputs").exists()
+
+
 def test_full_parameters_leave_a_whole_model(job, tiny_model):
     folder, printed = job("--method full --global_batch_size 4 --max_steps 2", "full", ranks=2)
     assert "trainable parameters, 100.00%" in printed

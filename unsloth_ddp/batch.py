@@ -5,7 +5,9 @@ The global batch (rows per optimizer step over all processes) is the number that
     global batch = per-device batch x accumulation x processes
 
 Row order is a function of (rows, seed, epoch) alone. Micro-batches are dealt to the processes in turn, so step s
-sees rows s x global batch to (s + 1) x global batch of that order in every layout of the same global batch.
+sees rows s x global batch to (s + 1) x global batch of that order in every layout of the same global batch. Within a
+step rows are arranged by length, which changes who computes what and when, not what is computed. Where rows are
+packed (packing.py), a pack is what counts as a row here.
 """
 
 from __future__ import annotations
@@ -70,7 +72,7 @@ def plan_batch(per_device: int, processes: int, global_batch: int | None, accumu
     return plan
 
 
-def nearest_multiple(wanted: int, slots: int) -> int:
+def nearest_multiple(wanted: float, slots: int) -> int:
     """The multiple of `slots` nearest to `wanted`, at least one; the larger of two equally near."""
     return max(1, math.floor(wanted / slots + 0.5)) * slots
 
@@ -96,9 +98,51 @@ class RowOrder(Sampler[int]):
     def __len__(self) -> int:
         return math.ceil(self.rows / self.multiple) * self.multiple
 
-    def __iter__(self) -> Iterator[int]:
+    def indices(self) -> np.ndarray:
+        """The whole epoch, int64 (len(self),)."""
         order = np.arange(self.rows)
         if self.seed is not None:
             np.random.default_rng([self.seed, self.epoch]).shuffle(order)
-        yield from order.tolist()
-        yield from [self.rows] * (len(self) - self.rows)
+        return np.concatenate([order, np.full(len(self) - self.rows, self.rows)])
+
+    def __iter__(self) -> Iterator[int]:
+        yield from self.indices().tolist()
+
+
+class BalancedOrder(RowOrder):
+    """A RowOrder whose rows stay in their optimizer step, but are arranged there by length (see `arrange`)."""
+
+    def __init__(self, plan: BatchPlan, lengths: np.ndarray, seed: int | None, *, padded: bool) -> None:
+        """`lengths` are the tokens of each row, and of the filler at the end; `seed` None keeps the order of the data."""
+        super().__init__(len(lengths) - 1, plan.per_device * plan.processes, seed)
+        self.plan = plan
+        self.lengths = lengths
+        self.padded = padded
+
+    def __iter__(self) -> Iterator[int]:
+        order, step = self.indices(), self.plan.global_batch
+        for start in range(0, len(order), step):
+            yield from arrange(order[start : start + step], self.lengths, self.plan, padded=self.padded).tolist()
+
+
+def arrange(rows: np.ndarray, lengths: np.ndarray, plan: BatchPlan, *, padded: bool) -> np.ndarray:
+    """The rows of one step, in the order that they are dealt in: micro-batch m goes to process m % processes.
+
+    Rows of like length share a micro-batch, which is the least padding there can be. Micro-batches of like cost share
+    an accumulation position, and the process that has most so far gets the cheapest, so that the processes' costs
+    never lie further apart than those of one position do.
+
+    Args:
+        rows: int (rows of the step,), a multiple of per-device batch x processes.
+        lengths: tokens of every row of the data.
+        padded: whether the cost of a micro-batch is that of its longest row for each of its rows, or their sum.
+    """
+    batches = rows[np.argsort(-lengths[rows], kind="stable")].reshape(-1, plan.processes, plan.per_device)
+    costs = lengths[batches].max(axis=2) if padded else lengths[batches].sum(axis=2)
+    dealt = np.empty_like(batches)
+    so_far = np.zeros(plan.processes, dtype=np.int64)
+    for position, (group, cost) in enumerate(zip(batches, costs, strict=True)):
+        ranks = np.argsort(so_far, kind="stable")
+        dealt[position, ranks] = group
+        so_far[ranks] += cost
+    return dealt.reshape(-1)

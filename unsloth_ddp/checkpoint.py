@@ -68,7 +68,7 @@ class Start:
         return sentences
 
 
-def run_facts(settings: Settings, runtime: Runtime, plan: BatchPlan) -> dict[str, Any]:
+def run_facts(settings: Settings, runtime: Runtime) -> dict[str, Any]:
     """What identifies a run before its rows are known; see manifest.compare."""
     facts = {name: getattr(settings, name) for name in manifest.GUARDED}
     model = Path(str(settings.model)).expanduser()
@@ -78,14 +78,20 @@ def run_facts(settings: Settings, runtime: Runtime, plan: BatchPlan) -> dict[str
         "attn_implementation": settings.attn_implementation,
         "world_size": runtime.ranks.world_size,
         "nodes": runtime.ranks.nodes,
-        "per_device_train_batch_size": plan.per_device,
-        "gradient_accumulation_steps": plan.accumulation,
-        "global_batch_size": plan.global_batch,
         "sharding": runtime.sharding,
         "backend": runtime.backend,
         "precision": runtime.precision,
     }
     return facts
+
+
+def batch_facts(plan: BatchPlan) -> dict[str, Any]:
+    """What a step holds, which with packing is known only once the rows are."""
+    return {
+        "per_device_train_batch_size": plan.per_device,
+        "gradient_accumulation_steps": plan.accumulation,
+        "global_batch_size": plan.global_batch,
+    }
 
 
 def choose(settings: Settings, runtime: Runtime, run_folder: Path, continues: bool) -> Start | None:

@@ -17,17 +17,19 @@ import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import datasets
 import numpy as np
-import pyarrow.compute as compute
+import pyarrow.compute as pc
 import torch
 import xxhash
 
+from unsloth_ddp.batch import BatchPlan
 from unsloth_ddp.errors import UserError
 from unsloth_ddp.formats import Example, to_example
 from unsloth_ddp.loss import IGNORED
+from unsloth_ddp.packing import Choice, Packing, Request, plan_step
 from unsloth_ddp.rows import check_source, read_rows
 from unsloth_ddp.runtime import Runtime
 from unsloth_ddp.settings import Settings
@@ -59,10 +61,29 @@ class Counts:
 
 @dataclass(frozen=True)
 class TokenizedRows:
-    """A tokenized set. `dataset` holds one row more than `counts.rows`: the filler at its end (see batch.RowOrder)."""
+    """A tokenized set. `dataset` holds one row more than `counts.rows`: the filler at its end (see batch.RowOrder).
+
+    `packing` says which rows share a pack, where they are packed.
+    """
 
     dataset: datasets.Dataset
     counts: Counts
+    packing: Packing | None = None
+
+    @property
+    def units(self) -> int:
+        """What the batch plan counts: packs, or rows."""
+        return self.counts.rows if self.packing is None else len(self.packing)
+
+    @property
+    def examples(self) -> datasets.Dataset | PackedRows:
+        """The units, and the filler at their end."""
+        return self.dataset if self.packing is None else PackedRows(self.dataset, self.packing)
+
+    def lengths(self) -> np.ndarray:
+        """Tokens of each unit and of the filler, int64 (units + 1,)."""
+        rows = row_lengths(self.dataset)
+        return rows if self.packing is None else np.append(self.packing.tokens, rows[-1])
 
 
 @contextlib.contextmanager
@@ -213,7 +234,7 @@ def _tokenize(examples: datasets.Dataset, encoder: Encoder, settings: Settings, 
         features=datasets.Features({**TOKEN_FEATURES, "problem": datasets.Value("string")}),
     )
     problems = _column(tokenized, "problem")
-    problems = problems.filter(compute.not_equal(problems, ""))
+    problems = problems.filter(pc.not_equal(problems, ""))
     if len(problems):
         raise UserError(problems[0].as_py())
     tokenized = tokenized.remove_columns("problem")
@@ -246,14 +267,14 @@ def _tokenize(examples: datasets.Dataset, encoder: Encoder, settings: Settings, 
 
 
 def _count(tokenized: datasets.Dataset, dropped: int) -> Counts:
-    lengths = compute.list_value_length(_column(tokenized, "input_ids"))
+    lengths = row_lengths(tokenized)
     return Counts(
         rows=len(tokenized),
-        tokens=compute.sum(lengths).as_py(),
-        supervised=compute.sum(_column(tokenized, "supervised")).as_py(),
-        truncated=compute.sum(_column(tokenized, "overlong")).as_py(),
+        tokens=int(lengths.sum()),
+        supervised=pc.sum(_column(tokenized, "supervised")).as_py(),
+        truncated=pc.sum(_column(tokenized, "overlong")).as_py(),
         dropped=dropped,
-        longest=compute.max(lengths).as_py(),
+        longest=int(lengths.max()),
     )
 
 
@@ -261,6 +282,24 @@ def _column(rows: datasets.Dataset, name: str) -> Any:
     """A column as Arrow has it: going through a million rows one by one takes minutes."""
     assert rows._indices is None, "the rows are a selection, and the table holds more"
     return rows.data.column(name)
+
+
+def row_lengths(tokenized: datasets.Dataset) -> np.ndarray:
+    """Tokens of every row, int64 (rows,), read from the table's offsets and not from its tokens."""
+    ids = tokenized.with_format("arrow", columns=["input_ids"])
+    return np.concatenate([pc.list_value_length(part["input_ids"]).to_numpy() for part in ids.iter(100_000)]).astype(
+        np.int64
+    )
+
+
+def facts(settings: Settings, runtime: Runtime, plan: BatchPlan, rows: TokenizedRows) -> dict[str, Any]:
+    """What identifies the rows of a run and how they fill its steps; see manifest.compare."""
+    return {
+        "packing": "off" if rows.packing is None else f"packs of up to {rows.packing.capacity} tokens",
+        "rows": rows.counts.rows,
+        "steps": plan.steps(rows.units, settings.num_train_epochs, settings.max_steps),
+        "data": fingerprint(rows, runtime),
+    }
 
 
 def fingerprint(rows: TokenizedRows, runtime: Runtime) -> str:
@@ -297,6 +336,12 @@ def _tokenized_rows(path: Path) -> TokenizedRows:
     return TokenizedRows(tokenized.with_format("numpy", columns=["input_ids", "labels"]), counts)
 
 
+def fill_steps(request: Request, rows: TokenizedRows, choice: Choice) -> tuple[BatchPlan, TokenizedRows, Choice]:
+    """The plan of a run, the rows with the packs it counts, and whether they are packed after all (packing.plan_step)."""
+    plan, packing, choice = plan_step(request, row_lengths(rows.dataset)[: rows.counts.rows], choice)
+    return plan, dataclasses.replace(rows, packing=packing), choice
+
+
 @dataclass
 class PadRight:
     """Collate rows into `input_ids`, `attention_mask` and `labels`, each (batch, longest row), int64."""
@@ -314,3 +359,67 @@ class PadRight:
             labels[index, :length] = torch.as_tensor(row["labels"])
             mask[index, :length] = 1
         return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+
+
+@dataclass
+class PackedRows:
+    """A map-style dataset of packs: each item has the ids and labels of its rows behind each other, and their lengths.
+
+    Nothing predicts the first token of a row, so its label is ignored, as position 0 is where rows stand alone.
+    """
+
+    rows: datasets.Dataset
+    packing: Packing
+
+    def __len__(self) -> int:
+        return len(self.packing) + 1
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        """`input_ids` and `labels` (tokens,), `lengths` (rows,); the last index is the filler."""
+        filler = index == len(self.packing)
+        columns = self.rows[[len(self.rows) - 1] if filler else self.packing.members(index)]
+        lengths = np.array([len(ids) for ids in columns["input_ids"]], dtype=np.int64)
+        labels = np.concatenate(list(columns["labels"]))
+        labels[np.cumsum(lengths) - lengths] = IGNORED
+        return {"input_ids": np.concatenate(list(columns["input_ids"])), "labels": labels, "lengths": lengths}
+
+
+@dataclass
+class Flatten:
+    """Collate packs into one sequence, with what tells attention where rows begin.
+
+    `input_ids`, `labels` and `position_ids`, each (1, tokens), int64; positions begin at 0 in every row, which is how
+    Transformers finds the rows. `keys` names what else the backend reads: Unsloth `packed_seq_lengths` (rows,), int32;
+    flash attention in Transformers `cu_seq_lens_q/k` (rows + 1,), int32, and `max_length_q/k`, which it would
+    otherwise work out in every layer, waiting for the device.
+    """
+
+    keys: Literal["unsloth", "flash", "positions"]
+
+    def __call__(self, packs: list[dict[str, np.ndarray]]) -> dict[str, Any]:
+        lengths = np.concatenate([pack["lengths"] for pack in packs])
+        ends = np.cumsum(lengths)
+        positions = np.arange(ends[-1]) - np.repeat(ends - lengths, lengths)
+        batch: dict[str, Any] = {
+            name: torch.as_tensor(np.concatenate([pack[name] for pack in packs]), dtype=torch.int64).unsqueeze(0)
+            for name in ("input_ids", "labels")
+        }
+        batch["position_ids"] = torch.as_tensor(positions, dtype=torch.int64).unsqueeze(0)
+        if self.keys == "unsloth":
+            batch["packed_seq_lengths"] = torch.as_tensor(lengths, dtype=torch.int32)
+        elif self.keys == "flash":
+            borders = torch.as_tensor(np.append(0, ends), dtype=torch.int32)
+            batch |= {"cu_seq_lens_q": borders, "cu_seq_lens_k": borders}
+            batch |= {"max_length_q": int(lengths.max()), "max_length_k": int(lengths.max())}
+        return batch
+
+
+@dataclass
+class Collate:
+    """Packs are flattened, rows are padded: training may see the one while evaluation sees the other."""
+
+    pad: PadRight
+    flatten: Flatten
+
+    def __call__(self, examples: list[dict[str, np.ndarray]]) -> dict[str, Any]:
+        return self.flatten(examples) if "lengths" in examples[0] else self.pad(examples)

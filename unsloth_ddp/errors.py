@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from unsloth_ddp.redact import hide, one_line
+from unsloth_ddp.redact import hide, printable
 
 
 class UserError(ValueError):
@@ -14,10 +14,15 @@ class UserError(ValueError):
     exit_code = 2
 
     def __init__(self, message: str) -> None:
-        super().__init__(hide(one_line(message)))
+        super().__init__(hide(printable(message)))
 
 
 class RunError(UserError):
     """The run cannot go on, and not by the user's mistake; its message says what happened and what to do."""
 
     exit_code = 1
+
+
+def one_line(error: object, most: int = 300) -> str:
+    """What an error of a library says, to stand in a sentence: without line breaks, at most so many characters."""
+    return " ".join(str(error).split())[:most]

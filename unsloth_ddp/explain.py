@@ -45,7 +45,7 @@ ROWS = (
         "host out of memory",
         r"DefaultCPUAllocator: (can't|not enough) |Cannot allocate memory|\bMemoryError\b",
         "The machine's main memory is used up.",
-        "start fewer processes or more memory a node; lower --dataset_num_proc; every process loads the model once.",
+        "start fewer processes, or use nodes with more memory; lower --dataset_num_proc; every process loads the model once.",
     ),
     Row(
         "shared memory",

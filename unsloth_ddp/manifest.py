@@ -15,7 +15,7 @@ from typing import Any
 
 import xxhash
 
-from unsloth_ddp.redact import one_line
+from unsloth_ddp.redact import printable
 
 FILE_NAME = "manifest.json"
 FORMAT = 1
@@ -28,7 +28,7 @@ GUARDED = (
     "lr_scheduler_type", "warmup_steps", "weight_decay", "max_grad_norm", "optim", "trainer_args",
 )  # fmt: skip
 # Facts of the run beside them, in the same way.
-GUARDED_FACTS = ("global_batch_size", "steps", "rows", "data", "backend", "precision")
+GUARDED_FACTS = ("packing", "global_batch_size", "steps", "rows", "data", "backend", "precision")
 # What changes where and how the same is computed: said, not refused.
 SAID = (
     "world_size", "per_device_train_batch_size", "gradient_accumulation_steps", "gradient_checkpointing",
@@ -42,7 +42,7 @@ class Damaged(ValueError):
     """A folder that is no whole checkpoint; the message says what is wrong with it, and is safe to print."""
 
     def __init__(self, message: str) -> None:
-        super().__init__(one_line(message))
+        super().__init__(printable(message))
 
 
 @dataclass(frozen=True)
@@ -222,7 +222,7 @@ def compare(before: Mapping[str, Any], now: Mapping[str, Any]) -> Comparison:
 
 
 def _shown(value: Any) -> str:
-    text = one_line(str(value))
+    text = printable(str(value))
     return text if len(text) <= 80 else text[:77] + "..."
 
 

@@ -82,6 +82,11 @@ class DataSettings:
     chat_template: str | None = option(
         None, "A Jinja file, or chatml; default: the tokenizer's own template.", path=True
     )
+    packing: Literal["auto", "on", "off"] = option(
+        "off",
+        "Join rows to packs of up to max_length tokens, each row's loss unchanged; auto: where attention has a kernel "
+        "for it. Otherwise rows are padded, with rows of like length together. Not yet tried on GPUs, so off.",
+    )
     loss_on: Literal["assistant", "all"] = option("assistant", "Which tokens are supervised: the assistant's, or all.")
     dataset_num_proc: int = option(1, "Processes that tokenize, on each node.")
 
@@ -90,10 +95,17 @@ class DataSettings:
 class BatchSettings:
     """Batch"""
 
-    per_device_train_batch_size: int = option(1, "Rows in one forward pass of one process.")
+    per_device_train_batch_size: int = option(
+        1, "Rows in one forward pass of one process; where rows are packed, the most packs."
+    )
     global_batch_size: int | None = option(
         None,
-        "Rows in one optimizer step over all processes; accumulation follows from it. Default: what divides nearest to 16.",
+        "Rows (packs with --packing on) in one optimizer step over all processes; accumulation follows from it. "
+        "Default: what divides nearest to 16 rows.",
+    )
+    global_batch_tokens: int | None = option(
+        None,
+        "Tokens in one optimizer step, instead of --global_batch_size, where rows are packed: the nearest it can be.",
     )
     gradient_accumulation_steps: int | None = option(None, "Set accumulation directly instead of --global_batch_size.")
     per_device_eval_batch_size: int = option(8, "Rows in one forward pass of one process during evaluation.")
@@ -201,7 +213,7 @@ class Settings(
 
 ABOVE_ZERO = (
     "lora_r", "lora_alpha", "max_length", "per_device_train_batch_size", "per_device_eval_batch_size",
-    "global_batch_size", "gradient_accumulation_steps", "num_train_epochs", "logging_steps", "eval_steps",
+    "global_batch_size", "global_batch_tokens", "gradient_accumulation_steps", "num_train_epochs", "logging_steps", "eval_steps",
     "save_steps", "save_total_limit", "dataset_num_proc", "ddp_timeout", "learning_rate",
 )  # fmt: skip
 
@@ -250,6 +262,11 @@ def check(settings: Settings) -> None:
         raise UserError(f"eval_fraction is {settings.eval_fraction}, but it is a fraction from 0 to below 1.")
     if settings.eval_fraction and settings.eval_dataset:
         raise UserError("eval_fraction and eval_dataset are both given; keep the one that names your evaluation rows.")
+    if settings.packing == "off" and settings.global_batch_tokens is not None:
+        raise UserError(
+            f"global_batch_tokens {settings.global_batch_tokens} needs packed rows, but packing is off; give "
+            "--global_batch_size instead, or --packing auto."
+        )
     if settings.merge and settings.method == "full":
         raise UserError("merge is for lora and qlora; method full already writes a whole model, so leave merge out.")
     if settings.eval_strategy in ("steps", "epoch") and not (settings.eval_dataset or settings.eval_fraction):

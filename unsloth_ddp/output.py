@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import errno
 import fcntl
-import json
 import logging
 import os
 import shutil
@@ -21,6 +20,7 @@ import psutil
 from unsloth_ddp.checkpoint import Checkpoints, step_folders
 from unsloth_ddp.config_file import Unreadable, read_yaml
 from unsloth_ddp.errors import UserError
+from unsloth_ddp.json_file import write_json
 from unsloth_ddp.redact import hide
 from unsloth_ddp.runtime import EXIT_FAILURE, EXIT_STOPPED, Runtime
 from unsloth_ddp.settings import Settings
@@ -243,10 +243,7 @@ class _WithoutSecrets(logging.Formatter):
 
 def finish(settings: Settings, folder: Path, summary: dict[str, Any]) -> None:
     """Write summary.json, upload if asked to, and say what the run came to."""
-    path = folder / SUMMARY_FILE
-    aside = path.with_suffix(".partial")
-    aside.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
-    aside.replace(path)
+    write_json(folder / SUMMARY_FILE, summary)
     (folder / LOCK_FILE).unlink(missing_ok=True)
     losses = [f"{name} {summary[name]:.4f}" for name in ("train_loss", "eval_loss") if summary[name] is not None]
     print(

@@ -33,7 +33,7 @@ def hide(text: str, environ: Mapping[str, str] | None = None) -> str:
     return NAMED.sub(lambda match: match[1] + HIDDEN, SHAPES.sub(HIDDEN, text))
 
 
-def one_line(text: str) -> str:
+def printable(text: str) -> str:
     """`text` with every control character and half character written out (as \\x1b), line ends as spaces."""
     return CONTROL.sub(lambda match: " " if match[0] in "\r\n\t" else repr(match[0])[1:-1], text)
 

@@ -20,6 +20,7 @@ from trl import SFTTrainer
 from unsloth_ddp.batch import BatchPlan, RowOrder
 from unsloth_ddp.callbacks import SavedTotals
 from unsloth_ddp.checkpoint import Checkpoints, Start
+from unsloth_ddp.data import TokenizedRows
 from unsloth_ddp.runtime import Runtime
 from unsloth_ddp.telemetry import TOKENS, Meter, Totals
 
@@ -31,7 +32,7 @@ class ResumableTrainer(SFTTrainer):
     plan: BatchPlan
     checkpoints: Checkpoints
     meter: Meter
-    rows: dict[str, int]
+    train_rows: TokenizedRows
     row_order: RowOrder
     # Where the run goes on from, and where a checkpoint is being written.
     start: Start | None = None
@@ -159,7 +160,7 @@ class ResumableTrainer(SFTTrainer):
         if any("eval_loss" in entry and entry.get("step") == step for entry in self.state.log_history):
             return False
         if strategy == IntervalStrategy.EPOCH:
-            return step >= self.state.max_steps or step % self.plan.steps_per_epoch(self.rows["train"]) == 0
+            return step >= self.state.max_steps or step % self.plan.steps_per_epoch(self.train_rows.units) == 0
         return strategy == IntervalStrategy.STEPS and step % self.state.eval_steps == 0
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:

@@ -28,7 +28,7 @@ import psutil
 from unsloth_ddp.errors import UserError
 from unsloth_ddp.options import Settings
 from unsloth_ddp.rows import is_file
-from unsloth_ddp.sharding import Sharding, check_sharding, complete_environment, sharding_from_environment
+from unsloth_ddp.sharding import TRUE, Sharding, check_sharding, complete_environment, sharding_from_environment
 
 T = TypeVar("T")
 logger = logging.getLogger("unsloth_ddp")
@@ -106,6 +106,11 @@ def use_cache_if_hub_is_unreachable(settings: Settings) -> None:
         socket.create_connection(("huggingface.co", 443), timeout=5).close()
     except OSError:
         os.environ["HF_HUB_OFFLINE"] = "1"
+
+
+def asks_for_cpu(settings: Settings, environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether the run is on the CPU by choice: the option's, or the accelerate config's."""
+    return settings.use_cpu or environ.get("ACCELERATE_USE_CPU", "").lower() in TRUE
 
 
 def choose_backend(wanted: str, accelerator: bool) -> Literal["unsloth", "transformers"]:
@@ -244,7 +249,7 @@ def started(settings: Settings, ranks: Ranks) -> Iterator[Runtime]:
     """Bring up the processes of a run; on leaving, take them down in order."""
     import torch
 
-    cuda = torch.cuda.is_available() and not settings.use_cpu and os.environ.get("ACCELERATE_USE_CPU") != "True"
+    cuda = torch.cuda.is_available() and not asks_for_cpu(settings)
     if cuda and ranks.local_world_size > torch.cuda.device_count():
         raise UserError(
             f"{ranks.local_world_size} processes were started on this machine, which shows "

@@ -129,9 +129,11 @@ def _as_type(wanted: Any, value: Any) -> Any:
         value = {} if unset else _parsed_json(value) if isinstance(value, str) else value
         return _plain(value) if isinstance(value, dict) else _refuse()
     if kind is Literal:
-        # YAML reads an unquoted no as False, and `no` is a strategy.
-        value = "no" if value is False else value
-        return value if value in typing.get_args(wanted) else _refuse()
+        # YAML reads an unquoted no or off as False, and on as True.
+        choices = typing.get_args(wanted)
+        if isinstance(value, bool):
+            value = next((word for word in (("on",) if value else ("no", "off")) if word in choices), value)
+        return value if value in choices else _refuse()
     if kind is bool:
         return TRUTHS[str(value).lower()] if str(value).lower() in TRUTHS else _refuse()
     if kind is str:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import functools
-import platform
 import resource
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from importlib import metadata
 from io import StringIO
 from pathlib import Path
 from statistics import median
@@ -24,15 +22,16 @@ from torch import Tensor
 from unsloth_ddp.batch import BatchPlan
 from unsloth_ddp.data import TokenizedRows
 from unsloth_ddp.model import parameter_counts
+from unsloth_ddp.packing import Choice, Packing
 from unsloth_ddp.runtime import Runtime
 from unsloth_ddp.settings import Settings
+from unsloth_ddp.versions import versions
 
 # Sums a rank keeps between two log lines.
 LOSS, SUPERVISED, TOKENS = range(3)
 # Gathered with them.
 OWN_SECONDS, STEPS = 3, 4
 
-PACKAGES = ("torch", "transformers", "trl", "accelerate", "peft", "datasets", "unsloth", "unsloth_zoo")
 SUMMARIZED = (
     "model", "model_revision", "method", "dataset", "eval_dataset", "eval_fraction", "max_length", "overlong",
     "loss_on", "chat_template", "num_train_epochs", "max_steps", "learning_rate", "lr_scheduler_type", "warmup_steps",
@@ -202,6 +201,19 @@ class Meter:
         return metrics
 
 
+def real_tokens(inputs: Mapping[str, Tensor]) -> Tensor:
+    """Tokens of a micro-batch that are neither padding nor a filler row, which has one token: a 0-dim tensor.
+
+    Packed rows are told apart by their positions: a row of one token begins where the next one does.
+    """
+    if "attention_mask" in inputs:
+        lengths = inputs["attention_mask"].sum(dim=1)
+        return lengths.masked_fill(lengths == 1, 0).sum()
+    begins = inputs["position_ids"][0] == 0
+    ends = torch.cat([begins[1:], begins.new_ones(1)])
+    return begins.numel() - (begins & ends).sum()
+
+
 def describe_straggler(place: object, rank: int, pace: tuple[list[float], list[float], float], intervals: int) -> str:
     """The line that names a straggler and says where to look."""
     seconds = pace[0]
@@ -247,17 +259,6 @@ def peak_memory_bytes(device_type: str) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def versions() -> dict[str, str]:
-    """Versions of Python and of the packages that decide what a run computes."""
-    found: dict[str, str] = {"python": platform.python_version()}
-    for name in PACKAGES:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
-
-
 def table(rows: dict[str, str]) -> str:
     """Names and values as aligned text, long values folded."""
     grid = Table(box=box.SIMPLE, show_header=False, pad_edge=False)
@@ -274,6 +275,7 @@ def describe_run(
     settings: Settings,
     runtime: Runtime,
     plan: BatchPlan,
+    choice: Choice,
     model: torch.nn.Module,
     train_rows: TokenizedRows,
     eval_rows: TokenizedRows | None,
@@ -281,8 +283,14 @@ def describe_run(
 ) -> str:
     """The table the main process prints before step 1."""
     counts = train_rows.counts
-    steps = plan.steps(counts.rows, settings.num_train_epochs, settings.max_steps)
+    steps = plan.steps(train_rows.units, settings.num_train_epochs, settings.max_steps)
+    steps_per_epoch = plan.steps_per_epoch(train_rows.units)
     total, trainable = parameter_counts(model)
+    packs = train_rows.packing
+    packed = f"off: {choice.reason}; rows of like length are padded together"
+    if packs is not None:
+        packed = f"on: {choice.reason}; {len(packs):,} packs of up to {packs.capacity:,} tokens, {packs.fill:.0%} full"
+    unit, of_rows = ("rows", "") if packs is None else ("packs", f" (about {counts.rows / steps_per_epoch:,.0f} rows)")
     rows = f"{counts.rows:,} ({counts.tokens:,} tokens, longest {counts.longest:,})"
     if counts.truncated:
         rows += f"; {counts.truncated:,} over max_length {settings.max_length} truncated"
@@ -300,17 +308,24 @@ def describe_run(
             "training rows": rows,
             "evaluation rows": f"{eval_rows.counts.rows:,}" if eval_rows else "none",
             "supervised tokens": f"{counts.supervised:,} ({counts.supervised / counts.tokens:.1%} of all)",
-            "global batch": f"{plan.per_device} rows a device x {plan.accumulation} accumulation x "
-            f"{plan.processes} processes = {plan.global_batch} rows",
-            "tokens a step": f"{counts.tokens / plan.steps_per_epoch(counts.rows):,.0f} on average",
-            "steps": f"{steps:,} ({plan.steps_per_epoch(counts.rows):,} an epoch)",
+            "packing": packed,
+            "global batch": f"{plan.per_device} {unit} a device x {plan.accumulation} accumulation x "
+            f"{plan.processes} processes = {plan.global_batch} {unit}{of_rows}",
+            "tokens a step": f"{counts.tokens / steps_per_epoch:,.0f} on average",
+            "steps": f"{steps:,} ({steps_per_epoch:,} an epoch)",
             "written to": str(run_folder),
         }
     )
 
 
 def summarize(
-    settings: Settings, runtime: Runtime, plan: BatchPlan, totals: Totals, steps: int, peak_before_steps: int
+    settings: Settings,
+    runtime: Runtime,
+    plan: BatchPlan,
+    packing: Packing | None,
+    totals: Totals,
+    steps: int,
+    peak_before_steps: int,
 ) -> dict[str, Any]:
     """The content of summary.json, the same on every rank; the caller adds what only it knows.
 
@@ -327,6 +342,8 @@ def summarize(
         "sharding": runtime.sharding,
         "backend": runtime.backend,
         "precision": runtime.precision,
+        "packing": packing is not None,
+        "packs": len(packing) if packing is not None else None,
         "global_batch_size": plan.global_batch,
         "per_device_train_batch_size": plan.per_device,
         "gradient_accumulation_steps": plan.accumulation,

@@ -7,6 +7,7 @@ below replaces one step of the loop and says what upstream does there instead.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import time
 from pathlib import Path
@@ -19,10 +20,11 @@ from transformers import Trainer
 from transformers.integrations import get_reporting_integration_callbacks
 from transformers.trainer_utils import EvalLoopOutput
 
-from unsloth_ddp.batch import BatchPlan, RowOrder
+from unsloth_ddp.attention import keys_for_packs, prepare_for_packs
+from unsloth_ddp.batch import BalancedOrder, BatchPlan
 from unsloth_ddp.callbacks import CompareWeights, Report, SavedTotals, StopTogether
 from unsloth_ddp.checkpoint import Checkpoints, Start, make_cpu_checkpoints_readable
-from unsloth_ddp.data import PadRight, TokenizedRows
+from unsloth_ddp.data import Collate, Flatten, PadRight, TokenizedRows
 from unsloth_ddp.drift import REPLICATED, DriftCheck
 from unsloth_ddp.errors import UserError
 from unsloth_ddp.loss import logits_to_step_loss, step_divisor, supervised_tokens
@@ -38,6 +40,7 @@ from unsloth_ddp.telemetry import (
     Stragglers,
     describe_straggler,
     peak_memory_bytes,
+    real_tokens,
     summarize,
 )
 
@@ -58,6 +61,10 @@ def make_trainer(
 ) -> DDPTrainer:
     """The trainer of one run; TensorBoard events go to <run>/tensorboard/."""
     os.environ.setdefault("TENSORBOARD_LOGGING_DIR", str(Path(config.output_dir) / "tensorboard"))
+    # How many packs make a step is known since the rows are.
+    config.per_device_train_batch_size, config.gradient_accumulation_steps = plan.per_device, plan.accumulation
+    if rows.packing is not None:
+        prepare_for_packs(runtime)
     trainer = DDPTrainer(model, config, rows, eval_rows, tokenizer, runtime, settings, plan, checkpoints, stop)
     used = "bf16" if trainer.args.bf16 else "fp16" if trainer.args.fp16 else "fp32"
     # bf16 weights need no autocast, so Unsloth switches it off for them.
@@ -92,14 +99,14 @@ class DDPTrainer(ResumableTrainer):
         trained = [p for p in model.parameters() if p.requires_grad]
         checkpoints.weights_bytes = sum(getattr(p, "ds_numel", p.numel()) * p.element_size() for p in trained)
         self.stop = stop
-        self.rows = {"train": train.counts.rows, "eval": evaluation.counts.rows if evaluation else 0}
+        self.train_rows, self.eval_rows = train, evaluation
         super().__init__(
             model=model,
             args=args,
             train_dataset=train.dataset,
             eval_dataset=evaluation.dataset if evaluation else None,
             processing_class=tokenizer,
-            data_collator=PadRight(tokenizer.pad_token_id),
+            data_collator=Collate(PadRight(tokenizer.pad_token_id), Flatten(keys_for_packs(runtime, model))),
             callbacks=[SavedTotals(), Report(runtime.progress), StopTogether(stop)],
         )
         trackers = tuple(get_reporting_integration_callbacks(self.args.report_to))
@@ -107,8 +114,8 @@ class DDPTrainer(ResumableTrainer):
             BestEffort(callback) if isinstance(callback, trackers) else callback
             for callback in self.callback_handler.callbacks
         ]
-        # Unsloth's __init__ filters out rows without supervised tokens, and with them the filler.
-        self.train_dataset, self.eval_dataset = train.dataset, evaluation.dataset if evaluation else None
+        # Unsloth's __init__ filters out rows without supervised tokens, and with them the filler; it knows no packs.
+        self.train_dataset, self.eval_dataset = train.examples, evaluation.dataset if evaluation else None
         assert self.args.gradient_accumulation_steps == plan.accumulation, "the trainer changed the batch plan"
         # A model that does not take the divisor would divide by its own count.
         self.model_divides = bool(self.model_accepts_loss_kwargs)
@@ -129,15 +136,17 @@ class DDPTrainer(ResumableTrainer):
 
     # ---- rows: upstream shuffles with the global RNG and sees some rows twice to even out the ranks ----
 
-    def _get_train_sampler(self, train_dataset: Any = None) -> RowOrder:
-        slots = self.args.per_device_train_batch_size * self.args.world_size
-        seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
-        self.row_order = RowOrder(self.rows["train"], slots, seed)
+    def _get_train_sampler(self, train_dataset: Any = None) -> BalancedOrder:
+        rows, seed = self.train_rows, self.args.seed if self.args.data_seed is None else self.args.data_seed
+        self.row_order = BalancedOrder(self.plan, rows.lengths(), seed, padded=rows.packing is None)
         return self.row_order
 
-    def _get_eval_sampler(self, eval_dataset: Any) -> RowOrder:
-        slots = self.args.per_device_eval_batch_size * self.args.world_size
-        return RowOrder(self.rows["eval"], slots, seed=None)
+    def _get_eval_sampler(self, eval_dataset: Any) -> BalancedOrder:
+        # One step of all the rows: those of like length share a batch.
+        assert self.eval_rows is not None
+        rows, at_once = self.eval_rows, self.args.per_device_eval_batch_size
+        plan = BatchPlan(at_once, math.ceil(rows.units / (at_once * self.args.world_size)), self.args.world_size)
+        return BalancedOrder(plan, rows.lengths(), None, padded=True)
 
     # ---- loss: upstream divides by its own count and multiplies by the world size ----
 
@@ -178,10 +187,7 @@ class DDPTrainer(ResumableTrainer):
         # Not model.training: DeepSpeed's engine says that it trains while it evaluates.
         if torch.is_grad_enabled():
             self.meter.own_time.forward_done()
-            lengths = inputs["attention_mask"].sum(dim=1)
-            # The filler row, which evens out the processes, has one token.
-            tokens = lengths.masked_fill(lengths == 1, 0).sum()
-            self.meter.add(loss * divisor, supervised_tokens(labels), tokens)
+            self.meter.add(loss * divisor, supervised_tokens(labels), real_tokens(inputs))
         return (loss, None) if return_outputs else loss
 
     def _transformers_loss(self, model: Any, inputs: dict[str, Tensor], divisor: Tensor) -> Tensor:
@@ -230,7 +236,7 @@ class DDPTrainer(ResumableTrainer):
         model.train(was_training)
         self.meter.began += time.perf_counter() - began
         metrics = {f"{metric_key_prefix}_loss": loss / count}
-        return EvalLoopOutput(None, None, metrics, num_samples=self.rows["eval"])  # type: ignore[arg-type]
+        return EvalLoopOutput(None, None, metrics, num_samples=len(dataloader.dataset) - 1)  # type: ignore[arg-type]
 
     # ---- reports: upstream logs the mean of step means ----
 
@@ -284,7 +290,13 @@ class DDPTrainer(ResumableTrainer):
             return None
         self.stop.finishing = True
         summary = summarize(
-            self.settings, self.runtime, self.plan, self.totals, self.state.global_step, self.peak_before_steps
+            self.settings,
+            self.runtime,
+            self.plan,
+            self.train_rows.packing,
+            self.totals,
+            self.state.global_step,
+            self.peak_before_steps,
         )
         summary["train_seconds"] = seconds
         summary["tokens_per_second"] = (self.totals.tokens - self.tokens_before) / seconds

@@ -350,6 +350,3 @@ def _close_in_children(watch: Watch) -> None:
         found.runtime.progress.changed = lambda: None
 
     os.register_at_fork(after_in_child=forget)
-
-
-# ---- connecting ----

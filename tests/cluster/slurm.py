@@ -39,7 +39,10 @@ KillWait=30
 ReturnToService=2
 MpiDefault=none
 {nodes}
-PartitionName=all Nodes=ALL Default=YES State=UP
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+PartitionName=all Nodes=ALL Default=YES State=UP PriorityTier=1 PreemptMode=REQUEUE GraceTime=90
+PartitionName=urgent Nodes=ALL State=UP PriorityTier=9 PreemptMode=OFF
 """
 
 
@@ -147,7 +150,7 @@ def run_slurm(folder: Path) -> Iterator[Slurm]:
         hosts[0].start(["slurmctld", "-D", "-c"], folder / "slurmctld.txt", slurm.environ)
         for host in hosts:
             host.start(["slurmd", "-D", "-N", host.name], folder / f"{host.name}.txt", slurm.environ)
-        ready = ["sinfo", "--noheader", "--Node", "--format=%T"]
+        ready = ["sinfo", "--noheader", "--Node", "--partition=all", "--format=%T"]
 
         def idle() -> bool:
             output = folder / "sinfo.txt"

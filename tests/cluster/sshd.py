@@ -7,7 +7,8 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from tests.cluster.hosts import Host, clean_environment, wait_until
+from tests.cluster.hosts import Host, clean_environment
+from tests.waiting import wait_until
 
 SERVER = """\
 ListenAddress {address}:22

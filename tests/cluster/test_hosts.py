@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 import sys
 import time
@@ -10,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.hosts import make_hosts, wait_until
+from tests.cluster.hosts import make_hosts
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.cluster
 
@@ -77,8 +77,6 @@ def test_a_slow_link_is_slow(two_hosts, send):
 
 
 def test_a_firewall_drops(two_hosts, send):
-    if shutil.which("nft") is None:
-        pytest.skip("nft is missing (Debian's package nftables)")
     two_hosts[0].firewall(6001)
     assert send(10) == 1
 

@@ -226,3 +226,29 @@ def test_other_data_on_one_node_is_refused_before_training(two_hosts, job, tmp_p
     texts = outputs(two_hosts, tmp_path)
     assert codes == [1, 1], "\n".join(texts)
     assert "rows.jsonl" in texts[0] and "the preflight failed, so nothing was trained" in texts[0]
+
+
+@pytest.mark.slow
+def test_over_a_slow_link_the_preflight_warns_and_the_run_is_the_same(two_hosts, one_host, job, tmp_path):
+    two_hosts[1].slow("1mbit")
+    codes, texts = run_nodes(two_hosts, [*job.words, "--run_name", "slow"], tmp_path)
+    assert codes == [0, 0], "\n".join(texts)
+    assert "below the 10 Gbit/s" in " ".join(texts[0].split())
+    assert difference(tmp_path / "outputs" / "slow", one_host[0]) < TOLERANCE
+
+
+@pytest.mark.slow
+def test_another_version_on_one_node_ends_both_before_training(two_hosts, job, tmp_path):
+    fake = tmp_path / "fake" / "trl-0.1.0.dist-info"
+    fake.mkdir(parents=True)
+    (fake / "METADATA").write_text("Metadata-Version: 2.1\nName: trl\nVersion: 0.1.0\n")
+    processes = [
+        host.start(["bash", NODE_SH, *job.words], tmp_path / f"{host.name}.txt", environ, tmp_path)
+        for rank, host in enumerate(two_hosts)
+        for environ in [variables(two_hosts, rank) | ({"PYTHONPATH": str(fake.parent)} if rank else {})]
+    ]
+    assert wait_for_all(processes, RUN_SECONDS) == [1, 1]
+    said = outputs(two_hosts, tmp_path)
+    assert "0.1.0" in said[0]  # the table
+    assert all("version of trl" in text and "nothing was trained" in text for text in said)
+    assert not (tmp_path / "outputs").exists()

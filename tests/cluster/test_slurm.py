@@ -56,6 +56,31 @@ def test_a_job_is_stopped_before_its_limit_requeued_and_ends_as_if_nothing_had_b
     assert not losses((logs / "node-1.log").read_text())
 
 
+@pytest.mark.slow
+def test_a_preempted_job_saves_goes_back_into_the_queue_and_ends_as_if_nothing_had_been(slurm, one_host, job, tmp_path):
+    """Slurm itself takes the nodes for a job of a higher partition, after the grace time of the lower one."""
+    slurm.hosts[1].slow("5mbit")
+    number = slurm.submit(SBATCH, *job.words, "--no_preflight", cwd=tmp_path, UNSLOTH_DDP_HOME=str(REPO))
+    run, log = tmp_path / "outputs" / f"slurm-{number}", tmp_path / "logs" / f"slurm-{number}" / "node-0.log"
+    slurm.wait_until_exists(run / "checkpoint-5" / "manifest.json", number, timeout=RUN_SECONDS)
+    urgent = slurm.submit("--partition=urgent", "--nodes=2", "--exclusive", "--wrap", "hostname", cwd=tmp_path)
+    found = slurm.wait_for(number, "PENDING", *ENDED, timeout=150)
+    assert (found["JobState"], found["Restarts"]) == ("PENDING", "1")
+    slurm.wait_for(urgent, "COMPLETED", timeout=120)
+    first_start = log.read_text()
+    assert "saving a checkpoint at the end of this step" in first_start
+    kept = {int(path.parent.name.split("-")[1]) for path in run.glob("checkpoint-*/manifest.json")}
+    assert kept - {5, 10, 15, 20, 25, 30}, kept  # the stop's own
+
+    slurm.hosts[1].fast()
+    slurm.start_now(number)
+    found = slurm.wait_for(number, *ENDED, timeout=RUN_SECONDS)
+    assert (found["JobState"], found["ExitCode"]) == ("COMPLETED", "0:0"), log.read_text()
+    assert f"checkpoint-{max(kept)}, step {max(kept)}" in log.read_text()[len(first_start) :]
+    assert difference(run, one_host[0]) < TOLERANCE
+    assert train_loss(run) == pytest.approx(train_loss(one_host[0]), rel=LOSS_TOLERANCE)
+
+
 def test_the_exit_code_of_a_job_is_the_trainings(slurm, job, tmp_path):
     number = slurm.submit(SBATCH, *job.words, "--method", "lola", cwd=tmp_path, UNSLOTH_DDP_HOME=str(REPO))
     found = slurm.wait_for(number, *ENDED, timeout=60)

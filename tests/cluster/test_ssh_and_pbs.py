@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.hosts import make_hosts, wait_until
+from tests.cluster.hosts import make_hosts
 from tests.cluster.jobs import RUN_SECONDS, difference, losses, train_loss
 from tests.cluster.sshd import missing_sshd, start_sshd
 from tests.cluster.test_nodes import LOSS_TOLERANCE, TOLERANCE, ranks_of
 from tests.conftest import REPO
+from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1500)]
 

@@ -11,8 +11,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.cluster.hosts import Host, wait_for_all, wait_until
+from tests.cluster.hosts import Host, wait_for_all
 from tests.conftest import REPO
+from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
@@ -22,7 +23,7 @@ OPTIONS = (
 
 
 @pytest.fixture
-def job(two_hosts, tmp_path, tiny_model, uneven_rows):
+def launchers(two_hosts, tmp_path, tiny_model, uneven_rows):
     """A run of one process on each of two hosts, once it is in its steps: the launchers, by host."""
     processes = []
     for number, host in enumerate(two_hosts):
@@ -46,10 +47,10 @@ def training_process(host: Host) -> psutil.Process:
     return next(p for p in found if "train_ddp.py" in " ".join(p.cmdline()) and "launch" not in " ".join(p.cmdline()))
 
 
-def test_a_host_that_is_cut_off_is_named_on_both_sides(job, two_hosts, tmp_path):
+def test_a_host_that_is_cut_off_is_named_on_both_sides(launchers, two_hosts, tmp_path):
     began = time.monotonic()
     two_hosts[1].cut_off()
-    codes = wait_for_all(job, 60)
+    codes = wait_for_all(launchers, 60)
     seconds = time.monotonic() - began
     assert all(codes) and seconds < 60
     (first,), (second,) = told(tmp_path, "node1"), told(tmp_path, "node2")
@@ -58,10 +59,10 @@ def test_a_host_that_is_cut_off_is_named_on_both_sides(job, two_hosts, tmp_path)
 
 
 @pytest.mark.parametrize("node", [0, 1])
-def test_a_killed_rank_of_one_host_ends_the_other(job, two_hosts, tmp_path, node):
+def test_a_killed_rank_of_one_host_ends_the_other(launchers, two_hosts, tmp_path, node):
     began = time.monotonic()
     os.kill(training_process(two_hosts[node]).pid, signal.SIGKILL)
-    assert all(wait_for_all(job, 60))
+    assert all(wait_for_all(launchers, 60))
     assert time.monotonic() - began < 30
     (sentence,) = told(tmp_path, f"node{2 - node}")
     assert f"rank {node} (node {node}, host node{node + 1}, pid " in sentence and "died without a word" in sentence

@@ -6,8 +6,9 @@ import pytest
 
 from unsloth_ddp.preflight import bandwidth, checks, compare
 from unsloth_ddp.preflight.bandwidth import Timing
-from unsloth_ddp.preflight.checks import GIB, Check
+from unsloth_ddp.preflight.checks import Check
 from unsloth_ddp.preflight.compare import Arrival
+from unsloth_ddp.units import GIB
 
 
 def present(*ranks: int, nodes: int = 3, per_node: int = 1, **change) -> list[Arrival]:
@@ -57,7 +58,7 @@ def test_nodes_that_were_told_different_jobs():
 
 def test_a_missing_process_of_a_node_that_came_is_told_by_rank():
     found = compare.arrivals(4, 2, present(0, 1, 2, nodes=2, per_node=2), 9, "a:1")
-    assert found.remedy == "Ranks 3 did not arrive within 9 s; look at their output."
+    assert found.remedy == "Rank 3 did not arrive within 9 s; look at its output."
     whole = compare.arrivals(4, 2, present(0, 1, nodes=2, per_node=2), 9, "a:1")
     assert whole.remedy.startswith("Node 1 did not arrive")
 
@@ -174,14 +175,14 @@ def gpu(name: str = "H200", capability: str = "9.0") -> dict:
     ],
 )
 def test_gpus_are_alike(zero, one, verdict):
-    assert compare.gpus({0: zero, 1: one}, cpu=False).verdict == verdict
+    assert compare.gpus({0: zero, 1: one}).verdict == verdict
 
 
 def test_two_ranks_on_one_gpu_are_named():
     assert compare.one_gpu_each({0: "A", 1: "B"}, {0: 0, 1: 0}).verdict == "ok"
     found = compare.one_gpu_each({0: "A", 1: "A", 2: "C"}, {0: 0, 1: 0, 2: 1})
     assert (found.verdict, "ranks 0 and 1 use one GPU" in found.remedy) == ("failure", True)
-    assert found.values == {0: "1 GPUs in use", 1: "1 GPUs in use"}
+    assert found.values == {0: "1 in use", 1: "1 in use"}
 
 
 @pytest.mark.parametrize(
@@ -236,7 +237,7 @@ def test_speed_between_nodes_meets_the_bars(gbit, fast_ports, verdict, says):
 def test_inside_a_node_there_is_no_bar_and_all_ranks_together_may_be_faster():
     rows = bandwidth.speed([timing("inside", 1, node=0), timing("inside", 2, node=1)], "nccl", False, [0, 1])
     assert rows[0].verdict == "ok"
-    assert rows[0].values == {0: "954 MiB 8 s 1 Gbit/s", 1: "954 MiB 4 s 2 Gbit/s"}
+    assert rows[0].values == {0: "953.7 MiB 8.0 s 1 Gbit/s", 1: "953.7 MiB 4.0 s 2 Gbit/s"}
     rows = bandwidth.speed([timing("between", 8), timing("all", 40)], "nccl", False, [0, 1])
     assert rows[0].verdict == "ok"
 

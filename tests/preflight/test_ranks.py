@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import DEMO_MODEL, demo_rows, write_jsonl
+from tests.preflight.rows import undocumented
 from tests.ranks import Result, run_ranks
 
 
@@ -47,8 +48,8 @@ def another_trl() -> None:
     """This rank's node has another version of a package."""
     from unsloth_ddp.preflight import identity
 
-    found = identity.versions() | {"trl": "0.1"}
-    identity.versions = lambda: found
+    found = identity.all_versions() | {"trl": "0.1"}
+    identity.all_versions = lambda: found
 
 
 def clock_ahead() -> None:
@@ -84,6 +85,15 @@ def wrong_sums() -> None:
 
     true = Speed._time
     Speed._time = lambda self, *given: (true(self, *given)[0], False)
+
+
+def hanging_folder() -> None:
+    """This rank's node cannot look into the output folder: the server of its file system is gone."""
+    from unsloth_ddp.preflight import run as runs
+    from unsloth_ddp.preflight import together
+
+    runs.FOLDER_SECONDS = 1
+    together.find_token = lambda *given: time.sleep(100)
 
 
 def hangs() -> None:
@@ -159,6 +169,7 @@ def test_two_nodes_of_two_ranks(run, tmp_path):
     assert report["output folder shared"]["values"]["1"] == "shared with node 0"
     assert report["sums are right"]["verdict"] == "ok"
     assert abs(float(report["clock skew"]["values"]["1"].split(" ms")[0])) < 1000
+    assert undocumented(report.json) == set()
     assert not (tmp_path / "outputs").exists()
 
 
@@ -188,6 +199,7 @@ def test_one_node_that_differs_in_everything_is_named_in_every_row(run, tmp_path
         "0": str(tmp_path / "outputs"), "1": "shared with node 0", "2": "its own disk"
     }  # fmt: skip
     assert report["clock skew"]["values"]["2"] == "+500.0 s"
+    assert undocumented(report.json) == set()
     assert "found 3 failures (version of trl, settings, data: dataset rows.jsonl)" in result.outputs[2]
 
 
@@ -202,11 +214,18 @@ def test_sharding_needs_a_shared_output_folder(tmp_path):
         words,
         changed,
         folder=tmp_path / "out",
-        environ={"ACCELERATE_USE_FSDP": "true"},
+        environ={"UNSLOTH_FSDP2": "1"},
         environ_of=as_nodes(1, 2),
     )
     assert result.codes[0] == 1
     assert "1 failure (output folder shared)" in result.outputs[0]
+
+
+@pytest.mark.slow
+def test_an_output_folder_that_hangs_is_not_waited_for(run):
+    result, report = run(2, changed={1: [hanging_folder]})
+    result.check()
+    assert report["output folder shared"]["values"]["1"] == "not known"
 
 
 @pytest.mark.parametrize(
@@ -224,6 +243,7 @@ def test_a_measurement_that_fails_or_hangs_names_the_rank(run, what, says):
     (row,) = [r for r in report.json["checks"] if r["name"].startswith("process group")]
     assert row["verdict"] == "failure"
     assert row["values"]["1"].startswith(says)
+    assert undocumented(report.json) == set()
     assert result.seconds < 60
 
 

@@ -13,11 +13,12 @@ import logging
 import sys
 from pathlib import Path
 
-from unsloth_ddp.batch import plan_batch
 from unsloth_ddp.errors import UserError
-from unsloth_ddp.plan.units import parse_bandwidth, parse_memory
+from unsloth_ddp.json_file import write_as_asked
+from unsloth_ddp.packing import Choice, Request, plan_step
 from unsloth_ddp.runtime import EXIT_USER_ERROR, use_cache_if_hub_is_unreachable
 from unsloth_ddp.settings import Parser, parse_settings
+from unsloth_ddp.units import parse_bandwidth, parse_memory
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -65,12 +66,7 @@ def plan(argv: list[str]) -> None:
     networks = [parse_bandwidth(text) for text in given.bandwidth]
     inside = parse_bandwidth(given.node_bandwidth) if given.node_bandwidth else None
     gpu_memory = parse_memory(given.gpu_memory) if given.gpu_memory else None
-    batch = plan_batch(
-        settings.per_device_train_batch_size,
-        given.nodes * given.gpus_per_node,
-        settings.global_batch_size,
-        settings.gradient_accumulation_steps,
-    )
+    request = Request.of(settings, given.nodes * given.gpus_per_node)
     use_cache_if_hub_is_unreachable(settings)
     # Imported here, so that a mistake in the options is told before the seconds that torch takes to load.
     from unsloth_ddp.plan import report
@@ -84,6 +80,9 @@ def plan(argv: list[str]) -> None:
     hardware = Hardware(given.nodes, given.gpus_per_node, networks, inside, gpu_memory)
     shape = model_shape(settings)
     rows = row_lengths(settings)
+    # Whether there is a kernel that makes packing worth while is seen on the GPUs only.
+    batch, packing, _ = plan_step(request, rows.lengths, Choice(settings.packing == "on", "as planned"))
+    rows = rows.packed(packing)
     if given.calibrate:
         found = [measure_run(run, shape.flops_a_token(settings.method), rows.mean) for run in given.calibrate]
         if len({gpu for gpu, _ in found}) > 1:
@@ -91,9 +90,10 @@ def plan(argv: list[str]) -> None:
         calibration = Calibration(found[0][0], "logged by train_ddp.py", [measurement for _, measurement in found])
         save_calibration(calibration, Path(given.calibration))
     computed = make_plan(settings, shape, rows, batch, hardware, calibration)
-    report.print_plan(settings, shape, rows, hardware, computed, calibration)
+    made = report.Report(settings, shape, rows, hardware, computed, calibration)
+    report.print_plan(made)
     if given.json:
-        report.write_json(given.json, report.as_json(settings, shape, rows, hardware, computed, calibration))
+        write_as_asked("--json", given.json, report.as_json(made))
     if given.picture:
         report.draw(given.picture, hardware, computed)
 

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from unsloth_ddp.errors import UserError
+from unsloth_ddp.json_file import write_as_asked
 
 SHIPPED = {"h200": Path(__file__).with_name("h200.json")}
 ROWS = ("full", "padded", "packed")
@@ -123,10 +124,17 @@ def load_calibration(name: str) -> Calibration:
 
 
 def save_calibration(calibration: Calibration, path: Path) -> None:
-    """Write it as load_calibration reads it."""
-    content = {"format": 1, **dataclasses.asdict(calibration)}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    """Write it as load_calibration reads it.
+
+    Raises:
+        UserError: it cannot be written.
+    """
+    write_as_asked("--calibration", path, {"format": 1, **dataclasses.asdict(calibration)})
+
+
+def kind_of_rows(mean: float, max_length: int) -> str:
+    """How rows of `mean` tokens lie in a micro-batch of a run with this max_length, in a measurement's words."""
+    return "full" if mean > FULL * max_length else "padded"
 
 
 def expected_speed(calibration: Calibration, wanted: Wanted) -> Speed | None:
@@ -188,7 +196,7 @@ def _differences(one: Measurement, wanted: Wanted) -> list[str]:
 
 
 def measure_run(folder: Path, flops_a_token: float, mean_row: float) -> tuple[str, Measurement]:
-    """(GPU name, measurement) of a finished run of train_ddp.py: the median of its logged speeds, the first left out.
+    """(GPU name, measurement) of a finished run of train_ddp.py: the median of its logged speeds but the first two.
 
     Args:
         mean_row: tokens a row, on average.
@@ -200,10 +208,9 @@ def measure_run(folder: Path, flops_a_token: float, mean_row: float) -> tuple[st
         summary: dict[str, Any] = json.loads((folder / "summary.json").read_text())
         history = json.loads((folder / "trainer_state.json").read_text())["log_history"]
         settings = summary["settings"]
+        logged = [entry["tokens_per_second"] for entry in history if "tokens_per_second" in entry and "loss" in entry]
         # The first line holds compilation; the second may.
-        speeds = [entry["tokens_per_second"] for entry in history if "tokens_per_second" in entry and "loss" in entry][
-            2:
-        ]
+        speeds = logged[2:]
         if len(speeds) < 3:
             raise UserError(
                 f"--calibrate {folder}: it logged {len(speeds)} usable speeds; train on, or lower logging_steps."
@@ -215,7 +222,7 @@ def measure_run(folder: Path, flops_a_token: float, mean_row: float) -> tuple[st
             backend=summary["backend"],
             precision=summary["precision"],
             gradient_checkpointing=settings["gradient_checkpointing"],
-            rows="full" if mean_row > FULL * settings["max_length"] else "padded",
+            rows=kind_of_rows(mean_row, settings["max_length"]),
             tokens_a_micro_batch=micro_batch,
             flops_a_token=flops_a_token,
             tokens_per_second_per_gpu=statistics.median(speeds) / summary["world_size"],

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from unsloth_ddp.batch import BatchPlan
-from unsloth_ddp.plan.calibration import FULL, Calibration, Speed, Wanted, expected_speed
+from unsloth_ddp.plan.calibration import Calibration, Speed, Wanted, expected_speed, kind_of_rows
 from unsloth_ddp.plan.memory import Memory, Method, Workload, exists, fits, optimizer_bytes, plan_memory
 from unsloth_ddp.plan.network import Links, Step, all_reduce_seconds, balance, efficiency, gpu_counts
 from unsloth_ddp.plan.rows import RowLengths, in_order, largest_micro_batch
@@ -96,7 +96,7 @@ def wanted_speed(settings: Settings, shape: ModelShape, rows: RowLengths, batch:
         backend=backend_of(settings),
         precision=precision_of(settings),
         gradient_checkpointing=settings.gradient_checkpointing,
-        rows="full" if rows.mean > FULL * settings.max_length else "padded",
+        rows=kind_of_rows(rows.mean, settings.max_length),
         tokens_a_micro_batch=batch.per_device * rows.mean,
         flops_a_token=shape.flops_a_token(settings.method),
     )

@@ -1,8 +1,8 @@
 """What one GPU has to hold, by method and by what the GPUs share out. Pure arithmetic.
 
-The figures of DDP (sharding none) are within 4 % of runs on H200s, see tests/test_plan.py; those of ZeRO and FSDP2
-follow from what DeepSpeed and PyTorch keep, and have not been compared. The driver, NCCL and fragmentation come on top, which is
-what RESERVE is for.
+The figures of DDP (sharding none) are within 4 % of runs on H200s, see tests/test_plan.py; those of ZeRO and FSDP2 are
+what DeepSpeed and PyTorch keep for sure, and runs took up to twice that (docs/plan.md). The driver, NCCL and
+fragmentation come on top, which is what RESERVE is for.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Memory:
 def optimizer_bytes(name: str) -> float:
     """Bytes an optimizer keeps for an fp32 weight, by its Transformers name; an unknown one counts as Adam."""
     if "8bit" in name:
-        return 2 if "adam" in name or "lion" not in name else 1
+        return 1 if "lion" in name else 2
     if "4bit" in name:
         return 1
     if name == "sgd" or "adafactor" in name:

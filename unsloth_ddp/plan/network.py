@@ -8,10 +8,13 @@ the guide has 88 % and 80 %.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+
+from unsloth_ddp.batch import BatchPlan, arrange
 
 # Scaling efficiency that the guide for several machines publishes, 2 A100s a machine; how it was measured it does not
 # say.
@@ -19,6 +22,8 @@ GUIDE = {4: 0.95, 8: 0.88, 16: 0.80}
 GUIDE_GPUS_A_NODE = 2
 # DDP sends gradients in pieces of this size while the backward pass goes on; the last one has nothing to hide behind.
 DDP_BUCKET = 25 * 2**20
+# Steps that are looked at to see how uneven rows are.
+MOST_STEPS = 200
 
 
 @dataclass(frozen=True)
@@ -61,16 +66,21 @@ def balance(lengths: Sequence[int], per_device: int, accumulation: int, processe
     Args:
         lengths: tokens of each row, in the order of an epoch.
 
-    A step is as slow as its slowest process, taken to be the one with the most tokens, padding included. Only full
-    steps count; None where there is none.
+    A step is as slow as its slowest process, taken to be the one with the most tokens, padding included. Rows are
+    dealt as in a run (batch.arrange). Only full steps count, of many some; None where there is none.
     """
-    step = per_device * accumulation * processes
-    steps = len(lengths) // step
+    plan = BatchPlan(per_device, accumulation, processes)
+    steps = len(lengths) // plan.global_batch
     if not steps:
         return None
-    rows = np.asarray(lengths[: steps * step], dtype=np.float64).reshape(steps, accumulation, processes, per_device)
-    work = rows.max(axis=3).sum(axis=1)
-    return float(work.mean(axis=1).sum() / work.max(axis=1).sum())
+    rows = np.asarray(lengths[: steps * plan.global_batch], dtype=np.int64).reshape(steps, plan.global_batch)
+    average = slowest = 0.0
+    for step in rows[:: math.ceil(steps / MOST_STEPS)]:
+        dealt = arrange(np.arange(len(step)), step, plan, padded=True)
+        work = step[dealt].reshape(accumulation, processes, per_device).max(axis=2).sum(axis=0)
+        average += work.mean()
+        slowest += work.max()
+    return float(average / slowest)
 
 
 def gpu_counts(gpus_per_node: int, most: int = 1024) -> list[int]:

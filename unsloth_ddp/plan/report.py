@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,8 @@ from unsloth_ddp.plan.memory import RESERVE
 from unsloth_ddp.plan.network import GUIDE, GUIDE_GPUS_A_NODE, Links, all_reduce_seconds, ring_fit
 from unsloth_ddp.plan.rows import RowLengths
 from unsloth_ddp.plan.shape import ModelShape
-from unsloth_ddp.plan.units import shown_bandwidth, shown_bytes, shown_seconds
 from unsloth_ddp.settings import Settings
+from unsloth_ddp.units import shown_bandwidth, shown_bytes, shown_seconds
 
 NO_CALIBRATION = (
     "Time and efficiency need measured speeds, and none were given: --calibration FILE. To write one, train the same "
@@ -38,46 +38,51 @@ def _table(columns: list[str], rows: list[list[str]], left: int = 1) -> Table:
     return table
 
 
-def print_plan(
-    settings: Settings,
-    shape: ModelShape,
-    rows: RowLengths,
-    hardware: Hardware,
-    plan: Plan,
-    calibration: Calibration | None,
-) -> None:
+@dataclass(frozen=True)
+class Report:
+    """A plan with what it was made from."""
+
+    settings: Settings
+    shape: ModelShape
+    rows: RowLengths
+    hardware: Hardware
+    plan: Plan
+    calibration: Calibration | None
+
+
+def print_plan(report: Report) -> None:
     """Everything, as someone reads it who is about to rent."""
+    settings, hardware, plan = report.settings, report.hardware, report.plan
     console = Console(width=None if sys.stdout.isatty() else 130)
     against = f", of {shown_bytes(hardware.gpu_memory)}" if hardware.gpu_memory else " (--gpu_memory gives a verdict)"
     shape_of_it = f"{hardware.nodes} node(s) x {hardware.gpus_per_node} GPUs"
     networks = " / ".join(shown_bandwidth(network) for network in hardware.networks)
     for title, table in (
-        ("Run", _table(["", ""], _run_rows(settings, shape, rows, hardware, plan), left=2)),
+        ("Run", _table(["", ""], _run_rows(report), left=2)),
         (f"Memory of one GPU{against}", _memory_table(settings, plan)),
         (f"Time to average the gradients of a step with DDP, {shape_of_it}", _network_table(settings, hardware, plan)),
         (f"Efficiency as far as links and rows decide it, with {networks} between nodes", _scale_table(plan)),
     ):
         console.print(title, style="bold", highlight=False)
         console.print(table)
-    if shape.all_experts:
+    if report.shape.all_experts:
         console.print(
             "A mixture of experts: every expert is counted as if each token met all of them, so time is too high."
         )
-    for sentence in notes(hardware, plan, calibration):
+    for sentence in notes(report):
         console.print(f"- {sentence}", soft_wrap=True, highlight=False)
 
 
-def _run_rows(
-    settings: Settings, shape: ModelShape, rows: RowLengths, hardware: Hardware, plan: Plan
-) -> list[list[str]]:
+def _run_rows(report: Report) -> list[list[str]]:
+    settings, shape, rows, hardware, plan = report.settings, report.shape, report.rows, report.hardware, report.plan
     batch = plan.batch
     trained = ", ".join(f"{m} {shape.trained(m):,}" for m in ("lora", "full"))
     return [
         ["model", f"{settings.model} ({shape.parameters:,} parameters; trained by {trained})"],
         ["run", f"method {settings.method}, {precision_of(settings)}, {backend_of(settings)}, checkpointing {settings.gradient_checkpointing}, {settings.optim}"],
         ["GPUs", f"{hardware.nodes} node(s) x {hardware.gpus_per_node}"],
-        ["rows", f"{len(rows.lengths):,} ({rows.tokens:,} tokens, mean {rows.mean:,.0f}, longest {rows.longest:,})"],
-        ["global batch", f"{batch.per_device} rows a device x {batch.accumulation} accumulation x {batch.processes} processes = {batch.global_batch} rows"],
+        [rows.unit, f"{len(rows.lengths):,} ({rows.tokens:,} tokens, mean {rows.mean:,.0f}, longest {rows.longest:,})"],
+        ["global batch", f"{batch.per_device} {rows.unit} a device x {batch.accumulation} accumulation x {batch.processes} processes = {batch.global_batch} {rows.unit}"],
         ["tokens a step", f"{plan.tokens_a_step:,.0f} on average; largest micro-batch {plan.micro_batch:,} with padding"],
         ["steps", f"{plan.steps:,} ({batch.steps_per_epoch(len(rows.lengths)):,} an epoch)"],
         ["model work", f"{shape.flops_a_token(settings.method) / 1e9:,.4g} GFLOP a token"],
@@ -137,8 +142,9 @@ def _scale_table(plan: Plan) -> Table:
     return _table(columns, rows, left=0)
 
 
-def notes(hardware: Hardware, plan: Plan, calibration: Calibration | None) -> list[str]:
+def notes(report: Report) -> list[str]:
     """What the tables rest on, and what they leave out."""
+    hardware, plan, calibration = report.hardware, report.plan, report.calibration
     said = [
         f"Memory: * is the run as set. Up to {RESERVE:.0%} of a GPU counts as a fit; the rest is for the driver, NCCL and "
         "fragmentation. DDP (sharding none) is within 4 % of runs on H200s; ZeRO and FSDP2 are "
@@ -161,6 +167,8 @@ def notes(hardware: Hardware, plan: Plan, calibration: Calibration | None) -> li
             said.append(
                 f"It was measured otherwise than this run, so take it as an order of size: {'; '.join(plan.speed.differences)}."
             )
+    if report.settings.packing == "auto":
+        said.append("packing auto is planned as padded rows; --packing on plans packs.")
     others = [count for count in GUIDE if count > 4]
     ring = ring_fit(GUIDE[4], 4 // GUIDE_GPUS_A_NODE, [count // GUIDE_GPUS_A_NODE for count in others])
     fitted = ", ".join(f"{r:.0%} at {c} ({GUIDE[c]:.0%} there)" for r, c in zip(ring, others, strict=True))
@@ -172,15 +180,9 @@ def notes(hardware: Hardware, plan: Plan, calibration: Calibration | None) -> li
     return said
 
 
-def as_json(
-    settings: Settings,
-    shape: ModelShape,
-    rows: RowLengths,
-    hardware: Hardware,
-    plan: Plan,
-    calibration: Calibration | None,
-) -> dict[str, Any]:
+def as_json(report: Report) -> dict[str, Any]:
     """Everything that was computed, in bytes and seconds."""
+    plan, rows, calibration = report.plan, report.rows, report.calibration
     memory = [
         {
             "method": m.method,
@@ -192,25 +194,19 @@ def as_json(
         for m in plan.memory
     ]
     return {
-        "settings": dataclasses.asdict(settings),
-        "shape": dataclasses.asdict(shape),
+        "settings": dataclasses.asdict(report.settings),
+        "shape": dataclasses.asdict(report.shape),
         "rows": {
-            "rows": len(rows.lengths),
+            rows.unit: len(rows.lengths),
             "tokens": rows.tokens,
             "longest": rows.longest,
             "supervised": rows.supervised,
         },
-        "hardware": dataclasses.asdict(hardware),
+        "hardware": dataclasses.asdict(report.hardware),
         "calibration": calibration and {"gpu": calibration.gpu, "source": calibration.source},
         "plan": {**dataclasses.asdict(plan), "memory": memory},
-        "notes": notes(hardware, plan, calibration),
+        "notes": notes(report),
     }
-
-
-def write_json(path: Path, content: dict[str, Any]) -> None:
-    """To a file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 def draw(path: Path, hardware: Hardware, plan: Plan) -> None:

@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
 from unsloth_ddp.batch import BatchPlan, RowOrder
+from unsloth_ddp.packing import Packing
 from unsloth_ddp.settings import Settings
 
 
 @dataclass(frozen=True)
 class RowLengths:
-    """Tokens of every training row, and how many of all tokens are supervised."""
+    """Tokens of every training row, or of every pack, and how many of all tokens are supervised."""
 
     lengths: np.ndarray
     supervised: int
+    unit: Literal["rows", "packs"] = "rows"
+
+    def packed(self, packing: Packing | None) -> RowLengths:
+        """The same tokens in packs, if there are any."""
+        return self if packing is None else RowLengths(packing.tokens, self.supervised, "packs")
 
     @property
     def tokens(self) -> int:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from unsloth_ddp.errors import UserError
+from unsloth_ddp.errors import UserError, one_line
 from unsloth_ddp.settings import Settings
 
 # Tokens of the counted forward pass; what is kept grows with them.
@@ -93,7 +93,7 @@ def model_shape(settings: Settings) -> ModelShape:
                 trust_remote_code=settings.trust_remote_code,
             )
     except (OSError, ValueError) as error:
-        raise UserError(f"model {settings.model} cannot be planned for: {' '.join(str(error).split())}") from None
+        raise UserError(f"model {settings.model} cannot be planned for: {one_line(error)}") from None
     # Making parameters empty takes them apart.
     model.tie_weights()
     model.to("meta")
@@ -117,7 +117,7 @@ def count_shape(model: Any, settings: Settings, all_experts: bool = False) -> Mo
     try:
         adapted: Any = get_peft_model(model, lora_config(settings), low_cpu_mem_usage=True)
     except ValueError as error:
-        raise UserError(f"lora_target_modules: {' '.join(str(error).split())}") from None
+        raise UserError(f"lora_target_modules: {one_line(error)}") from None
     adapter = sum(p.numel() for p in adapted.parameters() if p.requires_grad)
     adapted.to(torch.bfloat16)
     model.enable_input_require_grads()

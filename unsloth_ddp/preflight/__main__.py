@@ -5,13 +5,13 @@ This node, or one process on each node (NNODES, NODE_RANK, MASTER_ADDR and MASTE
 Every process of every node:
     uv run accelerate launch --config_file CONFIG -m unsloth_ddp.preflight [train_ddp.py options]
 
-Options of its own: --json [FILE], the result as JSON (without FILE: in place of the table); --timeout SECONDS, how
-long the other nodes are waited for [60]. All others are train_ddp.py's: give the same as for the run.
-Exit code: 0 with warnings or none, 1 after a failure, 2 for a mistake in the options.
+Give the run's options, all of them: they are compared too. Exit code: 0 with warnings or none, 1 after a failure, 2
+for a mistake in the options.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 
@@ -20,6 +20,26 @@ from unsloth_ddp.preflight.run import Options, run, say
 from unsloth_ddp.runtime import EXIT_USER_ERROR, note_exit_code
 from unsloth_ddp.settings import Parser, Settings, parse_settings
 
+A_DAY = 86400
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The options of preflight itself; all others are those of train_ddp.py."""
+    parser = Parser(
+        prog="python -m unsloth_ddp.preflight",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+        epilog="All other options are those of train_ddp.py.",
+    )
+    parser.add_argument(
+        "--json", nargs="?", const="-", metavar="FILE", help="write the result there too; without FILE: print it instead of the table"
+    )  # fmt: skip
+    parser.add_argument(
+        "--timeout", default=str(Options.timeout), metavar="SECONDS", help=f"how long to wait for the other nodes [{Options.timeout}]"
+    )  # fmt: skip
+    return parser
+
 
 def parse(argv: list[str]) -> tuple[Options, Settings]:
     """preflight's own options, and the run's.
@@ -27,16 +47,15 @@ def parse(argv: list[str]) -> tuple[Options, Settings]:
     Raises:
         UserError: an unknown option, a value of the wrong type, or settings that contradict each other.
     """
-    parser = Parser(prog="unsloth_ddp.preflight", add_help=False, allow_abbrev=False)
-    parser.add_argument("--json", nargs="?", const="-", default=None)
-    parser.add_argument("--timeout", default=str(Options.timeout))
-    own, others = parser.parse_known_args(argv)
+    own, others = make_parser().parse_known_args(argv)
     try:
         timeout = float(own.timeout)
-        if not 0 < timeout <= 86400:
+        if not 0 < timeout <= A_DAY:
             raise ValueError
     except ValueError:
-        raise UserError(f"--timeout is {own.timeout}, but it takes a number of seconds above 0.") from None
+        raise UserError(
+            f"--timeout is {own.timeout}, but it takes a number of seconds above 0, at most {A_DAY}."
+        ) from None
     return Options(timeout, own.json), parse_settings(others, __doc__ or "")
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from unsloth_ddp.preflight.checks import Check, Verdict, size
+from unsloth_ddp.preflight.checks import Check, Verdict
 from unsloth_ddp.preflight.verdicts import LEAST_GBIT
+from unsloth_ddp.units import shown_bytes, shown_seconds
 
 RECOMMENDED_GBIT = 100
 
@@ -66,7 +67,9 @@ def speed(timings: Sequence[Timing], backend: str, fast_ports: bool, nodes: Sequ
             rows.append(Check(f"{operation.replace('_', '-')}, {where}", shown, verdict, remedy))
     wrong = [t for t in timings if not t.right]
     if wrong:
-        places = {t.node: f"{t.operation} of {size(t.bytes)} {SCOPES[t.scope]} gave wrong numbers" for t in wrong}
+        places = {
+            t.node: f"{t.operation} of {shown_bytes(t.bytes)} {SCOPES[t.scope]} gave wrong numbers" for t in wrong
+        }
         remedy = "Data was lost between GPUs or nodes: try NCCL_P2P_DISABLE=1, check IOMMU, cables and drivers."
         rows.append(Check("sums are right", places, "failure", remedy))
     elif timings:
@@ -76,14 +79,9 @@ def speed(timings: Sequence[Timing], backend: str, fast_ports: bool, nodes: Sequ
 
 def _speeds(timings: Sequence[Timing]) -> str:
     return ", ".join(
-        f"{size(t.bytes)} {_seconds(t.seconds)} {_rate(t.gbit)}" for t in sorted(timings, key=lambda t: t.bytes)
+        f"{shown_bytes(t.bytes)} {shown_seconds(t.seconds)} {_rate(t.gbit)}"
+        for t in sorted(timings, key=lambda t: t.bytes)
     )
-
-
-def _seconds(seconds: float) -> str:
-    if seconds < 0.001:
-        return f"{seconds * 1e6:.0f} us"
-    return f"{seconds * 1000:.3g} ms" if seconds < 1 else f"{seconds:.2g} s"
 
 
 def _rate(gbit: float) -> str:

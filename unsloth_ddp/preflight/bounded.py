@@ -9,6 +9,14 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
+def unless_stuck(work: Callable[[], T], seconds: float) -> T | None:
+    """The result of `work`; None where it does not end in time, as on a network file system whose server is gone."""
+    try:
+        return bounded(work, seconds)
+    except TimeoutError:
+        return None
+
+
 def bounded(work: Callable[[], T], seconds: float) -> T:
     """The result of `work`, done in a thread of its own.
 

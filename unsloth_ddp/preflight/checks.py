@@ -9,8 +9,6 @@ from typing import Literal
 Verdict = Literal["ok", "warning", "failure"]
 SEVERITY: dict[Verdict, int] = {"ok": 0, "warning": 1, "failure": 2}
 
-GIB = 2**30
-
 
 @dataclass(frozen=True)
 class Check:
@@ -64,15 +62,6 @@ def named_nodes(nodes: Iterable[int]) -> str:
 def unmade(name: str, node: int, reason: str) -> Check:
     """A check that could not be made, which is no verdict on the node."""
     return Check(name, {node: f"not checked: {reason}"}, "warning", "Look at this by hand; preflight could not.")
-
-
-def size(count: float) -> str:
-    """Bytes as people write them: 512 MiB, 1.5 TiB."""
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if abs(count) < 1024 or unit == "TiB":
-            return f"{count:.0f} {unit}" if count >= 10 or unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    raise AssertionError
 
 
 def summary(checks: Sequence[Check]) -> str:

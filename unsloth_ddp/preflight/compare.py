@@ -8,8 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from unsloth_ddp.preflight.checks import Check, Verdict, named_nodes, size
+from unsloth_ddp.preflight.checks import Check, Verdict, named_nodes
 from unsloth_ddp.preflight.machine import gpu_list
+from unsloth_ddp.units import shown_bytes
 
 # These decide what a run computes or how ranks talk; the others of the kit's packages only watch or convert.
 BYSTANDERS = ("tensorboard", "nbconvert")
@@ -86,9 +87,9 @@ def arrivals(
             "for MASTER_PORT."
         )
     if parts:
-        problems.append(
-            f"Ranks {', '.join(map(str, parts))} did not arrive within {waited:.0f} s; look at their output."
-        )
+        named, whose = ("Rank", "its") if len(parts) == 1 else ("Ranks", "their")
+        ranks = ", ".join(map(str, parts))
+        problems.append(f"{named} {ranks} did not arrive within {waited:.0f} s; look at {whose} output.")
     values: dict[int, str] = dict.fromkeys(range(nodes), "did not arrive")
     for one in present:
         if one.rank % per_node == 0 or one.node_rank not in values:
@@ -108,18 +109,6 @@ def undelivered(missing: Sequence[int], hosts: Mapping[int, str], seconds: float
 
 
 # ---- the same everywhere ----
-
-
-def same(
-    name: str, values: Mapping[int, str], remedy: str, verdict: Verdict = "failure", unknown: Sequence[int] = ()
-) -> Check:
-    """One value on all nodes, else `verdict`; nodes where it is not known are a warning."""
-    shown = dict(sorted(values.items()))
-    if len(set(values.values())) > 1:
-        return Check(name, shown, verdict, remedy)
-    if unknown:
-        return Check(name, shown, "warning", f"Not known on {named_nodes(unknown)}; look there by hand.")
-    return Check(name, shown)
 
 
 def versions(by_node: Mapping[int, Mapping[str, str]]) -> list[Check]:
@@ -234,7 +223,7 @@ def file_text(entry: Mapping[str, Any]) -> str:
         return f"from the Hub, commit {entry['hub'][:10]} in the cache" if entry["hub"] else "from the Hub, not cached"
     sampled = " (sampled)" if entry.get("sampled") else ""
     digest = f" {entry['digest'][:10]}" if entry.get("digest") else ""
-    return f"{size(entry['bytes'])}{digest}{sampled}"
+    return f"{shown_bytes(entry['bytes'])}{digest}{sampled}"
 
 
 def variables(by_node: Mapping[int, Mapping[str, str]]) -> Check:
@@ -256,7 +245,7 @@ def variables(by_node: Mapping[int, Mapping[str, str]]) -> Check:
     return Check("environment flags", shown, verdict, f"Set {', '.join(judged)} alike on every node.")
 
 
-def gpus(by_node: Mapping[int, Sequence[Mapping[str, Any]]], cpu: bool) -> Check:
+def gpus(by_node: Mapping[int, Sequence[Mapping[str, Any]]]) -> Check:
     """The same number and type of GPU on every node.
 
     Args:
@@ -264,8 +253,6 @@ def gpus(by_node: Mapping[int, Sequence[Mapping[str, Any]]], cpu: bool) -> Check
     """
     shown = {node: gpu_list(devices) for node, devices in sorted(by_node.items())}
     name = "same GPUs"
-    if cpu:
-        return Check(name, dict.fromkeys(shown, "not used"))
     if len({len(devices) for devices in by_node.values()}) > 1:
         remedy = "Every node needs the same number of GPUs; set CUDA_VISIBLE_DEVICES or GPUS_PER_NODE to the smallest."
         return Check(name, shown, "failure", remedy)
@@ -289,9 +276,10 @@ def one_gpu_each(uuids: Mapping[int, str], node_of: Mapping[int, int]) -> Check:
     for rank, uuid in sorted(uuids.items()):
         by_gpu.setdefault(uuid, []).append(rank)
     double = [ranks for ranks in by_gpu.values() if len(ranks) > 1]
-    values = {node_of[rank]: "" for rank in uuids}
-    for node in values:
-        values[node] = f"{len({uuids[r] for r in uuids if node_of[r] == node})} GPUs in use"
+    in_use: dict[int, set[str]] = {}
+    for rank, uuid in uuids.items():
+        in_use.setdefault(node_of[rank], set()).add(uuid)
+    values = {node: f"{len(gpus)} in use" for node, gpus in in_use.items()}
     if not double:
         return Check("one GPU a rank", values)
     which = "; ".join(f"ranks {' and '.join(map(str, ranks))}" for ranks in double)

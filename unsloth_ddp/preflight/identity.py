@@ -6,22 +6,22 @@ import contextlib
 import dataclasses
 import hashlib
 import os
-import platform
 import subprocess
+import time
 from collections.abc import Iterable, Mapping, Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from unsloth_ddp.preflight import node as nodes
+from unsloth_ddp.errors import one_line
+from unsloth_ddp.model_files import weight_bytes
+from unsloth_ddp.preflight.bounded import bounded
 from unsloth_ddp.preflight.compare import SECRET
 from unsloth_ddp.rows import is_file
 from unsloth_ddp.settings import FIELDS, Settings
+from unsloth_ddp.units import GIB, MIB
+from unsloth_ddp.versions import PACKAGES, versions
 
-PACKAGES = (
-    "torch", "unsloth", "unsloth_zoo", "trl", "transformers", "accelerate", "peft", "datasets", "tensorboard",
-    "nbconvert", "deepspeed", "bitsandbytes",
-)  # fmt: skip
+OTHER_PACKAGES = ("bitsandbytes", "deepspeed", "tensorboard", "nbconvert")
 FLAG_PREFIXES = ("NCCL_", "TORCH_NCCL_", "GLOO_", "ACCELERATE_USE_", "FSDP_", "UNSLOTH_")
 FLAGS = (
     "ACCELERATE_MIXED_PRECISION", "NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "CUBLAS_WORKSPACE_CONFIG",
@@ -39,19 +39,26 @@ TOKENIZER_FILES = (
     "*.model",
 )
 # Options that name files or folders.
-PATHS = (*(name for name, field in FIELDS.items() if field.metadata.get("path")), "output_dir", "compiled_cache_dir")
+PATHS = (*(name for name, field in FIELDS.items() if field.metadata.get("path")), "output_dir")
 
-MIB = 2**20
 # About ten seconds of one core; beyond it a file is compared by samples.
-READ_WHOLE = 4 * 2**30
+READ_WHOLE = 4 * GIB
 SAMPLES = 512
 KIT = Path(__file__).resolve().parents[1]
 
 
-def identity(settings: Settings, environ: Mapping[str, str], gpus: Sequence[Mapping[str, Any]] = ()) -> dict[str, Any]:
-    """Everything that has to be alike on all nodes, ready for JSON; a part that fails says so under `unknown`."""
+def identity(
+    settings: Settings, environ: Mapping[str, str], gpus: Sequence[Mapping[str, Any]] = (), seconds: float = 200
+) -> dict[str, Any]:
+    """Everything that has to be alike on all nodes, ready for JSON; a part that fails says so under `unknown`.
+
+    Args:
+        gpus: what node.visible_gpus found.
+        seconds: how long all parts together may take; those that are not done by then are not known.
+    """
+    deadline = time.monotonic() + seconds
     parts = {
-        "versions": versions,
+        "versions": all_versions,
         "code": kit_code,
         "settings": lambda: plain_settings(settings),
         "data": lambda: data_files(settings),
@@ -62,9 +69,9 @@ def identity(settings: Settings, environ: Mapping[str, str], gpus: Sequence[Mapp
     found: dict[str, Any] = {"unknown": {}}
     for name, part in parts.items():
         try:
-            found[name] = part()
+            found[name] = bounded(part, max(1.0, deadline - time.monotonic()))
         except Exception as error:
-            found["unknown"][name] = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+            found["unknown"][name] = f"{type(error).__name__}: {one_line(error)}"
     return found
 
 
@@ -77,14 +84,11 @@ def plain_settings(settings: Settings) -> dict[str, Any]:
     return options
 
 
-def versions() -> dict[str, str]:
+def all_versions() -> dict[str, str]:
     """Python, CUDA, NCCL, and the packages that are installed."""
     import torch
 
-    found = {"python": platform.python_version()}
-    for name in PACKAGES:
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            found[name] = metadata.version(name)
+    found = versions((*PACKAGES, *OTHER_PACKAGES))
     # What is imported decides, and a build's suffix (+cu130) is part of it.
     found["torch"] = torch.__version__
     found["cuda"] = str(torch.version.cuda)
@@ -151,7 +155,7 @@ def model_files(settings: Settings) -> dict[str, dict[str, Any]]:
         }
     names: Iterable[Path] = {path / "config.json", *(f for pattern in TOKENIZER_FILES for f in path.glob(pattern))}
     found = {file.name: file_entry(file) for file in sorted(names)}
-    found["weights"] = {"bytes": nodes.weight_bytes(path)}
+    found["weights"] = {"bytes": weight_bytes(path)}
     return found
 
 

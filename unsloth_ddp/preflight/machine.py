@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from unsloth_ddp.preflight.checks import GIB, Check, Verdict, size
+from unsloth_ddp.preflight.checks import Check, Verdict
+from unsloth_ddp.units import GIB, shown_bytes
 
 # What a container gets unless told otherwise is 64 MB; NCCL and data loaders want more.
 SHARED_MEMORY_WANTED = GIB
@@ -52,7 +53,7 @@ def disk(name: str, node: int, folder: Folder, needed: int, what: str, option: s
     if folder.error:
         remedy = f"{folder.path} cannot be written ({folder.error}); mend that, or choose another with {option}."
         return Check(name, {node: f"{folder.path}: {folder.error}"}, "failure", remedy)
-    shown = f"{folder.path}: {size(folder.free)} free, about {size(needed)} wanted"
+    shown = f"{folder.path}: {shown_bytes(folder.free)} free, about {shown_bytes(needed)} wanted"
     if folder.free < needed:
         remedy = f"Free space for {what}, or choose another folder with {option}."
         return Check(name, {node: shown}, "failure", remedy)
@@ -64,7 +65,7 @@ def disk(name: str, node: int, folder: Folder, needed: int, what: str, option: s
 
 def shared_memory(node: int, free: int, total: int, processes: int, gpu: bool) -> Check:
     """Whether /dev/shm is large enough for NCCL between the processes of one node, and for data loaders."""
-    shown = f"{size(free)} free of {size(total)}"
+    shown = f"{shown_bytes(free)} free of {shown_bytes(total)}"
     if free >= SHARED_MEMORY_WANTED or (processes <= 1 and not gpu):
         return Check("shared memory", {node: shown})
     remedy = "NCCL shares buffers in /dev/shm: start the container with --ipc=host or --shm-size=8g."
@@ -127,8 +128,8 @@ def gpus(
 
 
 def gpu_list(devices: Sequence[Mapping[str, Any]]) -> str:
-    """`4 x NVIDIA H200 141 GiB`, or each kind apart."""
-    kinds = [f"{d['name']} {size(d['memory'])}" for d in devices]
+    """`4 x NVIDIA H200 139.8 GiB`, or each kind apart."""
+    kinds = [f"{d['name']} {shown_bytes(d['memory'])}" for d in devices]
     return ", ".join(f"{kinds.count(kind)} x {kind}" for kind in dict.fromkeys(kinds)) or "none"
 
 

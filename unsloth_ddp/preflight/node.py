@@ -17,6 +17,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from unsloth_ddp.errors import one_line
+from unsloth_ddp.model_files import model_folder, weight_bytes
 from unsloth_ddp.preflight import checks, machine, space, verdicts
 from unsloth_ddp.preflight.bounded import bounded
 from unsloth_ddp.preflight.checks import Check
@@ -24,13 +26,14 @@ from unsloth_ddp.preflight.machine import Folder
 from unsloth_ddp.preflight.place import Place
 from unsloth_ddp.preflight.verdicts import Interface
 from unsloth_ddp.rows import is_file
+from unsloth_ddp.runtime import asks_for_cpu
 from unsloth_ddp.settings import Settings
+from unsloth_ddp.sharding import sharding_from_environment
 
 CHECK_SECONDS = 20
 GPU_SECONDS = 60
 DOCTOR_SECONDS = 150
 LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK")
-MODEL_WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth")
 
 
 class NodeFolders:
@@ -75,7 +78,7 @@ def attempt(name: str, node: int, check: Callable[[], Check], seconds: float = C
     try:
         return bounded(check, seconds)
     except Exception as error:
-        return checks.unmade(name, node, f"{type(error).__name__}: {' '.join(str(error).split())[:200]}")
+        return checks.unmade(name, node, f"{type(error).__name__}: {one_line(error)}")
 
 
 def network_checks(place: Place, environ: Mapping[str, str]) -> list[Check]:
@@ -126,13 +129,13 @@ def machine_checks(
         devices, reason: what visible_gpus found.
     """
     node = place.node_rank
-    cpu = runs_on_cpu(settings, environ)
+    cpu = asks_for_cpu(settings, environ)
     processes = place.ranks.local_world_size if place.launched else 0
 
     def output() -> Check:
         config, weights = model_size(settings)
         # The other nodes only write logs, unless every rank writes its part of a checkpoint.
-        whole = node == 0 or is_sharded(environ)
+        whole = node == 0 or sharding_from_environment(environ) != "none"
         needed = space.run_bytes(settings, config, weights) if whole else machine.LOGS_WANTED
         folder = folders.probe(output_folder(settings))
         return machine.disk("output folder", node, folder, needed, "checkpoints and the result", "--output_dir")
@@ -305,40 +308,6 @@ def model_size(settings: Settings) -> tuple[dict[str, Any] | None, int]:
     return json.loads((folder / "config.json").read_text()), weight_bytes(folder)
 
 
-def weight_bytes(folder: Path) -> int:
-    """Bytes of the weight files: the safetensors if there are any, since a folder may hold both kinds."""
-    for pattern in MODEL_WEIGHTS:
-        sizes = [path.stat().st_size for path in folder.glob(pattern)]
-        if sizes:
-            return sum(sizes)
-    return 0
-
-
-def model_folder(settings: Settings) -> Path | None:
-    """The model's folder, or its snapshot in the Hub's cache; None when it is neither."""
-    path = Path(str(settings.model)).expanduser()
-    if path.is_dir():
-        return path
-    from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
-
-    with contextlib.suppress(HFValidationError, OSError):
-        found = try_to_load_from_cache(str(settings.model), "config.json", revision=settings.model_revision)
-        if isinstance(found, str):
-            return Path(found).parent
-    return None
-
-
-def is_sharded(environ: Mapping[str, str]) -> bool:
-    """Whether the accelerate config asks for ZeRO or FSDP."""
-    return any(environ.get(n, "").lower() == "true" for n in ("ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP"))
-
-
-def runs_on_cpu(settings: Settings, environ: Mapping[str, str]) -> bool:
-    """Whether the run is on the CPU by choice."""
-    return settings.use_cpu or environ.get("ACCELERATE_USE_CPU", "").lower() == "true"
-
-
 # ---- GPUs: thin, and written for torch 2.11 to 2.14 ----
 
 
@@ -354,7 +323,7 @@ def look_for_gpus(cpu: bool) -> tuple[list[dict[str, Any]], str]:
     try:
         return bounded(visible_gpus, GPU_SECONDS)
     except Exception as error:
-        return [], f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        return [], f"{type(error).__name__}: {one_line(error)}"
 
 
 def visible_gpus() -> tuple[list[dict[str, Any]], str]:
@@ -365,7 +334,7 @@ def visible_gpus() -> tuple[list[dict[str, Any]], str]:
         try:
             torch.cuda.init()
         except Exception as error:
-            return [], " ".join(str(error).split())[:300]
+            return [], one_line(error)
         return [], ""
     devices = []
     for index in range(torch.cuda.device_count()):

@@ -6,26 +6,37 @@ import contextlib
 import dataclasses
 import json
 import os
+import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from unsloth_ddp.errors import one_line
+from unsloth_ddp.json_file import write_json
 from unsloth_ddp.preflight import bandwidth, compare, identity, node, table, together, verdicts
 from unsloth_ddp.preflight.bandwidth import Timing
-from unsloth_ddp.preflight.bounded import bounded
+from unsloth_ddp.preflight.bounded import bounded, unless_stuck
 from unsloth_ddp.preflight.checks import Check, exit_code, merge, summary, unmade
 from unsloth_ddp.preflight.place import Place, find_place, is_launched
 from unsloth_ddp.preflight.speed import Speed
 from unsloth_ddp.preflight.together import Lost, Meeting
+from unsloth_ddp.runtime import asks_for_cpu
 from unsloth_ddp.settings import Settings
+from unsloth_ddp.sharding import sharding_from_environment
 
-# Reading data to be compared, and unsloth doctor, take their time; a measurement has its own limits inside.
+# Reading data to be compared, and unsloth doctor beside it, take their time.
+IDENTITY_SECONDS = 200
 FACTS_SECONDS = 240
+# A measurement has its own limits inside.
 SPEED_SECONDS = 150
 SPARE_SECONDS = 20
-# Node 0 asks the others for the time one by one.
+# Node 0 tells the others the time one by one.
 CLOCKS_SECONDS = 60
+# Until node 0 has its own facts, and those of the slowest node.
+GO_SECONDS = CLOCKS_SECONDS + 2 * FACTS_SECONDS + SPARE_SECONDS
+# Longer than the output folder is looked into.
+FOLDER_SECONDS = 3 * together.TOKEN_SECONDS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +62,8 @@ class Session:
         self.place = place
         self.folders = node.NodeFolders()
         self.doctor: node.Doctor | None = None
-        self.cpu = node.runs_on_cpu(settings, environ)
+        self.cpu = asks_for_cpu(settings, environ)
+        self.sharded = sharding_from_environment(environ) != "none"
         self.devices: list[dict[str, Any]] = []
         self.no_gpu = ""
 
@@ -87,6 +99,7 @@ class Session:
     def _report(self, checks: list[Check], shared: bool | None, skew: Any = None) -> dict[str, Any]:
         """All that this node hands in, ready for JSON."""
         number = self.place.node_rank
+        mine = identity.identity(self.settings, self.environ, self.devices, IDENTITY_SECONDS)
         if self.doctor is not None:
             doctor = self.doctor
             limit = node.DOCTOR_SECONDS + SPARE_SECONDS
@@ -94,7 +107,7 @@ class Session:
         return {
             "host": self.place.host,
             "checks": [dataclasses.asdict(check) for check in checks],
-            "identity": identity.identity(self.settings, self.environ, self.devices),
+            "identity": mine,
             "fast_ports": any("ACTIVE" in port["state"] for port in node.infiniband_ports()),
             "shared": shared,
             "skew": skew,
@@ -150,9 +163,7 @@ class Session:
     def _lost(self, mine: list[Check], arrived: list[Check], error: Exception) -> int:
         if not self.place.speaks:
             return 1
-        remedy = (
-            f"The others went away or did not go on ({' '.join(str(error).split())[:200]}): look at node 0's output."
-        )
+        remedy = f"The others went away or did not go on ({one_line(error)}): look at node 0's output."
         checks = [*mine, *arrived, Check("answers", {self.place.node_rank: "no answer"}, "failure", remedy)]
         title = f"Preflight of node {self.place.node_rank} ({self.place.host}) alone: the others were lost"
         return self._show(checks, title, {self.place.node_rank: self.place.host}, [])
@@ -169,7 +180,7 @@ class Session:
         meeting.put(f"gpu/{ranks.rank}", self._own_gpu())
         if ranks.is_main:
             return self._judge(meeting, token)
-        go = meeting.get("go", FACTS_SECONDS + SPARE_SECONDS)
+        go = meeting.get("go", GO_SECONDS)
         if go:
             self._measure(meeting, go)
         result = meeting.get("result", SPEED_SECONDS + 2 * SPARE_SECONDS)
@@ -183,14 +194,13 @@ class Session:
         left = meeting.get("token", FACTS_SECONDS)
         if left is not None:
             folder = node.output_folder(self.settings)
-            report["shared"] = bounded(
-                lambda: together.find_token(folder, left[0], left[1]), 3 * together.TOKEN_SECONDS
-            )
+            report["shared"] = unless_stuck(lambda: together.find_token(folder, left[0], left[1]), FOLDER_SECONDS)
         return report
 
     def _master_report(self, meeting: Meeting, checks: list[Check]) -> tuple[dict[str, Any], Path | None]:
         ranks = self.place.ranks
-        left = together.leave_token(node.output_folder(self.settings))
+        folder = node.output_folder(self.settings)
+        left = unless_stuck(lambda: together.leave_token(folder), FOLDER_SECONDS)
         meeting.put("token", None if left is None else [left[0].name, left[1]])
         together.serve_clock(meeting, range(ranks.local_world_size, ranks.world_size, ranks.local_world_size))
         return self._report(checks, True), None if left is None else left[0]
@@ -203,7 +213,8 @@ class Session:
         nodes = range(place.nodes)
         reports = meeting.gather("node", nodes, FACTS_SECONDS)
         if token is not None:
-            token.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                token.unlink()
         gpus = meeting.gather("gpu", range(ranks.world_size), SPARE_SECONDS)
         rows = self._compared(reports, gpus)
         hosts = {number: report["host"] for number, report in reports.items()}
@@ -271,33 +282,32 @@ class Session:
         def part(name: str) -> dict[int, Any]:
             return {number: found[name] for number, found in identities.items() if name in found}
 
-        def guarded(name: str, rows_of: Callable[[dict[int, Any]], Check | list[Check]]) -> list[Check]:
+        def guarded(name: str, rows_of: Callable[[dict[int, Any]], Check | list[Check]], row: str = "") -> list[Check]:
             unknown = {n: found["unknown"][name] for n, found in identities.items() if name in found["unknown"]}
-            bad = [unmade(name, number, reason) for number, reason in unknown.items()]
+            bad = [unmade(row or name, number, reason) for number, reason in unknown.items()]
             try:
                 good = rows_of(part(name)) if part(name) else []
             except Exception as error:
-                good = [unmade(name, number, f"{type(error).__name__}: {error}") for number in reports]
+                good = [unmade(row or name, number, f"{type(error).__name__}: {error}") for number in reports]
             return merge(bad) + (good if isinstance(good, list) else [good])
 
         local = self.place.ranks.local_world_size
         node_of = {rank: rank // local for rank in gpus}
         uuids = {rank: uuid for rank, uuid in gpus.items() if uuid}
         rows += guarded("versions", compare.versions)
-        rows += guarded("code", compare.code)
+        rows += guarded("code", compare.code, "kit")
         rows += guarded("settings", lambda found: compare.settings(found, identity.PATHS))
         rows += guarded("data", lambda found: compare.files("data", found, "dataset"))
         rows += guarded("model", lambda found: compare.files("model", found, "model"))
-        rows += guarded("flags", compare.variables)
+        rows += guarded("flags", compare.variables, "environment flags")
         if self.place.ranks.world_size > 1:
             if not self.cpu:
-                rows += guarded("gpus", lambda found: compare.gpus(found, self.cpu))
+                rows += guarded("gpus", compare.gpus, "same GPUs")
             if uuids:
                 rows.append(compare.one_gpu_each(uuids, node_of))
             others = {number: report for number, report in reports.items() if number}
-            sharded = node.is_sharded(self.environ)
             path = str(node.output_folder(self.settings))
-            rows.append(compare.shared_folder(path, {n: r["shared"] for n, r in others.items()}, sharded))
+            rows.append(compare.shared_folder(path, {n: r["shared"] for n, r in others.items()}, self.sharded))
             if others:
                 skews = {n: None if r["skew"] is None else (r["skew"][0], r["skew"][1]) for n, r in others.items()}
                 rows.append(compare.clocks(skews))
@@ -306,19 +316,36 @@ class Session:
     # ---- what is printed ----
 
     def _show(self, checks: Sequence[Check], title: str, hosts: Mapping[int, str], timings: Sequence[Timing]) -> int:
-        rows = merge(checks)
-        text = json.dumps(table.as_json(rows, hosts, timings), indent=2)
-        if self.options.json == "-":
-            print(text, flush=True)
-        else:
-            print(table.render(rows, title, colour=sys.stdout.isatty()))
-            print(table.verdict_line(rows), flush=True)
-        if self.options.json not in (None, "-") and self.place.node_rank == 0:
-            try:
-                Path(str(self.options.json)).expanduser().write_text(text + "\n")
-            except OSError as error:
-                say(f"preflight: --json {self.options.json} cannot be written: {error.strerror}.")
-        return exit_code(rows)
+        return show(self.options, merge(checks), title, hosts, timings, writes=self.place.node_rank == 0)
+
+
+def show(
+    options: Options,
+    rows: Sequence[Check],
+    title: str,
+    hosts: Mapping[int, str],
+    timings: Sequence[Timing] = (),
+    *,
+    writes: bool,
+) -> int:
+    """Print the table, or the JSON that was asked for; returns the exit code.
+
+    Args:
+        hosts: the name of every node.
+        writes: this node is the one that writes the file named by --json.
+    """
+    content = table.as_json(rows, hosts, timings)
+    if options.json == "-":
+        print(json.dumps(content, indent=2), flush=True)
+    else:
+        print(table.render(rows, title, colour=sys.stdout.isatty()))
+        print(table.verdict_line(rows), flush=True)
+    if options.json not in (None, "-") and writes:
+        try:
+            write_json(Path(str(options.json)), content)
+        except OSError as error:
+            say(f"preflight: --json {options.json} cannot be written: {error.strerror}.")
+    return exit_code(rows)
 
 
 def as_check(values: Mapping[str, Any]) -> Check:
@@ -332,13 +359,16 @@ def say(sentence: str) -> None:
 
 
 def run(options: Options, settings: Settings, environ: Mapping[str, str] = os.environ) -> int:
-    """A whole preflight in this process; returns its exit code."""
+    """A whole preflight in this process; returns its exit code.
+
+    Raises:
+        UserError: the launcher asks for a sharding that the kit does not have.
+    """
     number = int(environ["NODE_RANK"]) if environ.get("NODE_RANK", "").isdecimal() else 0
     first = verdicts.environment(number, environ, is_launched(environ))
     if first.verdict == "failure" and not is_readable(environ):
         if environ.get("LOCAL_RANK", "0") == "0":
-            print(table.render([first], "Preflight of this node", colour=sys.stdout.isatty()))
-            print(table.verdict_line([first]), flush=True)
+            show(options, [first], "Preflight of this node", {number: socket.gethostname()}, writes=number == 0)
         return 1
     return Session(options, settings, environ, find_place(environ)).run()
 

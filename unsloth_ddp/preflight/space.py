@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from unsloth_ddp.options import Settings
+from unsloth_ddp.units import GIB, MIB
 
-MIB = 2**20
 # Tokenizer, trainer state, random states, logs.
 BESIDE_WEIGHTS = 64 * MIB
 # Where nothing is known of the model (a Hub id that is not in the cache).
-UNKNOWN_MODEL = {"full": 64 * 2**30, "lora": 4 * 2**30, "qlora": 4 * 2**30}
+UNKNOWN_MODEL = {"full": 64 * GIB, "lora": 4 * GIB, "qlora": 4 * GIB}
 # save_total_limit none and no max_steps: nobody knows how many, so a few.
 CHECKPOINTS_IF_UNLIMITED = 5
 BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1}

@@ -20,6 +20,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from unsloth_ddp.errors import one_line
 from unsloth_ddp.preflight import compare, verdicts
 from unsloth_ddp.preflight.bounded import bounded
 from unsloth_ddp.preflight.checks import Check
@@ -106,7 +107,7 @@ class Meeting:
         try:
             return bounded(connect, seconds + GRACE_SECONDS)
         except Exception as error:
-            raise Lost(" ".join(str(error).split())[:300]) from None
+            raise Lost(one_line(error)) from None
 
     def _prefixed(self, store: Any, part: str) -> Any:
         from torch.distributed import PrefixStore
@@ -159,7 +160,7 @@ class Meeting:
         try:
             return bounded(question, seconds + GRACE_SECONDS)
         except Exception as error:
-            raise Lost(" ".join(str(error).split())[:200]) from None
+            raise Lost(one_line(error)) from None
 
     def gather(self, key: str, numbers: Iterable[int], seconds: float) -> dict[int, Any]:
         """`key/number` of each number that is handed in until the time is up."""

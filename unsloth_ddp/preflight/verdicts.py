@@ -238,13 +238,16 @@ def network_interface(
     name = "network interface"
     if nodes == 1:
         return Check(name, {node: "one node: none needed"})
-    shown, problems, verdict = [], [], "ok"
+    shown: list[str] = []
+    problems: list[str] = []
+    verdict: Verdict = "ok"
     for variable, pattern in wanted.items():
         exactly = variable == "GLOO_SOCKET_IFNAME"
-        taken = [i for i in interfaces if (i.name in pattern.split(",") if exactly else matches(pattern, i.name))]
-        taken = (
-            [i for i in taken if i.up] if not pattern.startswith("^") else [i for i in taken if i.up and i.addresses]
-        )
+        up = [i for i in interfaces if i.up]
+        taken = [i for i in up if (i.name in pattern.split(",") if exactly else matches(pattern, i.name))]
+        if pattern.startswith("^"):
+            # Whatever is not named; of those, what can be talked over.
+            taken = [i for i in taken if i.addresses]
         shown.append(f"{variable}={pattern}: {', '.join(described(i) for i in taken[:4]) or 'none'}")
         if not taken:
             there = ", ".join(i.name for i in interfaces if i.up)
@@ -268,7 +271,7 @@ def network_interface(
             "NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME to a faster interface if there is one."
         )
         verdict = "warning"
-    return Check(name, {node: "; ".join(shown) or "not known"}, verdict, " ".join(problems))  # type: ignore[arg-type]
+    return Check(name, {node: "; ".join(shown) or "not known"}, verdict, " ".join(problems))
 
 
 def described(interface: Interface) -> str:

@@ -1,4 +1,4 @@
-"""Amounts as people write them: 25Gbps, 450GB/s, 80GB, 139GiB."""
+"""Amounts as people write and read them: 25Gbps, 450GB/s, 80GB, 139GiB; 16.6 GiB, 12.3 ms, 25 Gbit/s."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import re
 
 from unsloth_ddp.errors import UserError
 
-GIB = 2**30
+KIB, MIB, GIB, TIB = 2**10, 2**20, 2**30, 2**40
 PREFIXES = {"": 1, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
-BANDWIDTH = re.compile(r"([\d.]+)\s*([kmgt]i?)?(bps|bit/s|bits/s|B/s|Bps)")
+BANDWIDTH = re.compile(r"([\d.]+)\s*([kKmMgGtT]i?)?(bps|bit/s|bits/s|B/s|Bps)")
 MEMORY = re.compile(r"([\d.]+)\s*([kmgt]i?)?B", re.IGNORECASE)
 
 
@@ -18,7 +18,7 @@ def parse_bandwidth(text: str) -> float:
     Raises:
         UserError: it is not a bandwidth above 0.
     """
-    found = re.fullmatch(BANDWIDTH.pattern.replace("[kmgt]i?", "[kKmMgGtT]i?"), text.strip())
+    found = BANDWIDTH.fullmatch(text.strip())
     value = _number(found.group(1)) if found else 0.0
     if not found or not value:
         raise UserError(f"bandwidth {text!r} is not one above 0; write 25Gbps (bits) or 400GB/s (bytes).")
@@ -47,20 +47,20 @@ def _number(text: str) -> float:
 
 
 def shown_bytes(value: float) -> str:
-    """GiB with one digit, or smaller units."""
-    for unit, size in (("GiB", GIB), ("MiB", 2**20), ("KiB", 2**10)):
+    """With one digit, in the largest unit of which there is a whole one."""
+    for unit, size in (("TiB", TIB), ("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
         if value >= size:
             return f"{value / size:,.1f} {unit}"
     return f"{value:.0f} B"
 
 
 def shown_seconds(value: float) -> str:
-    """Milliseconds up to days."""
+    """Microseconds up to days, in the largest unit of which there are two."""
     if value < 1:
-        return f"{value * 1000:,.1f} ms"
-    for unit, size in (("days", 172_800), ("h", 7200), ("min", 120)):
-        if value >= size:
-            return f"{value / {'days': 86_400, 'h': 3600, 'min': 60}[unit]:,.1f} {unit}"
+        return f"{value * 1e6:,.0f} us" if value < 0.001 else f"{value * 1000:,.1f} ms"
+    for unit, size in (("days", 86_400), ("h", 3600), ("min", 60)):
+        if value >= 2 * size:
+            return f"{value / size:,.1f} {unit}"
     return f"{value:.1f} s"
 
 

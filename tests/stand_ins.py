@@ -1,0 +1,68 @@
+"""A folder to run the scripts of cluster/ in, with stand-ins for launchers and tools that write down their calls."""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+from pathlib import Path
+
+from tests.conftest import REPO
+from tests.waiting import wait_until
+
+# Writes its arguments to calls.txt, then does what SCRIPT says.
+LAUNCHER = """#!/bin/bash
+printf '%s\\n' "$*" >>"$CALLS"
+trap 'echo "got TERM" >>"$CALLS"; echo 75 >"$UNSLOTH_DDP_EXIT_CODE_FILE"; exit 1' TERM
+trap 'echo "got USR1" >>"$CALLS"; exit 1' USR1
+eval "${SCRIPT:-}"
+"""
+
+
+class Workplace:
+    """The folder; `tools/` comes first on PATH, and uv says that the environment, a launcher alone, is in `prefix/`."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.calls_file = folder / "calls.txt"
+        self.calls_file.touch()
+        for name in ("tools", "prefix/bin"):
+            (folder / name).mkdir(parents=True)
+        self.tool("uv", f"#!/bin/sh\necho {shlex.quote(str(folder / 'prefix'))}\n")
+        for name in ("accelerate-launch", "python"):
+            self.tool(name, LAUNCHER, "prefix/bin")
+
+    def tool(self, name: str, text: str, where: str = "tools") -> None:
+        """Make, or replace, a stand-in."""
+        (self.folder / where / name).write_text(text)
+        (self.folder / where / name).chmod(0o755)
+
+    def start(self, script: str, words: str = "", **variables: str) -> subprocess.Popen[str]:
+        """Start a script of cluster/ here, with these words and nothing in its environment but these variables."""
+        environ = {
+            "PATH": f"{self.folder / 'tools'}:/usr/sbin:/usr/bin:/sbin:/bin",
+            "HOME": str(self.folder),
+            "TMPDIR": str(self.folder),
+            "CALLS": str(self.calls_file),
+        }
+        return subprocess.Popen(
+            ["bash", str(REPO / "cluster" / script), *shlex.split(words)],
+            cwd=self.folder,
+            env=environ | variables,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    def run(self, script: str, words: str = "", **variables: str) -> tuple[int, str]:
+        """Run it to its end: its exit code and what it said."""
+        process = self.start(script, words, **variables)
+        text, _ = process.communicate(timeout=60)
+        return process.returncode, text
+
+    def calls(self) -> list[str]:
+        """What the stand-ins wrote down."""
+        return self.calls_file.read_text().splitlines()
+
+    def wait_for(self, call: str, times: int = 1) -> None:
+        """Wait until so many calls hold these words."""
+        wait_until(lambda: sum(call in line for line in self.calls()) >= times, 20, f"the call {call}")

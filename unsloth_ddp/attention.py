@@ -1,0 +1,208 @@
+"""What attention can do with packed rows here: is there a kernel for them, and does the model keep them apart.
+
+Attention over a pack is many small squares. A kernel for rows of different length computes only those; without one
+a mask of the whole pack has to be built and mostly thrown away.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import os
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from unsloth_ddp.packing import Choice, choose
+from unsloth_ddp.runtime import Runtime
+from unsloth_ddp.settings import Settings
+
+# Layers that carry something over from one token to the next, and so from the end of a row into the next row.
+CARRYING_LAYERS = re.compile(
+    r"mamba|deltanet|rwkv|shortconv|recurrent|linear_?attention|lightning|xlstm|retention", re.IGNORECASE
+)
+# Attention within fixed stretches of the whole sequence, whatever rows it holds.
+FIXED_STRETCHES = ("chunked_attention",)
+# Positions are distances in the sequence, which position_ids do not change.
+ALIBI_MODELS = ("bloom", "mpt")
+LARGEST_HEAD = 256
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """What decides whether attention has a kernel for rows of different length.
+
+    Args:
+        unsloth_attention: Unsloth has replaced the model's attention layers by its own.
+        implementation: the attention of Transformers (sdpa, flash_attention_2, ...), for models where it has not.
+        capability: major compute capability of the GPU.
+        torch_varlen: torch's varlen_attn takes grouped heads and windows.
+    """
+
+    device_type: str
+    backend: str
+    sixteen_bit: bool
+    head_dim: int
+    implementation: str = "sdpa"
+    unsloth_attention: bool = False
+    capability: int = 0
+    flash_attn: bool = False
+    xformers: bool = False
+    torch_varlen: bool = False
+
+
+def find_kernel(facts: Kernels) -> str | None:
+    """The kernel that packed rows go through, in Unsloth's order of preference; None where they would be masked.
+
+    In 32 bit there is none: torch's refuses, and flash-attn would round.
+    """
+    if facts.device_type != "cuda" or not facts.sixteen_bit or facts.head_dim > LARGEST_HEAD or facts.head_dim % 8:
+        return None
+    in_transformers = facts.backend == "transformers" or not facts.unsloth_attention
+    if in_transformers and "flash" in facts.implementation:
+        return "flash-attn"
+    if facts.backend == "transformers" or (in_transformers and facts.implementation != "sdpa"):
+        return None
+    if facts.flash_attn and facts.capability >= 8:
+        return "flash-attn"
+    if facts.torch_varlen and facts.capability >= 8:
+        return "torch's varlen_attn"
+    return "xformers" if facts.xformers else None
+
+
+def why_mixed(model: Any) -> str | None:
+    """Why rows of a pack would see each other, or be told apart wrongly, in this model; None where they would not."""
+    base = _base(model)
+    config = base.config
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    if text is not config:
+        return "the model takes images or sound, whose positions are not those of packed rows"
+    if getattr(config, "is_encoder_decoder", False):
+        return "the model has an encoder, which sees whole packs"
+    if getattr(config, "alibi", False) or config.model_type in ALIBI_MODELS:
+        return "the model's attention (ALiBi) goes by distance in the sequence"
+    if "mrope_section" in _rope(config):
+        return "the model's positions (M-RoPE) do not tell rows apart"
+    parameters = inspect.signature(base.forward).parameters
+    hidden = any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters.values())
+    if "position_ids" not in parameters and not hidden:
+        return "the model takes no position_ids, which tell rows apart"
+    stretches = [kind for kind in getattr(config, "layer_types", None) or [] if kind in FIXED_STRETCHES]
+    if stretches:
+        return f"the model's {stretches[0].replace('_', ' ')} goes by place in the sequence"
+    carrying = next(_carrying_layers(base), None)
+    if carrying is not None:
+        return f"the model's {carrying} layers carry a state from one row into the next"
+    return _blocked_by_unsloth(config.model_type)
+
+
+def why_doubtful(model: Any) -> str | None:
+    """Why packing has not been tried with such a model, though nothing is known to be wrong."""
+    if "token_type_ids" in inspect.signature(_base(model).forward).parameters:
+        return "the model takes token_type_ids, with which packing has not been tried"
+    return None
+
+
+def choose_packing(settings: Settings, runtime: Runtime, model: Any) -> Choice:
+    """Whether this run packs its rows, the same on every rank.
+
+    Raises:
+        UserError: packing was asked for, and this model would mix rows.
+    """
+    facts = _kernels(runtime, model) if settings.packing != "off" else None
+    kernels = runtime.gather(find_kernel(facts) if facts else None)
+    return choose(
+        settings.packing,
+        "a CPU" if runtime.device_type == "cpu" else f"backend {runtime.backend} ({runtime.precision})",
+        kernels[0] if None not in kernels else None,
+        why_mixed(model),
+        why_doubtful(model),
+    )
+
+
+def keys_for_packs(runtime: Runtime, model: Any) -> Literal["unsloth", "flash", "positions"]:
+    """What a batch of packs has to carry beside positions (see data.Flatten)."""
+    if runtime.backend == "unsloth":
+        return "unsloth"
+    return "flash" if "flash" in _implementation(model) else "positions"
+
+
+def prepare_for_packs(runtime: Runtime) -> None:
+    """Let models whose attention Unsloth leaves to Transformers use its kernels too; its own trainer does the same."""
+    if runtime.backend == "unsloth":
+        from unsloth.utils.hf_packed_attention import enable_hf_packed_attention
+
+        enable_hf_packed_attention()
+
+
+def _kernels(runtime: Runtime, model: Any) -> Kernels:
+    config = _base(model).config
+    cuda = runtime.device_type == "cuda"
+    heads = getattr(config, "num_attention_heads", 0) or 1
+    unsloth = runtime.backend == "unsloth"
+    xformers = flash_attn = False
+    if unsloth:
+        from unsloth.utils import attention_dispatch
+
+        # What Unsloth would take; SDPA stands for torch's own kernels.
+        selected = attention_dispatch.select_attention_backend(use_varlen=True)
+        xformers = selected == attention_dispatch.XFORMERS
+        flash_attn = selected == attention_dispatch.FLASH_VARLEN
+    return Kernels(
+        device_type=runtime.device_type,
+        backend=runtime.backend,
+        sixteen_bit=runtime.precision != "fp32",
+        head_dim=getattr(config, "head_dim", None) or getattr(config, "hidden_size", 0) // heads,
+        implementation=_implementation(model),
+        unsloth_attention=unsloth and any(_is_unsloths(module) for module in model.modules()),
+        capability=torch.cuda.get_device_capability()[0] if cuda else 0,
+        flash_attn=flash_attn,
+        xformers=xformers,
+        torch_varlen=cuda and _torch_varlen(),
+    )
+
+
+def _torch_varlen() -> bool:
+    """Whether torch's varlen_attn is there as Unsloth needs it: grouped heads came with torch 2.12."""
+    if torch.version.hip is not None or os.environ.get("UNSLOTH_TORCH_VARLEN", "1").lower() in ("0", "false", "no"):
+        return False
+    if importlib.util.find_spec("torch.nn.attention.varlen") is None:
+        return False
+    from torch.nn.attention.varlen import varlen_attn
+
+    return {"enable_gqa", "window_size"} <= inspect.signature(varlen_attn).parameters.keys()
+
+
+def _is_unsloths(module: torch.nn.Module) -> bool:
+    return type(module).__name__.endswith("Attention") and type(module).forward.__module__.startswith("unsloth.models")
+
+
+def _base(model: Any) -> Any:
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def _implementation(model: Any) -> str:
+    return str(getattr(_base(model).config, "_attn_implementation", None) or "")
+
+
+def _rope(config: Any) -> dict[str, Any]:
+    return getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+
+
+def _carrying_layers(model: torch.nn.Module) -> Iterator[str]:
+    for module in model.modules():
+        name = type(module).__name__
+        convolves = isinstance(module, torch.nn.Conv1d) and module.kernel_size != (1,)
+        if CARRYING_LAYERS.search(name) or hasattr(module, "A_log") or convolves:
+            yield name
+
+
+def _blocked_by_unsloth(model_type: str) -> str | None:
+    trainer = sys.modules.get("unsloth.trainer")
+    if trainer is not None and any(name in model_type for name in trainer.PADDING_FREE_BLOCKLIST):
+        return f"Unsloth does not pack {model_type} models"
+    return None

@@ -1,0 +1,127 @@
+"""Does this job take the same step on one process and on many? Run it before a long job.
+
+Take the options you train with; a few steps are made with each launcher and shape, and compared:
+    uv run python -m unsloth_ddp.parity --config recipes/qwen3_8b_lora.yaml --dataset my_chats.jsonl
+The demo:
+    uv run python -m unsloth_ddp.parity
+
+Every launch trains the first few rows of the data with plain gradient descent, since Adam divides each gradient by
+its own size and so makes rounding errors as large as steps; without dropout, clipping or a schedule; and in fp32,
+unless --precision is given. What is compared is the change of the weights and the losses. Exit code 0: they agree;
+1: they differ, or a launch failed; 2: a mistake in the options.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+from unsloth_ddp.errors import UserError
+from unsloth_ddp.parity.launches import (
+    LEARNING_RATE,
+    REPO,
+    choose_precision,
+    plan_launches,
+    visible_gpus,
+    what_is_left_out,
+)
+from unsloth_ddp.parity.report import print_table, write_json
+from unsloth_ddp.parity.run import Check, run_check
+from unsloth_ddp.parity.verdicts import TOLERANCES, Tolerance, verdict
+from unsloth_ddp.runtime import EXIT_USER_ERROR, choose_backend, use_cache_if_hub_is_unreachable
+from unsloth_ddp.settings import Parser, parse_settings
+from unsloth_ddp.sharding import sharding_from_environment
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The options of the check itself; all others are those of train_ddp.py."""
+    parser = Parser(
+        prog="python -m unsloth_ddp.parity",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+        epilog="All other options are those of train_ddp.py.",
+    )
+    parser.add_argument("--processes", type=int, help="processes to compare with one [every visible GPU; 2 on a CPU]")
+    parser.add_argument("--steps", type=int, default=3, help="optimizer steps of each launch [3]")
+    parser.add_argument(
+        "--micro_batches", type=int, nargs="+", metavar="ROWS",
+        help="rows a device to try [1 and the run's own, or 1 and 2]",
+    )  # fmt: skip
+    parser.add_argument("--tolerance", type=float, help="relative difference allowed [by backend and precision]")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the table there")
+    parser.add_argument("--script", type=Path, default=REPO / "train_ddp.py", help="the script to check [train_ddp.py]")
+    parser.add_argument("--timeout", type=float, default=1800, help="seconds a launch may take [1800]")
+    return parser
+
+
+def prepare(argv: list[str]) -> tuple[Check, argparse.Namespace]:
+    """The check that a command line asks for.
+
+    Raises:
+        UserError: a mistake in the options, or the command was given to a launcher.
+    """
+    given, rest = make_parser().parse_known_args(argv)
+    if "RANK" in os.environ or "WORLD_SIZE" in os.environ:
+        raise UserError("The check starts the launchers itself; start it with plain python, once, on one machine.")
+    if sharding_from_environment(os.environ) != "none":
+        raise UserError("The check compares DDP with one process; unset the variables that ask for sharding.")
+    settings = parse_settings(rest, __doc__ or "")
+    for name in ("processes", "steps", "tolerance", "timeout"):
+        if getattr(given, name) is not None and getattr(given, name) <= 0:
+            raise UserError(f"--{name} is {getattr(given, name):g}, but it has to be above 0.")
+    if not given.script.is_file():
+        raise UserError(f"--script {given.script}: there is no such file.")
+    use_cache_if_hub_is_unreachable(settings)
+    import torch
+
+    cuda = torch.cuda.is_available() and not settings.use_cpu
+    gpus = visible_gpus(os.environ, torch.cuda.device_count()) if cuda else []
+    processes = given.processes or (len(gpus) if gpus else 2)
+    if gpus and processes > len(gpus):
+        raise UserError(f"--processes is {processes}, but {len(gpus)} GPUs are visible; give at most that many.")
+    backend = choose_backend(settings.backend, cuda)
+    precision = choose_precision(settings, backend)
+    sizes = given.micro_batches or [1, max(2, settings.per_device_train_batch_size)]
+    if min(sizes) <= 0:
+        raise UserError(f"--micro_batches holds {min(sizes)}, but every number of rows has to be above 0.")
+    launches = plan_launches(processes, sizes)
+    tolerance = TOLERANCES[backend, precision]
+    if given.tolerance:
+        tolerance = Tolerance(given.tolerance, "given on the command line")
+    return Check(
+        settings, launches, gpus, given.script.resolve(), given.steps, precision, tolerance, given.timeout
+    ), given
+
+
+def main(argv: list[str]) -> int:
+    """Run the check; returns the exit code."""
+    try:
+        check, given = prepare(argv)
+        for sentence in what_is_left_out(check.settings):
+            print(sentence)
+        device = f"{len(check.gpus)} GPU(s)" if check.gpus else "CPU"
+        print(
+            f"{check.settings.model}, method {check.settings.method}, {check.precision}, {device}, SGD {LEARNING_RATE}."
+        )
+        with tempfile.TemporaryDirectory(prefix="unsloth_ddp_parity_") as folder:
+            rows, tolerance, errors = run_check(check, Path(folder))
+        agree, sentence = verdict(rows, tolerance)
+        print_table(rows)
+        for text in errors:
+            print(f"\n{text}\n")
+        print(sentence)
+        print(f"Tolerance: {tolerance.value:.1e} ({tolerance.reason}).")
+        if given.json:
+            write_json(given.json, rows, check, tolerance, agree, errors)
+    except UserError as error:
+        print(f"parity: error: {error}", file=sys.stderr, flush=True)
+        return EXIT_USER_ERROR
+    return 0 if agree else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

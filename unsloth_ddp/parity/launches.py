@@ -1,0 +1,148 @@
+"""What a check launches: launchers, processes and shapes of one global batch, and the few plain steps they take."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from unsloth_ddp.options import OutputSettings
+from unsloth_ddp.settings import Settings
+
+REPO = Path(__file__).resolve().parent.parent.parent
+# Small, so that a later step does not amplify the rounding of an earlier one: with 0.1 layouts of the demo are 1.4e-6
+# apart on a CPU, with 0.01 2.2e-7.
+LEARNING_RATE = 0.01
+MICRO_BATCHES_A_PROCESS = 4
+
+LauncherName = Literal["python", "accelerate"]
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One way to lay the same global batch out."""
+
+    launcher: LauncherName
+    processes: int
+    per_device: int
+    accumulation: int
+
+    @property
+    def name(self) -> str:
+        """A folder name."""
+        return f"{self.launcher}_{self.processes}x{self.per_device}x{self.accumulation}"
+
+    @property
+    def shape(self) -> str:
+        """Rows a device x accumulation."""
+        return f"{self.per_device} x {self.accumulation}"
+
+
+def plan_launches(processes: int, micro_batches: Sequence[int]) -> list[Launch]:
+    """The launches of a check, the reference first: one process, no launcher, the smallest micro-batch.
+
+    Every micro-batch size is run by plain python and on all processes; accelerate's own single process once.
+    """
+    sizes = sorted(set(micro_batches))
+    common = math.lcm(*sizes)
+    rows_a_process = common * math.ceil(MICRO_BATCHES_A_PROCESS / common)
+    global_batch = processes * rows_a_process
+
+    def launch(launcher: LauncherName, count: int, size: int) -> Launch:
+        return Launch(launcher, count, size, global_batch // (count * size))
+
+    return [
+        *(launch("python", 1, size) for size in sizes),
+        launch("accelerate", 1, sizes[0]),
+        *(launch("accelerate", processes, size) for size in sizes if processes > 1),
+    ]
+
+
+def waves(launches: Sequence[Launch], gpus: Sequence[str]) -> Iterator[list[tuple[Launch, list[str]]]]:
+    """Launches that may run side by side, each with GPUs of its own; on a CPU one after another.
+
+    Args:
+        gpus: the visible GPUs, as CUDA_VISIBLE_DEVICES names them; none on a CPU.
+    """
+    wave: list[tuple[Launch, list[str]]] = []
+    free = list(gpus)
+    for launch in launches:
+        if wave and (not gpus or len(free) < launch.processes):
+            yield wave
+            wave, free = [], list(gpus)
+        wave.append((launch, [free.pop(0) for _ in range(launch.processes)] if gpus else []))
+    if wave:
+        yield wave
+
+
+def visible_gpus(environ: Mapping[str, str], count: int) -> list[str]:
+    """The `count` GPUs that torch shows, as CUDA_VISIBLE_DEVICES names them."""
+    named = [name.strip() for name in environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+    return named[:count] if named else [str(index) for index in range(count)]
+
+
+def command(launch: Launch, script: Path, config: Path, cpu: bool) -> list[str]:
+    """The command line of one launch."""
+    if launch.launcher == "python":
+        return [sys.executable, str(script), "--config", str(config)]
+    name = "cpu" if cpu else "ddp"
+    launcher = [sys.executable, "-m", "accelerate.commands.launch"]
+    launcher += ["--config_file", str(REPO / "accelerate_configs" / f"{name}.yaml")]
+    return [*launcher, "--num_processes", str(launch.processes), str(script), "--config", str(config)]
+
+
+def choose_precision(settings: Settings, backend: str) -> str:
+    """fp32, which shows the arithmetic, unless the user named another; Unsloth trains every parameter in 16 bit only."""
+    if settings.precision != "auto":
+        return settings.precision
+    return "bf16" if backend == "unsloth" and settings.method == "full" else "fp32"
+
+
+def settings_of(launch: Launch, settings: Settings, steps: int, precision: str, rows: Path, output: Path) -> Settings:
+    """The user's settings, but a few plain steps over `rows`, with nothing random left and nothing written but weights."""
+    untouched = {f.name: getattr(OutputSettings(), f.name) for f in dataclasses.fields(OutputSettings)}
+    few_steps = {
+        "max_steps": steps,
+        "optim": "sgd",
+        "learning_rate": LEARNING_RATE,
+        "lr_scheduler_type": "constant",
+        "warmup_steps": 0.0,
+        "weight_decay": 0.0,
+        "max_grad_norm": 0.0,
+        "lora_dropout": 0.0,
+        "precision": precision,
+        # 16-bit weights would round most of a step away.
+        "full_weights": "fp32",
+        "trainer_args": {},
+    }
+    layout = {
+        "per_device_train_batch_size": launch.per_device,
+        "gradient_accumulation_steps": launch.accumulation,
+        "global_batch_size": None,
+        "global_batch_tokens": None,
+    }
+    data = {"dataset": [str(rows)], "dataset_config": None, "eval_dataset": [], "eval_fraction": 0.0}
+    written = {
+        "output_dir": str(output),
+        "run_name": launch.name,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": [],
+    }
+    return dataclasses.replace(settings, **{**untouched, **few_steps, **layout, **data, **written})
+
+
+def what_is_left_out(settings: Settings) -> list[str]:
+    """Sentences on the settings of a run that the check does without."""
+    said = []
+    if settings.lora_dropout:
+        said.append(f"lora_dropout {settings.lora_dropout} is left out: it is drawn anew in every layout.")
+    if settings.trainer_args:
+        said.append(f"trainer_args are left out ({', '.join(settings.trainer_args)}).")
+    if settings.method == "full" and settings.full_weights == "bf16":
+        said.append("full_weights bf16 is left out: 16-bit weights would round most of a step away.")
+    return said

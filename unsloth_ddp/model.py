@@ -192,8 +192,8 @@ def _load_transformers(settings: Settings, runtime: Runtime) -> tuple[Any, Any]:
         **source,
     )
     model, loading = loaded
-    # With ZeRO-3 every rank loads parts, and what is missing is not told alike.
-    if runtime.sharding != "zero3":
+    # With ZeRO-3 every rank loads parts, and 4-bit layers have parts that no file holds.
+    if runtime.sharding != "zero3" and quantization is None:
         check_complete(str(settings.model), list(loading["missing_keys"]), list(loading["mismatched_keys"]))
     checkpointing = settings.gradient_checkpointing != "none"
     if quantization is not None:

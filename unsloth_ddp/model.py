@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from unsloth_ddp.errors import UserError
-from unsloth_ddp.model_folder import check_complete, check_folder
+from unsloth_ddp.model_check import check_complete, check_folder
 from unsloth_ddp.runtime import Runtime
 from unsloth_ddp.settings import Settings
 from unsloth_ddp.tokens import read_chat_template, set_chat_template

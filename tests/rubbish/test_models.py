@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from tests.conftest import DEMO_MODEL
 from tests.rubbish import few, refusal, result_or_sentence
 from unsloth_ddp.model import check_model, load_model
-from unsloth_ddp.model_folder import check_folder
+from unsloth_ddp.model_check import check_folder
 from unsloth_ddp.options import Settings
 from unsloth_ddp.runtime import Ranks, Runtime
 

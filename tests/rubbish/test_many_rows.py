@@ -1,4 +1,4 @@
-"""A million short rows: the memory of reading and tokenizing them does not grow with their number."""
+"""Very many short rows: reading and tokenizing them takes little more memory than their files."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from tests.conftest import DEMO_MODEL
 from tests.ranks import run_ranks
 
 MEBIBYTE = 1 << 20
-# The files of examples and tokens, mapped into memory, are half of it; as Python objects the rows would take over 1 GB.
-BOUND = 512 * MEBIBYTE
+# 162 MiB were measured, 368 MiB with a million rows, half of it the files of examples and tokens mapped into memory; as
+# Python objects the rows would take over a kilobyte each.
+BOUND = 256 * MEBIBYTE
 
 
 def peak() -> int:
@@ -52,8 +53,8 @@ def write_rows(path: Path, count: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_million_short_rows_take_bounded_memory(tmp_path: Path) -> None:
-    count = 1_000_000
+def test_many_short_rows_take_bounded_memory(tmp_path: Path) -> None:
+    count = 400_000
     write_rows(tmp_path / "a.jsonl", count)
     done = run_ranks(1, prepare, str(tmp_path / "a.jsonl"), count, folder=tmp_path / "out", timeout=840).check()
     found = json.loads(done.output.splitlines()[-1])

@@ -26,6 +26,7 @@ from unsloth_ddp.settings import Settings
 from unsloth_ddp.stop import Stop
 
 SETTINGS_FILE, SUMMARY_FILE, LOCK_FILE = "settings.yaml", "summary.json", "run.lock"
+SETTINGS_ASIDE = "settings.partial"
 # Seconds that a job waits for the last one in its folder to end; a restart follows a kill closely.
 LOCK_PATIENCE = 15.0
 # Settings that do not make it another run.
@@ -92,7 +93,7 @@ def _refuse_another_run(settings: Settings, folder: Path) -> None:
 
 
 def _holds_anything(folder: Path) -> bool:
-    return folder.exists() and any(path.name != LOCK_FILE for path in folder.iterdir())
+    return folder.exists() and any(path.name not in (LOCK_FILE, SETTINGS_ASIDE) for path in folder.iterdir())
 
 
 def open_run_folder(settings: Settings, runtime: Runtime, folder: Path) -> None:
@@ -111,7 +112,9 @@ def open_run_folder(settings: Settings, runtime: Runtime, folder: Path) -> None:
             _empty(folder)
         # A finished run that goes on from one of its checkpoints is unfinished again.
         (folder / SUMMARY_FILE).unlink(missing_ok=True)
-        settings.save(folder / SETTINGS_FILE)
+        # A start that is killed here must find its own folder again.
+        settings.save(folder / SETTINGS_ASIDE)
+        (folder / SETTINGS_ASIDE).replace(folder / SETTINGS_FILE)
 
     try:
         runtime.alone(make)
@@ -147,13 +150,15 @@ def _lock(folder: Path, runtime: Runtime) -> None:
 
 
 def _empty(folder: Path) -> None:
+    """Remove a run; cut short, it is still the run that it was, with its settings and, if it has finished, its summary."""
     for path in folder.iterdir():
-        if path.name == LOCK_FILE:
+        if path.name in (LOCK_FILE, SETTINGS_FILE, SUMMARY_FILE):
             continue
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
         else:
             path.unlink()
+    (folder / SUMMARY_FILE).unlink(missing_ok=True)
 
 
 def start_logging(folder: Path, runtime: Runtime) -> None:

@@ -427,7 +427,10 @@ def reason(error: Exception, folder: Path) -> str:
         return f"no space is left on the disk of {folder}"
     if code is not None:
         return f"{os.strerror(code)} ({getattr(error, 'filename', None) or folder})"
-    return " ".join(str(error).split())[:300]
+    text = " ".join(str(error).split())[:300]
+    if "inline_container" in text:
+        return f"a file in {folder} could not be written to its end: a quota, a limit on file sizes, or a failing disk"
+    return text
 
 
 def flush(folder: Path) -> None:

@@ -29,6 +29,9 @@ SETTINGS_FILE, SUMMARY_FILE, LOCK_FILE = "settings.yaml", "summary.json", "run.l
 SETTINGS_ASIDE = "settings.partial"
 # Seconds that a job waits for the last one in its folder to end; a restart follows a kill closely.
 LOCK_PATIENCE = 15.0
+# Transformers' logger does not hand its messages on to the root logger; nor does the kit's, because Unsloth gives the root
+# logger a handler that writes to the terminal of every rank.
+LOGGERS = (None, "transformers", "unsloth_ddp")
 # Settings that do not make it another run.
 MAY_DIFFER = {"output_dir", "run_name", "overwrite", "resume", "resume_anyway", "max_time", "save_total_limit"}
 
@@ -165,14 +168,11 @@ def start_logging(folder: Path, runtime: Runtime) -> None:
     """One log file a rank for the kit and every library; warnings reach the terminal from the main process alone."""
     to_file = _LogFile(folder / "logs" / f"rank_{runtime.ranks.rank}.log", encoding="utf-8")
     to_file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    logging.getLogger().addHandler(to_file)
-    # Transformers' logger does not hand its messages on to the root logger.
-    logging.getLogger("transformers").addHandler(to_file)
-    # Nor does the kit's: Unsloth gives the root logger a handler that writes to the terminal of every rank.
+    for name in LOGGERS:
+        logging.getLogger(name).addHandler(to_file)
     ours = logging.getLogger("unsloth_ddp")
     ours.setLevel(logging.INFO)
     ours.propagate = False
-    ours.addHandler(to_file)
     logging.captureWarnings(True)
 
 
@@ -225,8 +225,8 @@ class _LogFile(logging.FileHandler):
     """A log file that gives up when it cannot be written; the default prints a traceback a line."""
 
     def handleError(self, record: logging.LogRecord) -> None:
-        logging.getLogger().removeHandler(self)
-        logging.getLogger("transformers").removeHandler(self)
+        for name in LOGGERS:
+            logging.getLogger(name).removeHandler(self)
         print(f"{self.baseFilename} can no longer be written: {sys.exc_info()[1]}", flush=True)
 
 

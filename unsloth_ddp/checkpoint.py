@@ -221,6 +221,15 @@ def check_sharing(runtime: Runtime, run_folder: Path, shared: bool) -> None:
         )
 
 
+def is_whole(folder: Path) -> bool:
+    """Whether a checkpoint was written to its end; its files are not read."""
+    try:
+        manifest.read_manifest(folder)
+    except Damaged:
+        return False
+    return True
+
+
 def step_folders(run_folder: Path) -> dict[int, Path]:
     """Every folder that is named like a checkpoint, whole or not, by its step."""
     if not run_folder.is_dir():
@@ -382,14 +391,9 @@ class Checkpoints:
 
     def _tidy(self, step: int, best: int | None) -> None:
         """Remove what is over the limit, unfinished or left behind; first out of sight, since removing takes a while."""
-        whole, damaged = [], []
         folders = step_folders(self.folder)
-        for number, path in folders.items():
-            try:
-                manifest.read_manifest(path)
-                whole.append(number)
-            except Damaged:
-                damaged.append(number)
+        whole = [number for number, path in folders.items() if is_whole(path)]
+        damaged = [number for number in folders if number not in whole]
         aside = self.folder / ASIDE
         try:
             for number in [*damaged, *to_remove(whole, step, best, self.limit)]:

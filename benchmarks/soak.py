@@ -139,8 +139,17 @@ def soak(steps: int, work: Path, every: float, max_time: str | None = None) -> d
         max_time: the kit's option, where the steps may take too long.
     """
     options = f"{OPTIONS} --max_steps {steps}" + (f" --max_time {max_time}" if max_time else "")
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(RANKS), "--master_port", "0"]
-    command = [*launcher, "train_ddp.py", *options.split(), "--output_dir", str(work), "--run_name", "soak"]
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(RANKS)]
+    command = [
+        sys.executable,
+        *launcher,
+        "train_ddp.py",
+        *options.split(),
+        "--output_dir",
+        str(work),
+        "--run_name",
+        "soak",
+    ]
     environ = os.environ | {"OMP_NUM_THREADS": "1", "UNSLOTH_DDP_EXIT_CODE_FILE": str(work / "code")}
     samples: dict[int, list[Sample]] = {rank: [] for rank in range(RANKS)}
     run, began, most = work / "soak", time.monotonic(), 0
@@ -164,7 +173,7 @@ def soak(steps: int, work: Path, every: float, max_time: str | None = None) -> d
         raise RuntimeError(f"the job ended with {code}:\n" + (work / "output.txt").read_text()[-3000:])
     verdicts = {rank: judge(seen) for rank, seen in samples.items()}
     return {
-        "job": f"torch.distributed.run --nproc_per_node {RANKS} train_ddp.py {options}",
+        "job": f"python {' '.join(launcher)} train_ddp.py {options}",
         "steps": current_step(run / "logs" / "rank_0.log"),
         "seconds": round(time.monotonic() - began),
         "most_checkpoints_at_once": most,

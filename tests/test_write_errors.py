@@ -19,10 +19,11 @@ import pytest
 
 from tests.jobs import LAST, WHOLE_RUN, assert_same, ends, manifest_steps
 from tests.ranks import train
-from unsloth_ddp import output
+from unsloth_ddp import model, output
 from unsloth_ddp.checkpoint import ASIDE, Checkpoints
 
-FINAL = 0
+# What is written after the last checkpoint, in this order.
+FINAL, MERGED, SUMMARY = 0, -1, -2
 
 
 @contextlib.contextmanager
@@ -53,13 +54,14 @@ FAULTS = {
     "too large": lambda: largest_file(20_000),
     "small too large": lambda: largest_file(4_096),
     "not flushed": lambda: refusing(os, "fsync", errno.EIO),
+    "no summary": lambda: refusing(Path, "write_text", errno.ENOSPC, lambda path, *_, **__: path.stem == "summary"),
     "not renamed": lambda: refusing(Path, "rename", errno.EROFS, lambda path, *_: path.parent.name == ASIDE),
 }
 
 
 def train_with_faults(argv: list[str], cwd: str, faults: dict[int, tuple[int, str]]) -> None:
     """train_ddp.py, where the save of a step, or FINAL, fails on one rank: {step: (rank, which of FAULTS)}."""
-    save, save_final = Checkpoints.save, Checkpoints.save_final
+    save, save_final, save_merged, finish = Checkpoints.save, Checkpoints.save_final, model.save_merged, output.finish
 
     def fault(step: int) -> contextlib.AbstractContextManager:
         rank, name = faults.get(step, (-1, ""))
@@ -73,9 +75,19 @@ def train_with_faults(argv: list[str], cwd: str, faults: dict[int, tuple[int, st
         with fault(FINAL):
             return save_final(self, *args)
 
+    def merge_with_fault(*args: Any) -> None:
+        with fault(MERGED):
+            save_merged(*args)
+
+    def finish_with_fault(*args: Any) -> None:
+        with fault(SUMMARY):
+            finish(*args)
+
     with (
         patch.object(Checkpoints, "save", save_with_fault),
         patch.object(Checkpoints, "save_final", save_final_with_fault),
+        patch.object(model, "save_merged", merge_with_fault),
+        patch.object(output, "finish", finish_with_fault),
     ):
         train(argv, cwd)
 
@@ -131,6 +143,23 @@ def test_a_result_that_cannot_be_written_is_said_and_comes_with_the_next_start(j
     assert not [*run.glob("*.partial"), *run.glob("adapter*"), *run.glob("summary*")]
     assert f"Going on from {run}/checkpoint-{LAST - 1}" in job(WHOLE_RUN, "no-result", 2).output
     assert_same(ends(run, LAST), ends(whole_run(2), LAST))
+
+
+def test_what_comes_after_the_trained_model_is_made_up_for_by_the_next_start(job, place):
+    options = "--global_batch_size 4 --max_steps 2 --save_steps 1 --merge"
+    run = place / "outputs" / "afterwards"
+    for faults, what, there in (
+        ({MERGED: (0, "too large")}, "the merged model", []),
+        ({SUMMARY: (0, "no summary")}, "summary.json", ["merged"]),
+    ):
+        printed = job(options, "afterwards", 2, code=1, target=train_with_faults, args=(faults,)).output
+        assert f"The trained model is in {run}, but {what} could not be written: " in printed
+        assert "run the same command again: it finishes the run." in printed
+        assert "Traceback" not in printed
+        assert (run / "adapter_model.safetensors").is_file()
+        assert [path.name for path in (*run.glob("merged*"), *run.glob("summary*"))] == there
+    assert f"Going on from {run}/checkpoint-2" in job(options, "afterwards", 2).output
+    assert (run / "summary.json").is_file() and (run / "merged" / "model.safetensors").is_file()
 
 
 # ---- trackers and logs ----

@@ -338,6 +338,40 @@ class Checkpoints:
         flush_one(self.folder)
         aside.rmdir()
 
+    def save_folder(self, name: str, write: Callable[[Path], None]) -> str | None:
+        """Write the folder `name` of the run in the main process, whole or not at all; why not, if it failed.
+
+        Args:
+            write: writes its files into the folder that it is given, which does not exist yet.
+        """
+        aside, target = self.folder / f"{name}.partial", self.folder / name
+
+        def write_and_move() -> None:
+            try:
+                shutil.rmtree(aside, ignore_errors=True)
+                write(aside)
+                flush(aside)
+                shutil.rmtree(target, ignore_errors=True)
+                aside.rename(target)
+            finally:
+                shutil.rmtree(aside, ignore_errors=True)
+
+        return self.in_main(write_and_move)
+
+    def in_main(self, work: Callable[[], Any]) -> str | None:
+        """Run `work` in the main process; why it could not write, on every rank."""
+
+        def tried() -> str | None:
+            try:
+                work()
+            except Exception as error:
+                if not is_write_error(error):
+                    raise
+                return reason(error, self.folder)
+            return None
+
+        return self.runtime.from_main(tried)
+
     @contextlib.contextmanager
     def every_write_attempted(self) -> Iterator[None]:
         """Let a failed torch.save inside a library's own sharded save be remembered instead of raised.

@@ -213,6 +213,16 @@ def not_saved(checkpoints: Checkpoints, problem: str) -> int:
     return EXIT_FAILURE
 
 
+def not_finished(folder: Path, what: str, problem: str) -> int:
+    """Say that the trained model is written, and what could not be written after it; returns the exit code."""
+    print(
+        f"The trained model is in {folder}, but {what} could not be written: {problem}. Make room, and run the same "
+        "command again: it finishes the run.",
+        flush=True,
+    )
+    return EXIT_FAILURE
+
+
 def check_saves(checkpoints: Checkpoints) -> int:
     """The exit code of a run whose result is written: a failure if checkpoints were due and none could be written."""
     if checkpoints.failed is None or checkpoints.written:

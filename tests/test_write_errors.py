@@ -145,6 +145,7 @@ def test_a_result_that_cannot_be_written_is_said_and_comes_with_the_next_start(j
     assert_same(ends(run, LAST), ends(whole_run(2), LAST))
 
 
+@pytest.mark.slow
 def test_what_comes_after_the_trained_model_is_made_up_for_by_the_next_start(job, place):
     options = "--global_batch_size 4 --max_steps 2 --save_steps 1 --merge"
     run = place / "outputs" / "afterwards"

@@ -135,6 +135,8 @@ def launcher(peer: str, folder: str, rows: str, logs: str, pids: Any) -> None:
     with contextlib.closing(socket.socket()) as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
+    # Shells start what runs in the background with SIGINT ignored, and the ranks would take that for a wish.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     children: list[int] = []
     for rank in range(RANKS):
         environ = {

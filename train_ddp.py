@@ -98,11 +98,14 @@ def train(settings: Settings, ranks: Ranks) -> int:
         if problem := checkpoints.save_final(trainer.write_final):
             return output.not_saved(checkpoints, problem)
         if settings.merge:
-            runtime.alone(lambda: models.save_merged(settings, run_folder, run_folder / "merged"))
+            problem = checkpoints.save_folder("merged", lambda aside: models.save_merged(settings, run_folder, aside))
+            if problem:
+                return output.not_finished(run_folder, "the merged model", problem)
         if asked:
             summary |= answers.compare(asked, before, after)
         summary["wall_time_seconds"] = time.perf_counter() - began
-        runtime.alone(lambda: output.finish(settings, run_folder, summary))
+        if problem := checkpoints.in_main(lambda: output.finish(settings, run_folder, summary)):
+            return output.not_finished(run_folder, output.SUMMARY_FILE, problem)
         del trainer, model
         return output.check_saves(checkpoints)
 

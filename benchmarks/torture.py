@@ -5,16 +5,21 @@
 
 Each run starts the job under a launcher (a process that does what elastic launchers do, without importing torch anew),
 sends a random signal to a random process at a random moment, or lets its disk (a tmpfs, which needs root) run full, and
-then starts the same command until the job is done. Counted: resumes that failed, hangs, and final weights that are not
-bit-identical to the uninterrupted job's. `--peer trl` gives the same to TRL's SFTTrainer with
-`resume_from_checkpoint=True` whenever it finds a checkpoint.
+then starts the same command again, twice at most, until the job is done. A run that ended before its signal is made
+again with another moment.
+
+Counted: damaged offers (the checkpoint that the next start would go on from lacks a file that the uninterrupted job's
+checkpoints have, or holds one that cannot be read), hangs, starts that failed, jobs that never finished, and final
+weights that are not bit-identical to the uninterrupted job's. `--peer trl` gives the same to TRL's SFTTrainer with
+`resume_from_checkpoint=True` whenever it finds a checkpoint; moments are the same fractions of its own job's length,
+as it was when last seen.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import functools
+import dataclasses
 import hashlib
 import json
 import multiprocessing
@@ -29,7 +34,9 @@ import sys
 import tempfile
 import time
 import traceback
+import zipfile
 from collections.abc import Callable, Iterator
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +50,9 @@ ROWS, GLOBAL_BATCH, EPOCHS, SAVE_STEPS = 48, 4, 2, 2
 STEPS = ROWS // GLOBAL_BATCH * EPOCHS
 # A job that is over this has hung; elastic launchers give their ranks 30 s.
 PATIENCE = 240.0
-STARTS = 4
+# A second start that is offered the same as the first fails like the first.
+STARTS = 2
+PACKAGES = ("torch", "transformers", "trl", "peft", "accelerate", "datasets", "safetensors")
 PRELOAD = ["torch", "accelerate", "datasets", "peft", "transformers", "unsloth_ddp.trainer", "train_ddp"]
 
 
@@ -92,7 +101,9 @@ def trl_job(folder: str, rows: str) -> None:
     found = get_last_checkpoint(str(run)) if run.is_dir() else None
     trainer.train(resume_from_checkpoint=True if found else None)
     trainer.save_model()
-    (run / "summary.json").write_text("{}")
+    # Says that the model is written, as the kit's does.
+    if trainer.args.process_index == 0:
+        (run / "summary.json").write_text("{}")
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
 
@@ -124,6 +135,8 @@ def launcher(peer: str, folder: str, rows: str, logs: str, pids: Any) -> None:
     with contextlib.closing(socket.socket()) as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
+    # Shells start what runs in the background with SIGINT ignored, and the ranks would take that for a wish.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     children: list[int] = []
     for rank in range(RANKS):
         environ = {
@@ -174,12 +187,14 @@ class Job:
         # From here on: the fork server may first have had to import the stack.
         self.began = time.monotonic()
 
-    def strike(self, number: int, victim: str) -> None:
-        """Send the signal to whoever of them is still there."""
+    def strike(self, number: int, victim: str) -> bool:
+        """Send the signal to whoever of them is still there; whether anybody was."""
         targets = {"rank 0": self.pids[:1], "rank 1": self.pids[1:], "both ranks": self.pids}
-        for pid in targets.get(victim, [self.process.pid]):
+        there = [pid for pid in targets.get(victim, [int(self.process.pid or 0)]) if alive(pid)]
+        for pid in there:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(int(pid or 0), number)
+                os.kill(pid, number)
+        return bool(there)
 
     def wait(self, seconds: float) -> bool:
         """Whether the launcher ended in this time."""
@@ -215,6 +230,45 @@ def weights(folder: Path) -> str | None:
     return hashlib.sha256(path.read_bytes()).hexdigest() if done and path.exists() else None
 
 
+def offered(peer: str, run: Path) -> Path | None:
+    """The checkpoint that the next start would go on from."""
+    if peer == "trl":
+        from transformers.trainer_utils import get_last_checkpoint
+
+        last = get_last_checkpoint(str(run)) if run.is_dir() else None
+        return Path(last) if last else None
+    from unsloth_ddp import checkpoint, manifest
+
+    return manifest.newest(checkpoint.step_folders(run), manifest.verify)[0]
+
+
+def damage(folder: Path, names: set[str]) -> str | None:
+    """What is wrong with a checkpoint that should hold `names`, whatever a manifest says; None if it is whole."""
+    from safetensors import safe_open
+
+    for name in sorted(names):
+        path = folder / name
+        if not path.is_file():
+            return f"{name} is missing"
+        try:
+            if path.suffix == ".safetensors":
+                with safe_open(path, framework="np") as tensors:
+                    for key in tensors.keys():  # noqa: SIM118
+                        tensors.get_tensor(key)
+            elif path.suffix in (".pt", ".pth", ".bin"):
+                with zipfile.ZipFile(path) as archive:
+                    broken = archive.testzip()
+                if broken:
+                    return f"{name} is damaged at {broken}"
+            elif path.suffix == ".json":
+                json.loads(path.read_text(encoding="utf-8"))
+            elif not path.stat().st_size:
+                return f"{name} is empty"
+        except Exception as error:
+            return f"{name} cannot be read: {type(error).__name__}"
+    return None
+
+
 @contextlib.contextmanager
 def small_disk(folder: Path, kilobytes: int) -> Iterator[Callable[[], None]]:
     """A tmpfs at `folder`; the callable makes it large."""
@@ -226,78 +280,159 @@ def small_disk(folder: Path, kilobytes: int) -> Iterator[Callable[[], None]]:
         subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
-def one_run(
-    index: int, seed: int, peer: str, rows: Path, work: Path, seconds: float, expected: str, full: int
-) -> dict[str, Any]:
-    """Start, strike, resume to the end; what came of it."""
-    dice = random.Random(seed * 100_003 + index)
-    folder = work / f"run-{index}"
-    folder.mkdir(parents=True)
-    disk = bool(full) and dice.random() < 0.15
-    moment, number, victim = dice.uniform(0, seconds), dice.choice(SIGNALS), dice.choice(VICTIMS)
-    result: dict[str, Any] = {"run": index, "disk_full": disk, "hangs": 0, "failed_resumes": 0, "starts": 0}
-    with contextlib.ExitStack() as stack:
-        grow = stack.enter_context(small_disk(folder, dice.randrange(200, full))) if disk else (lambda: None)
-        job = Job(peer, folder, rows, work / f"logs-{index}" / "0")
-        if not disk:
-            result |= {"signal": number.name, "victim": victim, "at_seconds": round(moment, 2)}
-            if not job.wait(moment):
-                job.strike(number, victim)
-        struck = time.monotonic()
-        result["hangs"] += not job.ended()
-        result["seconds_to_end"] = round(time.monotonic() - struck, 1)
-        grow()
-        left = sorted(path.name for path in (folder / "run").glob("checkpoint-*"))
-        result["found"] = left
-        while weights(folder) is None and result["starts"] < STARTS:
-            result["starts"] += 1
-            again = Job(peer, folder, rows, work / f"logs-{index}" / str(result["starts"]))
-            result["hangs"] += not again.ended()
-            result["failed_resumes"] += again.process.exitcode != 0
-        result["finished"] = weights(folder) is not None
-        result["bit_identical"] = weights(folder) == expected
-    shutil.rmtree(folder, ignore_errors=True)
-    if result["finished"] and not result["hangs"] and not result["failed_resumes"] and result["bit_identical"]:
-        shutil.rmtree(work / f"logs-{index}", ignore_errors=True)
-    return result
+@dataclasses.dataclass(frozen=True)
+class Reference:
+    """The uninterrupted job: how long it takes, its weights' checksum, the files of a checkpoint, all files' kilobytes."""
+
+    seconds: float
+    weights: str
+    names: set[str]
+    kilobytes: int
+
+
+class Torture:
+    """Runs of one peer's job, in the folder `work`."""
+
+    def __init__(self, peer: str, seed: int, work: Path) -> None:
+        self.peer, self.seed, self.work = peer, seed, work
+        self.rows = work / "rows.jsonl"
+        self.rows.write_text("\n".join((REPO / "demo" / "train.jsonl").read_text().splitlines()[:ROWS]) + "\n")
+        first, second = self._uninterrupted(1), self._uninterrupted(2)
+        assert first.weights == second.weights, "the uninterrupted job does not repeat bit for bit"
+        self.reference = second
+        # How long the latest start that nothing struck took: other work on the machine changes it.
+        self.seconds = second.seconds
+        self.can_mount = os.geteuid() == 0
+
+    def _uninterrupted(self, number: int) -> Reference:
+        folder = self.work / f"reference-{number}"
+        folder.mkdir()
+        logs = self.work / f"logs-reference-{number}"
+        job = Job(self.peer, folder, self.rows, logs)
+        assert job.ended() and job.process.exitcode == 0, f"the uninterrupted job failed; see {logs}"
+        seconds = time.monotonic() - job.began
+        found, last = weights(folder), folder / "run" / f"checkpoint-{STEPS}"
+        names = {path.name for path in last.iterdir()}
+        assert found is not None and damage(last, names) is None
+        size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) // 1024
+        return Reference(seconds, found, names, size)
+
+    def run(self, index: int) -> dict[str, Any]:
+        """Start, strike, start again until it is done; what came of it."""
+        dice = random.Random(self.seed * 100_003 + index)
+        folder, logs = self.work / f"run-{index}", self.work / f"logs-{index}"
+        disk = self.can_mount and dice.random() < 0.15
+        result: dict[str, Any] = {"run": index, "disk_full": disk}
+        with contextlib.ExitStack() as stack:
+            if disk:
+                folder.mkdir()
+                size = dice.randrange(200, self.reference.kilobytes)
+                grow = stack.enter_context(small_disk(folder, size))
+                job = Job(self.peer, folder, self.rows, logs / "0")
+                result |= {"disk_kilobytes": size, "hangs": int(not job.ended())}
+                grow()
+            else:
+                result |= self._strike(dice, folder, logs)
+            result |= self._finish(folder, logs)
+        result["hangs"] += result.pop("hangs_of_starts")
+        shutil.rmtree(folder, ignore_errors=True)
+        if not is_bad(result):
+            shutil.rmtree(logs, ignore_errors=True)
+        return result
+
+    def _strike(self, dice: random.Random, folder: Path, logs: Path) -> dict[str, Any]:
+        while True:
+            folder.mkdir()
+            fraction, number, victim = dice.random(), dice.choice(SIGNALS), dice.choice(VICTIMS)
+            job = Job(self.peer, folder, self.rows, logs / "0")
+            struck = not job.wait(fraction * self.seconds) and job.strike(number, victim)
+            began = time.monotonic()
+            ended = job.ended()
+            if struck:
+                break
+            self.seconds = time.monotonic() - job.began
+            shutil.rmtree(folder)
+        at = {"signal": number.name, "victim": victim, "at_fraction": round(fraction, 3)}
+        return at | {"seconds_to_end": round(time.monotonic() - began, 1), "hangs": int(not ended)}
+
+    def _finish(self, folder: Path, logs: Path) -> dict[str, Any]:
+        starts = hangs = failed = 0
+        offers: list[str | None] = []
+        damaged: dict[str, str] = {}
+        while weights(folder) is None and starts < STARTS:
+            starts += 1
+            offer = offered(self.peer, folder / "run")
+            offers.append(offer.name if offer else None)
+            wrong = damage(offer, self.reference.names) if offer else None
+            if offer and wrong:
+                damaged[offer.name] = wrong
+            again = Job(self.peer, folder, self.rows, logs / str(starts))
+            hangs += not again.ended()
+            failed += again.process.exitcode != 0
+            if offer is None and again.process.exitcode == 0:
+                self.seconds = time.monotonic() - again.began
+        found = weights(folder)
+        return {
+            "starts": starts,
+            "offered": offers,
+            "damaged": damaged,
+            "hangs_of_starts": hangs,
+            "failed_starts": failed,
+            "finished": found is not None,
+            "bit_identical": found == self.reference.weights,
+        }
+
+
+def is_bad(result: dict[str, Any]) -> bool:
+    """Whether a run lost anything."""
+    return bool(result["damaged"] or result["hangs"] or result["failed_starts"]) or not result["bit_identical"]
+
+
+def counts(results: list[dict[str, Any]]) -> dict[str, int]:
+    """What so many runs came to."""
+    offers = [result["offered"][0] if result["offered"] else None for result in results]
+    return {
+        "runs": len(results),
+        "disk_full_runs": sum(r["disk_full"] for r in results),
+        "needed_no_start": sum(r["starts"] == 0 for r in results),
+        "offered_a_checkpoint": sum(offer is not None for offer in offers),
+        "damaged_offers": sum(bool(r["damaged"]) for r in results),
+        "hangs": sum(r["hangs"] for r in results),
+        "runs_with_a_failed_start": sum(bool(r["failed_starts"]) for r in results),
+        "unfinished": sum(not r["finished"] for r in results),
+        "finished_with_other_weights": sum(r["finished"] and not r["bit_identical"] for r in results),
+        "bit_identical": sum(r["bit_identical"] for r in results),
+    }
 
 
 def torture(
     peer: str, runs: int, seed: int, work: Path, report: Callable[[dict[str, Any]], None], until: float
 ) -> dict[str, Any]:
-    """`runs` runs, or as many as begin before `until` (time.time()); the counts and every run's result."""
-    rows = work / "rows.jsonl"
-    rows.write_text("\n".join((REPO / "demo" / "train.jsonl").read_text().splitlines()[:ROWS]) + "\n")
-    reference = work / "reference"
-    reference.mkdir()
-    job = Job(peer, reference, rows, work / "logs-reference")
-    assert job.ended() and job.process.exitcode == 0, f"the uninterrupted job failed; see {work}/logs-reference"
-    seconds = time.monotonic() - job.began
-    expected = weights(reference)
-    assert expected is not None
-    size = sum(path.stat().st_size for path in reference.rglob("*") if path.is_file()) // 1024
-    can_mount = os.geteuid() == 0
-    results = []
+    """`runs` runs, or as many as begin before `until` (time.time()); the counts and every run's result.
+
+    Args:
+        report: is given the same after every run, as it stands then.
+    """
+    place = Torture(peer, seed, work)
+    facts = {
+        "command": f"benchmarks/torture.py --runs {runs} --seed {seed} --peer {peer}",
+        "peer": peer,
+        "steps": STEPS,
+        "save_steps": SAVE_STEPS,
+        "ranks": RANKS,
+        "uninterrupted_seconds": round(place.reference.seconds, 1),
+        "machine": {"cpus": os.cpu_count(), "python": platform.python_version()},
+        "versions": {name: metadata.version(name) for name in PACKAGES},
+    }
+    results: list[dict[str, Any]] = []
+    found: dict[str, Any] = facts | counts(results) | {"each": results}
     for index in range(runs):
         if time.time() > until:
             break
-        results.append(one_run(index, seed, peer, rows, work, seconds, expected, size if can_mount else 0))
-        report(results[-1])
-    return {
-        "peer": peer,
-        "runs": len(results),
-        "seed": seed,
-        "steps": STEPS,
-        "ranks": RANKS,
-        "uninterrupted_seconds": round(seconds, 1),
-        "disk_full_runs": sum(r["disk_full"] for r in results),
-        "hangs": sum(r["hangs"] for r in results),
-        "failed_resumes": sum(r["failed_resumes"] for r in results),
-        "unfinished": sum(not r["finished"] for r in results),
-        "bit_identical": sum(r["bit_identical"] for r in results),
-        "machine": {"cpus": os.cpu_count(), "python": platform.python_version()},
-        "each": results,
-    }
+        results.append(place.run(index))
+        found = facts | counts(results) | {"each": results}
+        report(found)
+    return found
 
 
 def main() -> None:
@@ -312,11 +447,16 @@ def main() -> None:
     given = parser.parse_args()
     work = given.work or Path(tempfile.mkdtemp(prefix="torture_"))
     work.mkdir(parents=True, exist_ok=True)
-    show = functools.partial(print, flush=True)
-    found = torture(given.peer, given.runs, given.seed, work.resolve(), show, time.time() + 60 * given.minutes)
-    show({name: value for name, value in found.items() if name != "each"})
-    if given.json:
-        given.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+
+    def report(found: dict[str, Any]) -> None:
+        print(found["each"][-1], flush=True)
+        if given.json:
+            aside = given.json.with_suffix(".partial")
+            aside.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+            aside.replace(given.json)
+
+    found = torture(given.peer, given.runs, given.seed, work.resolve(), report, time.time() + 60 * given.minutes)
+    print({name: value for name, value in found.items() if name != "each"}, flush=True)
     if not given.work:
         shutil.rmtree(work, ignore_errors=True)
 

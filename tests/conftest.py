@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.ranks import Result, run_ranks, train
 
 REPO = Path(__file__).resolve().parent.parent
 DEMO_MODEL = REPO / "demo" / "model"
@@ -61,3 +65,39 @@ def uneven_rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
     }
     rows = [*rows[:4], late, *rows[4:10], late, rows[10]]
     return write_jsonl(tmp_path_factory.mktemp("rows") / "uneven.jsonl", rows)
+
+
+@pytest.fixture(scope="session")
+def place(tmp_path_factory) -> Path:
+    """The folder where jobs run; their runs are in <place>/outputs/."""
+    return tmp_path_factory.mktemp("jobs")
+
+
+@pytest.fixture(scope="session")
+def job(place, tiny_model, uneven_rows) -> Callable[..., Result]:
+    """Run train_ddp.py on the tiny model in <place>/outputs/<name>; of an option given twice, the last counts."""
+
+    def run(options: str, name: str, ranks: int = 1, code: int = 0, target: Any = train, args: tuple = (), **more):
+        argv = f"--model {tiny_model} --dataset {uneven_rows} --run_name {name} --learning_rate 0.01 --max_length 64".split()
+        argv += ["--gradient_checkpointing", "none", *options.split()]
+        # Of an option that takes a list, all would count.
+        argv += [] if "--report_to" in argv else ["--report_to", "none"]
+        result = run_ranks(ranks, target, argv, str(place), *args, folder=place / f"{name}.out", **more)
+        assert result.codes == [code] * ranks, f"exit codes {result.codes}\n{result.output}"
+        return result
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def whole_run(place, job) -> Callable[[int], Path]:
+    """The folder of an uninterrupted run on so many ranks, with all its checkpoints."""
+
+    @functools.cache
+    def make(ranks: int) -> Path:
+        from tests.jobs import WHOLE_RUN
+
+        job(WHOLE_RUN, f"whole-{ranks}", ranks)
+        return place / "outputs" / f"whole-{ranks}"
+
+    return make

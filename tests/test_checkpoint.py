@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import json
 import os
@@ -10,105 +9,13 @@ import shutil
 import signal
 import subprocess
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import load_file
 
-from tests.ranks import Result, run_ranks, train
-from unsloth_ddp import manifest
+from tests.jobs import LAST, WHOLE_RUN, assert_same, copy_until, ends, manifest_steps
+from tests.ranks import train
 from unsloth_ddp.stop import Stop
-
-# Three epochs of three steps, with dropout, an evaluation an epoch and a checkpoint a step.
-WHOLE_RUN = (
-    "--global_batch_size 4 --num_train_epochs 3 --lora_dropout 0.1 --eval_fraction 0.2 --logging_steps 2 "
-    "--save_steps 1 --save_total_limit none --max_grad_norm 0.5 --warmup_steps 2"
-)
-LAST = 9  # 10 training rows in steps of 4
-TIMINGS = {
-    "train_runtime", "train_samples_per_second", "train_steps_per_second", "total_flos", "tokens_per_second",
-    "rank_step_seconds", "rank_step_seconds_max",
-}  # fmt: skip
-TIMINGS |= {"eval_runtime", "eval_samples_per_second", "eval_steps_per_second"}
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory) -> Path:
-    """The folder where the jobs of this module run."""
-    return tmp_path_factory.mktemp("jobs")
-
-
-@pytest.fixture(scope="module")
-def job(place, tiny_model, uneven_rows) -> Callable[..., Result]:
-    """Run train_ddp.py on the tiny model in <place>/outputs/<name>; of an option given twice, the last counts."""
-
-    def run(options: str, name: str, ranks: int = 1, code: int = 0, target: Any = train, args: tuple = (), **more):
-        argv = f"--model {tiny_model} --dataset {uneven_rows} --run_name {name} --learning_rate 0.01 --max_length 64".split()
-        argv += ["--gradient_checkpointing", "none", "--report_to", "none", *options.split()]
-        result = run_ranks(ranks, target, argv, str(place), *args, folder=place / f"{name}.out", **more)
-        assert result.codes == [code] * ranks, f"exit codes {result.codes}\n{result.output}"
-        return result
-
-    return run
-
-
-@pytest.fixture(scope="module")
-def whole_run(place, job) -> Callable[[int], Path]:
-    """The folder of an uninterrupted run on so many ranks, with all its checkpoints."""
-
-    @functools.cache
-    def make(ranks: int) -> Path:
-        job(WHOLE_RUN, f"whole-{ranks}", ranks)
-        return place / "outputs" / f"whole-{ranks}"
-
-    return make
-
-
-def copy_until(run: Path, step: int, name: str) -> Path:
-    """The folder of a run as it was when a kill came right after `step` was saved."""
-    copy = run.parent / name
-    shutil.copytree(run, copy)
-    for path in [*copy.glob("checkpoint-*")]:
-        if int(path.name.rpartition("-")[2]) > step:
-            shutil.rmtree(path)
-    for path in ("summary.json", "adapter_model.safetensors"):
-        (copy / path).unlink()
-    return copy
-
-
-def ends(folder: Path, step: int) -> dict:
-    """Everything that a run came to, without what a clock decides."""
-    state = json.loads((folder / "trainer_state.json").read_text())
-    history = [{k: v for k, v in entry.items() if k not in TIMINGS} for entry in state["log_history"]]
-    last = folder / f"checkpoint-{step}"
-    rng = {path.name: path.read_bytes() for path in last.glob("rng_state*")}
-    assert rng
-    return {
-        "weights": load_file(folder / "adapter_model.safetensors"),
-        "optimizer": torch.load(last / "optimizer.pt", weights_only=True, map_location=lambda storage, _: storage),
-        "scheduler": torch.load(last / "scheduler.pt", weights_only=True),
-        "rng": rng,
-        "history": history,
-    }
-
-
-def assert_same(found, expected, where: str = "") -> None:
-    """Bit for bit, and of the same shape."""
-    if isinstance(expected, torch.Tensor):
-        assert torch.equal(found, expected), where
-    elif isinstance(expected, dict):
-        assert found.keys() == expected.keys(), where
-        for key in expected:
-            assert_same(found[key], expected[key], f"{where}/{key}")
-    elif isinstance(expected, (list, tuple)):
-        assert len(found) == len(expected), where
-        for index, (one, other) in enumerate(zip(found, expected, strict=True)):
-            assert_same(one, other, f"{where}/{index}")
-    else:
-        assert found == expected, where
 
 
 @pytest.mark.parametrize(("ranks", "steps"), [(1, (3,)), (2, (4, LAST))])
@@ -157,11 +64,6 @@ def test_a_stop_on_one_rank_stops_all_with_a_checkpoint_and_the_run_goes_on(job,
     assert len(manifest_steps(stopped)) == 3
     job(options, "stopped", 2)
     assert_same(ends(stopped, LAST), ends(whole_run(2), LAST))
-
-
-def manifest_steps(run: Path) -> list[int]:
-    """The steps of the whole checkpoints of a run; there must be no other."""
-    return sorted(manifest.verify(folder).step for folder in run.glob("checkpoint*"))
 
 
 def test_another_world_size_goes_on_at_the_right_row_and_says_so(job, whole_run, place):

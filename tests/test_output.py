@@ -72,3 +72,51 @@ def test_a_run_that_began_meanwhile_is_not_removed(tmp_path, resume):
     with pytest.raises(UserError, match="holds another run"):
         output.open_run_folder(settings, runtime, folder)
     assert (folder / "adapter.txt").read_text() == "another job's"
+
+
+class Killed(BaseException):
+    """Ends a process where it is raised, as kill -9 does."""
+
+
+def test_a_start_killed_while_it_writes_its_settings_starts_again(tmp_path, monkeypatch):
+    settings = Settings(run_name="r", output_dir=str(tmp_path))
+    runtime = Runtime(Ranks(), "transformers", "cpu", "fp32", "CPU")
+    folder = output.choose_run_folder(settings, runtime)
+
+    def save_half(self, path):
+        path.write_text("model: demo\nmeth")
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Settings, "save", save_half)
+        with pytest.raises(Killed):
+            output.open_run_folder(settings, runtime, folder)
+    runtime.cleanup.close()
+    assert output.choose_run_folder(settings, runtime) == folder
+    output.open_run_folder(settings, runtime, folder)
+    runtime.cleanup.close()
+    assert output.continues(settings, folder)
+    assert sorted(path.name for path in folder.iterdir()) == ["logs", "run.lock", "settings.yaml"]
+
+
+def test_an_overwriting_start_killed_while_it_empties_the_folder_leaves_what_can_be_overwritten(tmp_path, monkeypatch):
+    settings = Settings(run_name="r", output_dir=str(tmp_path), overwrite=True)
+    runtime = Runtime(Ranks(), "transformers", "cpu", "fp32", "CPU")
+    folder = tmp_path / "r"
+    (folder / "checkpoint-1").mkdir(parents=True)
+    settings.save(folder / "settings.yaml")
+    (folder / "summary.json").write_text("{}")
+
+    def killed(path):
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr("unsloth_ddp.output.shutil.rmtree", killed)
+        with pytest.raises(Killed):
+            output.open_run_folder(settings, runtime, folder)
+    runtime.cleanup.close()
+    with pytest.raises(UserError, match="holds a finished run"):
+        output.choose_run_folder(Settings(run_name="r", output_dir=str(tmp_path)), runtime)
+    output.choose_run_folder(settings, runtime)
+    output.open_run_folder(settings, runtime, folder)
+    assert not (folder / "checkpoint-1").exists()

@@ -227,6 +227,15 @@ def check_sharing(runtime: Runtime, run_folder: Path, shared: bool) -> None:
         )
 
 
+def is_whole(folder: Path) -> bool:
+    """Whether a checkpoint was written to its end; its files are not read."""
+    try:
+        manifest.read_manifest(folder)
+    except Damaged:
+        return False
+    return True
+
+
 def step_folders(run_folder: Path) -> dict[int, Path]:
     """Every folder that is named like a checkpoint, whole or not, by its step."""
     if not run_folder.is_dir():
@@ -335,6 +344,40 @@ class Checkpoints:
         flush_one(self.folder)
         aside.rmdir()
 
+    def save_folder(self, name: str, write: Callable[[Path], None]) -> str | None:
+        """Write the folder `name` of the run in the main process, whole or not at all; why not, if it failed.
+
+        Args:
+            write: writes its files into the folder that it is given, which does not exist yet.
+        """
+        aside, target = self.folder / f"{name}.partial", self.folder / name
+
+        def write_and_move() -> None:
+            try:
+                shutil.rmtree(aside, ignore_errors=True)
+                write(aside)
+                flush(aside)
+                shutil.rmtree(target, ignore_errors=True)
+                aside.rename(target)
+            finally:
+                shutil.rmtree(aside, ignore_errors=True)
+
+        return self.in_main(write_and_move)
+
+    def in_main(self, work: Callable[[], Any]) -> str | None:
+        """Run `work` in the main process; why it could not write, on every rank."""
+
+        def tried() -> str | None:
+            try:
+                work()
+            except Exception as error:
+                if not is_write_error(error):
+                    raise
+                return reason(error, self.folder)
+            return None
+
+        return self.runtime.from_main(tried)
+
     @contextlib.contextmanager
     def every_write_attempted(self) -> Iterator[None]:
         """Let a failed torch.save inside a library's own sharded save be remembered instead of raised.
@@ -388,14 +431,9 @@ class Checkpoints:
 
     def _tidy(self, step: int, best: int | None) -> None:
         """Remove what is over the limit, unfinished or left behind; first out of sight, since removing takes a while."""
-        whole, damaged = [], []
         folders = step_folders(self.folder)
-        for number, path in folders.items():
-            try:
-                manifest.read_manifest(path)
-                whole.append(number)
-            except Damaged:
-                damaged.append(number)
+        whole = [number for number, path in folders.items() if is_whole(path)]
+        damaged = [number for number in folders if number not in whole]
         aside = self.folder / ASIDE
         try:
             for number in [*damaged, *to_remove(whole, step, best, self.limit)]:
@@ -433,7 +471,10 @@ def reason(error: Exception, folder: Path) -> str:
         return f"no space is left on the disk of {folder}"
     if code is not None:
         return f"{os.strerror(code)} ({getattr(error, 'filename', None) or folder})"
-    return " ".join(str(error).split())[:300]
+    text = " ".join(str(error).split())[:300]
+    if "inline_container" in text:
+        return f"a file in {folder} could not be written to its end: a quota, a limit on file sizes, or a failing disk"
+    return text
 
 
 def flush(folder: Path) -> None:

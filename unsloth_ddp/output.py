@@ -27,8 +27,12 @@ from unsloth_ddp.settings import Settings
 from unsloth_ddp.stop import Stop
 
 SETTINGS_FILE, SUMMARY_FILE, LOCK_FILE = "settings.yaml", "summary.json", "run.lock"
+SETTINGS_ASIDE = "settings.partial"
 # Seconds that a job waits for the last one in its folder to end; a restart follows a kill closely.
 LOCK_PATIENCE = 15.0
+# Transformers' logger does not hand its messages on to the root logger; nor does the kit's, because Unsloth gives the root
+# logger a handler that writes to the terminal of every rank.
+LOGGERS = (None, "transformers", "unsloth_ddp")
 # Settings that do not make it another run.
 MAY_DIFFER = {"output_dir", "run_name", "overwrite", "resume", "resume_anyway", "max_time", "save_total_limit"}
 
@@ -101,7 +105,7 @@ def _refuse_another_run(settings: Settings, folder: Path) -> None:
 
 
 def _holds_anything(folder: Path) -> bool:
-    return folder.exists() and any(path.name != LOCK_FILE for path in folder.iterdir())
+    return folder.exists() and any(path.name not in (LOCK_FILE, SETTINGS_ASIDE) for path in folder.iterdir())
 
 
 def open_run_folder(settings: Settings, runtime: Runtime, folder: Path) -> None:
@@ -120,7 +124,9 @@ def open_run_folder(settings: Settings, runtime: Runtime, folder: Path) -> None:
             _empty(folder)
         # A finished run that goes on from one of its checkpoints is unfinished again.
         (folder / SUMMARY_FILE).unlink(missing_ok=True)
-        settings.save(folder / SETTINGS_FILE)
+        # A start that is killed here must find its own folder again.
+        settings.save(folder / SETTINGS_ASIDE)
+        (folder / SETTINGS_ASIDE).replace(folder / SETTINGS_FILE)
 
     try:
         runtime.alone(make)
@@ -156,27 +162,26 @@ def _lock(folder: Path, runtime: Runtime) -> None:
 
 
 def _empty(folder: Path) -> None:
+    """Remove a run; cut short, it is still the run that it was, with its settings and, if it has finished, its summary."""
     for path in folder.iterdir():
-        if path.name == LOCK_FILE:
+        if path.name in (LOCK_FILE, SETTINGS_FILE, SUMMARY_FILE):
             continue
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
         else:
             path.unlink()
+    (folder / SUMMARY_FILE).unlink(missing_ok=True)
 
 
 def start_logging(folder: Path, runtime: Runtime) -> None:
     """One log file a rank for the kit and every library; warnings reach the terminal from the main process alone."""
     to_file = _LogFile(folder / "logs" / f"rank_{runtime.ranks.rank}.log", encoding="utf-8")
     to_file.setFormatter(_WithoutSecrets("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    logging.getLogger().addHandler(to_file)
-    # Transformers' logger does not hand its messages on to the root logger.
-    logging.getLogger("transformers").addHandler(to_file)
-    # Nor does the kit's: Unsloth gives the root logger a handler that writes to the terminal of every rank.
+    for name in LOGGERS:
+        logging.getLogger(name).addHandler(to_file)
     ours = logging.getLogger("unsloth_ddp")
     ours.setLevel(logging.INFO)
     ours.propagate = False
-    ours.addHandler(to_file)
     logging.captureWarnings(True)
 
 
@@ -217,6 +222,16 @@ def not_saved(checkpoints: Checkpoints, problem: str) -> int:
     return EXIT_FAILURE
 
 
+def not_finished(folder: Path, what: str, problem: str) -> int:
+    """Say that the trained model is written, and what could not be written after it; returns the exit code."""
+    print(
+        f"The trained model is in {folder}, but {what} could not be written: {problem}. Make room, and run the same "
+        "command again: it finishes the run.",
+        flush=True,
+    )
+    return EXIT_FAILURE
+
+
 def check_saves(checkpoints: Checkpoints) -> int:
     """The exit code of a run whose result is written: a failure if checkpoints were due and none could be written."""
     if checkpoints.failed is None or checkpoints.written:
@@ -229,8 +244,8 @@ class _LogFile(logging.FileHandler):
     """A log file that gives up when it cannot be written; the default prints a traceback a line."""
 
     def handleError(self, record: logging.LogRecord) -> None:
-        logging.getLogger().removeHandler(self)
-        logging.getLogger("transformers").removeHandler(self)
+        for name in LOGGERS:
+            logging.getLogger(name).removeHandler(self)
         print(f"{self.baseFilename} can no longer be written: {sys.exc_info()[1]}", flush=True)
 
 

@@ -19,7 +19,7 @@ from trl import SFTTrainer
 
 from unsloth_ddp.batch import BatchPlan, RowOrder
 from unsloth_ddp.callbacks import SavedTotals
-from unsloth_ddp.checkpoint import Checkpoints, Start
+from unsloth_ddp.checkpoint import Checkpoints, Start, is_whole
 from unsloth_ddp.data import TokenizedRows
 from unsloth_ddp.runtime import Runtime
 from unsloth_ddp.telemetry import TOKENS, Meter, Totals
@@ -37,6 +37,7 @@ class ResumableTrainer(SFTTrainer):
     # Where the run goes on from, and where a checkpoint is being written.
     start: Start | None = None
     tokens_before: int = 0
+    _best_until_now: tuple[float | None, int | None] = (None, None)
     _aside: str | None = None
 
     @property
@@ -57,7 +58,7 @@ class ResumableTrainer(SFTTrainer):
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         began = time.perf_counter()
         self._saved.pending = self._gather_sums(self.meter.sums).tolist()
-        best_before = self.state.best_model_checkpoint
+        step, best_before = self.state.global_step, self.state.best_model_checkpoint
 
         def write(aside: Path) -> None:
             self._aside = str(aside)
@@ -68,24 +69,42 @@ class ResumableTrainer(SFTTrainer):
                     self.checkpoints.attempt(lambda: Trainer._save_checkpoint(self, model, trial))
             finally:
                 self._aside = None
-            self._name_best_checkpoint(aside)
+                # Upstream names it where it is written.
+                self.state.best_model_checkpoint = best_before
+            self._name_best_checkpoint(written=step)
+            if self.args.should_save and self.state.best_model_checkpoint:
+                self.state.save_to_json(str(aside / f"checkpoint-{step}" / "trainer_state.json"))
 
-        if not self.checkpoints.save(self.state.global_step, write, self._best_step):
+        if not self.checkpoints.save(step, write, self._best_step):
             self.state.best_model_checkpoint = best_before
+            if self.state.best_global_step == step:
+                # The best of those that are on the disk.
+                self.state.best_metric, self.state.best_global_step = self._best_until_now
         self.meter.began += time.perf_counter() - began
 
     def _get_output_dir(self, trial: Any) -> str:
         return self._aside or super()._get_output_dir(trial)
 
-    def _name_best_checkpoint(self, aside: Path) -> None:
-        """Where it will be, not where it was written."""
-        # Upstream looks for it on each node's own disk.
-        best = self.runtime.gather(self.state.best_model_checkpoint)[0]
-        self.state.best_model_checkpoint = best
-        if best and Path(best).parent.name == aside.name:
-            self.state.best_model_checkpoint = str(self.checkpoints.folder / Path(best).name)
-            if self.args.should_save:
-                self.state.save_to_json(str(aside / f"checkpoint-{self.state.global_step}" / "trainer_state.json"))
+    def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
+        self._best_until_now = self.state.best_metric, self.state.best_global_step
+        return super()._determine_best_metric(metrics, trial)
+
+    def _name_best_checkpoint(self, written: int | None = None) -> None:
+        """Where the best step's checkpoint is, or will be if it is that of step `written`; else it stays what it was.
+
+        Upstream looks for it where it is writing, and on each node's own disk, and only when it saves: it forgets one
+        whose evaluation came after it was saved.
+        """
+        step, before = self.state.best_global_step, self.state.best_model_checkpoint
+        name = f"checkpoint-{step}"
+
+        def find() -> str | None:
+            own, first = self.checkpoints.folder / name, self.start and self.start.folder
+            if step and (step == written or is_whole(own)):
+                return str(own)
+            return str(first) if first and first.name == name else before
+
+        self.state.best_model_checkpoint = self.runtime.from_main(find)
 
     def _best_step(self) -> int | None:
         best = self.state.best_model_checkpoint
@@ -151,8 +170,10 @@ class ResumableTrainer(SFTTrainer):
             set_seed((self.args.seed + 1_000_003 * self.state.global_step + ranks.rank) % 2**32)
         else:
             super()._load_rng_state(checkpoint)
-        if checkpoint is not None and self._evaluation_is_due():
-            self._determine_best_metric(self._evaluate(None, None), None)
+        if checkpoint is not None:
+            if self._evaluation_is_due():
+                self._determine_best_metric(self._evaluate(None, None), None)
+            self._name_best_checkpoint()
 
     def _evaluation_is_due(self) -> bool:
         """Whether the run ended between a step and the evaluation that follows it."""
@@ -166,4 +187,13 @@ class ResumableTrainer(SFTTrainer):
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
         if self.state.global_step >= self.state.max_steps and self._evaluation_is_due():
             self._determine_best_metric(self._evaluate(None, None), None)
+        self._name_best_checkpoint()
         return super()._finalize_training(*args, **kwargs)
+
+    def _load_best_model(self) -> None:
+        super()._load_best_model()
+        if not self.checkpoints.shared:
+            # The other nodes do not see it.
+            for parameter in self.accelerator.unwrap_model(self.model).parameters():
+                if parameter.requires_grad:
+                    torch.distributed.broadcast(parameter.data, src=0)

@@ -71,6 +71,8 @@ def make_config(settings: Settings, runtime: Runtime, plan: BatchPlan, run_folde
         "ddp_broadcast_buffers": False,
         "eval_strategy": strategy if settings.eval_dataset or settings.eval_fraction else "no",
         "save_strategy": settings.save_strategy,
+        # checkpoint.py removes older ones; Transformers would remove the newest one before the result is written.
+        "save_total_limit": None,
         "report_to": [] if settings.report_to == ["none"] else settings.report_to,
         "max_length": settings.max_length,
         "packing": False,

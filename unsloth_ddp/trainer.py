@@ -313,6 +313,9 @@ class DDPTrainer(ResumableTrainer):
         """The evaluation loss of the trained model, measured now unless the last step did."""
         if self.eval_dataset is None:
             return None
+        if self.args.load_best_model_at_end:
+            # It need not be the model of the last step.
+            return self.evaluate()["eval_loss"]
         for entry in reversed(self.state.log_history):
             if "eval_loss" in entry and entry.get("step") == self.state.global_step:
                 return entry["eval_loss"]

@@ -25,6 +25,7 @@ from typing import Any
 
 from unsloth_ddp import manifest
 from unsloth_ddp.batch import BatchPlan
+from unsloth_ddp.disk import flush, flush_one, is_write_error, reason
 from unsloth_ddp.errors import UserError
 from unsloth_ddp.manifest import Damaged, Manifest
 from unsloth_ddp.runtime import Runtime
@@ -121,8 +122,8 @@ def _choose(wanted: str, run_folder: Path, continues: bool) -> Start | None:
     newest, skipped = manifest.newest(
         step_folders(run_folder), lambda path: whole.setdefault(path, manifest.verify(path))
     )
-    for damaged, reason in skipped:
-        print(f"{damaged.name} is skipped: {reason}.")
+    for damaged, problem in skipped:
+        print(f"{damaged.name} is skipped: {problem}.")
     if newest is None:
         print(f"{run_folder} holds an unfinished run without a whole checkpoint; it begins anew.")
         return None
@@ -448,48 +449,6 @@ class Checkpoints:
             shutil.rmtree(aside, ignore_errors=True)
             kept = f"{self.last.name} stays the last whole one" if self.last else "there is no earlier one"
             print(f"{self.failed}; {kept}. The next save tries again.", flush=True)
-
-
-def is_write_error(error: Exception) -> bool:
-    """Whether an exception may come from a disk; torch and safetensors raise kinds of their own."""
-    import torch
-    from safetensors import SafetensorError
-
-    if isinstance(error, (torch.distributed.DistError, torch.OutOfMemoryError)):
-        return False
-    return isinstance(error, (OSError, RuntimeError, SafetensorError))
-
-
-def reason(error: Exception, folder: Path) -> str:
-    """Why a write failed, in a few words; torch.save hides a full disk behind its own."""
-    code = getattr(error, "errno", None)
-    try:
-        full = shutil.disk_usage(folder).free < 1 << 16
-    except OSError:
-        full = False
-    if full or code in (errno.ENOSPC, errno.EDQUOT) or "No space left" in str(error):
-        return f"no space is left on the disk of {folder}"
-    if code is not None:
-        return f"{os.strerror(code)} ({getattr(error, 'filename', None) or folder})"
-    text = " ".join(str(error).split())[:300]
-    if "inline_container" in text:
-        return f"a file in {folder} could not be written to its end: a quota, a limit on file sizes, or a failing disk"
-    return text
-
-
-def flush(folder: Path) -> None:
-    """Bring every file and folder below `folder` to the disk."""
-    for path in [*folder.rglob("*"), folder]:
-        flush_one(path)
-
-
-def flush_one(path: Path) -> None:
-    """fsync one file or folder."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def make_cpu_checkpoints_readable() -> None:

@@ -287,7 +287,8 @@ def describe_run(
     steps_per_epoch = plan.steps_per_epoch(train_rows.units)
     total, trainable = parameter_counts(model)
     packs = train_rows.packing
-    packed = f"off: {choice.reason}; rows of like length are padded together"
+    why = "" if settings.packing == "off" else f": {choice.reason}"
+    packed = f"off{why}; rows of like length are padded together"
     if packs is not None:
         packed = f"on: {choice.reason}; {len(packs):,} packs of up to {packs.capacity:,} tokens, {packs.fill:.0%} full"
     unit, of_rows = ("rows", "") if packs is None else ("packs", f" (about {counts.rows / steps_per_epoch:,.0f} rows)")

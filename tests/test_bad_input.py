@@ -79,6 +79,7 @@ MISTAKES = {
     "no time": (f"{GOOD} --max_time soon", "max_time is 'soon', but it takes a time"),
     "unknown trainer argument": (f'{GOOD} --trainer_args {{"nonsense":1}}', "SFTConfig has no field nonsense"),
     "owned trainer argument": (f'{GOOD} --trainer_args {{"packing":true}}', "packing is decided by the kit"),
+    "unknown tracker": (f"{GOOD} --report_to tensorbord", "report_to tensorbord is no tracker that Transformers knows"),
     "unknown optimizer": (f"{GOOD} --optim adamm", "adamm"),
 }
 

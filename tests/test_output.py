@@ -120,3 +120,19 @@ def test_an_overwriting_start_killed_while_it_empties_the_folder_leaves_what_can
     output.choose_run_folder(settings, runtime)
     output.open_run_folder(settings, runtime, folder)
     assert not (folder / "checkpoint-1").exists()
+
+
+def test_trackers_are_known_installed_and_not_none():
+    from unsloth_ddp.sft_config import choose_trackers
+
+    known, installed = {"tensorboard", "wandb", "mlflow"}, ["tensorboard", "mlflow"]
+    assert choose_trackers([], known, installed) == choose_trackers(["none"], known, installed) == []
+    assert choose_trackers(["mlflow", "tensorboard"], known, installed) == ["mlflow", "tensorboard"]
+    assert choose_trackers(["all"], known, installed) == ["mlflow", "tensorboard"]
+    for asked, sentence in (
+        (["none", "tensorboard"], "report_to none tensorboard: none stands alone"),
+        (["wandb"], "report_to wandb: its package is not installed"),
+        (["tensorbord"], "is no tracker that Transformers knows; they are mlflow, tensorboard, wandb"),
+    ):
+        with pytest.raises(UserError, match=sentence):
+            choose_trackers(asked, known, installed)

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
+from transformers.integrations import INTEGRATION_TO_CALLBACK, get_available_reporting_integrations
 from trl.trainer.sft_config import SFTConfig
 
 from unsloth_ddp.batch import BatchPlan
@@ -26,13 +28,38 @@ OWNED_ARGS = {
 }  # fmt: skip
 
 
+def choose_trackers(asked: Sequence[str], known: Collection[str], installed: Collection[str]) -> list[str]:
+    """Where reports go; `all` is every tracker that is installed.
+
+    Raises:
+        UserError: one is unknown or not installed, or none stands beside others.
+    """
+    if list(asked) in ([], ["none"]):
+        return []
+    if list(asked) == ["all"]:
+        return sorted(installed)
+    for name in asked:
+        if name in ("none", "all"):
+            raise UserError(f"report_to {' '.join(asked)}: {name} stands alone; leave it or the others out.")
+        if name not in known:
+            raise UserError(
+                f"report_to {name} is no tracker that Transformers knows; they are {', '.join(sorted(known))}."
+            )
+        if name not in installed:
+            raise UserError(
+                f"report_to {name}: its package is not installed; add it (uv pip install), or take tensorboard."
+            )
+    return list(asked)
+
+
 def make_config(settings: Settings, runtime: Runtime, plan: BatchPlan, run_folder: Path) -> Any:
     """TRL's SFTConfig for these settings, every field set: Unsloth's version of it has defaults of its own.
 
     To be made before the model is loaded, and kept: with ZeRO-3 it is what makes Transformers load in parts.
 
     Raises:
-        UserError: trainer_args names no field of SFTConfig, one the kit owns, or a value it refuses.
+        UserError: trainer_args names no field of SFTConfig, one the kit owns, or a value it refuses; or as
+            choose_trackers.
     """
     defaults = {
         f.name: f.default if f.default is not dataclasses.MISSING else f.default_factory()  # type: ignore[operator]
@@ -73,7 +100,9 @@ def make_config(settings: Settings, runtime: Runtime, plan: BatchPlan, run_folde
         "save_strategy": settings.save_strategy,
         # checkpoint.py removes older ones; Transformers would remove the newest one before the result is written.
         "save_total_limit": None,
-        "report_to": [] if settings.report_to == ["none"] else settings.report_to,
+        "report_to": choose_trackers(
+            settings.report_to, INTEGRATION_TO_CALLBACK, get_available_reporting_integrations()
+        ),
         "max_length": settings.max_length,
         "packing": False,
         "padding_free": False,

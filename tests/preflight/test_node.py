@@ -409,3 +409,28 @@ def test_the_doctor_is_stopped_with_all_it_started(monkeypatch, tmp_path):
     doctor.output.seek(0)
     # Nothing of the launcher's reached it.
     assert doctor.output.read().startswith("False ['doctor', '--gpus']")
+
+
+@pytest.mark.parametrize(
+    ("launcher", "words", "devices", "verdict", "remedy"),
+    [
+        ({}, "", [], "ok", ""),
+        ({"UNSLOTH_FSDP2": "1"}, "", [], "failure", "sharding fsdp2 needs GPUs and none is used here"),
+        ({"UNSLOTH_FSDP2": "1"}, "", [{"name": "H200"}], "ok", ""),
+        ({"UNSLOTH_FSDP2": "1"}, "--gradient_checkpointing unsloth", [{"name": "H200"}], "failure", "does not go with"),
+        ({"ACCELERATE_USE_DEEPSPEED": "true"}, "", [{"name": "H200"}], "failure", "DeepSpeed, which is not installed"),
+        ({}, "--backend unsloth", [], "failure", "backend unsloth needs an accelerator"),
+    ],
+)
+def test_a_sharding_that_training_would_refuse_is_a_failure(
+    launcher, words, devices, verdict, remedy, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(node, "driver_version", lambda: None)
+    monkeypatch.setattr("unsloth_ddp.sharding.importlib.util.find_spec", lambda name: None)
+    _, settings = parse(["--output_dir", str(tmp_path / "outputs"), *words.split()])
+    environ = {**os.environ, **launcher}
+    folders = node.NodeFolders()
+    found = node.machine_checks(find_place(environ), settings, environ, folders, devices, "")
+    folders.remove()
+    row = next(check for check in found if check.name == "sharding")
+    assert (row.verdict, remedy in row.remedy) == (verdict, True), row

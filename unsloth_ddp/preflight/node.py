@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from unsloth_ddp.errors import one_line
+from unsloth_ddp.errors import UserError, one_line
 from unsloth_ddp.model_files import model_folder, weight_bytes
 from unsloth_ddp.preflight import checks, machine, space, verdicts
 from unsloth_ddp.preflight.bounded import bounded
@@ -26,9 +26,9 @@ from unsloth_ddp.preflight.machine import Folder
 from unsloth_ddp.preflight.place import Place
 from unsloth_ddp.preflight.verdicts import Interface
 from unsloth_ddp.rows import is_file
-from unsloth_ddp.runtime import asks_for_cpu
+from unsloth_ddp.runtime import asks_for_cpu, choose_backend
 from unsloth_ddp.settings import Settings
-from unsloth_ddp.sharding import sharding_from_environment
+from unsloth_ddp.sharding import check_sharding, sharding_from_environment
 
 CHECK_SECONDS = 20
 GPU_SECONDS = 60
@@ -123,7 +123,7 @@ def machine_checks(
     devices: Sequence[Mapping[str, Any]],
     reason: str,
 ) -> list[Check]:
-    """Clock, disks, shared memory, GPUs and driver.
+    """Clock, disks, shared memory, GPUs, sharding and driver.
 
     Args:
         devices, reason: what visible_gpus found.
@@ -176,6 +176,18 @@ def machine_checks(
 
         return machine.driver(node, driver_version(), driver_cuda(), torch.version.cuda)
 
+    def sharding() -> Check:
+        wanted = sharding_from_environment(environ)
+        accelerator = bool(devices) and not cpu
+        try:
+            backend = choose_backend(settings.backend, accelerator)
+            # Without a launcher the number of processes is not known; one alone would be refused by fsdp2.
+            processes = place.ranks.world_size if place.launched else 2
+            check_sharding(wanted, settings, "cuda" if accelerator else "cpu", backend, processes)
+        except UserError as error:
+            return Check("sharding", {node: wanted}, "failure", str(error))
+        return Check("sharding", {node: wanted})
+
     checks = [
         attempt("clock", node, lambda: machine.clock(node, clock_error(), place.nodes)),
         attempt("output folder", node, output),
@@ -183,6 +195,7 @@ def machine_checks(
         attempt("datasets cache", node, cache),
         attempt("shared memory", node, memory),
         attempt("GPUs", node, gpu_check),
+        attempt("sharding", node, sharding),
     ]
     if not cpu and (devices or has_nvidia()):
         checks.append(attempt("driver and CUDA", node, driver, 60))

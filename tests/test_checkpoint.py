@@ -18,7 +18,7 @@ from tests.ranks import train
 from unsloth_ddp.stop import Stop
 
 
-@pytest.mark.parametrize(("ranks", "steps"), [(1, (3,)), (2, (4, LAST))])
+@pytest.mark.parametrize(("ranks", "steps"), [pytest.param(1, (3,), marks=pytest.mark.slow), (2, (4, LAST))])
 def test_a_resumed_run_ends_like_an_uninterrupted_one(job, whole_run, ranks, steps):
     """Killed in the middle of an epoch, at its border before the evaluation that was due, and after the last step."""
     whole = whole_run(ranks)

@@ -227,7 +227,9 @@ def sentences(result: Result) -> list[str]:
     return [line for line in result.output.splitlines() if line.startswith("train_ddp.py: error: ")]
 
 
-@pytest.mark.parametrize(("rank", "ranks"), [(0, 2), pytest.param(1, 2, marks=pytest.mark.torture), (2, 3)])
+@pytest.mark.parametrize(
+    ("rank", "ranks"), [(0, 2), pytest.param(1, 2, marks=pytest.mark.slow), pytest.param(2, 3, marks=pytest.mark.slow)]
+)
 def test_a_killed_rank_is_named_and_ends_the_others(strike, rank, ranks):
     result, seconds = strike("step", rank, "kill", ranks)
     assert [code for r, code in enumerate(result.codes) if r != rank] == [1] * (ranks - 1), result.output
@@ -264,7 +266,7 @@ def test_a_stopped_main_process_is_named_by_the_others(strike):
     assert seconds < 15
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_an_exception_in_one_rank_is_told_once(strike, rank, tmp_path):
     result, seconds = strike("step", rank, "raise", ranks=2)
     (sentence,) = sentences(result)

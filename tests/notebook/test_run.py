@@ -85,9 +85,8 @@ def played(tmp_path_factory: pytest.TempPathFactory, environment: dict[str, str]
     return folder
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] if name.startswith("full") else []) for name in SAVED]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SAVED)
 def test_two_processes_train_what_the_notebook_trains(
     name: str, played: Path, tmp_path: Path, environment: dict[str, str]
 ) -> None:

@@ -54,7 +54,9 @@ FAULTS = {
     "too large": lambda: largest_file(20_000),
     "small too large": lambda: largest_file(4_096),
     "not flushed": lambda: refusing(os, "fsync", errno.EIO),
-    "no summary": lambda: refusing(Path, "write_text", errno.ENOSPC, lambda path, *_, **__: path.stem == "summary"),
+    "no summary": lambda: refusing(
+        Path, "write_text", errno.ENOSPC, lambda path, *_, **__: path.name.startswith("summary")
+    ),
     "not renamed": lambda: refusing(Path, "rename", errno.EROFS, lambda path, *_: path.parent.name == ASIDE),
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -23,8 +24,14 @@ def write_json(path: Path, content: Any) -> None:
         path.write_text(text, encoding="utf-8")
         return
     aside = path.with_name(f"{path.name}.partial")
-    aside.write_text(text, encoding="utf-8")
-    aside.replace(path)
+    try:
+        aside.write_text(text, encoding="utf-8")
+        aside.replace(path)
+    except OSError:
+        # On a full disk a part of it was written.
+        with contextlib.suppress(OSError):
+            aside.unlink(missing_ok=True)
+        raise
 
 
 def write_as_asked(option: str, path: Path, content: Any) -> None:

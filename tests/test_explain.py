@@ -59,7 +59,7 @@ KNOWN = [
     ("FSDP mixed types", "ValueError: Must flatten tensors with uniform dtype but got torch.bfloat16 and torch.float32"),
     ("no C compiler or Python headers", "/tmp/tmppap3l7o5/main.c:4:10: fatal error: Python.h: No such file or directory"),
     ("no C compiler or Python headers", "RuntimeError: Failed to find C compiler. Please specify via CC environment variable or set triton.knobs.build.impl."),
-    ("compile cache", "FileNotFoundError: [Errno 2] No such file or directory: '/root/.triton/cache/ab12/__grp__kernel.json'"),
+    ("compile cache", "FileNotFoundError: [Errno 2] No such file or directory: '/home/me/.triton/cache/ab12/__grp__kernel.json'"),
     ("compile cache", "ModuleNotFoundError: No module named 'UnslothSFTTrainer'"),
     ("Triton kernel too large", "triton.runtime.errors.OutOfResources: out of resource: shared memory, Required: 131072, Hardware limit: 101376. Reducing block sizes or `num_stages` may help."),
     ("flash-attn", "ImportError: /venv/lib/python3.11/site-packages/flash_attn_2_cuda.cpython-311-x86_64-linux-gnu.so: undefined symbol: _ZN3c104cuda9SetDeviceEi"),

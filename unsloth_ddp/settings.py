@@ -215,6 +215,17 @@ class Parser(argparse.ArgumentParser):
         raise UserError(f"command line: {message}.")
 
 
+def beside_train_options(prog: str, description: str | None) -> Parser:
+    """The parser of a command that has options of its own, and hands all others on to parse_settings."""
+    return Parser(
+        prog=prog,
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+        epilog="All other options are those of train_ddp.py.",
+    )
+
+
 def make_parser(description: str) -> argparse.ArgumentParser:
     """The command line: one group of options a topic, each option as text that `coerce` reads."""
     parser = Parser(

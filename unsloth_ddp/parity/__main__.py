@@ -32,19 +32,13 @@ from unsloth_ddp.parity.report import print_table, write_json
 from unsloth_ddp.parity.run import Check, run_check
 from unsloth_ddp.parity.verdicts import TOLERANCES, Tolerance, verdict
 from unsloth_ddp.runtime import EXIT_USER_ERROR, choose_backend, use_cache_if_hub_is_unreachable
-from unsloth_ddp.settings import Parser, parse_settings
+from unsloth_ddp.settings import beside_train_options, parse_settings
 from unsloth_ddp.sharding import sharding_from_environment
 
 
 def make_parser() -> argparse.ArgumentParser:
     """The options of the check itself; all others are those of train_ddp.py."""
-    parser = Parser(
-        prog="python -m unsloth_ddp.parity",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-        epilog="All other options are those of train_ddp.py.",
-    )
+    parser = beside_train_options("python -m unsloth_ddp.parity", __doc__)
     parser.add_argument("--processes", type=int, help="processes to compare with one [every visible GPU; 2 on a CPU]")
     parser.add_argument("--steps", type=int, default=3, help="optimizer steps of each launch [3]")
     parser.add_argument(

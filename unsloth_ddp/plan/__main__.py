@@ -17,19 +17,13 @@ from unsloth_ddp.errors import UserError
 from unsloth_ddp.json_file import write_as_asked
 from unsloth_ddp.packing import Choice, Request, plan_step
 from unsloth_ddp.runtime import EXIT_USER_ERROR, use_cache_if_hub_is_unreachable
-from unsloth_ddp.settings import Parser, parse_settings
+from unsloth_ddp.settings import beside_train_options, parse_settings
 from unsloth_ddp.units import parse_bandwidth, parse_memory
 
 
 def make_parser() -> argparse.ArgumentParser:
     """The options of the plan itself; all others are those of train_ddp.py."""
-    parser = Parser(
-        prog="python -m unsloth_ddp.plan",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-        epilog="All other options are those of train_ddp.py.",
-    )
+    parser = beside_train_options("python -m unsloth_ddp.plan", __doc__)
     parser.add_argument("--nodes", type=int, default=1, help="machines [1]")
     parser.add_argument("--gpus_per_node", type=int, default=1, help="GPUs of each machine [1]")
     parser.add_argument(

@@ -18,20 +18,14 @@ import sys
 from unsloth_ddp.errors import UserError
 from unsloth_ddp.preflight.run import Options, run, say
 from unsloth_ddp.runtime import EXIT_USER_ERROR, note_exit_code
-from unsloth_ddp.settings import Parser, Settings, parse_settings
+from unsloth_ddp.settings import Settings, beside_train_options, parse_settings
 
 A_DAY = 86400
 
 
 def make_parser() -> argparse.ArgumentParser:
     """The options of preflight itself; all others are those of train_ddp.py."""
-    parser = Parser(
-        prog="python -m unsloth_ddp.preflight",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-        epilog="All other options are those of train_ddp.py.",
-    )
+    parser = beside_train_options("python -m unsloth_ddp.preflight", __doc__)
     parser.add_argument(
         "--json", nargs="?", const="-", metavar="FILE", help="write the result there too; without FILE: print it instead of the table"
     )  # fmt: skip

@@ -32,6 +32,18 @@ def demo_rows(name: str = "train") -> list[dict[str, Any]]:
     return [json.loads(line) for line in (REPO / "demo" / f"{name}.jsonl").read_text().splitlines()]
 
 
+@pytest.fixture
+def config(tmp_path: Path) -> Any:
+    """Writes a YAML file and returns its path."""
+
+    def write(text: str | bytes) -> Path:
+        path = tmp_path / "run.yaml"
+        path.write_bytes(text if isinstance(text, bytes) else text.encode())
+        return path
+
+    return write
+
+
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A two-layer Llama with random weights and the demo's tokenizer; well-conditioned, so rounding stays small."""

@@ -19,18 +19,6 @@ from unsloth_ddp.settings import FIELDS, Settings, coerce, make_parser, parse_se
 GIVEN = ["--model", "m", "--dataset", "d"]
 
 
-@pytest.fixture
-def config(tmp_path: Path) -> Any:
-    """Writes a YAML file and returns its path."""
-
-    def write(text: str | bytes) -> Path:
-        path = tmp_path / "run.yaml"
-        path.write_bytes(text if isinstance(text, bytes) else text.encode())
-        return path
-
-    return write
-
-
 def refusal(*argv: str) -> str:
     with pytest.raises(UserError) as refused:
         parse_settings(list(argv))

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +23,9 @@ GIVEN = ["--model", "m", "--dataset", "d"]
 
 
 @pytest.fixture
-def config(tmp_path: Path) -> Any:
+def config(config: Callable[[str | bytes], Path]) -> Callable[[str | bytes], Settings]:
     """Writes run.yaml and reads it as the config of a run."""
-
-    def read(content: str | bytes) -> Settings:
-        path = tmp_path / "run.yaml"
-        path.write_bytes(content if isinstance(content, bytes) else content.encode())
-        return parse_settings(["--config", str(path), *GIVEN])
-
-    return read
+    return lambda content: parse_settings(["--config", str(config(content)), *GIVEN])
 
 
 def check(settings: Settings | None, folder: Path) -> None:

@@ -8,6 +8,7 @@ is also why TRL's own TrlParser, whose conventions this follows, is not used.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import difflib
 import json
@@ -120,8 +121,7 @@ def _as_type(wanted: Any, value: Any) -> Any:
     kind = typing.get_origin(wanted) or wanted
     unset = value is None or (isinstance(value, str) and value.lower() in ("none", "null"))
     if kind is types.UnionType:
-        one = next(t for t in typing.get_args(wanted) if t is not type(None))
-        return None if unset else _as_type(one, value)
+        return _as_one_of(typing.get_args(wanted), value, unset)
     if kind is list:
         items = value if isinstance(value, list) else [value]
         return [] if unset or value == ["none"] else [_as_type(str, item) for item in items]
@@ -143,6 +143,16 @@ def _as_type(wanted: Any, value: Any) -> Any:
     if kind is int:
         return _whole_number(value)
     return float(value) if math.isfinite(float(value)) else _refuse()
+
+
+def _as_one_of(kinds: tuple[Any, ...], value: Any, unset: bool) -> Any:
+    if unset and type(None) in kinds:
+        return None
+    for kind in kinds:
+        if kind is not type(None):
+            with contextlib.suppress(TypeError, ValueError, OverflowError, RecursionError):
+                return _as_type(kind, value)
+    return _refuse()
 
 
 def _whole_number(value: int | float | str) -> int:

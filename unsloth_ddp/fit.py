@@ -168,8 +168,9 @@ def attempt(trainer: Any, size: int) -> Try:
     trained = [p for p in trainer.model.parameters() if p.requires_grad]
     states = sum(p.numel() for p in trained) * optimizer_bytes(trainer.settings.optim)
     _release()
-    free, _ = torch.cuda.mem_get_info(device)
-    room = free + torch.cuda.memory_reserved(device)
+    free, total = torch.cuda.mem_get_info(device)
+    allowed = int(torch.cuda.get_per_process_memory_fraction(device) * total)
+    room = min(free + torch.cuda.memory_reserved(device), allowed)
     torch.cuda.reset_peak_memory_stats(device)
     fitted = _passes(trainer, batch, trained)
     peak = torch.cuda.max_memory_allocated(device)

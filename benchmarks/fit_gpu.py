@@ -25,6 +25,9 @@ from benchmarks.common import ACCELERATE, REPO, losses, make_model, write_result
 from benchmarks.packing import make_rows
 
 OPTIONS = "--max_steps 6 --logging_steps 1 --save_strategy no --report_to none --seed 5 --warmup_steps 0"
+LONG = (
+    "--dataset {work}/long.jsonl --max_length 8192 --packing off --per_device_train_batch_size 4 --global_batch_size 4"
+)
 
 
 @dataclass
@@ -41,7 +44,7 @@ class Case:
 
 CASES = [
     Case("all", "--per_device_train_batch_size 4 --global_batch_size 64"),
-    Case("16_gib", "--per_device_train_batch_size 4 --global_batch_size 64", 16),
+    Case("16_gib", "--per_device_train_batch_size 4 --global_batch_size 64", 16, like="all"),
     Case("10_gib", "--per_device_train_batch_size 4 --global_batch_size 64", 10, like="all"),
     Case("7_gib", "--per_device_train_batch_size 4 --global_batch_size 64", 7, like="all"),
     Case("4_gib", "--per_device_train_batch_size 4 --global_batch_size 64", 4),
@@ -59,9 +62,19 @@ CASES = [
         3,
         like="padded",
     ),
+    Case("long_30_gib", LONG, 30),
+    Case("long_12_gib", LONG, 12),
+    Case("long_9_gib", LONG, 9),
     Case("transformers_10_gib", "--backend transformers --packing off --global_batch_size 8", 10),
     Case("full_auto", "--method full --per_device_train_batch_size auto --global_batch_size 64", 60),
 ]
+
+
+def make_long_rows(path: Path, count: int) -> None:
+    """Rows that are longer than 8192 tokens."""
+    turns = [json.loads(line)["messages"][:2] for line in (REPO / "demo/train.jsonl").read_text().splitlines()]
+    row = json.dumps({"messages": [message for pair in turns[:720] for message in pair]})
+    path.write_text(f"{row}\n" * count)
 
 
 def one(gib: float | None, from_step: int, argv: list[str]) -> None:
@@ -102,8 +115,10 @@ def one(gib: float | None, from_step: int, argv: list[str]) -> None:
 
 def run(case: Case, given: argparse.Namespace, gpu: str) -> dict[str, Any]:
     """Launch one case; returns what it said and came to."""
-    base = f"--model {given.work}/{given.shape} --dataset {given.work}/rows.jsonl --max_length 2048 {OPTIONS}"
-    argv = f"{base} {case.options} --output_dir {given.work}/outputs --run_name {case.name} --overwrite".split()
+    options = case.options.format(work=given.work)
+    if "--dataset" not in options:
+        options += f" --dataset {given.work}/rows.jsonl --max_length 2048"
+    argv = f"--model {given.work}/{given.shape} {OPTIONS} {options} --output_dir {given.work}/outputs --run_name {case.name} --overwrite".split()
     command = [sys.executable] if case.processes == 1 else [*ACCELERATE, "--multi_gpu", "--main_process_port", "0"]
     command += [] if case.processes == 1 else ["--num_processes", str(case.processes)]
     command += [__file__, "one", "--gib", str(case.gib or 0), "--from_step", str(case.from_step), "--argv", *argv]
@@ -157,6 +172,7 @@ def main() -> None:
         return
     given.work.mkdir(parents=True, exist_ok=True)
     make_rows(given.work / "rows.jsonl", 2000, seed=4)
+    make_long_rows(given.work / "long.jsonl", 24)
     if not (given.work / given.shape / "config.json").is_file():
         make_model(given.shape, given.work / given.shape).wait()
     with ThreadPoolExecutor(max_workers=given.at_once) as pool:

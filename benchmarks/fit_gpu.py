@@ -129,7 +129,7 @@ def run(case: Case, given: argparse.Namespace, gpu: str) -> dict[str, Any]:
     text, folder = log.read_text(), given.work / "outputs" / case.name
     result: dict[str, Any] = {"name": case.name, "options": case.options, "gib": case.gib, "from_step": case.from_step}
     result |= {"processes": case.processes, "exit_code": code, "seconds": round(time.perf_counter() - began, 1)}
-    words = (" gradient", " packing", " global batch", "Out of memory", "train_ddp.py: error")
+    words = (" checkpointing", " packing", " global batch", "Out of memory", "train_ddp.py: error")
     result["said"] = [" ".join(line.split()) for line in text.splitlines() if line.startswith(words)]
     if code:
         return {**result, "log": text[-1500:]}

@@ -23,8 +23,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-REPO = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(REPO))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from benchmarks.common import REPO
 from benchmarks.rows import LONGEST, chat_rows
 
 STEP = "--optim sgd --learning_rate 0.1 --lr_scheduler_type constant --warmup_steps 0 --max_grad_norm 0 --max_steps 1"

@@ -8,7 +8,8 @@ import random
 from collections.abc import Callable
 from pathlib import Path
 
-REPO = Path(__file__).resolve().parent.parent
+from benchmarks.common import REPO
+
 # Of the demo's tokenizer; a pair is a question and its answer.
 TOKENS_A_PAIR = 13
 MEAN_LOG, SPREAD_LOG, LONGEST = 5.36, 0.8, 2048

@@ -85,7 +85,7 @@ def run_all(bench: Bench, cells: list[Cell], done: Callable[[dict[str, Any]], No
             _kill(one)
 
 
-def environment(bench: Bench, own: Path, lanes: tuple[int, ...]) -> dict[str, str]:
+def environment(bench: Bench, cell: Cell, own: Path, lanes: tuple[int, ...]) -> dict[str, str]:
     """The environment of a run: its own GPUs, and caches that are empty, as they are for someone's first run."""
     caches = {
         "UNSLOTH_COMPILE_LOCATION": own / "compiled",
@@ -96,8 +96,8 @@ def environment(bench: Bench, own: Path, lanes: tuple[int, ...]) -> dict[str, st
     environ = {**os.environ, **{name: str(path) for name, path in caches.items()}}
     if bench.gpus:
         environ["CUDA_VISIBLE_DEVICES"] = ",".join(bench.gpus[lane] for lane in lanes)
-    else:
-        # TRL's loss is a Triton kernel, which a CPU can only interpret.
+    elif CONTESTANTS[cell.contestant].batch is not None:
+        # The loss of TRL's trainer is a Triton kernel, which a CPU can only interpret.
         environ["TRITON_INTERPRET"] = "1"
     return environ
 
@@ -112,7 +112,7 @@ def _start(bench: Bench, cell: Cell, lanes: tuple[int, ...], others: set[str]) -
         process = subprocess.Popen(
             words,
             cwd=own,
-            env=environment(bench, own, lanes),
+            env=environment(bench, cell, own, lanes),
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,

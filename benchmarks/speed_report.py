@@ -33,7 +33,7 @@ class Summary:
     first_step: float | None
     memory: float
     runs: int
-    alone: bool
+    batch: str
 
 
 def summarize(cells: Sequence[dict[str, Any]]) -> Summary:
@@ -50,8 +50,14 @@ def summarize(cells: Sequence[dict[str, Any]]) -> Summary:
         first_step=statistics.median(first) if first else None,
         memory=max(one.get("peak_memory_bytes", 0) for one in cells),
         runs=len(cells),
-        alone=not any(one["beside"] for one in cells),
+        batch=describe_batch(cells[0].get("settings", {})),
     )
+
+
+def describe_batch(settings: dict[str, Any]) -> str:
+    """Units of a micro-batch x micro-batches of a step, and how rows lie in them."""
+    lie = "packs" if settings.get("packing") else "rows, flat" if settings.get("padding_free") else "rows, padded"
+    return f"{settings.get('per_device_train_batch_size')} x {settings.get('gradient_accumulation_steps')} {lie}"
 
 
 def by_group(cells: Iterable[dict[str, Any]]) -> dict[Group, list[Summary]]:
@@ -102,6 +108,7 @@ def speed_table(group: Group, found: Sequence[Summary], content: dict[str, Any])
             f"{one.speed / kit:.2f}" if kit else "-",
             _share(one.speed, work, published_rate(content["gpus"])),
             _share(one.speed, work, measured_rate(content)),
+            one.batch,
             f"{one.tokens_a_step:,.0f}",
             f"{one.memory / 2**30:.1f}" if one.memory else "-",
             f"{one.first_step:.0f}" if one.first_step else "-",
@@ -110,7 +117,8 @@ def speed_table(group: Group, found: Sequence[Summary], content: dict[str, Any])
         for one in alone
     ]
     head = [
-        "contestant", "tokens/s", "from, to", f"/ {REFERENCE}", "MFU, published", "MFU, measured", "tokens a step", "GiB",
+        "contestant", "tokens/s", "from, to", f"/ {REFERENCE}", "MFU, published", "MFU, measured", "micro-batch x accumulation",
+        "tokens a step", "GiB",
         "s to step 1", "runs",
     ]  # fmt: skip
     return _table(head, rows) if rows else []
@@ -146,7 +154,7 @@ def markdown(content: dict[str, Any]) -> str:
         "work (no recomputation, no attention scores) over "
         + (f"the published {published / 1e12:,.0f} TFLOP/s, and over " if published else "")
         + (
-            f"the {rate / 1e12:,.0f} TFLOP/s that bf16 matrix products reached here."
+            f"the {rate / 1e12:,.3g} TFLOP/s that bf16 matrix products reached here."
             if rate
             else "a rate not measured."
         ),
@@ -176,8 +184,12 @@ def markdown(content: dict[str, Any]) -> str:
 
 def draw(content: dict[str, Any], path: Path) -> None:
     """One panel a work: the speed of each contestant on one GPU, with its slowest and fastest interval."""
-    import matplotlib
-
+    try:
+        import matplotlib
+    except ImportError:
+        raise SystemExit(
+            "the picture needs matplotlib: uv run --group bench python benchmarks/speed.py report ..."
+        ) from None
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
@@ -197,8 +209,9 @@ def draw(content: dict[str, Any], path: Path) -> None:
         spread = [[one.speed - one.lowest for one in found], [one.highest - one.speed for one in found]]
         colors = ["tab:blue" if name.startswith(REFERENCE) else "tab:gray" for name in names]
         axis.barh(names, speeds, xerr=spread, color=colors, capsize=2)
-        for index, speed in enumerate(speeds):
-            axis.annotate(f" {speed:,.0f}", (0, index), va="center", color="white", fontsize=8, fontweight="bold")
+        for index, one in enumerate(found):
+            axis.annotate(f"  {one.speed:,.0f}", (one.highest, index), va="center", fontsize=8)
+        axis.set_xlim(0, 1.15 * max(one.highest for one in found))
         axis.invert_yaxis()
         axis.set_title(" ".join(group), fontsize=10)
         axis.set_xlabel("tokens/s of one GPU, without padding", fontsize=8)

@@ -19,7 +19,7 @@ from benchmarks.speed_figures import figures, first_step_at, kit_intervals
 from benchmarks.speed_schedule import Running, left_out, next_start
 
 # A run that takes this many times what was expected hangs.
-PATIENCE = 2.5
+PATIENCE = 2
 LEAST_PATIENCE = 120
 # A run cut off by the end of the call has so long after the deadline.
 GRACE = 15

@@ -22,7 +22,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.common import ACCELERATE, REPO, losses, make_model, write_results
-from benchmarks.packing import make_rows
+from benchmarks.rows import chat_rows, full_rows
 
 OPTIONS = "--max_steps 6 --logging_steps 1 --save_strategy no --report_to none --seed 5 --warmup_steps 0"
 LONG = (
@@ -68,13 +68,6 @@ CASES = [
     Case("transformers_10_gib", "--backend transformers --packing off --global_batch_size 8", 10),
     Case("full_auto", "--method full --per_device_train_batch_size auto --global_batch_size 64", 60),
 ]
-
-
-def make_long_rows(path: Path, count: int) -> None:
-    """Rows that are longer than 8192 tokens."""
-    turns = [json.loads(line)["messages"][:2] for line in (REPO / "demo/train.jsonl").read_text().splitlines()]
-    row = json.dumps({"messages": [message for pair in turns[:720] for message in pair]})
-    path.write_text(f"{row}\n" * count)
 
 
 def one(gib: float | None, from_step: int, argv: list[str]) -> None:
@@ -171,8 +164,8 @@ def main() -> None:
         one(given.gib, given.from_step, given.argv)
         return
     given.work.mkdir(parents=True, exist_ok=True)
-    make_rows(given.work / "rows.jsonl", 2000, seed=4)
-    make_long_rows(given.work / "long.jsonl", 24)
+    chat_rows(given.work / "rows.jsonl", 2000, seed=4)
+    full_rows(given.work / "long.jsonl", 24, seed=4, tokens=8192)
     if not (given.work / given.shape / "config.json").is_file():
         make_model(given.shape, given.work / given.shape).wait()
     with ThreadPoolExecutor(max_workers=given.at_once) as pool:

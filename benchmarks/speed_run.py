@@ -181,7 +181,7 @@ def read_kit(run: Path, log: str) -> dict[str, Any]:
         "settings": {
             **{name: summary[name] for name in ("packing", "packs", "global_batch_size", "backend", "precision")},
             **{name: summary[name] for name in ("per_device_train_batch_size", "gradient_accumulation_steps")},
-            "gradient_checkpointing": summary["settings"]["gradient_checkpointing"],
+            "gradient_checkpointing": summary["gradient_checkpointing"],
             "optim": summary["settings"]["optim"],
         },
         "table": [" ".join(line.split()) for line in log.splitlines() if line.startswith(" ")][:40],

@@ -217,6 +217,7 @@ def _kit_options(cell: Cell, work: Work, model: Path, rows: Path, own: Path, sec
     words += ["--global_batch_size", cell.global_batch(work), "--max_steps", plan.steps]
     words += ["--logging_steps", plan.logging, "--save_strategy", "no", "--report_to", "none"]
     words += ["--output_dir", own, "--run_name", "run", "--overwrite"]
+    words += ["--learning_rate", "1e-5"] if cell.method == "full" else []
     return [str(word) for word in words]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -24,6 +25,8 @@ LEAST_PATIENCE = 120
 # A run cut off by the end of the call has so long after the deadline.
 GRACE = 15
 TAIL = 6000
+# What a library says of how rows lie in a micro-batch.
+ABOUT_PACKING = re.compile("padding-free|packing", re.IGNORECASE)
 
 
 @dataclass
@@ -99,6 +102,9 @@ def environment(bench: Bench, cell: Cell, own: Path, lanes: tuple[int, ...]) -> 
     elif CONTESTANTS[cell.contestant].batch is not None:
         # The loss of TRL's trainer is a Triton kernel, which a CPU can only interpret.
         environ["TRITON_INTERPRET"] = "1"
+    if not bench.gpus:
+        # Threads of several runs would wait for each other.
+        environ["OMP_NUM_THREADS"] = "1"
     return environ
 
 
@@ -165,6 +171,7 @@ def read(cell: Cell, own: Path, log: str, began_at: float) -> dict[str, Any]:
     """
     found = read_kit(own / "run", log) if CONTESTANTS[cell.contestant].batch is None else read_peer(own / "result.json")
     first = found.pop("first_step_at")
+    found["said"] = [text[:300] for text in log.splitlines() if ABOUT_PACKING.search(text)][:6]
     found["seconds_to_first_step"] = round(first - began_at, 1) if first else None
     if len(found["intervals"]) < 2:
         raise ValueError(f"{len(found['intervals'])} intervals are too few")

@@ -15,12 +15,13 @@ import pytest
 import torch
 
 from benchmarks.common import REPO
-from benchmarks.peers.measure import Marks, Pace, real_tokens
+from benchmarks.peers.measure import Marks, Pace, make_parser, real_tokens
 from benchmarks.profile_summary import busy_seconds, gpu_summary, waits
 from benchmarks.speed_cells import CONTESTANTS, WORKS, Cell, command, default_order, kit_steps, parse_cells
 from benchmarks.speed_figures import figures, first_step_at, kit_intervals, used_share
 from benchmarks.speed_report import markdown
 from benchmarks.speed_schedule import Running, Start, left_out, next_start
+from unsloth_ddp.settings import parse_settings
 
 ONE, TWO, THREE = (Cell("chat", "qwen3_1.7b", "lora", name) for name in ("kit", "trl", "unsloth_guide"))
 BOTH = Cell("chat", "qwen3_1.7b", "lora", "kit", 2, "weak")
@@ -71,6 +72,19 @@ def test_contestants_take_turns() -> None:
 def test_words_that_name_no_run_are_refused(word: str) -> None:
     with pytest.raises(ValueError, match=word):
         parse_cells([word], 1)
+
+
+def test_every_command_is_one_that_its_script_takes() -> None:
+    for one in parse_cells(default_order(), 1):
+        words = command(one, WORKS[one.work], Path("/w"), 15, tiny=False)
+        at = next(index for index, word in enumerate(words) if word.endswith(CONTESTANTS[one.contestant].script))
+        if CONTESTANTS[one.contestant].batch is None:
+            settings = parse_settings(words[at + 1 :])
+            assert (settings.method, settings.max_length) == (one.method, WORKS[one.work].max_length)
+            assert at > 2 or one.processes == 1
+        else:
+            given = make_parser(None).parse_args(words[at + 1 :])
+            assert (given.method, given.max_length) == (one.method, WORKS[one.work].max_length)
 
 
 def option(words: list[str], name: str) -> int:
@@ -198,7 +212,7 @@ def cell(contestant: str, speed: float, processes: int = 1, scaling: str = "", c
         "contestant": contestant, "processes": processes, "scaling": scaling, "exit_code": code, "beside": [],
         "tokens_per_second_a_gpu": speed, "lowest": speed - 10, "highest": speed + 10, "tokens_a_step": 500,
         "seconds_to_first_step": 40.0, "peak_memory_bytes": 2**31,
-        "settings": {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 4, "packing": contestant == "kit"},
+        "settings": {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 4, "gradient_checkpointing": "none", "packing": contestant == "kit"},
     }  # fmt: skip
 
 
@@ -210,8 +224,8 @@ def test_the_report_compares_with_the_kit_and_with_one_gpu() -> None:
         "left_out": {"late": "no time for 90 s"},
     }  # fmt: skip
     lines = markdown(content).splitlines()
-    assert "| kit | 1,000 | 890 to 1,110 | 1.00 | 10.0% | 20.0% | 8 x 4 packs | 500 | 2.0 | 40 | 2 |" in lines
-    assert "| trl | 250 | 240 to 260 | 0.25 | 2.5% | 5.0% | 8 x 4 rows, padded | 500 | 2.0 | 40 | 1 |" in lines
+    assert "| kit | 1,000 | 890 to 1,110 | 1.00 | 10.0% | 20.0% | 8 x 4 packs; none | 500 | 2.0 | 40 | 2 |" in lines
+    assert "| trl | 250 | 240 to 260 | 0.25 | 2.5% | 5.0% | 8 x 4 rows, padded; none | 500 | 2.0 | 40 | 1 |" in lines
     assert "| chat s lora | kit | 2 | weak | 950 | 95.0% | 500 |" in lines
     assert {"- trl_packed1: ended with 1", "- late: no time for 90 s"} <= set(lines)
 

@@ -131,17 +131,18 @@ def make_parser(description: str | None) -> argparse.ArgumentParser:
     return parser
 
 
-def train(trainer: Any, given: argparse.Namespace, **facts: Any) -> None:
-    """Train until enough was measured, and write the result."""
+def train(trainer: Any, given: argparse.Namespace, checkpointing: str) -> None:
+    """Train until enough was measured, and write the result; `checkpointing` says what recomputes activations."""
     marks = Marks(trainer, Pace(given.seconds, warm_seconds=given.warm_seconds))
     trainer.train()
     arguments = trainer.args
     settings = {
         name: getattr(arguments, name, None)
         for name in ("per_device_train_batch_size", "gradient_accumulation_steps", "packing", "padding_free", "bf16",
-                     "gradient_checkpointing", "max_length", "logging_steps", "learning_rate")
+                     "max_length", "logging_steps", "learning_rate")
     }  # fmt: skip
+    settings["gradient_checkpointing"] = checkpointing
     settings["optim"] = str(getattr(arguments.optim, "value", arguments.optim))
     model = getattr(trainer.model, "config", None)
     settings["attention"] = getattr(model, "_attn_implementation", None)
-    given.json.write_text(json.dumps({**marks.result(), "settings": settings, **facts}))
+    given.json.write_text(json.dumps({**marks.result(), "settings": settings}))

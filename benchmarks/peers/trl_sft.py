@@ -54,7 +54,7 @@ def main() -> None:
         train_dataset=load_dataset("json", data_files=given.rows, split="train"),
         **extra,
     )
-    train(trainer, given)
+    train(trainer, given, "torch" if trainer.args.gradient_checkpointing else "none")
 
 
 if __name__ == "__main__":

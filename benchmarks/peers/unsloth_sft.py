@@ -69,7 +69,7 @@ def main() -> None:
             report_to="none",
         ),
     )
-    train(trainer, given)
+    train(trainer, given, "unsloth")
 
 
 if __name__ == "__main__":

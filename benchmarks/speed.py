@@ -69,7 +69,7 @@ def prepare(bench: Bench, cells: list[Cell], kept: dict[str, Any]) -> dict[str, 
     counting = {
         shape: rate(["flops", str(REPO / "demo/model") if shape == TINY else shape], None)
         for shape in shapes
-        if shape not in known
+        if not known.get(shape)
     }
     for name in sorted({cell.work for cell in cells}):
         work, path = bench.works[name], bench.folder / f"{name}.jsonl"

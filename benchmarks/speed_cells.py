@@ -150,7 +150,6 @@ def default_order() -> list[str]:
     order += group("chat", large, "lora", "kit", "kit_one", *PEERS, "trl_packed")
     order += group("full", large, "lora", "kit", "trl", "unsloth_guide")
     order += [f"{work}:{large}:lora:kit:2{scaling}" for work in ("full", "chat") for scaling in ("weak", "strong")]
-    order += group("full", large, "lora", "kit")
     order += group("chat", large, "qlora", "kit", "kit_one", *PEERS)
     order += group("chat", small, "full", "kit", "kit_one", *PEERS)
     order += group("long", large, "lora", "kit", "kit_one", *PEERS)

@@ -119,7 +119,7 @@ def speed_table(group: Group, found: Sequence[Summary], content: dict[str, Any])
         for one in alone
     ]
     head = [
-        "contestant", "tokens/s", "from, to", f"/ {reference}", "MFU, published", "MFU, measured", "micro-batch x accumulation; checkpointing",
+        "contestant", "tokens/s", "from, to", f"/ {REFERENCE}", "MFU, published", "MFU, measured", "micro-batch x accumulation; checkpointing",
         "tokens a step", "GiB",
         "s to step 1", "runs",
     ]  # fmt: skip

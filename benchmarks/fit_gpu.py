@@ -132,7 +132,7 @@ def run(case: Case, given: argparse.Namespace, gpu: str) -> dict[str, Any]:
     return {**result, "losses": losses(folder)}
 
 
-def compare(results: list[dict[str, Any]], work: Path) -> None:
+def compare(cases: list[Case], results: list[dict[str, Any]], work: Path) -> None:
     """The weights of a run against those of the run that had enough memory, as the relative difference of lora_B."""
     import torch
     from safetensors.torch import load_file
@@ -142,7 +142,7 @@ def compare(results: list[dict[str, Any]], work: Path) -> None:
         return torch.cat([saved[key].double().flatten() for key in sorted(saved) if "lora_B" in key])
 
     good = {result["name"] for result in results if result["exit_code"] == 0}
-    for case, result in zip(CASES, results, strict=False):
+    for case, result in zip(cases, results, strict=True):
         if case.like and {case.name, case.like} <= good:
             reference = update(case.like)
             result["update_difference"] = ((update(case.name) - reference).norm() / reference.norm()).item()
@@ -155,7 +155,8 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=Path("/tmp/fit_gpu"))
     parser.add_argument("--json", type=Path)
     parser.add_argument("--shape", default="qwen3_1.7b")
-    parser.add_argument("--at_once", type=int, default=6)
+    parser.add_argument("--at_once", type=int, default=6, help="runs side by side")
+    parser.add_argument("--only", nargs="*", help="only these cases")
     parser.add_argument("--gib", type=float, default=0)
     parser.add_argument("--from_step", type=int, default=0)
     parser.add_argument("--argv", nargs=argparse.REMAINDER, default=[])
@@ -168,10 +169,11 @@ def main() -> None:
     full_rows(given.work / "long.jsonl", 24, seed=4, tokens=8192)
     if not (given.work / given.shape / "config.json").is_file():
         make_model(given.shape, given.work / given.shape).wait()
+    cases = [case for case in CASES if not given.only or case.name in given.only]
     with ThreadPoolExecutor(max_workers=given.at_once) as pool:
-        gpus = ["0,1" if case.processes == 2 else str(number % 2) for number, case in enumerate(CASES)]
-        results = list(pool.map(lambda case, gpu: run(case, given, gpu), CASES, gpus))
-    compare(results, given.work)
+        gpus = ["0,1" if case.processes == 2 else str(number % 2) for number, case in enumerate(cases)]
+        results = list(pool.map(lambda case, gpu: run(case, given, gpu), cases, gpus))
+    compare(cases, results, given.work)
     for result in results:
         print({key: value for key, value in result.items() if key not in ("losses", "versions")}, flush=True)
     write_results(given.json, runs=results, VARLEN_SHIM=os.environ.get("VARLEN_SHIM"))

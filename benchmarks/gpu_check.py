@@ -125,25 +125,29 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=Path("/tmp/gpu_check"))
     parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--groups", type=int, nargs="*", help="only these groups of jobs")
+    parser.add_argument("--launchers", nargs="*", choices=LAUNCHERS, help="only jobs with these launchers")
     given = parser.parse_args()
     given.work.mkdir(parents=True, exist_ok=True)
     make_rows(given.work / "train.jsonl", 400, seed=0)
     make_rows(given.work / "eval.jsonl", 24, seed=1)
-    groups = jobs(given.work)
+    groups = [[j for j in group if j.launcher in (given.launchers or LAUNCHERS)] for group in jobs(given.work)]
     chosen = given.groups if given.groups is not None else range(len(groups))
     makers = []
     if any(g >= 3 for g in chosen):
-        for gpu, shape in enumerate(("qwen3_8b", "qwen3_1.7b")):
+        missing = [s for s in ("qwen3_8b", "qwen3_1.7b") if not (given.work / s / "tokenizer_config.json").is_file()]
+        for gpu, shape in enumerate(missing):
             makers.append(make_model(shape, given.work / shape, {"CUDA_VISIBLE_DEVICES": str(gpu)}))
     results: dict[str, dict[str, Any]] = {}
     layouts: list[dict[str, Any]] = []
     with ThreadPoolExecutor(max_workers=8) as pool:
+        for maker in makers:
+            maker.wait()
+        if given.launchers:
+            # What is left of each group is little, so all of it stands side by side.
+            groups, chosen = [[job for number in chosen for job in groups[number]]], [0]
         for number in chosen:
             if number in PARITY_GROUPS:
                 layouts.append(parity(PARITY_GROUPS[number], given.work))
-            if number >= 3:
-                for maker in makers:
-                    maker.wait()
             for job, result in zip(groups[number], pool.map(lambda j: run(j, given.work), groups[number]), strict=True):
                 results[job.name] = result
                 fall = f"{result['first_loss']:.3f} -> {result['last_loss']:.3f}" if "last_loss" in result else "FAILED"

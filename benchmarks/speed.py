@@ -2,7 +2,7 @@
 
     python benchmarks/speed.py run --work /tmp/speed --json benchmarks/results/speed.json --minutes 9
     python benchmarks/speed.py run ... --repeats 2          goes on with what the JSON does not hold yet
-    python benchmarks/speed.py run ... --cells chat:qwen3_8b:lora:kit full:qwen3_8b:lora:kit_micro_auto:2weak
+    python benchmarks/speed.py run ... --cells chat:qwen3_8b:lora:kit full:qwen3_8b:lora:kit:2weak
     python benchmarks/speed.py report --json benchmarks/results/speed.json
 
 Work: chat, rows of log-normal length, mean 285 tokens, cut at 2048, 64 rows a step; full, rows of 2048 tokens, 32 a

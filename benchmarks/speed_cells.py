@@ -65,7 +65,7 @@ CONTESTANTS = {
     c.name: c
     for c in (
         Contestant("kit", setup=UNSLOTH_SETUP),
-        Contestant("kit_micro_auto", options=("--per_device_train_batch_size", "auto"), setup=UNSLOTH_SETUP),
+        Contestant("kit_one", options=("--per_device_train_batch_size", "1"), setup=UNSLOTH_SETUP),
         Contestant("trl", 8, script="trl_sft.py", setup=TRL_SETUP),
         Contestant("trl_packed", 2, script="trl_sft.py", options=("--packing",), setup=TRL_SETUP),
         Contestant("unsloth_guide", 2, 4, "unsloth_sft.py", setup=UNSLOTH_SETUP),
@@ -146,17 +146,14 @@ def default_order() -> list[str]:
         return [f"{work}:{shape}:{method}:{name}" for name in names]
 
     small, large = "qwen3_1.7b", "qwen3_8b"
-    order = group("chat", small, "lora", "kit", "kit_micro_auto", *PEERS, "trl_packed")
-    order += group("chat", large, "lora", "kit", "kit_micro_auto", *PEERS, "trl_packed")
-    order += group("full", large, "lora", "kit_micro_auto", "trl", "unsloth_guide")
-    order += [
-        f"{work}:{large}:lora:kit_micro_auto:2{scaling}" for work in ("full", "chat") for scaling in ("weak", "strong")
-    ]
-    order += group("full", large, "lora", "kit")
-    order += group("chat", large, "qlora", "kit", "kit_micro_auto", *PEERS)
-    order += group("chat", small, "full", "kit", "kit_micro_auto", *PEERS)
-    order += group("long", large, "lora", "kit", "kit_micro_auto", *PEERS)
-    order += group("full", small, "lora", "kit", "kit_micro_auto", "trl", "unsloth_guide")
+    order = group("chat", small, "lora", "kit", "kit_one", *PEERS, "trl_packed")
+    order += group("chat", large, "lora", "kit", "kit_one", *PEERS, "trl_packed")
+    order += group("full", large, "lora", "kit", "trl", "unsloth_guide")
+    order += [f"{work}:{large}:lora:kit:2{scaling}" for work in ("full", "chat") for scaling in ("weak", "strong")]
+    order += group("chat", large, "qlora", "kit", "kit_one", *PEERS)
+    order += group("chat", small, "full", "kit", "kit_one", *PEERS)
+    order += group("long", large, "lora", "kit", "kit_one", *PEERS)
+    order += group("full", small, "lora", "kit", "kit_one", "trl", "unsloth_guide")
     order += group("chat", small, "lora", "unsloth_same_batch") + group("chat", large, "lora", "unsloth_same_batch")
     return order
 

@@ -13,7 +13,7 @@ from benchmarks.speed_cells import CONTESTANTS
 from benchmarks.speed_figures import used_share
 
 # What others are compared with: the first of these that was measured.
-REFERENCES = ("kit", "kit_micro_auto")
+REFERENCE = "kit"
 # Dense bf16 operations a second, as NVIDIA publishes them.
 PUBLISHED = {"H200": 989e12, "H100": 989e12}
 
@@ -101,14 +101,13 @@ def speed_table(group: Group, found: Sequence[Summary], content: dict[str, Any])
     """One GPU: who trains how fast."""
     alone = [one for one in found if one.processes == 1]
     speeds = {one.contestant: one.speed for one in alone}
-    reference = next((name for name in REFERENCES if name in speeds), REFERENCES[0])
     work = (content["flops_a_token"].get(group[1]) or {}).get(group[2])
     rows = [
         [
             one.contestant,
             f"{one.speed:,.0f}",
             f"{one.lowest:,.0f} to {one.highest:,.0f}",
-            f"{one.speed / speeds[reference]:.2f}" if reference in speeds else "-",
+            f"{one.speed / speeds[REFERENCE]:.2f}" if REFERENCE in speeds else "-",
             _share(one.speed, work, published_rate(content["gpus"])),
             _share(one.speed, work, measured_rate(content)),
             one.batch,
@@ -120,7 +119,7 @@ def speed_table(group: Group, found: Sequence[Summary], content: dict[str, Any])
         for one in alone
     ]
     head = [
-        "contestant", "tokens/s", "from, to", f"/ {reference}", "MFU, published", "MFU, measured", "micro-batch x accumulation; checkpointing",
+        "contestant", "tokens/s", "from, to", f"/ {REFERENCE}", "MFU, published", "MFU, measured", "micro-batch x accumulation; checkpointing",
         "tokens a step", "GiB",
         "s to step 1", "runs",
     ]  # fmt: skip
@@ -153,7 +152,7 @@ def markdown(content: dict[str, Any]) -> str:
         "# Training speed",
         "",
         "Tokens that are not padding a second and GPU: the median over the intervals of a run after warm-up, and the "
-        "slowest and fastest interval. `/ kit` is the speed over that of train_ddp.py with its defaults (kit_micro_auto: with --per_device_train_batch_size auto). MFU is model "
+        "slowest and fastest interval. `/ kit` is the speed over that of train_ddp.py with its defaults. MFU is model "
         "work (no recomputation, no attention scores) over "
         + (f"the published {published / 1e12:,.0f} TFLOP/s, and over " if published else "")
         + (
@@ -210,7 +209,7 @@ def draw(content: dict[str, Any], path: Path) -> None:
     for axis, (group, found) in zip(axes.flat, panels.items(), strict=False):
         names, speeds = [one.contestant for one in found], [one.speed for one in found]
         spread = [[one.speed - one.lowest for one in found], [one.highest - one.speed for one in found]]
-        colors = ["tab:blue" if name in REFERENCES else "tab:gray" for name in names]
+        colors = ["tab:blue" if name == REFERENCE else "tab:gray" for name in names]
         axis.barh(names, speeds, xerr=spread, color=colors, capsize=2)
         for index, one in enumerate(found):
             axis.annotate(f"  {one.speed:,.0f}", (one.highest, index), va="center", fontsize=8)

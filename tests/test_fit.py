@@ -42,10 +42,10 @@ def test_sizes_are_searched_for_the_most_rows_that_fit():
 
 
 def test_more_is_recomputed_only_where_too_few_tokens_fit_otherwise():
-    # Two rows of 2048 keep a GPU busy; two of 100 do not, and recomputing lets 32 of them in.
+    # Two long rows keep a GPU busy; two short ones do not, and recomputing lets 32 of them in.
     room = {"none": 2, "torch": 32, "unsloth": 64}
     assert searched(room, [1, 2, 32, 64], ENOUGH_TOKENS // 2)[0] == ("none", 2)
-    assert searched(room, [1, 2, 32, 64], 200)[0] == ("torch", 32)
+    assert searched(room, [1, 2, 32, 64], 300)[0] == ("torch", 32)
     # Where no kind has enough, the most tokens, and of two alike the cheaper kind.
     assert searched({"none": 2, "torch": 4, "unsloth": 4}, [1, 2, 4, 64], 100)[0] == ("torch", 4)
     # The whole step at once is enough, however few tokens it has.

@@ -20,7 +20,7 @@ from unsloth_ddp.plan import __main__ as command
 from unsloth_ddp.plan import calibration as calibrations
 from unsloth_ddp.plan import network
 from unsloth_ddp.plan.calibration import Calibration, Measurement, Wanted, expected_speed, load_calibration
-from unsloth_ddp.plan.compute import memory_row
+from unsloth_ddp.plan.compute import memory_row, rows_at_once
 from unsloth_ddp.plan.memory import BYTES_PACKED, Workload, exists, fits, optimizer_bytes, plan_activations, plan_memory
 from unsloth_ddp.plan.network import Links, Step, all_reduce_seconds, balance, efficiency, exposed_seconds, gpu_counts
 from unsloth_ddp.plan.rows import RowLengths, in_order, largest_micro_batch, row_lengths
@@ -370,6 +370,21 @@ def test_what_is_recomputed_is_the_first_kind_that_fits(measured_job):
     assert kind(10) == "unsloth"
     assert kind(141, sharding="fsdp2") == "torch"
     assert kind(10, asked="none") == "none"
+
+
+def test_a_micro_batch_is_planned_as_a_run_chooses_it(measured_job):
+    shapes, _ = measured_job
+    rows = RowLengths(np.full(64, 2048), supervised=1, unit="packs")
+    batch = plan_batch(1, 2, 32, None)
+
+    def planned(gib: float | None, **options) -> int:
+        settings = Settings(model="m", dataset=["d"], **options)
+        return rows_at_once(settings, shapes["qwen3_8b"], rows, batch, gib and gib * 2**30)
+
+    # 8 rows of 2048 without recomputing were measured at 71 GiB.
+    # With 24 GiB one row would fit without recomputing; four of them with it are worth more.
+    assert (planned(None), planned(141), planned(90), planned(24)) == (16, 16, 8, 4)
+    assert planned(141, per_device_train_batch_size=4) == planned(141, gradient_accumulation_steps=16) == 1
 
 
 # ---- the command ----

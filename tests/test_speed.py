@@ -106,7 +106,7 @@ def test_the_global_batch_is_the_same_for_all_that_count_rows() -> None:
     # The rows of a step, packed, are about ten packs of 2048 tokens.
     assert option(words("trl_packed"), "--batch") * option(words("trl_packed"), "--accumulation") in (8, 10)
     assert option(words("unsloth_guide"), "--batch") * option(words("unsloth_guide"), "--accumulation") == 8
-    assert words("kit_micro_auto")[-2:] == ["--per_device_train_batch_size", "auto"]
+    assert words("kit_one")[-2:] == ["--per_device_train_batch_size", "1"]
 
 
 def test_the_kit_takes_enough_steps_to_be_timed() -> None:

@@ -26,9 +26,7 @@ from unsloth_ddp.settings import Settings
 # Left free on every GPU: NCCL's buffers, fragmentation, evaluation.
 HEADROOM = 0.08
 # With so many tokens at once a GPU is busy, and recomputing to get more of them costs more than it brings.
-ENOUGH_TOKENS = 4096
-# On a CPU nothing is tried; rows of like length share a micro-batch of at most so many.
-CPU_ROWS = 8
+ENOUGH_TOKENS = 8192
 
 
 @dataclass(frozen=True)
@@ -90,7 +88,7 @@ def search(
 
 def sizes_of(settings: Settings, plan: BatchPlan) -> list[int]:
     """The micro-batches that may be chosen from: all that leave the global batch what it is, or the one given."""
-    if settings.per_device_train_batch_size == "auto":
+    if settings.per_device_train_batch_size == "auto" and settings.gradient_accumulation_steps is None:
         return divisors(plan.per_device * plan.accumulation)
     return [plan.per_device]
 
@@ -111,8 +109,7 @@ def choose(trainer: Any) -> Chosen:
     if settings.gradient_checkpointing != "auto" and len(sizes) == 1:
         return Chosen(kinds[0], sizes[0], "as asked")
     if runtime.device_type == "cpu":
-        most = max(size for size in sizes if size <= CPU_ROWS or size == sizes[0])
-        return Chosen(kinds[0], most, "a CPU's memory is not tried")
+        return Chosen(kinds[0], sizes[0], "a CPU's memory is not tried")
     if runtime.sharding != "none":
         # A rank that ran out of memory would leave the others waiting in the middle of a step.
         return Chosen(kinds[0], sizes[0], f"nothing is tried with sharding {runtime.sharding}")

@@ -96,9 +96,9 @@ class BatchSettings:
     """Batch"""
 
     per_device_train_batch_size: int | Literal["auto"] = option(
-        1,
+        "auto",
         "Rows in one forward pass of one process; where rows are packed, the most packs; auto: as many as fit, within "
-        "the same global batch.",
+        "the same global batch (1 on a CPU, where weights are sharded, and with --gradient_accumulation_steps).",
     )
     global_batch_size: int | None = option(
         None,
@@ -270,11 +270,6 @@ def check(settings: Settings) -> None:
         raise UserError(f"eval_fraction is {settings.eval_fraction}, but it is a fraction from 0 to below 1.")
     if settings.eval_fraction and settings.eval_dataset:
         raise UserError("eval_fraction and eval_dataset are both given; keep the one that names your evaluation rows.")
-    if settings.per_device_train_batch_size == "auto" and settings.gradient_accumulation_steps is not None:
-        raise UserError(
-            f"gradient_accumulation_steps {settings.gradient_accumulation_steps} contradicts per_device_train_batch_size "
-            "auto, from which it follows; give --global_batch_size instead."
-        )
     if settings.packing == "off" and settings.global_batch_tokens is not None:
         raise UserError(
             f"global_batch_tokens {settings.global_batch_tokens} needs packed rows, but packing is off; give "

@@ -199,10 +199,14 @@ class Request:
     @classmethod
     def of(cls, settings: Settings, processes: int) -> Request:
         """What these settings ask of a step."""
+        per_device, accumulation = settings.rows_at_once, settings.gradient_accumulation_steps
+        if settings.per_device_train_batch_size == "auto" and accumulation and settings.global_batch_size:
+            # The two leave one number open, and no choice.
+            per_device = max(1, settings.global_batch_size // (accumulation * processes))
         return cls(
             packing=settings.packing,
             max_length=settings.max_length,
-            per_device=settings.rows_at_once,
+            per_device=per_device,
             processes=processes,
             global_batch=settings.global_batch_size,
             accumulation=settings.gradient_accumulation_steps,

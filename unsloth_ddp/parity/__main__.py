@@ -79,7 +79,7 @@ def prepare(argv: list[str]) -> tuple[Check, argparse.Namespace]:
         raise UserError(f"--processes is {processes}, but {len(gpus)} GPUs are visible; give at most that many.")
     backend = choose_backend(settings.backend, cuda)
     precision = choose_precision(settings, backend)
-    sizes = given.micro_batches or [1, max(2, settings.per_device_train_batch_size)]
+    sizes = given.micro_batches or [1, max(2, settings.rows_at_once)]
     if min(sizes) <= 0:
         raise UserError(f"--micro_batches holds {min(sizes)}, but every number of rows has to be above 0.")
     launches = plan_launches(processes, sizes)

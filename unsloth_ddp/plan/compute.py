@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal, cast, get_args
 
 from unsloth_ddp.batch import BatchPlan
+from unsloth_ddp.fit import search, sizes_of, with_micro_batch
 from unsloth_ddp.plan.calibration import Calibration, Speed, Wanted, expected_speed, kind_of_rows
 from unsloth_ddp.plan.memory import (
     KINDS,
@@ -101,6 +102,48 @@ def backend_of(settings: Settings) -> Literal["unsloth", "transformers"]:
     return "transformers" if settings.backend == "transformers" else "unsloth"
 
 
+def workload(settings: Settings, tokens: int, processes: int) -> Workload:
+    """What a run asks of one GPU where nothing is recomputed."""
+    return Workload(
+        tokens=tokens,
+        precision=NUMBER_BYTES[precision_of(settings)],
+        master=NUMBER_BYTES[settings.full_weights],
+        optimizer=optimizer_bytes(settings.optim),
+        checkpointing="none",
+        processes=processes,
+        backend=backend_of(settings),
+    )
+
+
+def rows_at_once(
+    settings: Settings, shape: ModelShape, rows: RowLengths, batch: BatchPlan, gpu_memory: float | None
+) -> int:
+    """The micro-batch as a run with DDP would choose it (see fit.py); all of a GPU's share where its memory is not given."""
+    sizes = sizes_of(settings, batch)
+    if gpu_memory is None:
+        return sizes[-1]
+
+    def tokens(size: int) -> int:
+        return size * rows.longest
+
+    def fits_with(kind: str, size: int) -> bool:
+        work = workload(settings, tokens(size), batch.processes)
+        found = plan_memory(
+            shape, settings.method, "none", dataclasses.replace(work, checkpointing=cast(Checkpointing, kind))
+        )
+        return fits(found.total, gpu_memory) == "fits"
+
+    found = search(kinds_of(settings), sizes, tokens, fits_with)
+    return found[1] if found else sizes[0]
+
+
+def kinds_of(settings: Settings) -> tuple[Checkpointing, ...]:
+    """The kinds of gradient checkpointing that a run with DDP may use, cheapest first."""
+    if settings.gradient_checkpointing != "auto":
+        return (settings.gradient_checkpointing,)
+    return KINDS if backend_of(settings) == "unsloth" else KINDS[:2]
+
+
 def rows_are_packed(settings: Settings) -> bool:
     """Whether a GPU of compute capability 8 or more would train on packs."""
     may = backend_of(settings) == "unsloth" and precision_of(settings) != "fp32"
@@ -116,12 +159,8 @@ def memory_row(
     gpu_memory: float | None,
 ) -> MemoryRow:
     """What a GPU then holds; gradient_checkpointing auto is the first kind that fits, as in a run (see recompute.py)."""
-    kinds: tuple[Checkpointing, ...] = KINDS if backend_of(settings) == "unsloth" else KINDS[:2]
-    if settings.gradient_checkpointing != "auto":
-        kinds = (settings.gradient_checkpointing,)
-    elif sharding != "none":
-        kinds = ("torch",)
-    for kind in kinds:
+    only_torch = sharding != "none" and settings.gradient_checkpointing == "auto"
+    for kind in ("torch",) if only_torch else kinds_of(settings):
         found = plan_memory(shape, method, sharding, dataclasses.replace(work, checkpointing=kind))
         verdict = fits(found.total, gpu_memory) if gpu_memory else "-"
         if verdict in ("fits", "-"):
@@ -153,19 +192,12 @@ def make_plan(
     calibration: Calibration | None,
 ) -> Plan:
     """The plan of a run."""
+    batch = with_micro_batch(batch, rows_at_once(settings, shape, rows, batch, hardware.gpu_memory))
     count = len(rows.lengths)
     steps = batch.steps(count, settings.num_train_epochs, settings.max_steps)
     tokens_a_step = rows.tokens / batch.steps_per_epoch(count)
     micro_batch = largest_micro_batch(rows, batch, settings.seed, steps)
-    work = Workload(
-        tokens=micro_batch,
-        precision=NUMBER_BYTES[precision_of(settings)],
-        master=NUMBER_BYTES[settings.full_weights],
-        optimizer=optimizer_bytes(settings.optim),
-        checkpointing="none",
-        processes=hardware.processes,
-        backend=backend_of(settings),
-    )
+    work = workload(settings, micro_batch, hardware.processes)
     memory = []
     for method in get_args(Method):
         for sharding in get_args(Sharding):

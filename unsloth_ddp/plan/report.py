@@ -173,7 +173,10 @@ def notes(report: Report) -> list[str]:
         planned = "packed rows, which Unsloth's attention takes with flash-attn, xformers or torch 2.12 on"
         said.append(f"packing auto is planned as {planned if packed else 'padded rows; --packing on plans packs'}.")
     if report.settings.per_device_train_batch_size == "auto":
-        said.append("per_device_train_batch_size auto is planned as 1, since what fits is found out on the GPU.")
+        said.append(
+            f"per_device_train_batch_size auto is planned as {plan.batch.per_device}, "
+            + ("the most that fits." if hardware.gpu_memory else "all at once, because --gpu_memory is not given.")
+        )
     if report.settings.gradient_checkpointing == "auto":
         said.append(
             "gradient_checkpointing auto is planned as the first kind that fits"

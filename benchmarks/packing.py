@@ -14,6 +14,7 @@ most 2048. With --tiny everything runs on a CPU, with the demo's model, to try t
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import statistics
@@ -94,7 +95,7 @@ def measure_losses(argv: list[str]) -> dict[str, Any]:
         model.train()
         lengths = data.row_lengths(rows.dataset)[:-1]
         packing = best_fit(lengths, settings.max_length)
-        packs = data.PackedRows(rows.dataset, packing)
+        packs = dataclasses.replace(rows, packing=packing).examples
         pad, flatten = data.PadRight(tokenizer.pad_token_id), data.Flatten(attention.keys_for_packs(runtime, model))
         device = runtime.device_type
         dtype = models.DTYPES[runtime.precision]

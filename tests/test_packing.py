@@ -13,6 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from unsloth_ddp.arrow_rows import ArrowRows
 from unsloth_ddp.attention import Kernels, find_kernel, why_doubtful, why_mixed
 from unsloth_ddp.batch import BatchPlan
 from unsloth_ddp.data import TOKEN_FEATURES, Collate, Flatten, PackedRows, PadRight, row_lengths
@@ -328,7 +329,7 @@ def both_ways() -> tuple[datasets.Dataset, Packing, dict[str, Any], dict[str, An
     """The same rows as one padded and one packed micro-batch, each with the filler."""
     rows = tokenized(ROWS)
     packing = best_fit(row_lengths(rows)[:-1], 32)
-    packs = PackedRows(rows, packing)
+    packs = PackedRows(ArrowRows(rows), packing)
     collate = Collate(PadRight(0), Flatten("unsloth"))
     order = [*packing.rows.tolist(), len(ROWS)]
     return rows, packing, collate([rows[i] for i in order]), collate([packs[i] for i in range(len(packs))])
@@ -360,7 +361,7 @@ def test_the_divisor_and_the_counted_tokens_are_those_of_padded_rows() -> None:
 
 def test_flash_attention_is_told_where_rows_begin() -> None:
     rows = tokenized(ROWS)
-    packs = PackedRows(rows, best_fit(np.array(ROWS), 32))
+    packs = PackedRows(ArrowRows(rows), best_fit(np.array(ROWS), 32))
     batch = Flatten("flash")([packs[0], packs[1]])
     lengths = np.concatenate([packs[0]["lengths"], packs[1]["lengths"]])
     assert batch["cu_seq_lens_q"].tolist() == [0, *np.cumsum(lengths).tolist()]

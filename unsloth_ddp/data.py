@@ -25,6 +25,7 @@ import pyarrow.compute as pc
 import torch
 import xxhash
 
+from unsloth_ddp.arrow_rows import ArrowRows
 from unsloth_ddp.batch import BatchPlan
 from unsloth_ddp.errors import UserError
 from unsloth_ddp.formats import Example, to_example
@@ -76,9 +77,10 @@ class TokenizedRows:
         return self.counts.rows if self.packing is None else len(self.packing)
 
     @property
-    def examples(self) -> datasets.Dataset | PackedRows:
+    def examples(self) -> ArrowRows | PackedRows:
         """The units, and the filler at their end."""
-        return self.dataset if self.packing is None else PackedRows(self.dataset, self.packing)
+        rows = ArrowRows(self.dataset)
+        return rows if self.packing is None else PackedRows(rows, self.packing)
 
     def lengths(self) -> np.ndarray:
         """Tokens of each unit and of the filler, int64 (units + 1,)."""
@@ -350,15 +352,16 @@ class PadRight:
 
     def __call__(self, rows: list[dict[str, np.ndarray]]) -> dict[str, torch.Tensor]:
         shape = (len(rows), max(len(row["input_ids"]) for row in rows))
-        ids = torch.full(shape, self.pad_token_id, dtype=torch.int64)
-        labels = torch.full(shape, IGNORED, dtype=torch.int64)
-        mask = torch.zeros(shape, dtype=torch.int64)
+        ids = np.full(shape, self.pad_token_id, dtype=np.int64)
+        labels = np.full(shape, IGNORED, dtype=np.int64)
+        mask = np.zeros(shape, dtype=np.int64)
         for index, row in enumerate(rows):
             length = len(row["input_ids"])
-            ids[index, :length] = torch.as_tensor(row["input_ids"])
-            labels[index, :length] = torch.as_tensor(row["labels"])
+            ids[index, :length] = row["input_ids"]
+            labels[index, :length] = row["labels"]
             mask[index, :length] = 1
-        return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+        named = {"input_ids": ids, "attention_mask": mask, "labels": labels}
+        return {name: torch.from_numpy(values) for name, values in named.items()}
 
 
 @dataclass
@@ -368,7 +371,7 @@ class PackedRows:
     Nothing predicts the first token of a row, so its label is ignored, as position 0 is where rows stand alone.
     """
 
-    rows: datasets.Dataset
+    rows: ArrowRows
     packing: Packing
 
     def __len__(self) -> int:
@@ -377,11 +380,12 @@ class PackedRows:
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
         """`input_ids` and `labels` (tokens,), `lengths` (rows,); the last index is the filler."""
         filler = index == len(self.packing)
-        columns = self.rows[[len(self.rows) - 1] if filler else self.packing.members(index)]
-        lengths = np.array([len(ids) for ids in columns["input_ids"]], dtype=np.int64)
-        labels = np.concatenate(list(columns["labels"]))
+        members = [len(self.rows) - 1] if filler else self.packing.members(index).tolist()
+        rows = [self.rows[member] for member in members]
+        lengths = np.array([len(row["input_ids"]) for row in rows], dtype=np.int64)
+        labels = np.concatenate([row["labels"] for row in rows])
         labels[np.cumsum(lengths) - lengths] = IGNORED
-        return {"input_ids": np.concatenate(list(columns["input_ids"])), "labels": labels, "lengths": lengths}
+        return {"input_ids": np.concatenate([row["input_ids"] for row in rows]), "labels": labels, "lengths": lengths}
 
 
 @dataclass

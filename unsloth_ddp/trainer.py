@@ -118,7 +118,7 @@ class DDPTrainer(RetryingTrainer):
             for callback in self.callback_handler.callbacks
         ]
         # Unsloth's __init__ filters out rows without supervised tokens, and with them the filler; it knows no packs.
-        self.train_dataset, self.eval_dataset = train.examples, evaluation.dataset if evaluation else None
+        self.train_dataset, self.eval_dataset = train.examples, evaluation.examples if evaluation else None
         assert self.args.gradient_accumulation_steps == plan.accumulation, "the trainer changed the batch plan"
         # A model that does not take the divisor would divide by its own count.
         self.model_divides = bool(self.model_accepts_loss_kwargs)

@@ -5,7 +5,8 @@
 
 The kit with its defaults, LoRA on a model of Qwen3-1.7B's shape, on chat rows; options after -- are added. After
 warm-up some steps run unprofiled, some with only the GPU recorded (which slows nothing), and some with every operation
-and its Python stack (which slows a lot, so that only counts and shares are taken from them). Only the summary is kept.
+and its Python stack (which slows a lot, so that only counts and shares are taken from them); none of the recorded ones writes a log line.
+Only the summary is kept.
 """
 
 from __future__ import annotations

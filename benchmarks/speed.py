@@ -27,7 +27,7 @@ from benchmarks.common import REPO, make_model, write_results
 from benchmarks.rows import chat_rows, full_rows
 from benchmarks.speed_cells import TINY, TINY_WORKS, WORKS, Cell, default_order, parse_cells
 from benchmarks.speed_report import write_report
-from benchmarks.speed_run import Bench, run_all
+from benchmarks.speed_run import CUT_OFF, Bench, run_all
 from unsloth_ddp.versions import versions
 
 RATES = REPO / "benchmarks" / "gpu_rates.py"
@@ -94,7 +94,12 @@ def run(given: argparse.Namespace) -> int:
     if given.tiny:
         cells = list(dict.fromkeys(Cell(**{**vars(cell), "shape": TINY}) for cell in cells))
     kept = json.loads(given.json.read_text()) if given.json.is_file() else {}
-    results = [one for one in kept.get("cells", []) if one["exit_code"] == 0 or not given.retry]
+    # A run that the end of an earlier call cut off has not failed.
+    results = [
+        one
+        for one in kept.get("cells", [])
+        if one["exit_code"] == 0 or not (given.retry or one["exit_code"] == CUT_OFF)
+    ]
     held = {one["name"] for one in results}
     waiting = [cell for cell in cells if cell.name not in held]
     gpus = [] if given.tiny else visible_gpus()

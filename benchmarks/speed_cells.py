@@ -16,6 +16,7 @@ TINY = "demo"
 LINE_SECONDS = 1.5
 # Log lines of the kit that are not counted: compilation, and the allocator's first steps.
 WARM_LINES = 2
+FEWEST_LINES = 3
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,8 @@ class Contestant:
     options: tuple[str, ...] = ()
     # Seconds from the start to the first counted step: imports, loading, rows, compilation, warm-up.
     setup: dict[str, float] = dataclasses.field(default_factory=dict)
+    # Part of the kit's expected speed, by shape.
+    share: dict[str, float] = dataclasses.field(default_factory=dict)
 
 
 UNSLOTH_SETUP = {"qwen3_1.7b": 65, "qwen3_8b": 85, TINY: 30}
@@ -65,7 +68,12 @@ CONTESTANTS = {
     c.name: c
     for c in (
         Contestant("kit", setup=UNSLOTH_SETUP),
-        Contestant("kit_one", options=("--per_device_train_batch_size", "1"), setup=UNSLOTH_SETUP),
+        Contestant(
+            "kit_one",
+            options=("--per_device_train_batch_size", "1"),
+            setup=UNSLOTH_SETUP,
+            share={"qwen3_1.7b": 0.2, "qwen3_8b": 0.6},
+        ),
         Contestant("trl", 8, script="trl_sft.py", setup=TRL_SETUP),
         Contestant("trl_packed", 2, script="trl_sft.py", options=("--packing",), setup=TRL_SETUP),
         Contestant("unsloth_guide", 2, 4, "unsloth_sft.py", setup=UNSLOTH_SETUP),
@@ -75,7 +83,7 @@ CONTESTANTS = {
 }
 # About how many tokens a second a GPU does, to choose the kit's steps; a guess that is off makes a run longer or shorter.
 EXPECTED = {
-    ("chat", "qwen3_1.7b"): 40_000, ("full", "qwen3_1.7b"): 55_000, ("long", "qwen3_1.7b"): 40_000,
+    ("chat", "qwen3_1.7b"): 50_000, ("full", "qwen3_1.7b"): 55_000, ("long", "qwen3_1.7b"): 40_000,
     ("chat", "qwen3_8b"): 15_000, ("full", "qwen3_8b"): 16_000, ("long", "qwen3_8b"): 13_000,
 }  # fmt: skip
 EXPECTED_TINY = 400
@@ -169,9 +177,10 @@ class Steps:
 def kit_steps(cell: Cell, work: Work, seconds: float, tiny: bool) -> Steps:
     """Steps of the kit that take about `seconds` after warm-up, by the expected speed."""
     speed = (EXPECTED_TINY if tiny else EXPECTED[cell.work, cell.shape]) * SLOWER[cell.method] * cell.processes
-    step = cell.global_batch(work) * work.mean_tokens / speed
+    step = cell.global_batch(work) * work.mean_tokens / (speed * CONTESTANTS[cell.contestant].share.get(cell.shape, 1))
     logging = min(5, max(1, math.ceil(LINE_SECONDS / step)))
-    lines = WARM_LINES - 1 + max(3, math.ceil(seconds / (step * logging)))
+    # Step 1 has a line of its own, whatever the distance of the others.
+    lines = WARM_LINES - (logging > 1) + max(FEWEST_LINES, math.ceil(seconds / (step * logging)))
     return Steps(lines * logging, logging)
 
 

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import shutil
-import signal
 import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from benchmarks.common import log_history
 from benchmarks.speed_cells import CONTESTANTS, WARM_LINES, Cell, Work, command, estimate
@@ -24,6 +26,7 @@ PATIENCE = 2
 LEAST_PATIENCE = 120
 # A run cut off by the end of the call has so long after the deadline.
 GRACE = 15
+CUT_OFF = "cut off by the end of the call"
 TAIL = 6000
 # What a library says of how rows lie in a micro-batch.
 ABOUT_PACKING = re.compile("padding-free|packing", re.IGNORECASE)
@@ -130,8 +133,13 @@ def _start(bench: Bench, cell: Cell, lanes: tuple[int, ...], others: set[str]) -
 
 def _kill(one: Process) -> None:
     if one.process.poll() is None:
-        os.killpg(one.process.pid, signal.SIGKILL)
+        # A launcher's processes are in sessions of their own.
+        family = psutil.Process(one.process.pid).children(recursive=True)
+        one.process.kill()
         one.process.wait()
+        for child in family:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.kill()
 
 
 def _ended(bench: Bench, one: Process) -> dict[str, Any] | None:
@@ -141,7 +149,7 @@ def _ended(bench: Bench, one: Process) -> dict[str, Any] | None:
         if time.monotonic() < one.limit:
             return None
         _kill(one)
-        code = f"over {one.limit - one.began:.0f} s"
+        code = CUT_OFF if one.limit >= bench.deadline + GRACE else f"over {one.limit - one.began:.0f} s"
     cell, own = one.running.cell, bench.folder / one.running.cell.name
     result: dict[str, Any] = {
         "name": cell.name, "work": cell.work, "shape": cell.shape, "method": cell.method,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from datetime import datetime
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,13 +15,15 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks import speed_run
 from benchmarks.common import REPO
 from benchmarks.peers.measure import Marks, Pace, make_parser, real_tokens
 from benchmarks.profile_summary import busy_seconds, gpu_summary, waits
-from benchmarks.speed_cells import CONTESTANTS, WORKS, Cell, command, default_order, kit_steps, parse_cells
+from benchmarks.speed_cells import CONTESTANTS, WARM_LINES, WORKS, Cell, command, default_order, kit_steps, parse_cells
 from benchmarks.speed_figures import figures, first_step_at, kit_intervals, used_share
 from benchmarks.speed_report import markdown
 from benchmarks.speed_schedule import Running, Start, left_out, next_start
+from tests.waiting import is_running, wait_until
 from unsloth_ddp.settings import parse_settings
 
 ONE, TWO, THREE = (Cell("chat", "qwen3_1.7b", "lora", name) for name in ("kit", "trl", "unsloth_guide"))
@@ -111,7 +114,8 @@ def test_the_kit_takes_enough_steps_to_be_timed() -> None:
         cell = parse_cells([word], 1)[0]
         if CONTESTANTS[cell.contestant].batch is None:
             plan = kit_steps(cell, WORKS[cell.work], 15, tiny=False)
-            assert plan.steps // plan.logging >= 4 and 1 <= plan.logging <= 5
+            logged = {1, *range(plan.logging, plan.steps + 1, plan.logging)}
+            assert len(logged) - WARM_LINES >= 3 and 1 <= plan.logging <= 5
 
 
 def test_intervals_of_the_kit_come_from_its_log_lines() -> None:
@@ -172,6 +176,36 @@ def test_marks_count_every_micro_batch_and_stop_the_trainer() -> None:
     result = marks.result()
     assert [(tokens, steps) for tokens, _, steps in result["intervals"]] == [(6, 1)] * 4
     assert result["largest_micro_batch"] == (1, 4) and result["first_step_at"] > 0
+
+
+# A run that ends well, one that fails, and one that hangs with a process in a session of its own.
+SCRIPTS = {
+    "trl": "import json; json.dump({'intervals': [[300, 2.0, 1], [100, 1.0, 1]], 'first_step_at': 4e9}, open('result.json', 'w'))",
+    "trl_packed": "print('packing is on'); raise SystemExit('out of memory')",
+    "unsloth_guide": "import subprocess, sys; p = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'], "
+    "start_new_session=True); print(p.pid, flush=True); p.wait()",
+}
+
+
+def test_every_run_has_a_result_and_none_outlives_the_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def script(one: Cell, *others: Any) -> list[str]:
+        return [sys.executable, "-c", SCRIPTS[one.contestant]]
+
+    monkeypatch.setattr(speed_run, "command", script)
+    monkeypatch.setattr(speed_run, "GRACE", 2)
+    bench = speed_run.Bench(tmp_path, WORKS, 0, True, [], time.monotonic() + 1, lanes=3)
+    monkeypatch.setattr(bench, "expected", lambda one: 0.5)
+    found: dict[str, dict[str, Any]] = {}
+    cells = [Cell("chat", "demo", "lora", name) for name in SCRIPTS]
+    skipped = speed_run.run_all(bench, cells, lambda result: found.__setitem__(result["contestant"], result))
+    assert skipped == {}
+    assert found["trl"]["exit_code"] == 0 and found["trl"]["tokens_per_second_a_gpu"] == 125
+    assert found["trl_packed"]["exit_code"] == 1 and found["trl_packed"]["log"].endswith("out of memory\n")
+    assert found["unsloth_guide"]["exit_code"] == speed_run.CUT_OFF
+    assert cells[1].name in found["unsloth_guide"]["beside"]
+    child = int(found["unsloth_guide"]["log"])
+    wait_until(lambda: not is_running(child), 10, "the end of what the killed run had started")
+    assert not list(tmp_path.iterdir())
 
 
 def event(cat: str, name: str, began: float, dur: float, tid: int = 1) -> dict[str, Any]:

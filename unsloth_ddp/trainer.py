@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.utils.data import DataLoader
 from transformers import Trainer
 from transformers.integrations import get_reporting_integration_callbacks
 from transformers.trainer_utils import EvalLoopOutput
@@ -33,6 +34,7 @@ from unsloth_ddp.resumable import ResumableTrainer
 from unsloth_ddp.runtime import Runtime, alone_timeout
 from unsloth_ddp.settings import Settings
 from unsloth_ddp.stop import Stop
+from unsloth_ddp.stream import Unit, streamed_steps
 from unsloth_ddp.telemetry import (
     BestEffort,
     Meter,
@@ -136,9 +138,31 @@ class DDPTrainer(ResumableTrainer):
 
     # ---- rows: upstream shuffles with the global RNG and sees some rows twice to even out the ranks ----
 
+    @property
+    def _row_seed(self) -> int:
+        return self.args.seed if self.args.data_seed is None else self.args.data_seed
+
+    def get_train_dataloader(self) -> DataLoader:
+        """This rank's micro-batches; streamed ones are dealt already, so accelerate does not shard them again."""
+        rows = self.train_rows
+        if not rows.streamed:
+            return super().get_train_dataloader()
+        capacity = rows.packing.capacity if rows.packing else None
+        self.streamed = streamed_steps(
+            self.settings, self.runtime, self.plan, capacity, self.processing_class, self._row_seed
+        )
+
+        def collate(units: list[Unit] | None) -> dict[str, Any] | None:
+            return None if units is None else self.data_collator(units)
+
+        pinned = self.args.dataloader_pin_memory
+        return DataLoader(
+            self.streamed, batch_size=None, collate_fn=collate, pin_memory=pinned, generator=torch.Generator()
+        )
+
     def _get_train_sampler(self, train_dataset: Any = None) -> BalancedOrder:
-        rows, seed = self.train_rows, self.args.seed if self.args.data_seed is None else self.args.data_seed
-        self.row_order = BalancedOrder(self.plan, rows.lengths(), seed, padded=rows.packing is None)
+        rows = self.train_rows
+        self.row_order = BalancedOrder(self.plan, rows.lengths(), self._row_seed, padded=rows.packing is None)
         return self.row_order
 
     def _get_eval_sampler(self, eval_dataset: Any) -> BalancedOrder:
@@ -161,7 +185,8 @@ class DDPTrainer(ResumableTrainer):
                 break
         if not batches:
             return batches, None
-        reading = time.perf_counter() - began
+        # The ranks wait for each other when streamed rows are handed out.
+        reading = self.streamed.waited() if self.streamed else time.perf_counter() - began
         divisor = step_divisor(batches, self.args.world_size, self._sum_over_ranks)
         self.meter.own_time.start(reading, len(batches))
         return batches, divisor
@@ -293,7 +318,7 @@ class DDPTrainer(ResumableTrainer):
             self.settings,
             self.runtime,
             self.plan,
-            self.train_rows.packing,
+            self.train_rows,
             self.totals,
             self.state.global_step,
             self.peak_before_steps,

@@ -113,8 +113,13 @@ def make_plan(
     """The plan of a run."""
     count = len(rows.lengths)
     steps = batch.steps(count, settings.num_train_epochs, settings.max_steps)
-    tokens_a_step = rows.tokens / batch.steps_per_epoch(count)
-    micro_batch = largest_micro_batch(rows, batch, settings.seed, steps)
+    if rows.streamed:
+        tokens_a_step = rows.mean * batch.global_batch
+        # A row that is not known yet may be as long as they may be.
+        micro_batch = batch.per_device * settings.max_length
+    else:
+        tokens_a_step = rows.tokens / batch.steps_per_epoch(count)
+        micro_batch = largest_micro_batch(rows, batch, settings.seed, steps)
     work = Workload(
         tokens=micro_batch,
         precision=NUMBER_BYTES[precision_of(settings)],

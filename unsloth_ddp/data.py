@@ -332,9 +332,9 @@ def facts(settings: Settings, runtime: Runtime, plan: BatchPlan, rows: Tokenized
     return found
 
 
-def _source_names(settings: Settings) -> list[str]:
+def _source_names(settings: Settings) -> str:
     hub = " ".join(word for word in (settings.dataset_split, settings.dataset_config) if word)
-    return [str(Path(s).expanduser().resolve()) if is_file(s) else f"{s} {hub}" for s in settings.dataset]
+    return ", ".join(str(Path(s).expanduser().resolve()) if is_file(s) else f"{s} {hub}" for s in settings.dataset)
 
 
 def fingerprint(rows: TokenizedRows, runtime: Runtime) -> str:

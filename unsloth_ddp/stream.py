@@ -320,6 +320,17 @@ def streamed_steps(
     settings: Settings, runtime: Runtime, plan: BatchPlan, capacity: int | None, tokenizer: Any, seed: int
 ) -> StreamedSteps:
     """The steps of a run with --streaming; `capacity` is that of its packs, None where rows are padded."""
+    windows = windows_of(settings, capacity, tokenizer, seed)
+    return StreamedSteps(
+        runtime,
+        Steps(plan, capacity, settings.shuffle_buffer == 0, seed),
+        settings.max_steps,
+        lambda start: read_ahead(windows, start, settings.dataset_num_proc),
+    )
+
+
+def windows_of(settings: Settings, capacity: int | None, tokenizer: Any, seed: int) -> Windows:
+    """The windows of a run from its first row on."""
     encoder = Encoder(tokenizer, supervise_all=settings.loss_on == "all")
 
     def read() -> Iterator[Row]:
@@ -329,29 +340,29 @@ def streamed_steps(
     def encode(row: Row) -> dict[str, Any]:
         return encode_row(encoder, to_example(row.columns), settings.max_length)
 
-    def windows(start: tuple[int, int]) -> Iterator[Window]:
-        dataset = Windows(
-            read,
-            encode,
-            size=ROWS_AT_A_TIME if capacity is None else PACKED_WINDOW,
-            buffer=settings.shuffle_buffer,
-            seed=seed,
-            drop=settings.overlong == "drop",
-            start=start,
-        )
-        loader = DataLoader(
-            dataset,
-            batch_size=None,
-            num_workers=settings.dataset_num_proc,
-            prefetch_factor=WINDOWS_AHEAD,
-            collate_fn=_as_it_is,
-            worker_init_fn=_end_with_parent,
-            multiprocessing_context="fork",
-            # The workers' seeds would be drawn from the generator that dropout draws from.
-            generator=torch.Generator(),
-        )
-        return iter(loader)
-
-    return StreamedSteps(
-        runtime, Steps(plan, capacity, settings.shuffle_buffer == 0, seed), settings.max_steps, windows
+    return Windows(
+        read,
+        encode,
+        size=ROWS_AT_A_TIME if capacity is None else PACKED_WINDOW,
+        buffer=settings.shuffle_buffer,
+        seed=seed,
+        drop=settings.overlong == "drop",
     )
+
+
+def read_ahead(windows: Windows, start: tuple[int, int], workers: int) -> Iterator[Window]:
+    """The windows from (epoch, row) on, made by processes that are some windows ahead."""
+    windows.start = start
+    loader = DataLoader(
+        windows,
+        batch_size=None,
+        num_workers=workers,
+        prefetch_factor=WINDOWS_AHEAD,
+        collate_fn=_as_it_is,
+        worker_init_fn=_end_with_parent,
+        # Not spawned: what is loaded already would be loaded again.
+        multiprocessing_context="fork",
+        # The workers' seeds would be drawn from the generator that dropout draws from.
+        generator=torch.Generator(),
+    )
+    return iter(loader)

@@ -265,7 +265,10 @@ def _tokenize(examples: datasets.Dataset, encoder: Encoder, settings: Settings, 
     if settings.overlong == "drop":
         kept = np.flatnonzero(~_column(tokenized, "overlong").to_numpy())
         if not len(kept):
-            raise UserError(f"Every {purpose} row is over max_length {settings.max_length}, so none is left; raise it.")
+            raise UserError(
+                f"All of the {len(tokenized):,} {purpose} rows read are over max_length {settings.max_length}, so none is "
+                "left; raise it."
+            )
         dropped = len(tokenized) - len(kept)
         tokenized = tokenized.select(kept).flatten_indices()
     else:

@@ -314,6 +314,12 @@ def _check_streaming(settings: Settings) -> None:
             f"eval_fraction {settings.eval_fraction} of rows that are streamed cannot be set aside, because their number "
             "is not known; give the evaluation rows with --eval_dataset."
         )
+    for name in settings.trainer_args:
+        if name.startswith("dataloader_") and name != "dataloader_pin_memory":
+            raise UserError(
+                f"trainer_args: {name} does nothing for streamed rows, which processes of their own read; give their "
+                "number with --dataset_num_proc."
+            )
     for name in ("eval", "save"):
         if getattr(settings, f"{name}_strategy") == "epoch":
             raise UserError(

@@ -156,7 +156,7 @@ class ResumableTrainer(SFTTrainer):
             self.meter.sums += pending[self.runtime.ranks.rank]
         elif self.runtime.ranks.is_main:
             self.meter.sums += pending.sum(dim=0)
-        if self.streamed:
+        if self.streamed and not self.args.ignore_data_skip:
             self.streamed.go_on(self.state.global_step, self._saved.stream)
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:

@@ -257,7 +257,8 @@ def _hub_rows(source: str, split: str, config: str | None, streaming: bool) -> I
             number += 1
             yield Row(f"{source} {split} row {number}", columns)
     except Exception as error:
+        network = "if the network failed, the same command goes on from the newest checkpoint; " if streaming else ""
         raise UserError(
-            f"dataset {source}, split {split}, cannot be read after row {number} ({_in_one_line(error)}); an image or "
-            "audio column needs its own decoder, and this kit trains on text only."
+            f"dataset {source}, split {split}, cannot be read after row {number} ({_in_one_line(error)}); {network}an image "
+            "or audio column needs its own decoder, and this kit trains on text only."
         ) from None

@@ -102,6 +102,10 @@ class DDPTrainer(ResumableTrainer):
         checkpoints.weights_bytes = sum(getattr(p, "ds_numel", p.numel()) * p.element_size() for p in trained)
         self.stop = stop
         self.train_rows, self.eval_rows = train, evaluation
+        self.row_seed: int = args.seed if args.data_seed is None else args.data_seed
+        if train.streamed:
+            capacity = train.packing.capacity if train.packing else None
+            self.streamed = streamed_steps(settings, runtime, plan, capacity, tokenizer, self.row_seed)
         super().__init__(
             model=model,
             args=args,
@@ -138,19 +142,10 @@ class DDPTrainer(ResumableTrainer):
 
     # ---- rows: upstream shuffles with the global RNG and sees some rows twice to even out the ranks ----
 
-    @property
-    def _row_seed(self) -> int:
-        return self.args.seed if self.args.data_seed is None else self.args.data_seed
-
     def get_train_dataloader(self) -> DataLoader:
         """This rank's micro-batches; streamed ones are dealt already, so accelerate does not shard them again."""
-        rows = self.train_rows
-        if not rows.streamed:
+        if self.streamed is None:
             return super().get_train_dataloader()
-        capacity = rows.packing.capacity if rows.packing else None
-        self.streamed = streamed_steps(
-            self.settings, self.runtime, self.plan, capacity, self.processing_class, self._row_seed
-        )
 
         def collate(units: list[Unit] | None) -> dict[str, Any] | None:
             return None if units is None else self.data_collator(units)
@@ -162,7 +157,7 @@ class DDPTrainer(ResumableTrainer):
 
     def _get_train_sampler(self, train_dataset: Any = None) -> BalancedOrder:
         rows = self.train_rows
-        self.row_order = BalancedOrder(self.plan, rows.lengths(), self._row_seed, padded=rows.packing is None)
+        self.row_order = BalancedOrder(self.plan, rows.lengths(), self.row_seed, padded=rows.packing is None)
         return self.row_order
 
     def _get_eval_sampler(self, eval_dataset: Any) -> BalancedOrder:

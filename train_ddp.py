@@ -78,6 +78,7 @@ def train(settings: Settings, ranks: Ranks) -> int:
             runtime, run_folder, facts, telemetry.versions(), settings.save_total_limit
         )
         trainer = make_trainer(settings, runtime, plan, config, model, tokenizer, rows, eval_rows, checkpoints, stop)
+        chosen = trainer.fit()
         output.open_run_folder(settings, runtime, run_folder)
         checkpoints.shared = checkpoint.is_shared(runtime, run_folder)
         checkpoint.check_sharing(runtime, run_folder, checkpoints.shared)
@@ -85,7 +86,10 @@ def train(settings: Settings, ranks: Ranks) -> int:
             print(sentence)
         for sentence in sharding.what_is_ignored(runtime.sharding, settings, ranks.nodes):
             print(sentence)
-        print(telemetry.describe_run(settings, runtime, plan, choice, model, rows, eval_rows, run_folder), flush=True)
+        described = telemetry.describe_run(
+            settings, runtime, trainer.plan, choice, chosen, model, rows, eval_rows, run_folder
+        )
+        print(described, flush=True)
 
         compared = 0 if sharding.shards_weights(runtime.sharding) else settings.compare_answers
         asked = answers.questions(data.held_out_examples(node_folder, compared))

@@ -213,12 +213,8 @@ def step(given: argparse.Namespace) -> list[dict[str, Any]]:
     base = f"--model {make_model(given.shape, given.work)} --dataset {rows} {STEP} --gradient_checkpointing none"
     base += f" --max_length {256 if given.tiny else LONGEST}"
     results = []
-    pairs = (
-        [("transformers", "fp32")]
-        if given.tiny
-        else [("unsloth", "fp32"), ("unsloth", "bf16"), ("transformers", "fp32")]
-    )
-    for backend, precision in pairs:
+    pairs = ["transformers:fp32"] if given.tiny else given.pairs
+    for backend, precision in (pair.split(":") for pair in pairs):
         chosen = f"{base} --backend {backend} --precision {precision}"
         name = f"step_{backend}_{precision}"
         # A step of more packs than there are holds them all.
@@ -304,6 +300,8 @@ def main() -> None:
     parser.add_argument("--method", default="lora")
     parser.add_argument("--backend", default="unsloth")
     parser.add_argument("--checkpointing", default="none")
+    known = ["unsloth:fp32", "unsloth:bf16", "transformers:fp32"]
+    parser.add_argument("--pairs", nargs="+", choices=known, default=known, help="step: backend and precision")
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--repeats", type=int, default=2)

@@ -15,6 +15,7 @@ import torch
 
 from unsloth_ddp.errors import UserError
 from unsloth_ddp.model_check import check_complete, check_folder
+from unsloth_ddp.recompute import UNSLOTH_NAMES, loaded_with
 from unsloth_ddp.runtime import Runtime
 from unsloth_ddp.settings import Settings
 from unsloth_ddp.tokens import read_chat_template, set_chat_template
@@ -119,7 +120,7 @@ def weights_dtype(settings: Settings, runtime: Runtime) -> torch.dtype:
 def _load_unsloth(settings: Settings, runtime: Runtime) -> tuple[Any, Any]:
     from unsloth import FastLanguageModel
 
-    checkpointing: Any = {"none": False, "torch": True, "unsloth": "unsloth"}[settings.gradient_checkpointing]
+    checkpointing = UNSLOTH_NAMES[loaded_with(runtime, settings)]
     model, tokenizer = FastLanguageModel.from_pretrained(
         model_name=str(settings.model),
         revision=settings.model_revision,
@@ -195,7 +196,7 @@ def _load_transformers(settings: Settings, runtime: Runtime) -> tuple[Any, Any]:
     # With ZeRO-3 every rank loads parts, and 4-bit layers have parts that no file holds.
     if runtime.sharding != "zero3" and quantization is None:
         check_complete(str(settings.model), list(loading["missing_keys"]), list(loading["mismatched_keys"]))
-    checkpointing = settings.gradient_checkpointing != "none"
+    checkpointing = loaded_with(runtime, settings) != "none"
     if quantization is not None:
         model = prepare_model_for_kbit_training(
             model,

@@ -83,9 +83,9 @@ class DataSettings:
         None, "A Jinja file, or chatml; default: the tokenizer's own template.", path=True
     )
     packing: Literal["auto", "on", "off"] = option(
-        "off",
+        "auto",
         "Join rows to packs of up to max_length tokens, each row's loss unchanged; auto: where attention has a kernel "
-        "for it. Otherwise rows are padded, with rows of like length together. Not yet tried on GPUs, so off.",
+        "for it. Otherwise rows are padded, with rows of like length together.",
     )
     loss_on: Literal["assistant", "all"] = option("assistant", "Which tokens are supervised: the assistant's, or all.")
     dataset_num_proc: int = option(1, "Processes that tokenize, on each node (--streaming: on the first one).")
@@ -103,8 +103,10 @@ class DataSettings:
 class BatchSettings:
     """Batch"""
 
-    per_device_train_batch_size: int = option(
-        1, "Rows in one forward pass of one process; where rows are packed, the most packs."
+    per_device_train_batch_size: int | Literal["auto"] = option(
+        1,
+        "Rows in one forward pass of one process; where rows are packed, the most packs; auto: as many as fit, within "
+        "the same global batch.",
     )
     global_batch_size: int | None = option(
         None,
@@ -117,6 +119,11 @@ class BatchSettings:
     )
     gradient_accumulation_steps: int | None = option(None, "Set accumulation directly instead of --global_batch_size.")
     per_device_eval_batch_size: int = option(8, "Rows in one forward pass of one process during evaluation.")
+
+    @property
+    def rows_at_once(self) -> int:
+        """per_device_train_batch_size, or 1 where it is auto and still to be found out."""
+        return 1 if self.per_device_train_batch_size == "auto" else self.per_device_train_batch_size
 
 
 @dataclass
@@ -131,9 +138,10 @@ class TrainingSettings:
     weight_decay: float = option(0.0, "Weight decay.")
     max_grad_norm: float = option(1.0, "Clip gradients to this norm; 0: never.")
     optim: str = option("adamw_torch_fused", "Optimizer, by its Transformers name (adamw_8bit, sgd, ...).")
-    gradient_checkpointing: Literal["none", "torch", "unsloth"] = option(
-        "torch",
-        "Recompute activations: none is fastest, torch saves memory, unsloth also offloads them (unsloth backend).",
+    gradient_checkpointing: Literal["auto", "none", "torch", "unsloth"] = option(
+        "auto",
+        "Recompute activations: none is fastest, torch saves memory, unsloth also offloads them (unsloth backend); "
+        "auto: the first of them that fits, tried before step 1, and the next where memory runs out later.",
     )
     seed: int = option(42, "Seed of the adapter's initial weights, the row order and dropout.")
     ddp_find_unused_parameters: bool = option(False, "For models that skip some trainable weights in a forward pass.")
@@ -252,11 +260,11 @@ def check(settings: Settings) -> None:
         raise UserError("No training data: give --dataset with a file or a Hub id.")
     for name in ABOVE_ZERO:
         value = getattr(settings, name)
-        if value is not None and value <= 0:
+        if value not in (None, "auto") and value <= 0:
             raise UserError(f"{name} is {value}, but it has to be above 0.")
     for name, most in AT_MOST.items():
         value = getattr(settings, name)
-        if value > most:
+        if value != "auto" and value > most:
             raise UserError(f"{name} is {value}, but it has to be {most:,} or below.")
     for name in ZERO_OR_ABOVE:
         if getattr(settings, name) < 0:
@@ -271,6 +279,11 @@ def check(settings: Settings) -> None:
         raise UserError(f"eval_fraction is {settings.eval_fraction}, but it is a fraction from 0 to below 1.")
     if settings.eval_fraction and settings.eval_dataset:
         raise UserError("eval_fraction and eval_dataset are both given; keep the one that names your evaluation rows.")
+    if settings.per_device_train_batch_size == "auto" and settings.gradient_accumulation_steps is not None:
+        raise UserError(
+            f"gradient_accumulation_steps {settings.gradient_accumulation_steps} contradicts per_device_train_batch_size "
+            "auto, from which it follows; give --global_batch_size instead."
+        )
     if settings.packing == "off" and settings.global_batch_tokens is not None:
         raise UserError(
             f"global_batch_tokens {settings.global_batch_tokens} needs packed rows, but packing is off; give "

@@ -202,7 +202,7 @@ class Request:
         return cls(
             packing=settings.packing,
             max_length=settings.max_length,
-            per_device=settings.per_device_train_batch_size,
+            per_device=settings.rows_at_once,
             processes=processes,
             global_batch=settings.global_batch_size,
             accumulation=settings.gradient_accumulation_steps,

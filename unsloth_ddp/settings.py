@@ -8,6 +8,7 @@ is also why TRL's own TrlParser, whose conventions this follows, is not used.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import difflib
 import json
@@ -29,6 +30,8 @@ DEMO_RECIPE = Path(__file__).resolve().parent.parent / "recipes" / "demo.yaml"
 FIELDS = {f.name: f for f in dataclasses.fields(Settings)}
 TYPES = typing.get_type_hints(Settings)
 TRUTHS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
+# int | None is one, int | Literal["auto"] the other.
+UNIONS = (types.UnionType, typing.Union)
 SHOW = reprlib.Repr()
 SHOW.maxlevel, SHOW.maxstring, SHOW.maxother = 2, 200, 100
 
@@ -119,9 +122,8 @@ def _as_type(wanted: Any, value: Any) -> Any:
     """`value` as the type `wanted`, or a ValueError (or what float(), int() and json.loads() raise)."""
     kind = typing.get_origin(wanted) or wanted
     unset = value is None or (isinstance(value, str) and value.lower() in ("none", "null"))
-    if kind is types.UnionType:
-        one = next(t for t in typing.get_args(wanted) if t is not type(None))
-        return None if unset else _as_type(one, value)
+    if kind in UNIONS:
+        return _as_one_of(typing.get_args(wanted), value, unset)
     if kind is list:
         items = value if isinstance(value, list) else [value]
         return [] if unset or value == ["none"] else [_as_type(str, item) for item in items]
@@ -143,6 +145,16 @@ def _as_type(wanted: Any, value: Any) -> Any:
     if kind is int:
         return _whole_number(value)
     return float(value) if math.isfinite(float(value)) else _refuse()
+
+
+def _as_one_of(kinds: tuple[Any, ...], value: Any, unset: bool) -> Any:
+    if unset and type(None) in kinds:
+        return None
+    for kind in kinds:
+        if kind is not type(None):
+            with contextlib.suppress(TypeError, ValueError, OverflowError, RecursionError):
+                return _as_type(kind, value)
+    return _refuse()
 
 
 def _whole_number(value: int | float | str) -> int:
@@ -187,7 +199,7 @@ def _refuse() -> NoReturn:
 
 def _accepted(wanted: Any) -> str:
     """What an option takes, in words."""
-    if typing.get_origin(wanted) is types.UnionType:
+    if typing.get_origin(wanted) in UNIONS:
         return " or ".join("none" if t is type(None) else _accepted(t) for t in typing.get_args(wanted))
     if typing.get_origin(wanted) is Literal:
         return " or ".join(typing.get_args(wanted))

@@ -16,6 +16,7 @@ from trl.trainer.sft_config import SFTConfig
 
 from unsloth_ddp.batch import BatchPlan
 from unsloth_ddp.errors import UserError
+from unsloth_ddp.recompute import loaded_with
 from unsloth_ddp.runtime import Runtime
 from unsloth_ddp.settings import Settings
 
@@ -76,7 +77,7 @@ def make_config(settings: Settings, runtime: Runtime, plan: BatchPlan, run_folde
     strategy = settings.eval_strategy
     if strategy == "auto":
         strategy = "steps" if settings.eval_steps else "epoch"
-    checkpointing = settings.gradient_checkpointing != "none"
+    checkpointing = loaded_with(runtime, settings) != "none"
     # ZeRO-3 with adapters recomputes rightly only in the reentrant way (TRL issue 2514).
     reentrant = runtime.sharding == "zero3" and settings.method != "full"
     chosen = {
@@ -94,6 +95,8 @@ def make_config(settings: Settings, runtime: Runtime, plan: BatchPlan, run_folde
         "gradient_checkpointing_kwargs": {"use_reentrant": reentrant} if checkpointing else None,
         "ddp_find_unused_parameters": settings.ddp_find_unused_parameters,
         "ddp_timeout": settings.ddp_timeout,
+        # Rows are in pinned memory: a copy that the host waits for would wait for all work before it.
+        "accelerator_config": {"non_blocking": runtime.device_type == "cuda"},
         # A language model's buffers are constants; sending them before each forward pass makes ranks wait for each other.
         "ddp_broadcast_buffers": False,
         "eval_strategy": strategy if settings.eval_dataset or settings.eval_fraction else "no",

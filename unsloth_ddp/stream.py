@@ -29,7 +29,7 @@ from unsloth_ddp.batch import BatchPlan, arrange
 from unsloth_ddp.data import ROWS_AT_A_TIME, encode_row, join_rows
 from unsloth_ddp.errors import UserError
 from unsloth_ddp.formats import to_example
-from unsloth_ddp.packing import best_fit
+from unsloth_ddp.packing import Packing, best_fit
 from unsloth_ddp.rows import Row, read_rows, streamed_sources
 from unsloth_ddp.runtime import Runtime
 from unsloth_ddp.settings import Settings
@@ -317,20 +317,20 @@ class StreamedSteps(IterableDataset[list[Unit] | None]):
 
 
 def streamed_steps(
-    settings: Settings, runtime: Runtime, plan: BatchPlan, capacity: int | None, tokenizer: Any, seed: int
+    settings: Settings, runtime: Runtime, plan: BatchPlan, packing: Packing | None, windows: Windows
 ) -> StreamedSteps:
-    """The steps of a run with --streaming; `capacity` is that of its packs, None where rows are padded."""
-    windows = windows_of(settings, capacity, tokenizer, seed)
+    """The steps of a run with --streaming, filled from its `windows`; `packing` is that of the stream's first rows."""
+    capacity = packing.capacity if packing else None
     return StreamedSteps(
         runtime,
-        Steps(plan, capacity, settings.shuffle_buffer == 0, seed),
+        Steps(plan, capacity, settings.shuffle_buffer == 0, windows.seed),
         settings.max_steps,
         lambda start: read_ahead(windows, start, settings.dataset_num_proc),
     )
 
 
-def windows_of(settings: Settings, capacity: int | None, tokenizer: Any, seed: int) -> Windows:
-    """The windows of a run from its first row on."""
+def windows_of(settings: Settings, packing: Packing | None, tokenizer: Any, seed: int) -> Windows:
+    """The windows of a run, from its first row on; to be made while the tokenizer is as it was for the first rows."""
     encoder = Encoder(tokenizer, supervise_all=settings.loss_on == "all")
 
     def read() -> Iterator[Row]:
@@ -343,7 +343,7 @@ def windows_of(settings: Settings, capacity: int | None, tokenizer: Any, seed: i
     return Windows(
         read,
         encode,
-        size=ROWS_AT_A_TIME if capacity is None else PACKED_WINDOW,
+        size=ROWS_AT_A_TIME if packing is None else PACKED_WINDOW,
         buffer=settings.shuffle_buffer,
         seed=seed,
         drop=settings.overlong == "drop",

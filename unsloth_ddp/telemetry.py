@@ -21,6 +21,7 @@ from torch import Tensor
 
 from unsloth_ddp.batch import BatchPlan
 from unsloth_ddp.data import TokenizedRows
+from unsloth_ddp.fit import Chosen
 from unsloth_ddp.model import parameter_counts
 from unsloth_ddp.packing import Choice
 from unsloth_ddp.runtime import Runtime
@@ -30,7 +31,7 @@ from unsloth_ddp.versions import versions
 # Sums a rank keeps between two log lines.
 LOSS, SUPERVISED, TOKENS = range(3)
 # Gathered with them.
-OWN_SECONDS, STEPS = 3, 4
+OWN_SECONDS, STEPS, LEVEL = 3, 4, 5
 
 SUMMARIZED = (
     "model", "model_revision", "method", "dataset", "eval_dataset", "eval_fraction", "max_length", "overlong",
@@ -163,6 +164,9 @@ class Meter:
     totals: Totals = field(default_factory=Totals)
     # Own seconds a step and tokens a step of each rank, and seconds a step, in the interval last collected.
     pace: tuple[list[float], list[float], float] | None = None
+    # How often this rank, and each rank by the interval last collected, had to make do with less memory.
+    level: int = 0
+    levels: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.reset()
@@ -180,9 +184,10 @@ class Meter:
     def collect(self) -> dict[str, float]:
         """The interval over all ranks, ready to be logged; every rank has to call this at the same step."""
         seconds = time.perf_counter() - self.began
-        own = torch.tensor(self.own_time.take(), dtype=torch.float64, device=self.device)
+        own = torch.tensor((*self.own_time.take(), self.level), dtype=torch.float64, device=self.device)
         per_rank = self.gather(torch.cat([self.sums, own])).cpu()
-        loss, supervised, tokens, _, steps = per_rank.sum(dim=0).tolist()
+        loss, supervised, tokens, _, steps, _ = per_rank.sum(dim=0).tolist()
+        self.levels = per_rank[:, LEVEL].int().tolist()
         self.pace = None
         self.totals.loss_sum += loss
         self.totals.supervised_tokens += round(supervised)
@@ -277,6 +282,7 @@ def describe_run(
     runtime: Runtime,
     plan: BatchPlan,
     choice: Choice,
+    chosen: Chosen,
     model: torch.nn.Module,
     train_rows: TokenizedRows,
     eval_rows: TokenizedRows | None,
@@ -322,6 +328,7 @@ def describe_run(
             "evaluation rows": f"{eval_rows.counts.rows:,}" if eval_rows else "none",
             "supervised tokens": supervised,
             "packing": packed,
+            "gradient checkpointing": f"{chosen.kind}: {chosen.reason}",
             "global batch": f"{plan.per_device} {unit} a device x {plan.accumulation} accumulation x "
             f"{plan.processes} processes = {plan.global_batch} {unit}{of_rows}",
             "tokens a step": f"{'about ' if train_rows.streamed else ''}{counts.tokens / filled:,.0f} on average",
@@ -336,6 +343,7 @@ def summarize(
     runtime: Runtime,
     plan: BatchPlan,
     rows: TokenizedRows,
+    checkpointing: str,
     totals: Totals,
     steps: int,
     peak_before_steps: int,
@@ -357,6 +365,7 @@ def summarize(
         "precision": runtime.precision,
         "packing": rows.packing is not None,
         "packs": len(rows.packing) if rows.packing is not None and not rows.streamed else None,
+        "gradient_checkpointing": checkpointing,
         "global_batch_size": plan.global_batch,
         "per_device_train_batch_size": plan.per_device,
         "gradient_accumulation_steps": plan.accumulation,

@@ -24,17 +24,19 @@ from transformers.trainer_utils import EvalLoopOutput
 from unsloth_ddp.attention import keys_for_packs, prepare_for_packs
 from unsloth_ddp.batch import BalancedOrder, BatchPlan
 from unsloth_ddp.callbacks import CompareWeights, Report, SavedTotals, StopTogether
-from unsloth_ddp.checkpoint import Checkpoints, Start, make_cpu_checkpoints_readable
+from unsloth_ddp.checkpoint import Checkpoints, Start, batch_facts, make_cpu_checkpoints_readable
 from unsloth_ddp.data import Collate, Flatten, PadRight, TokenizedRows
 from unsloth_ddp.drift import REPLICATED, DriftCheck
 from unsloth_ddp.errors import UserError
+from unsloth_ddp.fit import Chosen, choose, with_micro_batch
 from unsloth_ddp.loss import logits_to_step_loss, step_divisor, supervised_tokens
 from unsloth_ddp.model import DTYPES
-from unsloth_ddp.resumable import ResumableTrainer
+from unsloth_ddp.recompute import Recompute
+from unsloth_ddp.retrying import RetryingTrainer
 from unsloth_ddp.runtime import Runtime, alone_timeout
 from unsloth_ddp.settings import Settings
 from unsloth_ddp.stop import Stop
-from unsloth_ddp.stream import Unit, streamed_steps
+from unsloth_ddp.stream import Unit, streamed_steps, windows_of
 from unsloth_ddp.telemetry import (
     BestEffort,
     Meter,
@@ -78,7 +80,7 @@ def make_trainer(
     return trainer
 
 
-class DDPTrainer(ResumableTrainer):
+class DDPTrainer(RetryingTrainer):
     """SFTTrainer whose step is the token mean over every rank and accumulation step, whatever the layout."""
 
     def __init__(
@@ -101,11 +103,10 @@ class DDPTrainer(ResumableTrainer):
         trained = [p for p in model.parameters() if p.requires_grad]
         checkpoints.weights_bytes = sum(getattr(p, "ds_numel", p.numel()) * p.element_size() for p in trained)
         self.stop = stop
+        self.recompute = Recompute(model, runtime, settings)
         self.train_rows, self.eval_rows = train, evaluation
         self.row_seed: int = args.seed if args.data_seed is None else args.data_seed
-        if train.streamed:
-            capacity = train.packing.capacity if train.packing else None
-            self.streamed = streamed_steps(settings, runtime, plan, capacity, tokenizer, self.row_seed)
+        self.windows = windows_of(settings, train.packing, tokenizer, self.row_seed) if train.streamed else None
         super().__init__(
             model=model,
             args=args,
@@ -131,6 +132,9 @@ class DDPTrainer(ResumableTrainer):
             self.accelerator.state.fsdp_plugin.mixed_precision_policy = MixedPrecisionPolicy(
                 param_dtype=DTYPES[runtime.precision], reduce_dtype=torch.float32
             )
+        if self.accelerator.ddp_handler is not None:
+            # Gradients lie where they are sent from, instead of being copied there.
+            self.accelerator.ddp_handler.gradient_as_bucket_view = True
         drift = DriftCheck(model, runtime, settings.drift_check_steps)
         if drift.skipped and runtime.ranks.is_main:
             print(f"drift_check_steps is ignored: with {drift.skipped} each rank holds its own part of the weights.")
@@ -140,12 +144,24 @@ class DDPTrainer(ResumableTrainer):
         self.stragglers = Stragglers()
         self.peak_before_steps = 0
 
+    def fit(self) -> Chosen:
+        """Find out what fits and train like that (see fit.py); every rank calls this, before the first step."""
+        chosen = choose(self)
+        self.recompute.use(chosen.kind)
+        self.plan = with_micro_batch(self.plan, chosen.per_device)
+        self.args.per_device_train_batch_size = self.plan.per_device
+        self.args.gradient_accumulation_steps = self.plan.accumulation
+        self._train_batch_size = self.args.train_batch_size
+        self.checkpoints.facts |= batch_facts(self.plan)
+        return chosen
+
     # ---- rows: upstream shuffles with the global RNG and sees some rows twice to even out the ranks ----
 
     def get_train_dataloader(self) -> DataLoader:
         """This rank's micro-batches; streamed ones are dealt already, so accelerate does not shard them again."""
-        if self.streamed is None:
+        if self.windows is None:
             return super().get_train_dataloader()
+        self.streamed = streamed_steps(self.settings, self.runtime, self.plan, self.train_rows.packing, self.windows)
 
         def collate(units: list[Unit] | None) -> dict[str, Any] | None:
             return None if units is None else self.data_collator(units)
@@ -184,6 +200,7 @@ class DDPTrainer(ResumableTrainer):
         reading = self.streamed.waited() if self.streamed else time.perf_counter() - began
         divisor = step_divisor(batches, self.args.world_size, self._sum_over_ranks)
         self.meter.own_time.start(reading, len(batches))
+        self.remember(batches, divisor)
         return batches, divisor
 
     def _sum_over_ranks(self, count: Tensor) -> Tensor:
@@ -192,23 +209,26 @@ class DDPTrainer(ResumableTrainer):
     def compute_loss(
         self, model: Any, inputs: dict[str, Tensor], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
+        """`micro_batch_loss`, counted in the meter while training."""
+        loss, divisor = self.micro_batch_loss(model, inputs, num_items_in_batch), num_items_in_batch
+        # Not model.training: DeepSpeed's engine says that it trains while it evaluates.
+        if torch.is_grad_enabled():
+            self.in_backward = True
+            self.meter.own_time.forward_done()
+            self.meter.add(loss * divisor, supervised_tokens(inputs["labels"]), real_tokens(inputs))
+        return (loss, None) if return_outputs else loss
+
+    def micro_batch_loss(self, model: Any, inputs: dict[str, Tensor], divisor: Tensor) -> Tensor:
         """Summed token losses of a micro-batch / divisor; TRL's per-batch metrics, which wait for the device, are left out."""
-        labels, divisor = inputs["labels"], num_items_in_batch
         if not self.model_divides:
             logits = model(
                 **{name: value for name, value in inputs.items() if name != "labels"}, use_cache=False
             ).logits
-            loss = logits_to_step_loss(logits, labels, divisor)
-        elif self.runtime.backend == "unsloth":
+            return logits_to_step_loss(logits, inputs["labels"], divisor)
+        if self.runtime.backend == "unsloth":
             # Unsloth's own compute_loss prepares inputs for some models and hands the divisor to its fused loss.
-            loss = super().compute_loss(model, dict(inputs), num_items_in_batch=divisor)
-        else:
-            loss = self._transformers_loss(model, inputs, divisor)
-        # Not model.training: DeepSpeed's engine says that it trains while it evaluates.
-        if torch.is_grad_enabled():
-            self.meter.own_time.forward_done()
-            self.meter.add(loss * divisor, supervised_tokens(labels), real_tokens(inputs))
-        return (loss, None) if return_outputs else loss
+            return super().compute_loss(model, dict(inputs), num_items_in_batch=divisor)
+        return self._transformers_loss(model, inputs, divisor)
 
     def _transformers_loss(self, model: Any, inputs: dict[str, Tensor], divisor: Tensor) -> Tensor:
         extra: dict[str, Any] = {"use_cache": False, "num_items_in_batch": divisor}
@@ -282,8 +302,10 @@ class DDPTrainer(ResumableTrainer):
                 print(describe_straggler(place, rank, pace, self.stragglers.intervals), flush=True)
 
     def _collect(self) -> dict[str, float]:
-        self.meter.totals = self.totals
-        return self.meter.collect()
+        self.meter.totals, self.meter.level = self.totals, self.recompute.level
+        metrics = self.meter.collect()
+        self.follow(self.meter.levels)
+        return metrics
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
         prepared = super()._prepare_for_training(*args, **kwargs)
@@ -314,6 +336,7 @@ class DDPTrainer(ResumableTrainer):
             self.runtime,
             self.plan,
             self.train_rows,
+            self.recompute.kind,
             self.totals,
             self.state.global_step,
             self.peak_before_steps,

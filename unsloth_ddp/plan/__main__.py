@@ -65,7 +65,7 @@ def plan(argv: list[str]) -> None:
     # Imported here, so that a mistake in the options is told before the seconds that torch takes to load.
     from unsloth_ddp.plan import report
     from unsloth_ddp.plan.calibration import Calibration, load_calibration, measure_run, save_calibration
-    from unsloth_ddp.plan.compute import Hardware, make_plan
+    from unsloth_ddp.plan.compute import Hardware, make_plan, rows_are_packed
     from unsloth_ddp.plan.rows import row_lengths
     from unsloth_ddp.plan.shape import model_shape
 
@@ -74,8 +74,7 @@ def plan(argv: list[str]) -> None:
     hardware = Hardware(given.nodes, given.gpus_per_node, networks, inside, gpu_memory)
     shape = model_shape(settings)
     rows = row_lengths(settings)
-    # Whether there is a kernel that makes packing worth while is seen on the GPUs only.
-    batch, packing, _ = plan_step(request, rows.lengths, Choice(settings.packing == "on", "as planned"))
+    batch, packing, _ = plan_step(request, rows.lengths, Choice(rows_are_packed(settings), "as planned"))
     rows = rows.packed(packing)
     if given.calibrate:
         found = [measure_run(run, shape.flops_a_token(settings.method), rows.mean) for run in given.calibrate]

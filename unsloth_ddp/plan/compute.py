@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Literal, get_args
 
 from unsloth_ddp.batch import BatchPlan
 from unsloth_ddp.plan.calibration import Calibration, Speed, Wanted, expected_speed, kind_of_rows
-from unsloth_ddp.plan.memory import Memory, Method, Workload, exists, fits, optimizer_bytes, plan_memory
+from unsloth_ddp.plan.memory import (
+    KINDS,
+    Checkpointing,
+    Memory,
+    Method,
+    Workload,
+    exists,
+    fits,
+    optimizer_bytes,
+    plan_memory,
+)
 from unsloth_ddp.plan.network import Links, Step, all_reduce_seconds, balance, efficiency, gpu_counts
 from unsloth_ddp.plan.rows import RowLengths, in_order, largest_micro_batch
 from unsloth_ddp.plan.shape import ModelShape
@@ -39,6 +50,7 @@ class MemoryRow:
 
     method: Method
     sharding: Sharding
+    checkpointing: Checkpointing
     memory: Memory
     verdict: str
 
@@ -89,14 +101,44 @@ def backend_of(settings: Settings) -> Literal["unsloth", "transformers"]:
     return "transformers" if settings.backend == "transformers" else "unsloth"
 
 
-def wanted_speed(settings: Settings, shape: ModelShape, rows: RowLengths, batch: BatchPlan) -> Wanted:
+def rows_are_packed(settings: Settings) -> bool:
+    """Whether a GPU of compute capability 8 or more would train on packs."""
+    may = backend_of(settings) == "unsloth" and precision_of(settings) != "fp32"
+    return settings.packing == "on" or (settings.packing == "auto" and may)
+
+
+def memory_row(
+    settings: Settings,
+    shape: ModelShape,
+    method: Method,
+    sharding: Sharding,
+    work: Workload,
+    gpu_memory: float | None,
+) -> MemoryRow:
+    """What a GPU then holds; gradient_checkpointing auto is the first kind that fits, as in a run (see recompute.py)."""
+    kinds: tuple[Checkpointing, ...] = KINDS if backend_of(settings) == "unsloth" else KINDS[:2]
+    if settings.gradient_checkpointing != "auto":
+        kinds = (settings.gradient_checkpointing,)
+    elif sharding != "none":
+        kinds = ("torch",)
+    for kind in kinds:
+        found = plan_memory(shape, method, sharding, dataclasses.replace(work, checkpointing=kind))
+        verdict = fits(found.total, gpu_memory) if gpu_memory else "-"
+        if verdict in ("fits", "-"):
+            break
+    return MemoryRow(method, sharding, kind, found, verdict)
+
+
+def wanted_speed(
+    settings: Settings, shape: ModelShape, rows: RowLengths, batch: BatchPlan, checkpointing: Checkpointing
+) -> Wanted:
     """The run in a calibration's terms."""
     return Wanted(
         method=settings.method,
         backend=backend_of(settings),
         precision=precision_of(settings),
-        gradient_checkpointing=settings.gradient_checkpointing,
-        rows=kind_of_rows(rows.mean, settings.max_length),
+        gradient_checkpointing=checkpointing,
+        rows="packed" if rows.unit == "packs" else kind_of_rows(rows.mean, settings.max_length),
         tokens_a_micro_batch=batch.per_device * rows.mean,
         flops_a_token=shape.flops_a_token(settings.method),
     )
@@ -125,7 +167,7 @@ def make_plan(
         precision=NUMBER_BYTES[precision_of(settings)],
         master=NUMBER_BYTES[settings.full_weights],
         optimizer=optimizer_bytes(settings.optim),
-        checkpointing=settings.gradient_checkpointing,
+        checkpointing="none",
         processes=hardware.processes,
         backend=backend_of(settings),
     )
@@ -133,13 +175,12 @@ def make_plan(
     for method in get_args(Method):
         for sharding in get_args(Sharding):
             if exists(method, sharding) and (sharding == "none" or hardware.processes > 1):
-                found = plan_memory(shape, method, sharding, work)
-                verdict = fits(found.total, hardware.gpu_memory) if hardware.gpu_memory else "-"
-                memory.append(MemoryRow(method, sharding, found, verdict))
-    wanted = wanted_speed(settings, shape, rows, batch)
+                memory.append(memory_row(settings, shape, method, sharding, work, hardware.gpu_memory))
+    kind = next(row.checkpointing for row in memory if (row.method, row.sharding) == (settings.method, "none"))
+    wanted = wanted_speed(settings, shape, rows, batch, kind)
     speed = expected_speed(calibration, wanted) if calibration else None
     gradients: dict[Method, float] = {m: gradient_bytes(shape, m, settings) for m in get_args(Method)}
-    share = shape.backward_share(settings.method, settings.gradient_checkpointing != "none")
+    share = shape.backward_share(settings.method, kind != "none")
     plan = Plan(batch, steps, tokens_a_step, tokens_a_step * steps, micro_batch, memory, gradients, speed, [])
     ordered = in_order(rows.lengths, settings.seed)
     for gpus in gpu_counts(hardware.gpus_per_node):

@@ -8,12 +8,15 @@ fragmentation come on top, which is what RESERVE is for.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from unsloth_ddp.plan.shape import ModelShape
 from unsloth_ddp.sharding import Sharding
 
 Method = Literal["lora", "qlora", "full"]
+Checkpointing = Literal["none", "torch", "unsloth"]
+# Ordered by what they cost.
+KINDS: tuple[Checkpointing, ...] = get_args(Checkpointing)
 
 # Two numbers in a byte; a one-byte scale a 64, those scaled again in fp32 a 256 (nf4, double quantization).
 BYTES_PACKED = 0.5 + 1 / 64 + 4 / (64 * 256)
@@ -43,7 +46,7 @@ class Workload:
     precision: int
     master: int
     optimizer: float
-    checkpointing: Literal["none", "torch", "unsloth"]
+    checkpointing: Checkpointing
     processes: int
     backend: Literal["unsloth", "transformers"] = "unsloth"
 

@@ -14,7 +14,7 @@ from rich.table import Table
 
 from unsloth_ddp.errors import UserError
 from unsloth_ddp.plan.calibration import TOO_FAR, Calibration
-from unsloth_ddp.plan.compute import Hardware, Plan, backend_of, precision_of
+from unsloth_ddp.plan.compute import Hardware, Plan, backend_of, precision_of, rows_are_packed
 from unsloth_ddp.plan.memory import RESERVE
 from unsloth_ddp.plan.network import GUIDE, GUIDE_GPUS_A_NODE, Links, all_reduce_seconds, ring_fit
 from unsloth_ddp.plan.rows import RowLengths
@@ -90,14 +90,15 @@ def _run_rows(report: Report) -> list[list[str]]:
 
 
 def _memory_table(settings: Settings, plan: Plan) -> Table:
-    columns = ["method", "sharding", "weights", "gradients", "optimizer", "copies", "activations", "loading", "at most"]
+    columns = ["method", "sharding", "recomputed", "weights", "gradients", "optimizer", "copies", "activations"]
+    columns += ["loading", "at most"]
     parts = ("weights", "gradients", "optimizer", "copies", "activations", "loading", "total")
     rows = []
     for one in plan.memory:
         amounts = [shown_bytes(getattr(one.memory, part)) for part in parts]
         chosen = "*" if one.method == settings.method and one.sharding == "none" else ""
-        rows.append([one.method + chosen, one.sharding, *amounts, one.verdict])
-    return _table([*columns, "verdict"], rows, left=2)
+        rows.append([one.method + chosen, one.sharding, one.checkpointing, *amounts, one.verdict])
+    return _table([*columns, "verdict"], rows, left=3)
 
 
 def _network_table(settings: Settings, hardware: Hardware, plan: Plan) -> Table:
@@ -173,7 +174,17 @@ def notes(report: Report) -> list[str]:
             f"that of micro-batches with {report.settings.max_length:,} tokens a {report.rows.unit.removesuffix('s')}."
         )
     if report.settings.packing == "auto":
-        said.append("packing auto is planned as padded rows; --packing on plans packs.")
+        packed = rows_are_packed(report.settings)
+        planned = "packed rows, which Unsloth's attention takes with flash-attn, xformers or torch 2.12 on"
+        said.append(f"packing auto is planned as {planned if packed else 'padded rows; --packing on plans packs'}.")
+    if report.settings.per_device_train_batch_size == "auto":
+        said.append("per_device_train_batch_size auto is planned as 1, since what fits is found out on the GPU.")
+    if report.settings.gradient_checkpointing == "auto":
+        said.append(
+            "gradient_checkpointing auto is planned as the first kind that fits"
+            + ("" if hardware.gpu_memory else ": none, because --gpu_memory is not given")
+            + "."
+        )
     others = [count for count in GUIDE if count > 4]
     ring = ring_fit(GUIDE[4], 4 // GUIDE_GPUS_A_NODE, [count // GUIDE_GPUS_A_NODE for count in others])
     fitted = ", ".join(f"{r:.0%} at {c} ({GUIDE[c]:.0%} there)" for r, c in zip(ring, others, strict=True))
@@ -192,6 +203,7 @@ def as_json(report: Report) -> dict[str, Any]:
         {
             "method": m.method,
             "sharding": m.sharding,
+            "gradient_checkpointing": m.checkpointing,
             "verdict": m.verdict,
             "total": m.memory.total,
             **dataclasses.asdict(m.memory),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -73,16 +72,6 @@ def in_order(lengths: np.ndarray, seed: int, epoch: int = 0) -> np.ndarray:
 
 
 def largest_micro_batch(rows: RowLengths, plan: BatchPlan, seed: int, steps: int) -> int:
-    """Most tokens of one micro-batch of a run, padding included; after a few epochs, the most there can be."""
-    seen = steps * plan.global_batch
-    epochs = math.ceil(steps / plan.steps_per_epoch(len(rows.lengths)))
-    if epochs > 3:
-        return plan.per_device * rows.longest
-    largest = 0
-    for epoch in range(epochs):
-        lengths = in_order(rows.lengths, seed, epoch)
-        if epoch == epochs - 1:
-            lengths = lengths[: seen - epoch * plan.steps_per_epoch(len(lengths)) * plan.global_batch]
-        padded = np.pad(lengths, (0, -len(lengths) % plan.per_device), constant_values=1)
-        largest = max(largest, int(padded.reshape(-1, plan.per_device).max(axis=1).max()) * plan.per_device)
-    return largest
+    """Most tokens of one micro-batch of a run, padding included: the longest rows of a step share one (batch.arrange)."""
+    seen = in_order(rows.lengths, seed)[: steps * plan.global_batch]
+    return plan.per_device * int(seen.max())

@@ -1,0 +1,172 @@
+"""What --gradient_checkpointing auto and --per_device_train_batch_size auto choose on GPUs of several sizes.
+
+    python benchmarks/fit_gpu.py --json benchmarks/results/fit_gpu.json
+
+Smaller GPUs are had by torch.cuda.set_per_process_memory_fraction: what a run holds beyond that is out of memory for
+it. Some runs are made smaller after the choice, so that a step in the middle runs out of memory; their weights are
+compared with those of the run that had enough. Qwen3-1.7B's shape, random weights, chats of log-normal length.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from benchmarks.common import ACCELERATE, REPO, losses, make_model, write_results
+from benchmarks.packing import make_rows
+
+OPTIONS = "--max_steps 6 --logging_steps 1 --save_strategy no --report_to none --seed 5 --warmup_steps 0"
+
+
+@dataclass
+class Case:
+    """A run on GPUs of so many GiB (None: all of it), from the start or from a step on."""
+
+    name: str
+    options: str
+    gib: float | None = None
+    from_step: int = 0
+    processes: int = 1
+    like: str | None = None
+
+
+CASES = [
+    Case("all", "--per_device_train_batch_size 4 --global_batch_size 64"),
+    Case("16_gib", "--per_device_train_batch_size 4 --global_batch_size 64", 16),
+    Case("10_gib", "--per_device_train_batch_size 4 --global_batch_size 64", 10, like="all"),
+    Case("7_gib", "--per_device_train_batch_size 4 --global_batch_size 64", 7, like="all"),
+    Case("4_gib", "--per_device_train_batch_size 4 --global_batch_size 64", 4),
+    Case("rows_all", "--per_device_train_batch_size auto --global_batch_size 256"),
+    Case("rows_20_gib", "--per_device_train_batch_size auto --global_batch_size 256", 20),
+    Case("rows_6_gib", "--per_device_train_batch_size auto --global_batch_size 256", 6),
+    Case("short_from_3", "--per_device_train_batch_size 4 --global_batch_size 64", 10, 3, like="all"),
+    Case("two", "--per_device_train_batch_size 2 --global_batch_size 64", processes=2),
+    Case("two_short_from_3", "--per_device_train_batch_size 2 --global_batch_size 64", 8, 3, 2, like="two"),
+    Case("padded", "--packing off --per_device_train_batch_size 8 --global_batch_size 64"),
+    Case(
+        "padded_short_from_3",
+        "--packing off --per_device_train_batch_size 8 --global_batch_size 64",
+        9,
+        3,
+        like="padded",
+    ),
+    Case("transformers_10_gib", "--backend transformers --packing off --global_batch_size 8", 10),
+    Case("full_auto", "--method full --per_device_train_batch_size auto --global_batch_size 64", 60),
+]
+
+
+def one(gib: float | None, from_step: int, argv: list[str]) -> None:
+    """train_ddp.py on a GPU of so many GiB."""
+    import torch
+
+    import train_ddp
+
+    def shrink() -> None:
+        device = int(os.environ.get("LOCAL_RANK", 0))
+        total = torch.cuda.mem_get_info(device)[1]
+        torch.cuda.set_per_process_memory_fraction(gib * 2**30 / total, device)
+
+    if gib and not from_step:
+        shrink()
+    if gib and from_step:
+        import_backend = train_ddp.import_backend
+
+        def import_and_shrink(runtime: Any, settings: Any) -> None:
+            import_backend(runtime, settings)
+            # Not before: Unsloth has to be imported ahead of the trainer.
+            from unsloth_ddp.retrying import RetryingTrainer
+
+            remember = RetryingTrainer.remember
+
+            def remember_and_shrink(self: Any, batches: Any, divisor: Any) -> None:
+                if self.state.global_step + 1 == from_step:
+                    torch.cuda.empty_cache()
+                    shrink()
+                remember(self, batches, divisor)
+
+            RetryingTrainer.remember = remember_and_shrink  # type: ignore[method-assign]
+
+        train_ddp.import_backend = import_and_shrink
+    sys.argv = ["train_ddp.py", *argv]
+    train_ddp.main()
+
+
+def run(case: Case, given: argparse.Namespace, gpu: str) -> dict[str, Any]:
+    """Launch one case; returns what it said and came to."""
+    base = f"--model {given.work}/{given.shape} --dataset {given.work}/rows.jsonl --max_length 2048 {OPTIONS}"
+    argv = f"{base} {case.options} --output_dir {given.work}/outputs --run_name {case.name} --overwrite".split()
+    command = [sys.executable] if case.processes == 1 else [*ACCELERATE, "--multi_gpu", "--main_process_port", "0"]
+    command += [] if case.processes == 1 else ["--num_processes", str(case.processes)]
+    command += [__file__, "one", "--gib", str(case.gib or 0), "--from_step", str(case.from_step), "--argv", *argv]
+    log, began = given.work / f"{case.name}.log", time.perf_counter()
+    with log.open("w") as file:
+        environ = {**os.environ, "CUDA_VISIBLE_DEVICES": gpu}
+        code = subprocess.call(command, cwd=REPO, env=environ, stdout=file, stderr=subprocess.STDOUT, timeout=240)
+    text, folder = log.read_text(), given.work / "outputs" / case.name
+    result: dict[str, Any] = {"name": case.name, "options": case.options, "gib": case.gib, "from_step": case.from_step}
+    result |= {"processes": case.processes, "exit_code": code, "seconds": round(time.perf_counter() - began, 1)}
+    words = (" gradient", " packing", " global batch", "Out of memory", "train_ddp.py: error")
+    result["said"] = [" ".join(line.split()) for line in text.splitlines() if line.startswith(words)]
+    if code:
+        return {**result, "log": text[-1500:]}
+    summary = json.loads((folder / "summary.json").read_text())
+    kept = ("gradient_checkpointing", "per_device_train_batch_size", "gradient_accumulation_steps", "train_loss")
+    result |= {name: summary[name] for name in (*kept, "peak_memory_bytes", "versions")}
+    return {**result, "losses": losses(folder)}
+
+
+def compare(results: list[dict[str, Any]], work: Path) -> None:
+    """The weights of a run against those of the run that had enough memory, as the relative difference of lora_B."""
+    import torch
+    from safetensors.torch import load_file
+
+    def update(name: str) -> Any:
+        saved = load_file(work / "outputs" / name / "adapter_model.safetensors")
+        return torch.cat([saved[key].double().flatten() for key in sorted(saved) if "lora_B" in key])
+
+    good = {result["name"] for result in results if result["exit_code"] == 0}
+    for case, result in zip(CASES, results, strict=False):
+        if case.like and {case.name, case.like} <= good:
+            reference = update(case.like)
+            result["update_difference"] = ((update(case.name) - reference).norm() / reference.norm()).item()
+
+
+def main() -> None:
+    """All cases, those of one process on two GPUs at a time."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", nargs="?", choices=["all", "one"], default="all")
+    parser.add_argument("--work", type=Path, default=Path("/tmp/fit_gpu"))
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--shape", default="qwen3_1.7b")
+    parser.add_argument("--at_once", type=int, default=6)
+    parser.add_argument("--gib", type=float, default=0)
+    parser.add_argument("--from_step", type=int, default=0)
+    parser.add_argument("--argv", nargs=argparse.REMAINDER, default=[])
+    given = parser.parse_args()
+    if given.what == "one":
+        one(given.gib, given.from_step, given.argv)
+        return
+    given.work.mkdir(parents=True, exist_ok=True)
+    make_rows(given.work / "rows.jsonl", 2000, seed=4)
+    if not (given.work / given.shape / "config.json").is_file():
+        make_model(given.shape, given.work / given.shape).wait()
+    with ThreadPoolExecutor(max_workers=given.at_once) as pool:
+        gpus = ["0,1" if case.processes == 2 else str(number % 2) for number, case in enumerate(CASES)]
+        results = list(pool.map(lambda case, gpu: run(case, given, gpu), CASES, gpus))
+    compare(results, given.work)
+    for result in results:
+        print({key: value for key, value in result.items() if key not in ("losses", "versions")}, flush=True)
+    write_results(given.json, runs=results, VARLEN_SHIM=os.environ.get("VARLEN_SHIM"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,138 @@
+"""What fits: the search over kinds and sizes, and a step that is repeated where memory runs out."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from unsloth_ddp.batch import BatchPlan
+from unsloth_ddp.fit import ENOUGH_TOKENS, Try, divisors, search, with_micro_batch
+from unsloth_ddp.recompute import kinds_here
+from unsloth_ddp.runtime import Ranks, Runtime
+from unsloth_ddp.settings import Settings
+
+KINDS = ("none", "torch", "unsloth")
+
+
+def searched(room: dict[str, int], sizes: list[int], tokens_a_row: int = 2048):
+    """The choice where each kind has room for so many rows, and what was tried."""
+    tried: list[tuple[str, int]] = []
+
+    def fits(kind: str, size: int) -> bool:
+        tried.append((kind, size))
+        return size <= room[kind]
+
+    return search(KINDS, sizes, lambda size: size * tokens_a_row, fits), tried
+
+
+def test_one_size_takes_the_first_kind_that_fits():
+    assert searched({"none": 4, "torch": 8, "unsloth": 8}, [4]) == (("none", 4), [("none", 4)])
+    assert searched({"none": 3, "torch": 8, "unsloth": 8}, [4]) == (("torch", 4), [("none", 4), ("torch", 4)])
+    assert searched({"none": 0, "torch": 0, "unsloth": 3}, [4])[0] is None
+
+
+def test_sizes_are_searched_for_the_most_rows_that_fit():
+    found, tried = searched({"none": 9, "torch": 99, "unsloth": 99}, [1, 2, 4, 8, 16, 32, 64])
+    assert found == ("none", 8)
+    assert len(tried) == 3
+    assert searched({"none": 64, "torch": 99, "unsloth": 99}, [1, 2, 4, 8, 16, 32, 64])[0] == ("none", 64)
+
+
+def test_more_is_recomputed_only_where_too_few_tokens_fit_otherwise():
+    # Two rows of 2048 keep a GPU busy; two of 100 do not, and recomputing lets 32 of them in.
+    room = {"none": 2, "torch": 32, "unsloth": 64}
+    assert searched(room, [1, 2, 32, 64], ENOUGH_TOKENS // 2)[0] == ("none", 2)
+    assert searched(room, [1, 2, 32, 64], 200)[0] == ("torch", 32)
+    # Where no kind has enough, the most tokens, and of two alike the cheaper kind.
+    assert searched({"none": 2, "torch": 4, "unsloth": 4}, [1, 2, 4, 64], 100)[0] == ("torch", 4)
+    # The whole step at once is enough, however few tokens it has.
+    assert searched(room, [1, 2], 1)[0] == ("none", 2)
+
+
+def test_a_try_has_to_leave_room():
+    assert Try(90, 100).fits
+    assert not Try(95, 100).fits
+    assert not Try(None, 100).fits
+
+
+def test_another_micro_batch_keeps_the_global_batch():
+    plan = BatchPlan(2, 12, 4)
+    assert divisors(24) == [1, 2, 3, 4, 6, 8, 12, 24]
+    assert [with_micro_batch(plan, n).global_batch for n in divisors(24)] == [96] * 8
+
+
+@pytest.mark.parametrize(
+    ("asked", "backend", "sharding", "kinds"),
+    [
+        ("auto", "unsloth", "none", KINDS),
+        ("auto", "transformers", "none", KINDS[:2]),
+        ("auto", "unsloth", "zero2", ("torch",)),
+        ("none", "unsloth", "none", ("none",)),
+    ],
+)
+def test_what_is_asked_for_is_not_changed(asked, backend, sharding, kinds):
+    runtime = Runtime(Ranks(), backend, "cuda", "bf16", "H200", sharding)
+    assert kinds_here(runtime, Settings(model="m", gradient_checkpointing=asked)) == kinds
+
+
+# ---- memory that runs out in a step ----
+
+
+def short_of_memory(argv: list[str], folder: str, rank: int, step: int, where: str) -> None:
+    """train_ddp.py, whose given rank has too little memory for this step unless activations are recomputed."""
+    import os
+    import sys
+
+    from unsloth_ddp import trainer
+
+    os.chdir(folder)
+    loss_of = trainer.DDPTrainer.micro_batch_loss
+    fails = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB.")
+
+    class Failing(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, loss):
+            return loss.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            raise fails
+
+    def micro_batch_loss(self, model, inputs, divisor):
+        loss = loss_of(self, model, inputs, divisor)
+        here = torch.is_grad_enabled() and self.runtime.ranks.rank == rank and self.state.global_step + 1 == step
+        # The second micro-batch, so that gradients of the first are there.
+        if here and self.recompute.kind == "none" and self.step_start.done == 1:
+            if where == "forward":
+                raise fails
+            return Failing.apply(loss)
+        return loss
+
+    trainer.DDPTrainer.micro_batch_loss = micro_batch_loss
+    sys.argv = ["train_ddp.py", *argv]
+    import train_ddp
+
+    train_ddp.main()
+
+
+OPTIONS = "--gradient_checkpointing auto --lora_dropout 0.1 --max_steps 4 --logging_steps 1 --save_strategy no"
+
+
+@pytest.mark.parametrize(("ranks", "where"), [(1, "backward"), (2, "forward"), (2, "backward")])
+def test_a_step_that_does_not_fit_is_repeated_with_recomputing(job, place, ranks, where):
+    options = f"{OPTIONS} --global_batch_size {4 * ranks}"
+    name = f"fit-{ranks}-{where}"
+    job(options, f"{name}-whole", ranks)
+    result = job(options, name, ranks, target=short_of_memory, args=(ranks - 1, 2, where))
+    said = [line for line in result.output.splitlines() if line.startswith("Out of memory")]
+    assert len(said) == 1, result.output
+    assert "by step 2; the step was repeated with gradient checkpointing torch" in said[0]
+    whole, short = (load_file(place / "outputs" / n / "adapter_model.safetensors") for n in (f"{name}-whole", name))
+    assert all(torch.equal(whole[key], short[key]) for key in whole)
+    summaries = [json.loads((place / "outputs" / n / "summary.json").read_text()) for n in (f"{name}-whole", name)]
+    for key in ("train_loss", "tokens", "supervised_tokens"):
+        assert summaries[0][key] == summaries[1][key], key
+    assert [s["gradient_checkpointing"] for s in summaries] == ["none", "torch"]

@@ -1,0 +1,216 @@
+"""What fits on the GPUs, found out by trying: whether activations are recomputed, and how many rows go at once.
+
+A try is one forward and backward pass over the largest micro-batch that the run can have. All ranks try the same, and
+what does not fit on one of them is not taken. Nothing of a try is left behind: gradients, random numbers and memory
+are as before, the optimizer is not there yet, and Unsloth drops what it compiled when training begins.
+"""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate.utils.memory import should_reduce_batch_size
+
+from unsloth_ddp.batch import BatchPlan
+from unsloth_ddp.data import TokenizedRows, join_rows
+from unsloth_ddp.errors import UserError
+from unsloth_ddp.plan.memory import optimizer_bytes
+from unsloth_ddp.runtime import Runtime
+from unsloth_ddp.settings import Settings
+
+# Left free on every GPU: NCCL's buffers, fragmentation, evaluation.
+HEADROOM = 0.08
+# With so many tokens at once a GPU is busy, and recomputing to get more of them costs more than it brings.
+ENOUGH_TOKENS = 4096
+# On a CPU nothing is tried; rows of like length share a micro-batch of at most so many.
+CPU_ROWS = 8
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """The kind of gradient checkpointing, rows (packs) in a micro-batch, and why."""
+
+    kind: str
+    per_device: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class Try:
+    """What one try came to on one rank, in bytes; `needed` None where it ran out of memory."""
+
+    needed: int | None
+    room: int
+
+    @property
+    def fits(self) -> bool:
+        """Whether enough is left free."""
+        return self.needed is not None and self.needed <= (1 - HEADROOM) * self.room
+
+
+def divisors(number: int) -> list[int]:
+    """All divisors of `number`, ascending."""
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
+def search(
+    kinds: Sequence[str], sizes: Sequence[int], tokens: Callable[[int], int], fits: Callable[[str, int], bool]
+) -> tuple[str, int] | None:
+    """The first kind with which enough tokens fit at once, and the most rows that do; None where nothing fits.
+
+    Args:
+        kinds: cheapest first.
+        sizes: rows that a micro-batch may have, ascending.
+        tokens: of the largest micro-batch of so many rows.
+        fits: whether a kind and a size do; what fits with more rows is taken to fit with fewer.
+    """
+    best: tuple[str, int] | None = None
+    for kind in kinds:
+        below, above = 0, len(sizes)
+        while below < above:
+            middle = (below + above) // 2
+            if fits(kind, sizes[middle]):
+                below = middle + 1
+            else:
+                above = middle
+        if not below:
+            continue
+        size = sizes[below - 1]
+        if size == sizes[-1] or tokens(size) >= ENOUGH_TOKENS:
+            return kind, size
+        if best is None or tokens(size) > tokens(best[1]):
+            best = kind, size
+    return best
+
+
+def sizes_of(settings: Settings, plan: BatchPlan) -> list[int]:
+    """The micro-batches that may be chosen from: all that leave the global batch what it is, or the one given."""
+    if settings.per_device_train_batch_size == "auto":
+        return divisors(plan.per_device * plan.accumulation)
+    return [plan.per_device]
+
+
+def with_micro_batch(plan: BatchPlan, per_device: int) -> BatchPlan:
+    """The plan of the same global batch with another micro-batch."""
+    return BatchPlan(per_device, plan.per_device * plan.accumulation // per_device, plan.processes)
+
+
+def choose(trainer: Any) -> Chosen:
+    """How a run goes about its micro-batches, the same on every rank (see recompute.kinds_here).
+
+    Raises:
+        UserError: the smallest micro-batch does not fit with any kind.
+    """
+    settings, runtime, plan = trainer.settings, trainer.runtime, trainer.plan
+    kinds, sizes = trainer.recompute.kinds, sizes_of(settings, plan)
+    if settings.gradient_checkpointing != "auto" and len(sizes) == 1:
+        return Chosen(kinds[0], sizes[0], "as asked")
+    if runtime.device_type == "cpu":
+        most = max(size for size in sizes if size <= CPU_ROWS or size == sizes[0])
+        return Chosen(kinds[0], most, "a CPU's memory is not tried")
+    if runtime.sharding != "none":
+        if len(sizes) > 1:
+            raise UserError(
+                f"per_device_train_batch_size auto cannot be tried with sharding {runtime.sharding}, where a rank out of "
+                "memory leaves the others waiting; give a number."
+            )
+        return Chosen(kinds[0], sizes[0], f"nothing is tried with sharding {runtime.sharding}")
+    return _choose_by_trying(trainer, kinds, sizes)
+
+
+def _choose_by_trying(trainer: Any, kinds: Sequence[str], sizes: Sequence[int]) -> Chosen:
+    runtime: Runtime = trainer.runtime
+    tries: dict[tuple[str, int], list[Try]] = {}
+
+    def fits(kind: str, size: int) -> bool:
+        trainer.recompute.use(kind)
+        tries[kind, size] = runtime.gather(attempt(trainer, size))
+        return all(one.fits for one in tries[kind, size])
+
+    # Unsloth says, when training begins, that it drops what a try compiled.
+    warnings.filterwarnings("ignore", message="Unsloth: detected a manual forward")
+    found = search(kinds, sizes, lambda size: largest_tokens(trainer, size), fits)
+    # Without room to spare is better than not at all.
+    kind, size = found or (kinds[-1], sizes[0])
+    worst = max(tries[kind, size], key=lambda one: float("inf") if one.needed is None else one.needed / one.room)
+    what = f"{size} x {largest_tokens(trainer, 1):,} tokens"
+    if worst.needed is None:
+        raise UserError(
+            f"A micro-batch of the longest rows ({what}) does not fit into the {worst.room / 2**30:.0f} GiB that are free "
+            f"on a GPU, gradient checkpointing {kind} included; lower --per_device_train_batch_size or --max_length, "
+            "take --method qlora, or share the model out with accelerate_configs/fsdp2.yaml."
+        )
+    reason = f"a step with {what} at once takes {worst.needed / 2**30:.1f} of {worst.room / 2**30:.1f} GiB"
+    return Chosen(kind, size, reason if found else f"{reason}, which is tight")
+
+
+def largest_tokens(trainer: Any, size: int) -> int:
+    """Tokens of the largest micro-batch of `size` rows (packs) that any order of the data can give, padding included."""
+    if trainer.train_rows.streamed:
+        return size * trainer.settings.max_length
+    lengths = np.sort(trainer.train_rows.lengths()[:-1])[::-1][:size]
+    return int(lengths.sum() if trainer.train_rows.packing is not None else len(lengths) * lengths[0])
+
+
+def largest(rows: TokenizedRows, size: int, max_length: int) -> list[dict[str, np.ndarray]]:
+    """The `size` longest rows (packs); of streamed rows, which are not known yet, as many of `max_length`."""
+    longest = np.argsort(-rows.lengths()[:-1], kind="stable")[:size]
+    if not rows.streamed:
+        return [rows.examples[int(index)] for index in longest]
+    row = {name: np.resize(rows.examples[int(longest[0])][name], max_length) for name in ("input_ids", "labels")}
+    return [row if rows.packing is None else join_rows([row["input_ids"]], [row["labels"]])] * size
+
+
+def attempt(trainer: Any, size: int) -> Try:
+    """One forward and backward pass over the largest micro-batch of `size` rows, as it will be in a step.
+
+    The gradients of earlier micro-batches (which are also what DDP sends) are there before, and what the optimizer
+    will keep is counted.
+    """
+    device = trainer.args.device
+    batch = trainer.data_collator(largest(trainer.train_rows, size, trainer.settings.max_length))
+    batch = {name: value.to(device) if torch.is_tensor(value) else value for name, value in batch.items()}
+    trained = [p for p in trainer.model.parameters() if p.requires_grad]
+    states = sum(p.numel() for p in trained) * optimizer_bytes(trainer.settings.optim)
+    _release()
+    free, total = torch.cuda.mem_get_info(device)
+    allowed = int(torch.cuda.get_per_process_memory_fraction(device) * total)
+    room = min(free + torch.cuda.memory_reserved(device), allowed)
+    torch.cuda.reset_peak_memory_stats(device)
+    fitted = _passes(trainer, batch, trained)
+    peak = torch.cuda.max_memory_allocated(device)
+    _release()
+    return Try(int(peak + states) if fitted else None, room)
+
+
+def _passes(trainer: Any, batch: dict[str, Any], trained: list[torch.nn.Parameter]) -> bool:
+    """Whether the memory was enough; random numbers and gradients are left as they were."""
+    was_training = trainer.model.training
+    trainer.model.train()
+    with torch.random.fork_rng(devices=[trainer.args.device]):
+        try:
+            for parameter in trained:
+                parameter.grad = torch.zeros_like(parameter)
+            with trainer.accelerator.autocast():
+                trainer.micro_batch_loss(trainer.model, batch, torch.ones((), device=trainer.args.device)).backward()
+            torch.cuda.synchronize(trainer.args.device)
+            return True
+        except RuntimeError as error:
+            if not should_reduce_batch_size(error):
+                raise
+            return False
+        finally:
+            for parameter in trained:
+                parameter.grad = None
+            trainer.model.train(was_training)
+
+
+def _release() -> None:
+    gc.collect()
+    torch.cuda.empty_cache()

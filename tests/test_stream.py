@@ -268,7 +268,7 @@ def logged(folder: Path, name: str) -> list[float]:
 def prepared(job, place, uneven_rows) -> tuple[Path, Path]:
     """A run that is not streamed, and a file with the rows in the order that it trained them in."""
     folder = place / "outputs" / "prepared"
-    job("--global_batch_size 4 --max_steps 3 --logging_steps 1 --save_strategy no --seed 42", "prepared")
+    job("--global_batch_size 4 --max_steps 3 --logging_steps 1 --save_strategy no --seed 42 --packing off", "prepared")
     lines = uneven_rows.read_text().splitlines()
     order = RowOrder(len(lines), 1, SEED).indices()
     ordered = place / "ordered.jsonl"

@@ -167,9 +167,7 @@ class DDPTrainer(RetryingTrainer):
             return None if units is None else self.data_collator(units)
 
         pinned = self.args.dataloader_pin_memory
-        return DataLoader(
-            self.streamed, batch_size=None, collate_fn=collate, pin_memory=pinned, generator=torch.Generator()
-        )
+        return DataLoader(self.streamed, batch_size=None, collate_fn=collate, pin_memory=pinned)
 
     def _get_train_sampler(self, train_dataset: Any = None) -> BalancedOrder:
         rows = self.train_rows

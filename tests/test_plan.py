@@ -282,7 +282,9 @@ def test_the_largest_micro_batch_is_that_of_the_run():
 def test_the_first_rows_of_a_stream_stand_for_all(demo_shape, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("unsloth_ddp.data.STREAM_HEAD", 20)
     json_file = tmp_path / "plan.json"
-    command.main(["--streaming", "--packing", "off", "--max_steps", "50", "--max_length", "64", "--json", str(json_file)])
+    command.main(
+        ["--streaming", "--packing", "off", "--max_steps", "50", "--max_length", "64", "--json", str(json_file)]
+    )
     printed = capsys.readouterr().out
     made = json.loads(json_file.read_text())
     assert (made["rows"]["rows"], made["rows"]["streamed"], made["plan"]["steps"]) == (20, True, 50)

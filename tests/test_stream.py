@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy as np
 import psutil
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from safetensors.torch import load_file
 from torch.utils.data import DataLoader
@@ -298,13 +300,18 @@ def test_streamed_rows_take_the_steps_of_prepared_ones(job, place, tiny_model, p
     assert difference < 1e-4
 
 
-def test_packs_of_streamed_rows_are_the_same_on_two_ranks(stream, uneven_rows):
+def test_packs_of_streamed_rows_are_the_same_on_two_ranks(stream, place):
+    """Rows of a folder of Parquet files, too."""
+    (place / "shards").mkdir()
+    for number, rows in enumerate((demo_rows()[:5], demo_rows()[5:9])):
+        pq.write_table(pa.Table.from_pylist(rows), place / "shards" / f"{number}.parquet")
     options = (
-        "--streaming --shuffle_buffer 6 --packing on --global_batch_size 2 --max_steps 6 --logging_steps 1 --optim sgd"
+        f"--dataset {place}/shards --streaming --shuffle_buffer 6 --packing on --global_batch_size 2 --max_steps 6 "
+        "--logging_steps 1 --optim sgd"
     )
     one, printed = stream(f"{options} --learning_rate 1.0 --save_strategy no", "packs-1")
     two, _ = stream(f"{options} --learning_rate 1.0 --save_strategy no", "packs-2", ranks=2)
-    assert "packs of up to 64 tokens" in printed
+    assert "packs of up to 64 tokens" in printed and "The stream holds 22 rows" in printed
     assert logged(one, "num_tokens") == logged(two, "num_tokens")
     assert logged(one, "loss") == pytest.approx(logged(two, "loss"), rel=TOLERANCE)
     summary = json.loads((two / "summary.json").read_text())

@@ -25,7 +25,7 @@ class SavedTotals(TrainerCallback, ExportableState):
         self,
         totals: dict[str, Any] | None = None,
         pending: list[list[float]] | None = None,
-        stream: dict[str, int] | None = None,
+        stream: dict[str, Any] | None = None,
     ) -> None:
         self.totals = Totals(**(totals or {}))
         self.pending = pending

@@ -19,10 +19,11 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
+import xxhash
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from unsloth_ddp.batch import BatchPlan, arrange
@@ -47,26 +48,41 @@ WINDOWS_AHEAD = 2
 
 @dataclass(frozen=True)
 class Position:
-    """Where a step ends: `used` units into the window that begins at row `row` of epoch `epoch`."""
+    """Where a step ends: `used` units into the window that begins at row `row` of epoch `epoch`.
+
+    `seen` is a checksum of the rows of that epoch before the window, in the order that they are trained in.
+    """
 
     epoch: int = 0
     row: int = 0
+    seen: int | None = None
     used: int = 0
+
+
+class Placed(NamedTuple):
+    """A row with its epoch, its number in it, and the checksum of the rows of that epoch before it."""
+
+    epoch: int
+    number: int
+    seen: int
+    row: Row
 
 
 @dataclass(frozen=True)
 class Window:
-    """Rows that follow each other, tokenized, from row `row` of epoch `epoch` on; dropped rows are left out.
+    """Rows that follow each other, tokenized, from `start` on; dropped rows are left out.
 
     `problem` is what is wrong with the row after them, if anything. `ended` is the number of rows of the first epoch,
     if it ends within this window.
     """
 
-    epoch: int
-    row: int
+    start: Position
     rows: list[Unit]
     problem: str | None = None
     ended: int | None = None
+
+
+FIRST = Position()
 
 
 # ---- the order of the rows ----
@@ -93,21 +109,34 @@ def shuffled(rows: Iterable[T], size: int, seed: int, epoch: int) -> Iterator[T]
         yield buffer[drawn]
 
 
-def endless(
-    read: Callable[[], Iterable[T]], size: int, seed: int, start: tuple[int, int] = (0, 0)
-) -> Iterator[tuple[int, int, T]]:
-    """(epoch, number, row) of one epoch after the other, from row number `start[1]` of epoch `start[0]` on.
+def endless(read: Callable[[], Iterable[Row]], size: int, seed: int, start: Position = FIRST) -> Iterator[Placed]:
+    """The rows of one epoch after the other, from the first row of the window at `start` on.
 
     Raises:
-        UserError: there is nothing to read.
+        UserError: there is nothing to read, or the rows before `start` are not those that its checksum is of.
     """
-    for epoch in itertools.count(start[0]):
-        number = -1
+    for epoch in itertools.count(start.epoch):
+        skipped = start.row if epoch == start.epoch else 0
+        number, checksum = -1, xxhash.xxh3_64()
         for number, row in enumerate(shuffled(read(), size, seed, epoch)):
-            if (epoch, number) >= start:
-                yield epoch, number, row
+            seen = checksum.intdigest()
+            checksum.update(repr(row.columns).encode(errors="surrogatepass"))
+            if number == skipped:
+                _check_skipped(start, skipped, seen)
+            if number >= skipped:
+                yield Placed(epoch, number, seen, row)
+        if number < skipped:
+            _check_skipped(start, skipped, None)
         if number < 0:
             raise UserError("the streamed rows have come to an end: a pass over the sources found none; check them.")
+
+
+def _check_skipped(start: Position, skipped: int, seen: int | None) -> None:
+    if skipped and start.seen is not None and seen != start.seen:
+        raise UserError(
+            f"the first {skipped:,} streamed rows are not those that were trained before the checkpoint; bring the old "
+            "sources back, begin anew with another --run_name, or give --resume_anyway."
+        )
 
 
 # ---- reading and tokenizing, in worker processes of the main process ----
@@ -125,7 +154,7 @@ class Windows(IterableDataset[Window]):
         buffer: int,
         seed: int,
         drop: bool,
-        start: tuple[int, int] = (0, 0),
+        start: Position = FIRST,
     ) -> None:
         """`encode` gives `input_ids`, `labels` and whether a row is `overlong`; `drop` leaves out those that are."""
         self.read = read
@@ -140,14 +169,15 @@ class Windows(IterableDataset[Window]):
         worker = get_worker_info()
         turn, workers = (worker.id, worker.num_workers) if worker else (0, 1)
         rows = endless(self.read, self.buffer, self.seed, self.start)
-        before = self.start
+        before = (self.start.epoch, self.start.row)
         for number in itertools.count():
             taken, problem = _take(rows, self.size)
-            first = taken[0][:2] if taken else before
-            ended = _end_of_first_epoch([before, *(place[:2] for place in taken)])
-            before = taken[-1][:2] if taken else before
+            start = Position(*taken[0][:3]) if taken else self.start
+            places = [before, *((placed.epoch, placed.number) for placed in taken)]
+            before = places[-1]
             if number % workers == turn:
-                yield self._tokenized(Window(*first, rows=[], problem=problem, ended=ended), [row for *_, row in taken])
+                window = Window(start, [], problem, _end_of_first_epoch(places))
+                yield self._tokenized(window, [placed.row for placed in taken])
             if problem is not None:
                 return
 
@@ -217,7 +247,7 @@ class Steps:
         if self.keep_order:
             order = np.argsort(packing.rows[packing.starts[:-1]])
         else:
-            order = np.random.default_rng([self.seed, window.epoch, window.row]).permutation(len(packing))
+            order = np.random.default_rng([self.seed, window.start.epoch, window.start.row]).permutation(len(packing))
         packs = [[window.rows[i] for i in packing.members(pack)] for pack in order]
         return [join_rows([row["input_ids"] for row in pack], [row["labels"] for row in pack]) for pack in packs]
 
@@ -236,7 +266,7 @@ class Steps:
                     continue
                 step.append(unit)
                 if len(step) == self.plan.global_batch:
-                    yield self._dealt(step), Position(window.epoch, window.row, number)
+                    yield self._dealt(step), dataclasses.replace(window.start, used=number)
                     step = []
             used = 0
             if window.problem is not None:
@@ -260,9 +290,9 @@ class StreamedSteps(IterableDataset[list[Unit] | None]):
         runtime: Runtime,
         steps: Steps,
         max_steps: int,
-        windows: Callable[[tuple[int, int]], Iterator[Window]],
+        windows: Callable[[Position], Iterator[Window]],
     ) -> None:
-        """`windows` gives the windows from (epoch, row) on; it is called in the main process only."""
+        """`windows` gives the windows from a position on; it is called in the main process only."""
         self.runtime = runtime
         self.steps = steps
         self.max_steps = max_steps
@@ -274,11 +304,11 @@ class StreamedSteps(IterableDataset[list[Unit] | None]):
     def __len__(self) -> int:
         return self.max_steps * self.steps.plan.accumulation
 
-    def go_on(self, step: int, position: dict[str, int] | None) -> None:
+    def go_on(self, step: int, position: dict[str, Any] | None) -> None:
         """Begin after `step` steps, the last of which ended at `position` (as `saved` it)."""
         self.done, self.position = step, Position(**(position or {}))
 
-    def saved(self) -> dict[str, int]:
+    def saved(self) -> dict[str, Any]:
         """The position, in the main process, as a checkpoint keeps it."""
         return dataclasses.asdict(self.position)
 
@@ -304,7 +334,7 @@ class StreamedSteps(IterableDataset[list[Unit] | None]):
                 "they are read again and skipped.",
                 flush=True,
             )
-        for window in self.windows((start.epoch, start.row)):
+        for window in self.windows(start):
             if window.ended is not None:
                 print(f"The stream holds {window.ended:,} rows; its second epoch begins.", flush=True)
             yield window
@@ -325,7 +355,11 @@ def streamed_steps(
         runtime,
         Steps(plan, capacity, settings.shuffle_buffer == 0, windows.seed),
         settings.max_steps,
-        lambda start: read_ahead(windows, start, settings.dataset_num_proc),
+        lambda start: read_ahead(
+            windows,
+            dataclasses.replace(start, seen=None) if settings.resume_anyway else start,
+            settings.dataset_num_proc,
+        ),
     )
 
 
@@ -350,8 +384,8 @@ def windows_of(settings: Settings, packing: Packing | None, tokenizer: Any, seed
     )
 
 
-def read_ahead(windows: Windows, start: tuple[int, int], workers: int) -> Iterator[Window]:
-    """The windows from (epoch, row) on, made by processes that are some windows ahead."""
+def read_ahead(windows: Windows, start: Position, workers: int) -> Iterator[Window]:
+    """The windows from `start` on, made by processes that are some windows ahead."""
     windows.start = start
     loader = DataLoader(
         windows,

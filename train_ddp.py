@@ -53,7 +53,7 @@ def train(settings: Settings, ranks: Ranks) -> int:
         data.read_examples(settings, runtime, node_folder)
         run_folder = output.choose_run_folder(settings, runtime)
         facts = checkpoint.run_facts(settings, runtime)
-        if settings.packing == "off":
+        if settings.packing == "off" or (settings.packing == "auto" and runtime.device_type == "cpu"):
             facts |= checkpoint.batch_facts(request.plan)
         start = checkpoint.choose(settings, runtime, run_folder, output.continues(settings, run_folder))
         if start:

@@ -42,9 +42,19 @@ def make_model(shape: str, folder: Path, environ: dict[str, str] | None = None) 
     return subprocess.Popen(command, cwd=REPO, env={**os.environ, **(environ or {})})
 
 
-def write_results(path: Path, **content: Any) -> None:
-    """Write what was measured, with the command and the GPUs, to `path`."""
+def gpu_names() -> list[str]:
+    """Name and driver of each GPU of this machine; empty without one."""
     query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
-    gpus = subprocess.run(query, capture_output=True, text=True).stdout.splitlines()
+    try:
+        return subprocess.run(query, capture_output=True, text=True).stdout.splitlines()
+    except OSError:
+        return []
+
+
+def write_results(path: Path, **content: Any) -> None:
+    """Write what was measured, with the command and the GPUs, to `path`; a file that is there is whole at any time."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"command": " ".join(sys.argv), "gpus": gpus, **content}, indent=2) + "\n")
+    text = json.dumps({"command": " ".join(sys.argv), "gpus": gpu_names(), **content}, indent=2) + "\n"
+    aside = path.with_name(f"{path.name}.part")
+    aside.write_text(text)
+    aside.replace(path)

@@ -22,9 +22,12 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.common import ACCELERATE, REPO, losses, make_model, write_results
-from benchmarks.packing import make_rows
+from benchmarks.rows import chat_rows, full_rows
 
 OPTIONS = "--max_steps 6 --logging_steps 1 --save_strategy no --report_to none --seed 5 --warmup_steps 0"
+LONG = (
+    "--dataset {work}/long.jsonl --max_length 8192 --packing off --per_device_train_batch_size 4 --global_batch_size 4"
+)
 
 
 @dataclass
@@ -41,7 +44,7 @@ class Case:
 
 CASES = [
     Case("all", "--per_device_train_batch_size 4 --global_batch_size 64"),
-    Case("16_gib", "--per_device_train_batch_size 4 --global_batch_size 64", 16),
+    Case("16_gib", "--per_device_train_batch_size 4 --global_batch_size 64", 16, like="all"),
     Case("10_gib", "--per_device_train_batch_size 4 --global_batch_size 64", 10, like="all"),
     Case("7_gib", "--per_device_train_batch_size 4 --global_batch_size 64", 7, like="all"),
     Case("4_gib", "--per_device_train_batch_size 4 --global_batch_size 64", 4),
@@ -59,6 +62,9 @@ CASES = [
         3,
         like="padded",
     ),
+    Case("long_30_gib", LONG, 30),
+    Case("long_12_gib", LONG, 12),
+    Case("long_9_gib", LONG, 9),
     Case("transformers_10_gib", "--backend transformers --packing off --global_batch_size 8", 10),
     Case("full_auto", "--method full --per_device_train_batch_size auto --global_batch_size 64", 60),
 ]
@@ -102,8 +108,10 @@ def one(gib: float | None, from_step: int, argv: list[str]) -> None:
 
 def run(case: Case, given: argparse.Namespace, gpu: str) -> dict[str, Any]:
     """Launch one case; returns what it said and came to."""
-    base = f"--model {given.work}/{given.shape} --dataset {given.work}/rows.jsonl --max_length 2048 {OPTIONS}"
-    argv = f"{base} {case.options} --output_dir {given.work}/outputs --run_name {case.name} --overwrite".split()
+    options = case.options.format(work=given.work)
+    if "--dataset" not in options:
+        options += f" --dataset {given.work}/rows.jsonl --max_length 2048"
+    argv = f"--model {given.work}/{given.shape} {OPTIONS} {options} --output_dir {given.work}/outputs --run_name {case.name} --overwrite".split()
     command = [sys.executable] if case.processes == 1 else [*ACCELERATE, "--multi_gpu", "--main_process_port", "0"]
     command += [] if case.processes == 1 else ["--num_processes", str(case.processes)]
     command += [__file__, "one", "--gib", str(case.gib or 0), "--from_step", str(case.from_step), "--argv", *argv]
@@ -114,7 +122,7 @@ def run(case: Case, given: argparse.Namespace, gpu: str) -> dict[str, Any]:
     text, folder = log.read_text(), given.work / "outputs" / case.name
     result: dict[str, Any] = {"name": case.name, "options": case.options, "gib": case.gib, "from_step": case.from_step}
     result |= {"processes": case.processes, "exit_code": code, "seconds": round(time.perf_counter() - began, 1)}
-    words = (" gradient", " packing", " global batch", "Out of memory", "train_ddp.py: error")
+    words = (" checkpointing", " packing", " global batch", "Out of memory", "train_ddp.py: error")
     result["said"] = [" ".join(line.split()) for line in text.splitlines() if line.startswith(words)]
     if code:
         return {**result, "log": text[-1500:]}
@@ -156,7 +164,8 @@ def main() -> None:
         one(given.gib, given.from_step, given.argv)
         return
     given.work.mkdir(parents=True, exist_ok=True)
-    make_rows(given.work / "rows.jsonl", 2000, seed=4)
+    chat_rows(given.work / "rows.jsonl", 2000, seed=4)
+    full_rows(given.work / "long.jsonl", 24, seed=4, tokens=8192)
     if not (given.work / given.shape / "config.json").is_file():
         make_model(given.shape, given.work / given.shape).wait()
     with ThreadPoolExecutor(max_workers=given.at_once) as pool:

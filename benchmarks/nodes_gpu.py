@@ -31,12 +31,12 @@ OPTIONS = f"--config recipes/demo.yaml --precision fp32 {STEPS}".replace(
 )
 
 
-def own_address() -> str:
-    """An IPv4 address of this machine that is not loopback."""
-    for addresses in psutil.net_if_addrs().values():
+def own_address() -> tuple[str, str]:
+    """An interface of this machine that is not loopback, and its IPv4 address."""
+    for interface, addresses in psutil.net_if_addrs().items():
         for address in addresses:
             if address.family == socket.AF_INET and not address.address.startswith("127."):
-                return address.address
+                return interface, address.address
     raise SystemExit("this machine has no address but loopback's")
 
 
@@ -44,6 +44,7 @@ def two_nodes(name: str, work: Path, port: int, arguments: list[str]) -> dict[st
     """node.sh on both halves; returns codes, seconds and what each said."""
     began = time.perf_counter()
     half = torch.cuda.device_count() // 2
+    interface, address = own_address()
     processes = []
     for node in (0, 1):
         environ = {
@@ -51,7 +52,10 @@ def two_nodes(name: str, work: Path, port: int, arguments: list[str]) -> dict[st
             "CUDA_VISIBLE_DEVICES": ",".join(str(half * node + gpu) for gpu in range(half)),
             "NNODES": "2",
             "NODE_RANK": str(node),
-            "MASTER_ADDR": own_address(),
+            "MASTER_ADDR": address,
+            # The machine's own name may lead to loopback.
+            "GLOO_SOCKET_IFNAME": interface,
+            "NCCL_SOCKET_IFNAME": interface,
             "MASTER_PORT": str(port),
             "GPUS_PER_NODE": str(half),
             "NCCL_HOSTID": f"node{node}",

@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import random
 import statistics
 import subprocess
 import sys
@@ -24,10 +23,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-REPO = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(REPO))
-TOKENS_A_PAIR = 22
-MEAN_LOG, SPREAD_LOG, LONGEST = 5.36, 0.8, 2048
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from benchmarks.common import REPO
+from benchmarks.rows import LONGEST, chat_rows
+
 STEP = "--optim sgd --learning_rate 0.1 --lr_scheduler_type constant --warmup_steps 0 --max_grad_norm 0 --max_steps 1"
 STEP += " --save_strategy no --report_to none --logging_steps 1 --seed 5 --lora_alpha 16"
 SPEED = "--save_strategy no --report_to none --logging_steps 2 --lora_alpha 16 --warmup_steps 0"
@@ -36,17 +35,6 @@ LOSS_TOLERANCE = {"fp32": 1e-5, "bf16": 5e-3}
 UPDATE_TOLERANCE = {"fp32": 1e-5, "bf16": 3e-2}
 # Rows that saw each other would be off by this much more than packed ones are.
 APART = 5
-
-
-def make_rows(path: Path, count: int, seed: int, longest: int = LONGEST) -> None:
-    """Chats whose lengths are log-normal, in pairs of a question and an answer."""
-    pairs = [json.loads(line)["messages"][:2] for line in (REPO / "demo/train.jsonl").read_text().splitlines()]
-    rng = random.Random(seed)
-    with path.open("w") as file:
-        for _ in range(count):
-            tokens = min(longest, rng.lognormvariate(MEAN_LOG, SPREAD_LOG))
-            chosen = rng.choices(pairs, k=max(1, round(tokens / TOKENS_A_PAIR)))
-            file.write(json.dumps({"messages": [message for pair in chosen for message in pair]}) + "\n")
 
 
 def make_model(shape: str, work: Path) -> Path:
@@ -147,7 +135,7 @@ def measure_losses(argv: list[str]) -> dict[str, Any]:
 def losses(given: argparse.Namespace) -> list[dict[str, Any]]:
     """Every backend and precision in a process of its own."""
     rows = given.work / "loss_rows.jsonl"
-    make_rows(rows, 16 if given.tiny else 64, seed=1, longest=200 if given.tiny else LONGEST)
+    chat_rows(rows, 16 if given.tiny else 64, seed=1, longest=200 if given.tiny else LONGEST)
     pairs = [("transformers", "fp32"), ("transformers", "bf16")]
     pairs += [] if given.tiny else [("unsloth", "fp32"), ("unsloth", "bf16")]
     results = []
@@ -209,7 +197,7 @@ def step(given: argparse.Namespace) -> list[dict[str, Any]]:
     """One step over all rows, padded in one process, against packed ones in every layout."""
     count = 24 if given.tiny else 48
     rows = given.work / "step_rows.jsonl"
-    make_rows(rows, count, seed=2, longest=200 if given.tiny else LONGEST)
+    chat_rows(rows, count, seed=2, longest=200 if given.tiny else LONGEST)
     base = f"--model {make_model(given.shape, given.work)} --dataset {rows} {STEP} --gradient_checkpointing none"
     base += f" --max_length {256 if given.tiny else LONGEST}"
     results = []
@@ -245,7 +233,7 @@ def results_of(results: list[dict[str, Any]], name: str) -> dict[str, Any]:
 def speed(given: argparse.Namespace) -> list[dict[str, Any]]:
     """Padded and packed runs in turn; the median of the lines after warm-up."""
     rows = given.work / "speed_rows.jsonl"
-    make_rows(rows, 200 if given.tiny else 6000, seed=3, longest=200 if given.tiny else LONGEST)
+    chat_rows(rows, 200 if given.tiny else 6000, seed=3, longest=200 if given.tiny else LONGEST)
     base = f"--model {make_model(given.shape, given.work)} --dataset {rows} {SPEED} --method {given.method}"
     base += f" --gradient_checkpointing {given.checkpointing} --max_length {256 if given.tiny else LONGEST}"
     base += f" --max_steps {given.steps} --backend {'transformers' if given.tiny else given.backend}"

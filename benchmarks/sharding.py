@@ -15,7 +15,6 @@ import argparse
 import json
 import os
 import queue
-import random
 import signal
 import statistics
 import subprocess
@@ -30,6 +29,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.common import REPO, launch_command, log_history, losses, make_model, reload, write_results
+from benchmarks.rows import full_rows
 
 LIMIT = 150
 CONFIGS = {"ddp": "ddp.yaml", "again": "ddp.yaml", "zero2": "zero2.yaml", "zero3": "zero3.yaml", "fsdp2": "fsdp2.yaml"}
@@ -133,18 +133,9 @@ def parity(work: Path, path: Path, processes: int, only: list[str]) -> None:
     write_results(path, processes=processes, runs=list(results.values()))
 
 
-def make_rows(path: Path, count: int) -> None:
-    """Chats that fill 2048 tokens, strung together from the demo's questions and answers."""
-    turns = [json.loads(line)["messages"][:2] for line in (REPO / "demo/train.jsonl").read_text().splitlines()]
-    rng = random.Random(0)
-    with path.open("w") as file:
-        for _ in range(count):
-            file.write(json.dumps({"messages": [m for pair in rng.choices(turns, k=150) for m in pair]}) + "\n")
-
-
 def cost(work: Path, path: Path, processes: int, only: list[str]) -> None:
     """Runs side by side only on GPUs of their own; the first three steps are not counted."""
-    make_rows(work / "rows.jsonl", 64)
+    full_rows(work / "rows.jsonl", 64, seed=0, tokens=2048)
     rows = f"--dataset {work}/rows.jsonl --max_length 2048 --per_device_train_batch_size 1 --global_batch_size {2 * processes}"
     rows += " --max_steps 8 --logging_steps 1 --save_strategy no --gradient_checkpointing torch --warmup_steps 0"
     jobs = []

@@ -20,6 +20,7 @@ from unsloth_ddp.plan import __main__ as command
 from unsloth_ddp.plan import calibration as calibrations
 from unsloth_ddp.plan import network
 from unsloth_ddp.plan.calibration import Calibration, Measurement, Wanted, expected_speed, load_calibration
+from unsloth_ddp.plan.compute import memory_row
 from unsloth_ddp.plan.memory import BYTES_PACKED, Workload, exists, fits, optimizer_bytes, plan_activations, plan_memory
 from unsloth_ddp.plan.network import Links, Step, all_reduce_seconds, balance, efficiency, exposed_seconds, gpu_counts
 from unsloth_ddp.plan.rows import RowLengths, in_order, largest_micro_batch, row_lengths
@@ -244,11 +245,12 @@ def test_a_calibration_with_a_figure_of_zero_is_refused(tmp_path):
         load_calibration(str(path))
 
 
-def finished_run(folder: Path, speeds: list[float]) -> Path:
+def finished_run(folder: Path, speeds: list[float], packed: bool = False) -> Path:
     folder.mkdir()
     summary = {
         "device": "NVIDIA X", "backend": "unsloth", "precision": "bf16", "per_device_train_batch_size": 2, "world_size": 2,
-        "settings": {"method": "lora", "gradient_checkpointing": "torch", "max_length": 1000},
+        "packing": packed, "gradient_checkpointing": "torch",
+        "settings": {"method": "lora", "gradient_checkpointing": "auto", "max_length": 1000},
     }  # fmt: skip
     (folder / "summary.json").write_text(json.dumps(summary))
     history = [{"loss": 1.0, "tokens_per_second": speed} for speed in speeds]
@@ -260,6 +262,9 @@ def test_a_finished_run_becomes_a_measurement(tmp_path):
     gpu, found = calibrations.measure_run(finished_run(tmp_path / "run", [1, 50, 100, 300, 200]), 1e9, mean_row=300)
     assert gpu == "NVIDIA X"
     assert (found.tokens_per_second_per_gpu, found.rows, found.tokens_a_micro_batch) == (100, "padded", 600)
+    assert found.gradient_checkpointing == "torch"
+    _, found = calibrations.measure_run(finished_run(tmp_path / "packed", [1, 50, 100, 300, 200], True), 1e9, 950)
+    assert found.rows == "packed"
     with pytest.raises(UserError, match="logged 1 usable speeds"):
         calibrations.measure_run(finished_run(tmp_path / "short", [1, 50, 100]), 1e9, 300)
     with pytest.raises(UserError, match="not the folder of a finished run"):
@@ -273,8 +278,7 @@ def test_the_largest_micro_batch_is_that_of_the_run():
     rows = RowLengths(np.array([1, 2, 3, 4, 5, 60]), supervised=1)
     plan = plan_batch(2, 1, 2, None)
     order = in_order(rows.lengths, seed=3)
-    padded = [max(order[i : i + 2]) * 2 for i in range(0, 6, 2)]
-    assert largest_micro_batch(rows, plan, 3, steps=1) == padded[0]
+    assert largest_micro_batch(rows, plan, 3, steps=1) == 2 * max(order[:2])
     assert largest_micro_batch(rows, plan, 3, steps=3) == 120
     assert largest_micro_batch(rows, plan, 3, steps=300) == 120
 
@@ -367,6 +371,24 @@ def test_the_shipped_calibrations_work_is_that_of_its_models(measured_job):
         assert one.flops_a_token == pytest.approx(shape.flops_a_token("lora"), rel=1e-6), one.name
 
 
+def test_what_is_recomputed_is_the_first_kind_that_fits(measured_job):
+    shapes, _ = measured_job
+    settings = Settings(model="m", dataset=["d"])
+    work = Workload(16384, 2, 4, 8, "none", 1)
+
+    def kind(gib: float | None, method: str = "lora", sharding: str = "none", asked: str = "auto") -> str:
+        chosen = dataclasses.replace(settings, gradient_checkpointing=asked)
+        room = gib and gib * 2**30
+        return memory_row(chosen, shapes["qwen3_8b"], method, sharding, work, room).checkpointing
+
+    # 71 GiB were measured with none.
+    assert kind(None) == kind(141) == kind(80) == "none"
+    assert kind(60) == "torch"
+    assert kind(10) == "unsloth"
+    assert kind(141, sharding="fsdp2") == "torch"
+    assert kind(10, asked="none") == "none"
+
+
 # ---- the command ----
 
 
@@ -376,7 +398,8 @@ def plan(*words: str) -> int:
 
 def test_the_demo_without_a_calibration_says_what_is_missing(capsys, tmp_path):
     path = tmp_path / "plan.json"
-    assert plan("--nodes", "2", "--gpus_per_node", "2", "--gpu_memory", "80GB", "--json", str(path)) == 0
+    words = ["--nodes", "2", "--gpus_per_node", "2", "--gpu_memory", "80GB", "--packing", "off"]
+    assert plan(*words, "--json", str(path)) == 0
     printed = " ".join(capsys.readouterr().out.split())
     assert "4 rows a device x 1 accumulation x 4 processes = 16 rows" in printed
     # As train_ddp.py's own table has them.
@@ -404,7 +427,7 @@ def demo_calibration(demo_shape, tmp_path) -> str:
 def test_the_demo_with_a_calibration_has_hours(capsys, tmp_path, demo_calibration):
     path = tmp_path / "plan.json"
     words = ["--gpus_per_node", "4", "--bandwidth", "25Gbps", "--calibration", demo_calibration, "--json", str(path)]
-    assert plan(*words) == 0
+    assert plan(*words, "--packing", "off") == 0
     printed = " ".join(capsys.readouterr().out.split())
     assert "Speed: 1,000 tokens/s a GPU, from NVIDIA X: demo." in printed and "order of size" not in printed
     assert "Inside a node averaging is not counted" in printed
@@ -466,6 +489,8 @@ def test_packs_are_planned_where_packing_is_on(capsys, tmp_path):
     assert 18_040 / 128 <= packs < 1.05 * 18_040 / 128
     assert f"packs {packs:,} (18,040 tokens" in printed and "= 8 packs" in printed
     assert found["plan"]["steps"] == 3 * -(-packs // 8)
-    assert plan("--packing", "auto") == 0
+    assert plan("--precision", "fp32") == 0
     assert "packing auto is planned as padded rows" in capsys.readouterr().out
-    assert plan("--packing", "auto", "--global_batch_tokens", "1000") == 2
+    assert plan() == 0
+    assert "packing auto is planned as packed rows" in capsys.readouterr().out
+    assert plan("--precision", "fp32", "--global_batch_tokens", "1000") == 2

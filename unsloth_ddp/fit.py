@@ -115,11 +115,7 @@ def choose(trainer: Any) -> Chosen:
         most = max(size for size in sizes if size <= CPU_ROWS or size == sizes[0])
         return Chosen(kinds[0], most, "a CPU's memory is not tried")
     if runtime.sharding != "none":
-        if len(sizes) > 1:
-            raise UserError(
-                f"per_device_train_batch_size auto cannot be tried with sharding {runtime.sharding}, where a rank out of "
-                "memory leaves the others waiting; give a number."
-            )
+        # A rank that ran out of memory would leave the others waiting in the middle of a step.
         return Chosen(kinds[0], sizes[0], f"nothing is tried with sharding {runtime.sharding}")
     return _choose_by_trying(trainer, kinds, sizes)
 

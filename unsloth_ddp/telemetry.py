@@ -328,7 +328,7 @@ def describe_run(
             "evaluation rows": f"{eval_rows.counts.rows:,}" if eval_rows else "none",
             "supervised tokens": supervised,
             "packing": packed,
-            "gradient checkpointing": f"{chosen.kind}: {chosen.reason}",
+            "checkpointing": f"{chosen.kind}: {chosen.reason}",
             "global batch": f"{plan.per_device} {unit} a device x {plan.accumulation} accumulation x "
             f"{plan.processes} processes = {plan.global_batch} {unit}{of_rows}",
             "tokens a step": f"{'about ' if train_rows.streamed else ''}{counts.tokens / filled:,.0f} on average",

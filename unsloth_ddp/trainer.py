@@ -148,6 +148,7 @@ class DDPTrainer(RetryingTrainer):
         """Find out what fits and train like that (see fit.py); every rank calls this, before the first step."""
         chosen = choose(self)
         self.recompute.use(chosen.kind)
+        self.told_level = self.recompute.level
         self.plan = with_micro_batch(self.plan, chosen.per_device)
         self.args.per_device_train_batch_size = self.plan.per_device
         self.args.gradient_accumulation_steps = self.plan.accumulation

@@ -1,0 +1,67 @@
+"""What speeds are compared with: the bf16 matrix products of a GPU, and the work of a token.
+
+    python benchmarks/gpu_rates.py matmul
+    python benchmarks/gpu_rates.py flops qwen3_8b
+
+matmul: floating-point operations a second of products of square bf16 matrices on the first visible GPU.
+flops: model work a token of each method for a shape of gpu_models.py, or a model's folder, as unsloth_ddp.plan counts it.
+Each prints one line of JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+SIZE, TURNS, BLOCKS = 8192, 20, 15
+
+
+def matmul() -> dict[str, float]:
+    """Median and best rate over blocks of products; on a CPU a small product, to try the script."""
+    import torch
+
+    cuda = torch.cuda.is_available()
+    size = SIZE if cuda else 512
+    a, b = (torch.randn(size, size, dtype=torch.bfloat16, device="cuda" if cuda else "cpu") for _ in range(2))
+    rates = []
+    for block in range(BLOCKS + 1):
+        began = time.perf_counter()
+        for _ in range(TURNS if cuda else 1):
+            a @ b
+        if cuda:
+            torch.cuda.synchronize()
+        if block:
+            rates.append(2 * size**3 * (TURNS if cuda else 1) / (time.perf_counter() - began))
+    return {"size": size, "flops_a_second": statistics.median(rates), "best": max(rates)}
+
+
+def flops(shape: str) -> dict[str, float]:
+    """Model work a token by method, with an adapter of rank 16 on all linear layers where there is one."""
+    from benchmarks.gpu_models import SHAPES, make_config
+    from unsloth_ddp.plan.shape import model_shape
+    from unsloth_ddp.settings import Settings
+
+    with tempfile.TemporaryDirectory() as folder:
+        if shape in SHAPES:
+            make_config(shape).save_pretrained(folder)
+        counted = model_shape(Settings(model=folder if shape in SHAPES else shape))
+    return {method: counted.flops_a_token(method) for method in ("lora", "qlora", "full")}
+
+
+def main() -> None:
+    """Read the command line and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["matmul", "flops"])
+    parser.add_argument("shape", nargs="?")
+    given = parser.parse_args()
+    print(json.dumps(matmul() if given.what == "matmul" else flops(given.shape)))
+
+
+if __name__ == "__main__":
+    main()

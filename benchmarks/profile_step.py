@@ -1,0 +1,173 @@
+"""What a step of train_ddp.py spends its time on, and what makes it wait for the GPU.
+
+    python benchmarks/profile_step.py --work /tmp/profile --json benchmarks/results/profile_step.json
+    python benchmarks/profile_step.py ... -- --per_device_train_batch_size auto
+
+The kit with its defaults, LoRA on a model of Qwen3-1.7B's shape, on chat rows; options after -- are added. After
+warm-up some steps run unprofiled, some with only the GPU recorded (which slows nothing), and some with every operation
+and its Python stack (which slows a lot, so that only counts and shares are taken from them). Only the summary is kept.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from benchmarks.common import REPO, make_model, write_results
+from benchmarks.profile_summary import gpu_summary, operator_summary, waits
+from benchmarks.rows import chat_rows
+
+WARM, PLAIN, GPU_ONLY, WITH_STACKS = 8, 6, 4, 2
+
+
+class Phases:
+    """A trainer callback in all but its base class, which cannot be imported before Unsloth is.
+
+    Phases begin and end at the end of a step, once the GPU has finished it.
+    """
+
+    def __init__(self, folder: Path, scale: int) -> None:
+        self.folder = folder
+        self.found: dict[str, Any] = {}
+        plan = [("plain", PLAIN), ("gpu", GPU_ONLY), ("stacks", WITH_STACKS)]
+        self.begins, self.ends, at = {}, {}, WARM if scale > 1 else 2
+        for name, steps in plan:
+            steps = steps if scale > 1 else 2
+            self.begins[at], self.ends[at + steps] = (name, steps), (name, steps)
+            at += steps
+        self.last = at
+        self.profiler: Any = None
+        self.phase_began = 0.0
+
+    def step_ended(self, step: int) -> None:
+        """Called at the end of every step."""
+        if step not in self.ends and step not in self.begins:
+            return
+        import torch
+
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        if step in self.ends:
+            self._end(*self.ends[step])
+        if step in self.begins:
+            self._begin(self.begins[step][0])
+
+    def _begin(self, name: str) -> None:
+        import torch
+        from torch.profiler import ProfilerActivity, profile
+
+        gpu = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
+        if name == "gpu" and gpu:
+            self.profiler = profile(activities=gpu)
+        elif name == "stacks":
+            self.profiler = profile(activities=[ProfilerActivity.CPU, *gpu], with_stack=True)
+        if self.profiler is not None:
+            self.profiler.__enter__()
+        self.phase_began = time.perf_counter()
+
+    def _end(self, name: str, steps: int) -> None:
+        seconds = time.perf_counter() - self.phase_began
+        self.found[f"{name}_seconds_a_step"] = seconds / steps
+        if self.profiler is None:
+            return
+        self.profiler.__exit__(None, None, None)
+        trace = self.folder / f"{name}.json"
+        self.profiler.export_chrome_trace(str(trace))
+        events = json.loads(trace.read_text())["traceEvents"]
+        trace.unlink()
+        if name == "gpu":
+            self.found["gpu"] = gpu_summary(events, seconds, steps)
+        else:
+            averages = self.profiler.key_averages()
+            self.found["operators"] = operator_summary(
+                [(a.key, a.count, a.self_cpu_time_total / 1e6) for a in averages], steps
+            )
+            self.found["waits"] = waits(events, steps)
+        self.profiler = None
+
+
+def hook(phases: Phases) -> None:
+    """Give every trainer that train_ddp.py makes a callback that calls `phases`."""
+    import train_ddp
+
+    original = train_ddp.import_backend
+
+    def import_backend(runtime: Any, settings: Any) -> None:
+        original(runtime, settings)
+        from transformers import TrainerCallback
+
+        from unsloth_ddp import trainer
+
+        class Profile(TrainerCallback):
+            def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+                phases.step_ended(state.global_step)
+
+        make = trainer.make_trainer
+
+        def make_trainer(*args: Any, **kwargs: Any) -> Any:
+            made = make(*args, **kwargs)
+            made.add_callback(Profile())
+            return made
+
+        trainer.make_trainer = make_trainer
+
+    train_ddp.import_backend = import_backend
+
+
+def main() -> None:
+    """Train a few steps in this process, and write the summary."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--work", type=Path, default=Path("/tmp/profile"))
+    parser.add_argument("--json", type=Path, required=True)
+    parser.add_argument("--shape", default="qwen3_1.7b", help="a shape of gpu_models.py")
+    parser.add_argument("--tiny", action="store_true", help="try the script on a CPU, with the demo's model")
+    parser.add_argument("options", nargs="*", help="options of train_ddp.py, after --")
+    given = parser.parse_args()
+    given.work.mkdir(parents=True, exist_ok=True)
+    model, rows = REPO / "demo/model" if given.tiny else given.work / given.shape, given.work / "profile_rows.jsonl"
+    if not given.tiny and not (model / "tokenizer_config.json").is_file() and make_model(given.shape, model).wait():
+        raise SystemExit(f"no model of shape {given.shape} could be made")
+    longest = 200 if given.tiny else 2048
+    chat_rows(rows, 100 if given.tiny else 2000, seed=3, longest=longest)
+
+    import train_ddp
+    from unsloth_ddp.runtime import Ranks
+    from unsloth_ddp.settings import parse_settings
+
+    with tempfile.TemporaryDirectory() as folder:
+        phases = Phases(Path(folder), 1 if given.tiny else 2)
+        argv = ["--model", str(model), "--dataset", str(rows), "--max_length", str(longest)]
+        argv += [
+            "--global_batch_size",
+            "4" if given.tiny else "64",
+            "--max_steps",
+            str(phases.last),
+            "--save_strategy",
+            "no",
+        ]
+        argv += ["--report_to", "none", "--output_dir", folder, "--run_name", "profiled", *given.options]
+        hook(phases)
+        code = train_ddp.train(parse_settings(argv), Ranks())
+        if code:
+            raise SystemExit(code)
+        summary = json.loads((Path(folder) / "profiled" / "summary.json").read_text())
+    tokens = summary["tokens"] / summary["steps"]
+    write_results(given.json, options=argv, tokens_a_step=tokens, summary=summary, **phases.found)
+    shares = phases.found.get("gpu", {})
+    print(
+        f"{phases.found['plain_seconds_a_step']:.3f} s a step of {tokens:,.0f} tokens; GPU busy {shares.get('busy', 0):.0%}"
+    )
+    for one in phases.found["waits"]:
+        print(
+            f"{one['count_a_step']:8.1f} a step  {one['name']}  {one['stack'][-1] if one['stack'] else 'no Python stack'}"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,186 @@
+"""Training speed of the kit against what people use now, on the machine this stands on.
+
+    python benchmarks/speed.py run --work /tmp/speed --json benchmarks/results/speed.json --minutes 9
+    python benchmarks/speed.py run ... --repeats 2          goes on with what the JSON does not hold yet
+    python benchmarks/speed.py run ... --cells chat:qwen3_8b:lora:kit full:qwen3_8b:lora:kit_micro_auto:2weak
+    python benchmarks/speed.py report --json benchmarks/results/speed.json
+
+Work: chat, rows of log-normal length, mean 285 tokens, cut at 2048, 64 rows a step; full, rows of 2048 tokens, 32 a
+step; long, rows of 8192 tokens, 8 a step. Models have Qwen3's shapes and random weights. Every run is a process of its
+own with caches of its own. Runs on one GPU stand side by side, one a GPU; runs on several stand alone. The kit is
+train_ddp.py with its defaults; how the others are set is in peers/. report writes a Markdown table and a picture.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from benchmarks.common import REPO, make_model, write_results
+from benchmarks.rows import chat_rows, full_rows
+from benchmarks.speed_cells import TINY, TINY_WORKS, WORKS, Cell, default_order, parse_cells
+from benchmarks.speed_report import write_report
+from benchmarks.speed_run import Bench, run_all
+from unsloth_ddp.versions import versions
+
+RATES = REPO / "benchmarks" / "gpu_rates.py"
+
+
+def visible_gpus() -> list[str]:
+    """Ids of the GPUs that may be used."""
+    if os.environ.get("CUDA_VISIBLE_DEVICES"):
+        return os.environ["CUDA_VISIBLE_DEVICES"].split(",")
+    try:
+        query = ["nvidia-smi", "--query-gpu=index", "--format=csv,noheader"]
+        return subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()
+    except (OSError, subprocess.CalledProcessError):
+        return []
+
+
+def rate(words: list[str], gpu: str | None) -> subprocess.Popen[str]:
+    """Start gpu_rates.py on one GPU, or on none."""
+    environ = {**os.environ, "CUDA_VISIBLE_DEVICES": gpu or ""}
+    return subprocess.Popen([sys.executable, str(RATES), *words], stdout=subprocess.PIPE, text=True, env=environ)
+
+
+def answer(process: subprocess.Popen[str]) -> Any:
+    """What gpu_rates.py printed, or None."""
+    lines = (process.communicate()[0] or "").splitlines()
+    return json.loads(lines[-1]) if process.returncode == 0 and lines else None
+
+
+def prepare(bench: Bench, cells: list[Cell], kept: dict[str, Any]) -> dict[str, Any]:
+    """Models, rows, the work of a token and the matrix rate of each GPU; returns what belongs in the results."""
+    shapes = sorted({cell.shape for cell in cells}, reverse=True)
+    makers = []
+    for index, shape in enumerate(shapes):
+        # The tokenizer is written last.
+        if not bench.tiny and not (bench.folder / shape / "tokenizer_config.json").is_file():
+            gpu = {"CUDA_VISIBLE_DEVICES": bench.gpus[index % len(bench.gpus)]} if bench.gpus else None
+            makers.append((shape, make_model(shape, bench.folder / shape, gpu)))
+    known = dict(kept.get("flops_a_token", {}))
+    counting = {
+        shape: rate(["flops", str(REPO / "demo/model") if shape == TINY else shape], None)
+        for shape in shapes
+        if shape not in known
+    }
+    for name in sorted({cell.work for cell in cells}):
+        work, path = bench.works[name], bench.folder / f"{name}.jsonl"
+        if name == "chat":
+            chat_rows(path, work.rows, seed=3, longest=work.max_length)
+        else:
+            full_rows(path, work.rows, seed=3, tokens=work.max_length)
+    for shape, maker in makers:
+        if maker.wait():
+            raise SystemExit(f"no model of shape {shape} could be made")
+    # Counted before GPUs are timed, so that nothing is in their way.
+    known |= {shape: answer(process) for shape, process in counting.items()}
+    timing = [rate(["matmul"], gpu) for gpu in bench.gpus or [None]]
+    return {"flops_a_token": known, "matmul": [answer(process) for process in timing]}
+
+
+def run(given: argparse.Namespace) -> int:
+    """Measure, and write the results after every run; 1 where a run of this call failed."""
+    deadline = time.monotonic() + 60 * given.minutes
+    given.work.mkdir(parents=True, exist_ok=True)
+    cells = parse_cells(given.cells or default_order(), given.repeats)
+    if given.tiny:
+        cells = list(dict.fromkeys(Cell(**{**vars(cell), "shape": TINY}) for cell in cells))
+    kept = json.loads(given.json.read_text()) if given.json.is_file() else {}
+    results = [one for one in kept.get("cells", []) if one["exit_code"] == 0 or not given.retry]
+    held = {one["name"] for one in results}
+    waiting = [cell for cell in cells if cell.name not in held]
+    gpus = [] if given.tiny else visible_gpus()
+    bench = Bench(
+        given.work.resolve(), TINY_WORKS if given.tiny else WORKS, given.seconds, given.tiny, gpus, deadline,
+        lanes=given.lanes or len(gpus) or 1,
+    )  # fmt: skip
+    if not waiting:
+        print("every run is in the results already")
+        return 0
+    bench.seen |= {
+        (one["contestant"], one["shape"], one["work"]): one["seconds"] for one in results if one["exit_code"] == 0
+    }
+    facts = prepare(bench, waiting, kept)
+    facts["matmul"] = [*kept.get("matmul", []), *facts["matmul"]]
+    facts |= {
+        "versions": versions(),
+        "VARLEN_SHIM": os.environ.get("VARLEN_SHIM"),
+        "lanes": bench.lanes,
+        "seconds_a_run": given.seconds,
+        "works": {name: vars(work) for name, work in bench.works.items()},
+        "caches": "empty at the start of each run",
+        "calls": [*kept.get("calls", []), " ".join(sys.argv)],
+    }
+    failed = []
+    print(f"{len(waiting)} runs on {bench.lanes} lanes, ready after {deadline_used(deadline, given):.0f} s", flush=True)
+
+    def done(result: dict[str, Any]) -> None:
+        results.append(result)
+        write_results(given.json, **facts, cells=results)
+        if result["exit_code"] != 0:
+            failed.append(result["name"])
+        print(line(result), flush=True)
+
+    skipped = run_all(bench, waiting, done)
+    write_results(given.json, **facts, cells=results, left_out=skipped)
+    for name, reason in skipped.items():
+        print(f"left out: {name} ({reason})")
+    return 1 if failed else 0
+
+
+def deadline_used(deadline: float, given: argparse.Namespace) -> float:
+    """Seconds of this call that are over."""
+    return 60 * given.minutes - (deadline - time.monotonic())
+
+
+def line(result: dict[str, Any]) -> str:
+    """One run in one line, or the end of its log."""
+    if result["exit_code"] != 0:
+        return f"{result['name']:50} FAILED ({result['exit_code']}) after {result['seconds']:.0f} s\n{result['log'][-2500:]}"
+    memory = result.get("peak_memory_bytes", 0) / 2**30
+    return (
+        f"{result['name']:50} {result['tokens_per_second_a_gpu']:8,.0f} tokens/s a GPU "
+        f"({result['lowest']:,.0f} to {result['highest']:,.0f}, {result['intervals_counted']} intervals), "
+        f"{result['tokens_a_step']:,.0f} tokens a step, {memory:.1f} GiB, first step after "
+        f"{result['seconds_to_first_step']} s, {result['seconds']:.0f} s in all"
+    )
+
+
+def main() -> None:
+    """Read the command line; measure or report."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["run", "report"])
+    parser.add_argument("--json", type=Path, required=True, help="results; runs that it holds are not run again")
+    parser.add_argument("--work", type=Path, default=Path("/tmp/speed"), help="folder of models, rows and runs")
+    parser.add_argument("--cells", nargs="*", help="work:shape:method:contestant[:2weak|:2strong], first ones first")
+    parser.add_argument("--minutes", type=float, default=60, help="nothing is started that cannot end in this time")
+    parser.add_argument("--seconds", type=float, default=15, help="seconds of steps that count in each run")
+    parser.add_argument("--repeats", type=int, default=1, help="the whole list so many times")
+    parser.add_argument("--lanes", type=int, help="runs side by side, one a GPU [all visible GPUs]")
+    parser.add_argument("--retry", action="store_true", help="run again what failed")
+    parser.add_argument("--tiny", action="store_true", help="try the script on a CPU, with the demo's model")
+    parser.add_argument("--markdown", type=Path, help="report: the table [beside the JSON]")
+    parser.add_argument("--picture", type=Path, help="report: the picture [beside the JSON]")
+    given = parser.parse_args()
+    if given.what == "run":
+        try:
+            sys.exit(run(given))
+        except ValueError as error:
+            sys.exit(str(error))
+    write_report(
+        json.loads(given.json.read_text()),
+        given.markdown or given.json.with_suffix(".md"),
+        given.picture or given.json.with_suffix(".png"),
+    )
+
+
+if __name__ == "__main__":
+    main()

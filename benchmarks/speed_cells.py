@@ -1,0 +1,227 @@
+"""What speed.py runs: the work, the contestants, the order, and the command of each run. Plain values, no processes."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import REPO, launch_command
+
+TINY = "demo"
+# Seconds of a log line of the kit, so that reading the clock costs nothing.
+LINE_SECONDS = 1.5
+# Log lines of the kit that are not counted: compilation, and the allocator's first steps.
+WARM_LINES = 2
+
+
+@dataclass(frozen=True)
+class Work:
+    """Rows to train on, and how many make a step."""
+
+    name: str
+    max_length: int
+    global_batch: int
+    rows: int
+    mean_tokens: float
+
+    @property
+    def packs_a_step(self) -> int:
+        """About how many packs hold the rows of a step."""
+        return max(2, round(self.global_batch * self.mean_tokens / self.max_length))
+
+
+WORKS = {
+    "chat": Work("chat", 2048, 64, 4096, 285),
+    "full": Work("full", 2048, 32, 512, 2048),
+    "long": Work("long", 8192, 8, 128, 8192),
+}
+TINY_WORKS = {
+    "chat": Work("chat", 48, 4, 64, 28),
+    "full": Work("full", 48, 2, 32, 48),
+    "long": Work("long", 96, 2, 16, 96),
+}
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """One way to train; `batch` None is the kit's, whose options are added to its defaults."""
+
+    name: str
+    batch: int | None = None
+    accumulation: int | None = None
+    script: str = "train_ddp.py"
+    options: tuple[str, ...] = ()
+    # Seconds from the start to the first counted step: imports, loading, rows, compilation, warm-up.
+    setup: dict[str, float] = dataclasses.field(default_factory=dict)
+
+
+UNSLOTH_SETUP = {"qwen3_1.7b": 65, "qwen3_8b": 85, TINY: 30}
+TRL_SETUP = {"qwen3_1.7b": 45, "qwen3_8b": 60, TINY: 30}
+CONTESTANTS = {
+    c.name: c
+    for c in (
+        Contestant("kit", setup=UNSLOTH_SETUP),
+        Contestant("kit_micro_auto", options=("--per_device_train_batch_size", "auto"), setup=UNSLOTH_SETUP),
+        Contestant("trl", 8, script="trl_sft.py", setup=TRL_SETUP),
+        Contestant("trl_packed", 2, script="trl_sft.py", options=("--packing",), setup=TRL_SETUP),
+        Contestant("unsloth_guide", 2, 4, "unsloth_sft.py", setup=UNSLOTH_SETUP),
+        Contestant("unsloth_same_batch", 2, script="unsloth_sft.py", setup=UNSLOTH_SETUP),
+        Contestant("unsloth_packed", 2, 4, "unsloth_sft.py", ("--packing",), UNSLOTH_SETUP),
+    )
+}
+# About how many tokens a second a GPU does, to choose the kit's steps; a guess that is off makes a run longer or shorter.
+EXPECTED = {
+    ("chat", "qwen3_1.7b"): 40_000, ("full", "qwen3_1.7b"): 55_000, ("long", "qwen3_1.7b"): 40_000,
+    ("chat", "qwen3_8b"): 15_000, ("full", "qwen3_8b"): 16_000, ("long", "qwen3_8b"): 13_000,
+}  # fmt: skip
+EXPECTED_TINY = 400
+SLOWER = {"lora": 1.0, "qlora": 0.75, "full": 0.6}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run: a contestant on some work; `scaling` says what is fixed as GPUs are added (weak: each GPU's work)."""
+
+    work: str
+    shape: str
+    method: str
+    contestant: str
+    processes: int = 1
+    scaling: str = ""
+    repeat: int = 0
+
+    @property
+    def name(self) -> str:
+        """Unique, and a folder's name."""
+        several = f"_{self.processes}gpu_{self.scaling}" if self.processes > 1 else ""
+        return f"{self.work}_{self.shape}_{self.method}_{self.contestant}{several}_r{self.repeat}"
+
+    def global_batch(self, work: Work) -> int:
+        """Rows of a step over all processes."""
+        return work.global_batch * (self.processes if self.scaling == "weak" else 1)
+
+
+def parse_cells(words: list[str], repeats: int) -> list[Cell]:
+    """The runs named as work:shape:method:contestant[:2weak|:2strong], all of them once before any is repeated.
+
+    Raises:
+        ValueError: a word names no work, contestant or method.
+    """
+    cells = []
+    for word in words:
+        parts = word.split(":")
+        if len(parts) not in (4, 5):
+            raise ValueError(f"{word} is not work:shape:method:contestant, with :2weak or :2strong for several GPUs")
+        work, shape, method, contestant = parts[:4]
+        known = (WORKS, SLOWER, CONTESTANTS)
+        for part, names in zip((work, method, contestant), known, strict=True):
+            if part not in names:
+                raise ValueError(f"{word}: there is no {part}; choose from {', '.join(names)}")
+        cell = Cell(work, shape, method, contestant)
+        if len(parts) == 5:
+            processes, scaling = (
+                parts[4][:-4] if parts[4].endswith("weak") else parts[4][:-6],
+                parts[4].lstrip("0123456789"),
+            )
+            if scaling not in ("weak", "strong") or not processes.isdigit():
+                raise ValueError(f"{word}: {parts[4]} is not a number of GPUs with weak or strong")
+            if CONTESTANTS[contestant].batch is not None:
+                raise ValueError(f"{word}: only the kit is run on several GPUs")
+            cell = dataclasses.replace(cell, processes=int(processes), scaling=scaling)
+        cells.append(cell)
+    return [dataclasses.replace(cell, repeat=repeat) for repeat in range(repeats) for cell in cells]
+
+
+PEERS = ("trl", "unsloth_guide", "unsloth_packed")
+
+
+def default_order() -> list[str]:
+    """The cells that the goals need first."""
+
+    def group(work: str, shape: str, method: str, *names: str) -> list[str]:
+        return [f"{work}:{shape}:{method}:{name}" for name in names]
+
+    small, large = "qwen3_1.7b", "qwen3_8b"
+    order = group("chat", small, "lora", "kit", "kit_micro_auto", *PEERS, "trl_packed")
+    order += group("chat", large, "lora", "kit", "kit_micro_auto", *PEERS, "trl_packed")
+    order += group("full", large, "lora", "kit_micro_auto", "trl", "unsloth_guide")
+    order += [
+        f"{work}:{large}:lora:kit_micro_auto:2{scaling}" for work in ("full", "chat") for scaling in ("weak", "strong")
+    ]
+    order += group("full", large, "lora", "kit")
+    order += group("chat", large, "qlora", "kit", "kit_micro_auto", *PEERS)
+    order += group("chat", small, "full", "kit", "kit_micro_auto", *PEERS)
+    order += group("long", large, "lora", "kit", "kit_micro_auto", *PEERS)
+    order += group("full", small, "lora", "kit", "kit_micro_auto", "trl", "unsloth_guide")
+    order += group("chat", small, "lora", "unsloth_same_batch") + group("chat", large, "lora", "unsloth_same_batch")
+    return order
+
+
+@dataclass(frozen=True)
+class Steps:
+    """How many steps the kit takes, and how many between two log lines."""
+
+    steps: int
+    logging: int
+
+
+def kit_steps(cell: Cell, work: Work, seconds: float, tiny: bool) -> Steps:
+    """Steps of the kit that take about `seconds` after warm-up, by the expected speed."""
+    speed = (EXPECTED_TINY if tiny else EXPECTED[cell.work, cell.shape]) * SLOWER[cell.method] * cell.processes
+    step = cell.global_batch(work) * work.mean_tokens / speed
+    logging = min(5, max(1, math.ceil(LINE_SECONDS / step)))
+    lines = WARM_LINES - 1 + max(3, math.ceil(seconds / (step * logging)))
+    return Steps(lines * logging, logging)
+
+
+def command(cell: Cell, work: Work, folder: Path, seconds: float, tiny: bool) -> list[str]:
+    """The command line of a cell; `folder` holds models, rows and a folder for each run."""
+    contestant = CONTESTANTS[cell.contestant]
+    model = REPO / "demo/model" if tiny else folder / cell.shape
+    rows, own = folder / f"{cell.work}.jsonl", folder / cell.name
+    if contestant.batch is None:
+        return [*_launcher(cell, tiny), *_kit_options(cell, work, model, rows, own, seconds, tiny), *contestant.options]
+    batch = min(contestant.batch, work.global_batch)
+    units = work.packs_a_step if contestant.options else work.global_batch
+    accumulation = contestant.accumulation or max(1, round(units / batch))
+    words: list[Any] = [sys.executable, REPO / "benchmarks/peers" / contestant.script, "--model", model, "--rows", rows]
+    words += [
+        "--method",
+        cell.method,
+        "--max_length",
+        work.max_length,
+        "--batch",
+        batch,
+        "--accumulation",
+        accumulation,
+    ]
+    words += ["--seconds", seconds, "--json", own / "result.json", *contestant.options]
+    words += ["--warm_seconds", 1] if tiny else []
+    return [str(word) for word in words]
+
+
+def _launcher(cell: Cell, tiny: bool) -> list[str]:
+    script = str(REPO / "train_ddp.py")
+    if cell.processes == 1:
+        return [sys.executable, script]
+    return [*launch_command("cpu.yaml" if tiny else "ddp.yaml", cell.processes), script]
+
+
+def _kit_options(cell: Cell, work: Work, model: Path, rows: Path, own: Path, seconds: float, tiny: bool) -> list[str]:
+    plan = kit_steps(cell, work, seconds, tiny)
+    words: list[Any] = ["--model", model, "--dataset", rows, "--max_length", work.max_length, "--method", cell.method]
+    words += ["--global_batch_size", cell.global_batch(work), "--max_steps", plan.steps]
+    words += ["--logging_steps", plan.logging, "--save_strategy", "no", "--report_to", "none"]
+    words += ["--output_dir", own, "--run_name", "run", "--overwrite"]
+    return [str(word) for word in words]
+
+
+def estimate(cell: Cell, seconds: float, seen: dict[tuple[str, str, str], float]) -> float:
+    """Seconds that a run will take: what one of the same kind took, or a guess."""
+    known = seen.get((cell.contestant, cell.shape, cell.work))
+    setup = CONTESTANTS[cell.contestant].setup
+    return known or setup.get(cell.shape, max(setup.values())) + 1.2 * seconds + (10 if cell.processes > 1 else 0)

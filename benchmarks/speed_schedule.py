@@ -1,0 +1,61 @@
+"""Which run starts next, and where: runs on one GPU side by side, one a GPU; those on several alone. Pure decisions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from benchmarks.speed_cells import Cell
+
+
+@dataclass(frozen=True)
+class Running:
+    """A run that was started, and when it is expected to end."""
+
+    cell: Cell
+    lanes: tuple[int, ...]
+    ends: float
+
+
+@dataclass(frozen=True)
+class Start:
+    """A run to start now, on these lanes."""
+
+    cell: Cell
+    lanes: tuple[int, ...]
+
+
+def next_start(
+    waiting: Sequence[Cell],
+    running: Sequence[Running],
+    lanes: int,
+    now: float,
+    deadline: float,
+    expected: Callable[[Cell], float],
+) -> Start | None:
+    """The run to start now, or None to wait (or, with nothing running, to end).
+
+    The first that is waiting comes first. While it waits for all lanes, a lane that is free takes a later run on one
+    GPU, if that ends before the lane would be needed. Nothing is started that cannot end by the deadline.
+    """
+    busy = {lane for run in running for lane in run.lanes}
+    free = [lane for lane in range(lanes) if lane not in busy]
+    can = [cell for cell in waiting if cell.processes <= lanes and now + expected(cell) <= deadline]
+    if not can or not free:
+        return None
+    first = can[0]
+    if first.processes <= len(free) and (first.processes == 1 or not busy):
+        return Start(first, tuple(free[: first.processes]))
+    needed = max(run.ends for run in running)
+    for cell in can:
+        if cell.processes == 1 and now + expected(cell) <= needed:
+            return Start(cell, (free[0],))
+    return None
+
+
+def left_out(waiting: Sequence[Cell], lanes: int, expected: Callable[[Cell], float]) -> Mapping[str, str]:
+    """Why runs were not started, by their names."""
+    return {
+        cell.name: f"needs {cell.processes} GPUs" if cell.processes > lanes else f"no time for {expected(cell):.0f} s"
+        for cell in waiting
+    }

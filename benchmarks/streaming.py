@@ -1,11 +1,10 @@
-"""What streamed rows cost on this machine's CPU: tokenizing, skipping, handing out, and whole runs with and without.
+"""What streamed rows cost on this machine's CPU: tokenizing, skipping, handing out.
 
     python benchmarks/streaming.py --json benchmarks/results/streaming.json
 
 tokenized: rows of one reading process, chats of 24 and of about 300 tokens. skipped: rows that a run which goes on reads
 and leaves out. Both are a second of CPU time, so that other work on the machine does not count. handed out: milliseconds
-to send each rank its rows of a step, 16 rows of 300 tokens a rank. runs: the demo on one process for 60 steps, in turn
-with and without --streaming.
+to send each rank its rows of a step, 16 rows of 300 tokens a rank.
 """
 
 from __future__ import annotations
@@ -107,15 +106,6 @@ def handed_out(ranks: int) -> float:
     return float(done.stdout.splitlines()[-1])
 
 
-def run(name: str, options: list[str], folder: Path) -> float:
-    """Tokens a second of a run of the demo."""
-    command = [sys.executable, str(REPO / "train_ddp.py"), "--run_name", name, "--output_dir", str(folder)]
-    command += ["--max_steps", "60", "--packing", "off", "--save_strategy", "no", "--report_to", "none"]
-    command += ["--compare_answers", "0", *options]
-    subprocess.run(command, capture_output=True, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    return json.loads((folder / name / "summary.json").read_text())["tokens_per_second"]
-
-
 def main() -> None:
     """Measure everything and write it down."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -134,10 +124,6 @@ def main() -> None:
                 for buffer in (0, 10_000)
             },
             "handed_out_ms": {f"{ranks} ranks": handed_out(ranks) for ranks in (2, 4)},
-            "run_tokens_a_second": {
-                kind: [run(f"{kind}-{turn}", ["--streaming"] * (kind == "streamed"), folder) for turn in range(2)]
-                for kind in ("prepared", "streamed")
-            },
         }
     path.write_text(json.dumps(found, indent=2) + "\n")
     print(path.read_text())

@@ -218,6 +218,22 @@ def test_a_bad_row_is_told_when_it_is_needed_and_not_before(changed: dict, sente
         next(filled)
 
 
+def test_no_pack_is_trained_of_a_window_that_is_not_whole() -> None:
+    steps = Steps(BatchPlan(1, 1, 1), MAX_LENGTH, keep_order=False, seed=5)
+
+    def trained(found: Windows) -> list[Any]:
+        taken = []
+        with pytest.raises(UserError, match="rows:23"):
+            for shares, _ in steps.fill(found):
+                taken += rows_of(shares[0])[0]
+        return taken
+
+    packs = trained(windows(buffer=0, encode=encode_but_23))
+    assert sorted(row for pack in packs for row in pack) == list(range(20))
+    mended = [rows_of(shares[0])[0][0] for shares, _ in itertools.islice(steps.fill(windows(buffer=0)), len(packs))]
+    assert mended == packs
+
+
 def test_a_folder_stands_for_its_files_by_name(tmp_path: Path) -> None:
     for name in ("b.jsonl", "a/2.parquet", "a/1.csv", "notes.txt", ".hidden.jsonl", ".cache/x.jsonl"):
         (tmp_path / name).parent.mkdir(exist_ok=True)

@@ -238,8 +238,11 @@ class Steps:
 
     def units(self, window: Window) -> list[Unit]:
         """The rows of a window, or the packs that they make, in the order that they are trained in."""
-        if self.capacity is None or not window.rows:
+        if self.capacity is None:
             return window.rows
+        if not window.rows or window.problem is not None:
+            # Once the bad row is mended, others would share the packs.
+            return []
         lengths = np.array([len(row["input_ids"]) for row in window.rows])
         # The capacity was chosen from the first rows of the stream, and a later one may be longer.
         packing = best_fit(lengths, max(self.capacity, int(lengths.max())))

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
+import datasets
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from unsloth_ddp.batch import BatchPlan
-from unsloth_ddp.fit import ENOUGH_TOKENS, Try, divisors, search, with_micro_batch
+from unsloth_ddp.data import Counts, TokenizedRows
+from unsloth_ddp.fit import ENOUGH_TOKENS, Try, divisors, largest, search, with_micro_batch
+from unsloth_ddp.packing import best_fit
 from unsloth_ddp.recompute import kinds_here
 from unsloth_ddp.runtime import Ranks, Runtime
 from unsloth_ddp.settings import Settings
@@ -56,6 +61,17 @@ def test_a_try_has_to_leave_room():
     assert Try(90, 100).fits
     assert not Try(95, 100).fits
     assert not Try(None, 100).fits
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_rows_still_to_come_are_tried_at_their_longest(packed):
+    columns = {name: [[1, 2], [3, 4, 5], [6], [0]] for name in ("input_ids", "labels")}
+    packing = best_fit(np.array([2, 3, 1]), 3) if packed else None
+    rows = TokenizedRows(datasets.Dataset.from_dict(columns).with_format("numpy"), Counts(rows=3), packing)
+    assert sorted(len(unit["input_ids"]) for unit in largest(rows, 2, max_length=7)) == ([3, 3] if packed else [2, 3])
+    units = largest(dataclasses.replace(rows, streamed=True), 2, max_length=7)
+    assert [len(unit["labels"]) for unit in units] == [7, 7]
+    assert [unit["lengths"].tolist() for unit in units if packed] == [[7], [7]] * packed
 
 
 def test_another_micro_batch_keeps_the_global_batch():

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from tests.conftest import REPO
 from tests.ranks import run_ranks
 from unsloth_ddp.errors import UserError
-from unsloth_ddp.options import Settings
+from unsloth_ddp.options import Settings, check
 from unsloth_ddp.parity import __main__ as command
 from unsloth_ddp.parity import launches, run, verdicts, weights
 from unsloth_ddp.parity.launches import Launch
@@ -58,7 +58,7 @@ def test_nothing_random_and_nothing_of_the_runs_output_is_left(tmp_path):
     given = Settings(
         model="m", dataset=["rows.jsonl"], eval_dataset=["e.jsonl"], lora_dropout=0.1, run_name="mine", merge=True,
         push_to_hub=True, optim="adamw_8bit", num_train_epochs=9, global_batch_size=64, max_length=77,
-        trainer_args={"neftune_noise_alpha": 5},
+        trainer_args={"neftune_noise_alpha": 5}, streaming=True, shuffle_buffer=7,
     )  # fmt: skip
     found = launches.settings_of(Launch("python", 1, 2, 4), given, 3, "fp32", tmp_path / "rows.jsonl", tmp_path)
     assert (found.optim, found.max_steps, found.lora_dropout, found.trainer_args) == ("sgd", 3, 0.0, {})
@@ -69,7 +69,8 @@ def test_nothing_random_and_nothing_of_the_runs_output_is_left(tmp_path):
         None,
     )
     assert (found.dataset, found.max_length, found.run_name) == ([str(tmp_path / "rows.jsonl")], 77, "python_1x2x4")
-    assert [s.split()[0] for s in launches.what_is_left_out(given)] == ["lora_dropout", "trainer_args"]
+    assert [s.split()[0] for s in launches.what_is_left_out(given)] == ["lora_dropout", "trainer_args", "streaming"]
+    check(found)
 
 
 def test_fp32_is_used_unless_named_or_not_to_be_had():

@@ -283,6 +283,23 @@ def test_the_largest_micro_batch_is_that_of_the_run():
     assert largest_micro_batch(rows, plan, 3, steps=300) == 120
 
 
+def test_the_first_rows_of_a_stream_stand_for_all(demo_shape, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("unsloth_ddp.data.STREAM_HEAD", 20)
+    json_file = tmp_path / "plan.json"
+    command.main(
+        ["--streaming", "--packing", "off", "--max_steps", "50", "--max_length", "64", "--json", str(json_file)]
+    )
+    printed = capsys.readouterr().out
+    made = json.loads(json_file.read_text())
+    assert (made["rows"]["rows"], made["rows"]["streamed"], made["plan"]["steps"]) == (20, True, 50)
+    batch = made["plan"]["batch"]
+    rows = batch["per_device"] * batch["accumulation"]
+    assert made["plan"]["tokens_a_step"] == pytest.approx(made["rows"]["tokens"] / 20 * rows)
+    assert made["plan"]["micro_batch"] == 64 * batch["per_device"]
+    assert "the first 20 (" in printed and "an epoch" not in printed
+    assert "Rows are streamed: their first 20 rows stand for all" in printed
+
+
 # ---- shapes, and memory against what was measured ----
 
 

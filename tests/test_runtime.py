@@ -127,6 +127,28 @@ def test_what_the_main_process_decides_reaches_every_rank(tmp_path):
     assert seen[1][3] == seen[2][3] == "RuntimeError: rank 0 failed: 'broken'"
 
 
+def hand_out(folder: str) -> None:
+    """Rank 0 hands out one item a rank, and then fails in both ways; every rank writes what it saw."""
+    ranks = ranks_from_environment()
+    with started(Settings(), ranks) as runtime:
+        items = [list(range(10**rank)) for rank in range(ranks.world_size)]
+        seen: list = [len(runtime.hand_out(lambda: items)), ranks.is_main]
+        for error in (UserError("mend it"), KeyError("broken")):
+            try:
+                runtime.hand_out(lambda error=error: (_ for _ in ()).throw(error))
+            except Exception as caught:
+                seen.append(f"{type(caught).__name__}: {caught}")
+        (Path(folder) / f"{ranks.rank}.json").write_text(json.dumps(seen))
+
+
+def test_each_rank_is_handed_its_own_item_or_the_failure(tmp_path):
+    run_ranks(3, hand_out, str(tmp_path), folder=tmp_path).check()
+    seen = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(3)]
+    assert [s[:3] for s in seen] == [[10**rank, rank == 0, "UserError: mend it"] for rank in range(3)]
+    assert seen[0][3] == "KeyError: 'broken'"
+    assert seen[1][3] == seen[2][3] == "RuntimeError: rank 0 failed: 'broken'"
+
+
 @pytest.fixture
 def fake_unsloth(tmp_path, monkeypatch):
     """An `unsloth` that records what it is given, and a runtime that uses it."""

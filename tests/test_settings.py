@@ -201,6 +201,16 @@ def test_a_bad_command_line_is_refused_in_one_sentence(words: list[str], sentenc
         ("--run_name ..", "run_name '..' is not a plain folder name"),
         ("--run_name a\\b", "is not a plain folder name"),
         ("--run_name " + "a" * 201, "of at most 200 characters"),
+        ("--streaming", "streaming needs max_steps, because nobody knows how many rows will come"),
+        ("--streaming --max_steps 9 --eval_fraction 0.1", "eval_fraction 0.1 of rows that are streamed cannot be set"),
+        ("--streaming --max_steps 9 --save_strategy epoch", "save_strategy is epoch, but where an epoch of streamed"),
+        ("--streaming --max_steps 9 --eval_dataset e --eval_strategy epoch", "is not known; give --eval_steps."),
+        ("--streaming --max_steps 9 --shuffle_buffer -1", "shuffle_buffer is -1, but it has to be 0 or above."),
+        (
+            '--streaming --max_steps 9 --trainer_args {"dataloader_num_workers":2}',
+            "give their number with --dataset_num",
+        ),
+        ("--shuffle_buffer 5", "shuffle_buffer 5 is for --streaming"),
     ],
 )
 def test_settings_that_cannot_be_meant_are_refused(words: str, sentence: str) -> None:

@@ -17,16 +17,24 @@ from unsloth_ddp.telemetry import Totals
 class SavedTotals(TrainerCallback, ExportableState):
     """Keeps the run's totals inside every checkpoint, so that they go on when it is resumed.
 
-    `pending` holds the sums of each rank since the last log line, which the totals do not hold yet.
+    `pending` holds the sums of each rank since the last log line, which the totals do not hold yet; `stream` where
+    streamed rows go on (stream.Position).
     """
 
-    def __init__(self, totals: dict[str, Any] | None = None, pending: list[list[float]] | None = None) -> None:
+    def __init__(
+        self,
+        totals: dict[str, Any] | None = None,
+        pending: list[list[float]] | None = None,
+        stream: dict[str, Any] | None = None,
+    ) -> None:
         self.totals = Totals(**(totals or {}))
         self.pending = pending
+        self.stream = stream
 
     def state(self) -> dict[str, Any]:
         """What Transformers writes to trainer_state.json and gives back to __init__."""
-        return {"args": {"totals": dataclasses.asdict(self.totals), "pending": self.pending}, "attributes": {}}
+        saved = {"totals": dataclasses.asdict(self.totals), "pending": self.pending, "stream": self.stream}
+        return {"args": saved, "attributes": {}}
 
 
 class Report(TrainerCallback):

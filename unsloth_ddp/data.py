@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import os
 import shutil
@@ -31,12 +32,14 @@ from unsloth_ddp.errors import UserError
 from unsloth_ddp.formats import Example, to_example
 from unsloth_ddp.loss import IGNORED
 from unsloth_ddp.packing import Choice, Packing, Request, plan_step
-from unsloth_ddp.rows import check_source, read_rows
+from unsloth_ddp.rows import check_source, is_file, read_rows, streamed_sources
 from unsloth_ddp.runtime import Runtime
 from unsloth_ddp.settings import Settings
 from unsloth_ddp.tokens import Encoder
 
 ROWS_AT_A_TIME = 100
+# Rows that stand for all of a stream until they are seen: what is planned is planned from them.
+STREAM_HEAD = 1000
 EXAMPLE_FEATURES = datasets.Features({"place": datasets.Value("string"), "example": datasets.Value("string")})
 TOKEN_FEATURES = datasets.Features(
     {
@@ -64,12 +67,14 @@ class Counts:
 class TokenizedRows:
     """A tokenized set. `dataset` holds one row more than `counts.rows`: the filler at its end (see batch.RowOrder).
 
-    `packing` says which rows share a pack, where they are packed.
+    `packing` says which rows share a pack, where they are packed. Of a set that is `streamed` it is only the first
+    STREAM_HEAD rows of the source.
     """
 
     dataset: datasets.Dataset
     counts: Counts
     packing: Packing | None = None
+    streamed: bool = False
 
     @property
     def units(self) -> int:
@@ -125,11 +130,16 @@ def _remove_stale(folders: Iterable[Path]) -> None:
 
 
 def read_examples(settings: Settings, runtime: Runtime, folder: Path) -> None:
-    """Read every row of the run into `folder` and refuse the first bad one, naming file and line."""
+    """Read every row of the run into `folder` and refuse the first bad one, naming file and line.
+
+    Of training rows that are streamed only the first are read.
+    """
     datasets.disable_progress_bars()
 
     def read() -> None:
-        train = _examples(settings.dataset, settings.dataset_split, settings.dataset_config, folder)
+        train = _examples(
+            settings.dataset, settings.dataset_split, settings.dataset_config, folder, streaming=settings.streaming
+        )
         if settings.eval_dataset:
             evaluation = _examples(settings.eval_dataset, settings.eval_dataset_split, settings.dataset_config, folder)
             evaluation.save_to_disk(folder / "examples_eval")
@@ -161,20 +171,24 @@ def split_rows(rows: datasets.Dataset, fraction: float, seed: int) -> tuple[data
     return parts["train"], parts["test"]
 
 
-def _examples(sources: list[str], split: str, config: str | None, folder: Path) -> datasets.Dataset:
-    for source in sources:
+def _examples(
+    sources: list[str], split: str, config: str | None, folder: Path, *, streaming: bool = False
+) -> datasets.Dataset:
+    files = streamed_sources(sources) if streaming else sources
+    for source in files:
         check_source(source)
 
     def rows() -> Iterator[dict[str, str]]:
-        for source in sources:
-            for place, columns in read_rows(source, split, config):
+        for source in files:
+            for place, columns in read_rows(source, split, config, streaming=streaming):
                 try:
                     example = to_example(columns)
                     yield {"place": place, "example": json.dumps(dataclasses.asdict(example))}
                 except UserError as error:
                     raise UserError(f"{place}: {error}") from None
 
-    return _from_rows(rows(), EXAMPLE_FEATURES, folder, ", ".join(sources))
+    read = itertools.islice(rows(), STREAM_HEAD) if streaming else rows()
+    return _from_rows(read, EXAMPLE_FEATURES, folder, ", ".join(sources))
 
 
 def _from_rows(
@@ -209,19 +223,29 @@ def tokenize_examples(
 
     runtime.alone(tokenize, per_node=True)
     evaluation = _tokenized_rows(folder / "eval") if (folder / "eval").exists() else None
-    return _tokenized_rows(folder / "train"), evaluation
+    train = _tokenized_rows(folder / "train")
+    return dataclasses.replace(train, streamed=settings.streaming), evaluation
+
+
+def encode_row(encoder: Encoder, example: Example, max_length: int) -> dict[str, Any]:
+    """`input_ids` and `labels` of an example, at most `max_length` each, and whether it was `overlong`.
+
+    Raises:
+        UserError: as Encoder.encode.
+    """
+    encoded = encoder.encode(example)
+    cut = {name: values[:max_length] for name, values in encoded.items()}
+    return {**cut, "overlong": len(encoded["input_ids"]) > max_length}
 
 
 def _tokenize(examples: datasets.Dataset, encoder: Encoder, settings: Settings, purpose: str) -> datasets.Dataset:
     def encode(row: str, place: str) -> dict[str, Any]:
         try:
-            encoded = encoder.encode(Example(**json.loads(row)))
+            encoded = encode_row(encoder, Example(**json.loads(row)), settings.max_length)
         except UserError as error:
             return {"input_ids": [], "labels": [], "overlong": False, "supervised": 0, "problem": f"{place}: {error}"}
-        overlong = len(encoded["input_ids"]) > settings.max_length
-        ids, labels = encoded["input_ids"][: settings.max_length], encoded["labels"][: settings.max_length]
-        supervised = sum(label != IGNORED for label in labels[1:])
-        return {"input_ids": ids, "labels": labels, "overlong": overlong, "supervised": supervised, "problem": ""}
+        supervised = sum(label != IGNORED for label in encoded["labels"][1:])
+        return {**encoded, "supervised": supervised, "problem": ""}
 
     def encode_all(batch: dict[str, list[str]]) -> dict[str, list[Any]]:
         encoded = [encode(row, place) for row, place in zip(batch["example"], batch["place"], strict=True)]
@@ -243,7 +267,10 @@ def _tokenize(examples: datasets.Dataset, encoder: Encoder, settings: Settings, 
     if settings.overlong == "drop":
         kept = np.flatnonzero(~_column(tokenized, "overlong").to_numpy())
         if not len(kept):
-            raise UserError(f"Every {purpose} row is over max_length {settings.max_length}, so none is left; raise it.")
+            raise UserError(
+                f"All of the {len(tokenized):,} {purpose} rows read are over max_length {settings.max_length}, so none is "
+                "left; raise it."
+            )
         dropped = len(tokenized) - len(kept)
         tokenized = tokenized.select(kept).flatten_indices()
     else:
@@ -295,13 +322,24 @@ def row_lengths(tokenized: datasets.Dataset) -> np.ndarray:
 
 
 def facts(settings: Settings, runtime: Runtime, plan: BatchPlan, rows: TokenizedRows) -> dict[str, Any]:
-    """What identifies the rows of a run and how they fill its steps; see manifest.compare."""
-    return {
+    """What identifies the rows of a run and how they fill its steps; see manifest.compare.
+
+    Rows that are streamed are known by their sources and by the checksum of the first of them.
+    """
+    found: dict[str, Any] = {
         "packing": "off" if rows.packing is None else f"packs of up to {rows.packing.capacity} tokens",
-        "rows": rows.counts.rows,
+        "rows": "streamed" if rows.streamed else rows.counts.rows,
         "steps": plan.steps(rows.units, settings.num_train_epochs, settings.max_steps),
         "data": fingerprint(rows, runtime),
     }
+    if rows.streamed:
+        found |= {"sources": _source_names(settings), "shuffle_buffer": settings.shuffle_buffer}
+    return found
+
+
+def _source_names(settings: Settings) -> str:
+    hub = " ".join(word for word in (settings.dataset_split, settings.dataset_config) if word)
+    return ", ".join(str(Path(s).expanduser().resolve()) if is_file(s) else f"{s} {hub}" for s in settings.dataset)
 
 
 def fingerprint(rows: TokenizedRows, runtime: Runtime) -> str:
@@ -366,10 +404,7 @@ class PadRight:
 
 @dataclass
 class PackedRows:
-    """A map-style dataset of packs: each item has the ids and labels of its rows behind each other, and their lengths.
-
-    Nothing predicts the first token of a row, so its label is ignored, as position 0 is where rows stand alone.
-    """
+    """A map-style dataset of packs: each item has the ids and labels of its rows behind each other, and their lengths."""
 
     rows: ArrowRows
     packing: Packing
@@ -378,14 +413,22 @@ class PackedRows:
         return len(self.packing) + 1
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-        """`input_ids` and `labels` (tokens,), `lengths` (rows,); the last index is the filler."""
+        """A pack as of `join_rows`; the last index is the filler."""
         filler = index == len(self.packing)
         members = [len(self.rows) - 1] if filler else self.packing.members(index).tolist()
         rows = [self.rows[member] for member in members]
-        lengths = np.array([len(row["input_ids"]) for row in rows], dtype=np.int64)
-        labels = np.concatenate([row["labels"] for row in rows])
-        labels[np.cumsum(lengths) - lengths] = IGNORED
-        return {"input_ids": np.concatenate([row["input_ids"] for row in rows]), "labels": labels, "lengths": lengths}
+        return join_rows([row["input_ids"] for row in rows], [row["labels"] for row in rows])
+
+
+def join_rows(input_ids: list[np.ndarray], labels: list[np.ndarray]) -> dict[str, np.ndarray]:
+    """Rows as one pack: `input_ids` and `labels` (tokens,), `lengths` (rows,).
+
+    Nothing predicts the first token of a row, so its label is ignored, as position 0 is where rows stand alone.
+    """
+    lengths = np.array([len(ids) for ids in input_ids], dtype=np.int64)
+    joined = np.concatenate(labels)
+    joined[np.cumsum(lengths) - lengths] = IGNORED
+    return {"input_ids": np.concatenate(input_ids), "labels": joined, "lengths": lengths}
 
 
 @dataclass

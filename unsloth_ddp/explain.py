@@ -354,7 +354,7 @@ ROWS = (
         "data loader worker",
         r"DataLoader worker .{0,60}(exited unexpectedly|killed by signal)",
         "A process that loads data was killed, mostly for want of memory or shared memory.",
-        "fewer workers (trainer_args dataloader_num_workers), more memory, --shm-size for containers.",
+        "fewer workers (trainer_args dataloader_num_workers; --dataset_num_proc with --streaming), more memory, --shm-size for containers.",
     ),
     Row(
         "remote code",

@@ -18,6 +18,7 @@ import torch
 from accelerate.utils.memory import should_reduce_batch_size
 
 from unsloth_ddp.batch import BatchPlan
+from unsloth_ddp.data import TokenizedRows, join_rows
 from unsloth_ddp.errors import UserError
 from unsloth_ddp.plan.memory import optimizer_bytes
 from unsloth_ddp.runtime import Runtime
@@ -144,8 +145,19 @@ def _choose_by_trying(trainer: Any, kinds: Sequence[str], sizes: Sequence[int]) 
 
 def largest_tokens(trainer: Any, size: int) -> int:
     """Tokens of the largest micro-batch of `size` rows (packs) that any order of the data can give, padding included."""
+    if trainer.train_rows.streamed:
+        return size * trainer.settings.max_length
     lengths = np.sort(trainer.train_rows.lengths()[:-1])[::-1][:size]
     return int(lengths.sum() if trainer.train_rows.packing is not None else len(lengths) * lengths[0])
+
+
+def largest(rows: TokenizedRows, size: int, max_length: int) -> list[dict[str, np.ndarray]]:
+    """The `size` longest rows (packs); of streamed rows, which are not known yet, as many of `max_length`."""
+    longest = np.argsort(-rows.lengths()[:-1], kind="stable")[:size]
+    if not rows.streamed:
+        return [rows.examples[int(index)] for index in longest]
+    row = {name: np.resize(rows.examples[int(longest[0])][name], max_length) for name in ("input_ids", "labels")}
+    return [row if rows.packing is None else join_rows([row["input_ids"]], [row["labels"]])] * size
 
 
 def attempt(trainer: Any, size: int) -> Try:
@@ -154,9 +166,8 @@ def attempt(trainer: Any, size: int) -> Try:
     The gradients of earlier micro-batches (which are also what DDP sends) are there before, and what the optimizer
     will keep is counted.
     """
-    rows, device = trainer.train_rows, trainer.args.device
-    longest = np.argsort(-rows.lengths()[:-1], kind="stable")[:size]
-    batch = trainer.data_collator([rows.examples[int(index)] for index in longest])
+    device = trainer.args.device
+    batch = trainer.data_collator(largest(trainer.train_rows, size, trainer.settings.max_length))
     batch = {name: value.to(device) if torch.is_tensor(value) else value for name, value in batch.items()}
     trained = [p for p in trainer.model.parameters() if p.requires_grad]
     states = sum(p.numel() for p in trained) * optimizer_bytes(trainer.settings.optim)

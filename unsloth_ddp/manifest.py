@@ -28,7 +28,9 @@ GUARDED = (
     "lr_scheduler_type", "warmup_steps", "weight_decay", "max_grad_norm", "optim", "trainer_args",
 )  # fmt: skip
 # Facts of the run beside them, in the same way.
-GUARDED_FACTS = ("packing", "global_batch_size", "steps", "rows", "data", "backend", "precision")
+GUARDED_FACTS = (
+    "packing", "global_batch_size", "steps", "rows", "data", "sources", "shuffle_buffer", "backend", "precision",
+)  # fmt: skip
 # What changes where and how the same is computed: said, not refused.
 SAID = (
     "world_size", "per_device_train_batch_size", "gradient_accumulation_steps", "gradient_checkpointing",

@@ -88,7 +88,15 @@ class DataSettings:
         "for it. Otherwise rows are padded, with rows of like length together.",
     )
     loss_on: Literal["assistant", "all"] = option("assistant", "Which tokens are supervised: the assistant's, or all.")
-    dataset_num_proc: int = option(1, "Processes that tokenize, on each node.")
+    dataset_num_proc: int = option(1, "Processes that tokenize, on each node (--streaming: on the first one).")
+    streaming: bool = option(
+        False,
+        "Read, shuffle and tokenize the training rows while training goes on, for sets that are too large to do so "
+        "before; folders of files may be given too. Needs --max_steps.",
+    )
+    shuffle_buffer: int = option(
+        10_000, "--streaming: rows of which the next one is drawn at random; 0: the order of the source."
+    )
 
 
 @dataclass
@@ -227,7 +235,7 @@ ABOVE_ZERO = (
 
 ZERO_OR_ABOVE = (
     "weight_decay", "max_grad_norm", "warmup_steps", "lora_dropout", "compare_answers", "seed", "watch_timeout",
-    "drift_check_steps",
+    "drift_check_steps", "shuffle_buffer",
 )  # fmt: skip
 
 # Above these a number is a slip of the pen that would end in a hang or in an error far from its cause.
@@ -235,6 +243,7 @@ AT_MOST = {
     "lora_r": 1_000_000, "max_length": 100_000_000, "per_device_train_batch_size": 100_000,
     "per_device_eval_batch_size": 100_000, "dataset_num_proc": 1000, "num_train_epochs": 1_000_000,
     "ddp_timeout": 10_000_000, "watch_timeout": 10_000_000,
+    "shuffle_buffer": 100_000_000,
 }  # fmt: skip
 
 
@@ -286,12 +295,44 @@ def check(settings: Settings) -> None:
         raise UserError(
             f"eval_steps {settings.eval_steps} and eval_strategy {settings.eval_strategy} contradict; leave one out."
         )
+    _check_streaming(settings)
     if settings.run_name is not None and not re.fullmatch(r"(?!\.{1,2}$)[^/\\\x00-\x1f]{1,200}", settings.run_name):
         raise UserError(
             f"run_name {settings.run_name[:200]!r} is not a plain folder name of at most 200 characters; "
             "use letters, digits, - and _."
         )
     _check_paths(settings)
+
+
+def _check_streaming(settings: Settings) -> None:
+    if not settings.streaming:
+        if settings.shuffle_buffer != DataSettings.shuffle_buffer:
+            raise UserError(
+                f"shuffle_buffer {settings.shuffle_buffer} is for --streaming; without it all rows are shuffled, so leave "
+                "it out."
+            )
+        return
+    if settings.max_steps <= 0:
+        raise UserError(
+            "streaming needs max_steps, because nobody knows how many rows will come and the learning rate follows the "
+            "number of steps; give --max_steps (one pass over the rows is their number / global_batch_size)."
+        )
+    if settings.eval_fraction:
+        raise UserError(
+            f"eval_fraction {settings.eval_fraction} of rows that are streamed cannot be set aside, because their number "
+            "is not known; give the evaluation rows with --eval_dataset."
+        )
+    for name in settings.trainer_args:
+        if name.startswith("dataloader_") and name != "dataloader_pin_memory":
+            raise UserError(
+                f"trainer_args: {name} does nothing for streamed rows, which processes of their own read; give their "
+                "number with --dataset_num_proc."
+            )
+    for name in ("eval", "save"):
+        if getattr(settings, f"{name}_strategy") == "epoch":
+            raise UserError(
+                f"{name}_strategy is epoch, but where an epoch of streamed rows ends is not known; give --{name}_steps."
+            )
 
 
 def _check_secrets(settings: Settings) -> None:

@@ -22,6 +22,7 @@ from unsloth_ddp.callbacks import SavedTotals
 from unsloth_ddp.checkpoint import Checkpoints, Start, is_whole
 from unsloth_ddp.data import TokenizedRows
 from unsloth_ddp.runtime import Runtime
+from unsloth_ddp.stream import StreamedSteps
 from unsloth_ddp.telemetry import TOKENS, Meter, Totals
 
 
@@ -33,7 +34,9 @@ class ResumableTrainer(SFTTrainer):
     checkpoints: Checkpoints
     meter: Meter
     train_rows: TokenizedRows
+    # What orders the rows: the one, or the other where they are streamed.
     row_order: RowOrder
+    streamed: StreamedSteps | None = None
     # Where the run goes on from, and where a checkpoint is being written.
     start: Start | None = None
     tokens_before: int = 0
@@ -58,6 +61,7 @@ class ResumableTrainer(SFTTrainer):
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         began = time.perf_counter()
         self._saved.pending = self._gather_sums(self.meter.sums).tolist()
+        self._saved.stream = self.streamed.saved() if self.streamed else None
         step, best_before = self.state.global_step, self.state.best_model_checkpoint
 
         def write(aside: Path) -> None:
@@ -152,6 +156,8 @@ class ResumableTrainer(SFTTrainer):
             self.meter.sums += pending[self.runtime.ranks.rank]
         elif self.runtime.ranks.is_main:
             self.meter.sums += pending.sum(dim=0)
+        if self.streamed and not self.args.ignore_data_skip:
+            self.streamed.go_on(self.state.global_step, self._saved.stream)
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
         # A run killed after its last step has nothing left to train; upstream would take one step more.
@@ -160,7 +166,8 @@ class ResumableTrainer(SFTTrainer):
             return
         # accelerate does not find the sampler inside a loader that skips the rows of a resumed epoch, if there are
         # several ranks, and would go on in the order of the first epoch.
-        self.row_order.set_epoch(kwargs["epoch"])
+        if self.streamed is None:
+            self.row_order.set_epoch(kwargs["epoch"])
         super()._run_epoch(*args, **kwargs)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
@@ -181,7 +188,9 @@ class ResumableTrainer(SFTTrainer):
         if any("eval_loss" in entry and entry.get("step") == step for entry in self.state.log_history):
             return False
         if strategy == IntervalStrategy.EPOCH:
-            return step >= self.state.max_steps or step % self.plan.steps_per_epoch(self.train_rows.units) == 0
+            # To the trainer a stream is one long epoch.
+            at_end = self.streamed is None and step % self.plan.steps_per_epoch(self.train_rows.units) == 0
+            return at_end or step >= self.state.max_steps
         return strategy == IntervalStrategy.STEPS and step % self.state.eval_steps == 0
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:

@@ -51,14 +51,52 @@ def check_source(source: str) -> None:
         raise UserError(f"dataset {source[:200]} cannot be looked up: {reason}.") from None
 
 
-def read_rows(source: str, split: str, config: str | None = None) -> Iterator[Row]:
+def streamed_sources(sources: list[str]) -> list[str]:
+    """`sources` with every folder replaced by the row files in it and its subfolders, by name.
+
+    Raises:
+        UserError: a folder holds no such file, or a file would have to be read whole before its first row.
+    """
+    found: list[str] = []
+    for source in sources:
+        files = _files_in(Path(source).expanduser()) if is_file(source) else None
+        if files == []:
+            raise UserError(f"dataset {source} is a folder without a {', '.join(SUFFIXES)} file; name another.")
+        found += [source] if files is None else files
+    for source in found:
+        if is_file(source) and source.lower().endswith(".json"):
+            raise UserError(
+                f"dataset {source} is one JSON list, which can only be read as a whole; write one row a line, as .jsonl, "
+                "or leave --streaming out."
+            )
+    return found
+
+
+def _files_in(folder: Path) -> list[str] | None:
+    """The row files of a folder that are not hidden; None where it is no folder."""
+    try:
+        if not folder.is_dir():
+            return None
+        inside = sorted(path.relative_to(folder) for path in folder.rglob("*"))
+    except OSError as error:
+        raise UserError(f"dataset {folder} cannot be listed: {_in_one_line(error.strerror or error)}.") from None
+    return [
+        str(folder / path)
+        for path in inside
+        if path.suffix.lower() in SUFFIXES and not any(part.startswith(".") for part in path.parts)
+    ]
+
+
+def read_rows(source: str, split: str, config: str | None = None, *, streaming: bool = False) -> Iterator[Row]:
     """The rows of one file that `check_source` accepted, or of one split of a Hub dataset.
+
+    `streaming` keeps nothing of a Hub dataset on disk; files are read as they are needed in any case.
 
     Raises:
         UserError: the source cannot be read, or a row is broken; the message names file and line.
     """
     if not is_file(source):
-        yield from _hub_rows(source, split, config)
+        yield from _hub_rows(source, split, config, streaming)
         return
     path = Path(source).expanduser()
     readers = {".jsonl": _jsonl_rows, ".json": _json_rows, ".parquet": _parquet_rows, ".csv": _csv_rows}
@@ -203,11 +241,11 @@ def _parquet_rows(path: Path) -> Iterator[Row]:
         raise UserError(f"{path} is not readable Parquet after row {number} ({reason}); write it again.") from None
 
 
-def _hub_rows(source: str, split: str, config: str | None) -> Iterator[Row]:
+def _hub_rows(source: str, split: str, config: str | None, streaming: bool) -> Iterator[Row]:
     import datasets
 
     try:
-        table = datasets.load_dataset(source, config, split=split)
+        table = datasets.load_dataset(source, config, split=split, streaming=streaming)
     except Exception as error:
         reason = " ".join(str(error).split())
         raise UserError(
@@ -219,7 +257,8 @@ def _hub_rows(source: str, split: str, config: str | None) -> Iterator[Row]:
             number += 1
             yield Row(f"{source} {split} row {number}", columns)
     except Exception as error:
+        network = "if the network failed, the same command goes on from the newest checkpoint; " if streaming else ""
         raise UserError(
-            f"dataset {source}, split {split}, cannot be read after row {number} ({_in_one_line(error)}); an image or "
-            "audio column needs its own decoder, and this kit trains on text only."
+            f"dataset {source}, split {split}, cannot be read after row {number} ({_in_one_line(error)}); {network}an image "
+            "or audio column needs its own decoder, and this kit trains on text only."
         ) from None

@@ -229,19 +229,54 @@ class Runtime:
                 result = work()
             except Exception as error:
                 failure = error
-        outcomes = self.gather(None if failure is None else (isinstance(failure, UserError), str(failure)))
+        outcomes = self.gather(_told(failure))
         if failure is not None:
             raise failure
         for rank, outcome in enumerate(outcomes):
             if outcome is not None:
-                mendable, text = outcome
-                raise UserError(text) if mendable else RuntimeError(f"rank {rank} failed: {text}")
+                raise _failure_of(rank, outcome)
         return result
 
     def from_main(self, work: Callable[[], T]) -> T:
         """The result of `work` in the main process, on every rank."""
         result = self.alone(work)
         return self.gather(result)[0]  # type: ignore[return-value]
+
+    def hand_out(self, work: Callable[[], list[T]]) -> T:
+        """This rank's item of the list that `work` returns in the main process, one item a rank.
+
+        Each rank is sent its own item only. Failures are raised as by `alone`.
+        """
+        if self.control_group is None:
+            return work()[0]
+        import torch.distributed as dist
+
+        items: list[Any] | None = None
+        failure = None
+        if self.ranks.is_main:
+            try:
+                items = [(item, None) for item in work()]
+            except Exception as error:
+                failure = error
+                items = [(None, _told(error))] * self.ranks.world_size
+        received: list[Any] = [None]
+        dist.scatter_object_list(received, items, src=0, group=self.control_group)
+        if failure is not None:
+            raise failure
+        item, outcome = received[0]
+        if outcome is not None:
+            raise _failure_of(0, outcome)
+        return item
+
+
+def _told(failure: Exception | None) -> tuple[bool, str] | None:
+    """What the other ranks are told of a failure: whether it is the user's to mend, and its text."""
+    return None if failure is None else (isinstance(failure, UserError), str(failure))
+
+
+def _failure_of(rank: int, told: tuple[bool, str]) -> Exception:
+    mendable, text = told
+    return UserError(text) if mendable else RuntimeError(f"rank {rank} failed: {text}")
 
 
 @contextlib.contextmanager

@@ -23,7 +23,7 @@ from unsloth_ddp.batch import BatchPlan
 from unsloth_ddp.data import TokenizedRows
 from unsloth_ddp.fit import Chosen
 from unsloth_ddp.model import parameter_counts
-from unsloth_ddp.packing import Choice, Packing
+from unsloth_ddp.packing import Choice
 from unsloth_ddp.runtime import Runtime
 from unsloth_ddp.settings import Settings
 from unsloth_ddp.versions import versions
@@ -37,6 +37,7 @@ SUMMARIZED = (
     "model", "model_revision", "method", "dataset", "eval_dataset", "eval_fraction", "max_length", "overlong",
     "loss_on", "chat_template", "num_train_epochs", "max_steps", "learning_rate", "lr_scheduler_type", "warmup_steps",
     "optim", "weight_decay", "max_grad_norm", "gradient_checkpointing", "lora_r", "lora_alpha", "lora_dropout", "seed",
+    "streaming", "shuffle_buffer",
 )  # fmt: skip
 
 
@@ -296,9 +297,20 @@ def describe_run(
     why = "" if settings.packing == "off" else f": {choice.reason}"
     packed = f"off{why}; rows of like length are padded together"
     if packs is not None:
-        packed = f"on: {choice.reason}; {len(packs):,} packs of up to {packs.capacity:,} tokens, {packs.fill:.0%} full"
-    unit, of_rows = ("rows", "") if packs is None else ("packs", f" (about {counts.rows / steps_per_epoch:,.0f} rows)")
-    rows = f"{counts.rows:,} ({counts.tokens:,} tokens, longest {counts.longest:,})"
+        number = "" if train_rows.streamed else f"{len(packs):,} "
+        packed = f"on: {choice.reason}; {number}packs of up to {packs.capacity:,} tokens, {packs.fill:.0%} full"
+    # The first rows of a stream need not fill a step.
+    filled = train_rows.units / plan.global_batch if train_rows.streamed else steps_per_epoch
+    unit, of_rows = ("rows", "") if packs is None else ("packs", f" (about {counts.rows / filled:,.0f} rows)")
+    held = f"{counts.tokens:,} tokens, longest {counts.longest:,}"
+    rows = f"{counts.rows:,} ({held})"
+    supervised = f"{counts.supervised:,} ({counts.supervised / counts.tokens:.1%} of all)"
+    if train_rows.streamed:
+        order = (
+            f"drawn from {settings.shuffle_buffer:,} rows at a time" if settings.shuffle_buffer else "in their order"
+        )
+        rows = f"streamed, {order}; the first {counts.rows:,} have {held}"
+        supervised = f"{counts.supervised / counts.tokens:.1%} of the first rows' tokens"
     if counts.truncated:
         rows += f"; {counts.truncated:,} over max_length {settings.max_length} truncated"
     if counts.dropped:
@@ -314,13 +326,13 @@ def describe_run(
             "method": f"{settings.method} ({trainable:,} trainable parameters, {trainable / total:.2%})",
             "training rows": rows,
             "evaluation rows": f"{eval_rows.counts.rows:,}" if eval_rows else "none",
-            "supervised tokens": f"{counts.supervised:,} ({counts.supervised / counts.tokens:.1%} of all)",
+            "supervised tokens": supervised,
             "packing": packed,
             "checkpointing": f"{chosen.kind}: {chosen.reason}",
             "global batch": f"{plan.per_device} {unit} a device x {plan.accumulation} accumulation x "
             f"{plan.processes} processes = {plan.global_batch} {unit}{of_rows}",
-            "tokens a step": f"{counts.tokens / steps_per_epoch:,.0f} on average",
-            "steps": f"{steps:,} ({steps_per_epoch:,} an epoch)",
+            "tokens a step": f"{'about ' if train_rows.streamed else ''}{counts.tokens / filled:,.0f} on average",
+            "steps": f"{steps:,}" + ("" if train_rows.streamed else f" ({steps_per_epoch:,} an epoch)"),
             "written to": str(run_folder),
         }
     )
@@ -330,7 +342,7 @@ def summarize(
     settings: Settings,
     runtime: Runtime,
     plan: BatchPlan,
-    packing: Packing | None,
+    rows: TokenizedRows,
     checkpointing: str,
     totals: Totals,
     steps: int,
@@ -351,8 +363,8 @@ def summarize(
         "sharding": runtime.sharding,
         "backend": runtime.backend,
         "precision": runtime.precision,
-        "packing": packing is not None,
-        "packs": len(packing) if packing is not None else None,
+        "packing": rows.packing is not None,
+        "packs": len(rows.packing) if rows.packing is not None and not rows.streamed else None,
         "gradient_checkpointing": checkpointing,
         "global_batch_size": plan.global_batch,
         "per_device_train_batch_size": plan.per_device,

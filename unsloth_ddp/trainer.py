@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.utils.data import DataLoader
 from transformers import Trainer
 from transformers.integrations import get_reporting_integration_callbacks
 from transformers.trainer_utils import EvalLoopOutput
@@ -35,6 +36,7 @@ from unsloth_ddp.retrying import RetryingTrainer
 from unsloth_ddp.runtime import Runtime, alone_timeout
 from unsloth_ddp.settings import Settings
 from unsloth_ddp.stop import Stop
+from unsloth_ddp.stream import Unit, streamed_steps, windows_of
 from unsloth_ddp.telemetry import (
     BestEffort,
     Meter,
@@ -103,6 +105,8 @@ class DDPTrainer(RetryingTrainer):
         self.stop = stop
         self.recompute = Recompute(model, runtime, settings)
         self.train_rows, self.eval_rows = train, evaluation
+        self.row_seed: int = args.seed if args.data_seed is None else args.data_seed
+        self.windows = windows_of(settings, train.packing, tokenizer, self.row_seed) if train.streamed else None
         super().__init__(
             model=model,
             args=args,
@@ -154,9 +158,21 @@ class DDPTrainer(RetryingTrainer):
 
     # ---- rows: upstream shuffles with the global RNG and sees some rows twice to even out the ranks ----
 
+    def get_train_dataloader(self) -> DataLoader:
+        """This rank's micro-batches; streamed ones are dealt already, so accelerate does not shard them again."""
+        if self.windows is None:
+            return super().get_train_dataloader()
+        self.streamed = streamed_steps(self.settings, self.runtime, self.plan, self.train_rows.packing, self.windows)
+
+        def collate(units: list[Unit] | None) -> dict[str, Any] | None:
+            return None if units is None else self.data_collator(units)
+
+        pinned = self.args.dataloader_pin_memory
+        return DataLoader(self.streamed, batch_size=None, collate_fn=collate, pin_memory=pinned)
+
     def _get_train_sampler(self, train_dataset: Any = None) -> BalancedOrder:
-        rows, seed = self.train_rows, self.args.seed if self.args.data_seed is None else self.args.data_seed
-        self.row_order = BalancedOrder(self.plan, rows.lengths(), seed, padded=rows.packing is None)
+        rows = self.train_rows
+        self.row_order = BalancedOrder(self.plan, rows.lengths(), self.row_seed, padded=rows.packing is None)
         return self.row_order
 
     def _get_eval_sampler(self, eval_dataset: Any) -> BalancedOrder:
@@ -179,7 +195,8 @@ class DDPTrainer(RetryingTrainer):
                 break
         if not batches:
             return batches, None
-        reading = time.perf_counter() - began
+        # The ranks wait for each other when streamed rows are handed out.
+        reading = self.streamed.waited() if self.streamed else time.perf_counter() - began
         divisor = step_divisor(batches, self.args.world_size, self._sum_over_ranks)
         self.meter.own_time.start(reading, len(batches))
         self.remember(batches, divisor)
@@ -317,7 +334,7 @@ class DDPTrainer(RetryingTrainer):
             self.settings,
             self.runtime,
             self.plan,
-            self.train_rows.packing,
+            self.train_rows,
             self.recompute.kind,
             self.totals,
             self.state.global_step,

@@ -168,6 +168,21 @@ def test_files_are_known_by_content_and_large_ones_by_samples(tmp_path, monkeypa
     assert identity.file_entry(path) != before
 
 
+def test_a_folder_to_be_streamed_is_known_by_names_and_sizes_and_needs_no_cache(tmp_path):
+    (tmp_path / "shards" / "a").mkdir(parents=True)
+    for name in ("a/1.jsonl", "2.jsonl"):
+        (tmp_path / "shards" / name).write_bytes(bytes(100))
+    streamed = Settings(dataset=[str(tmp_path / "shards")], streaming=True, max_steps=1)
+    before = identity.data_files(streamed)["dataset shards"]
+    assert before["bytes"] == 200 and before["sampled"]
+    (tmp_path / "shards" / "2.jsonl").rename(tmp_path / "shards" / "3.jsonl")
+    assert identity.data_files(streamed)["dataset shards"]["digest"] != before["digest"]
+    assert "missing" in identity.data_files(Settings(dataset=streamed.dataset))["dataset shards"]
+    file = str(tmp_path / "shards" / "3.jsonl")
+    assert node.local_sizes(Settings(dataset=[file], eval_dataset=[file])) == [100, 100]
+    assert node.local_sizes(Settings(dataset=[file], eval_dataset=[file], streaming=True)) == [100]
+
+
 def test_hub_sources_are_known_by_the_caches_commit(tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     assert identity.hub_entry("a/b", "model") == {"hub": None}

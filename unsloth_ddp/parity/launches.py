@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from unsloth_ddp.options import OutputSettings
+from unsloth_ddp.options import DataSettings, OutputSettings
 from unsloth_ddp.settings import Settings
 
 REPO = Path(__file__).resolve().parent.parent.parent
@@ -125,7 +125,14 @@ def settings_of(launch: Launch, settings: Settings, steps: int, precision: str, 
         "global_batch_size": None,
         "global_batch_tokens": None,
     }
-    data = {"dataset": [str(rows)], "dataset_config": None, "eval_dataset": [], "eval_fraction": 0.0}
+    data = {
+        "dataset": [str(rows)],
+        "dataset_config": None,
+        "eval_dataset": [],
+        "eval_fraction": 0.0,
+        "streaming": False,
+        "shuffle_buffer": DataSettings.shuffle_buffer,
+    }
     written = {
         "output_dir": str(output),
         "run_name": launch.name,
@@ -143,6 +150,8 @@ def what_is_left_out(settings: Settings) -> list[str]:
         said.append(f"lora_dropout {settings.lora_dropout} is left out: it is drawn anew in every layout.")
     if settings.trainer_args:
         said.append(f"trainer_args are left out ({', '.join(settings.trainer_args)}).")
+    if settings.streaming:
+        said.append("streaming is left out: the rows of these few steps are read beforehand.")
     if settings.method == "full" and settings.full_weights == "bf16":
         said.append("full_weights bf16 is left out: 16-bit weights would round most of a step away.")
     return said

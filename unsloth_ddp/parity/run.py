@@ -18,7 +18,7 @@ from unsloth_ddp.errors import UserError
 from unsloth_ddp.model_files import model_folder
 from unsloth_ddp.parity.launches import Launch, command, settings_of, waves
 from unsloth_ddp.parity.verdicts import Outcome, Row, Tolerance, compare
-from unsloth_ddp.rows import check_source, read_rows
+from unsloth_ddp.rows import check_source, read_rows, streamed_sources
 from unsloth_ddp.settings import Settings
 
 # Enough to fill packs of chats; where rows are longer the last step is full as well.
@@ -88,10 +88,12 @@ def run_check(check: Check, folder: Path) -> tuple[list[Row], Tolerance, list[st
 
 def write_rows(settings: Settings, count: int, path: Path) -> int:
     """Copy the first `count` rows of the data; returns how many there are."""
-    for source in settings.dataset:
+    sources = streamed_sources(settings.dataset) if settings.streaming else settings.dataset
+    for source in sources:
         check_source(source)
     rows = chain.from_iterable(
-        read_rows(source, settings.dataset_split, settings.dataset_config) for source in settings.dataset
+        read_rows(source, settings.dataset_split, settings.dataset_config, streaming=settings.streaming)
+        for source in sources
     )
     lines = [json.dumps(row.columns, default=str) for row in islice(rows, count)]
     if not lines:

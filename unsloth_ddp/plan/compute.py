@@ -124,7 +124,7 @@ def rows_at_once(
         return sizes[-1]
 
     def tokens(size: int) -> int:
-        return size * rows.longest
+        return size * (settings.max_length if rows.streamed else rows.longest)
 
     def fits_with(kind: str, size: int) -> bool:
         work = workload(settings, tokens(size), batch.processes)
@@ -195,8 +195,13 @@ def make_plan(
     batch = with_micro_batch(batch, rows_at_once(settings, shape, rows, batch, hardware.gpu_memory))
     count = len(rows.lengths)
     steps = batch.steps(count, settings.num_train_epochs, settings.max_steps)
-    tokens_a_step = rows.tokens / batch.steps_per_epoch(count)
-    micro_batch = largest_micro_batch(rows, batch, settings.seed, steps)
+    if rows.streamed:
+        tokens_a_step = rows.mean * batch.global_batch
+        # A row that is not known yet may be as long as they may be.
+        micro_batch = batch.per_device * settings.max_length
+    else:
+        tokens_a_step = rows.tokens / batch.steps_per_epoch(count)
+        micro_batch = largest_micro_batch(rows, batch, settings.seed, steps)
     work = workload(settings, micro_batch, hardware.processes)
     memory = []
     for method in get_args(Method):

@@ -81,10 +81,10 @@ def _run_rows(report: Report) -> list[list[str]]:
         ["model", f"{settings.model} ({shape.parameters:,} parameters; trained by {trained})"],
         ["run", f"method {settings.method}, {precision_of(settings)}, {backend_of(settings)}, checkpointing {settings.gradient_checkpointing}, {settings.optim}"],
         ["GPUs", f"{hardware.nodes} node(s) x {hardware.gpus_per_node}"],
-        [rows.unit, f"{len(rows.lengths):,} ({rows.tokens:,} tokens, mean {rows.mean:,.0f}, longest {rows.longest:,})"],
+        [rows.unit, f"{'the first ' if rows.streamed else ''}{len(rows.lengths):,} ({rows.tokens:,} tokens, mean {rows.mean:,.0f}, longest {rows.longest:,})"],
         ["global batch", f"{batch.per_device} {rows.unit} a device x {batch.accumulation} accumulation x {batch.processes} processes = {batch.global_batch} {rows.unit}"],
         ["tokens a step", f"{plan.tokens_a_step:,.0f} on average; largest micro-batch {plan.micro_batch:,} with padding"],
-        ["steps", f"{plan.steps:,} ({batch.steps_per_epoch(len(rows.lengths)):,} an epoch)"],
+        ["steps", f"{plan.steps:,}" + ("" if rows.streamed else f" ({batch.steps_per_epoch(len(rows.lengths)):,} an epoch)")],
         ["model work", f"{shape.flops_a_token(settings.method) / 1e9:,.4g} GFLOP a token"],
     ]  # fmt: skip
 
@@ -168,6 +168,11 @@ def notes(report: Report) -> list[str]:
             said.append(
                 f"It was measured otherwise than this run, so take it as an order of size: {'; '.join(plan.speed.differences)}."
             )
+    if report.rows.streamed:
+        said.append(
+            f"Rows are streamed: their first {len(report.rows.lengths):,} {report.rows.unit} stand for all, and memory is "
+            f"that of micro-batches with {report.settings.max_length:,} tokens a {report.rows.unit.removesuffix('s')}."
+        )
     if report.settings.packing == "auto":
         packed = rows_are_packed(report.settings)
         planned = "packed rows, which Unsloth's attention takes with flash-attn, xformers or torch 2.12 on"
@@ -215,6 +220,7 @@ def as_json(report: Report) -> dict[str, Any]:
             rows.unit: len(rows.lengths),
             "tokens": rows.tokens,
             "longest": rows.longest,
+            "streamed": rows.streamed,
             "supervised": rows.supervised,
         },
         "hardware": dataclasses.asdict(report.hardware),

@@ -14,15 +14,19 @@ from unsloth_ddp.settings import Settings
 
 @dataclass(frozen=True)
 class RowLengths:
-    """Tokens of every training row, or of every pack, and how many of all tokens are supervised."""
+    """Tokens of every training row, or of every pack, and how many of all tokens are supervised.
+
+    Of a set that is `streamed` they are those of its first rows, which stand for all.
+    """
 
     lengths: np.ndarray
     supervised: int
     unit: Literal["rows", "packs"] = "rows"
+    streamed: bool = False
 
     def packed(self, packing: Packing | None) -> RowLengths:
         """The same tokens in packs, if there are any."""
-        return self if packing is None else RowLengths(packing.tokens, self.supervised, "packs")
+        return self if packing is None else RowLengths(packing.tokens, self.supervised, "packs", self.streamed)
 
     @property
     def tokens(self) -> int:
@@ -57,7 +61,7 @@ def row_lengths(settings: Settings) -> RowLengths:
         columns = rows.dataset.with_format("numpy", columns=["input_ids"])["input_ids"]
         # The last one evens out processes; see batch.RowOrder.
         lengths = np.array([len(ids) for ids in columns][: rows.counts.rows])
-    return RowLengths(lengths, rows.counts.supervised)
+    return RowLengths(lengths, rows.counts.supervised, streamed=rows.streamed)
 
 
 def in_order(lengths: np.ndarray, seed: int, epoch: int = 0) -> np.ndarray:

@@ -138,7 +138,13 @@ def data_files(settings: Settings) -> dict[str, dict[str, Any]]:
         sources: list[str] = getattr(settings, option)
         for number, source in enumerate(sources, 1):
             label = f"{option} {Path(source).name}" + (f" ({number})" if len(sources) > 1 else "")
-            found[label] = file_entry(Path(source).expanduser()) if is_file(source) else hub_entry(source, "dataset")
+            path = Path(source).expanduser()
+            if not is_file(source):
+                found[label] = hub_entry(source, "dataset")
+            elif settings.streaming and option == "dataset" and path.is_dir():
+                found[label] = folder_entry(path)
+            else:
+                found[label] = file_entry(path)
     if settings.chat_template and settings.chat_template != "chatml":
         found["chat_template"] = file_entry(Path(settings.chat_template).expanduser())
     return found
@@ -171,6 +177,16 @@ def file_entry(path: Path) -> dict[str, Any]:
         for number in range(SAMPLES):
             file.seek((length - MIB) * number // (SAMPLES - 1))
             digest.update(file.read(MIB))
+    return {"bytes": length, "digest": digest.hexdigest(), "sampled": True}
+
+
+def folder_entry(folder: Path) -> dict[str, Any]:
+    """The bytes of a folder's files, and SHA-256 of their names and sizes: of a set to be streamed, too much to read."""
+    digest, length = hashlib.sha256(), 0
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        size = path.stat().st_size
+        digest.update(f"{path.relative_to(folder)}\0{size}\0".encode())
+        length += size
     return {"bytes": length, "digest": digest.hexdigest(), "sampled": True}
 
 

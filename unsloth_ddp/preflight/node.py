@@ -308,8 +308,9 @@ def datasets_cache(environ: Mapping[str, str]) -> Path:
 
 
 def local_sizes(settings: Settings) -> list[int]:
-    """Bytes of every local data file that is there."""
-    paths = [Path(source).expanduser() for source in (*settings.dataset, *settings.eval_dataset) if is_file(source)]
+    """Bytes of every local data file that is there and is kept as tokens; streamed rows are not."""
+    sources = [*([] if settings.streaming else settings.dataset), *settings.eval_dataset]
+    paths = [Path(source).expanduser() for source in sources if is_file(source)]
     return [path.stat().st_size for path in paths if path.is_file()]
 
 

@@ -1,0 +1,136 @@
+"""What streamed rows cost on this machine's CPU: tokenizing, skipping, handing out.
+
+    python benchmarks/streaming.py --json benchmarks/results/streaming.json
+
+tokenized: rows of one reading process, chats of 24 and of about 300 tokens. skipped: rows that a run which goes on reads
+and leaves out. Both are a second of CPU time, so that other work on the machine does not count. handed out: milliseconds
+to send each rank its rows of a step, 16 rows of 300 tokens a rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+REPO = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(REPO))
+DEMO = REPO / "demo"
+WINDOWS = 60
+SKIPPED = 150_000
+
+
+def write_sources(folder: Path) -> dict[str, Path]:
+    """Short and long chats as JSONL, and the short ones as Parquet."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    short = [json.loads(line) for line in (DEMO / "train.jsonl").read_text().splitlines()]
+    long = [{"messages": [m for row in short[n : n + 12] for m in row["messages"]]} for n in range(0, len(short), 12)]
+    copies = 1 + (SKIPPED + 1000) // len(short)
+    sources = {"short": folder / "short.jsonl", "long": folder / "long.jsonl", "parquet": folder / "short.parquet"}
+    for name, rows in (("short", short), ("long", long)):
+        sources[name].write_text("".join(json.dumps(row) + "\n" for row in rows) * copies)
+    pq.write_table(pa.Table.from_pylist(short * copies), sources["parquet"])
+    return sources
+
+
+def make_windows(source: Path, buffer: int) -> Any:
+    """The windows of a run over these rows with the demo's tokenizer."""
+    from transformers import AutoTokenizer
+
+    from unsloth_ddp.options import Settings
+    from unsloth_ddp.stream import windows_of
+
+    settings = Settings(dataset=[str(source)], streaming=True, shuffle_buffer=buffer)
+    return windows_of(settings, None, AutoTokenizer.from_pretrained(DEMO / "model"), seed=1)
+
+
+def tokenized(source: Path) -> dict[str, float]:
+    """Rows and tokens that a reading process makes a second."""
+    windows = iter(make_windows(source, 0))
+    next(windows)
+    began = time.process_time()
+    lengths = [len(row["input_ids"]) for window in itertools.islice(windows, WINDOWS) for row in window.rows]
+    seconds = time.process_time() - began
+    return {"rows": len(lengths) / seconds, "tokens": sum(lengths) / seconds}
+
+
+def skipped(source: Path, buffer: int) -> float:
+    """Rows a second that are read and left out."""
+    from unsloth_ddp.stream import Position
+
+    windows = make_windows(source, buffer)
+    windows.start = Position(0, SKIPPED)
+    began = time.process_time()
+    next(iter(windows))
+    return SKIPPED / (time.process_time() - began)
+
+
+def hand_out() -> None:
+    """One of the ranks that torchrun starts; the main one prints the median in milliseconds."""
+    import numpy as np
+    import torch
+    import torch.distributed as dist
+
+    from unsloth_ddp.runtime import Runtime, ranks_from_environment
+
+    dist.init_process_group("gloo")
+    torch.set_num_threads(1)
+    runtime = Runtime(ranks_from_environment(), "transformers", "cpu", "fp32", "CPU", control_group=dist.new_group())
+    row = {name: np.arange(300, dtype=np.int32) for name in ("input_ids", "labels")}
+    shares = [[[row.copy() for _ in range(4)] for _ in range(4)] for _ in range(runtime.ranks.world_size)]
+    seconds = []
+    for _ in range(200):
+        runtime.wait()
+        began = time.perf_counter()
+        runtime.hand_out(lambda: shares)
+        seconds.append(time.perf_counter() - began)
+    if runtime.ranks.is_main:
+        print(statistics.median(seconds) * 1000)
+    dist.destroy_process_group()
+
+
+def handed_out(ranks: int) -> float:
+    """Milliseconds to hand out a step to so many ranks."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
+    done = subprocess.run([*command, __file__, "--hand_out"], capture_output=True, text=True, check=True)
+    return float(done.stdout.splitlines()[-1])
+
+
+def main() -> None:
+    """Measure everything and write it down."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, required=True, metavar="FILE")
+    path = parser.parse_args().json
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        sources = write_sources(folder)
+        found: dict[str, Any] = {
+            "cores": os.cpu_count(),
+            "load_before": os.getloadavg()[0],
+            "tokenized_a_second": {kind: tokenized(sources[kind]) for kind in ("short", "long")},
+            "skipped_rows_a_second": {
+                f"{kind}, buffer {buffer}": skipped(sources[kind], buffer)
+                for kind in ("short", "parquet")
+                for buffer in (0, 10_000)
+            },
+            "handed_out_ms": {f"{ranks} ranks": handed_out(ranks) for ranks in (2, 4)},
+        }
+    path.write_text(json.dumps(found, indent=2) + "\n")
+    print(path.read_text())
+
+
+if __name__ == "__main__":
+    if "--hand_out" in sys.argv:
+        hand_out()
+    else:
+        main()

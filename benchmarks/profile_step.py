@@ -165,9 +165,8 @@ def main() -> None:
         f"{phases.found['plain_seconds_a_step']:.3f} s a step of {tokens:,.0f} tokens; GPU busy {shares.get('busy', 0):.0%}"
     )
     for one in phases.found["waits"]:
-        print(
-            f"{one['count_a_step']:8.1f} a step  {one['name']}  {one['stack'][-1] if one['stack'] else 'no Python stack'}"
-        )
+        where = " < ".join(one["stack"][:-4:-1]) or "no Python frame on its thread"
+        print(f"{one['count_a_step']:8.1f} a step  {one['name']}  {where}")
 
 
 if __name__ == "__main__":

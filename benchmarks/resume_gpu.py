@@ -44,6 +44,8 @@ CASES = [
     Case("lora_fp32", "ddp", "--precision fp32 --lora_dropout 0.1"),
     # Sixteen packs a step, of about ten rows each: the demo has four steps an epoch.
     Case("lora_packed", "ddp", "--packing on --max_length 256 --lora_dropout 0.1"),
+    Case("lora_streamed", "ddp", "--streaming --shuffle_buffer 100 --lora_dropout 0.1"),
+    Case("lora_streamed_packed", "ddp", "--streaming --packing on --max_length 256 --lora_dropout 0.1"),
     Case("qlora", "ddp", "--method qlora --lora_dropout 0.1"),
     Case("full", "ddp", "--method full --learning_rate 1e-3"),
     Case("lora_transformers", "ddp", "--backend transformers --lora_dropout 0.1"),
@@ -69,7 +71,7 @@ def launch(case: Case, work: Path, name: str, processes: int, extra: str, gpu: s
     result: dict[str, Any] = {"name": name, "exit_code": code, "seconds": round(time.perf_counter() - began, 1)}
     if code:
         return {**result, "log": log.read_text()[-2500:]}
-    words = ("Resuming", "Changed", "Going on", "resume")
+    words = ("Resuming", "Changed", "Going on", "resume", "The first")
     result["said"] = [line for line in log.read_text().splitlines() if line.startswith(words)]
     return {**result, "losses": losses(work / "outputs" / name)}
 

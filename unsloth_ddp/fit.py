@@ -163,14 +163,16 @@ def largest(rows: TokenizedRows, size: int, max_length: int) -> list[dict[str, n
 def attempt(trainer: Any, size: int) -> Try:
     """One forward and backward pass over the largest micro-batch of `size` rows, as it will be in a step.
 
-    The gradients of earlier micro-batches (which are also what DDP sends) are there before, and what the optimizer
-    will keep is counted.
+    The gradients of earlier micro-batches are there before; counted are what the optimizer will keep and, with several
+    processes, the buckets from which DDP sends gradients.
     """
     device = trainer.args.device
     batch = trainer.data_collator(largest(trainer.train_rows, size, trainer.settings.max_length))
     batch = {name: value.to(device) if torch.is_tensor(value) else value for name, value in batch.items()}
     trained = [p for p in trainer.model.parameters() if p.requires_grad]
-    states = sum(p.numel() for p in trained) * optimizer_bytes(trainer.settings.optim)
+    later = sum(p.numel() for p in trained) * optimizer_bytes(trainer.settings.optim)
+    if trainer.args.world_size > 1:
+        later += sum(p.numel() * p.element_size() for p in trained)
     _release()
     free, total = torch.cuda.mem_get_info(device)
     allowed = int(torch.cuda.get_per_process_memory_fraction(device) * total)
@@ -179,7 +181,7 @@ def attempt(trainer: Any, size: int) -> Try:
     fitted = _passes(trainer, batch, trained)
     peak = torch.cuda.max_memory_allocated(device)
     _release()
-    return Try(int(peak + states) if fitted else None, room)
+    return Try(int(peak + later) if fitted else None, room)
 
 
 def _passes(trainer: Any, batch: dict[str, Any], trained: list[torch.nn.Parameter]) -> bool:

@@ -221,7 +221,10 @@ def test_a_run_is_timed_by_what_was_measured_nearest():
 def test_the_shipped_calibration_says_where_it_is_from():
     shipped = load_calibration("h200")
     assert shipped.gpu == "NVIDIA H200" and "2026-11-20" in shipped.source
-    assert {m.tokens_per_second_per_gpu for m in shipped.measurements} == {17100, 12100, 6900, 16300, 55000, 2300, 4000}
+    assert {m.tokens_per_second_per_gpu for m in shipped.measurements} >= {17100, 12100, 6900, 16300, 55000, 2300, 4000}
+    measured = json.loads((REPO / "benchmarks/results/speed.json").read_text())["cells"]
+    kit = {round(c["tokens_per_second_a_gpu"]) for c in measured if (c["contestant"], c["work"]) == ("kit", "chat")}
+    assert {m.tokens_per_second_per_gpu for m in shipped.measurements if "the kit" in m.name} == kit
 
 
 @pytest.mark.parametrize(

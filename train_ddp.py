@@ -73,12 +73,12 @@ def train(settings: Settings, ranks: Ranks) -> int:
         plan, rows, choice = data.fill_steps(request, rows, choice)
 
         facts |= checkpoint.batch_facts(plan) | data.facts(settings, runtime, plan, rows)
-        changes = checkpoint.check(start, facts, settings, runtime) if start else []
         checkpoints = checkpoint.Checkpoints(
             runtime, run_folder, facts, telemetry.versions(), settings.save_total_limit
         )
         trainer = make_trainer(settings, runtime, plan, config, model, tokenizer, rows, eval_rows, checkpoints, stop)
-        chosen = trainer.fit()
+        chosen = trainer.fit(start)
+        changes = checkpoint.check(start, checkpoints.facts, settings, runtime) if start else []
         output.open_run_folder(settings, runtime, run_folder)
         checkpoints.shared = checkpoint.is_shared(runtime, run_folder)
         checkpoint.check_sharing(runtime, run_folder, checkpoints.shared)

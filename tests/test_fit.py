@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from types import SimpleNamespace
+from typing import Any
 
 import datasets
 import numpy as np
@@ -11,9 +13,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from unsloth_ddp import fit
 from unsloth_ddp.batch import BatchPlan
 from unsloth_ddp.data import Counts, TokenizedRows
-from unsloth_ddp.fit import ENOUGH_TOKENS, Try, divisors, largest, search, with_micro_batch
+from unsloth_ddp.errors import UserError
+from unsloth_ddp.fit import ENOUGH_TOKENS, HEADROOM, Try, divisors, largest, search, with_micro_batch
 from unsloth_ddp.packing import best_fit
 from unsloth_ddp.recompute import kinds_here
 from unsloth_ddp.runtime import Ranks, Runtime
@@ -92,6 +96,63 @@ def test_another_micro_batch_keeps_the_global_batch():
 def test_what_is_asked_for_is_not_changed(asked, backend, sharding, kinds):
     runtime = Runtime(Ranks(), backend, "cuda", "bf16", "H200", sharding)
     assert kinds_here(runtime, Settings(model="m", gradient_checkpointing=asked)) == kinds
+
+
+class OnGPU:
+    """As much of a trainer as the choice needs, on a GPU with room for so many rows of 1100 tokens of each kind."""
+
+    def __init__(self, room: dict[str, int], rows: int = 16, **options: Any) -> None:
+        self.settings = Settings(model="m", dataset=["d"], **options)
+        self.runtime = Runtime(Ranks(), "unsloth", "cuda", "bf16", "H200")
+        self.plan = BatchPlan(1, rows, 1)
+        self.recompute = SimpleNamespace(kinds=kinds_here(self.runtime, self.settings), use=self.use)
+        self.train_rows = SimpleNamespace(streamed=False, packing=None, lengths=lambda: np.array([1100] * 64 + [1]))
+        self.room, self.kind = room, ""
+        self.tried: list[tuple[str, int]] = []
+
+    def use(self, kind: str) -> None:
+        self.kind = kind
+
+    def attempt(self, size: int) -> Try:
+        self.tried.append((self.kind, size))
+        return Try(2**30 * size, int(2**30 * (self.room[self.kind] + 0.5) / (1 - HEADROOM)))
+
+
+@pytest.fixture
+def on_gpu(monkeypatch):
+    monkeypatch.setattr(fit, "attempt", lambda trainer, size: trainer.attempt(size))
+    return OnGPU
+
+
+def test_what_fits_is_found_by_trying_and_told(on_gpu):
+    trainer = on_gpu({"none": 9, "torch": 99, "unsloth": 99})
+    chosen = fit.choose(trainer, {})
+    assert (chosen.kind, chosen.per_device) == ("none", 8)
+    assert chosen.reason == "a step with 8 x 1,100 tokens at once takes 8.0 of 10.3 GiB"
+    assert fit.choose(on_gpu({"none": 0, "torch": 0, "unsloth": 4}), {}).kind == "unsloth"
+    fixed = fit.choose(on_gpu({"none": 9, "torch": 99, "unsloth": 99}, per_device_train_batch_size=1), {})
+    assert (fixed.kind, fixed.per_device) == ("none", 1)
+    trainer = on_gpu({}, gradient_checkpointing="none", per_device_train_batch_size=1)
+    assert fit.choose(trainer, {}).reason == "as asked" and not trainer.tried
+
+
+def test_a_run_that_goes_on_keeps_what_was_chosen(on_gpu):
+    room = {"none": 16, "torch": 16, "unsloth": 16}
+    before = {"gradient_checkpointing": "torch", "per_device_train_batch_size": 4, "world_size": 1}
+    chosen = fit.choose(on_gpu(room), before)
+    assert (chosen.kind, chosen.per_device) == ("torch", 4)
+    # On another number of processes the share is another; where it no longer fits, less is taken.
+    assert fit.choose(on_gpu(room), {**before, "world_size": 2}).per_device == 16
+    assert fit.choose(on_gpu({"torch": 2, "unsloth": 2}), before).per_device == 2
+
+
+def test_rows_that_fit_nowhere_are_refused(on_gpu, monkeypatch):
+    trainer = on_gpu({"none": 0, "torch": 0, "unsloth": 0})
+    chosen = fit.choose(trainer, {})
+    assert (chosen.kind, chosen.per_device) == ("unsloth", 1) and chosen.reason.endswith(", which is tight")
+    monkeypatch.setattr(trainer, "attempt", lambda size: Try(None, 2**30))
+    with pytest.raises(UserError, match=r"longest rows \(1 x 1,100 tokens\) does not fit into the 1 GiB"):
+        fit.choose(trainer, {})
 
 
 # ---- memory that runs out in a step ----

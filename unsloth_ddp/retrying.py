@@ -100,11 +100,15 @@ class RetryingTrainer(ResumableTrainer):
         if self.args.device.type == "cuda":
             torch.cuda.empty_cache()
         self._restore(start)
-        self.recompute.use(kind)
+        self._use(kind)
         for batch in start.batches[:earlier]:
             with self.accelerator.no_sync(model):
                 self.training_step(model, batch, start.divisor)
         return self.training_step(model, start.batches[earlier], start.divisor)
+
+    def _use(self, kind: str) -> None:
+        self.recompute.use(kind)
+        self.checkpoints.facts["gradient_checkpointing"] = kind
 
     def _restore(self, start: StepStart) -> None:
         cpu, gpu = start.random
@@ -118,7 +122,7 @@ class RetryingTrainer(ResumableTrainer):
         """Do as the rank that has stepped down furthest; the main process says so, once."""
         furthest = max(levels)
         if furthest > self.recompute.level:
-            self.recompute.use(self.recompute.kinds[furthest])
+            self._use(self.recompute.kinds[furthest])
         if furthest > self.told_level and self.runtime.ranks.is_main:
             short = [str(self.runtime.places[rank]) for rank, level in enumerate(levels) if level == furthest]
             print(

@@ -144,16 +144,16 @@ class DDPTrainer(RetryingTrainer):
         self.stragglers = Stragglers()
         self.peak_before_steps = 0
 
-    def fit(self) -> Chosen:
+    def fit(self, start: Start | None) -> Chosen:
         """Find out what fits and train like that (see fit.py); every rank calls this, before the first step."""
-        chosen = choose(self)
+        chosen = choose(self, start.manifest.run if start else {})
         self.recompute.use(chosen.kind)
         self.told_level = self.recompute.level
         self.plan = with_micro_batch(self.plan, chosen.per_device)
         self.args.per_device_train_batch_size = self.plan.per_device
         self.args.gradient_accumulation_steps = self.plan.accumulation
         self._train_batch_size = self.args.train_batch_size
-        self.checkpoints.facts |= batch_facts(self.plan)
+        self.checkpoints.facts |= {**batch_facts(self.plan), "gradient_checkpointing": chosen.kind}
         return chosen
 
     # ---- rows: upstream shuffles with the global RNG and sees some rows twice to even out the ranks ----

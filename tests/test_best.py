@@ -81,6 +81,7 @@ def test_the_best_checkpoint_stays_and_is_the_result(best_run):
     assert summary["eval_loss"] != pytest.approx(last, rel=1e-4)
 
 
+@pytest.mark.slow
 def test_a_run_stopped_at_its_best_step_finds_it_again_in_a_folder_that_moved_or_was_another_run(job, place, best_run):
     """The stop comes before the evaluation of that step, which is made up for when the run goes on."""
     losses = {2: 5.0, 3: 1.0, 5: 2.0}

@@ -198,7 +198,9 @@ def short_of_memory(argv: list[str], folder: str, rank: int, step: int, where: s
 OPTIONS = "--gradient_checkpointing auto --lora_dropout 0.1 --max_steps 4 --logging_steps 1 --save_strategy no"
 
 
-@pytest.mark.parametrize(("ranks", "where"), [(1, "backward"), (2, "forward"), (2, "backward")])
+@pytest.mark.parametrize(
+    ("ranks", "where"), [(1, "backward"), pytest.param(2, "forward", marks=pytest.mark.slow), (2, "backward")]
+)
 def test_a_step_that_does_not_fit_is_repeated_with_recomputing(job, place, ranks, where):
     options = f"{OPTIONS} --global_batch_size {4 * ranks}"
     name = f"fit-{ranks}-{where}"

@@ -366,7 +366,7 @@ def test_the_table_says_what_is_known_of_a_stream(whole):
     assert printed.count("The stream holds 13 rows; its second epoch begins.") == 1
 
 
-@pytest.mark.parametrize("step", [2, 5])
+@pytest.mark.parametrize("step", [pytest.param(2, marks=pytest.mark.slow), 5])
 def test_a_resumed_stream_ends_like_an_uninterrupted_one(stream, whole, step):
     resumed = copy_until(whole[0], step, f"streamed-from-{step}")
     _, printed = stream(f"{WHOLE} --lora_dropout 0.1", resumed.name, ranks=2)

@@ -165,9 +165,9 @@ def _arm(event: str, act) -> None:
     if event == "data":
         read = data._examples
 
-        def examples(*args):
+        def examples(*args, **kwargs):
             act()
-            return read(*args)
+            return read(*args, **kwargs)
 
         data._examples = examples
     elif event == "model":

@@ -233,7 +233,7 @@ def test_an_output_folder_that_hangs_is_not_waited_for(run):
     ("what", "says"),
     [
         pytest.param(fails, "rank 1: NCCL error: unhandled system error last error", marks=pytest.mark.slow),
-        (hangs, "rank 1: did not end within 3 s"),
+        pytest.param(hangs, "rank 1: did not end within 3 s", marks=pytest.mark.slow),
     ],
 )
 def test_a_measurement_that_fails_or_hangs_names_the_rank(run, what, says):

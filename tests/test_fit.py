@@ -138,11 +138,13 @@ def test_what_fits_is_found_by_trying_and_told(on_gpu):
 
 def test_a_run_that_goes_on_keeps_what_was_chosen(on_gpu):
     room = {"none": 16, "torch": 16, "unsloth": 16}
-    before = {"gradient_checkpointing": "torch", "per_device_train_batch_size": 4, "world_size": 1}
+    before = {"gradient_checkpointing": "torch", "per_device_train_batch_size": 4, "world_size": 1, "device": "H200"}
     chosen = fit.choose(on_gpu(room), before)
     assert (chosen.kind, chosen.per_device) == ("torch", 4)
-    # On another number of processes the share is another; where it no longer fits, less is taken.
-    assert fit.choose(on_gpu(room), {**before, "world_size": 2}).per_device == 16
+    # On other GPUs, or another number of them, it is chosen anew; where it no longer fits, less is taken.
+    for other in ({"world_size": 2}, {"device": "A100"}):
+        chosen = fit.choose(on_gpu(room), before | other)
+        assert (chosen.kind, chosen.per_device) == ("none", 16)
     assert fit.choose(on_gpu({"torch": 2, "unsloth": 2}), before).per_device == 2
 
 

@@ -78,6 +78,7 @@ def run_facts(settings: Settings, runtime: Runtime) -> dict[str, Any]:
         "gradient_checkpointing": settings.gradient_checkpointing,
         "attn_implementation": settings.attn_implementation,
         "world_size": runtime.ranks.world_size,
+        "device": runtime.device_name,
         "nodes": runtime.ranks.nodes,
         "sharding": runtime.sharding,
         "backend": runtime.backend,

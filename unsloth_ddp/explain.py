@@ -37,9 +37,9 @@ ROWS = (
         r"CUDA out of memory|OutOfMemoryError|CUDA error: out of memory|CUBLAS_STATUS_ALLOC_FAILED|"
         r"HIP out of memory",
         "A step needs more memory than the GPU has left.",
-        "lower --per_device_train_batch_size (with --global_batch_size set, the result stays the same), lower "
-        "--max_length, use --gradient_checkpointing torch or unsloth, --method qlora, or shard with zero3 or fsdp2; "
-        "nvidia-smi shows whether another process holds memory.",
+        "leave --per_device_train_batch_size and --gradient_checkpointing at auto, or lower the first (with "
+        "--global_batch_size set, the result stays the same) and set the other to unsloth; lower --max_length, take "
+        "--method qlora, or shard with zero3 or fsdp2; nvidia-smi shows whether another process holds memory.",
     ),
     Row(
         "host out of memory",

@@ -103,18 +103,19 @@ def choose(trainer: Any, before: dict[str, Any]) -> Chosen:
     """How a run goes about its micro-batches, the same on every rank (see recompute.kinds_here).
 
     Args:
-        before: the facts of the checkpoint that the run goes on from, if any: what was chosen then is tried first, so
-            that numbers stay the same to the bit.
+        before: the facts of the checkpoint that the run goes on from, if any: on as many GPUs of the same kind what was
+            chosen then is tried first, so that numbers stay the same to the bit.
 
     Raises:
         UserError: the smallest micro-batch does not fit with any kind.
     """
     settings, runtime, plan = trainer.settings, trainer.runtime, trainer.plan
     kinds, sizes = trainer.recompute.kinds, sizes_of(settings, plan)
-    if before.get("gradient_checkpointing") in kinds:
-        kinds = kinds[kinds.index(before["gradient_checkpointing"]) :]
-    if before.get("world_size") == plan.processes and before.get("per_device_train_batch_size") in sizes:
-        sizes = [size for size in sizes if size <= before["per_device_train_batch_size"]]
+    if (before.get("world_size"), before.get("device")) == (plan.processes, runtime.device_name):
+        if before.get("gradient_checkpointing") in kinds:
+            kinds = kinds[kinds.index(before["gradient_checkpointing"]) :]
+        if before.get("per_device_train_batch_size") in sizes:
+            sizes = [size for size in sizes if size <= before["per_device_train_batch_size"]]
     if settings.gradient_checkpointing != "auto" and len(sizes) == 1:
         return Chosen(kinds[0], sizes[0], "as asked")
     if runtime.device_type == "cpu":

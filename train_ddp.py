@@ -73,6 +73,8 @@ def train(settings: Settings, ranks: Ranks) -> int:
         plan, rows, choice = data.fill_steps(request, rows, choice)
 
         facts |= checkpoint.batch_facts(plan) | data.facts(settings, runtime, plan, rows)
+        if start:
+            checkpoint.check(start, facts, settings, runtime)
         checkpoints = checkpoint.Checkpoints(
             runtime, run_folder, facts, telemetry.versions(), settings.save_total_limit
         )

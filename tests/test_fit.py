@@ -17,9 +17,11 @@ from unsloth_ddp import fit
 from unsloth_ddp.batch import BatchPlan
 from unsloth_ddp.data import Counts, TokenizedRows
 from unsloth_ddp.errors import UserError
+from unsloth_ddp.explain import is_out_of_memory
 from unsloth_ddp.fit import ENOUGH_TOKENS, HEADROOM, Try, divisors, largest, search, with_micro_batch
 from unsloth_ddp.packing import best_fit
 from unsloth_ddp.recompute import kinds_here
+from unsloth_ddp.retrying import RetryingTrainer
 from unsloth_ddp.runtime import Ranks, Runtime
 from unsloth_ddp.settings import Settings
 
@@ -160,7 +162,7 @@ def test_rows_that_fit_nowhere_are_refused(on_gpu, monkeypatch):
 # ---- memory that runs out in a step ----
 
 
-def short_of_memory(argv: list[str], folder: str, rank: int, step: int, where: str) -> None:
+def short_of_memory(argv: list[str], folder: str, rank: int, step: int, where: str, after: int = 1) -> None:
     """train_ddp.py, whose given rank has too little memory for this step unless activations are recomputed."""
     import os
     import sys
@@ -181,14 +183,13 @@ def short_of_memory(argv: list[str], folder: str, rank: int, step: int, where: s
             raise fails
 
     def micro_batch_loss(self, model, inputs, divisor):
-        loss = loss_of(self, model, inputs, divisor)
         here = torch.is_grad_enabled() and self.runtime.ranks.rank == rank and self.state.global_step + 1 == step
-        # The second micro-batch, so that gradients of the first are there.
-        if here and self.recompute.kind == "none" and self.step_start.done == 1:
-            if where == "forward":
-                raise fails
-            return Failing.apply(loss)
-        return loss
+        # Not the first micro-batch, so that gradients of others are there.
+        short = here and self.recompute.kind == "none" and self.step_start.done == after
+        if short and where == "forward":
+            raise fails
+        loss = loss_of(self, model, inputs, divisor)
+        return Failing.apply(loss) if short else loss
 
     trainer.DDPTrainer.micro_batch_loss = micro_batch_loss
     sys.argv = ["train_ddp.py", *argv]
@@ -201,19 +202,50 @@ OPTIONS = "--gradient_checkpointing auto --lora_dropout 0.1 --max_steps 4 --logg
 
 
 @pytest.mark.parametrize(
-    ("ranks", "where"), [(1, "backward"), pytest.param(2, "forward", marks=pytest.mark.slow), (2, "backward")]
+    ("ranks", "where", "after"),
+    # The last of four micro-batches is the one whose backward pass exchanges gradients.
+    [(1, "backward", 3), pytest.param(2, "forward", 3, marks=pytest.mark.slow), (2, "backward", 1)],
 )
-def test_a_step_that_does_not_fit_is_repeated_with_recomputing(job, place, ranks, where):
+def test_a_step_that_does_not_fit_is_repeated_with_recomputing(job, place, ranks, where, after):
     options = f"{OPTIONS} --global_batch_size {4 * ranks}"
     name = f"fit-{ranks}-{where}"
     job(options, f"{name}-whole", ranks)
-    result = job(options, name, ranks, target=short_of_memory, args=(ranks - 1, 2, where))
+    result = job(options, name, ranks, target=short_of_memory, args=(ranks - 1, 1, where, after))
     said = [line for line in result.output.splitlines() if line.startswith("Out of memory")]
     assert len(said) == 1, result.output
-    assert "by step 2; the step was repeated with gradient checkpointing torch" in said[0]
+    assert "by step 1; the step was repeated with gradient checkpointing torch" in said[0]
     whole, short = (load_file(place / "outputs" / n / "adapter_model.safetensors") for n in (f"{name}-whole", name))
     assert all(torch.equal(whole[key], short[key]) for key in whole)
     summaries = [json.loads((place / "outputs" / n / "summary.json").read_text()) for n in (f"{name}-whole", name)]
     for key in ("train_loss", "tokens", "supervised_tokens"):
         assert summaries[0][key] == summaries[1][key], key
     assert [s["gradient_checkpointing"] for s in summaries] == ["none", "torch"]
+
+
+@pytest.mark.slow
+def test_memory_that_runs_out_while_gradients_are_exchanged_ends_every_rank(job):
+    result = job(
+        f"{OPTIONS} --global_batch_size 8", "exchange", 2, code=1, target=short_of_memory, args=(1, 1, "backward", 3)
+    )
+    assert "CUDA out of memory. Tried" in result.output and "the step was repeated" not in result.output
+
+
+@pytest.mark.parametrize("kind", [RuntimeError, torch.OutOfMemoryError])
+@pytest.mark.parametrize(
+    ("text", "short"),
+    [
+        ("CUDA out of memory. Tried to allocate 20 MiB.", True),
+        ("Triton Error [CUDA]: out of memory", True),
+        ("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`", True),
+        ("CUDA error: an illegal memory access was encountered", False),
+    ],
+)
+def test_memory_that_runs_out_is_known_whoever_says_so(kind, text, short):
+    assert is_out_of_memory(kind(text)) is (short or kind is torch.OutOfMemoryError)
+
+
+def test_other_errors_of_a_sharded_step_stay_what_they_are():
+    # A sharded model has no word for whether it exchanges gradients.
+    trainer = RetryingTrainer.__new__(RetryingTrainer)
+    trainer.args, trainer.recompute = SimpleNamespace(world_size=2), SimpleNamespace(next=None)
+    assert not trainer._can_repeat(torch.nn.Linear(1, 1), torch.OutOfMemoryError("CUDA out of memory."))

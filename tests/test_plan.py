@@ -457,6 +457,9 @@ def test_the_demo_with_a_calibration_has_hours(capsys, tmp_path, demo_calibratio
     assert efficiencies[0] == 1 and all(0 < e <= 1 for e in efficiencies)
     # 16 rows are 4 GPUs with 4 rows each, and no more.
     assert [row["gpus"] for row in content["scale"] if row["same_batch"]] == [1, 2, 4]
+    assert plan(*words, "--packing", "off", "--per_device_train_batch_size", "auto") == 0
+    content = json.loads(path.read_text())["plan"]
+    assert [row["gpus"] for row in content["scale"] if row["same_batch"]] == [1, 2, 4, 8, 16]
 
 
 def test_a_calibration_of_other_models_gives_no_times(capsys, tmp_path):

@@ -35,7 +35,7 @@ ROWS = (
     Row(
         "GPU out of memory",
         r"CUDA out of memory|OutOfMemoryError|CUDA error: out of memory|CUBLAS_STATUS_ALLOC_FAILED|"
-        r"HIP out of memory",
+        r"HIP out of memory|Triton Error \[CUDA\]: out of memory|No or negligible GPU memory",
         "A step needs more memory than the GPU has left.",
         "leave --per_device_train_batch_size and --gradient_checkpointing at auto, or lower the first (with "
         "--global_batch_size set, the result stays the same) and set the other to unsloth; lower --max_length, take "
@@ -377,6 +377,12 @@ def find(text: str) -> Row | None:
     """The first row whose error this is; `text` is a message or a whole traceback."""
     said = messages(text)
     return next((row for pattern, row in _COMPILED if pattern.search(said)), None)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether a GPU's memory ran out, whichever library says so."""
+    row = find(f"{type(error).__name__}: {error}")
+    return row is not None and row.name == "GPU out of memory"
 
 
 def messages(text: str) -> str:

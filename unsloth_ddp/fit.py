@@ -8,6 +8,7 @@ are as before, the optimizer is not there yet, and Unsloth drops what it compile
 from __future__ import annotations
 
 import gc
+import sys
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,11 +16,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from accelerate.utils.memory import should_reduce_batch_size
 
 from unsloth_ddp.batch import BatchPlan
 from unsloth_ddp.data import TokenizedRows, join_rows
 from unsloth_ddp.errors import UserError
+from unsloth_ddp.explain import is_out_of_memory
 from unsloth_ddp.plan.memory import optimizer_bytes
 from unsloth_ddp.runtime import Runtime
 from unsloth_ddp.settings import Settings
@@ -110,13 +111,19 @@ def choose(trainer: Any, before: dict[str, Any]) -> Chosen:
         UserError: the smallest micro-batch does not fit with any kind.
     """
     settings, runtime, plan = trainer.settings, trainer.runtime, trainer.plan
-    kinds, sizes = trainer.recompute.kinds, sizes_of(settings, plan)
-    if (before.get("world_size"), before.get("device")) == (plan.processes, runtime.device_name):
-        if before.get("gradient_checkpointing") in kinds:
-            kinds = kinds[kinds.index(before["gradient_checkpointing"]) :]
-        if before.get("per_device_train_batch_size") in sizes:
-            sizes = [size for size in sizes if size <= before["per_device_train_batch_size"]]
-    if settings.gradient_checkpointing != "auto" and len(sizes) == 1:
+
+    def choices() -> tuple[tuple[str, ...], list[int]]:
+        kinds, sizes = trainer.recompute.kinds, sizes_of(settings, plan)
+        if (before.get("world_size"), before.get("device")) == (plan.processes, runtime.device_name):
+            if before.get("gradient_checkpointing") in kinds:
+                kinds = kinds[kinds.index(before["gradient_checkpointing"]) :]
+            if before.get("per_device_train_batch_size") in sizes:
+                sizes = [size for size in sizes if size <= before["per_device_train_batch_size"]]
+        return kinds, sizes
+
+    # Ranks may have GPUs of different kinds, and have to try the same.
+    kinds, sizes = runtime.from_main(choices)
+    if settings.gradient_checkpointing != "auto" and len(sizes_of(settings, plan)) == 1:
         return Chosen(kinds[0], sizes[0], "as asked")
     if runtime.device_type == "cpu":
         return Chosen(kinds[0], sizes[0], "a CPU's memory is not tried")
@@ -138,15 +145,18 @@ def _choose_by_trying(trainer: Any, kinds: Sequence[str], sizes: Sequence[int]) 
     # Unsloth says, when training begins, that it drops what a try compiled.
     warnings.filterwarnings("ignore", message="Unsloth: detected a manual forward")
     found = search(kinds, sizes, lambda size: largest_tokens(trainer, size), fits)
+    _forget_free_memory()
     # Without room to spare is better than not at all.
     kind, size = found or (kinds[-1], sizes[0])
     worst = max(tries[kind, size], key=lambda one: float("inf") if one.needed is None else one.needed / one.room)
     what = f"{size} x {largest_tokens(trainer, 1):,} tokens"
     if worst.needed is None:
+        smaller = "--per_device_train_batch_size or " if size > 1 else ""
+        kept = "" if trainer.settings.gradient_checkpointing == "auto" else "leave --gradient_checkpointing at auto, "
         raise UserError(
             f"A micro-batch of the longest rows ({what}) does not fit into the {worst.room / 2**30:.0f} GiB that are free "
-            f"on a GPU, gradient checkpointing {kind} included; lower --per_device_train_batch_size or --max_length, "
-            "take --method qlora, or share the model out with accelerate_configs/fsdp2.yaml."
+            f"on a GPU, with gradient checkpointing {kind}; {kept}lower {smaller}--max_length, take --method qlora, or share "
+            "the model out with accelerate_configs/fsdp2.yaml."
         )
     reason = f"a step with {what} at once takes {worst.needed / 2**30:.1f} of {worst.room / 2**30:.1f} GiB"
     return Chosen(kind, size, reason if found else f"{reason}, which is tight")
@@ -162,10 +172,10 @@ def largest_tokens(trainer: Any, size: int) -> int:
 
 def largest(rows: TokenizedRows, size: int, max_length: int) -> list[dict[str, np.ndarray]]:
     """The `size` longest rows (packs); of streamed rows, which are not known yet, as many of `max_length`."""
-    longest = np.argsort(-rows.lengths()[:-1], kind="stable")[:size]
+    longest, examples = np.argsort(-rows.lengths()[:-1], kind="stable")[:size], rows.examples
     if not rows.streamed:
-        return [rows.examples[int(index)] for index in longest]
-    row = {name: np.resize(rows.examples[int(longest[0])][name], max_length) for name in ("input_ids", "labels")}
+        return [examples[int(index)] for index in longest]
+    row = {name: np.resize(examples[int(longest[0])][name], max_length) for name in ("input_ids", "labels")}
     return [row if rows.packing is None else join_rows([row["input_ids"]], [row["labels"]])] * size
 
 
@@ -179,10 +189,12 @@ def attempt(trainer: Any, size: int) -> Try:
     batch = trainer.data_collator(largest(trainer.train_rows, size, trainer.settings.max_length))
     batch = {name: value.to(device) if torch.is_tensor(value) else value for name, value in batch.items()}
     trained = [p for p in trainer.model.parameters() if p.requires_grad]
-    later = sum(p.numel() for p in trained) * optimizer_bytes(trainer.settings.optim)
+    trained_bytes = sum(p.numel() * p.element_size() for p in trained)
+    later = trained_bytes / 4 * optimizer_bytes(trainer.settings.optim)
     if trainer.args.world_size > 1:
-        later += sum(p.numel() * p.element_size() for p in trained)
+        later += trained_bytes
     _release()
+    _forget_free_memory()
     free, total = torch.cuda.mem_get_info(device)
     allowed = int(torch.cuda.get_per_process_memory_fraction(device) * total)
     room = min(free + torch.cuda.memory_reserved(device), allowed)
@@ -202,11 +214,12 @@ def _passes(trainer: Any, batch: dict[str, Any], trained: list[torch.nn.Paramete
             for parameter in trained:
                 parameter.grad = torch.zeros_like(parameter)
             with trainer.accelerator.autocast():
-                trainer.micro_batch_loss(trainer.model, batch, torch.ones((), device=trainer.args.device)).backward()
+                loss = trainer.micro_batch_loss(trainer.model, batch, torch.ones((), device=trainer.args.device))
+            loss.backward()
             torch.cuda.synchronize(trainer.args.device)
             return True
         except RuntimeError as error:
-            if not should_reduce_batch_size(error):
+            if not is_out_of_memory(error):
                 raise
             return False
         finally:
@@ -218,3 +231,11 @@ def _passes(trainer: Any, batch: dict[str, Any], trained: list[torch.nn.Paramete
 def _release() -> None:
     gc.collect()
     torch.cuda.empty_cache()
+
+
+def _forget_free_memory() -> None:
+    """Let Unsloth's fused loss look again how much memory is free, by which it slices the logits once for all."""
+    loss = sys.modules.get("unsloth_zoo.fused_losses.cross_entropy_loss")
+    forget = getattr(getattr(loss, "_get_chunk_multiplier", None), "cache_clear", None)
+    if forget is not None:
+        forget()

@@ -45,6 +45,7 @@ class Recompute:
             self._use_in_unsloth(UNSLOTH_NAMES[kind])
         elif kind == "none":
             self.model.gradient_checkpointing_disable()
+            self.model.disable_input_require_grads()
         else:
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
             # Through PEFT the line above does not reach the embedding (Transformers issue 42489).

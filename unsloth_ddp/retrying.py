@@ -5,14 +5,15 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
+from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from accelerate.utils.memory import should_reduce_batch_size
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from unsloth_ddp.explain import is_out_of_memory
 from unsloth_ddp.recompute import Recompute
 from unsloth_ddp.resumable import ResumableTrainer
 
@@ -26,6 +27,7 @@ class StepStart:
     Args:
         batches: the step's micro-batches on this rank.
         sums: the meter's, before the step.
+        timed: own seconds and steps that were measured before it, and marks that were not read yet.
         random: states of the generators of the CPU and, where there is one, of the GPU.
     """
 
@@ -33,6 +35,7 @@ class StepStart:
     divisor: Tensor
     sums: Tensor
     random: tuple[Tensor, Tensor | None]
+    timed: tuple[float, int, list[Any]]
     done: int = 0
 
 
@@ -57,7 +60,9 @@ class RetryingTrainer(ResumableTrainer):
             return
         device = self.args.device
         random = torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-        self.step_start = StepStart(batches, divisor, self.meter.sums.clone(), random)
+        own = self.meter.own_time
+        timed = own.seconds, own.steps, list(own.marks)
+        self.step_start = StepStart(batches, divisor, self.meter.sums.clone(), random, timed)
 
     def training_step(self, model: Any, inputs: dict[str, Tensor], num_items_in_batch: Any = None) -> Tensor:
         """Forward and backward pass of one micro-batch, or of all of the step up to it where memory runs out."""
@@ -83,12 +88,11 @@ class RetryingTrainer(ResumableTrainer):
         return contextlib.nullcontext()
 
     def _can_repeat(self, model: Any, error: RuntimeError) -> bool:
-        exchanging = self.args.world_size > 1 and model.require_backward_grad_sync
         return (
-            should_reduce_batch_size(error)
+            is_out_of_memory(error)
             and self.step_start is not None
             and self.recompute.next is not None
-            and not (exchanging and self.in_backward)
+            and not (self.in_backward and self.args.world_size > 1 and model.require_backward_grad_sync)
         )
 
     def _repeat(self, model: Any) -> Tensor:
@@ -116,7 +120,9 @@ class RetryingTrainer(ResumableTrainer):
         if gpu is not None:
             torch.cuda.set_rng_state(gpu, self.args.device)
         self.meter.sums.copy_(start.sums)
-        self.meter.own_time.start(0.0, len(start.batches))
+        own = self.meter.own_time
+        own.seconds, own.steps, own.marks = start.timed[0], start.timed[1], deque(start.timed[2])
+        own.start(0.0, len(start.batches))
 
     def follow(self, levels: list[int]) -> None:
         """Do as the rank that has stepped down furthest; the main process says so, once."""

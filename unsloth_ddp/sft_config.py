@@ -74,6 +74,11 @@ def make_config(settings: Settings, runtime: Runtime, plan: BatchPlan, run_folde
             )
         if name not in defaults:
             raise UserError(f"trainer_args: SFTConfig has no field {name}; see the documentation of TRL's SFTConfig.")
+    if "gradient_checkpointing_kwargs" in settings.trainer_args and settings.gradient_checkpointing == "auto":
+        raise UserError(
+            "trainer_args: gradient_checkpointing_kwargs needs a kind to go with; give --gradient_checkpointing torch or "
+            "unsloth, because auto sets its own."
+        )
     strategy = settings.eval_strategy
     if strategy == "auto":
         strategy = "steps" if settings.eval_steps else "epoch"

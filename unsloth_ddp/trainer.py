@@ -146,8 +146,13 @@ class DDPTrainer(RetryingTrainer):
 
     def fit(self, start: Start | None) -> Chosen:
         """Find out what fits and train like that (see fit.py); every rank calls this, before the first step."""
+        # What loading took for a moment is not what a try or a step takes.
+        self.peak_before_steps = peak_memory_bytes(self.runtime.device_type)
         chosen = choose(self, start.manifest.run if start else {})
-        self.recompute.use(chosen.kind)
+        if self.runtime.device_type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        if len(self.recompute.kinds) > 1:
+            self.recompute.use(chosen.kind)
         self.told_level = self.recompute.level
         self.plan = with_micro_batch(self.plan, chosen.per_device)
         self.args.per_device_train_batch_size = self.plan.per_device
@@ -223,6 +228,8 @@ class DDPTrainer(RetryingTrainer):
             logits = model(
                 **{name: value for name, value in inputs.items() if name != "labels"}, use_cache=False
             ).logits
+            # The model's forward pass is over, and with it DDP's preparations to exchange gradients.
+            self.in_backward = True
             return logits_to_step_loss(logits, inputs["labels"], divisor)
         if self.runtime.backend == "unsloth":
             # Unsloth's own compute_loss prepares inputs for some models and hands the divisor to its fused loss.
@@ -308,8 +315,7 @@ class DDPTrainer(RetryingTrainer):
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
         prepared = super()._prepare_for_training(*args, **kwargs)
-        # What loading took for a moment is not what a step takes.
-        self.peak_before_steps = peak_memory_bytes(self.runtime.device_type)
+        self.peak_before_steps = max(self.peak_before_steps, peak_memory_bytes(self.runtime.device_type))
         if self.runtime.device_type == "cuda":
             torch.cuda.reset_peak_memory_stats()
         return prepared

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, cast, get_args
 
 from unsloth_ddp.batch import BatchPlan
-from unsloth_ddp.fit import search, sizes_of, with_micro_batch
+from unsloth_ddp.fit import divisors, search, sizes_of, with_micro_batch
 from unsloth_ddp.plan.calibration import Calibration, Speed, Wanted, expected_speed, kind_of_rows
 from unsloth_ddp.plan.memory import (
     KINDS,
@@ -192,22 +192,27 @@ def make_plan(
     calibration: Calibration | None,
 ) -> Plan:
     """The plan of a run."""
-    batch = with_micro_batch(batch, rows_at_once(settings, shape, rows, batch, hardware.gpu_memory))
+    asked, gpu_memory = batch, hardware.gpu_memory
+    batch = with_micro_batch(asked, rows_at_once(settings, shape, rows, asked, gpu_memory))
     count = len(rows.lengths)
     steps = batch.steps(count, settings.num_train_epochs, settings.max_steps)
     if rows.streamed:
         tokens_a_step = rows.mean * batch.global_batch
         # A row that is not known yet may be as long as they may be.
-        micro_batch = batch.per_device * settings.max_length
+        longest = settings.max_length
     else:
         tokens_a_step = rows.tokens / batch.steps_per_epoch(count)
-        micro_batch = largest_micro_batch(rows, batch, settings.seed, steps)
-    work = workload(settings, micro_batch, hardware.processes)
+        longest = largest_micro_batch(rows, with_micro_batch(batch, 1), settings.seed, steps)
+    micro_batch = batch.per_device * longest
     memory = []
     for method in get_args(Method):
+        at_once = rows_at_once(dataclasses.replace(settings, method=method), shape, rows, asked, gpu_memory)
         for sharding in get_args(Sharding):
             if exists(method, sharding) and (sharding == "none" or hardware.processes > 1):
-                memory.append(memory_row(settings, shape, method, sharding, work, hardware.gpu_memory))
+                # Nothing is tried where weights or gradients are shared out.
+                size = at_once if sharding == "none" else asked.per_device
+                work = workload(settings, size * longest, hardware.processes)
+                memory.append(memory_row(settings, shape, method, sharding, work, gpu_memory))
     kind = next(row.checkpointing for row in memory if (row.method, row.sharding) == (settings.method, "none"))
     wanted = wanted_speed(settings, shape, rows, batch, kind)
     speed = expected_speed(calibration, wanted) if calibration else None
@@ -215,8 +220,9 @@ def make_plan(
     share = shape.backward_share(settings.method, kind != "none")
     plan = Plan(batch, steps, tokens_a_step, tokens_a_step * steps, micro_batch, memory, gradients, speed, [])
     ordered = in_order(rows.lengths, settings.seed)
+    chosen = len(sizes_of(settings, asked)) > 1
     for gpus in gpu_counts(hardware.gpus_per_node):
-        plan.scale.append(scale_row(plan, gpus, hardware, gradients[settings.method], share, list(ordered)))
+        plan.scale.append(scale_row(plan, gpus, hardware, gradients[settings.method], share, list(ordered), chosen))
     return plan
 
 
@@ -226,9 +232,15 @@ def gradient_bytes(shape: ModelShape, method: Method, settings: Settings) -> flo
 
 
 def scale_row(
-    plan: Plan, gpus: int, hardware: Hardware, gradients: float, backward_share: float, ordered: list[int]
+    plan: Plan,
+    gpus: int,
+    hardware: Hardware,
+    gradients: float,
+    backward_share: float,
+    ordered: list[int],
+    micro_batch_is_chosen: bool,
 ) -> ScaleRow:
-    """One line of the table of GPU counts."""
+    """One line of the table of GPU counts; a smaller share of the same global batch may mean a smaller micro-batch."""
     nodes, inside = max(1, gpus // hardware.gpus_per_node), min(gpus, hardware.gpus_per_node)
     links = [Links(network, hardware.inside) for network in hardware.networks]
     all_reduce = [all_reduce_seconds(gradients, nodes, inside, link) for link in links]
@@ -237,15 +249,19 @@ def scale_row(
     if plan.speed is None:
         return ScaleRow(gpus, nodes, even, all_reduce, None, None, None)
 
-    def efficiencies(steps: int, left: float) -> list[float]:
-        tokens = plan.tokens_a_step / plan.batch.global_batch * per_device * steps
+    def efficiencies(at_once: int, steps: int, left: float) -> list[float]:
+        tokens = plan.tokens_a_step / plan.batch.global_batch * at_once * steps
         step = Step(tokens / plan.speed.tokens_per_second, steps, backward_share, gradients)  # type: ignore[union-attr]
         return [efficiency(step, nodes, inside, link, left) for link in links]
 
     same_batch = hours = None
-    slots = per_device * gpus
-    if plan.batch.global_batch % slots == 0:
-        steps = plan.batch.global_batch // slots
-        same_batch = efficiencies(steps, balance(ordered, per_device, steps, gpus) or 1.0)
+    share, left_over = divmod(plan.batch.global_batch, gpus)
+    at_once = per_device
+    if micro_batch_is_chosen and share:
+        at_once = max(size for size in divisors(share) if size <= per_device)
+    if not left_over and share % at_once == 0:
+        steps = share // at_once
+        same_batch = efficiencies(at_once, steps, balance(ordered, at_once, steps, gpus) or 1.0)
         hours = [plan.tokens / (plan.speed.tokens_per_second * gpus * e) / 3600 for e in same_batch]
-    return ScaleRow(gpus, nodes, even, all_reduce, efficiencies(accumulation, even or 1.0), same_batch, hours)
+    same_work = efficiencies(per_device, accumulation, even or 1.0)
+    return ScaleRow(gpus, nodes, even, all_reduce, same_work, same_batch, hours)

@@ -149,7 +149,7 @@ def compare(cases: list[Case], results: list[dict[str, Any]], work: Path) -> Non
 
 
 def main() -> None:
-    """All cases, those of one process on two GPUs at a time."""
+    """All cases, some side by side, those of one process on two GPUs in turn."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", nargs="?", choices=["all", "one"], default="all")
     parser.add_argument("--work", type=Path, default=Path("/tmp/fit_gpu"))

@@ -1,6 +1,6 @@
 """Token ids and labels of a row, straight from Arrow's memory.
 
-datasets builds Python objects on the way to each row, which took as long as a tenth of a step on a fast GPU.
+datasets builds Python objects on the way to each row, which took 24 ms of a step of 0.33 s (profile_auto.json).
 """
 
 from __future__ import annotations

@@ -106,7 +106,7 @@ class BatchSettings:
     per_device_train_batch_size: int | Literal["auto"] = option(
         "auto",
         "Rows in one forward pass of one process; where rows are packed, the most packs; auto: as many as fit, within "
-        "the same global batch (1 on a CPU, where weights are sharded, and with --gradient_accumulation_steps).",
+        "the same global batch (1 on a CPU, and with ZeRO or FSDP2).",
     )
     global_batch_size: int | None = option(
         None,
@@ -141,7 +141,8 @@ class TrainingSettings:
     gradient_checkpointing: Literal["auto", "none", "torch", "unsloth"] = option(
         "auto",
         "Recompute activations: none is fastest, torch saves memory, unsloth also offloads them (unsloth backend); "
-        "auto: the first of them that fits, tried before step 1, and the next where memory runs out later.",
+        "auto: the first of them that fits, tried before step 1, and the next where memory runs out later (untried: none "
+        "on a CPU, torch with ZeRO or FSDP2).",
     )
     seed: int = option(42, "Seed of the adapter's initial weights, the row order and dropout.")
     ddp_find_unused_parameters: bool = option(False, "For models that skip some trainable weights in a forward pass.")

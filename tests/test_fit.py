@@ -150,6 +150,14 @@ def test_a_run_that_goes_on_keeps_what_was_chosen(on_gpu):
     assert fit.choose(on_gpu({"torch": 2, "unsloth": 2}), before).per_device == 2
 
 
+def test_every_rank_tries_what_the_main_process_would(on_gpu, monkeypatch):
+    # Its own GPU may be of another kind than the one of the checkpoint.
+    trainer = on_gpu({"torch": 16})
+    monkeypatch.setattr(trainer.runtime, "from_main", lambda work: (("torch",), [1, 2]))
+    chosen = fit.choose(trainer, {"world_size": 1, "device": "H200"})
+    assert (chosen.kind, chosen.per_device) == ("torch", 2)
+
+
 def test_rows_that_fit_nowhere_are_refused(on_gpu, monkeypatch):
     trainer = on_gpu({"none": 0, "torch": 0, "unsloth": 0})
     chosen = fit.choose(trainer, {})

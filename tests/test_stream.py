@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import multiprocessing
 import os
 import resource
 import signal
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -26,7 +28,7 @@ from tests.ranks import run_ranks, train
 from unsloth_ddp.batch import BatchPlan, RowOrder
 from unsloth_ddp.errors import UserError
 from unsloth_ddp.rows import Row, read_rows, streamed_sources
-from unsloth_ddp.stream import FIRST, Position, Steps, Window, Windows, endless, shuffled
+from unsloth_ddp.stream import FIRST, Position, Steps, Window, Windows, endless, read_ahead, shuffled
 
 # ---- the order of the rows ----
 
@@ -410,6 +412,50 @@ def test_a_bad_row_in_the_stream_ends_every_rank_with_its_sentence(place, tiny_m
     assert len(told) == 1 and f"{place}/broken.jsonl:30 is not JSON" in told[0], result.output
     assert (place / "outputs" / "broken" / "checkpoint-3").is_dir()
     assert not (place / "outputs" / "broken" / "checkpoint-4").exists()
+
+
+def train_and_signal_the_job(argv: list[str], cwd: str) -> None:
+    """train_ddp.py whose main process and readers get SIGTERM in the second step, as schedulers send it to all."""
+    from unsloth_ddp.stop import Stop
+
+    ask, asked = Stop.ask, itertools.count(1)
+
+    def ask_and_signal(self: Stop) -> None:
+        if next(asked) == 2 and os.environ["RANK"] == "0":
+            for process in (*psutil.Process().children(), psutil.Process()):
+                process.send_signal(signal.SIGTERM)
+        ask(self)
+
+    Stop.ask = ask_and_signal  # type: ignore[method-assign]
+    train_in_small_windows(argv, cwd)
+
+
+def test_a_signal_to_all_processes_of_a_job_leaves_a_checkpoint(stream, whole):
+    stopped, printed = stream(f"{WHOLE} --lora_dropout 0.1", "signalled", 2, code=75, target=train_and_signal_the_job)
+    assert "Stopped on SIGTERM; the same command goes on from" in printed
+    assert sorted(path.name for path in stopped.glob("checkpoint*")) in (
+        ["checkpoint-1", "checkpoint-2"],
+        ["checkpoint-1", "checkpoint-2", "checkpoint-3"],
+    )
+    stream(f"{WHOLE} --lora_dropout 0.1", "signalled", 2)
+    assert_same(ends(stopped, LAST), ends(whole[0], LAST))
+
+
+def read_some_and_leave() -> None:
+    """Leave as a script does, with the readers still at work and nothing closed."""
+    readers = read_ahead(windows(), FIRST, 2)
+    next(readers)
+    globals()["kept"] = readers
+    raise SystemExit(7)
+
+
+def test_readers_end_with_the_script_that_started_them() -> None:
+    process = multiprocessing.get_context("fork").Process(target=read_some_and_leave)
+    began = time.monotonic()
+    process.start()
+    process.join(timeout=30)
+    assert process.exitcode == 7
+    assert time.monotonic() - began < 10
 
 
 def train_and_kill_the_reader(argv: list[str], cwd: str) -> None:

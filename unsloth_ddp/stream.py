@@ -11,14 +11,19 @@ the rows of that epoch once more up to there, and tokenizes none of them.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import dataclasses
+import functools
 import itertools
+import multiprocessing
+import os
 import signal
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from multiprocessing import util
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -34,7 +39,7 @@ from unsloth_ddp.packing import Packing, best_fit
 from unsloth_ddp.rows import Row, read_rows, streamed_sources
 from unsloth_ddp.runtime import Runtime
 from unsloth_ddp.settings import Settings
-from unsloth_ddp.stop import PR_SET_PDEATHSIG
+from unsloth_ddp.stop import PR_SET_PDEATHSIG, SIGNALS
 from unsloth_ddp.tokens import Encoder
 
 T = TypeVar("T")
@@ -210,10 +215,16 @@ def _end_of_first_epoch(places: Sequence[tuple[int, int]]) -> int | None:
     return None
 
 
-def _end_with_parent(worker: int) -> None:
-    """Let a worker be killed when the main process dies in whatever way: it holds copies of its connections."""
+def _stay_with_parent(closing: Any, worker: int) -> None:
+    """Let a worker live as long as the main process wants it, and no longer.
+
+    Launchers and schedulers signal all processes of a job, and what the main process then saves at the end of its step
+    may take more rows. When it dies in whatever way the worker is killed, since it holds copies of its connections.
+    """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    for number in SIGNALS:
+        signal.signal(number, lambda *_: os._exit(0) if closing.value else None)
 
 
 def _as_it_is(item: T) -> T:
@@ -390,16 +401,30 @@ def windows_of(settings: Settings, packing: Packing | None, tokenizer: Any, seed
 def read_ahead(windows: Windows, start: Position, workers: int) -> Iterator[Window]:
     """The windows from `start` on, made by processes that are some windows ahead."""
     windows.start = start
+    # Not spawned: what is loaded already would be loaded again.
+    context = multiprocessing.get_context("fork")
+    closing = context.RawValue(ctypes.c_bool, False)
     loader = DataLoader(
         windows,
         batch_size=None,
         num_workers=workers,
         prefetch_factor=WINDOWS_AHEAD,
         collate_fn=_as_it_is,
-        worker_init_fn=_end_with_parent,
-        # Not spawned: what is loaded already would be loaded again.
-        multiprocessing_context="fork",
+        worker_init_fn=functools.partial(_stay_with_parent, closing),
+        multiprocessing_context=context,
         # The workers' seeds would be drawn from the generator that dropout draws from.
         generator=torch.Generator(),
     )
-    return iter(loader)
+    found = iter(loader)
+
+    def close() -> None:
+        closing.value = True
+
+    # Both before the clean-up that waits for workers: torch's, registered earlier, and that of multiprocessing.
+    atexit.register(close)
+    util.Finalize(None, close, exitpriority=100)
+    try:
+        yield from found
+    finally:
+        close()
+        atexit.unregister(close)

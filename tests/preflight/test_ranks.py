@@ -248,6 +248,7 @@ def test_a_measurement_that_fails_or_hangs_names_the_rank(run, what, says):
     assert result.seconds < 60
 
 
+@pytest.mark.slow
 def test_wrong_sums_are_told(run):
     result, report = run(2, changed={1: [wrong_sums]})
     assert result.codes[0] == 1

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,7 +18,7 @@ from unsloth_ddp.options import Settings
 from unsloth_ddp.plan import __main__ as command
 from unsloth_ddp.plan import calibration as calibrations
 from unsloth_ddp.plan import network
-from unsloth_ddp.plan.calibration import Calibration, Measurement, Wanted, expected_speed, load_calibration
+from unsloth_ddp.plan.calibration import Calibration, Measurement, load_calibration
 from unsloth_ddp.plan.compute import memory_row, rows_at_once
 from unsloth_ddp.plan.memory import BYTES_PACKED, Workload, exists, fits, optimizer_bytes, plan_activations, plan_memory
 from unsloth_ddp.plan.network import Links, Step, all_reduce_seconds, balance, efficiency, exposed_seconds, gpu_counts
@@ -167,111 +166,6 @@ def test_the_ring_alone_is_above_the_published_table():
     assert at_8 == pytest.approx(0.927, abs=1e-3) and at_16 == pytest.approx(0.916, abs=1e-3)
     assert at_8 - network.GUIDE[8] == pytest.approx(0.047, abs=1e-3)
     assert at_16 - network.GUIDE[16] == pytest.approx(0.116, abs=1e-3)
-
-
-# ---- speed ----
-
-WANTED = Wanted("lora", "unsloth", "bf16", "none", "full", 16384, 3e10)
-
-
-def measurement(name: str, flops: float, speed: float, **changed) -> Measurement:
-    given = dataclasses.asdict(WANTED) | {"flops_a_token": flops} | changed
-    return Measurement(name=name, tokens_per_second_per_gpu=speed, **given)
-
-
-def test_speed_follows_the_work_of_a_token():
-    one = measurement("one", 1e10, 40_000)
-    found = expected_speed(Calibration("gpu", "", [one]), dataclasses.replace(WANTED, flops_a_token=2e10))
-    assert (found.tokens_per_second, found.sources, found.differences) == (20_000, ["one"], [])
-    large = measurement("large", 4e10, 20_000)
-    between = dataclasses.replace(WANTED, flops_a_token=2e10)
-    found = expected_speed(Calibration("gpu", "", [large, one]), between)
-    # Half way between 4e14 and 8e14 on a logarithmic scale of work a token.
-    assert found.tokens_per_second == pytest.approx(6e14 / 2e10)
-    assert found.sources == ["one", "large"]
-    beyond = dataclasses.replace(WANTED, flops_a_token=8e10)
-    assert expected_speed(Calibration("gpu", "", [large, one]), beyond).tokens_per_second == 10_000
-    # Nobody measured anything like it.
-    assert expected_speed(Calibration("gpu", "", [one]), beyond) is None
-    few_tokens = dataclasses.replace(WANTED, tokens_a_micro_batch=3000)
-    assert expected_speed(Calibration("gpu", "", [one]), few_tokens) is None
-
-
-def test_the_nearest_circumstances_are_taken_and_their_differences_told():
-    offloaded = measurement("offloaded", 3e10, 2000, gradient_checkpointing="unsloth")
-    fewer = measurement("fewer", 3e10, 1000, gradient_checkpointing="unsloth", tokens_a_micro_batch=6000)
-    found = expected_speed(Calibration("gpu", "", [fewer, offloaded]), WANTED)
-    assert found.tokens_per_second == 2000
-    assert found.differences == ["gradient checkpointing unsloth, not none"]
-    found = expected_speed(Calibration("gpu", "", [fewer]), WANTED)
-    assert found.differences[1:] == ["6,000 tokens a micro-batch, not 16,384"]
-    for other in ({"method": "full"}, {"rows": "padded"}, {"precision": "fp16"}):
-        assert expected_speed(Calibration("gpu", "", [fewer]), dataclasses.replace(WANTED, **other)) is None
-
-
-def test_a_run_is_timed_by_what_was_measured_nearest():
-    padded = dataclasses.replace(WANTED, rows="padded", gradient_checkpointing="torch", tokens_a_micro_batch=578)
-    found = expected_speed(load_calibration("h200"), padded)
-    assert found.sources == ["Qwen3-1.7B, TRL, checkpointing, 8 chat rows"]
-    assert found.tokens_per_second == pytest.approx(4000 * 6_986_399_744 / 3e10)
-    offloading = dataclasses.replace(padded, gradient_checkpointing="unsloth")
-    assert expected_speed(load_calibration("h200"), offloading).sources[0].startswith("Qwen3-1.7B, Unsloth, offloaded")
-
-
-def test_the_shipped_calibration_says_where_it_is_from():
-    shipped = load_calibration("h200")
-    assert shipped.gpu == "NVIDIA H200" and "2026-11-20" in shipped.source
-    assert {m.tokens_per_second_per_gpu for m in shipped.measurements} >= {17100, 12100, 6900, 16300, 55000, 2300, 4000}
-    measured = json.loads((REPO / "benchmarks/results/speed.json").read_text())["cells"]
-    kit = {round(c["tokens_per_second_a_gpu"]) for c in measured if (c["contestant"], c["work"]) == ("kit", "chat")}
-    assert {m.tokens_per_second_per_gpu for m in shipped.measurements if "the kit" in m.name} == kit
-
-
-@pytest.mark.parametrize(
-    "content",
-    ["", "[]", "{}", '{"format": 1, "gpu": "g", "source": "s", "measurements": []}',
-     '{"format": 1, "gpu": "g", "source": "s", "measurements": [{"name": "x"}]}',
-     '{"format": 1, "gpu": "g", "source": "s", "measurements": 3}'],
-)  # fmt: skip
-def test_a_broken_calibration_gets_a_sentence(content, tmp_path):
-    (tmp_path / "c.json").write_text(content)
-    with pytest.raises(UserError, match="write one with --calibrate"):
-        load_calibration(str(tmp_path / "c.json"))
-    with pytest.raises(UserError, match="shipped is h200"):
-        load_calibration(str(tmp_path / "none.json"))
-
-
-def test_a_calibration_with_a_figure_of_zero_is_refused(tmp_path):
-    path = tmp_path / "c.json"
-    calibrations.save_calibration(Calibration("g", "s", [measurement("x", 1e10, 0)]), path)
-    with pytest.raises(UserError, match="not above 0"):
-        load_calibration(str(path))
-
-
-def finished_run(folder: Path, speeds: list[float], packed: bool = False) -> Path:
-    folder.mkdir()
-    summary = {
-        "device": "NVIDIA X", "backend": "unsloth", "precision": "bf16", "per_device_train_batch_size": 2, "world_size": 2,
-        "packing": packed, "gradient_checkpointing": "torch",
-        "settings": {"method": "lora", "gradient_checkpointing": "auto", "max_length": 1000},
-    }  # fmt: skip
-    (folder / "summary.json").write_text(json.dumps(summary))
-    history = [{"loss": 1.0, "tokens_per_second": speed} for speed in speeds]
-    (folder / "trainer_state.json").write_text(json.dumps({"log_history": history}))
-    return folder
-
-
-def test_a_finished_run_becomes_a_measurement(tmp_path):
-    gpu, found = calibrations.measure_run(finished_run(tmp_path / "run", [1, 50, 100, 300, 200]), 1e9, mean_row=300)
-    assert gpu == "NVIDIA X"
-    assert (found.tokens_per_second_per_gpu, found.rows, found.tokens_a_micro_batch) == (100, "padded", 600)
-    assert found.gradient_checkpointing == "torch"
-    _, found = calibrations.measure_run(finished_run(tmp_path / "packed", [1, 50, 100, 300, 200], True), 1e9, 950)
-    assert found.rows == "packed"
-    with pytest.raises(UserError, match="logged 1 usable speeds"):
-        calibrations.measure_run(finished_run(tmp_path / "short", [1, 50, 100]), 1e9, 300)
-    with pytest.raises(UserError, match="not the folder of a finished run"):
-        calibrations.measure_run(tmp_path, 1e9, 300)
 
 
 # ---- rows ----

@@ -183,7 +183,7 @@ def attempt(trainer: Any, size: int) -> Try:
     """One forward and backward pass over the largest micro-batch of `size` rows, as it will be in a step.
 
     The gradients of earlier micro-batches are there before; counted are what the optimizer will keep and, with several
-    processes, the buckets from which DDP sends gradients.
+    processes, the buckets from which gradients are sent (DDP has its own even where it does not send them).
     """
     device = trainer.args.device
     batch = trainer.data_collator(largest(trainer.train_rows, size, trainer.settings.max_length))
@@ -192,7 +192,7 @@ def attempt(trainer: Any, size: int) -> Try:
     trained_bytes = sum(p.numel() * p.element_size() for p in trained)
     later = trained_bytes / 4 * optimizer_bytes(trainer.settings.optim)
     if trainer.args.world_size > 1:
-        later += trained_bytes
+        later += trained_bytes if trainer.exchange is None else 2 * trained_bytes
     _release()
     _forget_free_memory()
     free, total = torch.cuda.mem_get_info(device)

@@ -13,11 +13,23 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from unsloth_ddp.exchange import GradientExchange
 from unsloth_ddp.explain import is_out_of_memory
 from unsloth_ddp.recompute import Recompute
 from unsloth_ddp.resumable import ResumableTrainer
+from unsloth_ddp.runtime import Runtime
+from unsloth_ddp.settings import Settings
 
 logger = logging.getLogger("unsloth_ddp")
+
+
+def exchanges_itself(settings: Settings, runtime: Runtime, recompute: Recompute) -> bool:
+    """Whether the trainer averages gradients over ranks, and not DistributedDataParallel.
+
+    So where there is another kind to go to, but not where every parameter is trained, since buckets would be there twice.
+    """
+    several = runtime.ranks.world_size > 1 and runtime.sharding == "none" and len(recompute.kinds) > 1
+    return several and settings.method != "full" and not settings.ddp_find_unused_parameters
 
 
 @dataclass
@@ -42,13 +54,14 @@ class StepStart:
 class RetryingTrainer(ResumableTrainer):
     """Steps down to the next kind of gradient checkpointing when memory runs out, and repeats the step.
 
-    A rank does so by itself, which changes none of its numbers: until the last backward pass of a step no rank waits
-    for another. At the next log line the others follow. Only a rank that runs out of memory while gradients are
-    already being exchanged cannot go back; since rows are arranged from the longest to the shortest, that is where a
-    step has one micro-batch.
+    A rank does so by itself, which changes none of its numbers: until gradients are exchanged no rank waits for another,
+    and `exchange` waits for one that has to go back. At the next log line the others follow. Where
+    DistributedDataParallel exchanges them (see exchanges_itself) a rank cannot go back from the last backward pass of a
+    step; since rows are arranged from the longest to the shortest, memory runs out there if a step has one micro-batch.
     """
 
     recompute: Recompute
+    exchange: GradientExchange | None = None
     step_start: StepStart | None = None
     in_backward: bool = False
     told_level: int = 0
@@ -68,7 +81,7 @@ class RetryingTrainer(ResumableTrainer):
         """Forward and backward pass of one micro-batch, or of all of the step up to it where memory runs out."""
         self.in_backward = False
         try:
-            with self._alone(model):
+            with self._exchanging(model):
                 loss = super().training_step(model, inputs, num_items_in_batch)
         except RuntimeError as error:
             if not self._can_repeat(model, error):
@@ -81,19 +94,19 @@ class RetryingTrainer(ResumableTrainer):
         # Not in the except block, where the exception holds on to what was computed.
         return self._repeat(model)
 
-    def _alone(self, model: Any) -> contextlib.AbstractContextManager[None]:
+    def _exchanging(self, model: Any) -> contextlib.AbstractContextManager[None]:
         """One process exchanges no gradients, though launchers wrap its model as if it did."""
         if self.args.world_size == 1 and isinstance(model, DistributedDataParallel):
             return model.no_sync()
+        if self.exchange is not None and model.require_backward_grad_sync:
+            return self.exchange.last_pass(model)
         return contextlib.nullcontext()
 
     def _can_repeat(self, model: Any, error: RuntimeError) -> bool:
-        return (
-            is_out_of_memory(error)
-            and self.step_start is not None
-            and self.recompute.next is not None
-            and not (self.in_backward and self.args.world_size > 1 and model.require_backward_grad_sync)
-        )
+        possible = is_out_of_memory(error) and self.step_start is not None and self.recompute.next is not None
+        if not possible or self.args.world_size == 1 or self.exchange is not None:
+            return possible
+        return not (self.in_backward and model.require_backward_grad_sync)
 
     def _repeat(self, model: Any) -> Tensor:
         start, kind = self.step_start, self.recompute.next

@@ -28,11 +28,12 @@ from unsloth_ddp.checkpoint import Checkpoints, Start, batch_facts, make_cpu_che
 from unsloth_ddp.data import Collate, Flatten, PadRight, TokenizedRows
 from unsloth_ddp.drift import REPLICATED, DriftCheck
 from unsloth_ddp.errors import UserError
+from unsloth_ddp.exchange import GradientExchange
 from unsloth_ddp.fit import Chosen, choose, with_micro_batch
 from unsloth_ddp.loss import logits_to_step_loss, step_divisor, supervised_tokens
 from unsloth_ddp.model import DTYPES
 from unsloth_ddp.recompute import Recompute
-from unsloth_ddp.retrying import RetryingTrainer
+from unsloth_ddp.retrying import RetryingTrainer, exchanges_itself
 from unsloth_ddp.runtime import Runtime, alone_timeout
 from unsloth_ddp.settings import Settings
 from unsloth_ddp.stop import Stop
@@ -135,6 +136,8 @@ class DDPTrainer(RetryingTrainer):
         if self.accelerator.ddp_handler is not None:
             # Gradients lie where they are sent from, instead of being copied there.
             self.accelerator.ddp_handler.gradient_as_bucket_view = True
+        if exchanges_itself(settings, runtime, self.recompute):
+            self.exchange = GradientExchange(trained, runtime.ranks.world_size)
         drift = DriftCheck(model, runtime, settings.drift_check_steps)
         if drift.skipped and runtime.ranks.is_main:
             print(f"drift_check_steps is ignored: with {drift.skipped} each rank holds its own part of the weights.")

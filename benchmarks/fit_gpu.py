@@ -40,8 +40,11 @@ class Case:
     from_step: int = 0
     processes: int = 1
     like: str | None = None
+    # The one rank whose GPU is smaller; None: every one.
+    rank: int | None = None
 
 
+TWO_AT_ONCE = "--per_device_train_batch_size 2 --gradient_accumulation_steps 1"
 CASES = [
     Case("all", "--per_device_train_batch_size 4 --global_batch_size 64"),
     Case("16_gib", "--per_device_train_batch_size 4 --global_batch_size 64", 16, like="all"),
@@ -54,6 +57,9 @@ CASES = [
     Case("short_from_3", "--per_device_train_batch_size 4 --global_batch_size 64", 10, 3, like="all"),
     Case("two", "--per_device_train_batch_size 2 --global_batch_size 64", processes=2),
     Case("two_short_from_3", "--per_device_train_batch_size 2 --global_batch_size 64", 8, 3, 2, like="two"),
+    # Gradients are being exchanged where memory runs out.
+    Case("two_at_once", TWO_AT_ONCE, processes=2),
+    Case("two_at_once_short_from_3", TWO_AT_ONCE, 8, 3, 2, like="two_at_once", rank=1),
     Case("padded", "--packing off --per_device_train_batch_size 8 --global_batch_size 64"),
     Case(
         "padded_short_from_3",
@@ -71,7 +77,7 @@ CASES = [
 
 
 def one(gib: float | None, from_step: int, argv: list[str]) -> None:
-    """train_ddp.py on a GPU of so many GiB."""
+    """train_ddp.py on a GPU of so many GiB, or of all that it has."""
     import torch
 
     import train_ddp
@@ -114,13 +120,15 @@ def run(case: Case, given: argparse.Namespace, gpu: str) -> dict[str, Any]:
     argv = f"--model {given.work}/{given.shape} {OPTIONS} {options} --output_dir {given.work}/outputs --run_name {case.name} --overwrite".split()
     command = [sys.executable] if case.processes == 1 else [*ACCELERATE, "--multi_gpu", "--main_process_port", "0"]
     command += [] if case.processes == 1 else ["--num_processes", str(case.processes)]
-    command += [__file__, "one", "--gib", str(case.gib or 0), "--from_step", str(case.from_step), "--argv", *argv]
+    command += [__file__, "one", "--gib", str(case.gib or 0), "--from_step", str(case.from_step)]
+    command += ([] if case.rank is None else ["--rank", str(case.rank)]) + ["--argv", *argv]
     log, began = given.work / f"{case.name}.log", time.perf_counter()
     with log.open("w") as file:
         environ = {**os.environ, "CUDA_VISIBLE_DEVICES": gpu}
         code = subprocess.call(command, cwd=REPO, env=environ, stdout=file, stderr=subprocess.STDOUT, timeout=240)
     text, folder = log.read_text(), given.work / "outputs" / case.name
-    result: dict[str, Any] = {"name": case.name, "options": case.options, "gib": case.gib, "from_step": case.from_step}
+    result: dict[str, Any] = {"name": case.name, "options": case.options, "gib": case.gib, "rank": case.rank}
+    result["from_step"] = case.from_step
     result |= {"processes": case.processes, "exit_code": code, "seconds": round(time.perf_counter() - began, 1)}
     words = (" checkpointing", " packing", " global batch", "Out of memory", "train_ddp.py: error")
     result["said"] = [" ".join(line.split()) for line in text.splitlines() if line.startswith(words)]
@@ -159,10 +167,12 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", help="only these cases")
     parser.add_argument("--gib", type=float, default=0)
     parser.add_argument("--from_step", type=int, default=0)
+    parser.add_argument("--rank", type=int)
     parser.add_argument("--argv", nargs=argparse.REMAINDER, default=[])
     given = parser.parse_args()
     if given.what == "one":
-        one(given.gib, given.from_step, given.argv)
+        here = given.rank in (None, int(os.environ.get("RANK", 0)))
+        one(given.gib if here else None, given.from_step, given.argv)
         return
     given.work.mkdir(parents=True, exist_ok=True)
     chat_rows(given.work / "rows.jsonl", 2000, seed=4)

@@ -3,6 +3,8 @@
     python benchmarks/profile_step.py --work /tmp/profile --json benchmarks/results/profile_step.json
     python benchmarks/profile_step.py ... -- --per_device_train_batch_size auto
 
+    python benchmarks/profile_step.py ... --shape qwen3_8b --rows full
+
 The kit with its defaults, LoRA on a model of Qwen3-1.7B's shape, on chat rows; options after -- are added. After
 warm-up some steps run unprofiled, some with only the GPU recorded (which slows nothing), and some with every operation
 and its Python stack (which slows a lot, so that only counts and shares are taken from them); none of the recorded ones writes a log line.
@@ -22,7 +24,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.common import REPO, make_model, write_results
 from benchmarks.profile_summary import gpu_summary, operator_summary, waits
-from benchmarks.rows import chat_rows
+from benchmarks.rows import chat_rows, full_rows
 
 WARM, PLAIN, GPU_ONLY, WITH_STACKS = 8, 6, 4, 2
 
@@ -127,15 +129,23 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=Path("/tmp/profile"))
     parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--shape", default="qwen3_1.7b", help="a shape of gpu_models.py")
+    parser.add_argument(
+        "--rows", choices=["chat", "full"], default="chat", help="rows of log-normal length, or of 2048"
+    )
     parser.add_argument("--tiny", action="store_true", help="try the script on a CPU, with the demo's model")
     parser.add_argument("options", nargs="*", help="options of train_ddp.py, after --")
     given = parser.parse_args()
     given.work.mkdir(parents=True, exist_ok=True)
-    model, rows = REPO / "demo/model" if given.tiny else given.work / given.shape, given.work / "profile_rows.jsonl"
+    model = REPO / "demo/model" if given.tiny else given.work / given.shape
+    rows = given.work / f"profile_{given.rows}.jsonl"
     if not given.tiny and not (model / "tokenizer_config.json").is_file() and make_model(given.shape, model).wait():
         raise SystemExit(f"no model of shape {given.shape} could be made")
     longest = 200 if given.tiny else 2048
-    chat_rows(rows, 100 if given.tiny else 2000, seed=3, longest=longest)
+    count = 100 if given.tiny else 2000
+    if given.rows == "chat":
+        chat_rows(rows, count, seed=3, longest=longest)
+    else:
+        full_rows(rows, count, seed=3, tokens=longest)
 
     import train_ddp
     from unsloth_ddp.runtime import Ranks

@@ -44,6 +44,9 @@ CASES = [
     Case("lora_fp32", "ddp", "--precision fp32 --lora_dropout 0.1"),
     # Sixteen packs a step, of about ten rows each: the demo has four steps an epoch.
     Case("lora_packed", "ddp", "--packing on --max_length 256 --lora_dropout 0.1"),
+    Case("lora_auto", "ddp", "--packing on --max_length 256 --per_device_train_batch_size auto --lora_dropout 0.1"),
+    # The checkpoint is behind the second window of rows.
+    Case("lora_window_skipped", "ddp", "--streaming --shuffle_buffer 20 --lora_dropout 0.1"),
     Case("lora_streamed", "ddp", "--streaming --shuffle_buffer 100 --lora_dropout 0.1"),
     Case("lora_streamed_packed", "ddp", "--streaming --packing on --max_length 256 --lora_dropout 0.1"),
     Case("qlora", "ddp", "--method qlora --lora_dropout 0.1"),
@@ -51,6 +54,9 @@ CASES = [
     Case("lora_transformers", "ddp", "--backend transformers --lora_dropout 0.1"),
     Case("zero2_lora", "zero2"),
     Case("zero2_full", "zero2", "--method full --learning_rate 1e-3"),
+    # Once more: one sample of a difference says little.
+    Case("zero2_full_2", "zero2", "--method full --learning_rate 1e-3"),
+    Case("zero2_full_3", "zero2", "--method full --learning_rate 1e-3"),
     Case("zero3_lora", "zero3"),
     Case("fsdp2_lora", "fsdp2"),
     Case("fsdp2_full", "fsdp2", "--method full --learning_rate 1e-3"),

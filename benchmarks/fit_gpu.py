@@ -59,7 +59,7 @@ CASES = [
     Case("two_short_from_3", "--per_device_train_batch_size 2 --global_batch_size 64", 8, 3, 2, like="two"),
     # Gradients are being exchanged where memory runs out.
     Case("two_at_once", TWO_AT_ONCE, processes=2),
-    Case("two_at_once_short_from_3", TWO_AT_ONCE, 8, 3, 2, like="two_at_once", rank=1),
+    Case("two_at_once_short_from_3", TWO_AT_ONCE, 6, 3, 2, like="two_at_once", rank=1),
     Case("padded", "--packing off --per_device_train_batch_size 8 --global_batch_size 64"),
     Case(
         "padded_short_from_3",

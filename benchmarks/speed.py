@@ -7,8 +7,9 @@
 
 Work: chat, rows of log-normal length, mean 285 tokens, cut at 2048, 64 rows a step; full, rows of 2048 tokens, 32 a
 step; long, rows of 8192 tokens, 8 a step. Models have Qwen3's shapes and random weights. Every run is a process of its
-own with caches of its own. Runs on one GPU stand side by side, one a GPU; runs on several stand alone. The kit is
-train_ddp.py with its defaults; how the others are set is in peers/. report writes a Markdown table and a picture.
+own, with caches of its own unless --warm_caches is given. Runs on one GPU stand side by side, one a GPU; runs on several
+stand alone. The kit is train_ddp.py with its defaults; how the others are set is in peers/. report writes a Markdown
+table and a picture.
 """
 
 from __future__ import annotations
@@ -105,7 +106,7 @@ def run(given: argparse.Namespace) -> int:
     gpus = [] if given.tiny else visible_gpus()
     bench = Bench(
         given.work.resolve(), TINY_WORKS if given.tiny else WORKS, given.seconds, given.tiny, gpus, deadline,
-        lanes=given.lanes or len(gpus) or 1,
+        lanes=given.lanes or len(gpus) or 1, warm_caches=given.warm_caches,
     )  # fmt: skip
     if not waiting:
         print("every run is in the results already")
@@ -121,7 +122,6 @@ def run(given: argparse.Namespace) -> int:
         "lanes": bench.lanes,
         "seconds_a_run": given.seconds,
         "works": {name: vars(work) for name, work in bench.works.items()},
-        "caches": "empty at the start of each run",
         "calls": [*kept.get("calls", []), " ".join(sys.argv)],
     }
     failed = []
@@ -170,6 +170,9 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=15, help="seconds of steps that count in each run")
     parser.add_argument("--repeats", type=int, default=1, help="the whole list so many times")
     parser.add_argument("--lanes", type=int, help="runs side by side, one a GPU [all visible GPUs]")
+    parser.add_argument(
+        "--warm_caches", action="store_true", help="keep what is compiled; first steps do not count then"
+    )
     parser.add_argument("--retry", action="store_true", help="run again what failed")
     parser.add_argument("--tiny", action="store_true", help="try the script on a CPU, with the demo's model")
     parser.add_argument("--markdown", type=Path, help="report: the table [beside the JSON]")

@@ -39,7 +39,8 @@ class Summary:
 
 def summarize(cells: Sequence[dict[str, Any]]) -> Summary:
     """One line for the repeats of a run."""
-    first = [one["seconds_to_first_step"] for one in cells if one.get("seconds_to_first_step")]
+    empty = [one for one in cells if not one.get("warm_caches")]
+    first = [one["seconds_to_first_step"] for one in empty if one.get("seconds_to_first_step")]
     return Summary(
         contestant=cells[0]["contestant"],
         processes=cells[0]["processes"],
@@ -152,7 +153,7 @@ def markdown(content: dict[str, Any]) -> str:
         "# Training speed",
         "",
         "Tokens that are not padding a second and GPU: the median over the intervals of a run after warm-up, and the "
-        "slowest and fastest interval. `/ kit` is the speed over that of train_ddp.py with its defaults. MFU is model "
+        "slowest and fastest interval. `s to step 1` is that of runs with empty caches. `/ kit` is the speed over that of train_ddp.py with its defaults. MFU is model "
         "work (no recomputation, no attention scores) over "
         + (f"the published {published / 1e12:,.0f} TFLOP/s, and over " if published else "")
         + (

@@ -34,7 +34,10 @@ ABOUT_PACKING = re.compile("padding-free|packing", re.IGNORECASE)
 
 @dataclass
 class Bench:
-    """Everything the runs have in common; `gpus` are the ids of the lanes, empty on a CPU."""
+    """Everything the runs have in common; `gpus` are the ids of the lanes, empty on a CPU.
+
+    With `warm_caches` what Triton and Inductor compile is kept for later runs, which begin sooner.
+    """
 
     folder: Path
     works: dict[str, Work]
@@ -43,6 +46,7 @@ class Bench:
     gpus: list[str]
     deadline: float
     lanes: int = 1
+    warm_caches: bool = False
     seen: dict[tuple[str, str, str], float] = field(default_factory=dict)
 
     def expected(self, cell: Cell) -> float:
@@ -93,10 +97,11 @@ def run_all(bench: Bench, cells: list[Cell], done: Callable[[dict[str, Any]], No
 
 def environment(bench: Bench, cell: Cell, own: Path, lanes: tuple[int, ...]) -> dict[str, str]:
     """The environment of a run: its own GPUs, and caches that are empty, as they are for someone's first run."""
+    kept = bench.folder / "caches" if bench.warm_caches else own
     caches = {
         "UNSLOTH_COMPILE_LOCATION": own / "compiled",
-        "TRITON_CACHE_DIR": own / "triton",
-        "TORCHINDUCTOR_CACHE_DIR": own / "inductor",
+        "TRITON_CACHE_DIR": kept / "triton",
+        "TORCHINDUCTOR_CACHE_DIR": kept / "inductor",
         "HF_DATASETS_CACHE": own / "datasets",
     }
     environ = {**os.environ, **{name: str(path) for name, path in caches.items()}}
@@ -154,7 +159,7 @@ def _ended(bench: Bench, one: Process) -> dict[str, Any] | None:
     result: dict[str, Any] = {
         "name": cell.name, "work": cell.work, "shape": cell.shape, "method": cell.method,
         "contestant": cell.contestant, "processes": cell.processes, "scaling": cell.scaling, "repeat": cell.repeat,
-        "command": " ".join(one.command[1:]), "lanes": list(one.running.lanes), "beside": sorted(one.beside),
+        "command": " ".join(one.command[1:]), "lanes": list(one.running.lanes), "beside": sorted(one.beside), "warm_caches": bench.warm_caches,
         "exit_code": code, "seconds": round(time.monotonic() - one.began, 1),
     }  # fmt: skip
     log = (own / "log").read_text(errors="replace")

@@ -69,7 +69,14 @@ def test_nothing_random_and_nothing_of_the_runs_output_is_left(tmp_path):
         None,
     )
     assert (found.dataset, found.max_length, found.run_name) == ([str(tmp_path / "rows.jsonl")], 77, "python_1x2x4")
-    assert [s.split()[0] for s in launches.what_is_left_out(given)] == ["lora_dropout", "trainer_args", "streaming"]
+    assert found.packing == "off"
+    said = [sentence.split()[0] for sentence in launches.what_is_left_out(given, "bf16")]
+    assert said == ["lora_dropout", "trainer_args", "streaming", "packing"]
+    # In fp32 nothing is packed unless it was asked for.
+    assert [sentence.split()[0] for sentence in launches.what_is_left_out(given, "fp32")] == said[:3]
+    packed = dataclasses.replace(given, packing="on")
+    assert launches.settings_of(Launch("python", 1, 2, 4), packed, 3, "fp32", tmp_path, tmp_path).packing == "on"
+    assert [sentence.split()[0] for sentence in launches.what_is_left_out(packed, "bf16")] == said[:3]
     check(found)
 
 

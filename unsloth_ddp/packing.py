@@ -17,8 +17,8 @@ from unsloth_ddp.batch import BatchPlan, nearest_multiple, plan_batch
 from unsloth_ddp.errors import UserError
 from unsloth_ddp.settings import Settings
 
-# A global batch that was asked for in rows is not exceeded by more than this for the sake of packing.
-MOST_ROWS = 1.5
+# A step may have this share of the rows that were asked for, where fuller packs come of it.
+ENOUGH_ROWS = 0.8
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Packing:
     """Which rows share a pack: pack i holds `rows[starts[i] : starts[i + 1]]`, in the order of the data.
 
     Args:
-        capacity: most tokens a pack may hold.
+        capacity: most tokens a pack of several rows may hold; a row that is longer is a pack by itself.
         rows: int64 (rows,), every row once.
         starts: int64 (packs + 1,).
         tokens: int64 (packs,), what each pack holds.
@@ -55,9 +55,14 @@ class Packing:
         return float(self.tokens.mean())
 
     @property
+    def longest(self) -> int:
+        """Tokens of the largest pack."""
+        return int(self.tokens.max())
+
+    @property
     def fill(self) -> float:
-        """Share of the packs' capacity that holds tokens."""
-        return self.tokens_a_pack / self.capacity
+        """Mean tokens of a pack over those of the largest."""
+        return self.tokens_a_pack / self.longest
 
 
 class _Bins:
@@ -73,9 +78,10 @@ class _Bins:
         """The bins that items of one length go into next, and the space in them: the tightest that fit, or new ones."""
         at = bisect_left(self.spaces, length)
         if at == len(self.spaces):
-            new = math.ceil(items / (self.capacity // length))
+            space = max(self.capacity, length)
+            new = math.ceil(items / (space // length))
             self.opened += new
-            return self.capacity, np.arange(self.opened - new, self.opened)
+            return space, np.arange(self.opened - new, self.opened)
         space = self.spaces[at]
         wanted = math.ceil(items / (space // length))
         stack, taken = self.bins[space], []
@@ -105,12 +111,12 @@ def best_fit(lengths: np.ndarray, capacity: int) -> Packing:
     a length and a space that it goes into.
 
     Args:
-        lengths: int (rows,), each from 1 to `capacity`.
-        capacity: most tokens a pack may hold.
+        lengths: int (rows,), each at least 1.
+        capacity: most tokens of a pack; a row that is longer is a pack by itself.
     """
     lengths = np.asarray(lengths, dtype=np.int64)
     assert len(lengths), "there is nothing to pack"
-    assert lengths.min() > 0 and lengths.max() <= capacity, "a row does not fit into a pack"
+    assert lengths.min() > 0, "a row has no token"
     order = np.argsort(-lengths, kind="stable")
     values, counts = np.unique(lengths, return_counts=True)
     pack_of = np.empty(len(lengths), dtype=np.int64)
@@ -236,11 +242,7 @@ def plan_step(request: Request, lengths: np.ndarray, choice: Choice) -> tuple[Ba
     else:
         packs, packing = _packs_for_rows(plan.global_batch, plan.processes, lengths, packing)
         packed = _nearest_plan(plan, packs)
-    rows = packed.global_batch * packing.rows_a_pack
     fixed = request.global_batch is not None or request.accumulation is not None
-    if request.global_tokens is None and fixed and rows > MOST_ROWS * plan.global_batch:
-        reason = f"a step of {packed.global_batch} packs would hold about {rows:.0f} rows, not {plan.global_batch}"
-        return plan, None, Choice(False, reason)
     if request.global_tokens is not None and fixed:
         asked = _nearest_plan(plan, plan.global_batch / packing.rows_a_pack)
         _check_agreement(request, packed, asked, plan.global_batch, "rows")
@@ -280,25 +282,29 @@ def _check_agreement(request: Request, by_tokens: BatchPlan, by_count: BatchPlan
 def _packs_for_rows(rows: int, processes: int, lengths: np.ndarray, full: Packing) -> tuple[int, Packing]:
     """How many packs, and which, hold about `rows` rows, given the packs of full length.
 
-    The number is chosen without regard to the processes, among those that most numbers of processes divide, so that
-    a run takes the same steps when GPUs are added; only where it does not divide is it moved to one that does. Packs
-    are made shorter where that brings their rows nearer to those wanted.
+    The number is chosen without regard to the processes, as a multiple of 8 where there are so many rows, so that a run
+    takes the same steps on 1, 2, 4 and 8; only where they do not divide it is it moved to one that they do. Where packs
+    of full length would hold more rows, packs are made shorter; none of their tokens is padding either way.
     """
+    eights = 8 * math.floor(rows / full.rows_a_pack / 8)
+    numbers = [eights, eights + 8] if rows >= 8 else [*(n for n in (1, 2, 4) if n < rows), rows]
+    packs = next((n for n in numbers if n * full.rows_a_pack >= ENOUGH_ROWS * rows), numbers[-1])
+    if packs % processes:
+        packs = nearest_multiple(packs, processes)
+    return packs, best_fit(lengths, capacity_for(lengths, rows / packs, full.capacity))
 
-    def shortened(packs: int) -> Packing:
-        capacity = max(int(lengths.max()), math.ceil(rows * float(lengths.mean()) / packs))
-        return full if capacity >= full.capacity else best_fit(lengths, capacity)
 
-    least = rows / full.rows_a_pack
-    eights = 8 * math.floor(least / 8)
-    near = [n for n in (1, 2, 4, 8, eights, eights + 8) if n > 0]
-    choices = {max((n for n in near if n <= least), default=1), min(n for n in near if n >= least)}
-    tried = {packs: shortened(packs) for packs in sorted(choices)}
-    packs = min(tried, key=lambda n: abs(n * tried[n].rows_a_pack - rows))
-    if packs % processes == 0:
-        return packs, tried[packs]
-    packs = nearest_multiple(packs, processes)
-    return packs, shortened(packs)
+def capacity_for(lengths: np.ndarray, rows_a_pack: float, most: int) -> int:
+    """The least capacity, up to `most`, whose packs hold so many rows on average if they are filled to the last token."""
+    ascending = np.sort(np.asarray(lengths, dtype=np.int64))
+    sums = np.concatenate([[0], np.cumsum(ascending)])
+
+    def packs(capacity: int) -> int:
+        joined = int(np.searchsorted(ascending, capacity, side="right"))
+        return len(ascending) - joined + math.ceil(sums[joined] / capacity)
+
+    between = range(int(ascending[0]), max(most, int(ascending[0])))
+    return between.start + bisect_left(between, True, key=lambda n: len(lengths) >= rows_a_pack * packs(n))
 
 
 def _nearest_plan(plan: BatchPlan, packs: float) -> BatchPlan:

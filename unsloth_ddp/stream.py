@@ -255,8 +255,7 @@ class Steps:
             # Once the bad row is mended, others would share the packs.
             return []
         lengths = np.array([len(row["input_ids"]) for row in window.rows])
-        # The capacity was chosen from the first rows of the stream, and a later one may be longer.
-        packing = best_fit(lengths, max(self.capacity, int(lengths.max())))
+        packing = best_fit(lengths, self.capacity)
         # Best fit puts the longest rows into the first packs.
         if self.keep_order:
             order = np.argsort(packing.rows[packing.starts[:-1]])

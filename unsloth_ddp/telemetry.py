@@ -298,7 +298,7 @@ def describe_run(
     packed = f"off{why}; rows of like length are padded together"
     if packs is not None:
         number = "" if train_rows.streamed else f"{len(packs):,} "
-        packed = f"on: {choice.reason}; {number}packs of up to {packs.capacity:,} tokens, {packs.fill:.0%} full"
+        packed = f"on: {choice.reason}; {number}packs of up to {packs.longest:,} tokens, {packs.fill:.0%} full"
     # The first rows of a stream need not fill a step.
     filled = train_rows.units / plan.global_batch if train_rows.streamed else steps_per_epoch
     unit, of_rows = ("rows", "") if packs is None else ("packs", f" (about {counts.rows / filled:,.0f} rows)")

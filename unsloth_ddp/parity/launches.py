@@ -130,6 +130,7 @@ def settings_of(launch: Launch, settings: Settings, steps: int, precision: str, 
         "dataset_config": None,
         "eval_dataset": [],
         "eval_fraction": 0.0,
+        "packing": "on" if settings.packing == "on" else "off",
         "streaming": False,
         "shuffle_buffer": DataSettings.shuffle_buffer,
     }
@@ -143,7 +144,7 @@ def settings_of(launch: Launch, settings: Settings, steps: int, precision: str, 
     return dataclasses.replace(settings, **{**untouched, **few_steps, **layout, **data, **written})
 
 
-def what_is_left_out(settings: Settings) -> list[str]:
+def what_is_left_out(settings: Settings, precision: str) -> list[str]:
     """Sentences on the settings of a run that the check does without."""
     said = []
     if settings.lora_dropout:
@@ -152,6 +153,10 @@ def what_is_left_out(settings: Settings) -> list[str]:
         said.append(f"trainer_args are left out ({', '.join(settings.trainer_args)}).")
     if settings.streaming:
         said.append("streaming is left out: the rows of these few steps are read beforehand.")
+    if settings.packing == "auto" and precision != "fp32":
+        said.append(
+            "packing auto is left out, since it goes by the number of processes; --packing on checks packed rows."
+        )
     if settings.method == "full" and settings.full_weights == "bf16":
         said.append("full_weights bf16 is left out: 16-bit weights would round most of a step away.")
     return said

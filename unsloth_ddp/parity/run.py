@@ -47,8 +47,8 @@ def run_check(check: Check, folder: Path) -> tuple[list[Row], Tolerance, list[st
     global_batch = check.launches[0].per_device * check.launches[0].accumulation
     # The last step is not full, as at the end of an epoch, and its rows do not divide evenly.
     wanted = (check.steps - 1) * global_batch + global_batch // 2 + 1
-    unit = {"off": "rows", "on": "packs", "auto": "rows or packs"}[check.settings.packing]
-    if unit != "rows":
+    unit = "packs" if check.settings.packing == "on" else "rows"
+    if unit == "packs":
         wanted *= ROWS_A_PACK
     rows_file = folder / "rows.jsonl"
     found = write_rows(check.settings, wanted, rows_file)

@@ -180,6 +180,17 @@ def test_deepspeed_checkpoints_keep_their_number_of_processes(sharding, possible
     assert bool(found.said)
 
 
+@pytest.mark.parametrize(
+    ("processes", "packing", "said"), [(16, "packs of up to 90 tokens", True), (4, "packs", False), (16, "off", False)]
+)
+def test_packs_that_cannot_be_shared_are_named_as_what_is_wrong(processes, packing, said):
+    before = {**FACTS, "packing": "packs of up to 180 tokens"}
+    found = manifest.compare(before, {**before, "world_size": processes, "packing": packing, "global_batch_size": 16})
+    assert len(found.refused) == 2
+    shared = "its steps hold 8 packs, which 16 processes cannot share: start as many as divide 8"
+    assert found.instead == (shared if said else "go back to the first value")
+
+
 def test_a_fact_that_is_not_known_yet_is_not_compared():
     assert manifest.compare(FACTS, {"seed": 1}) == manifest.Comparison()
 

@@ -57,7 +57,7 @@ class Start:
             raise UserError(f"{self.folder} cannot be resumed: {found.impossible[0]}, or begin anew with --resume no.")
         if found.refused and not anyway:
             raise UserError(
-                f"{self.folder} was made by another run ({', '.join(found.refused)}); go back to the first value, begin "
+                f"{self.folder} was made by another run ({', '.join(found.refused)}); {found.instead}, begin "
                 "anew with another --run_name, or give --resume_anyway."
             )
         sentences = [f"resume_anyway: {change}." for change in found.refused]

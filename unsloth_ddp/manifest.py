@@ -190,16 +190,18 @@ def verify(folder: Path) -> Manifest:
 # ---- the run that goes on ----
 
 
-@dataclass(frozen=True)
+@dataclass
 class Comparison:
     """What differs between a checkpoint and the run that would go on from it, as sentences' parts.
 
-    `impossible` cannot be had at all, `refused` only if the user insists, `said` changes nothing that is learned.
+    `impossible` cannot be had at all, `refused` only if the user insists, `said` changes nothing that is learned;
+    `instead` is what would mend what is refused.
     """
 
     impossible: list[str] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)
     said: list[str] = field(default_factory=list)
+    instead: str = "go back to the first value"
 
 
 def compare(before: Mapping[str, Any], now: Mapping[str, Any]) -> Comparison:
@@ -210,6 +212,12 @@ def compare(before: Mapping[str, Any], now: Mapping[str, Any]) -> Comparison:
         return [f"{name} {_shown(before[name])} -> {_shown(now[name])}" for name in both if before[name] != now[name]]
 
     result = Comparison(refused=changes(GUARDED + GUARDED_FACTS), said=changes(SAID))
+    packs, processes = before.get("global_batch_size"), now.get("world_size")
+    packed = "off" not in (before.get("packing", "off"), now.get("packing", "off"))
+    if packed and packs and processes and packs % processes:
+        result.instead = (
+            f"its steps hold {packs} packs, which {processes} processes cannot share: start as many as divide {packs}"
+        )
     old, new = before.get("sharding", "none"), now.get("sharding", "none")
     if old != new:
         result.impossible.append(

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 
 from tests.ranks import Result, run_ranks, train
@@ -16,6 +17,10 @@ from tests.ranks import Result, run_ranks, train
 # Shells have SIGINT ignored in what they start in the background; programs started here would inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# A busy machine is slow, and no test is wrong for it.
+hypothesis.settings.register_profile("no_deadline", deadline=None)
+hypothesis.settings.load_profile("no_deadline")
 
 REPO = Path(__file__).resolve().parent.parent
 DEMO_MODEL = REPO / "demo" / "model"

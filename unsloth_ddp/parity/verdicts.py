@@ -26,10 +26,11 @@ class Tolerance:
 
 
 FP32 = "fp32 differs by rounding alone; measured: at most 3.5e-7 on a CPU, 2.6e-7 on H200s"
+UNSLOTH_FP32 = "fp32 differs by rounding alone; measured with Unsloth on H200s: at most 1.1e-6"
 AUTOCAST = "16-bit products depend on the shape of the batch; measured with Unsloth and bf16 on H200s: 2e-2 to 4e-2"
 TOLERANCES: dict[tuple[str, str], Tolerance] = {
     ("transformers", "fp32"): Tolerance(1e-6, FP32),
-    ("unsloth", "fp32"): Tolerance(1e-6, FP32),
+    ("unsloth", "fp32"): Tolerance(5e-6, UNSLOTH_FP32),
     ("unsloth", "bf16"): Tolerance(6e-2, AUTOCAST),
     ("transformers", "bf16"): Tolerance(6e-2, AUTOCAST + "; with Transformers on a CPU 3e-3"),
     ("unsloth", "fp16"): Tolerance(6e-2, AUTOCAST + "; fp16 is held to the same, not measured"),

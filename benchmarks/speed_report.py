@@ -178,6 +178,12 @@ def markdown(content: dict[str, Any]) -> str:
         lines += ["", f"## {' '.join(group)}", "", f"One GPU; {step}.", "", *table] if table else []
     scaling = scaling_table(found)
     lines += ["", "## Several GPUs", "", *scaling] if scaling else []
+    notes: dict[str, list[str]] = defaultdict(list)
+    for one in content["cells"]:
+        if one.get("note"):
+            notes[one["note"]].append(one["name"])
+    lines += ["", "## Notes", ""] if notes else []
+    lines += [f"- {', '.join(names)}: {note}" for note, names in notes.items()]
     failed = {one["name"]: one["exit_code"] for one in content["cells"] if one["exit_code"] != 0}
     lines += ["", "## Without result", ""] if failed or content.get("left_out") else []
     lines += [f"- {name}: ended with {code}" for name, code in failed.items()]

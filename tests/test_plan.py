@@ -265,7 +265,7 @@ def test_the_shipped_calibrations_work_is_that_of_its_models(measured_job):
     shapes, _ = measured_job
     for one in load_calibration("h200").measurements:
         shape = shapes["qwen3_8b" if "8B" in one.name else "qwen3_1.7b"]
-        assert one.flops_a_token == pytest.approx(shape.flops_a_token("lora"), rel=1e-6), one.name
+        assert one.flops_a_token == pytest.approx(shape.flops_a_token(one.method), rel=1e-6), one.name
 
 
 def test_what_is_recomputed_is_the_first_kind_that_fits(measured_job):

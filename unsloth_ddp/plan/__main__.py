@@ -51,7 +51,7 @@ def plan(argv: list[str]) -> None:
         UserError: a mistake in the options.
     """
     given, rest = make_parser().parse_known_args(argv)
-    settings = parse_settings(rest, __doc__ or "")
+    settings = parse_settings(rest, __doc__ or "", make_parser())
     for name in ("nodes", "gpus_per_node"):
         if getattr(given, name) <= 0:
             raise UserError(f"--{name} is {getattr(given, name)}, but it has to be above 0.")

@@ -50,7 +50,7 @@ def parse(argv: list[str]) -> tuple[Options, Settings]:
         raise UserError(
             f"--timeout is {own.timeout}, but it takes a number of seconds above 0, at most {A_DAY}."
         ) from None
-    return Options(timeout, own.json), parse_settings(others, __doc__ or "")
+    return Options(timeout, own.json), parse_settings(others, __doc__ or "", make_parser())
 
 
 def main() -> None:

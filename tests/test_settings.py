@@ -236,7 +236,10 @@ def test_a_tools_own_options_are_read_with_dashes_too() -> None:
         ("--max_steps 0", "max_steps is 0, so nothing would be trained"),
         ("--lora_dropout 1", "lora_dropout is 1.0, but it is a fraction below 1."),
         ("--eval_fraction 1", "eval_fraction is 1.0, but it is a fraction"),
-        ("--eval_fraction 0.1 --eval_dataset e", "eval_fraction and eval_dataset are both given"),
+        (
+            "--eval_fraction 0.1 --eval_dataset e",
+            "eval_fraction and eval_dataset are both given, on the command line or by the recipe; keep one, with",
+        ),
         ("--eval_strategy epoch", "eval_strategy is epoch, but there are no evaluation rows; give --eval_dataset"),
         ("--eval_steps 5 --eval_strategy no", "eval_steps 5 and eval_strategy no contradict"),
         ("--method full --merge", "merge is for lora and qlora"),

@@ -37,7 +37,7 @@ SHOW = reprlib.Repr()
 SHOW.maxlevel, SHOW.maxstring, SHOW.maxother = 2, 200, 100
 
 
-def parse_settings(argv: list[str], description: str = "", beside: Parser | None = None) -> Settings:
+def parse_settings(argv: list[str], description: str = "", beside: argparse.ArgumentParser | None = None) -> Settings:
     """The settings of a run from its command line; with neither config, model nor dataset, those of the demo.
 
     Args:
@@ -224,10 +224,10 @@ def _accepted(wanted: Any) -> str:
     return {int: "a whole number", float: "a number", bool: "true or false"}.get(wanted, "text")
 
 
-def unknown_option(name: str, source: str, beside: Parser | None = None) -> UserError:
+def unknown_option(name: str, source: str, beside: argparse.ArgumentParser | None = None) -> UserError:
     """The refusal of an option that does not exist, with one that is near; `beside` as for parse_settings."""
     name = name[:100]
-    own = [option.lstrip("-") for option in beside.options] if beside else []
+    own = [option.lstrip("-") for option in beside._option_string_actions] if beside else []
     names = [*own, *FIELDS]
     near = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
     # epochs is far from num_train_epochs, letter by letter.
@@ -242,11 +242,6 @@ def unknown_option(name: str, source: str, beside: Parser | None = None) -> User
 
 class Parser(argparse.ArgumentParser):
     """argparse that raises instead of printing its usage from every rank, and reads - and _ alike."""
-
-    @property
-    def options(self) -> list[str]:
-        """Every option, as it is written."""
-        return list(self._option_string_actions)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """As argparse does, with --global-batch-size read as --global_batch_size."""

@@ -49,9 +49,10 @@ def train(settings: Settings, ranks: Ranks) -> int:
         watch.watched(settings, runtime) as stop.ended,
         data.node_folder(runtime) as node_folder,
     ):
+        run_folder = output.choose_run_folder(settings, runtime)
+        runtime.alone(lambda: output.check_upload(settings))
         models.check_model(settings, runtime)
         data.read_examples(settings, runtime, node_folder)
-        run_folder = output.choose_run_folder(settings, runtime)
         facts = checkpoint.run_facts(settings, runtime)
         if settings.packing == "off" or (settings.packing == "auto" and runtime.device_type == "cpu"):
             facts |= checkpoint.batch_facts(request.plan)
@@ -75,6 +76,8 @@ def train(settings: Settings, ranks: Ranks) -> int:
         facts |= checkpoint.batch_facts(plan) | data.facts(settings, runtime, plan, rows)
         if start:
             checkpoint.check(start, facts, settings, runtime)
+            if settings.resume == "auto":
+                print(start.sentence)
         checkpoints = checkpoint.Checkpoints(
             runtime, run_folder, facts, telemetry.versions(), settings.save_total_limit
         )

@@ -26,6 +26,17 @@ def train_with_gpus(count: int, argv: list[str], cwd: str) -> None:
     train(argv, cwd)
 
 
+def train_without_token(argv: list[str], cwd: str) -> None:
+    """train_ddp.py where nobody has logged in to the Hub, and nothing may be loaded before that is said."""
+    import huggingface_hub
+
+    from unsloth_ddp import model
+
+    huggingface_hub.get_token = lambda: None
+    model.load_model = None  # type: ignore[assignment]
+    train(argv, cwd)
+
+
 @pytest.fixture(scope="module")
 def files(tmp_path_factory) -> Path:
     """A folder with good rows, bad ones, and an earlier run."""
@@ -74,13 +85,26 @@ MISTAKES = {
     "missing chat template": (f"{GOOD} --chat_template nowhere.jinja", "nowhere.jinja"),
     "another run's folder": (f"{GOOD} --run_name earlier", "earlier holds another run"),
     "a stranger's folder": (f"{GOOD} --run_name mine --overwrite", "was not written by this kit"),
+    "a file as the folder of runs": (
+        f"{GOOD} --output_dir good.jsonl",
+        r"cannot be written \(.*good.jsonl: Not a dir.*give",
+    ),
+    "a folder that nobody can make": (
+        f"{GOOD} --output_dir /proc/runs",
+        r"/proc/runs/.* cannot be written \(/proc: .*give",
+    ),
     "nothing to resume": (f"{GOOD} --resume fresh/checkpoint-2", "resume .*checkpoint-2: there is no such folder"),
     "half a checkpoint": (f"{GOOD} --resume checkpoint-4", "not a whole checkpoint: it has no manifest.json"),
     "no time": (f"{GOOD} --max_time soon", "max_time is 'soon', but it takes a time"),
     "unknown trainer argument": (f'{GOOD} --trainer_args {{"nonsense":1}}', "SFTConfig has no field nonsense"),
     "owned trainer argument": (f'{GOOD} --trainer_args {{"packing":true}}', "packing is decided by the kit"),
     "unknown tracker": (f"{GOOD} --report_to tensorbord", "report_to tensorbord is no tracker that Transformers knows"),
-    "unknown optimizer": (f"{GOOD} --optim adamm", "adamm"),
+    "unknown optimizer": (f"{GOOD} --optim adamw8bit", "optim adamw8bit is not .* did you mean adamw_8bit"),
+    "unknown schedule": (f"{GOOD} --lr_scheduler_type cosin", "lr_scheduler_type cosin is not .* did you mean cosine"),
+    "misspelt trainer argument": (
+        f'{GOOD} --trainer_args {{"neftune_noise_alfa":1}}',
+        "did you mean neftune_noise_alpha",
+    ),
 }
 
 
@@ -93,6 +117,14 @@ def test_mistake_is_told_once_and_ends_every_rank(mistake, files, tmp_path, asse
 def test_more_processes_than_gpus(files, tmp_path, assert_told):
     result = run_ranks(2, train_with_gpus, 1, GOOD.split(), str(files), folder=tmp_path)
     assert_told(result, "2 processes were started on this machine, which shows 1 GPUs")
+
+
+def test_an_upload_without_a_token_is_refused_before_anything_is_loaded(files, tmp_path, assert_told):
+    argv = f"{GOOD} --push_to_hub".split()
+    result = run_ranks(2, train_without_token, argv, str(files), folder=tmp_path)
+    assert_told(
+        result, "push_to_hub needs a token of the Hub, and none is found; log in once with hf auth login, set HF_T"
+    )
 
 
 def test_a_mistake_leaves_no_folder_that_stands_in_the_way(files):

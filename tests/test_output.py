@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -72,6 +74,65 @@ def test_a_run_that_began_meanwhile_is_not_removed(tmp_path, resume):
     with pytest.raises(UserError, match="holds another run"):
         output.open_run_folder(settings, runtime, folder)
     assert (folder / "adapter.txt").read_text() == "another job's"
+
+
+@pytest.fixture
+def other_job(tmp_path):
+    """Another process that writes the run r, as long as it lives."""
+    (tmp_path / "r").mkdir()
+    Settings(run_name="r", output_dir=str(tmp_path)).save(tmp_path / "r" / "settings.yaml")
+    code = """
+import fcntl, sys
+file = open(sys.argv[1], "w")
+fcntl.lockf(file, fcntl.LOCK_EX)
+file.write("far, process 7")
+file.flush()
+print("locked", flush=True)
+sys.stdin.read()
+"""
+    command = [sys.executable, "-c", code, str(tmp_path / "r" / "run.lock")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "locked\n"
+        yield process
+        process.kill()
+
+
+def test_a_second_job_is_refused_before_it_loads_anything(tmp_path, other_job, monkeypatch, capsys):
+    monkeypatch.setattr(output, "LOCK_PATIENCE", 0.0)
+    settings = Settings(run_name="r", output_dir=str(tmp_path))
+    with pytest.raises(UserError, match=r"r is being written by another job \(far, process 7\); wait for its end, or"):
+        output.choose_run_folder(settings, Runtime(Ranks(), "transformers", "cpu", "fp32", "CPU"))
+
+
+@pytest.mark.parametrize("finished", [False, True])
+def test_a_job_that_ends_now_is_waited_for(tmp_path, other_job, monkeypatch, capsys, finished):
+    def end(seconds):
+        if finished:
+            (tmp_path / "r" / "summary.json").write_text("{}")
+        other_job.kill()
+        other_job.wait()
+
+    monkeypatch.setattr(output.time, "sleep", end)
+    settings = Settings(run_name="r", output_dir=str(tmp_path))
+    runtime = Runtime(Ranks(), "transformers", "cpu", "fp32", "CPU")
+    if finished:
+        with pytest.raises(UserError, match="r holds a finished run"):
+            output.choose_run_folder(settings, runtime)
+    else:
+        assert output.choose_run_folder(settings, runtime) == tmp_path / "r"
+    assert capsys.readouterr().out.count("(far, process 7); waiting for its end, 30 s at most.") == 1
+
+
+def test_an_upload_needs_a_token_and_a_hub_before_the_run_begins(monkeypatch):
+    monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
+    output.check_upload(Settings())
+    with pytest.raises(UserError, match="push_to_hub needs a token"):
+        output.check_upload(Settings(push_to_hub=True))
+    monkeypatch.setattr("huggingface_hub.get_token", lambda: "hf_x")
+    output.check_upload(Settings(push_to_hub=True))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(UserError, match="push_to_hub needs the Hub, which is switched off"):
+        output.check_upload(Settings(push_to_hub=True))
 
 
 class Killed(BaseException):

@@ -372,6 +372,8 @@ def test_a_picture_is_drawn(tmp_path, demo_calibration):
 
 def test_a_picture_without_matplotlib_says_how_to_get_it(capsys, tmp_path, demo_calibration, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
+    # It is told before the rows are read.
+    monkeypatch.setattr("unsloth_ddp.plan.rows.row_lengths", None)
     assert plan("--calibration", demo_calibration, "--picture", str(tmp_path / "plan.png")) == 2
     assert "--picture needs matplotlib" in capsys.readouterr().err
 
@@ -380,9 +382,13 @@ def test_a_picture_without_matplotlib_says_how_to_get_it(capsys, tmp_path, demo_
     ("words", "sentence"),
     [
         (["--nodes", "0"], "--nodes is 0"),
-        (["--bandwidth", "fast"], "bandwidth 'fast'"),
+        (["--bandwidth", "fast"], "bandwidth 'fast' is no bandwidth above 0; write 25Gbps"),
         (["--gpu_memory", "big"], "memory 'big'"),
         (["--calibrate", "outputs/x"], "name it with --calibration"),
+        (
+            ["--calibrate", "outputs/no", "--calibration", "c.json"],
+            "no is not the folder of a finished run (it has no sum",
+        ),
         (["--calibration", "nowhere.json"], "nowhere.json cannot be read"),
         (["--gpus_per_node", "3", "--global_batch_size", "16"], "does not divide"),
         (["--model", "./nowhere", "--dataset", "rows.jsonl"], "cannot be planned for"),

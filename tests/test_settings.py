@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +15,15 @@ from hypothesis import strategies as st
 
 from unsloth_ddp.errors import UserError
 from unsloth_ddp.options import TOPICS
-from unsloth_ddp.settings import FIELDS, Settings, coerce, make_parser, parse_settings, read_config
+from unsloth_ddp.settings import (
+    FIELDS,
+    Settings,
+    beside_train_options,
+    coerce,
+    make_parser,
+    parse_settings,
+    read_config,
+)
 
 GIVEN = ["--model", "m", "--dataset", "d"]
 
@@ -105,7 +114,9 @@ def test_yaml_values_mean_what_they_look_like(config: Any, line: str, name: str,
         ("lora_r: 8.5", "run.yaml: lora_r is 8.5, but it takes a whole number."),
         ("lora_r: true", "run.yaml: lora_r is True, but it takes a whole number."),
         ("lora_r: [8]", "run.yaml: lora_r is [8], but it takes a whole number."),
-        ("lora_r:", "run.yaml: lora_r is None, but it takes a whole number."),
+        ("lora_r:", "run.yaml: lora_r is empty, but it takes a whole number; leave it out for its default."),
+        ("method: null", "run.yaml: method is empty, but it takes lora or qlora or full; leave it out"),
+        ("distributed_type: NO", "run.yaml is a file for accelerate launch; give it before train_ddp.py: accelerate launch"),
         ("lora_r: .inf", "run.yaml: lora_r is inf, but it takes a whole number."),
         ("learning_rate: .nan", "run.yaml: learning_rate is nan, but it takes a number."),
         ("learning_rate: 1" + "0" * 400, "learning_rate is 1000"),
@@ -153,8 +164,9 @@ def test_a_file_may_begin_with_a_byte_order_mark_and_have_windows_line_ends(conf
 
 
 def test_a_missing_file_is_refused(tmp_path: Path) -> None:
-    for path in (tmp_path / "no.yaml", tmp_path):
-        assert refusal("--config", str(path)) == f"--config {path}: there is no such file; recipes/ holds examples."
+    path = tmp_path / "no.yaml"
+    assert refusal("--config", str(path)) == f"--config {path}: there is no such file; recipes/ holds examples."
+    assert refusal("--config", str(tmp_path)) == f"--config {tmp_path} is a folder; name one of the .yaml files in it."
     assert "cannot be read" in refusal("--config", "x" * 5000)
 
 
@@ -165,6 +177,8 @@ def test_a_missing_file_is_refused(tmp_path: Path) -> None:
         (["--global_batch", "8"], "command line: there is no option global_batch; did you mean global_batch_size?"),
         (["--global_batch=8"], "command line: there is no option global_batch; did you mean global_batch_size?"),
         (["--no_lora"], "command line: there is no option no_lora; "),
+        (["--epochs", "3"], "command line: there is no option epochs; did you mean num_train_epochs?"),
+        (["--node_rank", "3"], "there is no option node_rank; train_ddp.py --help lists them all."),
         (["rows.jsonl"], "command line: rows.jsonl stands alone; every value follows an option such as --dataset."),
         (["--merge", "rows.jsonl"], "command line: merge is 'rows.jsonl', but it takes true or false."),
         (["--lora_r"], "command line: argument --lora_r: expected one argument."),
@@ -182,6 +196,35 @@ def test_a_bad_command_line_is_refused_in_one_sentence(words: list[str], sentenc
 
 
 @pytest.mark.parametrize(
+    ("tool", "words", "sentence"),
+    [
+        ("plan", "--node 2", "there is no option node; did you mean nodes?"),
+        (
+            "plan",
+            "--seq 2",
+            "there is no option seq; python -m unsloth_ddp.plan --help and train_ddp.py --help list them",
+        ),
+        ("parity", "--step 2", "there is no option step; did you mean steps?"),
+        ("preflight", "--time_out 2", "there is no option time_out; did you mean timeout?"),
+        ("preflight", "--node_rank 3", "no option node_rank; python -m unsloth_ddp.preflight --help and train_ddp.py"),
+        ("preflight", "--lora_rank 3", "there is no option lora_rank; did you mean lora_r?"),
+    ],
+)
+def test_a_tool_suggests_its_own_options_too(tool: str, words: str, sentence: str) -> None:
+    parser = importlib.import_module(f"unsloth_ddp.{tool}.__main__").make_parser()
+    with pytest.raises(UserError) as refused:
+        parse_settings([*GIVEN, *words.split()], beside=parser)
+    assert sentence in str(refused.value)
+
+
+def test_a_tools_own_options_are_read_with_dashes_too() -> None:
+    _, rest = beside_train_options("tool", None).parse_known_args(["--run-name", "a-b"])
+    assert rest == ["--run_name", "a-b"]
+    parser = importlib.import_module("unsloth_ddp.plan.__main__").make_parser()
+    assert parser.parse_known_args(["--gpus-per-node", "8"])[0].gpus_per_node == 8
+
+
+@pytest.mark.parametrize(
     ("words", "sentence"),
     [
         ("--lora_r 0", "lora_r is 0, but it has to be above 0."),
@@ -193,7 +236,10 @@ def test_a_bad_command_line_is_refused_in_one_sentence(words: list[str], sentenc
         ("--max_steps 0", "max_steps is 0, so nothing would be trained"),
         ("--lora_dropout 1", "lora_dropout is 1.0, but it is a fraction below 1."),
         ("--eval_fraction 1", "eval_fraction is 1.0, but it is a fraction"),
-        ("--eval_fraction 0.1 --eval_dataset e", "eval_fraction and eval_dataset are both given"),
+        (
+            "--eval_fraction 0.1 --eval_dataset e",
+            "eval_fraction and eval_dataset are both given, on the command line or by the recipe; keep one, with",
+        ),
         ("--eval_strategy epoch", "eval_strategy is epoch, but there are no evaluation rows; give --eval_dataset"),
         ("--eval_steps 5 --eval_strategy no", "eval_steps 5 and eval_strategy no contradict"),
         ("--method full --merge", "merge is for lora and qlora"),

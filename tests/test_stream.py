@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from unsloth_ddp.batch import BatchPlan
 from unsloth_ddp.errors import UserError
-from unsloth_ddp.rows import Row, read_rows, streamed_sources
+from unsloth_ddp.rows import Row, left_out, read_rows, streamed_sources
 from unsloth_ddp.stream import FIRST, Position, Steps, Windows, endless, shuffled
 
 # ---- the order of the rows ----
@@ -224,20 +224,23 @@ def test_no_pack_is_trained_of_a_window_that_is_not_whole() -> None:
 
 
 def test_a_folder_stands_for_its_files_by_name(tmp_path: Path) -> None:
-    for name in ("b.jsonl", "a/2.parquet", "a/1.csv", "notes.txt", ".hidden.jsonl", ".cache/x.jsonl"):
+    for name in ("b.jsonl", "a/2.parquet", "a/1.csv", "notes.txt", ".hidden.jsonl", ".cache/x.jsonl", "a/config.json"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
     found = streamed_sources([str(tmp_path), "owner/name", f"{tmp_path}/b.jsonl"])
     names = [f"{tmp_path}/{name}" for name in ("a/1.csv", "a/2.parquet", "b.jsonl")]
     assert found == [*names, "owner/name", f"{tmp_path}/b.jsonl"]
+    assert left_out([str(tmp_path), "owner/name", f"{tmp_path}/b.jsonl"]) == [f"{tmp_path}/a/config.json"]
 
 
 def test_sources_that_cannot_be_streamed_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"is a folder without a \.jsonl"):
         streamed_sources([str(tmp_path)])
     (tmp_path / "list.json").write_text("[]")
-    with pytest.raises(UserError, match=r"list.json is one JSON list, .* write one row a line, as .jsonl"):
+    with pytest.raises(UserError, match=r"is a folder without a \.jsonl, \.parquet, \.csv file"):
         streamed_sources([str(tmp_path)])
+    with pytest.raises(UserError, match=r"list.json is one JSON list, .* write one row a line, as .jsonl"):
+        streamed_sources([f"{tmp_path}/list.json"])
 
 
 def test_a_hub_set_is_streamed_too(monkeypatch: pytest.MonkeyPatch) -> None:

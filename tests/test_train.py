@@ -32,6 +32,10 @@ def summary(folder: Path) -> dict:
     return json.loads((folder / "summary.json").read_text())
 
 
+def history(folder: Path) -> list[dict]:
+    return json.loads((folder / "trainer_state.json").read_text())["log_history"]
+
+
 def test_a_resumed_run_ends_like_an_uninterrupted_one(job):
     options = "--global_batch_size 4 --max_steps 6 --save_steps 3 --lora_dropout 0.1 --logging_steps 2"
     whole, _ = job(options, "whole", ranks=2)
@@ -40,6 +44,11 @@ def test_a_resumed_run_ends_like_an_uninterrupted_one(job):
     assert all(torch.equal(expected[k], found[k]) for k in expected)
     for key in ("train_loss", "tokens", "supervised_tokens", "steps"):
         assert summary(resumed)[key] == pytest.approx(summary(whole)[key], rel=1e-12), key
+    for folder, steps in ((whole, 6), (resumed, 3)):
+        (last,) = (entry for entry in history(folder) if "train_runtime" in entry)
+        # Rates are logged with three digits.
+        assert last["train_steps_per_second"] * last["train_runtime"] == pytest.approx(steps, rel=0.02)
+        assert last["train_samples_per_second"] * last["train_runtime"] == pytest.approx(4 * steps, rel=0.02)
     trained = summary(resumed)["tokens_per_second"] * summary(resumed)["train_seconds"]
     assert 0 < trained < summary(whole)["tokens"]
 

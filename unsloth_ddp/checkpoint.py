@@ -46,6 +46,12 @@ class Start:
     manifest: Manifest
     of_this_run: bool = False
 
+    @property
+    def sentence(self) -> str:
+        """What to say of a checkpoint that was found without being named."""
+        step = self.manifest.step
+        return f"Going on from {self.folder}, step {step}; --overwrite, or another --run_name, begins anew."
+
     def check(self, facts: dict[str, Any], anyway: bool) -> list[str]:
         """What to say about the differences between the checkpoint's run and this one.
 
@@ -97,7 +103,7 @@ def batch_facts(plan: BatchPlan) -> dict[str, Any]:
 
 
 def choose(settings: Settings, runtime: Runtime, run_folder: Path, continues: bool) -> Start | None:
-    """The checkpoint to go on from, the same on every rank; None begins anew. The main process says what it is.
+    """The checkpoint to go on from, the same on every rank; None begins anew.
 
     Args:
         continues: whether `run_folder` holds an unfinished run that this one may go on with.
@@ -128,7 +134,6 @@ def _choose(wanted: str, run_folder: Path, continues: bool) -> Start | None:
     if newest is None:
         print(f"{run_folder} holds an unfinished run without a whole checkpoint; it begins anew.")
         return None
-    print(f"Going on from {newest}, step {whole[newest].step}; --overwrite, or another --run_name, begins anew.")
     return Start(newest, whole[newest], of_this_run=True)
 
 

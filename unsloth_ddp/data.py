@@ -32,7 +32,7 @@ from unsloth_ddp.errors import UserError
 from unsloth_ddp.formats import Example, to_example
 from unsloth_ddp.loss import IGNORED
 from unsloth_ddp.packing import Choice, Packing, Request, plan_step
-from unsloth_ddp.rows import check_source, is_file, read_rows, streamed_sources
+from unsloth_ddp.rows import check_source, is_file, left_out, read_rows, streamed_sources
 from unsloth_ddp.runtime import Runtime
 from unsloth_ddp.settings import Settings
 from unsloth_ddp.tokens import Encoder
@@ -175,6 +175,9 @@ def _examples(
     sources: list[str], split: str, config: str | None, folder: Path, *, streaming: bool = False
 ) -> datasets.Dataset:
     files = streamed_sources(sources) if streaming else sources
+    if streaming and (lists := left_out(sources)):
+        more = f" and {len(lists) - 1} more .json files are" if len(lists) > 1 else " is"
+        print(f"{lists[0]}{more} not read: a folder stands for its .jsonl, .parquet and .csv files.")
     for source in files:
         check_source(source)
 

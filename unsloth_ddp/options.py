@@ -279,7 +279,10 @@ def check(settings: Settings) -> None:
     if not 0 <= settings.eval_fraction < 1:
         raise UserError(f"eval_fraction is {settings.eval_fraction}, but it is a fraction from 0 to below 1.")
     if settings.eval_fraction and settings.eval_dataset:
-        raise UserError("eval_fraction and eval_dataset are both given; keep the one that names your evaluation rows.")
+        raise UserError(
+            "eval_fraction and eval_dataset are both given, on the command line or by the recipe; keep one, with "
+            "--eval_dataset none or --eval_fraction 0."
+        )
     if settings.packing == "off" and settings.global_batch_tokens is not None:
         raise UserError(
             f"global_batch_tokens {settings.global_batch_tokens} needs packed rows, but packing is off; give "

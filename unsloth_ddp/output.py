@@ -10,6 +10,7 @@ import os
 import shutil
 import socket
 import sys
+import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -29,7 +30,7 @@ from unsloth_ddp.stop import Stop
 SETTINGS_FILE, SUMMARY_FILE, LOCK_FILE = "settings.yaml", "summary.json", "run.lock"
 SETTINGS_ASIDE = "settings.partial"
 # Seconds that a job waits for the last one in its folder to end; a restart follows a kill closely.
-LOCK_PATIENCE = 15.0
+LOCK_PATIENCE = 30.0
 # Transformers' logger does not hand its messages on to the root logger; nor does the kit's, because Unsloth gives the root
 # logger a handler that writes to the terminal of every rank.
 LOGGERS = (None, "transformers", "unsloth_ddp")
@@ -45,10 +46,12 @@ def default_run_name(settings: Settings, environ: Mapping[str, str] = os.environ
 
 
 def choose_run_folder(settings: Settings, runtime: Runtime) -> Path:
-    """The folder of this run, the same on every rank; nothing is written yet.
+    """The folder of this run, the same on every rank; nothing of the run is written yet.
+
+    What open_run_folder would refuse once everything is loaded is refused here already.
 
     Raises:
-        UserError: it holds another run.
+        UserError: it holds another run, a job is writing it, or a node cannot write there.
     """
     settings.run_name = runtime.from_main(lambda: settings.run_name or default_run_name(settings))
     folder = Path(settings.output_dir).expanduser().resolve() / settings.run_name
@@ -60,7 +63,60 @@ def choose_run_folder(settings: Settings, runtime: Runtime) -> Path:
             raise UserError(f"output folder {folder} cannot be read: {error.strerror or error}.") from None
 
     runtime.alone(look)
+    runtime.alone(lambda: _try_to_write(folder), per_node=True)
+    runtime.alone(lambda: _wait_for_another_job(folder))
+    # The job that was waited for may have finished the run.
+    runtime.alone(look)
     return folder
+
+
+def _try_to_write(folder: Path) -> None:
+    """Refuse a folder that cannot be made, or written to; tried, because permissions do not tell (root, /proc, a full disk)."""
+    there = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
+    try:
+        if there == folder:
+            # The one file in it that is no sign of another run.
+            os.close(os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o644))
+        else:
+            tempfile.TemporaryDirectory(prefix=".unsloth_ddp-", dir=there).cleanup()
+    except OSError as error:
+        raise UserError(
+            f"output folder {folder} cannot be written ({there}: {error.strerror or error}); give another --output_dir."
+        ) from None
+
+
+def _wait_for_another_job(folder: Path) -> None:
+    """Refuse a folder that another job is writing, unless that job ends now."""
+    try:
+        descriptor = os.open(folder / LOCK_FILE, os.O_RDWR)
+    except FileNotFoundError:
+        return
+    try:
+        _wait_for_lock(descriptor, folder)
+    finally:
+        os.close(descriptor)
+
+
+def check_upload(settings: Settings) -> None:
+    """Refuse an upload that is bound to fail when the run is done; nothing is asked of the network.
+
+    Raises:
+        UserError: there is no token, or the Hub's libraries are offline.
+    """
+    if not settings.push_to_hub:
+        return
+    import huggingface_hub
+
+    if huggingface_hub.constants.HF_HUB_OFFLINE:
+        raise UserError(
+            "push_to_hub needs the Hub, which is switched off (HF_HUB_OFFLINE) or cannot be reached; unset the variable, or "
+            "leave push_to_hub out and upload the run's folder later with hf upload."
+        )
+    if not huggingface_hub.get_token():
+        raise UserError(
+            "push_to_hub needs a token of the Hub, and none is found; log in once with hf auth login, set HF_TOKEN, or leave "
+            "push_to_hub out."
+        )
 
 
 def restarted(environ: Mapping[str, str] = os.environ) -> bool:
@@ -130,7 +186,7 @@ def open_run_folder(settings: Settings, runtime: Runtime, folder: Path) -> None:
 
     try:
         runtime.alone(make)
-        (folder / "logs").mkdir(parents=True, exist_ok=True)
+        runtime.alone(lambda: (folder / "logs").mkdir(parents=True, exist_ok=True), per_node=True)
     except (OSError, RuntimeError) as error:
         raise UserError(f"output folder {folder} cannot be written: {error}.") from None
     start_logging(folder, runtime)
@@ -143,22 +199,33 @@ def _lock(folder: Path, runtime: Runtime) -> None:
     """
     descriptor = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o644)
     runtime.cleanup.callback(os.close, descriptor)
-    deadline = time.monotonic() + LOCK_PATIENCE
+    if _wait_for_lock(descriptor, folder):
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, f"{socket.gethostname()}, process {os.getpid()}".encode(), 0)
+
+
+def _wait_for_lock(descriptor: int, folder: Path) -> bool:
+    """Take the lock as soon as nobody else holds it; False on a file system without locks.
+
+    Raises:
+        UserError: another job keeps it, for LOCK_PATIENCE.
+    """
+    deadline, told = time.monotonic() + LOCK_PATIENCE, False
     while True:
         try:
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            break
+            return True
         except OSError as error:
             if error.errno not in (errno.EACCES, errno.EAGAIN):
-                return  # a file system without locks
-            if time.monotonic() > deadline:
-                holder = os.pread(descriptor, 200, 0).decode(errors="replace").strip()
-                raise UserError(
-                    f"{folder} is being written by another job ({holder}); wait for its end, or give another --run_name."
-                ) from None
-            time.sleep(0.2)
-    os.ftruncate(descriptor, 0)
-    os.pwrite(descriptor, f"{socket.gethostname()}, process {os.getpid()}".encode(), 0)
+                return False
+        holder = os.pread(descriptor, 200, 0).decode(errors="replace").strip()
+        written = f"{folder} is being written by another job ({holder})"
+        if time.monotonic() > deadline:
+            raise UserError(f"{written}; wait for its end, or give another --run_name.")
+        if not told:
+            print(f"{written}; waiting for its end, {LOCK_PATIENCE:.0f} s at most.", flush=True)
+            told = True
+        time.sleep(0.2)
 
 
 def _empty(folder: Path) -> None:

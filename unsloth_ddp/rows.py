@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from unsloth_ddp.errors import UserError
 
 SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
+STREAMED_SUFFIXES = (".jsonl", ".parquet", ".csv")
 # A file without line ends (a disk image named .jsonl) would be read into memory as one row.
 LONGEST_LINE = 1 << 29
 SPACE = re.compile(r"[ \t\r\n]*")
@@ -43,6 +44,11 @@ def check_source(source: str) -> None:
         path = Path(source).expanduser()
         if not path.exists():
             raise UserError(f"dataset {source}: there is no such file.")
+        if path.is_dir() and source:
+            raise UserError(
+                f"dataset {source} is a folder; name the files in it ({', '.join(SUFFIXES)}), or give --streaming, which "
+                "takes folders."
+            )
         if not path.is_file() or path.suffix.lower() not in SUFFIXES:
             raise UserError(f"dataset {source} is not a {', '.join(SUFFIXES)} file; name the files themselves.")
     except (OSError, RuntimeError) as error:
@@ -54,26 +60,35 @@ def check_source(source: str) -> None:
 def streamed_sources(sources: list[str]) -> list[str]:
     """`sources` with every folder replaced by the row files in it and its subfolders, by name.
 
+    A folder's .json files are no row files here (see left_out); one that is named is refused.
+
     Raises:
-        UserError: a folder holds no such file, or a file would have to be read whole before its first row.
+        UserError: a folder holds no row file, or a file would have to be read whole before its first row.
     """
     found: list[str] = []
     for source in sources:
-        files = _files_in(Path(source).expanduser()) if is_file(source) else None
+        files = _files_in(Path(source).expanduser(), STREAMED_SUFFIXES) if is_file(source) else None
         if files == []:
-            raise UserError(f"dataset {source} is a folder without a {', '.join(SUFFIXES)} file; name another.")
-        found += [source] if files is None else files
-    for source in found:
-        if is_file(source) and source.lower().endswith(".json"):
+            raise UserError(
+                f"dataset {source} is a folder without a {', '.join(STREAMED_SUFFIXES)} file; name another."
+            )
+        if files is None and is_file(source) and source.lower().endswith(".json"):
             raise UserError(
                 f"dataset {source} is one JSON list, which can only be read as a whole; write one row a line, as .jsonl, "
                 "or leave --streaming out."
             )
+        found += [source] if files is None else files
     return found
 
 
-def _files_in(folder: Path) -> list[str] | None:
-    """The row files of a folder that are not hidden; None where it is no folder."""
+def left_out(sources: list[str]) -> list[str]:
+    """The .json files in the folders among `sources`: metadata, or lists that can only be read as a whole."""
+    folders = [Path(source).expanduser() for source in sources if is_file(source)]
+    return [path for folder in folders for path in _files_in(folder, (".json",)) or []]
+
+
+def _files_in(folder: Path, suffixes: tuple[str, ...]) -> list[str] | None:
+    """The files with one of the suffixes in a folder, but hidden ones; None where it is no folder."""
     try:
         if not folder.is_dir():
             return None
@@ -83,7 +98,7 @@ def _files_in(folder: Path) -> list[str] | None:
     return [
         str(folder / path)
         for path in inside
-        if path.suffix.lower() in SUFFIXES and not any(part.startswith(".") for part in path.parts)
+        if path.suffix.lower() in suffixes and not any(part.startswith(".") for part in path.parts)
     ]
 
 
@@ -129,6 +144,10 @@ def _lines(path: Path, longest: int = -1) -> Iterator[str]:
 
 def _jsonl_rows(path: Path) -> Iterator[Row]:
     for number, line in enumerate(_lines(path, LONGEST_LINE), 1):
+        if number == 1 and line.strip() in ("[", "[{", "{"):
+            raise UserError(
+                f"{path} is JSON over several lines; write one object a line, or name it .json if it is one list."
+            )
         if line.strip():
             yield Row(f"{path}:{number}", _parsed(line.strip(), f"{path}:{number}")[0])
 

@@ -15,6 +15,7 @@ import json
 import math
 import re
 import reprlib
+import sys
 import types
 import typing
 from pathlib import Path
@@ -36,19 +37,21 @@ SHOW = reprlib.Repr()
 SHOW.maxlevel, SHOW.maxstring, SHOW.maxother = 2, 200, 100
 
 
-def parse_settings(argv: list[str], description: str = "") -> Settings:
+def parse_settings(argv: list[str], description: str = "", beside: argparse.ArgumentParser | None = None) -> Settings:
     """The settings of a run from its command line; with neither config, model nor dataset, those of the demo.
+
+    Args:
+        beside: the parser that took a command's own options first (see beside_train_options).
 
     Raises:
         UserError: an unknown option, a value of the wrong type, or settings that contradict each other.
     """
-    argv = [_with_underscores(word) for word in argv]
     given, unknown = make_parser(description).parse_known_args(argv)
     if unknown:
         name = unknown[0].split("=")[0]
         if not name.lstrip("-") or not name.startswith("-"):
             raise UserError(f"command line: {name} stands alone; every value follows an option such as --dataset.")
-        raise unknown_option(name.lstrip("-"), "command line")
+        raise unknown_option(name.lstrip("-"), "command line", beside)
     on_command_line = {
         # Written out in full, because in the saved settings ./ will mean the run's own folder.
         name: _relative_to(Path.cwd(), name, coerce(name, value, "command line"))
@@ -66,6 +69,8 @@ def parse_settings(argv: list[str], description: str = "") -> Settings:
 def read_config(path: Path) -> dict[str, Any]:
     """The options of a YAML file, checked. Paths that begin with ./ or ../ are relative to the file."""
     try:
+        if path.is_dir():
+            raise UserError(f"--config {path} is a folder; name one of the .yaml files in it.")
         if not path.is_file():
             raise UserError(f"--config {path}: there is no such file; recipes/ holds examples.")
         content = read_yaml(path)
@@ -75,6 +80,11 @@ def read_config(path: Path) -> dict[str, Any]:
         raise UserError(f"--config {path} is not YAML: {error}") from None
     if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
         raise UserError(f"--config {path} holds no options; write one `name: value` a line.")
+    if "distributed_type" in content:
+        raise UserError(
+            f"--config {path} is a file for accelerate launch; give it before train_ddp.py: accelerate launch --config_file "
+            f"{path} train_ddp.py ..."
+        )
     options = {}
     for name, value in content.items():
         if name == "config":
@@ -106,6 +116,10 @@ def coerce(name: str, value: Any, source: str) -> Any:
         return _as_type(TYPES[name], value)
     except (TypeError, ValueError, OverflowError, RecursionError):
         accepts = _accepted(TYPES[name])
+        if value is None:
+            raise UserError(
+                f"{source}: {name} is empty, but it takes {accepts}; leave it out for its default."
+            ) from None
         hint = "; put it in quotes" if "text" in accepts and not isinstance(value, (str, list, dict)) else ""
         raise UserError(f"{source}: {name} is {_shortened(value)}, but it takes {accepts}{hint}.") from None
 
@@ -210,18 +224,29 @@ def _accepted(wanted: Any) -> str:
     return {int: "a whole number", float: "a number", bool: "true or false"}.get(wanted, "text")
 
 
-def unknown_option(name: str, source: str) -> UserError:
-    """The refusal of an option that does not exist, with the nearest that does."""
-    near = difflib.get_close_matches(name[:100], FIELDS, n=1, cutoff=0.5)
-    hint = f"did you mean {near[0]}?" if near else "train_ddp.py --help lists them all."
-    return UserError(f"{source}: there is no option {name[:100]}; {hint}")
+def unknown_option(name: str, source: str, beside: argparse.ArgumentParser | None = None) -> UserError:
+    """The refusal of an option that does not exist, with one that is near; `beside` as for parse_settings."""
+    name = name[:100]
+    own = [option.lstrip("-") for option in beside._option_string_actions] if beside else []
+    names = [*own, *FIELDS]
+    near = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
+    # epochs is far from num_train_epochs, letter by letter.
+    near += [other for other in names if len(name) > 3 and f"_{name}_" in f"_{other}_"]
+    lists = f"{beside.prog} --help and train_ddp.py --help list" if beside else "train_ddp.py --help lists"
+    hint = f"did you mean {near[0]}?" if near else f"{lists} them all."
+    return UserError(f"{source}: there is no option {name}; {hint}")
 
 
 # ---- the command line ----
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse that raises instead of printing its usage from every rank."""
+    """argparse that raises instead of printing its usage from every rank, and reads - and _ alike."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """As argparse does, with --global-batch-size read as --global_batch_size."""
+        words = sys.argv[1:] if args is None else args
+        return super().parse_known_args([_with_underscores(word) for word in words], namespace)
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"command line: {message}.")

@@ -6,12 +6,15 @@ Import this after the backend: with Unsloth imported, `SFTConfig` is Unsloth's o
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import sys
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
+from transformers import SchedulerType
 from transformers.integrations import INTEGRATION_TO_CALLBACK, get_available_reporting_integrations
+from transformers.training_args import OptimizerNames
 from trl.trainer.sft_config import SFTConfig
 
 from unsloth_ddp.batch import BatchPlan
@@ -53,6 +56,12 @@ def choose_trackers(asked: Sequence[str], known: Collection[str], installed: Col
     return list(asked)
 
 
+def nearest(name: str, known: Collection[str], documentation: str) -> str:
+    """The end of a sentence that refuses a name: the known one that is near, or where they stand."""
+    near = difflib.get_close_matches(name[:100], known, n=1, cutoff=0.6)
+    return f"did you mean {near[0]}?" if near else f"{documentation} lists them."
+
+
 def make_config(settings: Settings, runtime: Runtime, plan: BatchPlan, run_folder: Path) -> Any:
     """TRL's SFTConfig for these settings, every field set: Unsloth's version of it has defaults of its own.
 
@@ -73,7 +82,14 @@ def make_config(settings: Settings, runtime: Runtime, plan: BatchPlan, run_folde
                 f"trainer_args: {name} is decided by the kit; use the option of train_ddp.py --help instead."
             )
         if name not in defaults:
-            raise UserError(f"trainer_args: SFTConfig has no field {name}; see the documentation of TRL's SFTConfig.")
+            raise UserError(
+                f"trainer_args: SFTConfig has no field {name}; {nearest(name, defaults, 'the documentation of TRL')}"
+            )
+    for name, kind in (("optim", OptimizerNames), ("lr_scheduler_type", SchedulerType)):
+        value, known = getattr(settings, name), [str(one.value) for one in kind]
+        if value not in known:
+            hint = nearest(value, known, "the documentation of Transformers' TrainingArguments")
+            raise UserError(f"{name} {value} is not one that Transformers knows; {hint}")
     if "gradient_checkpointing_kwargs" in settings.trainer_args and settings.gradient_checkpointing == "auto":
         raise UserError(
             "trainer_args: gradient_checkpointing_kwargs needs a kind to go with; give --gradient_checkpointing torch or "

@@ -297,8 +297,16 @@ class DDPTrainer(RetryingTrainer):
         if "train_loss" in logs:
             self._collect()
             logs["train_loss"] = self.totals.train_loss or 0.0
+            self._count_steps_taken(logs)
         logger.info("step %s %s", self.state.global_step, logs)
         Trainer.log(self, logs, start_time)
+
+    def _count_steps_taken(self, logs: dict[str, float]) -> None:
+        """Upstream's rates are of all planned steps, also those before a resume and after a stop."""
+        taken = self.state.global_step - (self.start.manifest.step if self.start else 0)
+        for name in ("train_samples_per_second", "train_steps_per_second"):
+            if name in logs:
+                logs[name] = round(logs[name] * taken / self.state.max_steps, 3)
 
     def _name_stragglers(self) -> None:
         pace = self.meter.pace

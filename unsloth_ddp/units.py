@@ -21,7 +21,7 @@ def parse_bandwidth(text: str) -> float:
     found = BANDWIDTH.fullmatch(text.strip())
     value = _number(found.group(1)) if found else 0.0
     if not found or not value:
-        raise UserError(f"bandwidth {text!r} is not one above 0; write 25Gbps (bits) or 400GB/s (bytes).")
+        raise UserError(f"bandwidth {text!r} is no bandwidth above 0; write 25Gbps (bits) or 400GB/s (bytes).")
     bits = found.group(3).startswith("b")
     return value * PREFIXES[(found.group(2) or "").lower()] / (8 if bits else 1)
 

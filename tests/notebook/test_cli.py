@@ -94,6 +94,10 @@ def test_force_replaces(source: Path, tmp_path: Path, capsys: pytest.CaptureFixt
         ('{"nbformat": 4}', "no list of cells"),
         ('{"nbformat": 3, "worksheets": []}', "nbformat 3 is too old"),
         ('{"nbformat": 3, "cells": []}', "nbformat 3 is too old"),
+        ('{"nbformat": 4, "cells": [1, 2]}', "cell 1 is no cell; open"),
+        ('{"nbformat": 4, "cells": [{"cell_type": "code", "source": 5}]}', "the source of cell 1 is not text; open"),
+        ('{"nbformat": 4, "cells": [{"cell_type": "code", "source": ["a", 5]}]}', "the source of cell 1 is not text"),
+        ('{"nbformat": 4, "cells": [{}, {"cell_type": "code", "source": null}]}', "the source of cell 2 is not text"),
         (b"\xff\xfe\x00", "not UTF-8"),
         (json.dumps(notebook(LOAD, kernelspec={"name": "ir", "language": "R"})), "runs R"),
         (json.dumps(notebook(LOAD, language_info={"name": "julia"})), "runs julia"),
@@ -173,5 +177,6 @@ def test_jupyter_nbconvert(source: Path, tmp_path: Path) -> None:
     ]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert ran.returncode == 0, ran.stderr
+    assert "in.ipynb -> a script that trains under DDP" in ran.stderr and "nothing written" not in ran.stderr
     assert main([str(source), str(tmp_path / "out.py")]) == 0
     assert (tmp_path / "o" / "in.py").read_bytes() == (tmp_path / "out.py").read_bytes()

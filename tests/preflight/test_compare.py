@@ -136,6 +136,7 @@ def test_a_file_that_differs_has_its_row(other, verdict, says):
 def test_a_file_missing_everywhere_is_a_failure_on_one_node_too():
     (row,) = compare.files("data", {0: {"rows.jsonl": {"missing": "rows.jsonl"}}}, "dataset")
     assert row.verdict == "failure"
+    assert row.remedy == "rows.jsonl is missing: give a path that exists with --dataset."
 
 
 @pytest.mark.parametrize(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import hashlib
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -254,6 +256,49 @@ def test_what_keeps_a_port_from_answering_is_told():
         assert together.wait_for_port("127.0.0.1", server.getsockname()[1], 5) == ""
 
 
+MEET = """
+import os, sys
+os.environ.pop("TORCH_CPP_LOG_LEVEL", None)
+from unsloth_ddp.preflight import __main__, together
+from unsloth_ddp.preflight.place import find_place
+
+def run(options, settings):
+    import torch.distributed
+    (row,) = together.meet(find_place(), False, options.timeout)[1]
+    print(row.remedy)
+    return 1
+
+__main__.run = run
+sys.argv = ["preflight", "--timeout", "2"]
+__main__.main()
+"""
+
+
+@pytest.mark.parametrize("answers", [True, False])
+def test_another_program_at_the_master_port_is_told_in_time_and_without_a_stack(answers):
+    """One that hangs up, and one that says nothing."""
+    kept = []
+
+    def accept(server: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                client = server.accept()[0]
+                client.close() if answers else kept.append(client)
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        threading.Thread(target=accept, args=(server,), daemon=True).start()
+        port = server.getsockname()[1]
+        environ = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        command = [sys.executable, "-c", MEET]
+        done = subprocess.run(command, cwd=REPO, env=os.environ | environ, capture_output=True, text=True, timeout=60)
+        server.shutdown(socket.SHUT_RDWR)
+    assert done.stderr == ""
+    told = re.fullmatch(
+        rf"Node 0 did not answer at 127.0.0.1:{port} within (\d+) s: something else listens there: .*\n", done.stdout
+    )
+    assert told and 1 <= int(told[1]) <= 8, done.stdout
+
+
 def test_the_token_is_found_in_a_shared_folder_only(tmp_path, monkeypatch):
     monkeypatch.setattr(together, "TOKEN_SECONDS", 0.1)
     (tmp_path / "other").mkdir()
@@ -345,7 +390,8 @@ def test_a_failure_is_exit_code_1_and_a_mistake_2(tmp_path):
     assert (done.returncode, done.stdout) == (2, "")
     assert (
         done.stderr
-        == "preflight: error: command line: there is no option no_such_option; train_ddp.py --help lists them all.\n"
+        == "preflight: error: command line: there is no option no_such_option; python -m unsloth_ddp.preflight --help and "
+        "train_ddp.py --help list them all.\n"
     )
     assert (tmp_path / "code").read_text() == "2\n"
 

@@ -62,7 +62,6 @@ def offered(folder: Path, capsys: pytest.CaptureFixture[str]) -> bool:
     runtime = Runtime(Ranks(), "transformers", "cpu", "fp32", "CPU")
     unasked = checkpoint.choose(Settings(), runtime, folder.parent, continues=True)
     printed = capsys.readouterr().out
-    assert ("Going on from" in printed) is (unasked is not None)
     assert ("checkpoint-3 is skipped: " in printed) is (unasked is None)
     try:
         asked = checkpoint.choose(Settings(resume=str(folder)), runtime, folder.parent, continues=True)

@@ -127,7 +127,8 @@ def test_a_config_may_be_a_link_but_no_pipe_device_or_folder(tmp_path: Path) -> 
     assert parse_settings(["--config", str(tmp_path / "link.yaml"), *GIVEN]).lora_r == 3
     os.mkfifo(tmp_path / "pipe.yaml")
     (tmp_path / "loop.yaml").symlink_to("loop.yaml")
-    for path in (tmp_path / "pipe.yaml", tmp_path / "loop.yaml", tmp_path, Path("/dev/zero"), Path("a\0b")):
+    assert "is a folder; name" in refusal(lambda: parse_settings(["--config", str(tmp_path), *GIVEN]))
+    for path in (tmp_path / "pipe.yaml", tmp_path / "loop.yaml", Path("/dev/zero"), Path("a\0b")):
         assert "there is no such file" in refusal(lambda path=path: parse_settings(["--config", str(path), *GIVEN]))
 
 

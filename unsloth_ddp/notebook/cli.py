@@ -81,7 +81,7 @@ def _run(options: argparse.Namespace) -> int:
         _write_whole(options.report, json.dumps(conversion.report.to_dict(), indent=2, ensure_ascii=False) + "\n")
     if options.diff:
         sys.stdout.writelines(_diff(options.notebook, conversion.script, target))
-    print(summary(conversion.report, None if options.dry_run else target))
+    print(summary(conversion.report, "(nothing written)" if options.dry_run else f"-> {target}"))
     return 1 if options.check and conversion.report.warnings else 0
 
 

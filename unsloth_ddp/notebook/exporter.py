@@ -38,5 +38,5 @@ class UnslothDDPExporter(Exporter):
         size = self.per_device_batch_size
         options = Options(None if size == "keep" else int(size), self.tensorboard, self.seed)
         conversion = convert_notebook(from_node(nb, f"{name}.ipynb"), options)
-        self.log.info("%s", summary(conversion.report, None))
+        self.log.info("%s", summary(conversion.report, "-> a script that trains under DDP"))
         return conversion.script, resources

@@ -49,7 +49,7 @@ def from_node(data: Any, name: str) -> Notebook:
     language = _language(data.get("metadata"))
     if language is not None:
         raise NotebookError(f"{name}: its kernel runs {language}; only Python notebooks can be converted.")
-    return Notebook(name=name, cells=tuple(_cell(number, cell) for number, cell in enumerate(cells, 1)))
+    return Notebook(name=name, cells=tuple(_cell(name, number, cell) for number, cell in enumerate(cells, 1)))
 
 
 def _language(metadata: Any) -> str | None:
@@ -67,9 +67,14 @@ def _language(metadata: Any) -> str | None:
     return kernel if kernel.split("-")[0] in _OTHER_KERNELS else None
 
 
-def _cell(number: int, cell: Any) -> Cell:
+def _cell(name: str, number: int, cell: Any) -> Cell:
     if not isinstance(cell, Mapping):
-        return Cell(number, "raw", "")
+        raise NotebookError(f"{name}: cell {number} is no cell; open the notebook in Jupyter and save it again.")
     source = cell.get("source", "")
-    text = source if isinstance(source, str) else "".join(str(part) for part in source)
+    parts = [source] if isinstance(source, str) else source
+    if not isinstance(parts, list) or not all(isinstance(part, str) for part in parts):
+        raise NotebookError(
+            f"{name}: the source of cell {number} is not text; open the notebook in Jupyter and mend it there."
+        )
+    text = "".join(parts)
     return Cell(number, str(cell.get("cell_type", "raw")), text.replace("\r\n", "\n").replace("\r", "\n"))

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from pathlib import Path
 
 from unsloth_ddp.notebook.types import Finding, Report
 
 
-def summary(report: Report, script: Path | None) -> str:
-    """A short table for the terminal."""
-    lines = [f"{report.notebook} -> {script}" if script else f"{report.notebook} (nothing written)"]
+def summary(report: Report, outcome: str) -> str:
+    """A short table for the terminal; `outcome` says where the script went."""
+    lines = [f"{report.notebook} {outcome}"]
     counts = Counter(finding.kind for finding in report.edits)
     width = max((len(kind) for kind in counts), default=0)
     for kind, count in sorted(counts.items(), key=lambda item: (-item[1], item[0])):

@@ -63,7 +63,7 @@ def prepare(argv: list[str]) -> tuple[Check, argparse.Namespace]:
         raise UserError("The check starts the launchers itself; start it with plain python, once, on one machine.")
     if sharding_from_environment(os.environ) != "none":
         raise UserError("The check compares DDP with one process; unset the variables that ask for sharding.")
-    settings = parse_settings(rest, __doc__ or "")
+    settings = parse_settings(rest, __doc__ or "", make_parser())
     for name in ("processes", "steps", "tolerance", "timeout"):
         if getattr(given, name) is not None and getattr(given, name) <= 0:
             raise UserError(f"--{name} is {getattr(given, name):g}, but it has to be above 0.")

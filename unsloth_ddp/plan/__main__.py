@@ -9,6 +9,7 @@ Reads the model's config.json and tokenizer (no weights) and the rows. Nothing i
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import logging
 import sys
 from pathlib import Path
@@ -51,12 +52,19 @@ def plan(argv: list[str]) -> None:
         UserError: a mistake in the options.
     """
     given, rest = make_parser().parse_known_args(argv)
-    settings = parse_settings(rest, __doc__ or "")
+    settings = parse_settings(rest, __doc__ or "", make_parser())
     for name in ("nodes", "gpus_per_node"):
         if getattr(given, name) <= 0:
             raise UserError(f"--{name} is {getattr(given, name)}, but it has to be above 0.")
     if given.calibrate and not given.calibration:
         raise UserError("--calibrate writes a file; name it with --calibration.")
+    for run in given.calibrate or []:
+        if not (run / "summary.json").is_file():
+            raise UserError(
+                f"--calibrate {run} is not the folder of a finished run (it has no summary.json); give outputs/RUN."
+            )
+    if given.picture and importlib.util.find_spec("matplotlib") is None:
+        raise UserError("--picture needs matplotlib, which is not installed; run with uv run --group bench.")
     networks = [parse_bandwidth(text) for text in given.bandwidth]
     inside = parse_bandwidth(given.node_bandwidth) if given.node_bandwidth else None
     gpu_memory = parse_memory(given.gpu_memory) if given.gpu_memory else None

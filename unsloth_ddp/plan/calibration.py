@@ -230,6 +230,7 @@ def measure_run(folder: Path, flops_a_token: float, mean_row: float) -> tuple[st
     except (OSError, ValueError, KeyError, TypeError) as error:
         if isinstance(error, UserError):
             raise
+        reason = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else error
         raise UserError(
-            f"--calibrate {folder} is not the folder of a finished run ({error}); give outputs/RUN."
+            f"--calibrate {folder} is not the folder of a finished run ({reason}); give outputs/RUN."
         ) from None

@@ -234,12 +234,10 @@ def draw(path: Path, hardware: Hardware, plan: Plan) -> None:
     """Efficiency over the number of GPUs.
 
     Raises:
-        UserError: matplotlib is not installed, or there are no speeds to draw.
+        UserError: there are no speeds to draw.
     """
-    try:
-        import matplotlib
-    except ImportError:
-        raise UserError("--picture needs matplotlib, which is not installed; run with uv run --group bench.") from None
+    import matplotlib
+
     if plan.speed is None:
         raise UserError("--picture shows efficiency, which needs --calibration with a measurement of this method.")
     matplotlib.use("Agg")

@@ -50,13 +50,13 @@ def parse(argv: list[str]) -> tuple[Options, Settings]:
         raise UserError(
             f"--timeout is {own.timeout}, but it takes a number of seconds above 0, at most {A_DAY}."
         ) from None
-    return Options(timeout, own.json), parse_settings(others, __doc__ or "")
+    return Options(timeout, own.json), parse_settings(others, __doc__ or "", make_parser())
 
 
 def main() -> None:
     """Parse, run, and leave with the exit code, whatever threads and process groups are still about."""
-    # What torch's store has to say of a connection that ends is said better in the table.
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    # What torch's store has to say of a connection that ends, stacks of C++ included, is said better in the table.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     speaks = os.environ.get("LOCAL_RANK", "0") == "0"
     try:
         options, settings = parse(sys.argv[1:])

@@ -198,6 +198,8 @@ def files(name: str, by_node: Mapping[int, Mapping[str, Mapping[str, Any]]], wha
             remedy = (
                 f"{label} is missing on {named_nodes(missing)}: copy it there, or keep it in a folder all nodes share."
             )
+            if len(missing) == len(by_node):
+                remedy = f"{label} is missing: give a path that exists with --{what}."
             rows.append(Check(f"{name}: {label}", shown, "failure", remedy))
         elif len(kinds) == 1:
             alike.append(f"{label} {file_text(next(iter(entries.values())))}")

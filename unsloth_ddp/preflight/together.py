@@ -205,21 +205,21 @@ def meet(place: Place, master_is_here: bool, seconds: float) -> tuple[Meeting | 
     listens = hosts_store(place, master_is_here)
     node = place.node_rank
     rows: list[Check] = []
+    began = time.monotonic()
     if not listens:
-        began = time.monotonic()
         outcome = wait_for_port(place.master, place.port, seconds)
         waited = time.monotonic() - began
         rows.append(verdicts.answering_port(node, place.master, place.port, outcome, waited))
         if outcome:
             return None, rows
     try:
-        meeting = Meeting(place, listens, HANDSHAKE_SECONDS)
+        meeting = Meeting(place, listens, min(HANDSHAKE_SECONDS, seconds))
     except Lost as error:
         if listens and "timed out" not in str(error).lower():
             return None, [verdicts.free_port(node, place.port, f"another program ({error})")]
-        if listens:
-            return None, [verdicts.answering_port(node, place.master, place.port, "timed out", HANDSHAKE_SECONDS)]
-        return None, [verdicts.answering_port(node, place.master, place.port, "another program", HANDSHAKE_SECONDS)]
+        outcome = "timed out" if listens else "another program"
+        waited = time.monotonic() - began
+        return None, [verdicts.answering_port(node, place.master, place.port, outcome, waited)]
     try:
         rows.append(roll_call(meeting, seconds))
     except Lost:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,6 +20,7 @@ from unsloth_ddp.data import Counts, TokenizedRows
 from unsloth_ddp.errors import UserError
 from unsloth_ddp.explain import is_out_of_memory
 from unsloth_ddp.fit import ENOUGH_TOKENS, HEADROOM, Try, divisors, largest, search, with_micro_batch
+from unsloth_ddp.options import AT_MOST
 from unsloth_ddp.packing import best_fit
 from unsloth_ddp.recompute import kinds_here
 from unsloth_ddp.retrying import RetryingTrainer
@@ -82,7 +84,12 @@ def test_rows_still_to_come_are_tried_at_their_longest(packed):
 
 def test_another_micro_batch_keeps_the_global_batch():
     plan = BatchPlan(2, 12, 4)
-    assert divisors(24) == [1, 2, 3, 4, 6, 8, 12, 24]
+    for number in (1, 2, 24, 36, 97):
+        assert divisors(number) == [n for n in range(1, number + 1) if number % n == 0]
+    # The largest step that may be asked for is walked to its square root, in less than a second.
+    began = time.process_time()
+    assert len(divisors(AT_MOST["global_batch_size"] * AT_MOST["gradient_accumulation_steps"])) == 14 * 14
+    assert time.process_time() - began < 5
     assert [with_micro_batch(plan, n).global_batch for n in divisors(24)] == [96] * 8
 
 
@@ -246,6 +253,10 @@ def test_memory_that_runs_out_while_ddp_exchanges_gradients_ends_every_rank(job)
         ("CUDA out of memory. Tried to allocate 20 MiB.", True),
         ("Triton Error [CUDA]: out of memory", True),
         ("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`", True),
+        ("CUDA driver error: out of memory", True),
+        ("cuDNN error: CUDNN_STATUS_ALLOC_FAILED", True),
+        ("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED", True),
+        ("cuDNN error: CUDNN_STATUS_EXECUTION_FAILED", False),
         ("CUDA error: an illegal memory access was encountered", False),
     ],
 )

@@ -8,6 +8,7 @@ are as before, the optimizer is not there yet, and Unsloth drops what it compile
 from __future__ import annotations
 
 import gc
+import math
 import sys
 import warnings
 from collections.abc import Callable, Sequence
@@ -55,7 +56,8 @@ class Try:
 
 def divisors(number: int) -> list[int]:
     """All divisors of `number`, ascending."""
-    return [n for n in range(1, number + 1) if number % n == 0]
+    low = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return low + [number // n for n in reversed(low) if n * n != number]
 
 
 def search(

@@ -14,15 +14,17 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.conftest import REPO
 from unsloth_ddp import fit
 from unsloth_ddp.batch import BatchPlan
 from unsloth_ddp.data import Counts, TokenizedRows
 from unsloth_ddp.errors import UserError
 from unsloth_ddp.explain import is_out_of_memory
 from unsloth_ddp.fit import ENOUGH_TOKENS, HEADROOM, Try, divisors, largest, search, with_micro_batch
+from unsloth_ddp.model import load_model
 from unsloth_ddp.options import AT_MOST
 from unsloth_ddp.packing import best_fit
-from unsloth_ddp.recompute import kinds_here
+from unsloth_ddp.recompute import Recompute, kinds_here
 from unsloth_ddp.retrying import RetryingTrainer
 from unsloth_ddp.runtime import Ranks, Runtime
 from unsloth_ddp.settings import Settings
@@ -105,6 +107,25 @@ def test_another_micro_batch_keeps_the_global_batch():
 def test_what_is_asked_for_is_not_changed(asked, backend, sharding, kinds):
     runtime = Runtime(Ranks(), backend, "cuda", "bf16", "H200", sharding)
     assert kinds_here(runtime, Settings(model="m", gradient_checkpointing=asked)) == kinds
+
+
+@pytest.mark.parametrize("method", ["lora", "full"])
+def test_kinds_can_be_exchanged_any_number_of_times(method):
+    settings = Settings(model=str(REPO / "demo" / "model"), dataset=["d"], method=method, backend="transformers")
+    runtime = Runtime(Ranks(), "transformers", "cpu", "fp32", "CPU")
+    model, _ = load_model(settings, runtime)
+    model.train()
+    recompute, embedding = Recompute(model, runtime, settings), model.get_input_embeddings()
+    hooked, steps = [], []
+    for kind in ("torch", "torch", "none", "torch", "none"):
+        recompute.use(kind)
+        hooked.append(len(embedding._forward_hooks))
+        torch.manual_seed(0)
+        model(input_ids=torch.arange(8)[None], labels=torch.arange(8)[None]).loss.backward()
+        steps.append([p.grad for p in model.parameters() if p.requires_grad])
+        model.zero_grad()
+    assert hooked == [1, 1, 0, 1, 0]
+    assert steps[0] and all(torch.equal(a, b) for step in steps for a, b in zip(steps[0], step, strict=True))
 
 
 class OnGPU:

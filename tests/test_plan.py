@@ -409,4 +409,11 @@ def test_packs_are_planned_where_packing_is_on(capsys, tmp_path):
     assert "packing auto is planned as padded rows" in capsys.readouterr().out
     assert plan() == 0
     assert "packing auto is planned as packed rows" in capsys.readouterr().out
-    assert plan("--precision", "fp32", "--global_batch_tokens", "1000") == 2
+    capsys.readouterr()
+    for words, place in (
+        (["--precision", "fp32"], "unsloth (fp32)"),
+        (["--backend", "transformers"], "transformers (bf16)"),
+    ):
+        assert plan(*words, "--global_batch_tokens", "1000") == 2
+        said = capsys.readouterr().err
+        assert f"rows are padded: backend {place} has no attention kernel for packed rows; give" in said

@@ -20,7 +20,7 @@ from unsloth_ddp.plan import calibration as calibrations
 from unsloth_ddp.plan import network
 from unsloth_ddp.plan.calibration import Calibration, Measurement, load_calibration
 from unsloth_ddp.plan.compute import memory_row, rows_at_once
-from unsloth_ddp.plan.memory import BYTES_PACKED, Workload, exists, fits, optimizer_bytes, plan_activations, plan_memory
+from unsloth_ddp.plan.memory import BYTES_PACKED, Workload, exists, fits, plan_activations, plan_memory
 from unsloth_ddp.plan.network import Links, Step, all_reduce_seconds, balance, efficiency, exposed_seconds, gpu_counts
 from unsloth_ddp.plan.rows import RowLengths, in_order, largest_micro_batch, row_lengths
 from unsloth_ddp.plan.shape import ModelShape, model_shape
@@ -31,7 +31,7 @@ SHAPE = ModelShape(
     layer_kept=300.0, outside_kept=8.0,
 )  # fmt: skip
 WORK = Workload(
-    tokens=0, precision=2, master=4, optimizer=8, checkpointing="torch", processes=1, backend="transformers"
+    tokens=0, precision=2, master=4, optimizer="adamw_torch", checkpointing="torch", processes=1, backend="transformers"
 )
 
 
@@ -106,10 +106,20 @@ def test_activations_follow_tokens_and_what_is_recomputed():
     assert plan_activations(SHAPE, "lora", fused) == 10 * (4 * 150 + 8) + 10 * 10 * 2
 
 
-def test_optimizers_and_verdicts():
-    assert [optimizer_bytes(n) for n in ("adamw_torch_fused", "adamw_8bit", "paged_adamw_8bit", "sgd", "adafactor")] == [
-        8, 2, 2, 0, 0,
+def test_what_an_optimizer_keeps_goes_with_the_method_and_its_library():
+    bf16 = dataclasses.replace(WORK, master=2)
+    kept = {n: dataclasses.replace(bf16, optimizer=n) for n in ("adamw_torch", "adamw_8bit", "paged_adamw_32bit")}
+    assert [plan_memory(SHAPE, "full", "none", w).optimizer for w in kept.values()] == [
+        4000, 900 * 2.03125 + 100 * 8, 8000,
     ]  # fmt: skip
+    # Adapters are kept in fp32, and so are the copies that DeepSpeed trains.
+    assert [plan_memory(SHAPE, "lora", "none", w).optimizer for w in kept.values()] == [320, 81.25, 320]
+    assert [plan_memory(SHAPE, "full", "zero2", w).optimizer for w in kept.values()] == [
+        12_000, 6031.25, 12_000,
+    ]  # fmt: skip
+
+
+def test_verdicts():
     assert [fits(x, 100.0) for x in (90.0, 95.0, 101.0)] == ["fits", "tight", "does not fit"]
 
 

@@ -192,7 +192,7 @@ def attempt(trainer: Any, size: int) -> Try:
     batch = {name: value.to(device) if torch.is_tensor(value) else value for name, value in batch.items()}
     trained = [p for p in trainer.model.parameters() if p.requires_grad]
     trained_bytes = sum(p.numel() * p.element_size() for p in trained)
-    later = trained_bytes / 4 * optimizer_bytes(trainer.settings.optim)
+    later = optimizer_states(trainer.model, trainer.settings.optim)
     if trainer.args.world_size > 1:
         later += trained_bytes if trainer.exchange is None else 2 * trained_bytes
     _release()
@@ -205,6 +205,13 @@ def attempt(trainer: Any, size: int) -> Try:
     peak = torch.cuda.max_memory_allocated(device)
     _release()
     return Try(int(peak + later) if fitted else None, room)
+
+
+def optimizer_states(model: torch.nn.Module, name: str) -> float:
+    """Bytes that the optimizer of this Transformers name will keep for the trained weights of `model`."""
+    embeddings = {id(p) for m in model.modules() if isinstance(m, torch.nn.Embedding) for p in m.parameters()}
+    trained = (p for p in model.parameters() if p.requires_grad)
+    return sum(p.numel() * optimizer_bytes(name, p.element_size(), id(p) in embeddings) for p in trained)
 
 
 def _passes(trainer: Any, batch: dict[str, Any], trained: list[torch.nn.Parameter]) -> bool:

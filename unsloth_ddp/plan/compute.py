@@ -18,7 +18,6 @@ from unsloth_ddp.plan.memory import (
     Workload,
     exists,
     fits,
-    optimizer_bytes,
     plan_memory,
 )
 from unsloth_ddp.plan.network import Links, Step, all_reduce_seconds, balance, efficiency, gpu_counts
@@ -109,7 +108,7 @@ def workload(settings: Settings, tokens: int, processes: int) -> Workload:
         tokens=tokens,
         precision=NUMBER_BYTES[precision_of(settings)],
         master=NUMBER_BYTES[settings.full_weights],
-        optimizer=optimizer_bytes(settings.optim),
+        optimizer=settings.optim,
         checkpointing="none",
         processes=processes,
         backend=backend_of(settings),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import time
@@ -17,7 +18,7 @@ from safetensors.torch import load_file
 from tests.conftest import REPO
 from unsloth_ddp import fit
 from unsloth_ddp.batch import BatchPlan
-from unsloth_ddp.data import Counts, TokenizedRows
+from unsloth_ddp.data import Counts, PadRight, TokenizedRows
 from unsloth_ddp.errors import UserError
 from unsloth_ddp.explain import is_out_of_memory
 from unsloth_ddp.fit import ENOUGH_TOKENS, HEADROOM, Try, divisors, largest, search, with_micro_batch
@@ -137,6 +138,7 @@ class OnGPU:
         self.plan = BatchPlan(1, rows, 1)
         self.recompute = SimpleNamespace(kinds=kinds_here(self.runtime, self.settings), use=self.use)
         self.train_rows = SimpleNamespace(streamed=False, packing=None, lengths=lambda: np.array([1100] * 64 + [1]))
+        self.eval_rows: Any = None
         self.room, self.kind = room, ""
         self.tried: list[tuple[str, int]] = []
 
@@ -193,6 +195,49 @@ def test_rows_that_fit_nowhere_are_refused(on_gpu, monkeypatch):
     monkeypatch.setattr(trainer, "attempt", lambda size: Try(None, 2**30))
     with pytest.raises(UserError, match=r"longest rows \(1 x 1,100 tokens\) does not fit into the 1 GiB"):
         fit.choose(trainer, {})
+
+
+def test_evaluation_rows_that_do_not_fit_are_refused_before_the_first_step(on_gpu, monkeypatch):
+    trainer, gib = on_gpu({"none": 16}), 2**30
+    tries = {"enough": Try(9 * gib, 9 * gib), "more": Try(10 * gib, 9 * gib), "out of memory": Try(None, 9 * gib)}
+    # Without evaluation rows none are tried.
+    monkeypatch.delattr(fit, "attempt_evaluation")
+    assert fit.choose(trainer, {}).per_device == 16
+    trainer.eval_rows = SimpleNamespace(units=5, lengths=lambda: np.array([10, 8000, 30, 40, 50, 1]))
+    for name, found in tries.items():
+        monkeypatch.setattr(fit, "attempt_evaluation", lambda trainer, found=found: found, raising=False)
+        if name == "enough":
+            assert fit.choose(trainer, {}).per_device == 16
+            continue
+        with pytest.raises(UserError, match=r"longest rows \(5 x 8,000 tokens\) does not fit into the 9 GiB"):
+            fit.choose(trainer, {})
+
+
+def test_a_try_of_an_evaluation_is_one_forward_pass_without_gradients(monkeypatch):
+    columns = {name: [[1, 2], [3, 4, 5], [6], [0]] for name in ("input_ids", "labels")}
+    rows = TokenizedRows(datasets.Dataset.from_dict(columns).with_format("numpy"), Counts(rows=3))
+    seen: list[Any] = []
+
+    def loss(model, batch, divisor):
+        seen.append((batch["input_ids"].tolist(), model.training, torch.is_grad_enabled(), divisor.item()))
+        if len(seen) > 1:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    trainer = SimpleNamespace(
+        settings=Settings(per_device_eval_batch_size=2), eval_rows=rows, model=torch.nn.Linear(1, 1), exchange=None,
+        args=SimpleNamespace(device=torch.device("cpu"), world_size=1), data_collator=PadRight(0),
+        accelerator=SimpleNamespace(autocast=contextlib.nullcontext), micro_batch_loss=loss,
+    )  # fmt: skip
+    for name, value in {"mem_get_info": (60, 100), "memory_reserved": 20, "max_memory_allocated": 30}.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda _: 0.7)
+    for name in ("synchronize", "reset_peak_memory_stats"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: None)
+    # What Adam will keep for two fp32 weights comes on top of the peak.
+    assert fit.attempt_evaluation(trainer) == Try(30 + 2 * 8, 70)
+    assert seen == [([[3, 4, 5], [1, 2, 0]], False, False, 1.0)]
+    assert fit.attempt_evaluation(trainer).needed is None
+    assert trainer.model.training
 
 
 # ---- memory that runs out in a step ----

@@ -261,13 +261,13 @@ def test_memory_is_near_what_h200s_used(measured_job):
         plan = plan_batch(2, summary["world_size"], 8, None)
         # The rows of those runs, or the comparison means nothing.
         assert in_order(rows.lengths, 42)[: 12 * 8].sum() == pytest.approx(summary["tokens"], rel=0.01)
-        work = Workload(largest_micro_batch(rows, plan, 42, 12), 2, 4, 8, "torch", summary["world_size"])
+        work = Workload(largest_micro_batch(rows, plan, 42, 12), 2, 4, "adamw_torch", "torch", summary["world_size"])
         memory = plan_memory(shape, summary["settings"]["method"], "none", work)
         errors[run["name"]] = memory.total / summary["peak_memory_bytes"] - 1
     assert len(errors) == 9
     assert max(map(abs, errors.values())) < 0.04, errors
     # LoRA, no checkpointing, 8 rows of 2048: 71 GiB.
-    work = Workload(16384, 2, 4, 8, "none", 1)
+    work = Workload(16384, 2, 4, "adamw_torch", "none", 1)
     assert plan_memory(shapes["qwen3_8b"], "lora", "none", work).total / 2**30 == pytest.approx(71, rel=0.02)
 
 
@@ -281,7 +281,7 @@ def test_the_shipped_calibrations_work_is_that_of_its_models(measured_job):
 def test_what_is_recomputed_is_the_first_kind_that_fits(measured_job):
     shapes, _ = measured_job
     settings = Settings(model="m", dataset=["d"])
-    work = Workload(16384, 2, 4, 8, "none", 1)
+    work = Workload(16384, 2, 4, "adamw_torch", "none", 1)
 
     def kind(gib: float | None, method: str = "lora", sharding: str = "none", asked: str = "auto") -> str:
         chosen = dataclasses.replace(settings, gradient_checkpointing=asked)

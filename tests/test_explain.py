@@ -14,6 +14,8 @@ from unsloth_ddp.explain import ROWS, explain, find, messages
 KNOWN = [
     ("GPU out of memory", "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.10 GiB of which 1.06 GiB is free."),
     ("GPU out of memory", "RuntimeError: CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    ("GPU out of memory", "RuntimeError: CUDA driver error: out of memory"),
+    ("GPU out of memory", "RuntimeError: cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
     ("host out of memory", "RuntimeError: [enforce fail at alloc_cpu.cpp:117] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate 65536000000 bytes. Error code 12 (Cannot allocate memory)"),
     ("host out of memory", "MemoryError"),
     ("shared memory", "RuntimeError: unable to open shared memory object </torch_2_8> in read-write mode: No space left on device (28)"),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,14 +15,17 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.conftest import REPO
 from unsloth_ddp import fit
 from unsloth_ddp.batch import BatchPlan
-from unsloth_ddp.data import Counts, TokenizedRows
+from unsloth_ddp.data import Counts, PadRight, TokenizedRows
 from unsloth_ddp.errors import UserError
 from unsloth_ddp.explain import is_out_of_memory
 from unsloth_ddp.fit import ENOUGH_TOKENS, HEADROOM, Try, divisors, largest, search, with_micro_batch
+from unsloth_ddp.model import load_model
+from unsloth_ddp.options import AT_MOST
 from unsloth_ddp.packing import best_fit
-from unsloth_ddp.recompute import kinds_here
+from unsloth_ddp.recompute import Recompute, kinds_here
 from unsloth_ddp.retrying import RetryingTrainer
 from unsloth_ddp.runtime import Ranks, Runtime
 from unsloth_ddp.settings import Settings
@@ -82,7 +87,12 @@ def test_rows_still_to_come_are_tried_at_their_longest(packed):
 
 def test_another_micro_batch_keeps_the_global_batch():
     plan = BatchPlan(2, 12, 4)
-    assert divisors(24) == [1, 2, 3, 4, 6, 8, 12, 24]
+    for number in (1, 2, 24, 36, 97):
+        assert divisors(number) == [n for n in range(1, number + 1) if number % n == 0]
+    # The largest step that may be asked for is walked to its square root, in less than a second.
+    began = time.process_time()
+    assert len(divisors(AT_MOST["global_batch_size"] * AT_MOST["gradient_accumulation_steps"])) == 14 * 14
+    assert time.process_time() - began < 5
     assert [with_micro_batch(plan, n).global_batch for n in divisors(24)] == [96] * 8
 
 
@@ -100,6 +110,25 @@ def test_what_is_asked_for_is_not_changed(asked, backend, sharding, kinds):
     assert kinds_here(runtime, Settings(model="m", gradient_checkpointing=asked)) == kinds
 
 
+@pytest.mark.parametrize("method", ["lora", "full"])
+def test_kinds_can_be_exchanged_any_number_of_times(method):
+    settings = Settings(model=str(REPO / "demo" / "model"), dataset=["d"], method=method, backend="transformers")
+    runtime = Runtime(Ranks(), "transformers", "cpu", "fp32", "CPU")
+    model, _ = load_model(settings, runtime)
+    model.train()
+    recompute, embedding = Recompute(model, runtime, settings), model.get_input_embeddings()
+    hooked, steps = [], []
+    for kind in ("torch", "torch", "none", "torch", "none"):
+        recompute.use(kind)
+        hooked.append(len(embedding._forward_hooks))
+        torch.manual_seed(0)
+        model(input_ids=torch.arange(8)[None], labels=torch.arange(8)[None]).loss.backward()
+        steps.append([p.grad for p in model.parameters() if p.requires_grad])
+        model.zero_grad()
+    assert hooked == [1, 1, 0, 1, 0]
+    assert steps[0] and all(torch.equal(a, b) for step in steps for a, b in zip(steps[0], step, strict=True))
+
+
 class OnGPU:
     """As much of a trainer as the choice needs, on a GPU with room for so many rows of 1100 tokens of each kind."""
 
@@ -109,6 +138,7 @@ class OnGPU:
         self.plan = BatchPlan(1, rows, 1)
         self.recompute = SimpleNamespace(kinds=kinds_here(self.runtime, self.settings), use=self.use)
         self.train_rows = SimpleNamespace(streamed=False, packing=None, lengths=lambda: np.array([1100] * 64 + [1]))
+        self.eval_rows: Any = None
         self.room, self.kind = room, ""
         self.tried: list[tuple[str, int]] = []
 
@@ -165,6 +195,49 @@ def test_rows_that_fit_nowhere_are_refused(on_gpu, monkeypatch):
     monkeypatch.setattr(trainer, "attempt", lambda size: Try(None, 2**30))
     with pytest.raises(UserError, match=r"longest rows \(1 x 1,100 tokens\) does not fit into the 1 GiB"):
         fit.choose(trainer, {})
+
+
+def test_evaluation_rows_that_do_not_fit_are_refused_before_the_first_step(on_gpu, monkeypatch):
+    trainer, gib = on_gpu({"none": 16}), 2**30
+    tries = {"enough": Try(9 * gib, 9 * gib), "more": Try(10 * gib, 9 * gib), "out of memory": Try(None, 9 * gib)}
+    # Without evaluation rows none are tried.
+    monkeypatch.delattr(fit, "attempt_evaluation")
+    assert fit.choose(trainer, {}).per_device == 16
+    trainer.eval_rows = SimpleNamespace(units=5, lengths=lambda: np.array([10, 8000, 30, 40, 50, 1]))
+    for name, found in tries.items():
+        monkeypatch.setattr(fit, "attempt_evaluation", lambda trainer, found=found: found, raising=False)
+        if name == "enough":
+            assert fit.choose(trainer, {}).per_device == 16
+            continue
+        with pytest.raises(UserError, match=r"longest rows \(5 x 8,000 tokens\) does not fit into the 9 GiB"):
+            fit.choose(trainer, {})
+
+
+def test_a_try_of_an_evaluation_is_one_forward_pass_without_gradients(monkeypatch):
+    columns = {name: [[1, 2], [3, 4, 5], [6], [0]] for name in ("input_ids", "labels")}
+    rows = TokenizedRows(datasets.Dataset.from_dict(columns).with_format("numpy"), Counts(rows=3))
+    seen: list[Any] = []
+
+    def loss(model, batch, divisor):
+        seen.append((batch["input_ids"].tolist(), model.training, torch.is_grad_enabled(), divisor.item()))
+        if len(seen) > 1:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    trainer = SimpleNamespace(
+        settings=Settings(per_device_eval_batch_size=2), eval_rows=rows, model=torch.nn.Linear(1, 1), exchange=None,
+        args=SimpleNamespace(device=torch.device("cpu"), world_size=1), data_collator=PadRight(0),
+        accelerator=SimpleNamespace(autocast=contextlib.nullcontext), micro_batch_loss=loss,
+    )  # fmt: skip
+    for name, value in {"mem_get_info": (60, 100), "memory_reserved": 20, "max_memory_allocated": 30}.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda _: 0.7)
+    for name in ("synchronize", "reset_peak_memory_stats"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: None)
+    # What Adam will keep for two fp32 weights comes on top of the peak.
+    assert fit.attempt_evaluation(trainer) == Try(30 + 2 * 8, 70)
+    assert seen == [([[3, 4, 5], [1, 2, 0]], False, False, 1.0)]
+    assert fit.attempt_evaluation(trainer).needed is None
+    assert trainer.model.training
 
 
 # ---- memory that runs out in a step ----
@@ -246,6 +319,10 @@ def test_memory_that_runs_out_while_ddp_exchanges_gradients_ends_every_rank(job)
         ("CUDA out of memory. Tried to allocate 20 MiB.", True),
         ("Triton Error [CUDA]: out of memory", True),
         ("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`", True),
+        ("CUDA driver error: out of memory", True),
+        ("cuDNN error: CUDNN_STATUS_ALLOC_FAILED", True),
+        ("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED", True),
+        ("cuDNN error: CUDNN_STATUS_EXECUTION_FAILED", False),
         ("CUDA error: an illegal memory access was encountered", False),
     ],
 )

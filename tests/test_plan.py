@@ -20,7 +20,7 @@ from unsloth_ddp.plan import calibration as calibrations
 from unsloth_ddp.plan import network
 from unsloth_ddp.plan.calibration import Calibration, Measurement, load_calibration
 from unsloth_ddp.plan.compute import memory_row, rows_at_once
-from unsloth_ddp.plan.memory import BYTES_PACKED, Workload, exists, fits, optimizer_bytes, plan_activations, plan_memory
+from unsloth_ddp.plan.memory import BYTES_PACKED, Workload, exists, fits, plan_activations, plan_memory
 from unsloth_ddp.plan.network import Links, Step, all_reduce_seconds, balance, efficiency, exposed_seconds, gpu_counts
 from unsloth_ddp.plan.rows import RowLengths, in_order, largest_micro_batch, row_lengths
 from unsloth_ddp.plan.shape import ModelShape, model_shape
@@ -31,7 +31,7 @@ SHAPE = ModelShape(
     layer_kept=300.0, outside_kept=8.0,
 )  # fmt: skip
 WORK = Workload(
-    tokens=0, precision=2, master=4, optimizer=8, checkpointing="torch", processes=1, backend="transformers"
+    tokens=0, precision=2, master=4, optimizer="adamw_torch", checkpointing="torch", processes=1, backend="transformers"
 )
 
 
@@ -106,10 +106,20 @@ def test_activations_follow_tokens_and_what_is_recomputed():
     assert plan_activations(SHAPE, "lora", fused) == 10 * (4 * 150 + 8) + 10 * 10 * 2
 
 
-def test_optimizers_and_verdicts():
-    assert [optimizer_bytes(n) for n in ("adamw_torch_fused", "adamw_8bit", "paged_adamw_8bit", "sgd", "adafactor")] == [
-        8, 2, 2, 0, 0,
+def test_what_an_optimizer_keeps_goes_with_the_method_and_its_library():
+    bf16 = dataclasses.replace(WORK, master=2)
+    kept = {n: dataclasses.replace(bf16, optimizer=n) for n in ("adamw_torch", "adamw_8bit", "paged_adamw_32bit")}
+    assert [plan_memory(SHAPE, "full", "none", w).optimizer for w in kept.values()] == [
+        4000, 900 * 2.03125 + 100 * 8, 8000,
     ]  # fmt: skip
+    # Adapters are kept in fp32, and so are the copies that DeepSpeed trains.
+    assert [plan_memory(SHAPE, "lora", "none", w).optimizer for w in kept.values()] == [320, 81.25, 320]
+    assert [plan_memory(SHAPE, "full", "zero2", w).optimizer for w in kept.values()] == [
+        12_000, 6031.25, 12_000,
+    ]  # fmt: skip
+
+
+def test_verdicts():
     assert [fits(x, 100.0) for x in (90.0, 95.0, 101.0)] == ["fits", "tight", "does not fit"]
 
 
@@ -251,13 +261,13 @@ def test_memory_is_near_what_h200s_used(measured_job):
         plan = plan_batch(2, summary["world_size"], 8, None)
         # The rows of those runs, or the comparison means nothing.
         assert in_order(rows.lengths, 42)[: 12 * 8].sum() == pytest.approx(summary["tokens"], rel=0.01)
-        work = Workload(largest_micro_batch(rows, plan, 42, 12), 2, 4, 8, "torch", summary["world_size"])
+        work = Workload(largest_micro_batch(rows, plan, 42, 12), 2, 4, "adamw_torch", "torch", summary["world_size"])
         memory = plan_memory(shape, summary["settings"]["method"], "none", work)
         errors[run["name"]] = memory.total / summary["peak_memory_bytes"] - 1
     assert len(errors) == 9
     assert max(map(abs, errors.values())) < 0.04, errors
     # LoRA, no checkpointing, 8 rows of 2048: 71 GiB.
-    work = Workload(16384, 2, 4, 8, "none", 1)
+    work = Workload(16384, 2, 4, "adamw_torch", "none", 1)
     assert plan_memory(shapes["qwen3_8b"], "lora", "none", work).total / 2**30 == pytest.approx(71, rel=0.02)
 
 
@@ -271,7 +281,7 @@ def test_the_shipped_calibrations_work_is_that_of_its_models(measured_job):
 def test_what_is_recomputed_is_the_first_kind_that_fits(measured_job):
     shapes, _ = measured_job
     settings = Settings(model="m", dataset=["d"])
-    work = Workload(16384, 2, 4, 8, "none", 1)
+    work = Workload(16384, 2, 4, "adamw_torch", "none", 1)
 
     def kind(gib: float | None, method: str = "lora", sharding: str = "none", asked: str = "auto") -> str:
         chosen = dataclasses.replace(settings, gradient_checkpointing=asked)
@@ -415,4 +425,11 @@ def test_packs_are_planned_where_packing_is_on(capsys, tmp_path):
     assert "packing auto is planned as padded rows" in capsys.readouterr().out
     assert plan() == 0
     assert "packing auto is planned as packed rows" in capsys.readouterr().out
-    assert plan("--precision", "fp32", "--global_batch_tokens", "1000") == 2
+    capsys.readouterr()
+    for words, place in (
+        (["--precision", "fp32"], "unsloth (fp32)"),
+        (["--backend", "transformers"], "transformers (bf16)"),
+    ):
+        assert plan(*words, "--global_batch_tokens", "1000") == 2
+        said = capsys.readouterr().err
+        assert f"rows are padded: backend {place} has no attention kernel for packed rows; give" in said

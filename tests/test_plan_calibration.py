@@ -6,13 +6,17 @@ import dataclasses
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tests.conftest import REPO
 from unsloth_ddp.errors import UserError
 from unsloth_ddp.plan import calibration as calibrations
 from unsloth_ddp.plan.calibration import Calibration, Measurement, Wanted, expected_speed, load_calibration
+from unsloth_ddp.plan.rows import RowLengths
+from unsloth_ddp.plan.shape import ModelShape
 
+SPEEDS = [1, 50, 100, 300, 200]
 WANTED = Wanted("lora", "unsloth", "bf16", "none", "full", 16384, 3e10)
 
 
@@ -91,12 +95,42 @@ def test_a_calibration_with_a_figure_of_zero_is_refused(tmp_path):
         load_calibration(str(path))
 
 
-def finished_run(folder: Path, speeds: list[float], packed: bool = False) -> Path:
+@pytest.mark.parametrize("changed", [{"name": 5}, {"method": None}, {"backend": ["unsloth"]}])
+def test_a_calibration_whose_words_are_no_text_is_refused(changed, tmp_path):
+    path = tmp_path / "c.json"
+    one = dataclasses.asdict(measurement("x", 1e10, 1)) | changed
+    path.write_text(json.dumps({"format": 1, "gpu": "g", "source": "s", "measurements": [one]}))
+    [(field, value)] = changed.items()
+    with pytest.raises(UserError) as refused:
+        load_calibration(str(path))
+    assert str(refused.value) == f"--calibration {path}: {field} is {value!r}, but it has to be text; put it in quotes."
+
+
+def test_a_micro_batch_that_is_no_number_is_refused(tmp_path):
+    path = tmp_path / "c.json"
+    for wrong in ("", 0, "8"):
+        one = dataclasses.asdict(measurement("x", 1e10, 1)) | {"tokens_a_micro_batch": wrong}
+        path.write_text(json.dumps({"format": 1, "gpu": "g", "source": "s", "measurements": [one]}))
+        with pytest.raises(UserError, match="not above 0"):
+            load_calibration(str(path))
+
+
+SHAPE = ModelShape(
+    parameters=1000, linear=800, largest_linear=50, head=100, vocabulary=10, adapter=40, layers=4, layer_input=20.0,
+    layer_kept=300.0, outside_kept=8.0,
+)  # fmt: skip
+# 3,000 tokens, 300 a row, which fill 3 packs of 1,000.
+ROWS = RowLengths(np.array([100, 200, 300, 400, 500, 500, 400, 300, 200, 100]), supervised=1)
+
+
+def finished_run(
+    folder: Path, speeds: list[float], packed: bool = False, packs: int | None = None, method: str = "lora"
+) -> Path:
     folder.mkdir()
     summary = {
         "device": "NVIDIA X", "backend": "unsloth", "precision": "bf16", "per_device_train_batch_size": 2, "world_size": 2,
-        "packing": packed, "gradient_checkpointing": "torch",
-        "settings": {"method": "lora", "gradient_checkpointing": "auto", "max_length": 1000},
+        "packing": packed, "packs": packs, "gradient_checkpointing": "torch",
+        "settings": {"method": method, "gradient_checkpointing": "auto", "max_length": 1000},
     }  # fmt: skip
     (folder / "summary.json").write_text(json.dumps(summary))
     history = [{"loss": 1.0, "tokens_per_second": speed} for speed in speeds]
@@ -105,13 +139,23 @@ def finished_run(folder: Path, speeds: list[float], packed: bool = False) -> Pat
 
 
 def test_a_finished_run_becomes_a_measurement(tmp_path):
-    gpu, found = calibrations.measure_run(finished_run(tmp_path / "run", [1, 50, 100, 300, 200]), 1e9, mean_row=300)
+    gpu, found = calibrations.measure_run(finished_run(tmp_path / "run", SPEEDS), SHAPE, ROWS)
     assert gpu == "NVIDIA X"
     assert (found.tokens_per_second_per_gpu, found.rows, found.tokens_a_micro_batch) == (100, "padded", 600)
     assert found.gradient_checkpointing == "torch"
-    _, found = calibrations.measure_run(finished_run(tmp_path / "packed", [1, 50, 100, 300, 200], True), 1e9, 950)
-    assert found.rows == "packed"
     with pytest.raises(UserError, match="logged 1 usable speeds"):
-        calibrations.measure_run(finished_run(tmp_path / "short", [1, 50, 100]), 1e9, 300)
+        calibrations.measure_run(finished_run(tmp_path / "short", [1, 50, 100]), SHAPE, ROWS)
     with pytest.raises(UserError, match="not the folder of a finished run"):
-        calibrations.measure_run(tmp_path, 1e9, 300)
+        calibrations.measure_run(tmp_path, SHAPE, ROWS)
+
+
+def test_a_measurement_is_of_the_runs_own_method_and_packs(tmp_path):
+    def measured(name: str, *args) -> Measurement:
+        return calibrations.measure_run(finished_run(tmp_path / name, SPEEDS, *args), SHAPE, ROWS)[1]
+
+    lora, full = measured("lora"), measured("full", False, None, "full")
+    assert (lora.flops_a_token, full.flops_a_token) == (4 * 940 + 2 * 40, 6 * 900)
+    packed = measured("packed", True, 4)
+    assert (packed.rows, packed.tokens_a_micro_batch) == ("packed", 2 * 3000 / 4)
+    # Of a streamed run packs are not counted: rows are put into them here.
+    assert measured("streamed", True).tokens_a_micro_batch == 2 * 3000 / 3

@@ -6,9 +6,7 @@ a mask of the whole pack has to be built and mostly thrown away.
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
-import os
 import re
 import sys
 from collections.abc import Iterator
@@ -40,7 +38,7 @@ class Kernels:
         unsloth_attention: Unsloth has replaced the model's attention layers by its own.
         implementation: the attention of Transformers (sdpa, flash_attention_2, ...), for models where it has not.
         capability: major compute capability of the GPU.
-        torch_varlen: torch's varlen_attn takes grouped heads and windows.
+        torch_varlen: Unsloth found torch's varlen_attn, which takes grouped heads and windows there.
     """
 
     device_type: str
@@ -144,7 +142,7 @@ def _kernels(runtime: Runtime, model: Any) -> Kernels:
     cuda = runtime.device_type == "cuda"
     heads = getattr(config, "num_attention_heads", 0) or 1
     unsloth = runtime.backend == "unsloth"
-    xformers = flash_attn = False
+    xformers = flash_attn = torch_varlen = False
     if unsloth:
         from unsloth.utils import attention_dispatch
 
@@ -152,6 +150,8 @@ def _kernels(runtime: Runtime, model: Any) -> Kernels:
         selected = attention_dispatch.select_attention_backend(use_varlen=True)
         xformers = selected == attention_dispatch.XFORMERS
         flash_attn = selected == attention_dispatch.FLASH_VARLEN
+        # Unsloth has looked at its switch and at what torch's kernel takes when it was imported.
+        torch_varlen = torch.version.hip is None and attention_dispatch._TORCH_VARLEN_ATTN is not None
     return Kernels(
         device_type=runtime.device_type,
         backend=runtime.backend,
@@ -162,19 +162,8 @@ def _kernels(runtime: Runtime, model: Any) -> Kernels:
         capability=torch.cuda.get_device_capability()[0] if cuda else 0,
         flash_attn=flash_attn,
         xformers=xformers,
-        torch_varlen=cuda and _torch_varlen(),
+        torch_varlen=torch_varlen,
     )
-
-
-def _torch_varlen() -> bool:
-    """Whether torch's varlen_attn is there as Unsloth needs it: grouped heads came with torch 2.12."""
-    if torch.version.hip is not None or os.environ.get("UNSLOTH_TORCH_VARLEN", "1").lower() in ("0", "false", "no"):
-        return False
-    if importlib.util.find_spec("torch.nn.attention.varlen") is None:
-        return False
-    from torch.nn.attention.varlen import varlen_attn
-
-    return {"enable_gqa", "window_size"} <= inspect.signature(varlen_attn).parameters.keys()
 
 
 def _is_unsloths(module: torch.nn.Module) -> bool:

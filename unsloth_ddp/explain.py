@@ -34,7 +34,8 @@ ROWS = (
     # ---- memory ----
     Row(
         "GPU out of memory",
-        r"CUDA out of memory|OutOfMemoryError|CUDA error: out of memory|CUBLAS_STATUS_ALLOC_FAILED|"
+        r"CUDA out of memory|OutOfMemoryError|CUDA (driver )?error: out of memory|CUBLAS_STATUS_ALLOC_FAILED|"
+        r"CUDNN_STATUS_(INTERNAL_ERROR_DEVICE_ALLOCATION|ALLOC)_FAILED|"
         r"HIP out of memory|Triton Error \[CUDA\]: out of memory|No or negligible GPU memory",
         "A step needs more memory than the GPU has left.",
         "leave --per_device_train_batch_size and --gradient_checkpointing at auto, or lower the first (with "

@@ -8,6 +8,7 @@ are as before, the optimizer is not there yet, and Unsloth drops what it compile
 from __future__ import annotations
 
 import gc
+import math
 import sys
 import warnings
 from collections.abc import Callable, Sequence
@@ -25,7 +26,7 @@ from unsloth_ddp.plan.memory import optimizer_bytes
 from unsloth_ddp.runtime import Runtime
 from unsloth_ddp.settings import Settings
 
-# Left free on every GPU: NCCL's buffers, fragmentation, evaluation.
+# Left free on every GPU: NCCL's buffers, fragmentation.
 HEADROOM = 0.08
 # With so many tokens at once a GPU is busy, and recomputing to get more of them costs more than it brings.
 ENOUGH_TOKENS = 8192
@@ -55,7 +56,8 @@ class Try:
 
 def divisors(number: int) -> list[int]:
     """All divisors of `number`, ascending."""
-    return [n for n in range(1, number + 1) if number % n == 0]
+    low = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return low + [number // n for n in reversed(low) if n * n != number]
 
 
 def search(
@@ -158,8 +160,25 @@ def _choose_by_trying(trainer: Any, kinds: Sequence[str], sizes: Sequence[int]) 
             f"on a GPU, with gradient checkpointing {kind}; {kept}lower {smaller}--max_length, take --method qlora, or share "
             "the model out with accelerate_configs/fsdp2.yaml."
         )
+    _check_evaluation(trainer)
     reason = f"a step with {what} at once takes {worst.needed / 2**30:.1f} of {worst.room / 2**30:.1f} GiB"
     return Chosen(kind, size, reason if found else f"{reason}, which is tight")
+
+
+def _check_evaluation(trainer: Any) -> None:
+    """Refuse evaluation rows that do not fit: of full length and many at once they can take more than a step."""
+    if trainer.eval_rows is None:
+        return
+    tries = trainer.runtime.gather(attempt_evaluation(trainer))
+    _forget_free_memory()
+    short = [one for one in tries if one.needed is None or one.needed > one.room]
+    if short:
+        size = min(trainer.settings.per_device_eval_batch_size, trainer.eval_rows.units)
+        longest = int(trainer.eval_rows.lengths()[:-1].max())
+        raise UserError(
+            f"An evaluation of the longest rows ({size} x {longest:,} tokens) does not fit into the "
+            f"{min(one.room for one in short) / 2**30:.0f} GiB that are free on a GPU; lower --per_device_eval_batch_size."
+        )
 
 
 def largest_tokens(trainer: Any, size: int) -> int:
@@ -185,12 +204,21 @@ def attempt(trainer: Any, size: int) -> Try:
     The gradients of earlier micro-batches are there before; counted are what the optimizer will keep and, with several
     processes, the buckets from which gradients are sent (DDP has its own even where it does not send them).
     """
+    return _try(trainer, largest(trainer.train_rows, size, trainer.settings.max_length), _passes)
+
+
+def attempt_evaluation(trainer: Any) -> Try:
+    """One forward pass over the longest evaluation rows, as many as go at once, counted as in `attempt`."""
+    rows = largest(trainer.eval_rows, trainer.settings.per_device_eval_batch_size, trainer.settings.max_length)
+    return _try(trainer, rows, _evaluates)
+
+
+def _try(trainer: Any, rows: list[dict[str, np.ndarray]], passes: Callable[[Any, dict[str, Any]], bool]) -> Try:
     device = trainer.args.device
-    batch = trainer.data_collator(largest(trainer.train_rows, size, trainer.settings.max_length))
+    batch = trainer.data_collator(rows)
     batch = {name: value.to(device) if torch.is_tensor(value) else value for name, value in batch.items()}
-    trained = [p for p in trainer.model.parameters() if p.requires_grad]
-    trained_bytes = sum(p.numel() * p.element_size() for p in trained)
-    later = trained_bytes / 4 * optimizer_bytes(trainer.settings.optim)
+    trained_bytes = sum(p.numel() * p.element_size() for p in trainer.model.parameters() if p.requires_grad)
+    later = optimizer_states(trainer.model, trainer.settings.optim)
     if trainer.args.world_size > 1:
         later += trained_bytes if trainer.exchange is None else 2 * trained_bytes
     _release()
@@ -199,14 +227,39 @@ def attempt(trainer: Any, size: int) -> Try:
     allowed = int(torch.cuda.get_per_process_memory_fraction(device) * total)
     room = min(free + torch.cuda.memory_reserved(device), allowed)
     torch.cuda.reset_peak_memory_stats(device)
-    fitted = _passes(trainer, batch, trained)
+    fitted = passes(trainer, batch)
     peak = torch.cuda.max_memory_allocated(device)
     _release()
     return Try(int(peak + later) if fitted else None, room)
 
 
-def _passes(trainer: Any, batch: dict[str, Any], trained: list[torch.nn.Parameter]) -> bool:
+def optimizer_states(model: torch.nn.Module, name: str) -> float:
+    """Bytes that the optimizer of this Transformers name will keep for the trained weights of `model`."""
+    embeddings = {id(p) for m in model.modules() if isinstance(m, torch.nn.Embedding) for p in m.parameters()}
+    trained = (p for p in model.parameters() if p.requires_grad)
+    return sum(p.numel() * optimizer_bytes(name, p.element_size(), id(p) in embeddings) for p in trained)
+
+
+def _evaluates(trainer: Any, batch: dict[str, Any]) -> bool:
+    """Whether the memory was enough for a forward pass as in DDPTrainer.evaluation_loop."""
+    was_training = trainer.model.training
+    trainer.model.eval()
+    try:
+        with torch.no_grad(), trainer.accelerator.autocast():
+            trainer.micro_batch_loss(trainer.model, batch, torch.ones((), device=trainer.args.device))
+        torch.cuda.synchronize(trainer.args.device)
+        return True
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        return False
+    finally:
+        trainer.model.train(was_training)
+
+
+def _passes(trainer: Any, batch: dict[str, Any]) -> bool:
     """Whether the memory was enough; random numbers and gradients are left as they were."""
+    trained = [p for p in trainer.model.parameters() if p.requires_grad]
     was_training = trainer.model.training
     trainer.model.train()
     with torch.random.fork_rng(devices=[trainer.args.device]):

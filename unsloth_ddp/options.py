@@ -244,7 +244,8 @@ AT_MOST = {
     "lora_r": 1_000_000, "max_length": 100_000_000, "per_device_train_batch_size": 100_000,
     "per_device_eval_batch_size": 100_000, "dataset_num_proc": 1000, "num_train_epochs": 1_000_000,
     "ddp_timeout": 10_000_000, "watch_timeout": 10_000_000,
-    "shuffle_buffer": 100_000_000,
+    "shuffle_buffer": 100_000_000, "global_batch_size": 10_000_000, "global_batch_tokens": 1_000_000_000,
+    "gradient_accumulation_steps": 1_000_000,
 }  # fmt: skip
 
 
@@ -265,7 +266,7 @@ def check(settings: Settings) -> None:
             raise UserError(f"{name} is {value}, but it has to be above 0.")
     for name, most in AT_MOST.items():
         value = getattr(settings, name)
-        if value != "auto" and value > most:
+        if value not in (None, "auto") and value > most:
             raise UserError(f"{name} is {value}, but it has to be {most:,} or below.")
     for name in ZERO_OR_ABOVE:
         if getattr(settings, name) < 0:

@@ -47,9 +47,9 @@ class Recompute:
             self.model.gradient_checkpointing_disable()
             self.model.disable_input_require_grads()
         else:
+            # Enabling hooks the embedding, through PEFT too, and forgets the hook that is there.
+            self.model.disable_input_require_grads()
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
-            # Through PEFT the line above does not reach the embedding (Transformers issue 42489).
-            self.model.enable_input_require_grads()
         self.kind = kind
 
     def _use_in_unsloth(self, name: Any) -> None:

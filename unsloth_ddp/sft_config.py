@@ -19,17 +19,10 @@ from trl.trainer.sft_config import SFTConfig
 
 from unsloth_ddp.batch import BatchPlan
 from unsloth_ddp.errors import UserError
+from unsloth_ddp.owned_args import OWNED_ARGS
 from unsloth_ddp.recompute import loaded_with
 from unsloth_ddp.runtime import Runtime
 from unsloth_ddp.settings import Settings
-
-# SFTConfig fields that the kit computes or that would undo what it does.
-OWNED_ARGS = {
-    "average_tokens_across_devices", "packing", "padding_free", "dataset_kwargs", "remove_unused_columns", "bf16",
-    "fp16", "use_cpu", "gradient_accumulation_steps", "per_device_train_batch_size", "output_dir", "run_name",
-    "train_sampling_strategy", "dataloader_drop_last", "push_to_hub", "hub_token", "assistant_only_loss",
-    "completion_only_loss", "max_length", "label_smoothing_factor", "auto_find_batch_size", "accelerator_config",
-}  # fmt: skip
 
 
 def choose_trackers(asked: Sequence[str], known: Collection[str], installed: Collection[str]) -> list[str]:
@@ -78,9 +71,8 @@ def make_config(settings: Settings, runtime: Runtime, plan: BatchPlan, run_folde
     }
     for name in settings.trainer_args:
         if name in OWNED_ARGS or hasattr(settings, name):
-            raise UserError(
-                f"trainer_args: {name} is decided by the kit; use the option of train_ddp.py --help instead."
-            )
+            instead = OWNED_ARGS.get(name, f"use --{name}")
+            raise UserError(f"trainer_args: {name} is decided by the kit; {instead}.")
         if name not in defaults:
             raise UserError(
                 f"trainer_args: SFTConfig has no field {name}; {nearest(name, defaults, 'the documentation of TRL')}"
@@ -109,6 +101,8 @@ def make_config(settings: Settings, runtime: Runtime, plan: BatchPlan, run_folde
         "gradient_accumulation_steps": plan.accumulation,
         # loss.py averages; with this on, Transformers would multiply by the world size a second time.
         "average_tokens_across_devices": False,
+        # Models with experts would add it to every micro-batch, however many there are in a step.
+        "router_aux_loss_coef": 0.0,
         "bf16": runtime.precision == "bf16",
         "fp16": runtime.precision == "fp16",
         "use_cpu": runtime.device_type == "cpu",

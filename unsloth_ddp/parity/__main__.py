@@ -19,7 +19,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from unsloth_ddp.errors import UserError
+from unsloth_ddp.errors import UserError, one_line
 from unsloth_ddp.parity.launches import (
     LEARNING_RATE,
     REPO,
@@ -28,9 +28,10 @@ from unsloth_ddp.parity.launches import (
     visible_gpus,
     what_is_left_out,
 )
+from unsloth_ddp.parity.processes import Stopped, stopped_by_signals
 from unsloth_ddp.parity.report import print_table, write_json
 from unsloth_ddp.parity.run import Check, run_check
-from unsloth_ddp.parity.verdicts import TOLERANCES, Tolerance, verdict
+from unsloth_ddp.parity.verdicts import TOLERANCES, Row, Tolerance, verdict
 from unsloth_ddp.runtime import EXIT_USER_ERROR, choose_backend, use_cache_if_hub_is_unreachable
 from unsloth_ddp.settings import beside_train_options, parse_settings
 from unsloth_ddp.sharding import sharding_from_environment
@@ -91,6 +92,22 @@ def prepare(argv: list[str]) -> tuple[Check, argparse.Namespace]:
     ), given
 
 
+def launch_all(check: Check) -> tuple[list[Row], Tolerance, list[str]]:
+    """run_check in a temporary folder.
+
+    Raises:
+        UserError: no file can be written there, or no process be started.
+        Stopped: a signal came; nothing of the check is left.
+    """
+    try:
+        with stopped_by_signals(), tempfile.TemporaryDirectory(prefix="unsloth_ddp_parity_") as folder:
+            return run_check(check, Path(folder))
+    except OSError as error:
+        raise UserError(
+            f"The launches cannot be run: {one_line(error)}; their files go to the temporary folder, and TMPDIR names another."
+        ) from None
+
+
 def main(argv: list[str]) -> int:
     """Run the check; returns the exit code."""
     try:
@@ -101,8 +118,7 @@ def main(argv: list[str]) -> int:
         print(
             f"{check.settings.model}, method {check.settings.method}, {check.precision}, {device}, SGD {LEARNING_RATE}."
         )
-        with tempfile.TemporaryDirectory(prefix="unsloth_ddp_parity_") as folder:
-            rows, tolerance, errors = run_check(check, Path(folder))
+        rows, tolerance, errors = launch_all(check)
         agree, sentence = verdict(rows, tolerance)
         print_table(rows)
         for text in errors:
@@ -114,6 +130,9 @@ def main(argv: list[str]) -> int:
     except UserError as error:
         print(f"parity: error: {error}", file=sys.stderr, flush=True)
         return EXIT_USER_ERROR
+    except Stopped as stopped:
+        print(f"parity: ended by {stopped}, and with it every launch.", file=sys.stderr, flush=True)
+        return 128 + stopped.number
     return 0 if agree else 1
 
 

@@ -6,9 +6,8 @@ import contextlib
 import json
 import os
 import shutil
-import signal
-import subprocess
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import chain, islice
@@ -17,6 +16,7 @@ from pathlib import Path
 from unsloth_ddp.errors import UserError
 from unsloth_ddp.model_files import model_folder
 from unsloth_ddp.parity.launches import Launch, command, settings_of, waves
+from unsloth_ddp.parity.processes import Running
 from unsloth_ddp.parity.verdicts import Outcome, Row, Tolerance, compare
 from unsloth_ddp.rows import check_source, read_rows, streamed_sources
 from unsloth_ddp.settings import Settings
@@ -54,15 +54,17 @@ def run_check(check: Check, folder: Path) -> tuple[list[Row], Tolerance, list[st
     found = write_rows(check.settings, wanted, rows_file)
     print(f"{found} rows, {check.steps} steps of {global_batch} {unit}; {len(check.launches)} launches.")
 
+    running = Running()
+
     def run(launch: Launch, gpus: list[str]) -> Outcome:
         config = folder / f"{launch.name}.yaml"
         settings_of(launch, check.settings, check.steps, check.precision, rows_file, folder).save(config)
-        return run_launch(launch, check.script, config, folder, gpus, check.timeout)
+        return run_launch(launch, check.script, config, folder, gpus, check.timeout, running)
 
     rows: list[Row] = []
     errors: list[str] = []
     tolerance, reference, initial = check.tolerance, None, None
-    with ThreadPoolExecutor(max_workers=max(1, len(check.gpus))) as pool:
+    with ThreadPoolExecutor(max_workers=max(1, len(check.gpus))) as pool, ended_with(running):
         for wave in waves(check.launches, check.gpus):
             for outcome in pool.map(run, *zip(*wave, strict=True)):
                 launch = outcome.launch
@@ -86,6 +88,16 @@ def run_check(check: Check, folder: Path) -> tuple[list[Row], Tolerance, list[st
     return rows, tolerance, errors
 
 
+@contextlib.contextmanager
+def ended_with(running: Running) -> Iterator[None]:
+    """End all launches where the check is left by an exception, instead of waiting for them."""
+    try:
+        yield
+    except BaseException:
+        running.end_all()
+        raise
+
+
 def write_rows(settings: Settings, count: int, path: Path) -> int:
     """Copy the first `count` rows of the data; returns how many there are."""
     sources = streamed_sources(settings.dataset) if settings.streaming else settings.dataset
@@ -102,28 +114,21 @@ def write_rows(settings: Settings, count: int, path: Path) -> int:
     return len(lines)
 
 
-def run_launch(launch: Launch, script: Path, config: Path, output: Path, gpus: list[str], timeout: float) -> Outcome:
+def run_launch(
+    launch: Launch, script: Path, config: Path, output: Path, gpus: list[str], timeout: float, running: Running
+) -> Outcome:
     """Run one launch to its end, or end it after `timeout` seconds."""
     folder, log = output / launch.name, output / f"{launch.name}.log"
     environ = {name: value for name, value in os.environ.items() if not name.startswith("ACCELERATE_")}
+    # What a launch says that is killed would else be lost in its buffers.
+    environ["PYTHONUNBUFFERED"] = "1"
     if gpus:
         environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
     began = time.perf_counter()
-    words = command(launch, script, config, cpu=not gpus)
-    with log.open("w") as file:
-        process = subprocess.Popen(words, env=environ, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
-        late = False
-        try:
-            code = process.wait(timeout=timeout)
-        except subprocess.TimeoutExpired:
-            code, late = 1, True
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+    code = running.run(command(launch, script, config, cpu=not gpus), environ, log, timeout)
     seconds = time.perf_counter() - began
-    ended = f"ended after {timeout:.0f} s" if late else f"exit code {code}"
-    return outcome_of(launch, seconds, folder, "" if code == 0 else ended, log.read_text(errors="replace"))
+    failure = "" if code == 0 else f"ended after {timeout:.0f} s" if code is None else f"exit code {code}"
+    return outcome_of(launch, seconds, folder, failure, log.read_text(errors="replace"))
 
 
 def outcome_of(launch: Launch, seconds: float, folder: Path, failure: str, log: str) -> Outcome:
@@ -131,7 +136,8 @@ def outcome_of(launch: Launch, seconds: float, folder: Path, failure: str, log: 
     if not failure and not (folder / "trainer_state.json").is_file():
         failure = "nothing was saved"
     if failure:
-        return Outcome(launch, seconds, folder, error=f"({failure})\n{last_lines(log)}")
+        said = last_lines(log) or "It had printed nothing."
+        return Outcome(launch, seconds, folder, error=f"({failure})\n{said}")
     return Outcome(launch, seconds, folder, logged_losses(folder))
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from unsloth_ddp.errors import UserError
 from unsloth_ddp.json_file import write_as_asked
-from unsloth_ddp.packing import Choice, Request, plan_step
+from unsloth_ddp.packing import Request, plan_step
 from unsloth_ddp.runtime import EXIT_USER_ERROR, use_cache_if_hub_is_unreachable
 from unsloth_ddp.settings import beside_train_options, parse_settings
 from unsloth_ddp.units import parse_bandwidth, parse_memory
@@ -73,7 +73,7 @@ def plan(argv: list[str]) -> None:
     # Imported here, so that a mistake in the options is told before the seconds that torch takes to load.
     from unsloth_ddp.plan import report
     from unsloth_ddp.plan.calibration import Calibration, load_calibration, measure_run, save_calibration
-    from unsloth_ddp.plan.compute import Hardware, make_plan, rows_are_packed
+    from unsloth_ddp.plan.compute import Hardware, make_plan, planned_packing
     from unsloth_ddp.plan.rows import row_lengths
     from unsloth_ddp.plan.shape import model_shape
 
@@ -82,14 +82,14 @@ def plan(argv: list[str]) -> None:
     hardware = Hardware(given.nodes, given.gpus_per_node, networks, inside, gpu_memory)
     shape = model_shape(settings)
     rows = row_lengths(settings)
-    batch, packing, _ = plan_step(request, rows.lengths, Choice(rows_are_packed(settings), "as planned"))
-    rows = rows.packed(packing)
+    batch, packing, _ = plan_step(request, rows.lengths, planned_packing(settings))
     if given.calibrate:
-        found = [measure_run(run, shape.flops_a_token(settings.method), rows.mean) for run in given.calibrate]
+        found = [measure_run(run, shape, rows) for run in given.calibrate]
         if len({gpu for gpu, _ in found}) > 1:
             raise UserError("--calibrate names runs on different GPUs; write a file for each kind.")
         calibration = Calibration(found[0][0], "logged by train_ddp.py", [measurement for _, measurement in found])
         save_calibration(calibration, Path(given.calibration))
+    rows = rows.packed(packing)
     computed = make_plan(settings, shape, rows, batch, hardware, calibration)
     made = report.Report(settings, shape, rows, hardware, computed, calibration)
     report.print_plan(made)

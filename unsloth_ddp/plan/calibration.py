@@ -23,6 +23,9 @@ from typing import Any
 
 from unsloth_ddp.errors import UserError
 from unsloth_ddp.json_file import write_as_asked
+from unsloth_ddp.packing import best_fit
+from unsloth_ddp.plan.rows import RowLengths
+from unsloth_ddp.plan.shape import ModelShape
 
 SHIPPED = {"h200": Path(__file__).with_name("h200.json")}
 ROWS = ("full", "padded", "packed")
@@ -114,8 +117,14 @@ def load_calibration(name: str) -> Calibration:
         ) from None
     if content.get("format") != 1 or not measurements:
         raise UserError(f"--calibration {name} has no format 1 or no measurements; write one with --calibrate.")
+    texts = [f.name for f in dataclasses.fields(Measurement) if f.type == "str"]
     for one in measurements:
-        numbers = (one.flops_a_token, one.tokens_per_second_per_gpu, one.tokens_a_micro_batch or 1)
+        for field in texts:
+            value = getattr(one, field)
+            if not isinstance(value, str):
+                raise UserError(f"--calibration {name}: {field} is {value!r}, but it has to be text; put it in quotes.")
+        known = 1 if one.tokens_a_micro_batch is None else one.tokens_a_micro_batch
+        numbers = (one.flops_a_token, one.tokens_per_second_per_gpu, known)
         if one.rows not in ROWS or not all(isinstance(n, (int, float)) and 0 < n < math.inf for n in numbers):
             raise UserError(
                 f"--calibration {name}: {one.name} has unknown rows or a figure that is not above 0; mend it."
@@ -195,11 +204,14 @@ def _differences(one: Measurement, wanted: Wanted) -> list[str]:
     return found
 
 
-def measure_run(folder: Path, flops_a_token: float, mean_row: float) -> tuple[str, Measurement]:
+def measure_run(folder: Path, shape: ModelShape, rows: RowLengths) -> tuple[str, Measurement]:
     """(GPU name, measurement) of a finished run of train_ddp.py: the median of its logged speeds but the first two.
 
+    Its method and whether it packed are the run's own, whatever is planned.
+
     Args:
-        mean_row: tokens a row, on average.
+        shape: of the run's model.
+        rows: of the run, not in packs.
 
     Raises:
         UserError: the folder holds no finished run, or too few log lines to time.
@@ -215,16 +227,16 @@ def measure_run(folder: Path, flops_a_token: float, mean_row: float) -> tuple[st
             raise UserError(
                 f"--calibrate {folder}: it logged {len(speeds)} usable speeds; train on, or lower logging_steps."
             )
-        micro_batch = summary["per_device_train_batch_size"] * mean_row
+        mean = tokens_a_unit(summary, rows)
         return summary["device"], Measurement(
             name=folder.name,
             method=settings["method"],
             backend=summary["backend"],
             precision=summary["precision"],
             gradient_checkpointing=summary["gradient_checkpointing"],
-            rows="packed" if summary["packing"] else kind_of_rows(mean_row, settings["max_length"]),
-            tokens_a_micro_batch=micro_batch,
-            flops_a_token=flops_a_token,
+            rows="packed" if summary["packing"] else kind_of_rows(mean, settings["max_length"]),
+            tokens_a_micro_batch=summary["per_device_train_batch_size"] * mean,
+            flops_a_token=shape.flops_a_token(settings["method"]),
             tokens_per_second_per_gpu=statistics.median(speeds) / summary["world_size"],
         )
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -234,3 +246,13 @@ def measure_run(folder: Path, flops_a_token: float, mean_row: float) -> tuple[st
         raise UserError(
             f"--calibrate {folder} is not the folder of a finished run ({reason}); give outputs/RUN."
         ) from None
+
+
+def tokens_a_unit(summary: dict[str, Any], rows: RowLengths) -> float:
+    """Tokens of a row, or of a pack where the run packed, on average."""
+    if not summary["packing"]:
+        return rows.mean
+    if summary["packs"]:
+        return rows.tokens / summary["packs"]
+    # Of streamed rows nobody counted the packs.
+    return rows.packed(best_fit(rows.lengths, summary["settings"]["max_length"])).mean

@@ -8,6 +8,7 @@ from typing import Literal, cast, get_args
 
 from unsloth_ddp.batch import BatchPlan
 from unsloth_ddp.fit import divisors, search, sizes_of, with_micro_batch
+from unsloth_ddp.packing import Choice, choose
 from unsloth_ddp.plan.calibration import Calibration, Speed, Wanted, expected_speed, kind_of_rows
 from unsloth_ddp.plan.memory import (
     KINDS,
@@ -17,7 +18,6 @@ from unsloth_ddp.plan.memory import (
     Workload,
     exists,
     fits,
-    optimizer_bytes,
     plan_memory,
 )
 from unsloth_ddp.plan.network import Links, Step, all_reduce_seconds, balance, efficiency, gpu_counts
@@ -108,7 +108,7 @@ def workload(settings: Settings, tokens: int, processes: int) -> Workload:
         tokens=tokens,
         precision=NUMBER_BYTES[precision_of(settings)],
         master=NUMBER_BYTES[settings.full_weights],
-        optimizer=optimizer_bytes(settings.optim),
+        optimizer=settings.optim,
         checkpointing="none",
         processes=processes,
         backend=backend_of(settings),
@@ -144,10 +144,11 @@ def kinds_of(settings: Settings) -> tuple[Checkpointing, ...]:
     return KINDS if backend_of(settings) == "unsloth" else KINDS[:2]
 
 
-def rows_are_packed(settings: Settings) -> bool:
-    """Whether a GPU of compute capability 8 or more would train on packs."""
-    may = backend_of(settings) == "unsloth" and precision_of(settings) != "fp32"
-    return settings.packing == "on" or (settings.packing == "auto" and may)
+def planned_packing(settings: Settings) -> Choice:
+    """Whether a GPU of compute capability 8 or more, without flash-attn, would train on packs."""
+    backend, precision = backend_of(settings), precision_of(settings)
+    kernel = "Unsloth's attention" if backend == "unsloth" and precision != "fp32" else None
+    return choose(settings.packing, f"backend {backend} ({precision})", kernel, wrong=None, doubtful=None)
 
 
 def memory_row(

@@ -27,6 +27,11 @@ RESERVE = 0.9
 UNSLOTH_KEEPS = 0.5
 # Unsloth's fused loss takes as many logits at once as fit into 4 GiB at 16 bytes each.
 LOGITS_AT_ONCE = 2**28
+OF_THE_WEIGHTS_TYPE = ("adamw_torch", "adamw_torch_fused", "adagrad", "rmsprop")
+OF_BITSANDBYTES = (
+    "adamw_bnb_8bit", "adamw_8bit", "paged_adamw_8bit", "ademamix_8bit", "paged_ademamix_8bit", "lion_8bit", "paged_lion_8bit",
+    "rmsprop_bnb_8bit",
+)  # fmt: skip
 # DeepSpeed's reduce_bucket_size and allgather_bucket_size, in numbers, as accelerate leaves them.
 ZERO_BUCKET = 5e8
 
@@ -39,13 +44,13 @@ class Workload:
         tokens: of the largest micro-batch, padding included.
         precision: bytes a number in the forward pass, 4 or 2.
         master: bytes a trained weight is kept in (method full; adapters are kept in 4).
-        optimizer: bytes the optimizer keeps for a trained weight.
+        optimizer: its Transformers name.
     """
 
     tokens: int
     precision: int
     master: int
-    optimizer: float
+    optimizer: str
     checkpointing: Checkpointing
     processes: int
     backend: Literal["unsloth", "transformers"] = "unsloth"
@@ -69,17 +74,28 @@ class Memory:
         return max(step, self.loading)
 
 
-def optimizer_bytes(name: str) -> float:
-    """Bytes an optimizer keeps for an fp32 weight, by its Transformers name; an unknown one counts as Adam."""
-    if "8bit" in name:
-        return 1 if "lion" in name else 2
-    if "4bit" in name:
-        return 1
+def optimizer_bytes(name: str, weight_bytes: int, embedding: bool = False) -> float:
+    """Bytes an optimizer keeps for a weight of so many bytes, by its Transformers name; an unknown one counts as Adam.
+
+    torch's own keep numbers of the weight's type. Those of bitsandbytes and torchao keep fp32, or packed numbers with an
+    fp32 scale for each 256, whatever the weight's type. For an embedding Transformers tells bitsandbytes not to pack.
+    """
     if name == "sgd" or "adafactor" in name:
         return 0
-    if "lion" in name or "adagrad" in name or name == "rmsprop":
-        return 4
-    return 8
+    states = 3 if "ademamix" in name else 1 if any(word in name for word in ("lion", "adagrad", "rmsprop")) else 2
+    packed = 1.0 if "8bit" in name else 0.5 if "4bit" in name else None
+    if packed and not (embedding and name in OF_BITSANDBYTES):
+        return states * (packed + 4 / 256)
+    return states * (weight_bytes if name in OF_THE_WEIGHTS_TYPE else 4)
+
+
+def optimizer_states(shape: ModelShape, method: Method, name: str, weight_bytes: int) -> float:
+    """Bytes an optimizer keeps for all that a method trains. An embedding is as large as the head."""
+    embedding = shape.head if method == "full" else 0
+    others = shape.trained(method) - embedding
+    return others * optimizer_bytes(name, weight_bytes) + embedding * optimizer_bytes(
+        name, weight_bytes, embedding=True
+    )
 
 
 def exists(method: Method, sharding: Sharding) -> bool:
@@ -95,7 +111,7 @@ def plan_memory(shape: ModelShape, method: Method, sharding: Sharding, work: Wor
     if method == "qlora":
         frozen = shape.linear * BYTES_PACKED + (shape.parameters - shape.linear) * work.precision
     master = work.master if method == "full" else 4
-    states = trained * work.optimizer * master / 4
+    states = optimizer_states(shape, method, work.optimizer, master)
     # Products in 16 bit are made with 16-bit copies of fp32 weights, kept while a forward pass lasts.
     multiplied = shape.linear if method == "full" else shape.adapter
     cast = float(multiplied * work.precision) if work.precision < master else 0
@@ -113,7 +129,8 @@ def plan_memory(shape: ModelShape, method: Method, sharding: Sharding, work: Wor
         return Memory(mine, trained * master / parts, states / parts, gathered, activations, loaded)
     # DeepSpeed trains in 16 bit, with fp32 copies of the trained weights shared out.
     weights = float(frozen + trained * work.precision)
-    shared = (states * 4 / master + (trained * 4 if work.precision < 4 else 0)) / parts
+    # In its flat copies it does not know embeddings.
+    shared = trained * (optimizer_bytes(work.optimizer, 4) + (4 if work.precision < 4 else 0)) / parts
     bucket = min(ZERO_BUCKET, trained) * work.precision * 2
     if sharding == "zero2":
         return Memory(weights, trained * work.precision / parts, shared, bucket, activations, weights)

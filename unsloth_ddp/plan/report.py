@@ -14,7 +14,7 @@ from rich.table import Table
 
 from unsloth_ddp.errors import UserError
 from unsloth_ddp.plan.calibration import TOO_FAR, Calibration
-from unsloth_ddp.plan.compute import Hardware, Plan, backend_of, precision_of, rows_are_packed
+from unsloth_ddp.plan.compute import Hardware, Plan, backend_of, planned_packing, precision_of
 from unsloth_ddp.plan.memory import RESERVE
 from unsloth_ddp.plan.network import GUIDE, GUIDE_GPUS_A_NODE, Links, all_reduce_seconds, ring_fit
 from unsloth_ddp.plan.rows import RowLengths
@@ -174,7 +174,7 @@ def notes(report: Report) -> list[str]:
             f"that of micro-batches with {report.settings.max_length:,} tokens a {report.rows.unit.removesuffix('s')}."
         )
     if report.settings.packing == "auto":
-        packed = rows_are_packed(report.settings)
+        packed = planned_packing(report.settings).packed
         planned = "packed rows, which Unsloth's attention takes with flash-attn, xformers or torch 2.12 on"
         said.append(f"packing auto is planned as {planned if packed else 'padded rows; --packing on plans packs'}.")
     if report.settings.per_device_train_batch_size == "auto":

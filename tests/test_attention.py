@@ -1,0 +1,55 @@
+"""Which kernel packed rows get is what Unsloth found when it was imported, asked on a machine without a GPU."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from unsloth_ddp import attention
+from unsloth_ddp.runtime import Ranks, Runtime
+
+
+def found_by_unsloth() -> Any:
+    """Unsloth's own `_TORCH_VARLEN_ATTN`, from its source: without a GPU it cannot be imported."""
+    spec = importlib.util.find_spec("unsloth")
+    assert spec is not None and spec.origin is not None
+    tree = ast.parse((Path(spec.origin).parent / "utils" / "attention_dispatch.py").read_text(encoding="utf-8"))
+    name = "_TORCH_VARLEN_ATTN"
+    [value] = [n for n in tree.body if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == name]
+    called = ast.unparse(value.value.func) if isinstance(value.value, ast.Call) else ""
+    made = [n for n in tree.body if n is value or (isinstance(n, ast.FunctionDef) and n.name == called)]
+    namespace: dict[str, Any] = {"torch": torch, "os": __import__("os")}
+    exec(compile(ast.Module(made, []), "attention_dispatch.py", "exec"), namespace)
+    return namespace[name]
+
+
+@pytest.mark.parametrize(
+    ("switch", "flash", "there"),
+    [("1", True, True), ("off", True, False), ("0", True, False), ("1", False, False)],
+)
+def test_torchs_kernel_is_taken_where_unsloth_found_it(
+    switch: str, flash: bool, there: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("UNSLOTH_TORCH_VARLEN", switch)
+    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: flash)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    dispatch = ModuleType("unsloth.utils.attention_dispatch")
+    dispatch.XFORMERS, dispatch.FLASH_VARLEN = "xformers", "flash_varlen"  # type: ignore[attr-defined]
+    dispatch.select_attention_backend = lambda use_varlen: "sdpa"  # type: ignore[attr-defined]
+    dispatch._TORCH_VARLEN_ATTN = found_by_unsloth()  # type: ignore[attr-defined]
+    utils = ModuleType("unsloth.utils")
+    utils.attention_dispatch = dispatch  # type: ignore[attr-defined]
+    for module in (ModuleType("unsloth"), utils, dispatch):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    model = torch.nn.Linear(1, 1)
+    model.config = SimpleNamespace(head_dim=128, _attn_implementation="sdpa")  # type: ignore[assignment]
+    facts = attention._kernels(Runtime(Ranks(), "unsloth", "cuda", "bf16", "H200"), model)
+    assert facts.torch_varlen is there
+    assert attention.find_kernel(facts) == ("torch's varlen_attn" if there else None)

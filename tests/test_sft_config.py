@@ -1,0 +1,71 @@
+"""TRL's SFTConfig: every field is an option, goes through `trainer_args` and does something there, or is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+from trl.trainer.sft_config import SFTConfig
+
+from unsloth_ddp.batch import BatchPlan
+from unsloth_ddp.errors import UserError
+from unsloth_ddp.owned_args import OWNED_ARGS
+from unsloth_ddp.runtime import Ranks, Runtime
+from unsloth_ddp.settings import FIELDS, Settings
+from unsloth_ddp.sft_config import make_config
+
+# Read by what the kit leaves to Transformers and TRL: optimizer and schedule, hooks on the model, logs, checkpoints, data
+# loaders, DDP.
+WORDS = """
+    lr_scheduler_kwargs optim_args adam_beta1 adam_beta2 adam_epsilon optim_target_modules
+    tf32 gradient_checkpointing_kwargs activation_offloading torch_compile torch_compile_backend torch_compile_mode
+    use_liger_kernel liger_kernel_config neftune_noise_alpha torch_empty_cache_steps full_determinism data_seed
+    logging_strategy logging_first_step log_on_each_node logging_nan_inf_filter include_num_input_tokens_seen log_level
+    log_level_replica disable_tqdm project trackio_space_id trackio_bucket_id trackio_static_space_id debug
+    skip_memory_metrics
+    eval_delay eval_on_start save_only_model save_on_each_node load_best_model_at_end metric_for_best_model
+    greater_is_better restore_callback_states_from_checkpoint
+    dataloader_num_workers dataloader_pin_memory dataloader_persistent_workers dataloader_prefetch_factor
+    dataloader_multiprocessing_context dataloader_in_order
+    ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph
+"""
+GOES_THROUGH = set(WORDS.split())
+
+
+def config_with(folder: Path, **given: Any) -> Any:
+    settings = Settings(model="m", dataset=["d"], trainer_args=given)
+    return make_config(settings, Runtime(Ranks(), "transformers", "cpu", "fp32", "CPU"), BatchPlan(1, 1, 1), folder)
+
+
+def test_every_field_is_an_option_goes_through_or_is_refused() -> None:
+    names = {f.name for f in dataclasses.fields(SFTConfig) if f.init}
+    # Unsloth's version of the class has it.
+    assert names - FIELDS.keys() - GOES_THROUGH == OWNED_ARGS.keys() - {"max_seq_length"}
+    assert not GOES_THROUGH & (OWNED_ARGS.keys() | FIELDS.keys()) and names >= GOES_THROUGH
+
+
+@pytest.mark.parametrize(
+    ("name", "instead"),
+    [
+        ("loss_type", "the loss is the negative log-likelihood"), ("packing", "use --packing."),
+        ("eval_packing", "use --packing; what"), ("assistant_only_loss", "use --loss_on."),
+        ("truncation_mode", "use --overlong."), ("optim", "use --optim."), ("max_seq_length", "use --max_length."),
+    ],
+)  # fmt: skip
+def test_what_would_do_nothing_is_refused_with_what_there_is_instead(name: str, instead: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError) as refused:
+        config_with(tmp_path, **{name: "x"})
+    assert str(refused.value).startswith(f"trainer_args: {name} is decided by the kit; {instead}")
+
+
+def test_what_is_refused_names_options_that_there_are() -> None:
+    named = {word.strip(".,;:") for text in OWNED_ARGS.values() for word in text.split() if word.startswith("--")}
+    assert {name.removeprefix("--") for name in named} - {"help"} <= FIELDS.keys()
+
+
+def test_what_goes_through_arrives_and_nothing_is_added_to_the_loss(tmp_path: Path) -> None:
+    config = config_with(tmp_path, neftune_noise_alpha=5, adam_beta2=0.9)
+    assert (config.neftune_noise_alpha, config.adam_beta2) == (5, 0.9)
+    assert (config.router_aux_loss_coef, config.loss_type, config.label_smoothing_factor) == (0.0, "nll", 0.0)

@@ -8,6 +8,7 @@ are as before, the optimizer is not there yet, and Unsloth drops what it compile
 from __future__ import annotations
 
 import gc
+import logging
 import math
 import sys
 import warnings
@@ -25,6 +26,8 @@ from unsloth_ddp.explain import is_out_of_memory
 from unsloth_ddp.plan.memory import optimizer_bytes
 from unsloth_ddp.runtime import Runtime
 from unsloth_ddp.settings import Settings
+
+logger = logging.getLogger("unsloth_ddp")
 
 # Left free on every GPU: NCCL's buffers, fragmentation.
 HEADROOM = 0.08
@@ -251,8 +254,9 @@ def _evaluates(trainer: Any, batch: dict[str, Any]) -> bool:
         return True
     except RuntimeError as error:
         if not is_out_of_memory(error):
-            raise
-        return False
+            # The evaluation itself will say what is wrong with it.
+            logger.warning("the evaluation rows could not be tried: %s", error)
+        return not is_out_of_memory(error)
     finally:
         trainer.model.train(was_training)
 

@@ -118,7 +118,8 @@ def plan_memory(shape: ModelShape, method: Method, sharding: Sharding, work: Wor
     loaded = shape.parameters * work.precision if method == "full" else frozen + trained * 4
     activations = plan_activations(shape, method, work)
     if sharding == "none":
-        buckets = trained * master if parts > 1 else 0
+        # Adapters have those of exchange.py beside DDP's.
+        buckets = trained * master * (1 if method == "full" else 2) if parts > 1 else 0
         held = frozen + trained * master
         return Memory(held, trained * master, states, buckets + cast, activations, held)
     # A block is gathered while the next is on its way; embedding and head stay gathered.

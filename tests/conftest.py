@@ -14,9 +14,11 @@ import pytest
 
 from tests.ranks import Result, run_ranks, train
 
-# Shells have SIGINT ignored in what they start in the background; programs started here would inherit that.
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+# Shells have SIGINT ignored in what they start in the background, and nohup SIGHUP; programs started here would inherit
+# that.
+for _number, _handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    if signal.getsignal(_number) is signal.SIG_IGN:
+        signal.signal(_number, _handler)
 
 # A busy machine is slow, and no test is wrong for it.
 hypothesis.settings.register_profile("no_deadline", deadline=None)

@@ -152,6 +152,7 @@ def assert_told():
     return check
 
 
+@pytest.mark.slow
 def test_launcher_ends_with_the_sentence_and_a_failing_code(files):
     command = [
         sys.executable,

@@ -76,6 +76,7 @@ def test_the_folder_holds_logs_settings_and_curves(demo):
     assert losses[-1] < 0.1 < losses[0]
 
 
+@pytest.mark.slow
 def test_the_adapter_works_in_plain_peft(demo):
     done = subprocess.run(
         [sys.executable, str(REPO / "benchmarks/reload.py"), str(demo.folder)],

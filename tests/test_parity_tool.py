@@ -178,6 +178,7 @@ def run_script(script: str, config: str) -> None:
     runpy.run_path(script, run_name="__main__")
 
 
+@pytest.mark.slow
 def test_the_verdict_turns_where_nothing_is_averaged(options, tmp_path, capsys, monkeypatch):
     def run_launch(launch, script, config, output, gpus, timeout, running):
         folder = output / f"{launch.name}.out"

@@ -83,6 +83,7 @@ def train_slowly(rank: int, argv: list[str], cwd: str) -> None:
     train(argv, cwd)
 
 
+@pytest.mark.slow
 def test_a_slow_rank_is_named_in_a_run(tmp_path, tiny_model, uneven_rows):
     argv = f"--model {tiny_model} --dataset {uneven_rows} --max_length 64 --max_steps 12 --logging_steps 2".split()
     argv += ["--global_batch_size", "4", "--save_strategy", "no", "--run_name", "r", "--gradient_checkpointing", "none"]

@@ -189,6 +189,7 @@ def train_and_signal_the_job(argv: list[str], cwd: str) -> None:
     train_in_small_windows(argv, cwd)
 
 
+@pytest.mark.slow
 def test_a_signal_to_all_processes_of_a_job_leaves_a_checkpoint(stream, whole):
     stopped, printed = stream(f"{WHOLE} --lora_dropout 0.1", "signalled", 2, code=75, target=train_and_signal_the_job)
     assert "Stopped on SIGTERM; the same command goes on from" in printed

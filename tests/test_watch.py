@@ -287,6 +287,7 @@ def test_a_loop_without_end_is_found(strike, tmp_path):
     assert "_suffer" in (tmp_path / "outputs/r/logs/rank_1.log").read_text()
 
 
+@pytest.mark.slow
 def test_one_rank_told_to_end_before_the_steps_is_named(strike):
     result, seconds = strike("model", 1, "term")
     (sentence,) = sentences(result)

@@ -134,6 +134,7 @@ def test_a_run_whose_saves_all_fail_ends_with_its_result_and_an_error(job, whole
     assert (run / "summary.json").is_file()
 
 
+@pytest.mark.slow
 def test_a_result_that_cannot_be_written_is_said_and_comes_with_the_next_start(job, whole_run, place):
     faults = {LAST: (0, "too large"), FINAL: (0, "too large")}
     printed = job(WHOLE_RUN, "no-result", 2, code=1, target=train_with_faults, args=(faults,)).output

@@ -121,7 +121,8 @@ CELLS = [
 ]
 
 
-@pytest.mark.parametrize("broken", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("broken", [False, True])
 def test_the_helpers_between_two_processes(tmp_path: Path, environment: dict[str, str], broken: bool) -> None:
     """Values shared, the main process first, one shell, one voice; an error ends every process, and says so."""
     ending = "raise RuntimeError('on purpose')" if broken else "os.environ['DONE'] = '1'"

@@ -274,7 +274,7 @@ __main__.main()
 """
 
 
-@pytest.mark.parametrize("answers", [True, False])
+@pytest.mark.parametrize("answers", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_another_program_at_the_master_port_is_told_in_time_and_without_a_stack(answers):
     """One that hangs up, and one that says nothing."""
     kept = []

@@ -63,7 +63,8 @@ def nodes(place: Workplace) -> list[str]:
 
 def test_every_host_gets_its_rank_and_the_options_whole(place):
     (place.folder / "hosts.txt").write_text("me@first  # the master\n\nsecond\nthird\n")
-    script = NODES + '; printf "<%s>" "$@" >>"$CALLS"; echo >>"$CALLS"'
+    # One write a host, because they write side by side.
+    script = NODES + '; line=$(printf "<%s>" "$@"); echo "$line" >>"$CALLS"'
     code, text = place.run(
         "ssh.sh",
         """--cpu --no_preflight --trainer_args '{"a": "b c"}'""",

@@ -1,8 +1,9 @@
 """What fits on the GPUs, found out by trying: whether activations are recomputed, and how many rows go at once.
 
-A try is one forward and backward pass over the largest micro-batch that the run can have. All ranks try the same, and
-what does not fit on one of them is not taken. Nothing of a try is left behind: gradients, random numbers and memory
-are as before, the optimizer is not there yet, and Unsloth drops what it compiled when training begins.
+A try is one forward and backward pass over the largest micro-batch that the run can have; at the end a forward pass over
+the longest evaluation rows is tried too. All ranks try the same, and what does not fit on one of them is not taken.
+Nothing of a try is left behind: gradients, random numbers and memory are as before, the optimizer is not there yet, and
+Unsloth drops what it compiled when training begins.
 """
 
 from __future__ import annotations

@@ -95,7 +95,9 @@ class RetryingTrainer(ResumableTrainer):
         return self._repeat(model)
 
     def _exchanging(self, model: Any) -> contextlib.AbstractContextManager[None]:
-        """One process exchanges no gradients, though launchers wrap its model as if it did."""
+        """Who averages gradients in this pass: nobody where there is one process, though launchers wrap its model too;
+        `exchange`, in the last pass of a step; or DDP.
+        """
         if self.args.world_size == 1 and isinstance(model, DistributedDataParallel):
             return model.no_sync()
         if self.exchange is not None and model.require_backward_grad_sync:

@@ -91,7 +91,7 @@ def measure_losses(argv: list[str]) -> dict[str, Any]:
         model, tokenizer = models.load_model(settings, runtime)
         rows, _ = data.tokenize_examples(settings, runtime, folder, tokenizer)
         choice = attention.choose_packing(settings, runtime, model)
-        attention.prepare_for_packs(runtime)
+        attention.prepare_for_packs(settings, runtime, model)
         model.train()
         lengths = data.row_lengths(rows.dataset)[:-1]
         packing = best_fit(lengths, settings.max_length)
@@ -134,27 +134,35 @@ def measure_losses(argv: list[str]) -> dict[str, Any]:
 
 
 def losses(given: argparse.Namespace) -> list[dict[str, Any]]:
-    """Every backend and precision in a process of its own."""
+    """Every backend, precision and method in a process of its own, side by side."""
     rows = given.work / "loss_rows.jsonl"
     chat_rows(rows, 16 if given.tiny else 64, seed=1, longest=200 if given.tiny else LONGEST)
-    pairs = [("transformers", "fp32"), ("transformers", "bf16")]
-    pairs += [] if given.tiny else [("unsloth", "fp32"), ("unsloth", "bf16")]
-    results = []
-    for backend, precision in pairs:
-        argv = f"--model {make_model(given.shape, given.work)} --dataset {rows} --backend {backend} --precision {precision}"
+    kinds = [("transformers", "fp32", "lora"), ("transformers", "bf16", "lora")]
+    if not given.tiny:
+        kinds += [("unsloth", "fp32", "lora"), ("unsloth", "bf16", "lora"), ("unsloth", "bf16", "full")]
+    model = make_model(given.shape, given.work)
+    started = []
+    for backend, precision, method in kinds:
+        argv = f"--model {model} --dataset {rows} --backend {backend} --precision {precision} --method {method}"
         argv += f" --max_length {256 if given.tiny else LONGEST} --gradient_checkpointing none --packing on"
         command = [sys.executable, __file__, "measure", "--work", str(given.work), "--argv", *argv.split()]
-        done = subprocess.run(command, cwd=REPO, capture_output=True, text=True)
-        if done.returncode:
-            results.append({"backend": backend, "precision": precision, "error": done.stderr[-3000:]})
+        environ = {**os.environ, "UNSLOTH_COMPILE_LOCATION": str(given.work / f"cache_{backend}_{precision}_{method}")}
+        pipe = subprocess.PIPE
+        started.append(subprocess.Popen(command, cwd=REPO, stdout=pipe, stderr=pipe, text=True, env=environ))
+    results = []
+    for (backend, precision, method), process in zip(kinds, started, strict=True):
+        out, errors = process.communicate()
+        found: dict[str, Any] = {"backend": backend, "precision": precision, "method": method}
+        if process.returncode:
+            found["error"] = errors[-3000:]
         else:
-            found = json.loads(done.stdout.splitlines()[-1])
+            found |= json.loads(out.splitlines()[-1])
             difference = found["largest_difference_from_a_row_alone"]
             found["good"] = (
                 difference["packed"] < LOSS_TOLERANCE[precision] and APART * difference["packed"] < difference["mixed"]
             )
-            results.append(found)
-        print(json.dumps(results[-1]), flush=True)
+        results.append(found)
+        print(json.dumps(found), flush=True)
     return results
 
 

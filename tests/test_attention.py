@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from unsloth_ddp import attention
+from unsloth_ddp.options import Settings
 from unsloth_ddp.runtime import Ranks, Runtime
 
 
@@ -28,6 +29,15 @@ def found_by_unsloth() -> Any:
     namespace: dict[str, Any] = {"torch": torch, "os": __import__("os")}
     exec(compile(ast.Module(made, []), "attention_dispatch.py", "exec"), namespace)
     return namespace[name]
+
+
+class QAttention(torch.nn.Linear):
+    """An attention layer whose forward pass is Unsloth's."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden
+
+    forward.__module__ = "unsloth.models.qwen3"
 
 
 @pytest.mark.parametrize(
@@ -48,8 +58,8 @@ def test_torchs_kernel_is_taken_where_unsloth_found_it(
     utils.attention_dispatch = dispatch  # type: ignore[attr-defined]
     for module in (ModuleType("unsloth"), utils, dispatch):
         monkeypatch.setitem(sys.modules, module.__name__, module)
-    model = torch.nn.Linear(1, 1)
+    model = QAttention(1, 1)
     model.config = SimpleNamespace(head_dim=128, _attn_implementation="sdpa")  # type: ignore[assignment]
-    facts = attention._kernels(Runtime(Ranks(), "unsloth", "cuda", "bf16", "H200"), model)
+    facts = attention._kernels(Settings(model="m"), Runtime(Ranks(), "unsloth", "cuda", "bf16", "H200"), model)
     assert facts.torch_varlen is there
     assert attention.find_kernel(facts) == ("torch's varlen_attn" if there else None)

@@ -255,9 +255,8 @@ def test_packing_that_would_mix_rows_is_refused() -> None:
         choose("on", "a CPU", "xformers", "it remembers", None)
 
 
-H200 = Kernels(
-    "cuda", "unsloth", sixteen_bit=True, head_dim=128, unsloth_attention=True, capability=9, torch_varlen=True
-)
+H200 = Kernels("cuda", sixteen_bit=True, head_dim=128, unsloth_attention=True, capability=9, torch_varlen=True)
+TRANSFORMERS = {"unsloth_attention": False, "replaceable": True}
 
 
 @pytest.mark.parametrize(
@@ -273,11 +272,13 @@ H200 = Kernels(
         ({"head_dim": 512}, None),
         ({"head_dim": 20}, None),
         ({"device_type": "cpu"}, None),
-        ({"unsloth_attention": False}, "torch's varlen_attn"),
-        ({"unsloth_attention": False, "implementation": "eager"}, None),
-        ({"unsloth_attention": False, "implementation": "flash_attention_2"}, "flash-attn"),
-        ({"backend": "transformers", "unsloth_attention": False}, None),
-        ({"backend": "transformers", "unsloth_attention": False, "implementation": "flash_attention_2"}, "flash-attn"),
+        (TRANSFORMERS, "torch's varlen_attn"),
+        ({**TRANSFORMERS, "capability": 7}, None),
+        ({**TRANSFORMERS, "torch_varlen": False, "xformers": True, "flash_attn": True}, None),
+        ({**TRANSFORMERS, "replaceable": False}, None),
+        ({**TRANSFORMERS, "implementation": "torch_varlen"}, "torch's varlen_attn"),
+        ({**TRANSFORMERS, "implementation": "eager"}, None),
+        ({**TRANSFORMERS, "implementation": "flash_attention_2", "replaceable": False}, "flash-attn"),
     ],
 )
 def test_the_kernel_for_packed_rows(changed: dict[str, Any], kernel: str | None) -> None:

@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import torch
 
+from unsloth_ddp import varlen
 from unsloth_ddp.packing import Choice, choose
 from unsloth_ddp.runtime import Runtime
 from unsloth_ddp.settings import Settings
@@ -28,6 +29,7 @@ FIXED_STRETCHES = ("chunked_attention",)
 # Positions are distances in the sequence, which position_ids do not change.
 ALIBI_MODELS = ("bloom", "mpt")
 LARGEST_HEAD = 256
+TORCH_KERNEL = "torch's varlen_attn"
 
 
 @dataclass(frozen=True)
@@ -37,16 +39,17 @@ class Kernels:
     Args:
         unsloth_attention: Unsloth has replaced the model's attention layers by its own.
         implementation: the attention of Transformers (sdpa, flash_attention_2, ...), for models where it has not.
+        replaceable: varlen.py can take the place of that attention.
         capability: major compute capability of the GPU.
-        torch_varlen: Unsloth found torch's varlen_attn, which takes grouped heads and windows there.
+        torch_varlen: torch has a varlen_attn that takes grouped heads and windows.
     """
 
     device_type: str
-    backend: str
     sixteen_bit: bool
     head_dim: int
     implementation: str = "sdpa"
     unsloth_attention: bool = False
+    replaceable: bool = False
     capability: int = 0
     flash_attn: bool = False
     xformers: bool = False
@@ -60,16 +63,14 @@ def find_kernel(facts: Kernels) -> str | None:
     """
     if facts.device_type != "cuda" or not facts.sixteen_bit or facts.head_dim > LARGEST_HEAD or facts.head_dim % 8:
         return None
-    in_transformers = facts.backend == "transformers" or not facts.unsloth_attention
-    if in_transformers and "flash" in facts.implementation:
-        return "flash-attn"
-    if facts.backend == "transformers" or (in_transformers and facts.implementation != "sdpa"):
-        return None
+    torchs = TORCH_KERNEL if facts.torch_varlen and facts.capability >= 8 else None
+    if not facts.unsloth_attention:
+        if "flash" in facts.implementation:
+            return "flash-attn"
+        return torchs if facts.implementation in ("sdpa", varlen.NAME) and facts.replaceable else None
     if facts.flash_attn and facts.capability >= 8:
         return "flash-attn"
-    if facts.torch_varlen and facts.capability >= 8:
-        return "torch's varlen_attn"
-    return "xformers" if facts.xformers else None
+    return torchs or ("xformers" if facts.xformers else None)
 
 
 def why_mixed(model: Any) -> str | None:
@@ -111,7 +112,7 @@ def choose_packing(settings: Settings, runtime: Runtime, model: Any) -> Choice:
     Raises:
         UserError: packing was asked for, and this model would mix rows.
     """
-    facts = _kernels(runtime, model) if settings.packing != "off" else None
+    facts = _kernels(settings, runtime, model) if settings.packing != "off" else None
     kernels = runtime.gather(find_kernel(facts) if facts else None)
     return choose(
         settings.packing,
@@ -124,25 +125,30 @@ def choose_packing(settings: Settings, runtime: Runtime, model: Any) -> Choice:
 
 def keys_for_packs(runtime: Runtime, model: Any) -> Literal["unsloth", "flash", "positions"]:
     """What a batch of packs has to carry beside positions (see data.Flatten)."""
-    if runtime.backend == "unsloth":
-        return "unsloth"
-    return "flash" if "flash" in _implementation(model) else "positions"
+    implementation = _implementation(model)
+    if implementation == varlen.NAME or (runtime.backend == "transformers" and "flash" in implementation):
+        return "flash"
+    return "unsloth" if runtime.backend == "unsloth" else "positions"
 
 
-def prepare_for_packs(runtime: Runtime) -> None:
-    """Let models whose attention Unsloth leaves to Transformers use its kernels too; its own trainer does the same."""
-    if runtime.backend == "unsloth":
+def prepare_for_packs(settings: Settings, runtime: Runtime, model: Any) -> None:
+    """Have attention that Unsloth leaves to Transformers take the kernel that was found."""
+    facts = _kernels(settings, runtime, model)
+    if not facts.unsloth_attention and find_kernel(facts) == TORCH_KERNEL:
+        varlen.use(_base(model))
+    elif runtime.backend == "unsloth":
         from unsloth.utils.hf_packed_attention import enable_hf_packed_attention
 
         enable_hf_packed_attention()
 
 
-def _kernels(runtime: Runtime, model: Any) -> Kernels:
+def _kernels(settings: Settings, runtime: Runtime, model: Any) -> Kernels:
     config = _base(model).config
     cuda = runtime.device_type == "cuda"
     heads = getattr(config, "num_attention_heads", 0) or 1
     unsloth = runtime.backend == "unsloth"
-    xformers = flash_attn = torch_varlen = False
+    xformers = flash_attn = False
+    torch_varlen = cuda and varlen.is_available()
     if unsloth:
         from unsloth.utils import attention_dispatch
 
@@ -154,11 +160,11 @@ def _kernels(runtime: Runtime, model: Any) -> Kernels:
         torch_varlen = torch.version.hip is None and attention_dispatch._TORCH_VARLEN_ATTN is not None
     return Kernels(
         device_type=runtime.device_type,
-        backend=runtime.backend,
         sixteen_bit=runtime.precision != "fp32",
         head_dim=getattr(config, "head_dim", None) or getattr(config, "hidden_size", 0) // heads,
         implementation=_implementation(model),
         unsloth_attention=unsloth and any(_is_unsloths(module) for module in model.modules()),
+        replaceable=(unsloth or settings.attn_implementation is None) and varlen.can_replace(_base(model)),
         capability=torch.cuda.get_device_capability()[0] if cuda else 0,
         flash_attn=flash_attn,
         xformers=xformers,

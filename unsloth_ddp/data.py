@@ -30,6 +30,7 @@ from unsloth_ddp.arrow_rows import ArrowRows
 from unsloth_ddp.batch import BatchPlan
 from unsloth_ddp.errors import UserError
 from unsloth_ddp.formats import Example, to_example
+from unsloth_ddp.head import supervised_positions
 from unsloth_ddp.loss import IGNORED
 from unsloth_ddp.packing import Choice, Packing, Request, plan_step
 from unsloth_ddp.rows import check_source, is_file, left_out, read_rows, streamed_sources
@@ -466,10 +467,15 @@ class Flatten:
 
 @dataclass
 class Collate:
-    """Packs are flattened, rows are padded: training may see the one while evaluation sees the other."""
+    """Packs are flattened, rows are padded: training may see the one while evaluation sees the other.
+
+    With `head_chooses` a batch also says where its supervised tokens are (see head.py).
+    """
 
     pad: PadRight
     flatten: Flatten
+    head_chooses: bool = False
 
     def __call__(self, examples: list[dict[str, np.ndarray]]) -> dict[str, Any]:
-        return self.flatten(examples) if "lengths" in examples[0] else self.pad(examples)
+        batch = self.flatten(examples) if "lengths" in examples[0] else self.pad(examples)
+        return batch | supervised_positions(batch["labels"]) if self.head_chooses else batch

@@ -10,6 +10,7 @@ import logging
 import math
 import os
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from unsloth_ddp.drift import REPLICATED, DriftCheck
 from unsloth_ddp.errors import UserError
 from unsloth_ddp.exchange import GradientExchange
 from unsloth_ddp.fit import Chosen, choose, with_micro_batch
+from unsloth_ddp.head import SupervisedHead, head_for
 from unsloth_ddp.loss import logits_to_step_loss, step_divisor, supervised_tokens
 from unsloth_ddp.model import DTYPES
 from unsloth_ddp.recompute import Recompute
@@ -69,7 +71,7 @@ def make_trainer(
     # How many packs make a step is known since the rows are.
     config.per_device_train_batch_size, config.gradient_accumulation_steps = plan.per_device, plan.accumulation
     if rows.packing is not None:
-        prepare_for_packs(runtime)
+        prepare_for_packs(settings, runtime, model)
     trainer = DDPTrainer(model, config, rows, eval_rows, tokenizer, runtime, settings, plan, checkpoints, stop)
     used = "bf16" if trainer.args.bf16 else "fp16" if trainer.args.fp16 else "fp32"
     # bf16 weights need no autocast, so Unsloth switches it off for them.
@@ -107,6 +109,7 @@ class DDPTrainer(RetryingTrainer):
         self.recompute = Recompute(model, runtime, settings)
         self.train_rows, self.eval_rows = train, evaluation
         self.row_seed: int = args.seed if args.data_seed is None else args.data_seed
+        self.collate = Collate(PadRight(tokenizer.pad_token_id), Flatten(keys_for_packs(runtime, model)))
         self.windows = windows_of(settings, train.packing, tokenizer, self.row_seed) if train.streamed else None
         super().__init__(
             model=model,
@@ -114,7 +117,7 @@ class DDPTrainer(RetryingTrainer):
             train_dataset=train.dataset,
             eval_dataset=evaluation.dataset if evaluation else None,
             processing_class=tokenizer,
-            data_collator=Collate(PadRight(tokenizer.pad_token_id), Flatten(keys_for_packs(runtime, model))),
+            data_collator=self.collate,
             callbacks=[SavedTotals(), Report(runtime.progress), StopTogether(stop)],
         )
         trackers = tuple(get_reporting_integration_callbacks(self.args.report_to))
@@ -128,6 +131,9 @@ class DDPTrainer(RetryingTrainer):
         # A model that does not take the divisor would divide by its own count.
         self.model_divides = bool(self.model_accepts_loss_kwargs)
         self.model_accepts_loss_kwargs = True
+        self.head: SupervisedHead | None = None
+        # Unsloth lowers what is its default to the rows of a micro-batch, which are not chosen yet.
+        self.args.per_device_eval_batch_size = settings.per_device_eval_batch_size
         if self.is_fsdp_enabled and runtime.precision != "fp32":
             # accelerate's own policy reduces gradients and returns losses in 16 bit.
             self.accelerator.state.fsdp_plugin.mixed_precision_policy = MixedPrecisionPolicy(
@@ -162,6 +168,9 @@ class DDPTrainer(RetryingTrainer):
         self.args.gradient_accumulation_steps = self.plan.accumulation
         self._train_batch_size = self.args.train_batch_size
         self.checkpoints.facts |= {**batch_facts(self.plan), "gradient_checkpointing": chosen.kind}
+        # After the tries, which have to allow for rows of which everything is supervised.
+        self.head = head_for(self)
+        self.collate.head_chooses = self.head is not None
         return chosen
 
     # ---- rows: upstream shuffles with the global RNG and sees some rows twice to even out the ranks ----
@@ -235,8 +244,11 @@ class DDPTrainer(RetryingTrainer):
             self.in_backward = True
             return logits_to_step_loss(logits, inputs["labels"], divisor)
         if self.runtime.backend == "unsloth":
+            inputs = dict(inputs)
+            positions = inputs.pop("supervised_positions", None)
             # Unsloth's own compute_loss prepares inputs for some models and hands the divisor to its fused loss.
-            return super().compute_loss(model, dict(inputs), num_items_in_batch=divisor)
+            with self.head.at(positions) if self.head else nullcontext():
+                return super().compute_loss(model, inputs, num_items_in_batch=divisor)
         return self._transformers_loss(model, inputs, divisor)
 
     def _transformers_loss(self, model: Any, inputs: dict[str, Tensor], divisor: Tensor) -> Tensor:

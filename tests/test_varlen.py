@@ -1,0 +1,153 @@
+"""Attention through torch's varlen_attn, with a slow stand-in for the kernel, which needs a GPU."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.test_packing import KV, ROWS, both_ways, make, token_losses
+from unsloth_ddp import varlen
+from unsloth_ddp.arrow_rows import ArrowRows
+from unsloth_ddp.data import Flatten, PackedRows
+
+QWEN3 = {**KV, "head_dim": 16}
+MISTRAL = {**KV, "sliding_window": 8}
+
+
+def slow_varlen(
+    query: Tensor, key: Tensor, value: Tensor, borders: Tensor, borders_k: Tensor, longest: int, longest_k: int,
+    *, scale: float | None = None, window_size: tuple[int, int] = (-1, -1), enable_gqa: bool = False,
+) -> Tensor:  # fmt: skip
+    """What torch's varlen_attn computes: (tokens, heads, size), row by row, causal, within a window."""
+    assert borders.dtype == torch.int32 and torch.equal(borders, borders_k)
+    assert longest == longest_k == int(borders.diff().max())
+    assert window_size[1] == 0 and enable_gqa == (query.shape[1] != key.shape[1])
+    rows = []
+    for first, end in zip(borders.tolist(), borders.tolist()[1:], strict=False):
+        q, k, v = (x[first:end].transpose(0, 1)[None] for x in (query, key, value))
+        ago = torch.arange(end - first)[:, None] - torch.arange(end - first)
+        seen = (ago >= 0) & ((ago <= window_size[0]) | (window_size[0] < 0))
+        row = torch.nn.functional.scaled_dot_product_attention(q, k, v, seen, scale=scale, enable_gqa=enable_gqa)
+        rows.append(row[0].transpose(0, 1))
+    return torch.cat(rows)
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """Shapes of the queries that the stand-in was called with."""
+    import torch.nn.attention.varlen
+
+    seen: list[tuple[int, ...]] = []
+
+    def counted(query: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        seen.append(tuple(query.shape))
+        return slow_varlen(query, *args, **kwargs)
+
+    monkeypatch.setattr(torch.nn.attention.varlen, "varlen_attn", counted)
+    return seen
+
+
+def packed_for_flash() -> dict[str, Any]:
+    rows, packing, _, _ = both_ways()
+    packs = PackedRows(ArrowRows(rows), packing)
+    return Flatten("flash")([packs[i] for i in range(len(packs))])
+
+
+@pytest.mark.parametrize(("name", "config"), [("Llama", KV), ("Qwen3", QWEN3), ("Mistral", MISTRAL)])
+def test_every_token_loss_is_the_same_packed_or_padded(name: str, config: dict[str, Any], calls: list[Any]) -> None:
+    model = make(name, **config)
+    _, _, padded, _ = both_ways()
+    expected = token_losses(model, padded)
+    assert varlen.can_replace(model)
+    varlen.use(model)
+    packed = packed_for_flash()
+    torch.testing.assert_close(token_losses(model, packed), expected, rtol=2e-6, atol=1e-6)
+    assert len(calls) == model.config.num_hidden_layers
+    # Padded rows, as evaluation has them, take sdpa and its mask.
+    torch.testing.assert_close(token_losses(model, padded), expected, rtol=2e-6, atol=1e-6)
+    assert len(calls) == model.config.num_hidden_layers
+    one_row = {**packed, "cu_seq_lens_q": torch.tensor([0, packed["input_ids"].shape[1]], dtype=torch.int32)}
+    one_row |= {"position_ids": torch.arange(packed["input_ids"].shape[1])[None], "max_length_q": sum(ROWS) + 1}
+    assert (token_losses(model, one_row) - expected).abs().max() > 1e-4, "the comparison sees no mixing"
+
+
+def test_rows_without_padding_need_no_mask(calls: list[Any]) -> None:
+    model = make("Mistral", **MISTRAL)
+    ids = torch.randint(3, 64, (3, 20), generator=torch.Generator().manual_seed(1))
+    batch = {"input_ids": ids, "labels": ids}
+    expected = token_losses(model, batch)
+    varlen.use(model)
+    torch.testing.assert_close(token_losses(model, batch), expected, rtol=2e-6, atol=1e-6)
+    assert calls == [(60, 2, 16)] * 2
+
+
+def test_generation_is_what_it_is_with_sdpa(calls: list[Any]) -> None:
+    model = make("Llama", **KV)
+    asked = {
+        "input_ids": torch.tensor([[0, 0, 5, 6, 7], [8, 9, 10, 11, 12]]),
+        "attention_mask": torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]]),
+    }
+    given = {**asked, "max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    model.set_attn_implementation("sdpa")
+    expected = model.generate(**given)
+    varlen.use(model)
+    assert model.generate(**given).tolist() == expected.tolist()
+    alone = {**given, **{name: value[1:] for name, value in asked.items()}}
+    assert model.generate(**alone).tolist() == expected[1:].tolist()
+
+
+def test_gradients_reach_what_is_trained(calls: list[Any]) -> None:
+    model = make("Qwen3", **QWEN3).train()
+    packed = packed_for_flash()
+    gradients = []
+    for implementation in ("sdpa", varlen.NAME):
+        if implementation == varlen.NAME:
+            varlen.use(model)
+        model.zero_grad()
+        model(**packed, use_cache=False).loss.backward()
+        gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+    torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-4, atol=1e-6)
+    assert calls
+
+
+def test_under_autocast_the_kernel_gets_16_bits(calls: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch.nn.attention.varlen
+
+    kinds = set()
+    counted = torch.nn.attention.varlen.varlen_attn
+
+    def kept(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        kinds.update({query.dtype, key.dtype, value.dtype})
+        return counted(query, key, value, *args, **kwargs)
+
+    monkeypatch.setattr(torch.nn.attention.varlen, "varlen_attn", kept)
+    model = make("Qwen3", **QWEN3)
+    varlen.use(model)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        token_losses(model, packed_for_flash())
+    assert kinds == {torch.bfloat16}
+
+
+@pytest.mark.parametrize(
+    ("name", "config"),
+    [
+        ("Llama", {**KV, "attention_dropout": 0.1}),
+        ("Gemma2", {**KV, "head_dim": 16}),
+        ("GptOss", {**KV, "head_dim": 16, "num_local_experts": 2, "num_experts_per_tok": 1}),
+        ("Bloom", {"hidden_size": 32, "n_head": 2}),
+    ],
+)
+def test_models_that_want_more_keep_their_attention(name: str, config: dict[str, Any]) -> None:
+    assert not varlen.can_replace(make(name, **config))
+
+
+def test_what_is_saved_does_not_name_it(tmp_path: Path) -> None:
+    model = make("Llama", **KV)
+    varlen.use(model)
+    model.save_pretrained(tmp_path)
+    assert varlen.NAME not in json.dumps(json.loads((tmp_path / "config.json").read_text()))

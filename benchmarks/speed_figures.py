@@ -48,6 +48,11 @@ def figures(intervals: Sequence[Interval], processes: int) -> dict[str, float]:
     }
 
 
+def work_done(flops_a_token: float, head_flops_a_token: float, head_share: float) -> float:
+    """Model work a token where the output head computes only a share of the tokens."""
+    return flops_a_token - (1 - head_share) * head_flops_a_token
+
+
 def used_share(tokens_per_second: float, flops_a_token: float, flops_a_second: float) -> float:
     """MFU: model work a second over what the GPU can do."""
     return tokens_per_second * flops_a_token / flops_a_second

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.gpu_models import SHAPES
 from benchmarks.speed_cells import CONTESTANTS
-from benchmarks.speed_figures import used_share
+from benchmarks.speed_figures import used_share, work_done
 
 # What others are compared with: the first of these that was measured.
 REFERENCE = "kit"
@@ -35,6 +36,7 @@ class Summary:
     memory: float
     runs: int
     batch: str
+    head_share: float
 
 
 def summarize(cells: Sequence[dict[str, Any]]) -> Summary:
@@ -53,6 +55,7 @@ def summarize(cells: Sequence[dict[str, Any]]) -> Summary:
         memory=max(one.get("peak_memory_bytes", 0) for one in cells),
         runs=len(cells),
         batch=describe_batch(cells[0].get("settings", {})),
+        head_share=statistics.median(one.get("head_share", 1.0) for one in cells),
     )
 
 
@@ -88,6 +91,12 @@ def measured_rate(content: dict[str, Any]) -> float | None:
     return statistics.median(rates) if rates else None
 
 
+def head_flops(shape: str, method: str) -> float:
+    """Work of the output head a token: one product forward, one for what lies below it, one more where it is trained."""
+    hidden, *_, vocabulary = SHAPES.get(shape, (0, 0))
+    return 2.0 * hidden * vocabulary * (3 if method == "full" else 2)
+
+
 def _share(speed: float, work: float | None, rate: float | None) -> str:
     return f"{used_share(speed, work, rate):.1%}" if work and rate else "-"
 
@@ -103,21 +112,22 @@ def speed_table(group: Group, found: Sequence[Summary], content: dict[str, Any])
     alone = [one for one in found if one.processes == 1]
     speeds = {one.contestant: one.speed for one in alone}
     work = (content["flops_a_token"].get(group[1]) or {}).get(group[2])
+    done = [work_done(work, head_flops(*group[1:]), one.head_share) if work else None for one in alone]
     rows = [
         [
             one.contestant,
             f"{one.speed:,.0f}",
             f"{one.lowest:,.0f} to {one.highest:,.0f}",
             f"{one.speed / speeds[REFERENCE]:.2f}" if REFERENCE in speeds else "-",
-            _share(one.speed, work, published_rate(content["gpus"])),
-            _share(one.speed, work, measured_rate(content)),
+            _share(one.speed, of_this, published_rate(content["gpus"])),
+            _share(one.speed, of_this, measured_rate(content)),
             one.batch,
             f"{one.tokens_a_step:,.0f}",
             f"{one.memory / 2**30:.1f}" if one.memory else "-",
             f"{one.first_step:.0f}" if one.first_step else "-",
             str(one.runs),
         ]
-        for one in alone
+        for one, of_this in zip(alone, done, strict=True)
     ]
     head = [
         "contestant", "tokens/s", "from, to", f"/ {REFERENCE}", "MFU, published", "MFU, measured", "micro-batch x accumulation; checkpointing",

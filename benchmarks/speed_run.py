@@ -28,6 +28,8 @@ LEAST_PATIENCE = 120
 GRACE = 15
 CUT_OFF = "cut off by the end of the call"
 TAIL = 6000
+# What the kit's log says where the head does not compute supervised tokens only.
+HEAD_OF_ALL = "the head computes all tokens"
 # What a library says of how rows lie in a micro-batch.
 ABOUT_PACKING = re.compile("padding-free|packing", re.IGNORECASE)
 
@@ -194,9 +196,12 @@ def read(cell: Cell, own: Path, log: str, began_at: float) -> dict[str, Any]:
 def read_kit(run: Path, log: str) -> dict[str, Any]:
     """What train_ddp.py wrote into its run's folder, and the table it printed."""
     summary = json.loads((run / "summary.json").read_text())
+    own_log = (run / "logs" / "rank_0.log").read_text()
+    chooses = summary["backend"] == "unsloth" and HEAD_OF_ALL not in own_log
     return {
         "intervals": kit_intervals(log_history(run), WARM_LINES),
-        "first_step_at": first_step_at((run / "logs" / "rank_0.log").read_text()),
+        "first_step_at": first_step_at(own_log),
+        "head_share": summary["supervised_tokens"] / summary["tokens"] if chooses else 1.0,
         "peak_memory_bytes": summary["peak_memory_bytes"],
         "settings": {
             **{name: summary[name] for name in ("packing", "packs", "global_batch_size", "backend", "precision")},

@@ -1,0 +1,119 @@
+"""The output head over supervised tokens only: the same loss and gradients, from fewer products."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from tests.test_packing import KV, make
+from unsloth_ddp.data import Collate, Flatten, PadRight
+from unsloth_ddp.head import MULTIPLE, SupervisedHead, head_for, supervised_positions
+from unsloth_ddp.loss import IGNORED
+
+
+def random_labels(rows: int, tokens: int, share: float) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    labels = torch.randint(3, 64, (rows, tokens), generator=generator)
+    return torch.where(torch.rand(labels.shape, generator=generator) < share, labels, IGNORED)
+
+
+@pytest.mark.parametrize(("rows", "tokens", "share"), [(1, 1000, 0.2), (3, 400, 0.5), (1, 300, 0.0), (8, 100, 0.1)])
+def test_positions_are_those_before_a_label(rows: int, tokens: int, share: float) -> None:
+    labels = random_labels(rows, tokens, share)
+    expected = [
+        (row * tokens + at, int(labels[row, at + 1]))
+        for row in range(rows)
+        for at in range(tokens - 1)
+        if labels[row, at + 1] != IGNORED
+    ]
+    found = supervised_positions(labels)
+    positions, following = found["supervised_positions"][0].tolist(), found["shift_labels"][0].tolist()
+    assert len(positions) == len(following) > 0 and len(positions) % MULTIPLE == 0
+    assert list(zip(positions, following, strict=True))[: len(expected)] == expected
+    assert set(following[len(expected) :]) <= {IGNORED}
+    assert len(positions) - len(expected) <= MULTIPLE
+
+
+@pytest.mark.parametrize(("tokens", "share"), [(1000, 1.0), (1000, 0.95), (100, 0.1)])
+def test_nothing_is_chosen_where_little_would_be_left_out(tokens: int, share: float) -> None:
+    assert supervised_positions(random_labels(1, tokens, share)) == {}
+
+
+def batch_of(rows: int, tokens: int) -> dict[str, Tensor]:
+    ids = torch.randint(3, 64, (rows, tokens), generator=torch.Generator().manual_seed(1))
+    labels = torch.where(random_labels(rows, tokens, 0.2) == IGNORED, IGNORED, ids)
+    return {"input_ids": ids, "labels": labels}
+
+
+def loss_and_gradients(model: Any, batch: dict[str, Tensor], **more: Tensor) -> tuple[Tensor, Tensor]:
+    model.zero_grad()
+    loss = model(**batch, **more, use_cache=False, num_items_in_batch=torch.tensor(7.0)).loss
+    loss.backward()
+    return loss.detach(), torch.cat([p.grad.flatten() for p in model.parameters()])
+
+
+@pytest.mark.parametrize(("rows", "tokens"), [(1, 700), (4, 200)])
+def test_the_loss_and_its_gradients_stay_and_the_head_sees_less(rows: int, tokens: int) -> None:
+    model = make("Llama", **KV).train()
+    seen = []
+    model.lm_head.register_forward_hook(lambda _, inputs, out: seen.append(inputs[0].shape[1] * inputs[0].shape[0]))
+    batch = batch_of(rows, tokens)
+    head = SupervisedHead(model)
+    whole = loss_and_gradients(model, batch)
+    chosen = supervised_positions(batch["labels"])
+    with head.at(chosen["supervised_positions"]):
+        selected = loss_and_gradients(model, batch, shift_labels=chosen["shift_labels"])
+    torch.testing.assert_close(selected[0], whole[0], rtol=1e-6, atol=0)
+    torch.testing.assert_close(selected[1], whole[1], rtol=1e-4, atol=1e-6)
+    assert seen == [rows * tokens, chosen["shift_labels"].numel()]
+    assert model(**batch, use_cache=False).logits.shape == (rows, tokens, 64), "outside it the head sees all"
+
+
+def trainer_of(model: Any, sharding: str = "none", takes_labels: bool = True) -> Any:
+    """What head_for asks of a trainer, with a loss that takes the labels of chosen positions, or does not."""
+
+    def micro_batch_loss(model: Any, batch: dict[str, Tensor], divisor: Tensor) -> Tensor:
+        if not takes_labels:
+            # What a loss over all labels would make of fewer hidden states: those of other tokens.
+            chosen = batch.pop("shift_labels", batch["labels"])
+            batch["shift_labels"] = batch["labels"][:, : chosen.shape[1]]
+        return model(**batch, use_cache=False, num_items_in_batch=divisor).loss
+
+    batch = batch_of(4, 300)
+    rows = [{name: np.array(value[i]) for name, value in batch.items()} for i in range(4)]
+    return SimpleNamespace(
+        runtime=SimpleNamespace(backend="unsloth", sharding=sharding), model=model, model_divides=True,
+        train_rows=SimpleNamespace(examples=rows), data_collator=Collate(PadRight(0), Flatten("unsloth")),
+        args=SimpleNamespace(device=torch.device("cpu")), micro_batch_loss=micro_batch_loss,
+        accelerator=SimpleNamespace(autocast=lambda: torch.autocast("cpu", enabled=False)),
+    )  # fmt: skip
+
+
+def test_a_model_that_takes_labels_of_chosen_tokens_gets_them() -> None:
+    model = make("Llama", **KV).train()
+    assert head_for(trainer_of(model)) is not None
+    assert model.training
+
+
+def test_a_loss_that_would_change_is_left_alone(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        assert head_for(trainer_of(make("Llama", **KV), takes_labels=False)) is None
+    assert "the head computes all tokens" in caplog.text
+
+
+def test_shared_out_weights_are_not_asked() -> None:
+    assert head_for(trainer_of(make("Llama", **KV), sharding="zero3")) is None
+
+
+def test_a_batch_says_where_its_supervised_tokens_are_where_asked() -> None:
+    rows = [{"input_ids": np.arange(1000), "labels": np.where(np.arange(1000) < 900, IGNORED, np.arange(1000))}]
+    collate = Collate(PadRight(0), Flatten("unsloth"))
+    assert "shift_labels" not in collate(rows)
+    collate.head_chooses = True
+    assert collate(rows)["supervised_positions"][0, :100].tolist() == list(range(899, 999))

@@ -68,6 +68,7 @@ CONTESTANTS = {
     c.name: c
     for c in (
         Contestant("kit", setup=UNSLOTH_SETUP),
+        Contestant("kit_all", options=("--loss_on", "all"), setup=UNSLOTH_SETUP),
         Contestant(
             "kit_one",
             options=("--per_device_train_batch_size", "1"),
@@ -87,7 +88,7 @@ EXPECTED = {
     ("chat", "qwen3_8b"): 15_000, ("full", "qwen3_8b"): 16_000, ("long", "qwen3_8b"): 13_000,
 }  # fmt: skip
 EXPECTED_TINY = 400
-SLOWER = {"lora": 1.0, "qlora": 0.75, "full": 0.6}
+METHODS = ("lora", "qlora", "full")
 
 
 @dataclass(frozen=True)
@@ -125,7 +126,7 @@ def parse_cells(words: list[str], repeats: int) -> list[Cell]:
         if len(parts) not in (4, 5):
             raise ValueError(f"{word} is not work:shape:method:contestant, with :2weak or :2strong for several GPUs")
         work, shape, method, contestant = parts[:4]
-        known = (WORKS, SLOWER, CONTESTANTS)
+        known = (WORKS, METHODS, CONTESTANTS)
         for part, names in zip((work, method, contestant), known, strict=True):
             if part not in names:
                 raise ValueError(f"{word}: there is no {part}; choose from {', '.join(names)}")
@@ -176,7 +177,7 @@ class Steps:
 
 def kit_steps(cell: Cell, work: Work, seconds: float, tiny: bool) -> Steps:
     """Steps of the kit that take about `seconds` after warm-up, by the expected speed."""
-    speed = (EXPECTED_TINY if tiny else EXPECTED[cell.work, cell.shape]) * SLOWER[cell.method] * cell.processes
+    speed = (EXPECTED_TINY if tiny else EXPECTED[cell.work, cell.shape]) * cell.processes
     step = cell.global_batch(work) * work.mean_tokens / (speed * CONTESTANTS[cell.contestant].share.get(cell.shape, 1))
     logging = min(5, max(1, math.ceil(LINE_SECONDS / step)))
     # Step 1 has a line of its own, whatever the distance of the others.

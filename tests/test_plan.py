@@ -425,10 +425,11 @@ def test_packs_are_planned_where_packing_is_on(capsys, tmp_path):
     assert "packing auto is planned as padded rows" in capsys.readouterr().out
     assert plan() == 0
     assert "packing auto is planned as packed rows" in capsys.readouterr().out
-    capsys.readouterr()
+    assert plan("--backend", "transformers") == 0
+    assert "packing auto is planned as packed rows" in capsys.readouterr().out
     for words, place in (
         (["--precision", "fp32"], "unsloth (fp32)"),
-        (["--backend", "transformers"], "transformers (bf16)"),
+        (["--backend", "transformers", "--attn_implementation", "sdpa"], "transformers (bf16, sdpa)"),
     ):
         assert plan(*words, "--global_batch_tokens", "1000") == 2
         said = capsys.readouterr().err

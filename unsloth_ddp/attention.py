@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 
 from unsloth_ddp import varlen
-from unsloth_ddp.packing import Choice, choose
+from unsloth_ddp.packing import Choice, choose, place_of
 from unsloth_ddp.runtime import Runtime
 from unsloth_ddp.settings import Settings
 
@@ -116,7 +116,7 @@ def choose_packing(settings: Settings, runtime: Runtime, model: Any) -> Choice:
     kernels = runtime.gather(find_kernel(facts) if facts else None)
     return choose(
         settings.packing,
-        "a CPU" if runtime.device_type == "cpu" else f"backend {runtime.backend} ({runtime.precision})",
+        "a CPU" if runtime.device_type == "cpu" else place_of(runtime.backend, runtime.precision, settings),
         kernels[0] if None not in kernels else None,
         why_mixed(model),
         why_doubtful(model),

@@ -151,7 +151,7 @@ def _choose_by_trying(trainer: Any, kinds: Sequence[str], sizes: Sequence[int]) 
     # Unsloth says, when training begins, that it drops what a try compiled.
     warnings.filterwarnings("ignore", message="Unsloth: detected a manual forward")
     found = search(kinds, sizes, lambda size: largest_tokens(trainer, size), fits)
-    _forget_free_memory()
+    forget_free_memory()
     # Without room to spare is better than not at all.
     kind, size = found or (kinds[-1], sizes[0])
     worst = max(tries[kind, size], key=lambda one: float("inf") if one.needed is None else one.needed / one.room)
@@ -174,7 +174,7 @@ def _check_evaluation(trainer: Any) -> None:
     if trainer.eval_rows is None:
         return
     tries = trainer.runtime.gather(attempt_evaluation(trainer))
-    _forget_free_memory()
+    forget_free_memory()
     short = [one for one in tries if one.needed is None or one.needed > one.room]
     if short:
         size = min(trainer.settings.per_device_eval_batch_size, trainer.eval_rows.units)
@@ -226,7 +226,7 @@ def _try(trainer: Any, rows: list[dict[str, np.ndarray]], passes: Callable[[Any,
     if trainer.args.world_size > 1:
         later += trained_bytes if trainer.exchange is None else 2 * trained_bytes
     _release()
-    _forget_free_memory()
+    forget_free_memory()
     free, total = torch.cuda.mem_get_info(device)
     allowed = int(torch.cuda.get_per_process_memory_fraction(device) * total)
     room = min(free + torch.cuda.memory_reserved(device), allowed)
@@ -291,7 +291,7 @@ def _release() -> None:
     torch.cuda.empty_cache()
 
 
-def _forget_free_memory() -> None:
+def forget_free_memory() -> None:
     """Let Unsloth's fused loss look again how much memory is free, by which it slices the logits once for all."""
     loss = sys.modules.get("unsloth_zoo.fused_losses.cross_entropy_loss")
     forget = getattr(getattr(loss, "_get_chunk_multiplier", None), "cache_clear", None)

@@ -180,6 +180,12 @@ def choose(wanted: str, place: str, kernel: str | None, wrong: str | None, doubt
     return Choice(True, f"{kernel} keeps rows apart")
 
 
+def place_of(backend: str, precision: str, settings: Settings) -> str:
+    """Where attention runs on a GPU, for `choose`."""
+    asked = f", {settings.attn_implementation}" if backend == "transformers" and settings.attn_implementation else ""
+    return f"backend {backend} ({precision}{asked})"
+
+
 @dataclass
 class Request:
     """What was asked of a step: see the options of the same names.

@@ -30,7 +30,7 @@ from unsloth_ddp.data import Collate, Flatten, PadRight, TokenizedRows
 from unsloth_ddp.drift import REPLICATED, DriftCheck
 from unsloth_ddp.errors import UserError
 from unsloth_ddp.exchange import GradientExchange
-from unsloth_ddp.fit import Chosen, choose, with_micro_batch
+from unsloth_ddp.fit import Chosen, choose, forget_free_memory, with_micro_batch
 from unsloth_ddp.head import SupervisedHead, head_for
 from unsloth_ddp.loss import logits_to_step_loss, step_divisor, supervised_tokens
 from unsloth_ddp.model import DTYPES
@@ -171,6 +171,7 @@ class DDPTrainer(RetryingTrainer):
         # After the tries, which have to allow for rows of which everything is supervised.
         self.head = head_for(self)
         self.collate.head_chooses = self.head is not None
+        forget_free_memory()
         return chosen
 
     # ---- rows: upstream shuffles with the global RNG and sees some rows twice to even out the ranks ----

@@ -8,7 +8,7 @@ from typing import Literal, cast, get_args
 
 from unsloth_ddp.batch import BatchPlan
 from unsloth_ddp.fit import divisors, search, sizes_of, with_micro_batch
-from unsloth_ddp.packing import Choice, choose
+from unsloth_ddp.packing import Choice, choose, place_of
 from unsloth_ddp.plan.calibration import Calibration, Speed, Wanted, expected_speed, kind_of_rows
 from unsloth_ddp.plan.memory import (
     KINDS,
@@ -145,10 +145,11 @@ def kinds_of(settings: Settings) -> tuple[Checkpointing, ...]:
 
 
 def planned_packing(settings: Settings) -> Choice:
-    """Whether a GPU of compute capability 8 or more, without flash-attn, would train on packs."""
+    """Whether a GPU of compute capability 8 or more, without flash-attn, would train on packs (attention.find_kernel)."""
     backend, precision = backend_of(settings), precision_of(settings)
-    kernel = "Unsloth's attention" if backend == "unsloth" and precision != "fp32" else None
-    return choose(settings.packing, f"backend {backend} ({precision})", kernel, wrong=None, doubtful=None)
+    replaceable = backend == "unsloth" or settings.attn_implementation is None
+    kernel = "torch's varlen_attn" if replaceable and precision != "fp32" else None
+    return choose(settings.packing, place_of(backend, precision, settings), kernel, wrong=None, doubtful=None)
 
 
 def memory_row(

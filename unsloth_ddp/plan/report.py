@@ -25,7 +25,7 @@ from unsloth_ddp.units import shown_bandwidth, shown_bytes, shown_seconds
 NO_CALIBRATION = (
     "Time and efficiency need measured speeds, and none were given: --calibration FILE. To write one, train the same "
     "model and rows for some 50 steps on one GPU of the kind you will rent (--max_steps 50 --logging_steps 5), then run "
-    "this command with --calibrate outputs/RUN --calibration FILE. --calibration h200 is shipped (LoRA on H200s)."
+    "this command with --calibrate outputs/RUN --calibration FILE. --calibration h200 is shipped (LoRA, QLoRA and full on H200s)."
 )
 
 
@@ -175,7 +175,7 @@ def notes(report: Report) -> list[str]:
         )
     if report.settings.packing == "auto":
         packed = planned_packing(report.settings).packed
-        planned = "packed rows, which Unsloth's attention takes with flash-attn, xformers or torch 2.12 on"
+        planned = "packed rows, for which most models have a kernel with torch 2.12 on"
         said.append(f"packing auto is planned as {planned if packed else 'padded rows; --packing on plans packs'}.")
     if report.settings.per_device_train_batch_size == "auto":
         said.append(
@@ -193,7 +193,7 @@ def notes(report: Report) -> list[str]:
     fitted = ", ".join(f"{r:.0%} at {c} ({GUIDE[c]:.0%} there)" for r, c in zip(ring, others, strict=True))
     said.append(
         "Efficiency: link speed, and uneven rows, where a step lasts as long as the GPU with the most tokens needs (less "
-        "is lost where GPUs are not busy). Start-up times, congestion and slow machines come on top. "
+        "is lost where GPUs are not busy). Start-up times, evaluation, saving, congestion and slow machines come on top. "
         f"Set to the published guide's {GUIDE[4]:.0%} on 2 nodes x 2 A100, such a count says {fitted}."
     )
     return said

@@ -17,7 +17,14 @@ from unsloth_ddp.plan.memory import optimizer_bytes
 ELSEWHERE = ("xla", "npu", "anyprecision", "galore", "lomo", "grok", "schedule_free", "apollo", "stable")
 # Their states are in memory that only bitsandbytes for a GPU can have.
 ON_GPUS = ("paged_ademamix_32bit", "paged_ademamix_8bit")
+# These compile their step, for seconds.
+COMPILED = ("adamw_torch_8bit", "adamw_torch_4bit")
 HERE = [o.value for o in OptimizerNames if not any(word in o.value for word in ELSEWHERE) and o.value not in ON_GPUS]
+
+
+def slow_where_compiled(names: list[str]) -> list[Any]:
+    """Parameters of a test, of which those that take long are left to the slow group."""
+    return [pytest.param(name, marks=pytest.mark.slow if name in COMPILED else ()) for name in names]
 
 
 def weighed(state: Any) -> int:
@@ -32,7 +39,7 @@ def weighed(state: Any) -> int:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", HERE)
+@pytest.mark.parametrize("name", slow_where_compiled(HERE))
 def test_an_optimizer_keeps_what_is_counted(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
     given = TrainingArguments(output_dir=str(tmp_path), optim=name, use_cpu=True, report_to=[])
     kind, options = Trainer.get_optimizer_cls_and_kwargs(given)
@@ -45,7 +52,9 @@ def test_an_optimizer_keeps_what_is_counted(name: str, dtype: torch.dtype, tmp_p
     assert kept == pytest.approx(optimizer_bytes(name, dtype.itemsize), rel=0.005, abs=0.02)
 
 
-@pytest.mark.parametrize("name", ["adamw_8bit", "rmsprop_bnb_8bit", "adamw_torch_8bit", "adamw_torch"])
+@pytest.mark.parametrize(
+    "name", slow_where_compiled(["adamw_8bit", "rmsprop_bnb_8bit", "adamw_torch_8bit", "adamw_torch"])
+)
 def test_what_is_kept_for_a_whole_model_is_counted_with_its_embedding(name: str, tmp_path: Path) -> None:
     model = torch.nn.Sequential(torch.nn.Embedding(64, 128), torch.nn.Linear(128, 256, bias=False)).to(torch.bfloat16)
     trainer = Trainer(model, TrainingArguments(output_dir=str(tmp_path), optim=name, use_cpu=True, report_to=[]))

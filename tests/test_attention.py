@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 from unsloth_ddp import attention
 from unsloth_ddp.options import Settings
@@ -63,3 +64,10 @@ def test_torchs_kernel_is_taken_where_unsloth_found_it(
     facts = attention._kernels(Settings(model="m"), Runtime(Ranks(), "unsloth", "cuda", "bf16", "H200"), model)
     assert facts.torch_varlen is there
     assert attention.find_kernel(facts) == ("torch's varlen_attn" if there else None)
+
+
+def test_layers_with_heads_of_their_own_size_count_with_the_largest() -> None:
+    config = transformers.Gemma4TextConfig(num_hidden_layers=6)
+    with pytest.raises(RuntimeError):
+        _ = config.head_dim
+    assert attention._largest_head(config) == 512

@@ -306,6 +306,7 @@ def make(name: str, **config: Any) -> Any:
         ("Bloom", {}, "ALiBi"),
         ("Falcon", {"alibi": True}, "ALiBi"),
         ("Lfm2", {**KV, "layer_types": ["conv", "full_attention"]}, "Lfm2ShortConv layers carry a state"),
+        ("Roberta", {"is_decoder": True}, "begin after that of its padding token"),
         ("Llama4Text", {**KV, "layer_types": ["chunked_attention", "full_attention"]}, "chunked attention"),
         (
             "Qwen3Next",

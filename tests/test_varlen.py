@@ -49,6 +49,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
         return slow_varlen(query, *args, **kwargs)
 
     monkeypatch.setattr(torch.nn.attention.varlen, "varlen_attn", counted)
+    # Compared is in fp32, which the kernel would not take.
+    monkeypatch.setattr(varlen, "SIXTEEN_BIT", (*varlen.SIXTEEN_BIT, torch.float32))
     return seen
 
 
@@ -137,13 +139,46 @@ def test_under_autocast_the_kernel_gets_16_bits(calls: list[Any], monkeypatch: p
     ("name", "config"),
     [
         ("Llama", {**KV, "attention_dropout": 0.1}),
+        # Its dropout has another name.
+        ("GPT2", {}),
+        # Capped scores; sinks; another kind of positions.
         ("Gemma2", {**KV, "head_dim": 16}),
         ("GptOss", {**KV, "head_dim": 16, "num_local_experts": 2, "num_experts_per_tok": 1}),
         ("Bloom", {"hidden_size": 32, "n_head": 2}),
+        # Its layers do not pass on where rows begin.
+        ("Nemotron", KV),
+        # Its window is in the mask alone.
+        ("Phimoe", {**KV, "num_local_experts": 2, "num_experts_per_tok": 1, "sliding_window": 8}),
+        ("DeepseekV3", {"q_lora_rank": None, "kv_lora_rank": 16, "n_routed_experts": 4, "n_group": 1, "topk_group": 1}),
     ],
 )
 def test_models_that_want_more_keep_their_attention(name: str, config: dict[str, Any]) -> None:
     assert not varlen.can_replace(make(name, **config))
+
+
+def test_a_try_leaves_the_model_as_it_was() -> None:
+    model = make("Qwen3", **QWEN3).train()
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    assert varlen.can_replace(model)
+    assert model.training and model.config._attn_implementation == "eager"
+    assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
+
+
+def test_weights_that_are_shared_out_are_not_needed() -> None:
+    model, mixing = make("Qwen3", **QWEN3), make("Nemotron", **KV)
+    for one in (model, mixing):
+        for parameter in one.parameters():
+            parameter.ds_id, parameter.data = 0, torch.empty(0)
+    assert varlen.can_replace(model) and not varlen.can_replace(mixing)
+
+
+def test_32_bits_are_left_to_sdpa() -> None:
+    """Without the stand-in, whose place torch's own function has here: it would fail on a CPU."""
+    model = make("Mistral", **MISTRAL)
+    _, _, padded, _ = both_ways()
+    expected = token_losses(model, padded)
+    varlen.use(model)
+    torch.testing.assert_close(token_losses(model, packed_for_flash()), expected, rtol=2e-6, atol=1e-6)
 
 
 def test_what_is_saved_does_not_name_it(tmp_path: Path) -> None:

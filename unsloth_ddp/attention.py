@@ -6,6 +6,7 @@ a mask of the whole pack has to be built and mostly thrown away.
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import re
 import sys
@@ -28,6 +29,8 @@ CARRYING_LAYERS = re.compile(
 FIXED_STRETCHES = ("chunked_attention",)
 # Positions are distances in the sequence, which position_ids do not change.
 ALIBI_MODELS = ("bloom", "mpt")
+# Speech models whose text part does not pass positions on.
+LOSING_POSITIONS = ("moshi",)
 LARGEST_HEAD = 256
 TORCH_KERNEL = "torch's varlen_attn"
 
@@ -90,6 +93,10 @@ def why_mixed(model: Any) -> str | None:
     hidden = any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters.values())
     if "position_ids" not in parameters and not hidden:
         return "the model takes no position_ids, which tell rows apart"
+    if config.model_type in LOSING_POSITIONS:
+        return "the model does not pass on the positions that tell rows apart"
+    if any(_begins_after_padding(*named) for named in base.named_modules()):
+        return "the model's positions begin after that of its padding token, and those of packed rows at 0"
     stretches = [kind for kind in getattr(config, "layer_types", None) or [] if kind in FIXED_STRETCHES]
     if stretches:
         return f"the model's {stretches[0].replace('_', ' ')} goes by place in the sequence"
@@ -143,10 +150,8 @@ def prepare_for_packs(settings: Settings, runtime: Runtime, model: Any) -> None:
 
 
 def _kernels(settings: Settings, runtime: Runtime, model: Any) -> Kernels:
-    config = _base(model).config
+    base, unsloth = _base(model), runtime.backend == "unsloth"
     cuda = runtime.device_type == "cuda"
-    heads = getattr(config, "num_attention_heads", 0) or 1
-    unsloth = runtime.backend == "unsloth"
     xformers = flash_attn = False
     torch_varlen = cuda and varlen.is_available()
     if unsloth:
@@ -158,22 +163,39 @@ def _kernels(settings: Settings, runtime: Runtime, model: Any) -> Kernels:
         flash_attn = selected == attention_dispatch.FLASH_VARLEN
         # Unsloth has looked at its switch and at what torch's kernel takes when it was imported.
         torch_varlen = torch.version.hip is None and attention_dispatch._TORCH_VARLEN_ATTN is not None
-    return Kernels(
+    facts = Kernels(
         device_type=runtime.device_type,
         sixteen_bit=runtime.precision != "fp32",
-        head_dim=getattr(config, "head_dim", None) or getattr(config, "hidden_size", 0) // heads,
+        head_dim=_largest_head(base.config),
         implementation=_implementation(model),
         unsloth_attention=unsloth and any(_is_unsloths(module) for module in model.modules()),
-        replaceable=(unsloth or settings.attn_implementation is None) and varlen.can_replace(_base(model)),
+        replaceable=unsloth or settings.attn_implementation is None,
         capability=torch.cuda.get_device_capability()[0] if cuda else 0,
         flash_attn=flash_attn,
         xformers=xformers,
         torch_varlen=torch_varlen,
     )
+    if find_kernel(facts) == TORCH_KERNEL and not facts.unsloth_attention and not varlen.can_replace(base):
+        return dataclasses.replace(facts, replaceable=False)
+    return facts
+
+
+def _largest_head(config: Any) -> int:
+    """Numbers of one head; layers may differ, and such configs refuse to name one for all."""
+    try:
+        heads = getattr(config, "num_attention_heads", 0) or 1
+        return getattr(config, "head_dim", None) or getattr(config, "hidden_size", 0) // heads
+    except RuntimeError:
+        return max(_largest_head(layer) for layer in config.per_layer_config)
 
 
 def _is_unsloths(module: torch.nn.Module) -> bool:
     return type(module).__name__.endswith("Attention") and type(module).forward.__module__.startswith("unsloth.models")
+
+
+def _begins_after_padding(name: str, module: torch.nn.Module) -> bool:
+    positions = isinstance(module, torch.nn.Embedding) and name.endswith("position_embeddings")
+    return positions and module.padding_idx is not None
 
 
 def _base(model: Any) -> Any:

@@ -1,18 +1,29 @@
 """Attention over packed rows by torch's varlen_attn, for models whose attention is that of Transformers.
 
 Registered with Transformers under NAME, as its own attention functions are, and so usable inside what is compiled.
-What needs a mask (padded rows, generation) is left to sdpa.
+What needs a mask (padded rows, generation) or 32 bits is left to sdpa.
 """
 
 from __future__ import annotations
 
+import copy
 import inspect
+import logging
 from typing import Any
 
 import torch
 from torch import Tensor
 
-NAME = "torch_varlen"
+from unsloth_ddp.errors import one_line
+
+logger = logging.getLogger("unsloth_ddp")
+
+NAME, TRIED = "torch_varlen", "torch_varlen_try"
+SIXTEEN_BIT = (torch.float16, torch.bfloat16)
+# What configs call the dropout of attention scores, which varlen_attn does not have.
+DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "attn_dropout")
+# What attention functions are handed that varlen_attn does not have.
+MORE = ("dropout", "softcap", "s_aux", "position_bias")
 
 
 def is_available() -> bool:
@@ -29,23 +40,79 @@ def is_available() -> bool:
 def can_replace(model: Any) -> bool:
     """Whether the attention of this Transformers model hands over all that `attend` needs, and wants no more than it has.
 
-    Models that take flash attention do hand over; what varlen_attn lacks is dropout, capped scores, attention sinks and
-    values of another size than keys.
+    Some models take what a pack needs and do not pass it on, so a pass over six tokens shows what arrives.
     """
-    config = model.config
-    hands_over = (
-        getattr(model, "_supports_attention_backend", False)
-        and getattr(model, "_supports_flash_attn", False)
-        and model._can_set_attn_implementation()
-    )
-    wants_more = (
-        getattr(config, "attention_dropout", 0)
-        or getattr(config, "attn_logit_softcapping", None)
-        or getattr(config, "v_head_dim", None)
-        or not getattr(config, "is_causal", True)
-        or any(hasattr(module, "sinks") for module in model.modules())
-    )
-    return bool(hands_over and not wants_more)
+    supported = getattr(model, "_supports_attention_backend", False) and getattr(model, "_supports_flash_attn", False)
+    if not supported or not model._can_set_attn_implementation():
+        return False
+    try:
+        if any(getattr(model.config, name, None) for name in DROPOUTS):
+            return False
+        calls, window = _calls_of_a_pack(model), _has_window(model.config)
+    except Exception as error:
+        logger.warning("packed rows keep the attention of Transformers, since a try failed: %s", one_line(error))
+        return False
+    windows = any(others.get("sliding_window") for others in calls)
+    return bool(calls) and all(map(_is_enough, calls)) and (windows or not window)
+
+
+def _has_window(config: Any) -> bool:
+    kinds = getattr(config, "layer_types", None)
+    if kinds:
+        return any("sliding" in kind for kind in kinds)
+    return bool(getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True))
+
+
+def _is_enough(others: dict[str, Any]) -> bool:
+    """Whether `attend` could answer a call with these arguments."""
+    borders = others.get("cu_seq_lens_q") is not None and others.get("max_length_q") is not None
+    more = any(torch.is_tensor(others.get(name)) or others.get(name) for name in MORE)
+    return borders and not more and others["alike"] and others.get("is_causal") is not False
+
+
+def _calls_of_a_pack(model: Any) -> list[dict[str, Any]]:
+    """What each layer hands to its attention function for a pack of two rows; the model is left as it was."""
+    from transformers import AttentionInterface
+
+    calls: list[dict[str, Any]] = []
+
+    def record(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any = None, **others: Any) -> Any:
+        others.setdefault("is_causal", getattr(module, "is_causal", None))
+        calls.append(others | {"alike": key.shape == value.shape and key.shape[2:] == query.shape[2:]})
+        return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[3]), None
+
+    before, was_training = model.config._attn_implementation, model.training
+    # Parameters that ZeRO-3 has shared out hold nothing here.
+    shared_out = any(hasattr(parameter, "ds_id") for parameter in model.parameters())
+    asked = _on_meta(model) if shared_out else model
+    # Not NAME, for which masks would be made.
+    AttentionInterface.register(TRIED, record)
+    try:
+        asked.set_attn_implementation(TRIED)
+        asked.eval()
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+            asked(**_pack_of_two(asked.get_input_embeddings().weight.device), use_cache=False)
+    finally:
+        asked.set_attn_implementation(before)
+        asked.train(was_training)
+    return calls
+
+
+def _on_meta(model: Any) -> Any:
+    with torch.device("meta"):
+        return type(model)(copy.deepcopy(model.config))
+
+
+def _pack_of_two(device: torch.device) -> dict[str, Any]:
+    borders = torch.tensor([0, 4, 6], dtype=torch.int32, device=device)
+    return {
+        "input_ids": torch.ones((1, 6), dtype=torch.int64, device=device),
+        "position_ids": torch.tensor([[0, 1, 2, 3, 0, 1]], device=device),
+        "cu_seq_lens_q": borders,
+        "cu_seq_lens_k": borders,
+        "max_length_q": 4,
+        "max_length_k": 4,
+    }
 
 
 def use(model: Any) -> None:
@@ -57,11 +124,17 @@ def use(model: Any) -> None:
     model.set_attn_implementation(NAME)
 
 
+def _compute_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """What is computed in: fp32 weights in a normalisation make queries fp32 under autocast."""
+    return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else dtype
+
+
 def make_mask(**given: Any) -> Tensor | None:
     """The mask that sdpa would get, a mask function of Transformers; None for packs and for rows without padding."""
     from transformers.masking_utils import sdpa_mask
 
-    if given.get("attention_mask") is None and given["q_length"] == given["kv_length"]:
+    whole = given.get("attention_mask") is None and given["q_length"] == given["kv_length"]
+    if whole and _compute_dtype(given["dtype"], torch.device(given["device"])) in SIXTEEN_BIT:
         return None
     mask: Tensor | None = sdpa_mask(**given)
     return mask
@@ -95,7 +168,8 @@ def attend(
     from torch.nn.attention.varlen import varlen_attn
 
     batch, heads, tokens, size = query.shape
-    if attention_mask is not None or key.shape[2] != tokens:
+    dtype = _compute_dtype(query.dtype, query.device)
+    if attention_mask is not None or key.shape[2] != tokens or dtype not in SIXTEEN_BIT:
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
         masked: tuple[Tensor, None] = ALL_ATTENTION_FUNCTIONS["sdpa"](
@@ -106,9 +180,6 @@ def attend(
     if borders is None or longest is None:
         borders = torch.arange(0, (batch + 1) * tokens, tokens, dtype=torch.int32, device=query.device)
         longest = tokens
-    device = query.device.type
-    # fp32 weights in a normalisation make queries fp32 under autocast, which custom operators are not part of.
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else query.dtype
 
     def by_token(heads_first: Tensor) -> Tensor:
         return heads_first.transpose(1, 2).reshape(batch * tokens, heads_first.shape[1], size).to(dtype)

@@ -92,8 +92,9 @@ def train(settings: Settings, ranks: Ranks) -> int:
         for sentence in sharding.what_is_ignored(runtime.sharding, settings, ranks.nodes):
             print(sentence)
         described = telemetry.describe_run(
-            settings, runtime, trainer.plan, choice, chosen, model, rows, eval_rows, run_folder
-        )
+            settings, runtime, trainer.plan, choice, chosen, model, rows, eval_rows, run_folder,
+            head_chooses=trainer.head is not None,
+        )  # fmt: skip
         print(described, flush=True)
 
         compared = 0 if sharding.shards_weights(runtime.sharding) else settings.compare_answers

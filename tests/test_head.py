@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from types import SimpleNamespace
+import sys
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -79,16 +80,19 @@ def trainer_of(model: Any, sharding: str = "none", takes_labels: bool = True) ->
     """What head_for asks of a trainer, with a loss that takes the labels of chosen positions, or does not."""
 
     def micro_batch_loss(model: Any, batch: dict[str, Tensor], divisor: Tensor) -> Tensor:
-        if not takes_labels:
+        if not takes_labels and "shift_labels" in batch:
             # What a loss over all labels would make of fewer hidden states: those of other tokens.
-            chosen = batch.pop("shift_labels", batch["labels"])
-            batch["shift_labels"] = batch["labels"][:, : chosen.shape[1]]
+            chosen = batch["shift_labels"].shape[1]
+            batch["shift_labels"] = batch["labels"].flatten()[:chosen][None].contiguous()
         return model(**batch, use_cache=False, num_items_in_batch=divisor).loss
 
     batch = batch_of(4, 300)
-    rows = [{name: np.array(value[i]) for name, value in batch.items()} for i in range(4)]
+    learned = [{name: value[i].numpy() for name, value in batch.items()} for i in range(4)]
+    # Over rows of which nothing is learned every loss is 0, and no two differ.
+    rows = [{**one, "labels": np.full(300, IGNORED)} for one in learned] + learned
     return SimpleNamespace(
         runtime=SimpleNamespace(backend="unsloth", sharding=sharding), model=model, model_divides=True,
+        plan=SimpleNamespace(per_device=8),
         train_rows=SimpleNamespace(examples=rows), data_collator=Collate(PadRight(0), Flatten("unsloth")),
         args=SimpleNamespace(device=torch.device("cpu")), micro_batch_loss=micro_batch_loss,
         accelerator=SimpleNamespace(autocast=lambda: torch.autocast("cpu", enabled=False)),
@@ -104,7 +108,29 @@ def test_a_model_that_takes_labels_of_chosen_tokens_gets_them() -> None:
 def test_a_loss_that_would_change_is_left_alone(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         assert head_for(trainer_of(make("Llama", **KV), takes_labels=False)) is None
-    assert "the head computes all tokens" in caplog.text
+    assert "over those chosen" in caplog.text
+
+
+def test_a_failed_check_leaves_the_compiled_loss(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    loss = ModuleType("unsloth_zoo.fused_losses.cross_entropy_loss")
+    loss._FUSED_CE_COMPILE_SUPPORTED = None  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, loss.__name__, loss)
+    trainer = trainer_of(make("Llama", **KV))
+    whole = trainer.micro_batch_loss
+
+    def fails(model: Any, batch: dict[str, Tensor], divisor: Tensor) -> Tensor:
+        if "shift_labels" in batch:
+            loss._FUSED_CE_COMPILE_SUPPORTED = False  # type: ignore[attr-defined]
+            raise ValueError("Expected input batch_size (128) to match target batch_size (512).")
+        return whole(model, batch, divisor)
+
+    trainer.micro_batch_loss = fails
+    with caplog.at_level(logging.WARNING):
+        assert head_for(trainer) is None
+    assert "since choosing some failed: Expected input batch_size (128)" in caplog.text
+    assert loss._FUSED_CE_COMPILE_SUPPORTED is None  # type: ignore[attr-defined]
 
 
 def test_shared_out_weights_are_not_asked() -> None:

@@ -7,7 +7,9 @@ counts them as nothing, so here the last hidden states of the others are all tha
 
 from __future__ import annotations
 
+import itertools
 import logging
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -27,8 +29,8 @@ MULTIPLE = 128
 WORTH_IT = 0.9
 # Relative, of one loss in 16 bit computed in two ways; labels that went to other tokens would be off by far more.
 ROUNDING = 5e-3
-# Rows (packs) of which both losses are computed.
-ROWS = 4
+# Rows (packs) of which both losses are computed, at most, and among how many they are looked for.
+ROWS, LOOKED_AT = 4, 256
 
 
 def supervised_positions(labels: Tensor) -> dict[str, Tensor]:
@@ -88,27 +90,47 @@ def head_for(trainer: Any) -> SupervisedHead | None:
     """The head of this trainer's model, made to choose; None where that brings nothing, or changes the loss.
 
     Unsloth computes the loss in several places, and not all of them take labels for chosen positions, so the loss of
-    the first rows is computed in both ways. Where weights are shared out they cannot be used before training begins.
+    some rows is computed in both ways. Where weights are shared out they cannot be used before training begins.
     """
     if trainer.runtime.backend != "unsloth" or not trainer.model_divides or shards_weights(trainer.runtime.sharding):
         return None
-    examples = trainer.train_rows.examples
-    batch = trainer.data_collator([examples[i] for i in range(min(ROWS, len(examples)))])
+    units = _supervised_units(trainer.train_rows.examples, min(ROWS, trainer.plan.per_device))
+    batch = trainer.data_collator(units) if units else {"labels": torch.empty(1, 0)}
     chosen = supervised_positions(batch["labels"])
     if not chosen:
         return None
     head = SupervisedHead(trainer.model)
     try:
-        whole, selected = _loss(trainer, head, batch), _loss(trainer, head, batch | chosen)
+        with _compiled_loss_kept():
+            whole, selected = _loss(trainer, head, batch), _loss(trainer, head, batch | chosen)
     except Exception as error:
         logger.warning("the head computes all tokens, since choosing some failed: %s", one_line(error))
         return None
-    if not torch.isclose(selected, whole, rtol=ROUNDING):
+    if not (whole > 0 and torch.isclose(selected, whole, rtol=ROUNDING)):
         logger.warning(
             "the head computes all tokens: a loss of %s, %s over those chosen", whole.item(), selected.item()
         )
         return None
     return head
+
+
+def _supervised_units(examples: Any, count: int) -> list[dict[str, Any]]:
+    """The first rows (packs) of which anything is learned: over others the loss is 0, whatever is computed."""
+    seen = (examples[i] for i in range(min(LOOKED_AT, len(examples))))
+    return list(itertools.islice((one for one in seen if (one["labels"][1:] != IGNORED).any()), count))
+
+
+@contextmanager
+def _compiled_loss_kept() -> Iterator[None]:
+    """Unsloth's fused loss gives up its compiled form for good when its first call fails, as one of ours may."""
+    loss = sys.modules.get("unsloth_zoo.fused_losses.cross_entropy_loss")
+    before = getattr(loss, "_FUSED_CE_COMPILE_SUPPORTED", None)
+    try:
+        yield
+    except Exception:
+        if loss is not None:
+            loss._FUSED_CE_COMPILE_SUPPORTED = before  # type: ignore[attr-defined]
+        raise
 
 
 def _loss(trainer: Any, head: SupervisedHead, batch: dict[str, Any]) -> Tensor:

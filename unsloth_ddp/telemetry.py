@@ -287,6 +287,8 @@ def describe_run(
     train_rows: TokenizedRows,
     eval_rows: TokenizedRows | None,
     run_folder: Path,
+    *,
+    head_chooses: bool,
 ) -> str:
     """The table the main process prints before step 1."""
     counts = train_rows.counts
@@ -311,6 +313,8 @@ def describe_run(
         )
         rows = f"streamed, {order}; the first {counts.rows:,} have {held}"
         supervised = f"{counts.supervised / counts.tokens:.1%} of the first rows' tokens"
+    if head_chooses:
+        supervised += "; the output head computes only them"
     if counts.truncated:
         rows += f"; {counts.truncated:,} over max_length {settings.max_length} truncated"
     if counts.dropped:

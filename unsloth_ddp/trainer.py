@@ -158,8 +158,6 @@ class DDPTrainer(RetryingTrainer):
         # What loading took for a moment is not what a try or a step takes.
         self.peak_before_steps = peak_memory_bytes(self.runtime.device_type)
         chosen = choose(self, start.manifest.run if start else {})
-        if self.runtime.device_type == "cuda":
-            torch.cuda.reset_peak_memory_stats()
         if len(self.recompute.kinds) > 1:
             self.recompute.use(chosen.kind)
         self.told_level = self.recompute.level
@@ -172,6 +170,9 @@ class DDPTrainer(RetryingTrainer):
         self.head = head_for(self)
         self.collate.head_chooses = self.head is not None
         forget_free_memory()
+        if self.runtime.device_type == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
         return chosen
 
     # ---- rows: upstream shuffles with the global RNG and sees some rows twice to even out the ranks ----

@@ -91,7 +91,7 @@ def measure_losses(argv: list[str]) -> dict[str, Any]:
         model, tokenizer = models.load_model(settings, runtime)
         rows, _ = data.tokenize_examples(settings, runtime, folder, tokenizer)
         choice = attention.choose_packing(settings, runtime, model)
-        attention.prepare_for_packs(settings, runtime, model)
+        attention.prepare_for_packs(runtime, model)
         model.train()
         lengths = data.row_lengths(rows.dataset)[:-1]
         packing = best_fit(lengths, settings.max_length)

@@ -13,7 +13,8 @@ import pytest
 import torch
 import transformers
 
-from unsloth_ddp import attention
+from tests.test_packing import KV, make
+from unsloth_ddp import attention, varlen
 from unsloth_ddp.options import Settings
 from unsloth_ddp.runtime import Ranks, Runtime
 
@@ -71,3 +72,22 @@ def test_layers_with_heads_of_their_own_size_count_with_the_largest() -> None:
     with pytest.raises(RuntimeError):
         _ = config.head_dim
     assert attention._largest_head(config) == 512
+
+
+@pytest.mark.parametrize(
+    ("name", "asked", "packed"), [("Qwen3", None, True), ("Qwen3", "sdpa", False), ("Nemotron", None, False)]
+)
+def test_attention_of_transformers_takes_the_kernel_that_is_found(
+    name: str, asked: str | None, packed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    monkeypatch.setattr(varlen, "is_available", lambda: True)
+    model = make(name, **KV, head_dim=16)
+    model.set_attn_implementation("sdpa")
+    runtime = Runtime(Ranks(), "transformers", "cuda", "bf16", "H200")
+    choice = attention.choose_packing(Settings(model="m", attn_implementation=asked), runtime, model)
+    assert choice.packed is packed
+    assert (model.config._attn_implementation == varlen.NAME) is packed
+    assert attention.keys_for_packs(runtime, model) == ("flash" if packed else "positions")
+    if asked:
+        assert choice.reason == "backend transformers (bf16, sdpa) has no attention kernel for packed rows"

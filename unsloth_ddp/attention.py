@@ -114,20 +114,24 @@ def why_doubtful(model: Any) -> str | None:
 
 
 def choose_packing(settings: Settings, runtime: Runtime, model: Any) -> Choice:
-    """Whether this run packs its rows, the same on every rank.
+    """Whether this run packs its rows, the same on every rank; attention of Transformers takes the kernel found for it.
 
     Raises:
         UserError: packing was asked for, and this model would mix rows.
     """
     facts = _kernels(settings, runtime, model) if settings.packing != "off" else None
-    kernels = runtime.gather(find_kernel(facts) if facts else None)
-    return choose(
+    kernel = find_kernel(facts) if facts else None
+    everywhere = None not in runtime.gather(kernel)
+    choice = choose(
         settings.packing,
         "a CPU" if runtime.device_type == "cpu" else place_of(runtime.backend, runtime.precision, settings),
-        kernels[0] if None not in kernels else None,
+        kernel if everywhere else None,
         why_mixed(model),
         why_doubtful(model),
     )
+    if choice.packed and facts and not facts.unsloth_attention and kernel == TORCH_KERNEL:
+        varlen.use(_base(model))
+    return choice
 
 
 def keys_for_packs(runtime: Runtime, model: Any) -> Literal["unsloth", "flash", "positions"]:
@@ -138,12 +142,9 @@ def keys_for_packs(runtime: Runtime, model: Any) -> Literal["unsloth", "flash", 
     return "unsloth" if runtime.backend == "unsloth" else "positions"
 
 
-def prepare_for_packs(settings: Settings, runtime: Runtime, model: Any) -> None:
-    """Have attention that Unsloth leaves to Transformers take the kernel that was found."""
-    facts = _kernels(settings, runtime, model)
-    if not facts.unsloth_attention and find_kernel(facts) == TORCH_KERNEL:
-        varlen.use(_base(model))
-    elif runtime.backend == "unsloth":
+def prepare_for_packs(runtime: Runtime, model: Any) -> None:
+    """Let models whose attention Unsloth leaves to Transformers use its kernels too; its own trainer does the same."""
+    if runtime.backend == "unsloth" and _implementation(model) != varlen.NAME:
         from unsloth.utils.hf_packed_attention import enable_hf_packed_attention
 
         enable_hf_packed_attention()

@@ -71,7 +71,7 @@ def make_trainer(
     # How many packs make a step is known since the rows are.
     config.per_device_train_batch_size, config.gradient_accumulation_steps = plan.per_device, plan.accumulation
     if rows.packing is not None:
-        prepare_for_packs(settings, runtime, model)
+        prepare_for_packs(runtime, model)
     trainer = DDPTrainer(model, config, rows, eval_rows, tokenizer, runtime, settings, plan, checkpoints, stop)
     used = "bf16" if trainer.args.bf16 else "fp16" if trainer.args.fp16 else "fp32"
     # bf16 weights need no autocast, so Unsloth switches it off for them.

@@ -309,7 +309,7 @@ check_job() {
     ((code == 0)) || cat "$folder/preflight.txt" >&2
   fi
   # What ranks say comes first on standard error; the launcher's report of their exit codes would hide the table.
-  ((code)) || launch "$((MASTER_PORT + 1))" -m unsloth_ddp.preflight "${train_arguments[@]}" \
+  ((code)) || launch "$((MASTER_PORT + 1))" -m unsloth_ddp.preflight --timeout "$START_TIMEOUT" "${train_arguments[@]}" \
     2> >(sed -u '/^E[0-9]\{4\} .* failed (exitcode: /,$d' >&2)
   ((code == 0)) || read_exit_code
   ((code == 0)) || [[ -n $stop ]] || say "node $NODE_RANK: the preflight failed, so nothing was trained; mend what it names" \

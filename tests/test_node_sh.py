@@ -118,7 +118,7 @@ def test_the_flags_of_a_node_and_its_preflights(node):
     assert code == 0
     assert node.calls() == [
         f"-m unsloth_ddp.preflight --timeout 300 {train}",
-        job.format(7001, "-m unsloth_ddp.preflight"),
+        job.format(7001, "-m unsloth_ddp.preflight --timeout 300"),
         job.format(7000, f"{REPO}/train_ddp.py"),
     ]
 

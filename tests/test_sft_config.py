@@ -25,7 +25,7 @@ WORDS = """
     logging_strategy logging_first_step log_on_each_node logging_nan_inf_filter include_num_input_tokens_seen log_level
     log_level_replica disable_tqdm project trackio_space_id trackio_bucket_id trackio_static_space_id debug
     skip_memory_metrics
-    eval_delay eval_on_start save_only_model save_on_each_node load_best_model_at_end metric_for_best_model
+    eval_delay eval_on_start save_on_each_node load_best_model_at_end metric_for_best_model
     greater_is_better restore_callback_states_from_checkpoint
     dataloader_num_workers dataloader_pin_memory dataloader_persistent_workers dataloader_prefetch_factor
     dataloader_multiprocessing_context dataloader_in_order
@@ -52,6 +52,7 @@ def test_every_field_is_an_option_goes_through_or_is_refused() -> None:
         ("loss_type", "the loss is the negative log-likelihood"), ("packing", "use --packing."),
         ("eval_packing", "use --packing; what"), ("assistant_only_loss", "use --loss_on."),
         ("truncation_mode", "use --overlong."), ("optim", "use --optim."), ("max_seq_length", "use --max_length."),
+        ("save_only_model", "a run goes on only with the state of its optimizer; --save_strategy no"),
     ],
 )  # fmt: skip
 def test_what_would_do_nothing_is_refused_with_what_there_is_instead(name: str, instead: str, tmp_path: Path) -> None:

@@ -120,9 +120,10 @@ def _choose(wanted: str, run_folder: Path, continues: bool) -> Start | None:
         if not folder.is_dir():
             raise UserError(f"resume {wanted}: there is no such folder; give a checkpoint folder, auto or no.")
         try:
-            return Start(folder, manifest.verify(folder), folder.parent == run_folder)
+            start = Start(folder, manifest.verify(folder), folder.parent == run_folder)
         except Damaged as error:
             raise UserError(f"resume {wanted} is not a whole checkpoint: {error}; give another, auto or no.") from None
+        return _with_state(start)
     if wanted == "no" or not continues:
         return None
     whole: dict[Path, Manifest] = {}
@@ -134,7 +135,17 @@ def _choose(wanted: str, run_folder: Path, continues: bool) -> Start | None:
     if newest is None:
         print(f"{run_folder} holds an unfinished run without a whole checkpoint; it begins anew.")
         return None
-    return Start(newest, whole[newest], of_this_run=True)
+    return _with_state(Start(newest, whole[newest], of_this_run=True))
+
+
+def _with_state(start: Start) -> Start:
+    """`start`, unless the Trainer would go on from it with a new optimizer, schedule or dropout, and say nothing."""
+    if missing := manifest.missing_state(start.manifest.files):
+        raise UserError(
+            f"{start.folder} holds no {missing}, so a run cannot go on from it (save_only_model leaves that out); give "
+            "--resume another checkpoint, or begin anew with another --run_name."
+        )
+    return start
 
 
 def check(start: Start, facts: dict[str, Any], settings: Settings, runtime: Runtime) -> list[str]:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import SchedulerType
 from trl.trainer.sft_config import SFTConfig
 
 from unsloth_ddp.batch import BatchPlan
@@ -14,7 +15,7 @@ from unsloth_ddp.errors import UserError
 from unsloth_ddp.owned_args import OWNED_ARGS
 from unsloth_ddp.runtime import Ranks, Runtime
 from unsloth_ddp.settings import FIELDS, Settings
-from unsloth_ddp.sft_config import make_config
+from unsloth_ddp.sft_config import SCHEDULE_EXAMPLES, make_config
 
 # Read by what the kit leaves to Transformers and TRL: optimizer and schedule, hooks on the model, logs, checkpoints, data
 # loaders, DDP.
@@ -35,7 +36,8 @@ GOES_THROUGH = set(WORDS.split())
 
 
 def config_with(folder: Path, **given: Any) -> Any:
-    settings = Settings(model="m", dataset=["d"], trainer_args=given)
+    options = {name: given.pop(name) for name in ("lr_scheduler_type", "eval_fraction") if name in given}
+    settings = Settings(model="m", dataset=["d"], trainer_args=given, **options)
     return make_config(settings, Runtime(Ranks(), "transformers", "cpu", "fp32", "CPU"), BatchPlan(1, 1, 1), folder)
 
 
@@ -70,3 +72,17 @@ def test_what_goes_through_arrives_and_nothing_is_added_to_the_loss(tmp_path: Pa
     config = config_with(tmp_path, neftune_noise_alpha=5, adam_beta2=0.9)
     assert (config.neftune_noise_alpha, config.adam_beta2) == (5, 0.9)
     assert (config.router_aux_loss_coef, config.loss_type, config.label_smoothing_factor) == (0.0, "nll", 0.0)
+
+
+@pytest.mark.parametrize("name", [str(one.value) for one in SchedulerType])
+def test_every_schedule_works_or_is_refused_before_anything_is_loaded(name: str, tmp_path: Path) -> None:
+    example = SCHEDULE_EXAMPLES.get(name)
+    if example:
+        with pytest.raises(UserError, match=rf"{name} does not work with lr_scheduler_kwargs left out .* give, for example"):
+            config_with(tmp_path, lr_scheduler_type=name)
+    config_with(tmp_path, lr_scheduler_type=name, lr_scheduler_kwargs=example or {}, eval_fraction=0.1)
+
+
+def test_a_keyword_that_a_schedule_does_not_take_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"cosine does not work with lr_scheduler_kwargs {'cycles': 2} \(.*'cycles'\); mend"):
+        config_with(tmp_path, lr_scheduler_type="cosine", lr_scheduler_kwargs={"cycles": 2})

@@ -60,7 +60,7 @@ class Start:
         """
         found = manifest.compare(self.manifest.run, facts)
         if found.impossible:
-            raise UserError(f"{self.folder} cannot be resumed: {found.impossible[0]}, or begin anew with --resume no.")
+            raise UserError(f"{self.folder} cannot be resumed: {found.impossible[0]}, or begin anew with another --run_name.")
         if found.refused and not anyway:
             raise UserError(
                 f"{self.folder} was made by another run ({', '.join(found.refused)}); {found.instead}, begin "
@@ -114,11 +114,22 @@ def choose(settings: Settings, runtime: Runtime, run_folder: Path, continues: bo
     return runtime.from_main(lambda: _choose(settings.resume, run_folder, continues))
 
 
+def named_folder(wanted: str) -> Path | None:
+    """The checkpoint folder that --resume names; None for auto and no.
+
+    Raises:
+        UserError: there is no such folder.
+    """
+    if wanted in ("auto", "no"):
+        return None
+    folder = Path(wanted).expanduser().resolve()
+    if not folder.is_dir():
+        raise UserError(f"resume {wanted}: there is no such folder; give a checkpoint folder, auto or no.")
+    return folder
+
+
 def _choose(wanted: str, run_folder: Path, continues: bool) -> Start | None:
-    if wanted not in ("auto", "no"):
-        folder = Path(wanted).expanduser().resolve()
-        if not folder.is_dir():
-            raise UserError(f"resume {wanted}: there is no such folder; give a checkpoint folder, auto or no.")
+    if folder := named_folder(wanted):
         try:
             start = Start(folder, manifest.verify(folder), folder.parent == run_folder)
         except Damaged as error:

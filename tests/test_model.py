@@ -1,15 +1,19 @@
-"""The names of the modules that an adapter is asked for."""
+"""What is refused of a model before or while it is loaded, and the names of the modules that get an adapter."""
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from tests.conftest import DEMO_MODEL
 from unsloth_ddp.errors import UserError
-from unsloth_ddp.model import check_module_names
+from unsloth_ddp.model import check_module_names, load_tokenizer
+from unsloth_ddp.model_check import check_folder
 from unsloth_ddp.options import Settings
 
 
@@ -54,3 +58,20 @@ def test_other_names_are_refused_with_what_is_near(given: dict[str, list[str]], 
     with pytest.raises(UserError) as refused:
         check_module_names(Settings(model="m", **given), model)
     assert sentence in str(refused.value)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json", "pytorch_model.bin"])
+def test_a_git_lfs_pointer_is_called_what_it_is(name: str, tmp_path: Path) -> None:
+    folder = tmp_path / "m"
+    shutil.copytree(DEMO_MODEL, folder)
+    if name.endswith("bin"):
+        (folder / "model.safetensors").unlink()
+    (folder / name).write_text(f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 1192135096\n")
+    with pytest.raises(UserError, match=rf"{name} is a Git LFS pointer, not the file itself; run git lfs pull in"):
+        check_folder(folder, safetensors_only=False)
+
+
+def test_without_a_network_it_is_said_how_to_bring_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(UserError, match=r"What helps: download it once where there is a network \(hf download NAME\)"):
+        load_tokenizer(Settings(model="nobody/no-such-model"))

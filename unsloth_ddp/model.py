@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from unsloth_ddp.errors import UserError
+from unsloth_ddp.explain import find
 from unsloth_ddp.model_check import check_complete, check_folder
 from unsloth_ddp.recompute import UNSLOTH_NAMES, loaded_with
 from unsloth_ddp.runtime import Runtime
@@ -100,7 +101,9 @@ def _reason(error: Exception) -> str:
     text = " ".join(str(error).split())
     if "ignore_mismatched_sizes" in text:
         return "its weights have other sizes than its config.json says; download it again, or mend config.json."
-    return text if isinstance(error, (OSError, ValueError)) else f"{type(error).__name__}: {text}"
+    said = text if isinstance(error, (OSError, ValueError)) else f"{type(error).__name__}: {text}"
+    row = find(f"{type(error).__name__}: {text}")
+    return f"{said} What helps: {row.fix}" if row and row.name == "no network" else said
 
 
 def _complete_tokenizer(settings: Settings, tokenizer: Any) -> None:

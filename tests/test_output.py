@@ -211,7 +211,9 @@ def test_a_folder_that_holds_anything_else_is_left_alone(tmp_path, held, resume)
     path.write_text("x")
     Settings(run_name="r", model="other").save(tmp_path / "r" / "settings.yaml")
     settings = Settings(run_name="r", output_dir=str(tmp_path), resume=resume)
-    fix = "which --resume no leaves alone; add --overwrite" if resume == "no" else "give another --run_name, --overwrite"
+    fix = (
+        "which --resume no leaves alone; add --overwrite" if resume == "no" else "give another --run_name, --overwrite"
+    )
     with pytest.raises(UserError, match=fix):
         output.choose_run_folder(settings, Runtime(Ranks(), "transformers", "cpu", "fp32", "CPU"))
 

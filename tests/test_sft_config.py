@@ -78,11 +78,15 @@ def test_what_goes_through_arrives_and_nothing_is_added_to_the_loss(tmp_path: Pa
 def test_every_schedule_works_or_is_refused_before_anything_is_loaded(name: str, tmp_path: Path) -> None:
     example = SCHEDULE_EXAMPLES.get(name)
     if example:
-        with pytest.raises(UserError, match=rf"{name} does not work with lr_scheduler_kwargs left out .* give, for example"):
+        with pytest.raises(
+            UserError, match=rf"{name} does not work with lr_scheduler_kwargs left out .* give, for example"
+        ):
             config_with(tmp_path, lr_scheduler_type=name)
     config_with(tmp_path, lr_scheduler_type=name, lr_scheduler_kwargs=example or {}, eval_fraction=0.1)
 
 
 def test_a_keyword_that_a_schedule_does_not_take_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"cosine does not work with lr_scheduler_kwargs {'cycles': 2} \(.*'cycles'\); mend"):
+    with pytest.raises(
+        UserError, match=r"cosine does not work with lr_scheduler_kwargs {'cycles': 2} \(.*'cycles'\); mend"
+    ):
         config_with(tmp_path, lr_scheduler_type="cosine", lr_scheduler_kwargs={"cycles": 2})

@@ -60,7 +60,9 @@ class Start:
         """
         found = manifest.compare(self.manifest.run, facts)
         if found.impossible:
-            raise UserError(f"{self.folder} cannot be resumed: {found.impossible[0]}, or begin anew with another --run_name.")
+            raise UserError(
+                f"{self.folder} cannot be resumed: {found.impossible[0]}, or begin anew with another --run_name."
+            )
         if found.refused and not anyway:
             raise UserError(
                 f"{self.folder} was made by another run ({', '.join(found.refused)}); {found.instead}, begin "

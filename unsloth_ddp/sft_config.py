@@ -82,7 +82,11 @@ def _check_schedule(settings: Settings) -> None:
         )
     except Exception as error:
         example = SCHEDULE_EXAMPLES.get(settings.lr_scheduler_type)
-        fix = f"give, for example, --trainer_args '{json.dumps({'lr_scheduler_kwargs': example})}'" if example else "mend them"
+        fix = (
+            f"give, for example, --trainer_args '{json.dumps({'lr_scheduler_kwargs': example})}'"
+            if example
+            else "mend them"
+        )
         raise UserError(
             f"lr_scheduler_type {settings.lr_scheduler_type} does not work with lr_scheduler_kwargs {given or 'left out'} "
             f"({one_line(error)}); {fix}."

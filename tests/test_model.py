@@ -12,9 +12,10 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from tests.conftest import DEMO_MODEL
 from unsloth_ddp.errors import UserError
-from unsloth_ddp.model import check_module_names, load_tokenizer
+from unsloth_ddp.model import check_module_names, load_model, load_tokenizer
 from unsloth_ddp.model_check import check_folder
 from unsloth_ddp.options import Settings
+from unsloth_ddp.runtime import Ranks, Runtime
 
 
 @pytest.fixture(scope="module")
@@ -58,6 +59,12 @@ def test_other_names_are_refused_with_what_is_near(given: dict[str, list[str]], 
     with pytest.raises(UserError) as refused:
         check_module_names(Settings(model="m", **given), model)
     assert sentence in str(refused.value)
+
+
+def test_the_names_are_looked_at_when_a_model_is_loaded() -> None:
+    settings = Settings(model=str(DEMO_MODEL), lora_modules_to_save=["nosuch"])
+    with pytest.raises(UserError, match="lora_modules_to_save nosuch is no module of"):
+        load_model(settings, Runtime(Ranks(), "transformers", "cpu", "fp32", "CPU"))
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json", "pytorch_model.bin"])

@@ -55,6 +55,7 @@ def files(tmp_path_factory) -> Path:
     (folder / "list.yaml").write_text("- model\n")
     (folder / "outputs" / "earlier").mkdir(parents=True)
     (folder / "outputs" / "earlier" / "settings.yaml").write_text("model: x\n")
+    (folder / "outputs" / "earlier" / "summary.json").write_text("{}")
     (folder / "outputs" / "mine").mkdir()
     (folder / "outputs" / "mine" / "thesis.txt").write_text("years of work\n")
     return folder
@@ -83,7 +84,7 @@ MISTAKES = {
     "unsloth without accelerator": (f"{GOOD} --backend unsloth", "backend unsloth needs an accelerator"),
     "qlora without GPU": (f"{GOOD} --method qlora", "method qlora needs a GPU"),
     "missing chat template": (f"{GOOD} --chat_template nowhere.jinja", "nowhere.jinja"),
-    "another run's folder": (f"{GOOD} --run_name earlier", "earlier holds another run"),
+    "another run's folder": (f"{GOOD} --run_name earlier", "earlier holds a finished run"),
     "a stranger's folder": (f"{GOOD} --run_name mine --overwrite", "was not written by this kit"),
     "a file as the folder of runs": (
         f"{GOOD} --output_dir good.jsonl",

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from unsloth_ddp import manifest
+from unsloth_ddp import checkpoint, manifest
 from unsloth_ddp.checkpoint import to_remove
+from unsloth_ddp.errors import UserError
 from unsloth_ddp.manifest import Damaged, Manifest
 
 plain = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
@@ -122,6 +123,25 @@ def test_every_damage_is_found_and_named(folder, damage, name, reason):
     damage(folder / name)
     with pytest.raises(Damaged, match=reason):
         manifest.verify(folder)
+
+
+@pytest.mark.parametrize("optimizer", [
+    "optimizer.pt", "optimizer.bin", "optimizer_0/__0_0.distcp",
+    "global_step3/bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt",
+])  # fmt: skip
+@pytest.mark.parametrize("rng", ["rng_state.pth", "rng_state_0.pth"])
+def test_the_state_of_a_run_is_known_by_every_name_and_missed_by_one(optimizer, rng):
+    files = ["adapter_model.safetensors", "trainer_state.json", optimizer, "scheduler.pt", rng]
+    assert manifest.missing_state(files) is None
+    for left_out, name in ((optimizer, "optimizer.pt"), ("scheduler.pt", "scheduler.pt"), (rng, "rng_state.pth")):
+        assert manifest.missing_state([file for file in files if file != left_out]) == name
+
+
+@pytest.mark.parametrize("resume", ["auto", "{folder}"])
+def test_no_run_goes_on_from_weights_alone(folder, resume):
+    with pytest.raises(UserError, match=r"checkpoint-3 holds no scheduler\.pt, so a run cannot go on from it"):
+        checkpoint._choose(resume.format(folder=folder), folder.parent, continues=True)
+    assert folder.is_dir()
 
 
 def test_the_newest_whole_checkpoint_is_taken_and_damaged_ones_are_named():

@@ -64,8 +64,10 @@ def test_a_failed_upload_says_that_the_run_is_whole(tmp_path, monkeypatch):
     assert (tmp_path / "summary.json").is_file()
 
 
-@pytest.mark.parametrize("resume", ["auto", "no", "elsewhere/checkpoint-3"])
+@pytest.mark.parametrize("resume", ["auto", "no", "{}/elsewhere/checkpoint-3"])
 def test_a_run_that_began_meanwhile_is_not_removed(tmp_path, resume):
+    (tmp_path / "elsewhere" / "checkpoint-3").mkdir(parents=True)
+    resume = resume.format(tmp_path)
     settings = Settings(run_name="r", output_dir=str(tmp_path), resume=resume)
     runtime = Runtime(Ranks(), "transformers", "cpu", "fp32", "CPU")
     folder = output.choose_run_folder(settings, runtime)
@@ -181,6 +183,46 @@ def test_an_overwriting_start_killed_while_it_empties_the_folder_leaves_what_can
     output.choose_run_folder(settings, runtime)
     output.open_run_folder(settings, runtime, folder)
     assert not (folder / "checkpoint-1").exists()
+
+
+def test_a_start_that_wrote_nothing_does_not_stand_in_the_way_and_its_logs_stay(tmp_path):
+    runtime = Runtime(Ranks(), "transformers", "cpu", "fp32", "CPU")
+    folder = tmp_path / "r"
+    (folder / "logs").mkdir(parents=True)
+    (folder / "logs" / "rank_0.log").write_text("why it failed\n")
+    Settings(run_name="r", lr_scheduler_type="cosine").save(folder / "settings.yaml")
+    settings = Settings(run_name="r", output_dir=str(tmp_path))
+    output.open_run_folder(settings, runtime, output.choose_run_folder(settings, runtime))
+    assert (folder / "logs" / "rank_0.log").read_text().startswith("why it failed\n")
+    assert "lr_scheduler_type: linear" in (folder / "settings.yaml").read_text()
+    runtime.cleanup.close()
+
+
+@pytest.mark.parametrize(
+    ("held", "resume"),
+    [
+        *((held, "auto") for held in ("summary.json", "checkpoint.partial/x", "logs/runs/events", "adapter", "notes")),
+        *((held, "no") for held in ("summary.json", "checkpoint-3/x")),
+    ],
+)
+def test_a_folder_that_holds_anything_else_is_left_alone(tmp_path, held, resume):
+    path = tmp_path / "r" / held
+    path.parent.mkdir(parents=True)
+    path.write_text("x")
+    Settings(run_name="r", model="other").save(tmp_path / "r" / "settings.yaml")
+    settings = Settings(run_name="r", output_dir=str(tmp_path), resume=resume)
+    fix = (
+        "which --resume no leaves alone; add --overwrite" if resume == "no" else "give another --run_name, --overwrite"
+    )
+    with pytest.raises(UserError, match=fix):
+        output.choose_run_folder(settings, Runtime(Ranks(), "transformers", "cpu", "fp32", "CPU"))
+
+
+def test_a_resume_that_is_no_folder_is_told_before_anything_else(tmp_path):
+    (tmp_path / "r" / "checkpoint-3").mkdir(parents=True)
+    settings = Settings(run_name="r", output_dir=str(tmp_path), resume="never")
+    with pytest.raises(UserError, match="resume never: there is no such folder; give a checkpoint folder, auto or no"):
+        output.choose_run_folder(settings, Runtime(Ranks(), "transformers", "cpu", "fp32", "CPU"))
 
 
 def test_trackers_are_known_installed_and_not_none():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import sys
 
 import numpy as np
@@ -434,3 +435,9 @@ def test_packs_are_planned_where_packing_is_on(capsys, tmp_path):
         assert plan(*words, "--global_batch_tokens", "1000") == 2
         said = capsys.readouterr().err
         assert f"rows are padded: backend {place} has no attention kernel for packed rows; give" in said
+
+
+def test_libraries_are_silent_at_import(tmp_path):
+    logging.getLogger("bitsandbytes").setLevel(logging.NOTSET)
+    assert plan("--model", str(tmp_path), "--dataset", "no.jsonl") == 2
+    assert logging.getLogger("bitsandbytes").level == logging.ERROR

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import gzip
 import json
 import os
 from pathlib import Path
@@ -15,6 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from unsloth_ddp.errors import UserError
+from unsloth_ddp.options import Settings
 from unsloth_ddp.rows import check_source, is_file, read_rows
 
 BOM = b"\xef\xbb\xbf"
@@ -93,6 +95,10 @@ def test_an_empty_file_has_no_rows(tmp_path: Path, name: str, content: bytes) ->
         ("a.jsonl", '{"a": 1, "a": 2}', ":1 is not JSON ('a' is given twice); mend or remove it."),
         ("a.jsonl", b'{"a": 1}\n{"a": "\xff"}\n', ":2 is not UTF-8 text (invalid start byte at byte 8 of the line); "),
         ("a.jsonl", '{"text": "a"}'.encode("utf-16"), ":1 is not UTF-8 text (invalid start byte at byte 1 of the line"),
+        ("a.jsonl", gzip.compress(b'{"a": 1}'), " is no text but packed with gzip, whatever its name says; unpack it."),
+        ("a.json", gzip.compress(b'[{"a": 1}]'), " is no text but packed with gzip, whatever its name says; unpack it."),
+        ("a.csv", b"PK\x03\x04rest", " is no text but a zip archive or an Excel file, whatever its name says; unpack it, or"),
+        ("a.jsonl", b"PAR1\x15\x04\n\xff", " is no text but Parquet, whatever its name says; name it .parquet."),
         ("a.jsonl", '[\n  {"a": 1}\n]', " is JSON over several lines; write one object a line, or name it .json if it is"),
         ("a.jsonl", '{\n  "a": 1\n}', " is JSON over several lines; write one object a line, or name it .json if it is"),
         ("a.json", '[{"a": 1},\n {"a": }]', ":2 is not JSON (Expecting value at column 8); mend or remove it."),
@@ -143,6 +149,7 @@ def test_a_cut_off_parquet_file_is_refused(tmp_path: Path) -> None:
     ("source", "local"),
     [
         ("rows.jsonl", True), ("rows.CSV", True), ("./rows", True), ("~/rows", True), ("/rows", True),
+        ("rows.jsonl.gz", True), ("rows.CSV.ZIP", True), ("owner/name.gz", False),
         ("a/b/c", True), ("name", False), ("owner/name", False), ("owner/name-v1.5", False),
     ],
 )  # fmt: skip
@@ -161,6 +168,7 @@ def test_paths_are_told_from_hub_ids(source: str, local: bool) -> None:
             "is a folder; name the files in it (.jsonl, .json, .parquet, .csv), or give --streaming, which takes folders.",
         ),
         ("{}/notes.txt", "is not a .jsonl, .json, .parquet, .csv file; name the files themselves."),
+        ("{}/a.jsonl.gz", "is packed; unpack it and give the .jsonl, .json, .parquet, .csv file in it."),
         ("{}/pipe.jsonl", "is not a .jsonl, .json, .parquet, .csv file; name the files themselves."),
         ("{}/" + "x" * 300 + ".jsonl", "cannot be looked up: File name too long."),
         ("~nobody_here/rows.jsonl", "cannot be looked up: Could not determine home directory."),
@@ -170,6 +178,7 @@ def test_paths_are_told_from_hub_ids(source: str, local: bool) -> None:
 )
 def test_a_path_that_is_no_file_of_rows_is_refused(tmp_path: Path, source: str, sentence: str) -> None:
     write(tmp_path, "notes.txt", "hello")
+    write(tmp_path, "a.jsonl.gz", "hello")
     (tmp_path / "dangling.jsonl").symlink_to(tmp_path / "gone.jsonl")
     (tmp_path / "loop.jsonl").symlink_to(tmp_path / "loop.jsonl")
     os.mkfifo(tmp_path / "pipe.jsonl")
@@ -182,6 +191,23 @@ def test_a_symlink_is_followed(tmp_path: Path) -> None:
     (tmp_path / "link.jsonl").symlink_to(write(tmp_path, "a.jsonl", '{"text": "a"}'))
     check_source(str(tmp_path / "link.jsonl"))
     assert rows(tmp_path / "link.jsonl") == [(":1", {"text": "a"})]
+
+
+@pytest.mark.parametrize("option", ["dataset", "eval_dataset"])
+def test_an_empty_file_among_others_is_refused_and_an_empty_shard_in_a_folder_is_not(
+    tmp_path: Path, option: str
+) -> None:
+    from unsloth_ddp.data import read_examples
+    from unsloth_ddp.runtime import Ranks, Runtime
+
+    runtime = Runtime(Ranks(), "transformers", "cpu", "fp32", "CPU")
+    (tmp_path / "shards").mkdir()
+    good = str(write(tmp_path / "shards", "a.jsonl", '{"text": "a"}'))
+    empty = str(write(tmp_path / "shards", "b.jsonl", ""))
+    given = {"model": "m", "dataset": [good], option: [good, empty, good]}
+    with pytest.raises(UserError, match=r"dataset .*b\.jsonl holds no rows; leave it out"):
+        read_examples(Settings(**given), runtime, tmp_path)
+    read_examples(Settings(model="m", dataset=[str(tmp_path / "shards")], streaming=True), runtime, tmp_path)
 
 
 JSON = st.recursive(

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import SchedulerType
 from trl.trainer.sft_config import SFTConfig
 
 from unsloth_ddp.batch import BatchPlan
@@ -14,7 +15,7 @@ from unsloth_ddp.errors import UserError
 from unsloth_ddp.owned_args import OWNED_ARGS
 from unsloth_ddp.runtime import Ranks, Runtime
 from unsloth_ddp.settings import FIELDS, Settings
-from unsloth_ddp.sft_config import make_config
+from unsloth_ddp.sft_config import SCHEDULE_EXAMPLES, make_config
 
 # Read by what the kit leaves to Transformers and TRL: optimizer and schedule, hooks on the model, logs, checkpoints, data
 # loaders, DDP.
@@ -25,7 +26,7 @@ WORDS = """
     logging_strategy logging_first_step log_on_each_node logging_nan_inf_filter include_num_input_tokens_seen log_level
     log_level_replica disable_tqdm project trackio_space_id trackio_bucket_id trackio_static_space_id debug
     skip_memory_metrics
-    eval_delay eval_on_start save_only_model save_on_each_node load_best_model_at_end metric_for_best_model
+    eval_delay eval_on_start save_on_each_node load_best_model_at_end metric_for_best_model
     greater_is_better restore_callback_states_from_checkpoint
     dataloader_num_workers dataloader_pin_memory dataloader_persistent_workers dataloader_prefetch_factor
     dataloader_multiprocessing_context dataloader_in_order
@@ -35,7 +36,8 @@ GOES_THROUGH = set(WORDS.split())
 
 
 def config_with(folder: Path, **given: Any) -> Any:
-    settings = Settings(model="m", dataset=["d"], trainer_args=given)
+    options = {name: given.pop(name) for name in ("lr_scheduler_type", "eval_fraction") if name in given}
+    settings = Settings(model="m", dataset=["d"], trainer_args=given, **options)
     return make_config(settings, Runtime(Ranks(), "transformers", "cpu", "fp32", "CPU"), BatchPlan(1, 1, 1), folder)
 
 
@@ -52,6 +54,7 @@ def test_every_field_is_an_option_goes_through_or_is_refused() -> None:
         ("loss_type", "the loss is the negative log-likelihood"), ("packing", "use --packing."),
         ("eval_packing", "use --packing; what"), ("assistant_only_loss", "use --loss_on."),
         ("truncation_mode", "use --overlong."), ("optim", "use --optim."), ("max_seq_length", "use --max_length."),
+        ("save_only_model", "a run goes on only with the state of its optimizer; --save_strategy no"),
     ],
 )  # fmt: skip
 def test_what_would_do_nothing_is_refused_with_what_there_is_instead(name: str, instead: str, tmp_path: Path) -> None:
@@ -69,3 +72,21 @@ def test_what_goes_through_arrives_and_nothing_is_added_to_the_loss(tmp_path: Pa
     config = config_with(tmp_path, neftune_noise_alpha=5, adam_beta2=0.9)
     assert (config.neftune_noise_alpha, config.adam_beta2) == (5, 0.9)
     assert (config.router_aux_loss_coef, config.loss_type, config.label_smoothing_factor) == (0.0, "nll", 0.0)
+
+
+@pytest.mark.parametrize("name", [str(one.value) for one in SchedulerType])
+def test_every_schedule_works_or_is_refused_before_anything_is_loaded(name: str, tmp_path: Path) -> None:
+    example = SCHEDULE_EXAMPLES.get(name)
+    if example:
+        with pytest.raises(
+            UserError, match=rf"{name} does not work with lr_scheduler_kwargs left out .* give, for example"
+        ):
+            config_with(tmp_path, lr_scheduler_type=name)
+    config_with(tmp_path, lr_scheduler_type=name, lr_scheduler_kwargs=example or {}, eval_fraction=0.1)
+
+
+def test_a_keyword_that_a_schedule_does_not_take_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(
+        UserError, match=r"cosine does not work with lr_scheduler_kwargs {'cycles': 2} \(.*'cycles'\); mend"
+    ):
+        config_with(tmp_path, lr_scheduler_type="cosine", lr_scheduler_kwargs={"cycles": 2})

@@ -60,7 +60,9 @@ class Start:
         """
         found = manifest.compare(self.manifest.run, facts)
         if found.impossible:
-            raise UserError(f"{self.folder} cannot be resumed: {found.impossible[0]}, or begin anew with --resume no.")
+            raise UserError(
+                f"{self.folder} cannot be resumed: {found.impossible[0]}, or begin anew with another --run_name."
+            )
         if found.refused and not anyway:
             raise UserError(
                 f"{self.folder} was made by another run ({', '.join(found.refused)}); {found.instead}, begin "
@@ -114,15 +116,27 @@ def choose(settings: Settings, runtime: Runtime, run_folder: Path, continues: bo
     return runtime.from_main(lambda: _choose(settings.resume, run_folder, continues))
 
 
+def named_folder(wanted: str) -> Path | None:
+    """The checkpoint folder that --resume names; None for auto and no.
+
+    Raises:
+        UserError: there is no such folder.
+    """
+    if wanted in ("auto", "no"):
+        return None
+    folder = Path(wanted).expanduser().resolve()
+    if not folder.is_dir():
+        raise UserError(f"resume {wanted}: there is no such folder; give a checkpoint folder, auto or no.")
+    return folder
+
+
 def _choose(wanted: str, run_folder: Path, continues: bool) -> Start | None:
-    if wanted not in ("auto", "no"):
-        folder = Path(wanted).expanduser().resolve()
-        if not folder.is_dir():
-            raise UserError(f"resume {wanted}: there is no such folder; give a checkpoint folder, auto or no.")
+    if folder := named_folder(wanted):
         try:
-            return Start(folder, manifest.verify(folder), folder.parent == run_folder)
+            start = Start(folder, manifest.verify(folder), folder.parent == run_folder)
         except Damaged as error:
             raise UserError(f"resume {wanted} is not a whole checkpoint: {error}; give another, auto or no.") from None
+        return _with_state(start)
     if wanted == "no" or not continues:
         return None
     whole: dict[Path, Manifest] = {}
@@ -134,7 +148,17 @@ def _choose(wanted: str, run_folder: Path, continues: bool) -> Start | None:
     if newest is None:
         print(f"{run_folder} holds an unfinished run without a whole checkpoint; it begins anew.")
         return None
-    return Start(newest, whole[newest], of_this_run=True)
+    return _with_state(Start(newest, whole[newest], of_this_run=True))
+
+
+def _with_state(start: Start) -> Start:
+    """`start`, unless the Trainer would go on from it with a new optimizer, schedule or dropout, and say nothing."""
+    if missing := manifest.missing_state(start.manifest.files):
+        raise UserError(
+            f"{start.folder} holds no {missing}, so a run cannot go on from it (save_only_model leaves that out); give "
+            "--resume another checkpoint, or begin anew with another --run_name."
+        )
+    return start
 
 
 def check(start: Start, facts: dict[str, Any], settings: Settings, runtime: Runtime) -> list[str]:

@@ -184,12 +184,16 @@ def _examples(
 
     def rows() -> Iterator[dict[str, str]]:
         for source in files:
+            place = ""
             for place, columns in read_rows(source, split, config, streaming=streaming):
                 try:
                     example = to_example(columns)
                     yield {"place": place, "example": json.dumps(dataclasses.asdict(example))}
                 except UserError as error:
                     raise UserError(f"{place}: {error}") from None
+            # A folder may hold empty shards; a file that is named was meant to hold rows.
+            if not place and source in sources:
+                raise UserError(f"dataset {source} holds no rows; leave it out, or look why it is empty.")
 
     read = itertools.islice(rows(), STREAM_HEAD) if streaming else rows()
     return _from_rows(read, EXAMPLE_FEATURES, folder, ", ".join(sources))

@@ -8,12 +8,14 @@ The format is found from the row's columns:
     prompt, completion             two texts, or two lists of messages
     text                           plain text, supervised as a whole
 
-Lists may also be JSON text, the only way that a CSV file can hold them.
+Lists may also be JSON text, the only way that a CSV file can hold them. A prompt or completion is such a list only if
+every item of it is an object with role and content; other text that begins with a bracket stays text.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,6 +33,8 @@ SHAREGPT_ROLES = {
     "observation": "tool",
 }
 DEEPEST = 50
+# What to_csv makes of a list of objects.
+PRINTED_BY_PYTHON = re.compile(r"\s*\[\s*\{\s*'")
 SHOWN_COLUMNS = 20
 
 Message = dict[str, Any]
@@ -60,7 +64,7 @@ def to_example(row: Any) -> Example:
     if not isinstance(row, dict):
         raise UserError(f"the row is {_kind(row)}, not an object with columns; accepted columns: {ACCEPTED}.")
     # Tables fill the columns that a row lacks with nulls.
-    row = {name: value for name, value in row.items() if value is not None}
+    given, row = row, {name: value for name, value in row.items() if value is not None}
     if "messages" in row:
         return _chat(row, [], [_message(m) for m in _list(row, "messages")])
     if "conversations" in row:
@@ -74,16 +78,54 @@ def to_example(row: Any) -> Example:
             turns.insert(0, ("system", _text(row, "system")))
         return Example([{"role": role, "content": content} for role, content in turns])
     if "prompt" in row and "completion" in row:
-        if isinstance(row["prompt"], list) or isinstance(row["completion"], list):
-            prompt = [_message(m) for m in _list(row, "prompt")]
-            return _chat(row, prompt, [_message(m) for m in _list(row, "completion")])
-        prompt_text = _text(row, "prompt")
-        return Example(text=prompt_text + _text(row, "completion"), prompt_chars=len(prompt_text))
+        return _prompt_and_completion(row)
     if "text" in row:
         return Example(text=_text(row, "text"))
+    if null := _null_column(given):
+        raise UserError(f"{null} is null; give it a value or remove the row.")
     names = ", ".join(str(name)[:100] for name in list(row)[:SHOWN_COLUMNS]) or "none"
     more = f" and {len(row) - SHOWN_COLUMNS} more" if len(row) > SHOWN_COLUMNS else ""
     raise UserError(f"unknown columns ({names}{more}); accepted columns: {ACCEPTED}.")
+
+
+def _null_column(row: dict[str, Any]) -> str | None:
+    """The first null that keeps a row from an accepted shape whose other columns it has."""
+    for shape in (("messages",), ("conversations",), ("instruction", "output"), ("prompt", "completion"), ("text",)):
+        if all(name in row for name in shape):
+            return next(name for name in shape if row[name] is None)
+    return None
+
+
+def _prompt_and_completion(row: dict[str, Any]) -> Example:
+    read = {name: _messages_or_text(row[name]) for name in ("prompt", "completion")}
+    lists = [name for name, value in read.items() if isinstance(value, list)]
+    texts = [name for name, value in read.items() if isinstance(value, str) and value.strip() != "[]"]
+    if lists and texts:
+        written = "a list of messages" if isinstance(row[lists[0]], list) else "a list of messages as JSON text"
+        raise UserError(
+            f"{texts[0]} is text and {lists[0]} is {written}; make both text, or both lists of messages (JSON that is meant "
+            "as text can stand as the content of a message)."
+        )
+    if lists:
+        prompt = [_message(m) for m in _list(read, "prompt")]
+        return _chat(row, prompt, [_message(m) for m in _list(read, "completion")])
+    prompt_text = _text(row, "prompt")
+    return Example(text=prompt_text + _text(row, "completion"), prompt_chars=len(prompt_text))
+
+
+def _messages_or_text(value: Any) -> Any:
+    """`value`, or the list of messages that it is the JSON text of."""
+    if not isinstance(value, str) or not value.lstrip().startswith("["):
+        return value
+    try:
+        items = json.loads(value)
+    except (ValueError, RecursionError):
+        return value
+    return items if items and all(_looks_like_message(item) for item in items) else value
+
+
+def _looks_like_message(item: Any) -> bool:
+    return isinstance(item, dict) and "role" in item and ("content" in item or "tool_calls" in item)
 
 
 def _chat(row: dict[str, Any], prompt: list[Message], rest: list[Message]) -> Example:
@@ -104,6 +146,8 @@ def _message(message: Any) -> Message:
         raise UserError(f"a message is {_kind(message)}, not an object with role and content.")
     message = {str(name): value for name, value in message.items() if value is not None}
     role = message.get("role")
+    if role is None:
+        raise UserError(f"a message has no role; accepted: {', '.join(ROLES)}.")
     if role not in ROLES:
         raise UserError(f"a message has {_quoted(role)} as role; accepted: {', '.join(ROLES)}.")
     if role == "developer":
@@ -114,6 +158,8 @@ def _message(message: Any) -> Message:
         message["content"] = _text_parts(content)
     elif content is None and message.get("tool_calls"):
         message["content"] = ""
+    elif content is None:
+        raise UserError(f"a message of role {role} has no content; give it text or remove the row.")
     elif not isinstance(content, str):
         raise UserError(f"a message of role {role} has {_kind(content)} as content, not text.")
     if message.get("tool_calls"):
@@ -131,7 +177,7 @@ def _tool_call(call: Any) -> dict[str, Any]:
         raise UserError("a tool call names no function; write {'function': {'name': ..., 'arguments': {...}}}.")
     arguments = function.get("arguments") or {}
     if isinstance(arguments, str):
-        arguments = _json(arguments, "the arguments of a tool call")
+        arguments = _json(arguments, "the value of a tool call's arguments")
     outer = {name: value for name, value in call.items() if name not in ("name", "arguments") and value is not None}
     return {**outer, "type": "function", "function": {**function, "arguments": arguments}}
 
@@ -150,6 +196,8 @@ def _sharegpt(message: Any) -> Message:
     if message.get("role") is not None:
         return _message(message)
     speaker = message.get("from")
+    if speaker is None:
+        raise UserError(f"a turn of conversations has no from; accepted: {', '.join(SHAREGPT_ROLES)}.")
     if not isinstance(speaker, str) or speaker not in SHAREGPT_ROLES:
         raise UserError(
             f"a turn of conversations has {_quoted(speaker)} as from; accepted: {', '.join(SHAREGPT_ROLES)}."
@@ -178,6 +226,11 @@ def _json(text: str, what: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
+        if PRINTED_BY_PYTHON.match(text):
+            raise UserError(
+                f"{what} is a list as Python or NumPy prints it, which is not JSON; write the table again as JSONL or Parquet "
+                "(to_json(..., orient='records', lines=True), to_parquet), which keep lists."
+            ) from None
         raise UserError(f"{what} is text that is not JSON; mend or remove it.") from None
 
 

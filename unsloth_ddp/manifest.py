@@ -7,9 +7,10 @@ every file that it lists is there with its size and checksum.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from fnmatch import fnmatch
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -36,6 +37,12 @@ SAID = (
     "world_size", "per_device_train_batch_size", "gradient_accumulation_steps", "gradient_checkpointing",
     "attn_implementation",
 )  # fmt: skip
+# What a run needs beside the weights: the file as one process writes it, and its names with DDP, FSDP and DeepSpeed.
+STATE_FILES = {
+    "optimizer.pt": ("optimizer.pt", "optimizer.bin", "optimizer_*/*", "*_optim_states.pt"),
+    "scheduler.pt": ("scheduler.pt", "*_model_states.pt"),
+    "rng_state.pth": ("rng_state.pth", "rng_state_*.pth"),
+}
 # Shardings whose optimizer files are one a process.
 FIXED_WORLD = ("zero2", "zero3")
 
@@ -185,6 +192,15 @@ def verify(folder: Path) -> Manifest:
             if not good:
                 raise Damaged(f"the content of {name} does not match its checksum")
     return manifest
+
+
+def missing_state(files: Iterable[str]) -> str | None:
+    """The first of STATE_FILES that is not among a checkpoint's files under any of its names."""
+    names = list(files)
+    for file, patterns in STATE_FILES.items():
+        if not any(fnmatch(name, pattern) for name in names for pattern in patterns):
+            return file
+    return None
 
 
 # ---- the run that goes on ----

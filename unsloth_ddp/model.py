@@ -6,6 +6,7 @@ the base weights are kept in, which modules get an adapter, what is recomputed.
 
 from __future__ import annotations
 
+import difflib
 import gc
 import importlib.util
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 
 from unsloth_ddp.errors import UserError
+from unsloth_ddp.explain import find
 from unsloth_ddp.model_check import check_complete, check_folder
 from unsloth_ddp.recompute import UNSLOTH_NAMES, loaded_with
 from unsloth_ddp.runtime import Runtime
@@ -99,7 +101,9 @@ def _reason(error: Exception) -> str:
     text = " ".join(str(error).split())
     if "ignore_mismatched_sizes" in text:
         return "its weights have other sizes than its config.json says; download it again, or mend config.json."
-    return text if isinstance(error, (OSError, ValueError)) else f"{type(error).__name__}: {text}"
+    said = text if isinstance(error, (OSError, ValueError)) else f"{type(error).__name__}: {text}"
+    row = find(f"{type(error).__name__}: {text}")
+    return f"{said} What helps: {row.fix}" if row and row.name == "no network" else said
 
 
 def _complete_tokenizer(settings: Settings, tokenizer: Any) -> None:
@@ -138,6 +142,7 @@ def _load_unsloth(settings: Settings, runtime: Runtime) -> tuple[Any, Any]:
         use_safetensors=safetensors_only(settings),
     )
     if settings.method != "full":
+        check_module_names(settings, model)
         model = FastLanguageModel.get_peft_model(
             model,
             r=settings.lora_r,
@@ -163,6 +168,33 @@ def _target_modules(settings: Settings, model: torch.nn.Module) -> list[str]:
     head = model.get_output_embeddings()  # type: ignore[operator]
     linear = (n for n, m in model.named_modules() if isinstance(m, torch.nn.Linear) and m is not head)
     return sorted({name.rpartition(".")[2] for name in linear})
+
+
+def check_module_names(settings: Settings, model: torch.nn.Module) -> None:
+    """Refuse a name that is no module's: PEFT takes the others and says nothing. A name is a module's last part or more.
+
+    Raises:
+        UserError: naming the one that is near.
+    """
+    modules = [f".{name}" for name, _ in model.named_modules()]
+    for option in ("lora_target_modules", "lora_modules_to_save"):
+        given = getattr(settings, option)
+        if option == "lora_target_modules" and given == ["all-linear"]:
+            continue
+        for name in given:
+            if not any(module.endswith(f".{name}") for module in modules):
+                raise UserError(f"{option} {name[:100]} is no module of {settings.model}; {_instead(name, model)}")
+
+
+def _instead(name: str, model: torch.nn.Module) -> str:
+    """The end of a sentence that refuses the name of a module."""
+    if "," in name:
+        return f"separate names by spaces ({' '.join(name.replace(',', ' ').split())[:100]})."
+    if name == "all-linear":
+        return "all-linear stands alone, in lora_target_modules."
+    with_weights = sorted({path.split(".")[-2] for path, _ in model.named_parameters() if "." in path})
+    near = difflib.get_close_matches(name[:100], with_weights, n=1, cutoff=0.6)
+    return f"did you mean {near[0]}?" if near else f"it has {', '.join(with_weights[:20])}."
 
 
 def _load_transformers(settings: Settings, runtime: Runtime) -> tuple[Any, Any]:
@@ -204,6 +236,7 @@ def _load_transformers(settings: Settings, runtime: Runtime) -> tuple[Any, Any]:
             gradient_checkpointing_kwargs={"use_reentrant": False},
         )
     if settings.method != "full":
+        check_module_names(settings, model)
         torch.manual_seed(settings.seed)
         # ZeRO-3 gathers small weights into buffers of one dtype, so adapters keep that of the base model there
         # (DeepSpeed issue 8072); its optimizer has fp32 copies of them.

@@ -13,6 +13,7 @@ from typing import Any
 from unsloth_ddp.errors import UserError
 
 LARGEST_JSON = 1 << 28
+LFS_POINTER = b"version https://git-lfs.github.com/spec"
 SAFE, PICKLED = "model.safetensors", "pytorch_model.bin"
 # Read, where they are there, as one JSON object each.
 OBJECTS = ("config.json", "generation_config.json", "tokenizer_config.json", "tokenizer.json")
@@ -36,8 +37,11 @@ def check_folder(folder: Path, *, safetensors_only: bool) -> None:
             )
         raise UserError(f"model {folder} holds no weights ({SAFE} or {SAFE}.index.json); download it again.")
     if weights is None:
-        if _weight_files(folder, PICKLED) is None:
+        pickled = _weight_files(folder, PICKLED)
+        if pickled is None:
             raise UserError(f"model {folder} holds no weights ({SAFE} or {PICKLED}); download it again.")
+        for name in pickled:
+            _refuse_pointer(folder, name)
         return
     for name, wanted in weights.items():
         found = _stored_names(folder, name)
@@ -104,6 +108,7 @@ def _stored_names(folder: Path, name: str) -> set[str]:
     """The weights that a safetensors file holds, by its header, which also says how long the file has to be."""
     from safetensors import SafetensorError, safe_open
 
+    _refuse_pointer(folder, name)
     try:
         with safe_open(folder / name, framework="numpy") as file:
             return set(file.keys())
@@ -112,7 +117,22 @@ def _stored_names(folder: Path, name: str) -> set[str]:
         raise UserError(f"model {folder}: {name} is damaged ({reason}); download it again.") from None
 
 
+def _refuse_pointer(folder: Path, name: str) -> None:
+    """Refuse what git leaves in the place of a large file where Git LFS is not set up."""
+    try:
+        with (folder / name).open("rb") as file:
+            begin = file.read(len(LFS_POINTER))
+    except OSError:
+        return  # told where the file is read
+    if begin == LFS_POINTER:
+        raise UserError(
+            f"model {folder}: {name} is a Git LFS pointer, not the file itself; run git lfs pull in that folder, or download "
+            "the model with hf download NAME."
+        )
+
+
 def _read_object(folder: Path, name: str) -> dict[str, Any]:
+    _refuse_pointer(folder, name)
     path = folder / name
     try:
         if path.stat().st_size > LARGEST_JSON:

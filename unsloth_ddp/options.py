@@ -166,7 +166,8 @@ class OutputSettings:
     overwrite: bool = option(False, "Replace an earlier run of the same name.")
     resume: str = option(
         "auto",
-        "auto: go on from this run's newest whole checkpoint, if it has one; no: begin anew; or a checkpoint folder.",
+        "auto: go on from this run's newest whole checkpoint, if it has one; no: begin anew (in the place of an earlier run "
+        "only with overwrite); or a checkpoint folder.",
         path=True,
         no_is_a_word=True,
     )

@@ -18,7 +18,7 @@ from typing import Any
 
 import psutil
 
-from unsloth_ddp.checkpoint import Checkpoints, step_folders
+from unsloth_ddp.checkpoint import Checkpoints, named_folder, step_folders
 from unsloth_ddp.config_file import Unreadable, read_yaml
 from unsloth_ddp.errors import UserError
 from unsloth_ddp.json_file import write_json
@@ -29,6 +29,7 @@ from unsloth_ddp.stop import Stop
 
 SETTINGS_FILE, SUMMARY_FILE, LOCK_FILE = "settings.yaml", "summary.json", "run.lock"
 SETTINGS_ASIDE = "settings.partial"
+LOGS = "logs"
 # Seconds that a job waits for the last one in its folder to end; a restart follows a kill closely.
 LOCK_PATIENCE = 30.0
 # Transformers' logger does not hand its messages on to the root logger; nor does the kit's, because Unsloth gives the root
@@ -57,6 +58,7 @@ def choose_run_folder(settings: Settings, runtime: Runtime) -> Path:
     folder = Path(settings.output_dir).expanduser().resolve() / settings.run_name
 
     def look() -> None:
+        named_folder(settings.resume)
         try:
             _refuse_another_run(settings, folder)
         except OSError as error:
@@ -148,10 +150,15 @@ def _same_settings(settings: Settings, folder: Path) -> bool:
 def _refuse_another_run(settings: Settings, folder: Path) -> None:
     if os.path.lexists(folder) and not folder.is_dir():
         raise UserError(f"{folder} is no folder, so a run cannot be written to it; give another --run_name.")
-    if not _holds_anything(folder) or continues(settings, folder):
+    if _holds_only_a_start(folder) or continues(settings, folder):
         return
     if not settings.overwrite:
         held = "a finished run" if (folder / SUMMARY_FILE).exists() else "another run"
+        if settings.resume == "no":
+            raise UserError(
+                f"{folder} holds {held}, which --resume no leaves alone; add --overwrite to replace it, or give another "
+                "--run_name."
+            )
         raise UserError(
             f"{folder} holds {held}; give another --run_name, --overwrite to replace it, or --resume with one of its "
             "checkpoints to go on from there."
@@ -160,8 +167,16 @@ def _refuse_another_run(settings: Settings, folder: Path) -> None:
         raise UserError(f"{folder} was not written by this kit, so --overwrite leaves it alone; remove it.")
 
 
-def _holds_anything(folder: Path) -> bool:
-    return folder.exists() and any(path.name not in (LOCK_FILE, SETTINGS_ASIDE) for path in folder.iterdir())
+def _holds_only_a_start(folder: Path) -> bool:
+    """Whether nothing would be lost: no folder, or the settings and logs of a run that failed before it wrote anything."""
+    if not folder.exists():
+        return True
+    held = {path.name for path in folder.iterdir()}
+    if not held - {LOCK_FILE, SETTINGS_ASIDE}:
+        return True
+    logs = folder / LOGS
+    only_logs = not logs.exists() or all(path.is_file() and path.suffix == ".log" for path in logs.iterdir())
+    return SETTINGS_FILE in held and held <= {LOCK_FILE, SETTINGS_ASIDE, SETTINGS_FILE, LOGS} and only_logs
 
 
 def open_run_folder(settings: Settings, runtime: Runtime, folder: Path) -> None:
@@ -176,7 +191,8 @@ def open_run_folder(settings: Settings, runtime: Runtime, folder: Path) -> None:
         _lock(folder, runtime)
         # Once more: another job of the same name may have begun since the name was chosen.
         _refuse_another_run(settings, folder)
-        if not continues(settings, folder):
+        # The logs of a failed start stay, and this run's follow them.
+        if not continues(settings, folder) and not _holds_only_a_start(folder):
             _empty(folder)
         # A finished run that goes on from one of its checkpoints is unfinished again.
         (folder / SUMMARY_FILE).unlink(missing_ok=True)
@@ -186,7 +202,7 @@ def open_run_folder(settings: Settings, runtime: Runtime, folder: Path) -> None:
 
     try:
         runtime.alone(make)
-        runtime.alone(lambda: (folder / "logs").mkdir(parents=True, exist_ok=True), per_node=True)
+        runtime.alone(lambda: (folder / LOGS).mkdir(parents=True, exist_ok=True), per_node=True)
     except (OSError, RuntimeError) as error:
         raise UserError(f"output folder {folder} cannot be written: {error}.") from None
     start_logging(folder, runtime)
@@ -242,7 +258,7 @@ def _empty(folder: Path) -> None:
 
 def start_logging(folder: Path, runtime: Runtime) -> None:
     """One log file a rank for the kit and every library; warnings reach the terminal from the main process alone."""
-    to_file = _LogFile(folder / "logs" / f"rank_{runtime.ranks.rank}.log", encoding="utf-8")
+    to_file = _LogFile(folder / LOGS / f"rank_{runtime.ranks.rank}.log", encoding="utf-8")
     to_file.setFormatter(_WithoutSecrets("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     for name in LOGGERS:
         logging.getLogger(name).addHandler(to_file)

@@ -67,6 +67,8 @@ OWNED_ARGS = {
     "do_predict": PHASES,
     "resume_from_checkpoint": RESUMING,
     "ignore_data_skip": RESUMING,
+    "save_only_model": "a run goes on only with the state of its optimizer; --save_strategy no writes the result alone, and "
+    "--save_total_limit keeps fewer checkpoints",
     "enable_jit_checkpoint": "a signal to stop writes a checkpoint by itself",
     "hub_token": "put it into HF_TOKEN, or log in once (hf auth login)",
     "hub_strategy": PUSHING,

@@ -15,6 +15,16 @@ SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
 STREAMED_SUFFIXES = (".jsonl", ".parquet", ".csv")
 # A file without line ends (a disk image named .jsonl) would be read into memory as one row.
 LONGEST_LINE = 1 << 29
+PACKED_SUFFIXES = (".gz", ".zst", ".bz2", ".xz", ".zip")
+# The first bytes of files that are often named as text by mistake.
+MAGIC = {
+    b"\x1f\x8b": ("packed with gzip", "unpack it"),
+    b"\x28\xb5\x2f\xfd": ("packed with zstd", "unpack it"),
+    b"\xfd7zXZ\0": ("packed with xz", "unpack it"),
+    b"PK\x03\x04": ("a zip archive or an Excel file", "unpack it, or save the table as CSV"),
+    b"PAR1": ("Parquet", "name it .parquet"),
+    b"ARROW1\0\0": ("Arrow", "write it as Parquet"),
+}
 SPACE = re.compile(r"[ \t\r\n]*")
 
 
@@ -29,7 +39,8 @@ def is_file(source: str) -> bool:
     """Whether `source` means a local path rather than a dataset on the Hub ("name" or "owner/name")."""
     path = Path(source)
     looks_local = source.startswith((".", "/", "~")) or source.count("/") > 1
-    return looks_local or path.suffix.lower() in SUFFIXES or path.exists()
+    suffix = Path(path.stem).suffix if path.suffix.lower() in PACKED_SUFFIXES else path.suffix
+    return looks_local or suffix.lower() in SUFFIXES or path.exists()
 
 
 def check_source(source: str) -> None:
@@ -49,6 +60,8 @@ def check_source(source: str) -> None:
                 f"dataset {source} is a folder; name the files in it ({', '.join(SUFFIXES)}), or give --streaming, which "
                 "takes folders."
             )
+        if path.suffix.lower() in PACKED_SUFFIXES:
+            raise UserError(f"dataset {source} is packed; unpack it and give the {', '.join(SUFFIXES)} file in it.")
         if not path.is_file() or path.suffix.lower() not in SUFFIXES:
             raise UserError(f"dataset {source} is not a {', '.join(SUFFIXES)} file; name the files themselves.")
     except (OSError, RuntimeError) as error:
@@ -128,6 +141,7 @@ def _in_one_line(error: object) -> str:
 def _lines(path: Path, longest: int = -1) -> Iterator[str]:
     """The lines of a UTF-8 file with their ends, without a byte order mark; one over `longest` bytes is refused."""
     with path.open("rb") as file:
+        _refuse_other_content(path, file.peek(max(map(len, MAGIC))))
         for number, line in enumerate(iter(lambda: file.readline(longest), b""), 1):
             if len(line) == longest:
                 raise UserError(
@@ -140,6 +154,12 @@ def _lines(path: Path, longest: int = -1) -> Iterator[str]:
                     f"{path}:{number} is not UTF-8 text ({error.reason} at byte {error.start + 1} of the line); "
                     "save the file as UTF-8."
                 ) from None
+
+
+def _refuse_other_content(path: Path, begin: bytes) -> None:
+    for magic, (kind, fix) in MAGIC.items():
+        if begin.startswith(magic):
+            raise UserError(f"{path} is no text but {kind}, whatever its name says; {fix}.")
 
 
 def _jsonl_rows(path: Path) -> Iterator[Row]:

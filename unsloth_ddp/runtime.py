@@ -300,15 +300,19 @@ def started(settings: Settings, ranks: Ranks) -> Iterator[Runtime]:
     )
     check_sharding(runtime.sharding, settings, runtime.device_type, runtime.backend, ranks.world_size)
     complete_environment(runtime.sharding, os.environ)
-    # Said at import, of deprecations inside torchao and 4-bit kernels for CPUs; nothing a user could act on.
-    for library in ("torch.utils._pytree", "bitsandbytes"):
-        logging.getLogger(library).setLevel(logging.ERROR)
+    quiet_imports()
     _start_processes(runtime, settings)
     try:
         with runtime.cleanup:
             yield runtime
     finally:
         _stop_processes(runtime)
+
+
+def quiet_imports() -> None:
+    """No word of what libraries say at import: deprecations inside torchao, 4-bit kernels for CPUs; no user could act on it."""
+    for library in ("torch.utils._pytree", "bitsandbytes"):
+        logging.getLogger(library).setLevel(logging.ERROR)
 
 
 def import_backend(runtime: Runtime, settings: Settings) -> None:

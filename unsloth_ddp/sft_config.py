@@ -7,22 +7,31 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import json
 import sys
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
-from transformers import SchedulerType
+import torch
+from transformers import SchedulerType, get_scheduler
 from transformers.integrations import INTEGRATION_TO_CALLBACK, get_available_reporting_integrations
 from transformers.training_args import OptimizerNames
 from trl.trainer.sft_config import SFTConfig
 
 from unsloth_ddp.batch import BatchPlan
-from unsloth_ddp.errors import UserError
+from unsloth_ddp.errors import UserError, one_line
 from unsloth_ddp.owned_args import OWNED_ARGS
 from unsloth_ddp.recompute import loaded_with
 from unsloth_ddp.runtime import Runtime
 from unsloth_ddp.settings import Settings
+
+# Of the schedules that need keywords.
+SCHEDULE_EXAMPLES = {
+    "cosine_with_min_lr": {"min_lr_rate": 0.1},
+    "cosine_warmup_with_min_lr": {"min_lr_rate": 0.1},
+    "warmup_stable_decay": {"num_decay_steps": 100},
+}
 
 
 def choose_trackers(asked: Sequence[str], known: Collection[str], installed: Collection[str]) -> list[str]:
@@ -55,6 +64,35 @@ def nearest(name: str, known: Collection[str], documentation: str) -> str:
     return f"did you mean {near[0]}?" if near else f"{documentation} lists them."
 
 
+def _check_schedule(settings: Settings) -> None:
+    """Refuse a schedule that would fail once everything is loaded; tried, because each has keywords of its own.
+
+    Raises:
+        UserError: lr_scheduler_kwargs lacks what the schedule needs, or holds what it does not take.
+    """
+    given = settings.trainer_args.get("lr_scheduler_kwargs") or {}
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=settings.learning_rate)
+    try:
+        get_scheduler(
+            settings.lr_scheduler_type,
+            optimizer,
+            num_warmup_steps=1,
+            num_training_steps=100,
+            scheduler_specific_kwargs=given,
+        )
+    except Exception as error:
+        example = SCHEDULE_EXAMPLES.get(settings.lr_scheduler_type)
+        fix = (
+            f"give, for example, --trainer_args '{json.dumps({'lr_scheduler_kwargs': example})}'"
+            if example
+            else "mend them"
+        )
+        raise UserError(
+            f"lr_scheduler_type {settings.lr_scheduler_type} does not work with lr_scheduler_kwargs {given or 'left out'} "
+            f"({one_line(error)}); {fix}."
+        ) from None
+
+
 def make_config(settings: Settings, runtime: Runtime, plan: BatchPlan, run_folder: Path) -> Any:
     """TRL's SFTConfig for these settings, every field set: Unsloth's version of it has defaults of its own.
 
@@ -82,6 +120,7 @@ def make_config(settings: Settings, runtime: Runtime, plan: BatchPlan, run_folde
         if value not in known:
             hint = nearest(value, known, "the documentation of Transformers' TrainingArguments")
             raise UserError(f"{name} {value} is not one that Transformers knows; {hint}")
+    _check_schedule(settings)
     if "gradient_checkpointing_kwargs" in settings.trainer_args and settings.gradient_checkpointing == "auto":
         raise UserError(
             "trainer_args: gradient_checkpointing_kwargs needs a kind to go with; give --gradient_checkpointing torch or "

@@ -20,20 +20,23 @@ from unsloth_ddp.manifest import Damaged, Manifest
 from unsloth_ddp.options import Settings
 from unsloth_ddp.runtime import Ranks, Runtime
 
+NEEDED = ("trainer_state.json", "optimizer.pt", "scheduler.pt", "rng_state.pth")
+
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A run's checkpoint-3 with one file, and another file beside it."""
+    """A run's checkpoint-3 with a file of each kind that it needs, and another file beside it."""
     path = tmp_path / "run" / "checkpoint-3"
     path.mkdir(parents=True)
-    (path / "trainer_state.json").write_text("{}")
+    for name in NEEDED:
+        (path / name).write_text("{}")
     (tmp_path / "run" / "outside").write_text("{}")
     return path
 
 
 def describe(folder: Path, listed: Any = None, **changes: Any) -> None:
     """Write a manifest whose own checksum is right, whatever it holds."""
-    own = {"trainer_state.json": {"bytes": 2, "xxh3_128": manifest.checksum(folder / "trainer_state.json")}}
+    own = {name: {"bytes": 2, "xxh3_128": manifest.checksum(folder / name)} for name in NEEDED}
     content = {
         "format": 1,
         "step": 3,

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import logging
 import sys
 from pathlib import Path
 
 from unsloth_ddp.errors import UserError
 from unsloth_ddp.json_file import write_as_asked
 from unsloth_ddp.packing import Request, plan_step
-from unsloth_ddp.runtime import EXIT_USER_ERROR, use_cache_if_hub_is_unreachable
+from unsloth_ddp.runtime import EXIT_USER_ERROR, quiet_imports, use_cache_if_hub_is_unreachable
 from unsloth_ddp.settings import beside_train_options, parse_settings
 from unsloth_ddp.units import parse_bandwidth, parse_memory
 
@@ -70,6 +69,7 @@ def plan(argv: list[str]) -> None:
     gpu_memory = parse_memory(given.gpu_memory) if given.gpu_memory else None
     request = Request.of(settings, given.nodes * given.gpus_per_node)
     use_cache_if_hub_is_unreachable(settings)
+    quiet_imports()
     # Imported here, so that a mistake in the options is told before the seconds that torch takes to load.
     from unsloth_ddp.plan import report
     from unsloth_ddp.plan.calibration import Calibration, load_calibration, measure_run, save_calibration
@@ -100,11 +100,10 @@ def plan(argv: list[str]) -> None:
 
 
 def _quiet() -> None:
-    """No warnings of libraries about what is only counted here: rows over the model's length, deprecations in torchao."""
+    """No warnings of libraries about what is only counted here, such as rows over the model's length."""
     import transformers
 
     transformers.utils.logging.set_verbosity_error()
-    logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)
 
 
 def main(argv: list[str]) -> int:

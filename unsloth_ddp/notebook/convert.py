@@ -12,6 +12,7 @@ import libcst as cst
 from unsloth_ddp.notebook.arguments import code, keyword
 from unsloth_ddp.notebook.checks import check_notebook, check_statement, trains_nothing
 from unsloth_ddp.notebook.context import Context
+from unsloth_ddp.notebook.draws import assign_seeds
 from unsloth_ddp.notebook.effects import Effect, is_trainer_call
 from unsloth_ddp.notebook.facts import collect
 from unsloth_ddp.notebook.graph import Graph, Role, Statement, build
@@ -56,6 +57,7 @@ def convert_notebook(notebook: Notebook, options: Options) -> Conversion:
     graph = build((cell.number, cell.body) for cell in cells)
     _know_configs(graph, context)
     assign_roles(graph)
+    assign_seeds(graph)
     script = _write(notebook, cells, graph, context)
     script = context.place(script)
     _check_syntax(script, notebook.name, context)

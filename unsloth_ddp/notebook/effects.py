@@ -102,9 +102,22 @@ _STATE = re.compile(
 )
 _SYNC = {"main_process_first", "local_main_process_first", "wait_for_everyone", "barrier", "split_between_processes"}
 _SYNC |= {"all_reduce", "all_gather", "all_gather_object", "broadcast", "broadcast_object_list", "gather_for_metrics"}
+# The global generators, by the module that owns each, and what draws from them.
+GENERATORS = ("random", "numpy", "torch")
 _RANDOM = re.compile(
-    r"^(random\.(shuffle|sample|choice|choices|randint|random|uniform|randrange|gauss)"
-    r"|numpy\.random\.(shuffle|permutation|choice|randint|rand|randn|random|uniform|normal))$"
+    r"^((?P<random>random)\.(shuffle|sample|choice|choices|randint|random|uniform|randrange|gauss|normalvariate|getrandbits)"
+    r"|(?P<numpy>numpy)\.random\.(shuffle|permutation|choice|randint|rand|randn|random|random_sample|uniform|normal)"
+    r"|(?P<torch>torch)\.(rand|randn|randint|randperm|multinomial|bernoulli|utils\.data\.random_split))$"
+)
+_SEEDS_ONE = {
+    "random.seed": "random",
+    "numpy.random.seed": "numpy",
+    "torch.manual_seed": "torch",
+    "torch.random.manual_seed": "torch",
+}
+_SEEDS_ALL = re.compile(
+    r"^(transformers|accelerate|trl|lightning|pytorch_lightning)\.(\w+\.)*"
+    r"(set_seed|seed_everything|enable_full_determinism)$"
 )
 _TRAINER_NAME = re.compile(r"^([A-Z]\w*)?Trainer$")
 _LOADER_NAME = re.compile(r"(^|\.)Fast[A-Z]\w*\.from_pretrained$")
@@ -119,6 +132,23 @@ def is_trainer_call(site: CallSite, subclasses: frozenset[str] | set[str]) -> bo
 def is_loader_call(path: str) -> bool:
     """Whether a callee is the from_pretrained of one of Unsloth's Fast* loaders."""
     return bool(_LOADER_NAME.search(path))
+
+
+def draws_from(site: CallSite, full: str) -> str | None:
+    """The global generator that a call draws from."""
+    found = _RANDOM.match(full)
+    if found is None or any(arg.keyword and arg.keyword.value == "generator" for arg in site.node.args):
+        return None
+    return next(name for name in GENERATORS if found[name])
+
+
+def seeded_by(site: CallSite, full: str) -> set[str]:
+    """The global generators that a call gives a seed."""
+    if not site.node.args or any(isinstance(a.value, cst.Name) and a.value.value == "None" for a in site.node.args):
+        return set()  # without one they start from the machine's entropy
+    if _SEEDS_ALL.match(full):
+        return set(GENERATORS)
+    return {_SEEDS_ONE[full]} if full in _SEEDS_ONE else set()
 
 
 def call_effects(site: CallSite, full: str, trainers: set[str], subclasses: set[str]) -> set[Effect]:
@@ -155,7 +185,7 @@ def call_effects(site: CallSite, full: str, trainers: set[str], subclasses: set[
         found.add(Effect.SYNC)
     if _STATE.match(full):
         found.add(Effect.STATE)
-    if _RANDOM.match(full):
+    if draws_from(site, full):
         found.add(Effect.RANDOM)
     return found | _display_effects(site, full)
 

@@ -30,6 +30,7 @@ class Effect(Enum):
     SERVER = "starts a server"
     PAID = "paid service"
     LOGIN = "login"
+    TRACK = "speaks to a tracker"
     INPUT = "asks the user"
     RANDOM = "unseeded random"
     MODE = "for_inference or for_training"
@@ -40,7 +41,7 @@ class Effect(Enum):
 # Only the main process: nothing in them is needed to train.
 MAIN_ONLY = {Effect.INFER, Effect.PRINT, Effect.SHOW, Effect.STATS, Effect.SAVE, Effect.PAID, Effect.FILE}
 # Once, whatever needs their result.
-ONCE = {Effect.FILE, Effect.PAID, Effect.SERVER, Effect.SHELL, Effect.LOGIN, Effect.SAVE}
+ONCE = {Effect.FILE, Effect.PAID, Effect.SERVER, Effect.SHELL, Effect.LOGIN, Effect.TRACK, Effect.SAVE}
 # One process a node: what they leave behind lives on the node.
 PER_NODE = {Effect.SERVER, Effect.SHELL, Effect.LOGIN}
 
@@ -81,7 +82,16 @@ _PAID = re.compile(
 )
 _LOGIN = re.compile(
     r"^(huggingface_hub\.(\w+\.)*(notebook_login|login|interpreter_login)|wandb\.login|kagglehub\.login|ee\.Authenticate"
-    r"|trackio\.(init|login)|wandb\.(init|finish|log|watch|alert)|comet_ml\.(login|init|start)|neptune\.init_run|mlflow\.\w+)$"
+    r"|trackio\.login|comet_ml\.login|mlflow\.login)$"
+)
+_TRACK = re.compile(
+    r"^(trackio\.init|wandb\.(init|finish|log|watch|alert)|comet_ml\.(init|start)|neptune\.init_run|mlflow\.\w+)$"
+)
+# What these return is the run itself, which no other process can use.
+_RUNS = re.compile(r"^((wandb|trackio)\.init|comet_ml\.start|neptune\.init_run|mlflow\.(start_run|active_run))$")
+_DIFFERS = re.compile(
+    r"^(datetime\.(datetime|date)\.(now|utcnow|today)|time\.(time|time_ns|strftime|ctime|asctime|localtime|gmtime)"
+    r"|uuid\.uuid[14]|os\.getpid|tempfile\.mkdtemp|secrets\.\w+)$"
 )
 _INPUT = {"input", "getpass.getpass", "getpass"}
 _DATA_CALLS = re.compile(
@@ -151,6 +161,16 @@ def seeded_by(site: CallSite, full: str) -> set[str]:
     return {_SEEDS_ONE[full]} if full in _SEEDS_ONE else set()
 
 
+def starts_run(full: str) -> bool:
+    """Whether a call gives the run of a tracker."""
+    return bool(_RUNS.match(full))
+
+
+def differs_by_process(full: str) -> bool:
+    """Whether a call gives every process another value: the clock, random names, numbers of processes."""
+    return bool(_DIFFERS.match(full))
+
+
 def call_effects(site: CallSite, full: str, trainers: set[str], subclasses: set[str]) -> set[Effect]:
     """The effects of one call. `full` is its path with imports resolved; `trainers` are names that hold a trainer."""
     tail, found = site.tail, set()
@@ -175,6 +195,8 @@ def call_effects(site: CallSite, full: str, trainers: set[str], subclasses: set[
         found.add(Effect.PAID)
     if _LOGIN.match(full) or (not site.is_method and tail in ("notebook_login", "login")):
         found.add(Effect.LOGIN)
+    elif _TRACK.match(full):
+        found.add(Effect.TRACK)
     if full in _INPUT:
         found.add(Effect.INPUT)
     if _is_data(site, full):

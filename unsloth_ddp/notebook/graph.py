@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import TYPE_CHECKING
 
 import libcst as cst
 
 from unsloth_ddp.notebook.effects import Effect, call_effects, is_trainer_call
 from unsloth_ddp.notebook.facts import CallSite, Deferred, Facts, collect
 from unsloth_ddp.notebook.syntax import HARMLESS, is_false
+
+if TYPE_CHECKING:
+    from unsloth_ddp.notebook.main_values import MainValues
 
 # Effects that a function hands on to a call it is merely passed to, such as dataset.map(function).
 _THROUGH_ARGUMENTS = {Effect.PAID, Effect.FILE, Effect.SERVER, Effect.PRINT, Effect.RANDOM, Effect.SHELL}
@@ -53,6 +57,9 @@ class Statement:
     handles: set[str] = field(default_factory=set)  # names that only the process that made them can use
     share_value: bool = False  # the main process hands the assigned value to the others
     seed: Seed | None = None
+    runs: frozenset[str] = frozenset()  # names that hold a tracked run just before this
+    configs: frozenset[str] = frozenset()  # names that hold the config of one
+    sent: MainValues | None = None  # finds the values that the main process sends to this
 
     @property
     def conditional(self) -> bool:

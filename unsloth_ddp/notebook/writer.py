@@ -12,7 +12,7 @@ from unsloth_ddp.notebook.graph import Graph, Role, Statement
 from unsloth_ddp.notebook.lines import comment_line, is_empty, lead
 
 DEVICE_MARK = "__ddp_device__"
-_WAITS = {Effect.SAVE, Effect.FILE, Effect.PAID, Effect.SERVER, Effect.SHELL, Effect.LOGIN}
+_WAITS = {Effect.SAVE, Effect.FILE, Effect.PAID, Effect.SERVER, Effect.SHELL, Effect.LOGIN, Effect.TRACK}
 _WORDS = {
     Effect.SAVE: "saves",
     Effect.FILE: "writes files",
@@ -20,6 +20,7 @@ _WORDS = {
     Effect.SERVER: "starts a server",
     Effect.PAID: "calls the service",
     Effect.LOGIN: "logs in",
+    Effect.TRACK: "tracks",
     Effect.INFER: "generates",
     Effect.STATS: "reads memory statistics",
     Effect.SHOW: "displays",

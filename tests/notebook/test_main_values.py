@@ -109,6 +109,12 @@ def test_a_clock_in_the_arguments_is_sent() -> None:
     assert "    output_dir = from_main(lambda: f'out/{time.time()}'),\n" in text
 
 
+def test_a_clock_in_a_loop_that_trains_is_sent() -> None:
+    train = TRAIN[TRAIN.index("trainer") :].replace("value", "f'out/{time.time()}'").replace("\n", "\n    ")
+    text = script(CLOCK, train="from trl import SFTConfig, SFTTrainer\nfor phase in rows:\n    " + train)
+    assert "output_dir = from_main(lambda: f'out/{time.time()}')," in text
+
+
 @pytest.mark.parametrize(
     "given",
     [
@@ -117,6 +123,8 @@ def test_a_clock_in_the_arguments_is_sent() -> None:
         "begin = datetime.now()\nrows.append(1)\nspent = datetime.now() - begin\nprint(spent)",
         "end = time.time() + 9\nwhile time.time() < end:\n    rows.append(1)",
         "model.save_pretrained(f'm-{time.time()}')",
+        "rows = [(row, uuid.uuid4()) for row in rows]",
+        "for row in list(rows):\n    rows.append(uuid.uuid4())",
         "rows = list(map(lambda row: (row, uuid.uuid4()), rows))",
         "def took():\n    return time.time()\nprint(took())",
     ],

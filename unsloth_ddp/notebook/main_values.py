@@ -65,6 +65,10 @@ class MainValues:
     def __init__(self, graph: Graph, statement: Statement, timed: set[str] | None = None) -> None:
         """`timed`: names of clock readings that nothing but a duration is made of; None to pass over clocks."""
         self.graph, self.statement, self.timed = graph, statement, timed
+        repeated = _Repeated(loops=not statement.effects & {Effect.TRAIN, Effect.TRAINER})
+        if timed is not None:
+            statement.node.visit(repeated)
+        self.repeated = repeated.calls
 
     def tracked(self, node: cst.CSTNode) -> tuple[str, list[str]]:
         """What of a tracker an expression is: "run", "config" or "value", or "" for nothing; and its last steps."""
@@ -83,7 +87,7 @@ class MainValues:
         """Whether a value starts with a call that gives every process another."""
         while self.timed is not None and isinstance(node, cst.Attribute | cst.Subscript | cst.Call):
             if isinstance(node, cst.Call):
-                if self._differs(CallSite(dotted(node.func), node, frozenset())):
+                if id(node) not in self.repeated and self._differs(CallSite(dotted(node.func), node, frozenset())):
                     return True
                 node = node.func
                 if not isinstance(node, cst.Attribute):
@@ -182,6 +186,34 @@ class MainValues:
             case cst.SimpleStatementLine(body=[cst.Assign(targets=[cst.AssignTarget(target=target)])]):
                 return not isinstance(target, cst.Name) and bool(self.tracked(target)[0])
         return False
+
+
+class _Repeated(cst.CSTVisitor):
+    """Calls made once a row or so: what they give names rows, not folders, and sending each would take long."""
+
+    def __init__(self, loops: bool) -> None:
+        self.calls: set[int] = set()
+        self.loops = loops
+        self.depth = 0
+
+    def visit_Call(self, node: cst.Call) -> None:
+        if self.depth:
+            self.calls.add(id(node))
+
+    def visit_ListComp(self, node: cst.ListComp) -> None:
+        self.depth += 1
+
+    def leave_ListComp(self, original_node: cst.ListComp) -> None:
+        self.depth -= 1
+
+    def visit_For_body(self, node: cst.For) -> None:
+        self.depth += self.loops
+
+    def leave_For_body(self, node: cst.For) -> None:
+        self.depth -= self.loops
+
+    visit_SetComp = visit_DictComp = visit_GeneratorExp = visit_ListComp  # type: ignore[assignment]
+    leave_SetComp = leave_DictComp = leave_GeneratorExp = leave_ListComp  # type: ignore[assignment]
 
 
 def _chain(node: cst.CSTNode) -> tuple[cst.CSTNode, list[str]]:

@@ -55,6 +55,10 @@ def test_what_a_run_knows_is_sent_from_within_the_arguments() -> None:
     assert "    output_dir = from_main(lambda: wandb.config.folder),\n" in text
 
 
+def test_another_name_of_a_config_stays_on_the_main_process() -> None:
+    assert "if IS_MAIN:\n    config = wandb.config\n" in script(START, "config = wandb.config\nvalue = config.lr")
+
+
 def test_what_changes_a_run_stays_where_it_is() -> None:
     text = script(START, "run.config.update({'a': 1})\nwandb.run.name = 'x'\nvalue = run.name")
     assert "    run.config.update({'a': 1})\n    wandb.run.name = 'x'\nvalue = from_main(" in text
@@ -123,6 +127,7 @@ def test_a_clock_in_a_loop_that_trains_is_sent() -> None:
         "begin = datetime.now()\nrows.append(1)\nspent = datetime.now() - begin\nprint(spent)",
         "end = time.time() + 9\nwhile time.time() < end:\n    rows.append(1)",
         "model.save_pretrained(f'm-{time.time()}')",
+        "label = time.strftime('%H')\nlabels = [label]",
         "rows = [(row, uuid.uuid4()) for row in rows]",
         "for row in list(rows):\n    rows.append(uuid.uuid4())",
         "rows = list(map(lambda row: (row, uuid.uuid4()), rows))",

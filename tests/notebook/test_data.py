@@ -1,6 +1,10 @@
 """Data: caches made once, and the same rows everywhere."""
 
+import random
+
+import numpy as np
 import pytest
+import torch
 from making import LOAD, TRAIN, body, convert_cells
 
 LOADED = "from datasets import load_dataset\ndataset = load_dataset('d')"
@@ -64,6 +68,75 @@ def test_global_generators_are_seeded_where_training_needs_the_draw() -> None:
     )
     seeded = convert_cells(LOAD, LOADED, "import random\nrandom.seed(1)\nrandom.shuffle(dataset)", TRAIN)
     assert "same_draws" not in seeded.script
+
+
+SAMPLE = "dataset = random.sample(rows, 5)"
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "seeds"),
+    [
+        ("np.random.seed(0)", "", '3407, "random"'),
+        ("torch.manual_seed(0)", "", '3407, "random"'),
+        ("random.seed()", "", "3407"),
+        ("if fixed:\n    random.seed(1)", "", "3407"),
+        ("", "transformers.set_seed(42)", "3407"),
+        ("random.seed(1)\nprint(random.random())", "", "3407"),
+        ("def seed_all(n):\n    np.random.seed(n)\nseed_all(1)", "", '3407, "random"'),
+        ("random.seed(1)", "", None),
+        ("transformers.set_seed(42)", "", None),
+        ("from accelerate.utils import set_seed\nset_seed(42)", "", None),
+        ("from lightning import seed_everything\nseed_everything(42)", "", None),
+        ("def seed_all(n):\n    random.seed(n)\n    np.random.seed(n)\nseed_all(1)", "", None),
+        ("class Seeds:\n    def set(self):\n        random.seed(1)\nseeds = Seeds()\nseeds.set()", "", None),
+    ],
+)
+def test_a_draw_is_seeded_if_its_own_generator_was_before_it(before: str, after: str, seeds: str | None) -> None:
+    modules = "import random, torch, transformers\nimport numpy as np\nrows = [1]"
+    text = body(convert_cells(LOAD, modules, before, SAMPLE, after, TRAIN))
+    assert f"\n{SAMPLE}\n" in text
+    assert text.count("same_draws(") == (seeds is not None)
+    if seeds is not None:
+        assert f"same_draws({seeds})\n{SAMPLE}\n" in text
+
+
+def test_every_unseeded_draw_has_a_seed_of_its_own() -> None:
+    cell = "import random\npos = random.sample(range(9), 5)\nneg = random.sample(range(9), 5)\ndataset = [pos, neg]"
+    text = body(convert_cells(LOAD, cell, TRAIN))
+    assert "same_draws(3407)\npos = random.sample" in text and "same_draws(3408)\nneg = random.sample" in text
+
+
+def test_a_draw_behind_a_map_that_draws_is_seeded_apart() -> None:
+    """The map's first process draws, the others may read its cache."""
+    cell = (
+        "import random\ndef noisy(row):\n    return {'x': random.random()}\n"
+        "dataset = dataset.map(noisy)\ndataset = dataset.map(noisy)\nrandom.shuffle(dataset)"
+    )
+    text = body(convert_cells(LOAD, LOADED, cell, TRAIN))
+    mapped = "with main_process_first():\n    dataset = dataset.map(noisy)\n"
+    assert f"same_draws(3407)\n{mapped}" in text and f"same_draws(3408)\n{mapped}" in text
+    assert "same_draws(3409)\nrandom.shuffle(dataset)" in text
+
+
+def test_draws_of_torch() -> None:
+    cell = "import torch\norder = torch.randperm(9)\ndataset = dataset.select(order)"
+    assert "same_draws(3407)\norder = torch.randperm(9)" in body(convert_cells(LOAD, LOADED, cell, TRAIN))
+    given = cell.replace("(9)", "(9, generator = torch.Generator().manual_seed(1))")
+    assert "same_draws" not in convert_cells(LOAD, LOADED, given, TRAIN).script
+
+
+def test_the_helper_seeds_what_it_is_told_to() -> None:
+    script = convert_cells(LOAD, "from numpy import random\ndataset = random.permutation(9)", TRAIN).script
+    source = script[script.index("def same_draws") : script.index("def finish")]
+    names = {"torch": torch, "ddp_random": random}
+    exec(source, names)
+    other = np.random.random(), torch.rand(1)
+    names["same_draws"](7, "random")  # type: ignore[operator]
+    first = random.random()
+    names["same_draws"](7)  # type: ignore[operator]
+    same = np.random.random(), torch.rand(1)
+    names["same_draws"](7)  # type: ignore[operator]
+    assert random.random() == first and (np.random.random(), torch.rand(1)) == same != other
 
 
 def test_another_seed() -> None:

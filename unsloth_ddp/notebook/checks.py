@@ -8,6 +8,7 @@ from unsloth_ddp.notebook.arguments import code, keyword, splats
 from unsloth_ddp.notebook.context import Context
 from unsloth_ddp.notebook.effects import Effect, is_trainer_call
 from unsloth_ddp.notebook.graph import Graph, Role, Statement, is_dead
+from unsloth_ddp.notebook.main_values import MainValues
 
 # Code that mentions none of these has nothing to do with a model.
 _LIBRARIES = ("unsloth", "transformers", "trl", "peft", "torch", "from_pretrained", "Trainer(", ".backward(")
@@ -48,6 +49,8 @@ def check_statement(statement: Statement, graph: Graph, context: Context) -> lis
         notes.append(context.warn("paid call", "calls a service: once, by the main process"))
     if Effect.INFER in effects and statement.needed and not effects & {Effect.TRAIN, Effect.TRAINER}:
         notes.append(context.warn("inference", "training needs what this generates, so every process generates"))
+    if statement.needed and statement.role in (Role.ALL, Role.FIRST) and MainValues(graph, statement).leaves_run():
+        notes.append(context.warn("tracker", "uses a tracked run that only the main process has"))
     notes += _check_trainers(statement, graph, context)
     notes += _check_loss(statement, graph, context)
     notes += _check_sizing(statement, graph, context)

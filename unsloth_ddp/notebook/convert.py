@@ -12,12 +12,14 @@ import libcst as cst
 from unsloth_ddp.notebook.arguments import code, keyword
 from unsloth_ddp.notebook.checks import check_notebook, check_statement, trains_nothing
 from unsloth_ddp.notebook.context import Context
+from unsloth_ddp.notebook.draws import assign_seeds
 from unsloth_ddp.notebook.effects import Effect, is_trainer_call
 from unsloth_ddp.notebook.facts import collect
 from unsloth_ddp.notebook.graph import Graph, Role, Statement, build
 from unsloth_ddp.notebook.ipython import command_of, without_installs
 from unsloth_ddp.notebook.lines import comment_line
 from unsloth_ddp.notebook.magics import lower
+from unsloth_ddp.notebook.main_values import mark_sent
 from unsloth_ddp.notebook.normalise import normalise
 from unsloth_ddp.notebook.prologue import IDENTIFIERS, MODULES, Names, render
 from unsloth_ddp.notebook.reader import read_notebook
@@ -56,6 +58,8 @@ def convert_notebook(notebook: Notebook, options: Options) -> Conversion:
     graph = build((cell.number, cell.body) for cell in cells)
     _know_configs(graph, context)
     assign_roles(graph)
+    mark_sent(graph)
+    assign_seeds(graph)
     script = _write(notebook, cells, graph, context)
     script = context.place(script)
     _check_syntax(script, notebook.name, context)
@@ -221,7 +225,7 @@ def _first_heavy(graph: Graph) -> int:
         modules = {path.split(".")[0] for path in statement.facts.imports.values()}
         if modules - sys.stdlib_module_names - {"google"} or statement.role not in (Role.ALL,):
             return index
-        if Effect.INPUT in statement.effects or Effect.SHELL in statement.effects:
+        if statement.effects & {Effect.INPUT, Effect.SHELL} or statement.seed or statement.sent:
             return index
     return 0
 

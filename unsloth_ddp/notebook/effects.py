@@ -30,6 +30,7 @@ class Effect(Enum):
     SERVER = "starts a server"
     PAID = "paid service"
     LOGIN = "login"
+    TRACK = "speaks to a tracker"
     INPUT = "asks the user"
     RANDOM = "unseeded random"
     MODE = "for_inference or for_training"
@@ -40,7 +41,7 @@ class Effect(Enum):
 # Only the main process: nothing in them is needed to train.
 MAIN_ONLY = {Effect.INFER, Effect.PRINT, Effect.SHOW, Effect.STATS, Effect.SAVE, Effect.PAID, Effect.FILE}
 # Once, whatever needs their result.
-ONCE = {Effect.FILE, Effect.PAID, Effect.SERVER, Effect.SHELL, Effect.LOGIN, Effect.SAVE}
+ONCE = {Effect.FILE, Effect.PAID, Effect.SERVER, Effect.SHELL, Effect.LOGIN, Effect.TRACK, Effect.SAVE}
 # One process a node: what they leave behind lives on the node.
 PER_NODE = {Effect.SERVER, Effect.SHELL, Effect.LOGIN}
 
@@ -81,7 +82,16 @@ _PAID = re.compile(
 )
 _LOGIN = re.compile(
     r"^(huggingface_hub\.(\w+\.)*(notebook_login|login|interpreter_login)|wandb\.login|kagglehub\.login|ee\.Authenticate"
-    r"|trackio\.(init|login)|wandb\.(init|finish|log|watch|alert)|comet_ml\.(login|init|start)|neptune\.init_run|mlflow\.\w+)$"
+    r"|trackio\.login|comet_ml\.login|mlflow\.login)$"
+)
+_TRACK = re.compile(
+    r"^(trackio\.init|wandb\.(init|finish|log|watch|alert)|comet_ml\.(init|start)|neptune\.init_run|mlflow\.\w+)$"
+)
+# What these return is the run itself, which no other process can use.
+_RUNS = re.compile(r"^((wandb|trackio)\.init|comet_ml\.start|neptune\.init_run|mlflow\.(start_run|active_run))$")
+_DIFFERS = re.compile(
+    r"^(datetime\.(datetime|date)\.(now|utcnow|today)|time\.(time|time_ns|strftime|ctime|asctime|localtime|gmtime)"
+    r"|uuid\.uuid[14]|os\.getpid|tempfile\.mkdtemp|secrets\.\w+)$"
 )
 _INPUT = {"input", "getpass.getpass", "getpass"}
 _DATA_CALLS = re.compile(
@@ -102,9 +112,22 @@ _STATE = re.compile(
 )
 _SYNC = {"main_process_first", "local_main_process_first", "wait_for_everyone", "barrier", "split_between_processes"}
 _SYNC |= {"all_reduce", "all_gather", "all_gather_object", "broadcast", "broadcast_object_list", "gather_for_metrics"}
+# The global generators, by the module that owns each, and what draws from them.
+GENERATORS = ("random", "numpy", "torch")
 _RANDOM = re.compile(
-    r"^(random\.(shuffle|sample|choice|choices|randint|random|uniform|randrange|gauss)"
-    r"|numpy\.random\.(shuffle|permutation|choice|randint|rand|randn|random|uniform|normal))$"
+    r"^((?P<random>random)\.(shuffle|sample|choice|choices|randint|random|uniform|randrange|gauss|normalvariate|getrandbits)"
+    r"|(?P<numpy>numpy)\.random\.(shuffle|permutation|choice|randint|rand|randn|random|random_sample|uniform|normal)"
+    r"|(?P<torch>torch)\.(rand|randn|randint|randperm|multinomial|bernoulli|utils\.data\.random_split))$"
+)
+_SEEDS_ONE = {
+    "random.seed": "random",
+    "numpy.random.seed": "numpy",
+    "torch.manual_seed": "torch",
+    "torch.random.manual_seed": "torch",
+}
+_SEEDS_ALL = re.compile(
+    r"^(transformers|accelerate|trl|lightning|pytorch_lightning)\.(\w+\.)*"
+    r"(set_seed|seed_everything|enable_full_determinism)$"
 )
 _TRAINER_NAME = re.compile(r"^([A-Z]\w*)?Trainer$")
 _LOADER_NAME = re.compile(r"(^|\.)Fast[A-Z]\w*\.from_pretrained$")
@@ -119,6 +142,33 @@ def is_trainer_call(site: CallSite, subclasses: frozenset[str] | set[str]) -> bo
 def is_loader_call(path: str) -> bool:
     """Whether a callee is the from_pretrained of one of Unsloth's Fast* loaders."""
     return bool(_LOADER_NAME.search(path))
+
+
+def draws_from(site: CallSite, full: str) -> str | None:
+    """The global generator that a call draws from."""
+    found = _RANDOM.match(full)
+    if found is None or any(arg.keyword and arg.keyword.value == "generator" for arg in site.node.args):
+        return None
+    return next(name for name in GENERATORS if found[name])
+
+
+def seeded_by(site: CallSite, full: str) -> set[str]:
+    """The global generators that a call gives a seed."""
+    if not site.node.args or any(isinstance(a.value, cst.Name) and a.value.value == "None" for a in site.node.args):
+        return set()  # without one they start from the machine's entropy
+    if _SEEDS_ALL.match(full):
+        return set(GENERATORS)
+    return {_SEEDS_ONE[full]} if full in _SEEDS_ONE else set()
+
+
+def starts_run(full: str) -> bool:
+    """Whether a call gives the run of a tracker."""
+    return bool(_RUNS.match(full))
+
+
+def differs_by_process(full: str) -> bool:
+    """Whether a call gives every process another value: the clock, random names, numbers of processes."""
+    return bool(_DIFFERS.match(full))
 
 
 def call_effects(site: CallSite, full: str, trainers: set[str], subclasses: set[str]) -> set[Effect]:
@@ -145,6 +195,8 @@ def call_effects(site: CallSite, full: str, trainers: set[str], subclasses: set[
         found.add(Effect.PAID)
     if _LOGIN.match(full) or (not site.is_method and tail in ("notebook_login", "login")):
         found.add(Effect.LOGIN)
+    elif _TRACK.match(full):
+        found.add(Effect.TRACK)
     if full in _INPUT:
         found.add(Effect.INPUT)
     if _is_data(site, full):
@@ -155,7 +207,7 @@ def call_effects(site: CallSite, full: str, trainers: set[str], subclasses: set[
         found.add(Effect.SYNC)
     if _STATE.match(full):
         found.add(Effect.STATE)
-    if _RANDOM.match(full):
+    if draws_from(site, full):
         found.add(Effect.RANDOM)
     return found | _display_effects(site, full)
 

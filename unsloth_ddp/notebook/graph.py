@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import TYPE_CHECKING
 
 import libcst as cst
 
@@ -12,11 +13,13 @@ from unsloth_ddp.notebook.effects import Effect, call_effects, is_trainer_call
 from unsloth_ddp.notebook.facts import CallSite, Deferred, Facts, collect
 from unsloth_ddp.notebook.syntax import HARMLESS, is_false
 
+if TYPE_CHECKING:
+    from unsloth_ddp.notebook.main_values import MainValues
+
 # Effects that a function hands on to a call it is merely passed to, such as dataset.map(function).
 _THROUGH_ARGUMENTS = {Effect.PAID, Effect.FILE, Effect.SERVER, Effect.PRINT, Effect.RANDOM, Effect.SHELL}
 # A call with no other effect than these is made for what it does to its arguments.
 _MAY_CHANGE_ARGUMENTS = {Effect.LOAD, Effect.RANDOM, Effect.STATE, Effect.DATA}
-_SEEDING = {"set_seed", "seed_everything", "seed_all", "enable_full_determinism"}
 
 
 class Role(Enum):
@@ -28,6 +31,14 @@ class Role(Enum):
     NODE = "one process a node"
     DEAD = "never"
     DROP = "removed"
+
+
+@dataclass
+class Seed:
+    """What a statement's draws need before it: the generators that get a seed, and which of the script's seeds."""
+
+    number: int
+    generators: tuple[str, ...] = ()  # all of them, if none is named
 
 
 @dataclass
@@ -45,6 +56,10 @@ class Statement:
     share: list[str] = field(default_factory=list)  # names the main process hands to the others
     handles: set[str] = field(default_factory=set)  # names that only the process that made them can use
     share_value: bool = False  # the main process hands the assigned value to the others
+    seed: Seed | None = None
+    runs: frozenset[str] = frozenset()  # names that hold a tracked run just before this
+    configs: frozenset[str] = frozenset()  # names that hold the config of one
+    sent: MainValues | None = None  # finds the values that the main process sends to this
 
     @property
     def conditional(self) -> bool:
@@ -73,11 +88,18 @@ class Graph:
         assert self.effects is not None
         return set().union(*(self.effects.of_site(site) for site in facts.calls))
 
-    @property
-    def is_seeded(self) -> bool:
-        """Whether the notebook seeds the global random generators itself."""
-        paths = {site.path for s in self.statements for site in s.facts.calls}
-        return any(path.split(".")[-1] in _SEEDING or path.endswith("random.seed") for path in paths)
+    def full_path(self, site: CallSite) -> str:
+        """The path of a callee with its import resolved."""
+        return ".".join([self.imports.get(site.root, site.root), *site.path.split(".")[1:]])
+
+    def bodies_run_by(self, site: CallSite) -> list[Deferred]:
+        """The notebook's own functions that a call runs, or hands to what it calls."""
+        assert self.effects is not None
+        names = [site.path, *sorted(site.names)]
+        if site.is_method and site.root in self.effects.instances:
+            owner = self.effects.instances[site.root]
+            names += [owner] if site.tail in self.functions[owner].methods else []
+        return [self.functions[name] for name in names if name in self.functions]
 
     @property
     def last_seed(self) -> int:
@@ -160,9 +182,7 @@ class _Effects:
             if not body.methods and not body.bases:
                 found |= self.of_function(site.path)
         else:
-            root = graph.imports.get(site.root, site.root)
-            full = ".".join([root, *site.path.split(".")[1:]])
-            found |= call_effects(site, full, self.trainers, graph.trainer_classes)
+            found |= call_effects(site, graph.full_path(site), self.trainers, graph.trainer_classes)
         owner = self.instances.get(site.root)
         if site.is_method and owner and site.tail in graph.functions[owner].methods:
             found |= self.of_function(owner)

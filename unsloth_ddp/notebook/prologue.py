@@ -141,12 +141,13 @@ def ddp_arguments(config, per_device, arguments):
     }
 ''',
     "same_draws": '''\
-def same_draws(seed):
-    """Seed Python's and NumPy's own generators, so that every process draws the same."""
+def same_draws(seed, *generators):
+    """Seed the global generators, or those named, so that every process draws the same."""
     import numpy
 
-    random.seed(seed)
-    numpy.random.seed(seed)
+    seeds = {"random": random.seed, "numpy": numpy.random.seed, "torch": torch.manual_seed}
+    for name in generators or seeds:
+        seeds[name](seed)
 ''',
     "run_shell": '''\
 def run_shell(command):
@@ -243,5 +244,5 @@ def _import(module: str, names: Names) -> str:
 def _rename(text: str, names: Names) -> str:
     for name in (*IDENTIFIERS, *names.modules):
         if name in names.taken | names.modules:
-            text = re.sub(rf'(?<![\w"])(?<!import ){name}(?![\w"])', f"ddp_{name}", text)
+            text = re.sub(rf'(?<![\w".])(?<!import ){name}(?![\w"])', f"ddp_{name}", text)
     return text

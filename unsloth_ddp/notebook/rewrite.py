@@ -14,6 +14,7 @@ from unsloth_ddp.notebook.graph import SEEDS, Graph, Role, Statement
 from unsloth_ddp.notebook.ipython import IPythonCall, as_python_string, command_of, ipython_call, without_installs
 from unsloth_ddp.notebook.lines import LineEditor, lead
 from unsloth_ddp.notebook.load import edit_device_number, edit_device_string, edit_load
+from unsloth_ddp.notebook.main_values import send_values
 from unsloth_ddp.notebook.syntax import is_false
 
 # Words without which a statement has nothing to edit; most have none of them.
@@ -26,7 +27,7 @@ _GUARDED = {Effect.SAVE, Effect.FILE, Effect.PAID}
 
 def rewrite(statement: Statement, graph: Graph, context: Context) -> cst.BaseStatement:
     """The statement's syntax tree with its edits, comments above the lines they changed."""
-    node = statement.node
+    node = send_values(statement, statement.node, context)
     guarded = _guards_inside(statement, graph)
     if not guarded and not _worth_a_look(code(node), context):
         return node

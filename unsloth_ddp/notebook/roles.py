@@ -14,6 +14,7 @@ import libcst as cst
 from unsloth_ddp.notebook.effects import MAIN_ONLY, ONCE, PER_NODE, Effect
 from unsloth_ddp.notebook.graph import SEEDS, Graph, Role, Statement, is_dead
 from unsloth_ddp.notebook.ipython import command_of, without_installs
+from unsloth_ddp.notebook.main_values import keep_trackers
 from unsloth_ddp.notebook.syntax import BUILTINS
 
 # What every process must run together.
@@ -28,6 +29,7 @@ def assign_roles(graph: Graph) -> None:
         statement.role = _first_role(statement)
     _drop_installs(graph)
     last = graph.last_seed
+    keep_trackers(graph)
     _keep_handles(graph)
     _keep_read_backs(graph, last)
     while _settle(graph, last):
@@ -58,7 +60,9 @@ def _first_role(statement: Statement) -> Role:
     if effects & ONCE and (statement.needed is False or _can_share(statement)):
         return Role.NODE if effects & PER_NODE and not effects & {Effect.SAVE, Effect.PAID} else Role.MAIN
     if statement.needed:
-        return Role.FIRST if effects & {Effect.DATA, Effect.FILE, Effect.SHELL, Effect.LOGIN} else Role.ALL
+        return (
+            Role.FIRST if effects & {Effect.DATA, Effect.FILE, Effect.SHELL, Effect.LOGIN, Effect.TRACK} else Role.ALL
+        )
     if effects & MAIN_ONLY:
         return Role.MAIN
     return Role.FIRST if Effect.DATA in effects else Role.ALL

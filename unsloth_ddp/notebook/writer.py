@@ -12,7 +12,7 @@ from unsloth_ddp.notebook.graph import Graph, Role, Statement
 from unsloth_ddp.notebook.lines import comment_line, is_empty, lead
 
 DEVICE_MARK = "__ddp_device__"
-_WAITS = {Effect.SAVE, Effect.FILE, Effect.PAID, Effect.SERVER, Effect.SHELL, Effect.LOGIN}
+_WAITS = {Effect.SAVE, Effect.FILE, Effect.PAID, Effect.SERVER, Effect.SHELL, Effect.LOGIN, Effect.TRACK}
 _WORDS = {
     Effect.SAVE: "saves",
     Effect.FILE: "writes files",
@@ -20,6 +20,7 @@ _WORDS = {
     Effect.SERVER: "starts a server",
     Effect.PAID: "calls the service",
     Effect.LOGIN: "logs in",
+    Effect.TRACK: "tracks",
     Effect.INFER: "generates",
     Effect.STATS: "reads memory statistics",
     Effect.SHOW: "displays",
@@ -52,7 +53,7 @@ def cell_body(
             for p, node in zip(group, nodes, strict=True):
                 pending += _comments(p, node, pending, context)
             continue
-        made = [*_seeds(group, graph, context), *_made(role, group, nodes, graph, context)]
+        made = [*_seeds(group, context), *_made(role, group, nodes, graph, context)]
         if pending:
             first = made[0]
             made[0] = first.with_changes(leading_lines=[*pending, *first.leading_lines])  # type: ignore[attr-defined]
@@ -61,15 +62,15 @@ def cell_body(
     return body, pending
 
 
-def _seeds(group: list[Placed], graph: Graph, context: Context) -> list[cst.BaseStatement]:
+def _seeds(group: list[Placed], context: Context) -> list[cst.BaseStatement]:
     """A line that seeds the global generators, before statements that draw from them on every process."""
-    if graph.is_seeded or group[0].statement.role not in (Role.ALL, Role.FIRST):
-        return []
-    if not any(Effect.RANDOM in p.statement.effects and p.statement.needed for p in group):
+    seed = group[0].statement.seed
+    if seed is None:
         return []
     context.cell = group[0].statement.cell
     note = context.edit("seed", "unseeded random choices: every process must make the same")
-    return [lead(_call(context.names["same_draws"], str(context.options.seed)), [note])]
+    given = [str(context.options.seed + seed.number), *(f'"{name}"' for name in seed.generators)]
+    return [lead(_call(context.names["same_draws"], ", ".join(given)), [note])]
 
 
 def _comments(
@@ -90,7 +91,7 @@ def _groups(placed: list[Placed], graph: Graph) -> list[list[Placed]]:
     groups: list[list[Placed]] = []
     for position, item in enumerate(placed):
         role = item.statement.role
-        alone = bool(item.statement.share_value)
+        alone = item.statement.share_value or item.statement.seed is not None
         same = groups and not alone and role is groups[-1][0].statement.role and role is not Role.ALL
         if same and not _must_share_first(groups[-1]):
             groups[-1].append(item)

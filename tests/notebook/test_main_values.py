@@ -1,0 +1,146 @@
+"""What only the main process has, or what each process would make anew, is read once and sent."""
+
+import pytest
+from making import LOAD, body, convert_cells, kinds
+
+START = "import wandb\nrun = wandb.init(project = 'p', config = {'lr': 1e-4})"
+CLOCK = "import os, secrets, tempfile, time, uuid\nfrom datetime import date, datetime\nstamp = 'x'"
+TRAIN = (
+    "from trl import SFTConfig, SFTTrainer\n"
+    "trainer = SFTTrainer(model=model, train_dataset=rows, args=SFTConfig(\n"
+    "    gradient_accumulation_steps = 4,\n"
+    "    output_dir = value,\n"
+    "))\n"
+    "trainer.train()"
+)
+
+
+def script(*cells: str, train: str = TRAIN) -> str:
+    return body(convert_cells(LOAD, "rows = [1]", *cells, train))
+
+
+def test_a_run_starts_once_and_a_login_once_a_node() -> None:
+    text = script("import wandb\nwandb.login()\nwandb.init()\nvalue = 1")
+    assert "if LOCAL_RANK == 0:\n    wandb.login()\n" in text and "if IS_MAIN:\n    wandb.init()\n" in text
+
+
+@pytest.mark.parametrize(
+    ("given", "made"),
+    [
+        ("value = wandb.config.lr", "value = from_main(lambda: wandb.config.lr)"),
+        ("value = wandb.config['lr'] * 2", "value = from_main(lambda: wandb.config['lr']) * 2"),
+        ("value = run.config.get('lr', 1)", "value = from_main(lambda: run.config.get('lr', 1))"),
+        ("value = f'out/{run.name}-{wandb.run.id}'", "value = from_main(lambda: f'out/{run.name}-{wandb.run.id}')"),
+        ("value = 'out/' + run.id", "value = 'out/' + from_main(lambda: run.id)"),
+        (
+            "value = wandb.run.name if wandb.run else 'x'",
+            "value = from_main(lambda: wandb.run.name if wandb.run else 'x')",
+        ),
+        ("value = dict(wandb.config)['lr']", "value = dict(from_main(lambda: dict(wandb.config)))['lr']"),
+        ("config = wandb.config\nvalue = config.lr", "value = from_main(lambda: config.lr)"),
+        (
+            "value = {}\nfor k, v in run.config.items():\n    value[k] = v",
+            "for k, v in from_main(lambda: list(run.config.items())):\n    value[k] = v",
+        ),
+    ],
+)
+def test_what_a_run_knows_is_sent(given: str, made: str) -> None:
+    text = script(START, given)
+    assert "if IS_MAIN:\n    run = wandb.init(" in text and f"\n{made}\n" in text
+    assert "run = from_main" not in text and "lambda: run)" not in text
+
+
+def test_what_a_run_knows_is_sent_from_within_the_arguments() -> None:
+    text = script(START, train=TRAIN.replace("value", "wandb.config.folder"))
+    assert "    output_dir = from_main(lambda: wandb.config.folder),\n" in text
+
+
+def test_another_name_of_a_config_stays_on_the_main_process() -> None:
+    assert "if IS_MAIN:\n    config = wandb.config\n" in script(START, "config = wandb.config\nvalue = config.lr")
+
+
+def test_what_changes_a_run_stays_where_it_is() -> None:
+    text = script(START, "run.config.update({'a': 1})\nwandb.run.name = 'x'\nvalue = run.name")
+    assert "    run.config.update({'a': 1})\n    wandb.run.name = 'x'\nvalue = from_main(" in text
+
+
+def test_a_name_that_held_a_run_once_is_a_name_again() -> None:
+    assert "\nvalue = run.name\n" in script(START, "run = rows[0]\nvalue = run.name")
+
+
+def test_what_mlflow_knows_is_sent() -> None:
+    text = script("import mlflow\nrun = mlflow.start_run()\nvalue = run.info.run_id")
+    assert "if IS_MAIN:\n    run = mlflow.start_run()\n" in text
+    assert "value = from_main(lambda: run.info.run_id)" in text
+
+
+@pytest.mark.parametrize("given", ["value = use(run)", "def choose():\n    return wandb.config.lr\nvalue = choose()"])
+def test_a_run_that_cannot_be_sent_is_said(given: str) -> None:
+    assert kinds(convert_cells(LOAD, "rows = [1]", START, given, TRAIN)) == ["tracker"]
+    assert kinds(convert_cells(LOAD, "rows = [1]", START, "value = run.name", TRAIN)) == []
+
+
+@pytest.mark.parametrize(
+    ("given", "made"),
+    [
+        ("value = datetime.now().strftime('%H')", "value = from_main(lambda: datetime.now().strftime('%H'))"),
+        ("value = f'out/{date.today()}'", "value = from_main(lambda: f'out/{date.today()}')"),
+        ("value = 'a' + time.strftime('%H')", "value = 'a' + from_main(lambda: time.strftime('%H'))"),
+        ("value = str(uuid.uuid4())[:8]", "value = str(from_main(lambda: uuid.uuid4()))[:8]"),
+        (
+            "value = os.path.join('a', str(os.getpid()))",
+            "value = os.path.join('a', str(from_main(lambda: os.getpid())))",
+        ),
+        ("value = tempfile.mkdtemp()", "value = from_main(lambda: tempfile.mkdtemp())"),
+        ("value = secrets.token_hex(4)", "value = from_main(lambda: secrets.token_hex(4))"),
+        ("now = time.time()\nvalue = str(now)", "now = from_main(lambda: time.time())"),
+        (
+            "def name():\n    now = datetime.now()\n    return now.isoformat()\nvalue = name()",
+            "value = from_main(lambda: name())",
+        ),
+        (
+            "import random\nvalue = 1\nseed = int(time.time())\nrandom.seed(seed)",
+            "seed = int(from_main(lambda: time.time()))",
+        ),
+    ],
+)
+def test_what_differs_by_process_is_sent(given: str, made: str) -> None:
+    assert f"\n{made}\n" in script(CLOCK, given)
+
+
+def test_a_clock_in_the_arguments_is_sent() -> None:
+    text = script(CLOCK, train=TRAIN.replace("value", "f'out/{time.time()}'"))
+    assert "    output_dir = from_main(lambda: f'out/{time.time()}'),\n" in text
+
+
+def test_a_clock_in_a_loop_that_trains_is_sent() -> None:
+    train = TRAIN[TRAIN.index("trainer") :].replace("value", "f'out/{time.time()}'").replace("\n", "\n    ")
+    text = script(CLOCK, train="from trl import SFTConfig, SFTTrainer\nfor phase in rows:\n    " + train)
+    assert "output_dir = from_main(lambda: f'out/{time.time()}')," in text
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        "begin = time.time()\nprint(time.time() - begin)",
+        "for _ in range(2):\n    begin = time.time()\n    rows.append(1)\n    print(f'{time.time() - begin:.1f}')",
+        "begin = datetime.now()\nrows.append(1)\nspent = datetime.now() - begin\nprint(spent)",
+        "end = time.time() + 9\nwhile time.time() < end:\n    rows.append(1)",
+        "model.save_pretrained(f'm-{time.time()}')",
+        "label = time.strftime('%H')\nlabels = [label]",
+        "rows = [(row, uuid.uuid4()) for row in rows]",
+        "for row in list(rows):\n    rows.append(uuid.uuid4())",
+        "rows = list(map(lambda row: (row, uuid.uuid4()), rows))",
+        "def took():\n    return time.time()\nprint(took())",
+    ],
+)
+def test_a_clock_that_reaches_no_name_is_left_alone(given: str) -> None:
+    done = convert_cells(LOAD, "rows = [1]", CLOCK, "value = 'x'", given, TRAIN)
+    assert "from_main" not in done.script
+
+
+def test_the_helper_is_there_before_the_first_value_is_sent() -> None:
+    text = convert_cells("import time\nvalue = time.strftime('%H')", LOAD, "rows = [1]", TRAIN).script
+    assert text.index("def from_main") < text.index("value = from_main")
+    text = convert_cells("import random\nvalue = random.random()", LOAD, "rows = [1]", TRAIN).script
+    assert text.index("def same_draws") < text.index("same_draws(3407)")

@@ -1,0 +1,349 @@
+"""Values that only the main process has, or that each process would make anew: read there once, sent to the others.
+
+The first are what a tracked run knows (`wandb.config.lr`, `run.name`), the second come from the clock and the like.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Iterable
+
+import libcst as cst
+
+from unsloth_ddp.notebook.context import Context
+from unsloth_ddp.notebook.effects import Effect, differs_by_process, starts_run
+from unsloth_ddp.notebook.facts import CallSite, collect
+from unsloth_ddp.notebook.graph import SEEDS, Graph, Role, Statement
+from unsloth_ddp.notebook.lines import LineEditor, lead
+from unsloth_ddp.notebook.syntax import BUILTINS, dotted
+
+_TOGETHER = SEEDS | {Effect.SYNC}
+_GUARDED = {Effect.SAVE, Effect.FILE, Effect.PAID, Effect.SHELL}
+# Taken as a whole where a part of them is the main process's: what they ask may not exist elsewhere.
+_WHOLE = cst.IfExp | cst.BooleanOperation | cst.Comparison | cst.UnaryOperation
+_VIEWS = (["items", "()"], ["keys", "()"], ["values", "()"])
+
+
+# Trackers: roles -----------------------------------------------------------------------------------------------------
+
+
+def keep_trackers(graph: Graph) -> None:
+    """Leave a tracked run on the main process: what holds it, and what changes it."""
+    runs: set[str] = set()
+    configs: set[str] = set()
+    for statement in graph.statements:
+        if statement.role in (Role.DEAD, Role.DROP):
+            continue
+        statement.runs, statement.configs = frozenset(runs), frozenset(configs)
+        if not statement.conditional:
+            runs -= statement.facts.writes
+            configs -= statement.facts.writes
+        statement.handles |= runs | configs
+        if statement.effects & _TOGETHER:
+            continue
+        started = {name for name, site in statement.facts.assigned if starts_run(graph.full_path(site))}
+        if statement.role is Role.MAIN:
+            runs |= started
+            statement.handles |= started
+        values = MainValues(graph, statement)
+        name, kind = values.alias()
+        if kind:
+            (runs if kind == "run" else configs).add(name)
+            statement.handles |= {name}
+            statement.role = Role.MAIN
+        elif values.changes_tracker():
+            statement.role = Role.MAIN
+
+
+# Which expressions ---------------------------------------------------------------------------------------------------
+
+
+class MainValues:
+    """Finds the main process's values in one statement."""
+
+    def __init__(self, graph: Graph, statement: Statement, timed: set[str] | None = None) -> None:
+        """`timed`: names of clock readings that nothing but a duration is made of; None to pass over clocks."""
+        self.graph, self.statement, self.timed = graph, statement, timed
+        repeated = _Repeated(loops=not statement.effects & {Effect.TRAIN, Effect.TRAINER})
+        if timed is not None:
+            statement.node.visit(repeated)
+        self.repeated = repeated.calls
+
+    def tracked(self, node: cst.CSTNode) -> tuple[str, list[str]]:
+        """What of a tracker an expression is: "run", "config" or "value", or "" for nothing; and its last steps."""
+        root, steps = _chain(node)
+        if not isinstance(root, cst.Name):
+            return "", []
+        kind = "run" if root.value in self.statement.runs else "config" if root.value in self.statement.configs else ""
+        path = [*self.graph.imports.get(root.value, "").split("."), *steps]
+        if not kind and path[0] == "wandb" and path[1:2] in (["run"], ["config"], ["summary"]):
+            kind, steps = ("run" if path[1] == "run" else "config"), path[2:]
+        if kind == "run" and steps[:1] == ["config"]:
+            kind, steps = "config", steps[1:]
+        return ("value" if kind and steps else kind), steps
+
+    def is_fresh(self, node: cst.CSTNode) -> bool:
+        """Whether a value starts with a call that gives every process another."""
+        while self.timed is not None and isinstance(node, cst.Attribute | cst.Subscript | cst.Call):
+            if isinstance(node, cst.Call):
+                if id(node) not in self.repeated and self._differs(CallSite(dotted(node.func), node, frozenset())):
+                    return True
+                node = node.func
+                if not isinstance(node, cst.Attribute):
+                    return False
+            node = node.value
+        return False
+
+    def _differs(self, site: CallSite) -> bool:
+        body = self.graph.functions.get(site.path)
+        if body is None:
+            return site.root in self.graph.imports and differs_by_process(self.graph.full_path(site))
+        if body.methods or body.bases or body.writes:
+            return False
+        paths = [(inner, self.graph.full_path(inner)) for inner in body.calls]
+        known = sys.stdlib_module_names | BUILTINS | {"?"}
+        plain = all(
+            path.split(".")[0] in known or (inner.is_method and inner.root not in body.reads) for inner, path in paths
+        )
+        return plain and any(differs_by_process(path) for _, path in paths)
+
+    def is_sent(self, node: cst.CSTNode) -> bool:
+        """Whether an expression is one that the main process reads and sends."""
+        if isinstance(node, _WHOLE) and self.reads_tracker(node):
+            return self._may_run_once(node)
+        if isinstance(node, cst.FormattedString) and self._any(node, self._is_part):
+            return self._may_run_once(node)
+        return isinstance(node, cst.BaseExpression) and self._is_part(node)
+
+    def _is_part(self, node: cst.CSTNode) -> bool:
+        return self.tracked(node)[0] in ("value", "config") or self.is_fresh(node)
+
+    def _may_run_once(self, node: cst.BaseExpression) -> bool:
+        line = cst.SimpleStatementLine(body=[cst.Expr(node)])
+        return not self.graph.effects_of(collect(line)) & _TOGETHER
+
+    def any_sent(self) -> bool:
+        """Whether the statement has such an expression."""
+        return self._any(self.statement.node, self.is_sent)
+
+    def leaves_run(self) -> bool:
+        """Whether a run is used where its values cannot be sent: handed on whole, or read inside a function."""
+        node = self.statement.node
+        if isinstance(node, cst.FunctionDef):
+            starts = Effect.TRACK in self.graph.function_effects.get(node.name.value, set())
+            return not starts and self._any(node.body, lambda part: bool(self.tracked(part)[0]))
+        return self._hands_on(node)
+
+    def _hands_on(self, node: cst.CSTNode) -> bool:
+        if self.is_sent(node):
+            return False
+        return self.tracked(node)[0] == "run" or any(self._hands_on(part) for part in self.parts(node))
+
+    def reads_tracker(self, node: cst.CSTNode) -> bool:
+        """Whether something of a tracker is anywhere in an expression."""
+        return self._any(node, lambda part: bool(self.tracked(part)[0]))
+
+    def _any(self, node: cst.CSTNode, found) -> bool:  # type: ignore[no-untyped-def]
+        return found(node) or any(self._any(part, found) for part in self.parts(node))
+
+    def parts(self, node: cst.CSTNode) -> Iterable[cst.CSTNode]:
+        """What of a node is evaluated there, on every process, and may be sent."""
+        match node:
+            case cst.Lambda() | cst.FunctionDef() | cst.ClassDef() | cst.While() | cst.AssignTarget() | cst.Del():
+                return []
+            case cst.Import() | cst.ImportFrom() | cst.AsName():
+                return []
+            case cst.Attribute() | cst.Arg() | cst.NamedExpr() | cst.AugAssign():
+                return [node.value]
+            case cst.AnnAssign():
+                return [node.value] if node.value else []
+            case cst.For() | cst.CompFor():
+                return [part for part in node.children if part is not node.target]
+            case cst.BinaryOperation(operator=cst.Subtract()) | cst.Comparison():
+                return [part for part in node.children if not self.is_fresh(_operand(part))]
+            case cst.Assign(targets=[cst.AssignTarget(target=cst.Name(value=name))]) if name in (self.timed or ()):
+                return node.children if self.reads_tracker(node.value) else []
+            case cst.SimpleStatementLine(body=[cst.Expr()]):
+                return [] if self.graph.effects_of(collect(node)) & _GUARDED else node.children
+        return node.children
+
+    def alias(self) -> tuple[str, str]:
+        """The name that the statement gives to a run or its config, and which of them it is."""
+        match self.statement.node:
+            case cst.SimpleStatementLine(
+                body=[cst.Assign(targets=[cst.AssignTarget(target=cst.Name(value=name))]) as a]
+            ):
+                kind, _ = self.tracked(a.value)
+                return (name, kind) if kind in ("run", "config") else ("", "")
+        return "", ""
+
+    def changes_tracker(self) -> bool:
+        """Whether the statement is there to tell a tracker something."""
+        match self.statement.node:
+            case cst.SimpleStatementLine(body=[cst.Expr(value=cst.Call() as value)]):
+                return bool(self.tracked(value)[0])
+            case cst.SimpleStatementLine(body=[cst.Assign(targets=[cst.AssignTarget(target=target)])]):
+                return not isinstance(target, cst.Name) and bool(self.tracked(target)[0])
+        return False
+
+
+class _Repeated(cst.CSTVisitor):
+    """Calls made once a row or so: what they give names rows, not folders, and sending each would take long."""
+
+    def __init__(self, loops: bool) -> None:
+        self.calls: set[int] = set()
+        self.loops = loops
+        self.depth = 0
+
+    def visit_Call(self, node: cst.Call) -> None:
+        if self.depth:
+            self.calls.add(id(node))
+
+    def visit_ListComp(self, node: cst.ListComp) -> None:
+        self.depth += 1
+
+    def leave_ListComp(self, original_node: cst.ListComp) -> None:
+        self.depth -= 1
+
+    def visit_For_body(self, node: cst.For) -> None:
+        self.depth += self.loops
+
+    def leave_For_body(self, node: cst.For) -> None:
+        self.depth -= self.loops
+
+    visit_SetComp = visit_DictComp = visit_GeneratorExp = visit_ListComp  # type: ignore[assignment]
+    leave_SetComp = leave_DictComp = leave_GeneratorExp = leave_ListComp  # type: ignore[assignment]
+
+
+def _chain(node: cst.CSTNode) -> tuple[cst.CSTNode, list[str]]:
+    """The expression at the bottom of attributes, items and method calls, and these from there on."""
+    steps: list[str] = []
+    while True:
+        match node:
+            case cst.Attribute():
+                steps.append(node.attr.value)
+                node = node.value
+            case cst.Subscript():
+                steps.append("[]")
+                node = node.value
+            case cst.Call(func=cst.Attribute()):
+                steps.append("()")
+                node = node.func
+            case _:
+                return node, steps[::-1]
+
+
+def _operand(node: cst.CSTNode) -> cst.CSTNode:
+    return node.comparator if isinstance(node, cst.ComparisonTarget) else node
+
+
+# Which statements ----------------------------------------------------------------------------------------------------
+
+
+def mark_sent(graph: Graph) -> None:
+    """Find the statements on every process that need values of the main one; they wait for it, so they wait together."""
+    timed = _timed_names(graph)
+    settings = _reaches_settings(graph)
+    for index, statement in enumerate(graph.statements):
+        if statement.role not in (Role.ALL, Role.FIRST) or Effect.SYNC in statement.effects:
+            continue  # who waits for others inside must not wait for the main process as well
+        values = MainValues(graph, statement, timed if index in settings else None)
+        if values.any_sent():
+            statement.role, statement.sent = Role.ALL, values
+
+
+def _reaches_settings(graph: Graph) -> set[int]:
+    """Statements that training depends on, and those that set seeds, folders and environment or lead to these."""
+    queue = [i for i, s in enumerate(graph.statements) if s.needed or Effect.STATE in s.effects]
+    found: set[int] = set()
+    while queue:
+        index = queue.pop()
+        if index not in found:
+            found.add(index)
+            queue += graph.statements[index].uses
+    return found
+
+
+def _timed_names(graph: Graph) -> set[str]:
+    """Names that are only subtracted and compared, as the start of a measured time is."""
+    counted = _Uses()
+    for statement in graph.statements:
+        statement.node.visit(counted)
+    return {name for s in graph.statements for name in s.facts.writes if counted.all[name] == counted.timing[name]}
+
+
+class _Uses(cst.CSTVisitor):
+    def __init__(self) -> None:
+        self.all: Counter[str] = Counter()
+        self.timing: Counter[str] = Counter()
+
+    def visit_Name(self, node: cst.Name) -> None:
+        self.all[node.value] += 1
+
+    def visit_AssignTarget(self, node: cst.AssignTarget) -> bool:
+        return not isinstance(node.target, cst.Name)
+
+    def visit_Attribute(self, node: cst.Attribute) -> bool:
+        node.value.visit(self)
+        return False
+
+    def visit_Arg(self, node: cst.Arg) -> bool:
+        node.value.visit(self)
+        return False
+
+    def visit_BinaryOperation(self, node: cst.BinaryOperation) -> None:
+        if isinstance(node.operator, cst.Subtract):
+            self._time(node.left, node.right)
+
+    def visit_Comparison(self, node: cst.Comparison) -> None:
+        self._time(node.left, *(target.comparator for target in node.comparisons))
+
+    def _time(self, *operands: cst.BaseExpression) -> None:
+        self.timing.update(part.value for part in operands if isinstance(part, cst.Name))
+
+
+# Edits ---------------------------------------------------------------------------------------------------------------
+
+
+def send_values(statement: Statement, node: cst.BaseStatement, context: Context) -> cst.BaseStatement:
+    """The statement with its main process's values sent to every process."""
+    if statement.sent is None:
+        return node
+    editor = _Sender(statement.sent, context)
+    new = node.visit(editor)
+    assert isinstance(new, cst.BaseStatement)
+    return lead(new, editor.outer)
+
+
+class _Sender(LineEditor):
+    def __init__(self, values: MainValues, context: Context) -> None:
+        super().__init__()
+        self.values, self.context = values, context
+        self.passed: set[int] = set()
+        self.found: set[int] = set()
+
+    def on_visit(self, node: cst.CSTNode) -> bool:
+        if id(node) in self.passed:
+            self.passed.update(id(part) for part in node.children)
+            return super().on_visit(node)
+        if self.values.is_sent(node):
+            self.found.add(id(node))
+            return False
+        kept = {id(part) for part in self.values.parts(node)}
+        self.passed.update(id(part) for part in node.children if id(part) not in kept)
+        return super().on_visit(node)
+
+    def on_leave(self, original_node, updated_node):  # type: ignore[no-untyped-def]
+        if id(original_node) not in self.found:
+            return super().on_leave(original_node, updated_node)
+        kind, steps = self.values.tracked(original_node)
+        value = original_node
+        if kind == "config" or steps[-2:] in _VIEWS:
+            name = "dict" if kind == "config" else "list"
+            value = cst.Call(func=cst.Name(name), args=[cst.Arg(value)])
+        why = "the main process's, sent to the others"
+        reason = "the run is there" if self.values.reads_tracker(original_node) else "each would have its own"
+        self.note(self.context.edit("once", f"{why}: {reason}"))
+        lambda_ = cst.Lambda(params=cst.Parameters(), body=value)
+        return cst.Call(func=cst.Name(self.context.names["from_main"]), args=[cst.Arg(lambda_)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import shutil
@@ -36,9 +37,20 @@ def reason(error: Exception, folder: Path) -> str:
 
 
 def flush(folder: Path) -> None:
-    """Bring every file and folder below `folder` to the disk."""
+    """Bring every file and folder below `folder` to the disk, weights as readable as other files are."""
     for path in [*folder.rglob("*"), folder]:
+        if path.suffix == ".safetensors":
+            _share(path)
         flush_one(path)
+
+
+def _share(path: Path) -> None:
+    """safetensors (0.8) leaves files that nobody but their owner can read, whatever the umask is."""
+    umask = os.umask(0)
+    os.umask(umask)
+    # Some file systems have no modes.
+    with contextlib.suppress(OSError):
+        path.chmod(path.stat().st_mode | (0o666 & ~umask))
 
 
 def flush_one(path: Path) -> None:

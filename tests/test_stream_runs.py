@@ -99,6 +99,7 @@ def test_streamed_rows_take_the_steps_of_prepared_ones(job, place, tiny_model, p
     assert difference < 1e-4
 
 
+@pytest.mark.slow
 def test_packs_of_streamed_rows_are_the_same_on_two_ranks(stream, place):
     """Rows of a folder of Parquet files, too, in which a file of metadata lies."""
     (place / "shards").mkdir()
@@ -156,6 +157,7 @@ def test_another_stream_is_refused_with_both_values(stream, whole, place, uneven
     assert "was made by another run (rows streamed -> 13, data " in printed
 
 
+@pytest.mark.slow
 def test_a_bad_row_in_the_stream_ends_every_rank_with_its_sentence(place, tiny_model):
     lines = [json.dumps(row) for row in demo_rows()[:40]]
     lines[29] = '{"messages": [}'

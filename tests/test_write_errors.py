@@ -190,7 +190,7 @@ def train_with_failing_reports(argv: list[str], cwd: str, method: str) -> None:
         train(argv, cwd)
 
 
-@pytest.mark.parametrize(("method", "ranks"), [("add_scalar", 2), ("close", 1)])
+@pytest.mark.parametrize(("method", "ranks"), [pytest.param("add_scalar", 2, marks=pytest.mark.slow), ("close", 1)])
 def test_a_tracker_or_a_log_that_cannot_be_written_costs_only_itself(job, whole_run, place, method, ranks):
     name = f"no-{method}"
     options = f"{WHOLE_RUN} --report_to tensorboard"

@@ -92,7 +92,8 @@ def is_about_the_files(error: Exception) -> bool:
     RuntimeErrors come from devices, memory and other ranks, but for a few.
     """
     if isinstance(error, RuntimeError):
-        return isinstance(error, (RecursionError, NotImplementedError)) or "ignore_mismatched_sizes" in str(error)
+        sizes = any(words in str(error) for words in ("ignore_mismatched_sizes", "negative dimension"))
+        return sizes or isinstance(error, (RecursionError, NotImplementedError))
     return not isinstance(error, (MemoryError, AssertionError))
 
 

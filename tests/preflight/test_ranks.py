@@ -256,6 +256,7 @@ def test_wrong_sums_are_told(run):
     assert list(report["sums are right"]["values"]) == ["1"]
 
 
+@pytest.mark.slow
 def test_two_ranks_on_one_gpu_are_refused_before_nccl_hangs(run):
     changed = {rank: [the_same_gpu] for rank in (0, 1)}
     result, report = run(2, changed=changed, argv="")

@@ -151,6 +151,7 @@ def test_any_file_cut_off_or_replaced_loads_or_is_refused(folder: Path, name: st
 @example("dtype", "zzz")
 @example("architectures", 3)
 @example("vocab_size", 10)
+@example("head_dim", -1)
 def test_any_value_in_a_config_loads_or_is_refused(folder: Path, name: str, value: Any) -> None:
     content = (DEMO_MODEL / "config.json").read_text()
     change_config(folder, **{name: value})

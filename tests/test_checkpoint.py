@@ -118,6 +118,7 @@ def test_a_finished_run_is_refused_and_an_unfinished_one_without_checkpoint_begi
     assert_same(ends(begun, LAST), ends(finished, LAST))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a tmpfs needs root")
 def test_a_full_disk_keeps_the_last_whole_checkpoint_and_the_run_goes_on(job, whole_run, place):
     """Room for little more than one checkpoint: the second save fails, and so does every later one, and the result."""

@@ -113,6 +113,7 @@ def test_a_rank_that_drifts_is_named(job, rank, ranks):
     assert result.seconds < 60
 
 
+@pytest.mark.slow
 def test_equal_ranks_pass_and_the_check_can_be_left_out(job):
     job(-1, 0, 2, "--max_steps 4 --drift_check_steps 1 --method full").check()
     job(1, 1, 2, "--max_steps 4 --drift_check_steps 0 --overwrite").check()

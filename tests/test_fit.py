@@ -286,7 +286,11 @@ OPTIONS = "--gradient_checkpointing auto --lora_dropout 0.1 --max_steps 4 --logg
 @pytest.mark.parametrize(
     ("ranks", "where", "after"),
     # The last of four micro-batches is the one whose backward pass exchanges gradients.
-    [(1, "backward", 3), pytest.param(2, "forward", 3, marks=pytest.mark.slow), (2, "backward", 3)],
+    [
+        (1, "backward", 3),
+        pytest.param(2, "forward", 3, marks=pytest.mark.slow),
+        pytest.param(2, "backward", 3, marks=pytest.mark.slow),
+    ],
 )
 def test_a_step_that_does_not_fit_is_repeated_with_recomputing(job, place, ranks, where, after):
     options = f"{OPTIONS} --global_batch_size {4 * ranks}"

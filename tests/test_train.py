@@ -53,6 +53,7 @@ def test_a_resumed_run_ends_like_an_uninterrupted_one(job):
     assert 0 < trained < summary(whole)["tokens"]
 
 
+@pytest.mark.slow
 def test_a_packed_run_resumed_within_an_epoch_ends_like_an_uninterrupted_one(job):
     # Six packs make three steps an epoch, so the checkpoint of step 2 lies within the first.
     options = "--packing on --global_batch_size 2 --max_steps 6 --save_steps 2 --save_total_limit 3 --lora_dropout 0.1"

@@ -123,6 +123,7 @@ def test_failed_saves_are_said_and_the_next_ones_succeed(job, whole_run, place):
     assert_same(ends(run, LAST), ends(whole_run(2), LAST))
 
 
+@pytest.mark.slow
 def test_a_run_whose_saves_all_fail_ends_with_its_result_and_an_error(job, whole_run, place):
     faults = dict.fromkeys(range(1, LAST + 1), (1, "small too large"))
     printed = job(WHOLE_RUN, "never-saved", 2, code=1, target=train_with_faults, args=(faults,)).output

@@ -13,6 +13,7 @@ import libcst as cst
 
 from unsloth_ddp.notebook.ipython import ipython_call, references
 from unsloth_ddp.notebook.syntax import (
+    NamesRead,
     RootNames,
     defaults,
     dotted,
@@ -92,7 +93,7 @@ def collect(node: cst.CSTNode) -> Facts:
     return facts
 
 
-class _Collector(cst.CSTVisitor):
+class _Collector(NamesRead):
     def __init__(self) -> None:
         self.scopes = [_Scope("module")]
         self.function: list[Deferred] = []
@@ -143,14 +144,6 @@ class _Collector(cst.CSTVisitor):
 
     def visit_Name(self, node: cst.Name) -> None:
         self._read(node.value)
-
-    def visit_Attribute(self, node: cst.Attribute) -> bool:
-        node.value.visit(self)
-        return False
-
-    def visit_Arg(self, node: cst.Arg) -> bool:
-        node.value.visit(self)
-        return False
 
     def visit_AssignTarget(self, node: cst.AssignTarget) -> bool:
         self._bind(node.target)

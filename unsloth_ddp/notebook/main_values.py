@@ -16,7 +16,7 @@ from unsloth_ddp.notebook.effects import Effect, differs_by_process, starts_run
 from unsloth_ddp.notebook.facts import CallSite, collect
 from unsloth_ddp.notebook.graph import SEEDS, Graph, Role, Statement
 from unsloth_ddp.notebook.lines import LineEditor, lead
-from unsloth_ddp.notebook.syntax import BUILTINS, dotted
+from unsloth_ddp.notebook.syntax import BUILTINS, NamesRead, dotted
 
 _TOGETHER = SEEDS | {Effect.SYNC}
 _GUARDED = {Effect.SAVE, Effect.FILE, Effect.PAID, Effect.SHELL}
@@ -273,7 +273,7 @@ def _timed_names(graph: Graph) -> set[str]:
     return {name for s in graph.statements for name in s.facts.writes if counted.all[name] == counted.timing[name]}
 
 
-class _Uses(cst.CSTVisitor):
+class _Uses(NamesRead):
     def __init__(self) -> None:
         self.all: Counter[str] = Counter()
         self.timing: Counter[str] = Counter()
@@ -283,14 +283,6 @@ class _Uses(cst.CSTVisitor):
 
     def visit_AssignTarget(self, node: cst.AssignTarget) -> bool:
         return not isinstance(node.target, cst.Name)
-
-    def visit_Attribute(self, node: cst.Attribute) -> bool:
-        node.value.visit(self)
-        return False
-
-    def visit_Arg(self, node: cst.Arg) -> bool:
-        node.value.visit(self)
-        return False
 
     def visit_BinaryOperation(self, node: cst.BinaryOperation) -> None:
         if isinstance(node.operator, cst.Subtract):

@@ -83,15 +83,8 @@ def defaults(params: cst.Parameters) -> list[cst.BaseExpression]:
     return [param.default for param in _all_parameters(params) if param.default is not None]
 
 
-class RootNames(cst.CSTVisitor):
-    """The names at the roots of an expression, but for builtins such as enumerate."""
-
-    def __init__(self) -> None:
-        self.found: list[str] = []
-
-    def visit_Name(self, node: cst.Name) -> None:
-        if node.value not in BUILTINS:
-            self.found.append(node.value)
+class NamesRead(cst.CSTVisitor):
+    """Meets the names that are read: neither those of attributes nor those of keyword arguments."""
 
     def visit_Attribute(self, node: cst.Attribute) -> bool:
         node.value.visit(self)
@@ -100,3 +93,14 @@ class RootNames(cst.CSTVisitor):
     def visit_Arg(self, node: cst.Arg) -> bool:
         node.value.visit(self)
         return False
+
+
+class RootNames(NamesRead):
+    """The names at the roots of an expression, but for builtins such as enumerate."""
+
+    def __init__(self) -> None:
+        self.found: list[str] = []
+
+    def visit_Name(self, node: cst.Name) -> None:
+        if node.value not in BUILTINS:
+            self.found.append(node.value)

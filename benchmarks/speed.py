@@ -8,8 +8,8 @@
 Work: chat, rows of log-normal length, mean 285 tokens, cut at 2048, 64 rows a step; full, rows of 2048 tokens, 32 a
 step; long, rows of 8192 tokens, 8 a step. Models have Qwen3's shapes and random weights. Every run is a process of its
 own, with caches of its own unless --warm_caches is given. Runs on one GPU stand side by side, one a GPU; runs on several
-stand alone. The kit is train_ddp.py with its defaults; how the others are set is in peers/. report writes a Markdown
-table and a picture.
+stand alone. The kit is train_ddp.py with its defaults; how the others are set is in peers/. A run ends with a Markdown
+table and a picture beside the JSON; report makes both again from the JSON alone.
 """
 
 from __future__ import annotations
@@ -175,19 +175,21 @@ def main() -> None:
     )
     parser.add_argument("--retry", action="store_true", help="run again what failed")
     parser.add_argument("--tiny", action="store_true", help="try the script on a CPU, with the demo's model")
-    parser.add_argument("--markdown", type=Path, help="report: the table [beside the JSON]")
-    parser.add_argument("--picture", type=Path, help="report: the picture [beside the JSON]")
+    parser.add_argument("--markdown", type=Path, help="the table [beside the JSON]")
+    parser.add_argument("--picture", type=Path, help="the picture [beside the JSON]")
     given = parser.parse_args()
-    if given.what == "run":
-        try:
-            sys.exit(run(given))
-        except ValueError as error:
-            sys.exit(str(error))
-    write_report(
-        json.loads(given.json.read_text()),
-        given.markdown or given.json.with_suffix(".md"),
-        given.picture or given.json.with_suffix(".png"),
-    )
+    try:
+        code = run(given) if given.what == "run" else 0
+    except ValueError as error:
+        sys.exit(str(error))
+    content = json.loads(given.json.read_text())
+    if content["cells"]:
+        write_report(
+            content,
+            given.markdown or given.json.with_suffix(".md"),
+            given.picture or given.json.with_suffix(".png"),
+        )
+    sys.exit(code)
 
 
 if __name__ == "__main__":

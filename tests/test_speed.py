@@ -288,11 +288,12 @@ def test_kit_and_peer_are_measured_side_by_side(tmp_path: Path) -> None:
         # Four rows of at most 48 tokens.
         assert 4 < one["tokens_a_step"] <= 4 * 48
     assert found["kit"]["tokens_a_step"] == pytest.approx(found["trl"]["tokens_a_step"], rel=0.2)
-    again = subprocess.run(run, capture_output=True, text=True)
-    assert again.stdout == "every run is in the results already\n"
-    report = subprocess.run([*script, "report", "--json", str(results)], capture_output=True, text=True)
     assert "| kit |" in (tmp_path / "speed.md").read_text()
     if find_spec("matplotlib"):
-        assert report.returncode == 0 and (tmp_path / "speed.png").stat().st_size > 5000, report.stderr
+        assert (tmp_path / "speed.png").stat().st_size > 5000
     else:
-        assert report.stderr.startswith("the picture needs matplotlib")
+        assert "the picture needs matplotlib" in done.stdout
+    (tmp_path / "speed.md").unlink()
+    again = subprocess.run(run, capture_output=True, text=True)
+    assert again.stdout.startswith("every run is in the results already\n")
+    assert "| trl |" in (tmp_path / "speed.md").read_text()

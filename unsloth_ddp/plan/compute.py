@@ -102,7 +102,7 @@ def backend_of(settings: Settings) -> Literal["unsloth", "transformers"]:
     return "transformers" if settings.backend == "transformers" else "unsloth"
 
 
-def workload(settings: Settings, tokens: int, processes: int) -> Workload:
+def workload(settings: Settings, rows: RowLengths, tokens: int, processes: int) -> Workload:
     """What a run asks of one GPU where nothing is recomputed."""
     return Workload(
         tokens=tokens,
@@ -112,6 +112,7 @@ def workload(settings: Settings, tokens: int, processes: int) -> Workload:
         checkpointing="none",
         processes=processes,
         backend=backend_of(settings),
+        packed=rows.unit == "packs",
     )
 
 
@@ -127,7 +128,7 @@ def rows_at_once(
         return size * (settings.max_length if rows.streamed else rows.longest)
 
     def fits_with(kind: str, size: int) -> bool:
-        work = workload(settings, tokens(size), batch.processes)
+        work = workload(settings, rows, tokens(size), batch.processes)
         found = plan_memory(
             shape, settings.method, "none", dataclasses.replace(work, checkpointing=cast(Checkpointing, kind))
         )
@@ -213,7 +214,7 @@ def make_plan(
             if exists(method, sharding) and (sharding == "none" or hardware.processes > 1):
                 # Nothing is tried where weights or gradients are shared out.
                 size = at_once if sharding == "none" else asked.per_device
-                work = workload(settings, size * longest, hardware.processes)
+                work = workload(settings, rows, size * longest, hardware.processes)
                 memory.append(memory_row(settings, shape, method, sharding, work, gpu_memory))
     kind = next(row.checkpointing for row in memory if (row.method, row.sharding) == (settings.method, "none"))
     wanted = wanted_speed(settings, shape, rows, batch, kind)

@@ -70,6 +70,7 @@ def train(settings: Settings, ranks: Ranks) -> int:
         model, tokenizer = models.load_model(settings, runtime)
         rows, eval_rows = data.tokenize_examples(settings, runtime, node_folder, tokenizer)
         models.stop_at(model, tokenizer, rows.dataset)
+        models.check_positions(settings, model, data.longest_row(settings, rows, eval_rows))
         choice = attention.choose_packing(settings, runtime, model)
         plan, rows, choice = data.fill_steps(request, rows, choice)
 

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from tests.conftest import DEMO_MODEL
 from unsloth_ddp.errors import UserError
-from unsloth_ddp.model import check_module_names, load_model, load_tokenizer
+from unsloth_ddp.model import check_module_names, check_positions, load_model, load_tokenizer
 from unsloth_ddp.model_check import check_folder
 from unsloth_ddp.options import Settings
 from unsloth_ddp.runtime import Ranks, Runtime
@@ -82,3 +82,26 @@ def test_without_a_network_it_is_said_how_to_bring_the_model(monkeypatch: pytest
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(UserError, match=r"What helps: download it once where there is a network \(hf download NAME\)"):
         load_tokenizer(Settings(model="nobody/no-such-model"))
+
+
+def tiny_gpt2() -> Any:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    return GPT2LMHeadModel(GPT2Config(n_embd=8, n_layer=1, n_head=1, n_positions=32, vocab_size=40))
+
+
+def test_rows_longer_than_the_positions_of_a_model_are_refused() -> None:
+    settings, gpt2 = Settings(model="m", dataset=["d"]), tiny_gpt2()
+    check_positions(settings, gpt2, 32)
+    with pytest.raises(
+        UserError, match="up to 33 tokens are longer than the 32 positions of model m; use --max_length 32"
+    ):
+        check_positions(settings, gpt2, 33)
+
+
+def test_rows_beyond_what_rotary_positions_were_made_for_are_said(model: Any, capsys: pytest.CaptureFixture) -> None:
+    settings, known = Settings(model="m", dataset=["d"]), model.config.max_position_embeddings
+    check_positions(settings, model, known)
+    assert capsys.readouterr().out == ""
+    check_positions(settings, model, known + 1)
+    assert f"longer than the {known:,} that model m was made for; use --max_length {known}" in capsys.readouterr().out

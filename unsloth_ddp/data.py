@@ -235,6 +235,12 @@ def tokenize_examples(
     return dataclasses.replace(train, streamed=settings.streaming), evaluation
 
 
+def longest_row(settings: Settings, *sets: TokenizedRows | None) -> int:
+    """Tokens of the longest row of these sets; --max_length where they are streamed, and so not known."""
+    found = [one for one in sets if one is not None]
+    return settings.max_length if any(one.streamed for one in found) else max(one.counts.longest for one in found)
+
+
 def encode_row(encoder: Encoder, example: Example, max_length: int) -> dict[str, Any]:
     """`input_ids` and `labels` of an example, at most `max_length` each, and whether it was `overlong`.
 

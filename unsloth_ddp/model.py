@@ -275,6 +275,27 @@ def stop_at(model: Any, tokenizer: Any, rows: Any) -> None:
         model.generation_config.eos_token_id = [*stops, last]
 
 
+def check_positions(settings: Settings, model: Any, longest: int) -> None:
+    """Refuse rows of more tokens than a model has learned positions; where it computes them, say that it is beyond them."""
+    config = model.config.get_text_config()
+    known = getattr(config, "max_position_embeddings", None)
+    if not known or longest <= known:
+        return
+    tokens = model.get_input_embeddings()
+    tables = [module for module in model.modules() if isinstance(module, torch.nn.Embedding) and module is not tokens]
+    # Some keep a few positions for padding.
+    if any(known <= table.num_embeddings < min(longest, known + 8) for table in tables):
+        raise UserError(
+            f"Rows of up to {longest:,} tokens are longer than the {known:,} positions of model {settings.model}; use "
+            f"--max_length {known}, which truncates them (with --overlong drop: leaves them out), or a model that has more."
+        )
+    if getattr(config, "rope_parameters", None):
+        print(
+            f"Rows of up to {longest:,} tokens are longer than the {known:,} that model {settings.model} was made for; "
+            f"use --max_length {known}, or set rope_parameters in its config.json to a scaling that it can be trained with."
+        )
+
+
 def parameter_counts(model: torch.nn.Module) -> tuple[int, int]:
     """(all, trainable) parameters; packed 4-bit weights count as the numbers they hold, not their bytes."""
     total = trainable = 0

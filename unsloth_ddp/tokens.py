@@ -80,13 +80,17 @@ class Encoder:
         bos = self.tokenizer.bos_token
         # A text that was rendered with a chat template begins with BOS already.
         special = not (bos and text.startswith(bos))
-        encoded = self.tokenizer(text, add_special_tokens=special, return_offsets_mapping=True)
+        encoded = self._encode(text, special)
         ids, offsets = list(encoded["input_ids"]), encoded["offset_mapping"]
         # A token over the border holds the completion's first characters, so it counts as the completion's.
         prompt = next((i for i, (_, end) in enumerate(offsets) if end > prompt_chars), len(ids))
         if not self._ended(ids, offsets, text, {self.tokenizer.eos_token_id}):
             ids.append(self.tokenizer.eos_token_id)
         return ids, [position >= min(prompt, len(ids) - 1) for position in range(len(ids))]
+
+    def _encode(self, text: str, special: bool) -> Any:
+        # Rows are cut later, and what a model cannot hold is refused then, so the tokenizer's warning would be untrue.
+        return self.tokenizer(text, add_special_tokens=special, return_offsets_mapping=True, verbose=False)
 
     def _encode_chat(self, example: Example) -> tuple[list[int], list[bool]]:
         if self.template is None:
@@ -98,7 +102,7 @@ class Encoder:
         except Exception as error:
             raise UserError(f"the chat template cannot render the row ({' '.join(str(error).split())}).") from None
         _check_tools(example, text)
-        encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        encoded = self._encode(text, special=False)
         ids, offsets = list(encoded["input_ids"]), encoded["offset_mapping"]
         keep = [self.supervise_all or kept for kept in self._keep(ids, offsets, text, spans)]
         if example.messages[-1]["role"] == "assistant" and not self._ended(ids, offsets, text, self.stop_ids):

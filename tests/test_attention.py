@@ -13,8 +13,9 @@ import pytest
 import torch
 import transformers
 
-from tests.test_packing import KV, make
+from tests.test_packing import KV, both_ways, make, token_losses
 from unsloth_ddp import attention, varlen
+from unsloth_ddp.errors import UserError
 from unsloth_ddp.options import Settings
 from unsloth_ddp.runtime import Ranks, Runtime
 
@@ -91,3 +92,24 @@ def test_attention_of_transformers_takes_the_kernel_that_is_found(
     assert attention.keys_for_packs(runtime, model) == ("flash" if packed else "positions")
     if asked:
         assert choice.reason == "backend transformers (bf16, sdpa) has no attention kernel for packed rows"
+
+
+@pytest.mark.parametrize("name", ["BioGpt", "Falcon", "OPT", "XGLM"])
+def test_models_whose_masks_lose_positions_do_not_pack_without_a_kernel(name: str) -> None:
+    sizes = {"ffn_dim": 48, "d_model": 32, "num_layers": 2, "word_embed_proj_dim": 32, "attention_heads": 2}
+    model = make(name, **(sizes if name in ("OPT", "XGLM") else {}))
+    _, _, padded, packed = both_ways()
+    assert (token_losses(model, packed) - token_losses(model, padded)).abs().max() > 1e-4, "rows are told apart now"
+    runtime = Runtime(Ranks(), "transformers", "cpu", "fp32", "CPU")
+    with pytest.raises(
+        UserError, match=f"packing on would mix rows, because the masks of {name.lower()} models do not"
+    ):
+        attention.choose_packing(Settings(model="m", packing="on"), runtime, model)
+    assert not attention.choose_packing(Settings(model="m"), runtime, model).packed
+
+
+def test_a_kernel_does_without_masks_unless_it_is_not_told() -> None:
+    assert attention.why_lost("gpt_oss", "flash-attn", "flash_attention_2") is None
+    assert "masks of gpt_oss" in str(attention.why_lost("gpt_oss", None, "eager"))
+    assert "gptj models do not tell flash" in str(attention.why_lost("gptj", "flash-attn", "flash_attention_2"))
+    assert attention.why_lost("gptj", None, "sdpa") is None

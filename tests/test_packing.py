@@ -306,6 +306,11 @@ def make(name: str, **config: Any) -> Any:
         ("Bloom", {}, "ALiBi"),
         ("Falcon", {"alibi": True}, "ALiBi"),
         ("Lfm2", {**KV, "layer_types": ["conv", "full_attention"]}, "Lfm2ShortConv layers carry a state"),
+        (
+            "DeepseekV4",
+            {"num_key_value_heads": 1, "head_dim": 16, "qk_rope_head_dim": 8, "q_lora_rank": 8, "n_routed_experts": 4},
+            "DeepseekV4HCACompressor layers carry a state",
+        ),
         ("Roberta", {"is_decoder": True}, "begin after that of its padding token"),
         ("Llama4Text", {**KV, "layer_types": ["chunked_attention", "full_attention"]}, "chunked attention"),
         (

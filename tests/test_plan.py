@@ -9,6 +9,7 @@ import sys
 
 import numpy as np
 import pytest
+import transformers
 
 from benchmarks.gpu_check import make_rows
 from benchmarks.gpu_models import make_config
@@ -224,6 +225,17 @@ def test_the_demos_shape_is_the_one_training_reports(demo_shape):
     # q, k, v, o and three of the feed-forward, four times.
     assert demo_shape.linear == 4 * (4 * 128 * 128 + 3 * 128 * 384)
     assert demo_shape.layer_kept > 3 * 384 * 2
+
+
+def test_stacked_experts_are_counted_though_they_are_no_linear_layers(tmp_path):
+    sizes = {"hidden_size": 32, "moe_intermediate_size": 16, "num_hidden_layers": 2, "vocab_size": 64, "head_dim": 16}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    transformers.Qwen3MoeConfig(**sizes, **heads, num_experts=8, num_experts_per_tok=2).save_pretrained(tmp_path)
+    shape = model_shape(Settings(model=str(tmp_path)))
+    assert shape.all_experts and shape.experts == 2 * 8 * 3 * 16 * 32
+    # All but the embedding, norms and routers.
+    assert shape.flops_a_token("full") == 6 * (shape.linear + shape.experts + shape.head)
+    assert 0.95 * shape.parameters < shape.linear + shape.experts + 2 * shape.head <= shape.parameters
 
 
 def test_work_a_token_counts_weight_gradients_of_trained_weights_only(demo_shape):

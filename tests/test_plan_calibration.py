@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import statistics
 from pathlib import Path
 
 import numpy as np
@@ -70,8 +71,11 @@ def test_the_shipped_calibration_says_where_it_is_from():
     assert {m.tokens_per_second_per_gpu for m in shipped.measurements} >= {17100, 12100, 6900, 16300, 55000, 2300, 4000}
     measured = json.loads((REPO / "benchmarks/results/speed.json").read_text())["cells"]
     alone = [c for c in measured if (c["contestant"], c["work"], c["processes"]) == ("kit", "chat", 1)]
-    kit = {round(c["tokens_per_second_a_gpu"]) for c in alone}
-    assert {m.tokens_per_second_per_gpu for m in shipped.measurements if "the kit" in m.name} == kit
+    runs = {}
+    for one in alone:
+        runs.setdefault((one["shape"], one["method"]), []).append(one["tokens_per_second_a_gpu"])
+    kit = [m.tokens_per_second_per_gpu for m in shipped.measurements if "the kit" in m.name]
+    assert sorted(kit) == pytest.approx(sorted(map(statistics.median, runs.values())), abs=1)
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,8 @@ from unsloth_ddp.settings import Settings
 
 # Layers that carry something over from one token to the next, and so from the end of a row into the next row.
 CARRYING_LAYERS = re.compile(
-    r"mamba|deltanet|rwkv|shortconv|recurrent|linear_?attention|lightning|xlstm|retention", re.IGNORECASE
+    r"mamba|deltanet|rwkv|shortconv|recurrent|linear_?attention|lightning|xlstm|retention|v4\w+compressor",
+    re.IGNORECASE,
 )
 # Attention within fixed stretches of the whole sequence, whatever rows it holds.
 FIXED_STRETCHES = ("chunked_attention",)
@@ -31,6 +32,10 @@ FIXED_STRETCHES = ("chunked_attention",)
 ALIBI_MODELS = ("bloom", "mpt")
 # Speech models whose text part does not pass positions on.
 LOSING_POSITIONS = ("moshi",)
+# Their masks are made without positions, so that only a kernel is told where rows begin.
+LOSING_IN_MASKS = ("afmoe", "biogpt", "falcon", "gpt_oss", "granitemoehybrid", "opt", "xglm")
+# Their flash attention is called without positions, so that only a mask is.
+LOSING_IN_FLASH = ("gpt_neo", "gptj")
 LARGEST_HEAD = 256
 TORCH_KERNEL = "torch's varlen_attn"
 
@@ -106,6 +111,15 @@ def why_mixed(model: Any) -> str | None:
     return _blocked_by_unsloth(config.model_type)
 
 
+def why_lost(model_type: str, kernel: str | None, implementation: str) -> str | None:
+    """Why attention of Transformers as it is used here is not told where rows begin; None where it is."""
+    if kernel is None and model_type in LOSING_IN_MASKS:
+        return f"the masks of {model_type} models do not tell rows apart"
+    if "flash" in implementation and model_type in LOSING_IN_FLASH:
+        return f"{model_type} models do not tell flash attention where rows begin"
+    return None
+
+
 def why_doubtful(model: Any) -> str | None:
     """Why packing has not been tried with such a model, though nothing is known to be wrong."""
     if "token_type_ids" in inspect.signature(_base(model).forward).parameters:
@@ -121,12 +135,12 @@ def choose_packing(settings: Settings, runtime: Runtime, model: Any) -> Choice:
     """
     facts = _kernels(settings, runtime, model) if settings.packing != "off" else None
     kernel = find_kernel(facts) if facts else None
-    everywhere = None not in runtime.gather(kernel)
+    everywhere = kernel if None not in runtime.gather(kernel) else None
     choice = choose(
         settings.packing,
         "a CPU" if runtime.device_type == "cpu" else place_of(runtime.backend, runtime.precision, settings),
-        kernel if everywhere else None,
-        why_mixed(model),
+        everywhere,
+        why_mixed(model) or why_lost(_base(model).config.model_type, everywhere, _implementation(model)),
         why_doubtful(model),
     )
     if choice.packed and facts and not facts.unsloth_attention and kernel == TORCH_KERNEL:

@@ -126,7 +126,7 @@ def plan_memory(shape: ModelShape, method: Method, sharding: Sharding, work: Wor
         held = frozen + trained * master
         return Memory(held, trained * master, states, buckets + cast, activations, held)
     # A block is gathered while the next is on its way; embedding and head stay gathered.
-    outside = (shape.parameters - shape.linear) * work.precision
+    outside = (shape.parameters - shape.linear - shape.experts) * work.precision
     gathered = outside + 2 * (frozen + trained * work.precision - outside) / max(1, shape.layers)
     if sharding == "fsdp2":
         mine = (frozen + trained * master) / parts

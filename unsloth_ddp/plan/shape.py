@@ -32,6 +32,7 @@ class ModelShape:
     layer_input      bytes a token that such a block gets, in 16 bit
     layer_kept       bytes a token that it keeps for its backward pass, in 16 bit, with an attention that keeps no scores
     outside_kept     bytes a token kept outside the blocks
+    experts          parameters of experts that are stacked in one tensor, which is no linear layer
     all_experts      whether every expert is counted though a token meets a few
     """
 
@@ -45,6 +46,7 @@ class ModelShape:
     layer_input: float
     layer_kept: float
     outside_kept: float
+    experts: int = 0
     all_experts: bool = False
 
     def trained(self, method: str) -> int:
@@ -58,13 +60,13 @@ class ModelShape:
         is the hardware's work and not the model's.
         """
         adapter = 0 if method == "full" else self.adapter
-        n = self.linear + self.head + adapter
+        n = self.linear + self.experts + self.head + adapter
         return 4 * n + 2 * (n if method == "full" else adapter)
 
     def backward_share(self, method: str, recomputed: bool) -> float:
         """Part of a micro-batch's time that its backward pass takes, by its share of the work."""
         adapter = 0 if method == "full" else self.adapter
-        forward = 2 * (self.linear + self.head + adapter)
+        forward = 2 * (self.linear + self.experts + self.head + adapter)
         backward = self.flops_a_token(method) - forward + (forward if recomputed else 0)
         return backward / (forward + backward)
 
@@ -112,6 +114,7 @@ def count_shape(model: Any, settings: Settings, all_experts: bool = False) -> Mo
     head = model.get_output_embeddings()
     linear = [m.weight.numel() for m in model.modules() if isinstance(m, torch.nn.Linear) and m is not head]
     parameters = sum(p.numel() for p in model.parameters())
+    experts = sum(p.numel() for p in model.parameters() if p.dim() == 3) if all_experts else 0
     vocabulary, head_size = head.weight.shape[0], head.weight.numel()
     blocks = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     try:
@@ -120,6 +123,7 @@ def count_shape(model: Any, settings: Settings, all_experts: bool = False) -> Mo
         raise UserError(f"lora_target_modules: {one_line(error)}") from None
     adapter = sum(p.numel() for p in adapted.parameters() if p.requires_grad)
     adapted.to(torch.bfloat16)
+    _without_adapted_experts(adapted)
     model.enable_input_require_grads()
     layer_input, layer_kept, outside = _kept(model, blocks)
     return ModelShape(
@@ -133,8 +137,18 @@ def count_shape(model: Any, settings: Settings, all_experts: bool = False) -> Mo
         layer_input=layer_input,
         layer_kept=layer_kept,
         outside_kept=outside,
+        experts=experts,
         all_experts=all_experts,
     )
+
+
+def _without_adapted_experts(model: torch.nn.Module) -> None:
+    """Leave adapters of stacked experts out of forward passes: PEFT asks for autocast there, which meta does not have."""
+    from peft.tuners.lora.layer import ParamWrapper
+
+    for module in model.modules():
+        if isinstance(module, ParamWrapper):
+            module.forward = module.get_base_layer().forward  # type: ignore[method-assign]
 
 
 class _Attention(torch.autograd.Function):

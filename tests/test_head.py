@@ -10,11 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
+from peft import LoraConfig, get_peft_model
 from torch import Tensor
 
 from tests.test_packing import KV, make
 from unsloth_ddp.data import Collate, Flatten, PadRight
-from unsloth_ddp.head import MULTIPLE, SupervisedHead, head_for, supervised_positions
+from unsloth_ddp.head import MULTIPLE, SupervisedHead, fits_fused_head, head_for, supervised_positions
 from unsloth_ddp.loss import IGNORED
 
 
@@ -143,3 +145,25 @@ def test_a_batch_says_where_its_supervised_tokens_are_where_asked() -> None:
     assert "shift_labels" not in collate(rows)
     collate.head_chooses = True
     assert collate(rows)["supervised_positions"][0, :100].tolist() == list(range(899, 999))
+
+
+@pytest.mark.parametrize(
+    ("kind", "fits"),
+    [
+        ("Llama", True), ("Gemma2", True), ("GPT2", True), ("OPT", True), ("Mamba", True),
+        # A layer before the output embedding; a cap that TRL's head does not know.
+        ("Bert", False), ("Electra", False), ("RecurrentGemma", False), ("xLSTM", False),
+    ],
+)  # fmt: skip
+def test_a_fused_head_is_used_where_it_makes_the_models_logits(kind: str, fits: bool) -> None:
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = getattr(transformers, f"{kind}Config")(**sizes, num_key_value_heads=2, head_dim=8, vocab_size=32)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    assert fits_fused_head(model) is fits
+
+
+def test_a_fused_head_is_used_under_an_adapter() -> None:
+    model = make("Llama")
+    adapted = get_peft_model(model, LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"]))
+    assert fits_fused_head(adapted)

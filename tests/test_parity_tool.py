@@ -74,6 +74,10 @@ def test_nothing_random_and_nothing_of_the_runs_output_is_left(tmp_path):
     assert said == ["lora_dropout", "trainer_args", "streaming", "packing"]
     # In fp32 nothing is packed unless it was asked for.
     assert [sentence.split()[0] for sentence in launches.what_is_left_out(given, "fp32")] == said[:3]
+    # A run on GPUs would train in 16 bit, and pack.
+    assert [one.split()[0] for one in launches.what_is_left_out(given, "fp32", on_gpus=True)] == said
+    saved = dataclasses.replace(given, lora_modules_to_save=["lm_head"])
+    assert "lora_modules_to_save (lm_head) are trained, and not compared." in launches.what_is_left_out(saved, "fp32")
     packed = dataclasses.replace(given, packing="on")
     assert launches.settings_of(Launch("python", 1, 2, 4), packed, 3, "fp32", tmp_path, tmp_path).packing == "on"
     assert [sentence.split()[0] for sentence in launches.what_is_left_out(packed, "bf16")] == said[:3]

@@ -134,7 +134,7 @@ def finished_run(
     summary = {
         "device": "NVIDIA X", "backend": "unsloth", "precision": "bf16", "per_device_train_batch_size": 2, "world_size": 2,
         "packing": packed, "packs": packs, "gradient_checkpointing": "torch",
-        "settings": {"method": method, "gradient_checkpointing": "auto", "max_length": 1000},
+        "settings": {"model": "m", "method": method, "gradient_checkpointing": "auto", "max_length": 1000},
     }  # fmt: skip
     (folder / "summary.json").write_text(json.dumps(summary))
     history = [{"loss": 1.0, "tokens_per_second": speed} for speed in speeds]
@@ -143,19 +143,21 @@ def finished_run(
 
 
 def test_a_finished_run_becomes_a_measurement(tmp_path):
-    gpu, found = calibrations.measure_run(finished_run(tmp_path / "run", SPEEDS), SHAPE, ROWS)
+    gpu, found = calibrations.measure_run(finished_run(tmp_path / "run", SPEEDS), "m", SHAPE, ROWS)
     assert gpu == "NVIDIA X"
     assert (found.tokens_per_second_per_gpu, found.rows, found.tokens_a_micro_batch) == (100, "padded", 600)
     assert found.gradient_checkpointing == "torch"
     with pytest.raises(UserError, match="logged 1 usable speeds"):
-        calibrations.measure_run(finished_run(tmp_path / "short", [1, 50, 100]), SHAPE, ROWS)
+        calibrations.measure_run(finished_run(tmp_path / "short", [1, 50, 100]), "m", SHAPE, ROWS)
+    with pytest.raises(UserError, match="it trained m, not n; write the file with --model m"):
+        calibrations.measure_run(tmp_path / "run", "n", SHAPE, ROWS)
     with pytest.raises(UserError, match="not the folder of a finished run"):
-        calibrations.measure_run(tmp_path, SHAPE, ROWS)
+        calibrations.measure_run(tmp_path, "m", SHAPE, ROWS)
 
 
 def test_a_measurement_is_of_the_runs_own_method_and_packs(tmp_path):
     def measured(name: str, *args) -> Measurement:
-        return calibrations.measure_run(finished_run(tmp_path / name, SPEEDS, *args), SHAPE, ROWS)[1]
+        return calibrations.measure_run(finished_run(tmp_path / name, SPEEDS, *args), "m", SHAPE, ROWS)[1]
 
     lora, full = measured("lora"), measured("full", False, None, "full")
     assert (lora.flops_a_token, full.flops_a_token) == (4 * 940 + 2 * 40, 6 * 900)

@@ -29,6 +29,8 @@ MULTIPLE = 128
 WORTH_IT = 0.9
 # Relative, of one loss in 16 bit computed in two ways; labels that went to other tokens would be off by far more.
 ROUNDING = 5e-3
+# Limits of logits as RecurrentGemma and xLSTM call them.
+UNKNOWN_CAPS = ("logits_soft_cap", "output_logit_soft_cap")
 # Rows (packs) of which both losses are computed, at most, and among how many they are looked for.
 ROWS, LOOKED_AT = 4, 256
 
@@ -84,6 +86,20 @@ class SupervisedHead:
             return selected, *output[1:]
         output.last_hidden_state = selected
         return output
+
+
+def fits_fused_head(model: Any) -> bool:
+    """Whether TRL's fused head makes the logits of this model of Transformers.
+
+    It multiplies the last hidden states with the output embedding, and knows some scalings; other layers in between, and
+    caps of other names, it would leave out of the loss.
+    """
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if any(getattr(base.config.get_text_config(), name, None) for name in UNKNOWN_CAPS):
+        return False
+    known = (base.base_model, base.get_output_embeddings())
+    others = (child for child in base.children() if not any(child is one for one in known))
+    return not any(True for child in others for _ in child.parameters())
 
 
 def head_for(trainer: Any) -> SupervisedHead | None:

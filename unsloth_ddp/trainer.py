@@ -31,7 +31,7 @@ from unsloth_ddp.drift import REPLICATED, DriftCheck
 from unsloth_ddp.errors import UserError
 from unsloth_ddp.exchange import GradientExchange
 from unsloth_ddp.fit import Chosen, choose, forget_free_memory, with_micro_batch
-from unsloth_ddp.head import SupervisedHead, head_for
+from unsloth_ddp.head import SupervisedHead, fits_fused_head, head_for
 from unsloth_ddp.loss import logits_to_step_loss, step_divisor, supervised_tokens
 from unsloth_ddp.model import DTYPES
 from unsloth_ddp.recompute import Recompute
@@ -132,6 +132,8 @@ class DDPTrainer(RetryingTrainer):
         self.model_divides = bool(self.model_accepts_loss_kwargs)
         self.model_accepts_loss_kwargs = True
         self.head: SupervisedHead | None = None
+        # TRL's never builds the (batch, sequence, vocabulary) logits; its kernel needs a GPU.
+        self.fused_head = runtime.device_type == "cuda" and fits_fused_head(model)
         # Unsloth lowers what is its default to the rows of a micro-batch, which are not chosen yet.
         self.args.per_device_eval_batch_size = settings.per_device_eval_batch_size
         if self.is_fsdp_enabled and runtime.precision != "fp32":
@@ -255,8 +257,7 @@ class DDPTrainer(RetryingTrainer):
 
     def _transformers_loss(self, model: Any, inputs: dict[str, Tensor], divisor: Tensor) -> Tensor:
         extra: dict[str, Any] = {"use_cache": False, "num_items_in_batch": divisor}
-        if self.runtime.device_type == "cuda":
-            # TRL's fused head never builds the (batch, sequence, vocabulary) logits; its kernel needs a GPU.
+        if self.fused_head:
             extra["fused_lm_head"] = True
         return model(**inputs, **extra).loss
 

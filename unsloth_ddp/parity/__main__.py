@@ -112,7 +112,7 @@ def main(argv: list[str]) -> int:
     """Run the check; returns the exit code."""
     try:
         check, given = prepare(argv)
-        for sentence in what_is_left_out(check.settings, check.precision):
+        for sentence in what_is_left_out(check.settings, check.precision, bool(check.gpus)):
             print(sentence)
         device = f"{len(check.gpus)} GPU(s)" if check.gpus else "CPU"
         print(

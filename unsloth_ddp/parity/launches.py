@@ -144,8 +144,8 @@ def settings_of(launch: Launch, settings: Settings, steps: int, precision: str, 
     return dataclasses.replace(settings, **{**untouched, **few_steps, **layout, **data, **written})
 
 
-def what_is_left_out(settings: Settings, precision: str) -> list[str]:
-    """Sentences on the settings of a run that the check does without."""
+def what_is_left_out(settings: Settings, precision: str, on_gpus: bool = False) -> list[str]:
+    """Sentences on what a run has and the check, which is made in `precision`, does without."""
     said = []
     if settings.lora_dropout:
         said.append(f"lora_dropout {settings.lora_dropout} is left out: it is drawn anew in every layout.")
@@ -153,10 +153,13 @@ def what_is_left_out(settings: Settings, precision: str) -> list[str]:
         said.append(f"trainer_args are left out ({', '.join(settings.trainer_args)}).")
     if settings.streaming:
         said.append("streaming is left out: the rows of these few steps are read beforehand.")
-    if settings.packing == "auto" and precision != "fp32":
+    in_16_bit = precision != "fp32" or (settings.precision == "auto" and on_gpus)
+    if settings.packing == "auto" and in_16_bit:
         said.append(
             "packing auto is left out, since it goes by the number of processes; --packing on checks packed rows."
         )
+    if settings.method != "full" and settings.lora_modules_to_save:
+        said.append(f"lora_modules_to_save ({', '.join(settings.lora_modules_to_save)}) are trained, and not compared.")
     if settings.method == "full" and settings.full_weights == "bf16":
         said.append("full_weights bf16 is left out: 16-bit weights would round most of a step away.")
     return said

@@ -84,7 +84,7 @@ def plan(argv: list[str]) -> None:
     rows = row_lengths(settings)
     batch, packing, _ = plan_step(request, rows.lengths, planned_packing(settings))
     if given.calibrate:
-        found = [measure_run(run, shape, rows) for run in given.calibrate]
+        found = [measure_run(run, settings.model, shape, rows) for run in given.calibrate]
         if len({gpu for gpu, _ in found}) > 1:
             raise UserError("--calibrate names runs on different GPUs; write a file for each kind.")
         calibration = Calibration(found[0][0], "logged by train_ddp.py", [measurement for _, measurement in found])

@@ -16,6 +16,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 import statistics
 from dataclasses import dataclass
 from pathlib import Path
@@ -204,22 +205,32 @@ def _differences(one: Measurement, wanted: Wanted) -> list[str]:
     return found
 
 
-def measure_run(folder: Path, shape: ModelShape, rows: RowLengths) -> tuple[str, Measurement]:
+def _same_model(one: str | None, other: str | None) -> bool:
+    return one == other or os.path.realpath(str(one)) == os.path.realpath(str(other))
+
+
+def measure_run(folder: Path, model: str | None, shape: ModelShape, rows: RowLengths) -> tuple[str, Measurement]:
     """(GPU name, measurement) of a finished run of train_ddp.py: the median of its logged speeds but the first two.
 
     Its method and whether it packed are the run's own, whatever is planned.
 
     Args:
+        model: name of the model that `shape` is of.
         shape: of the run's model.
         rows: of the run, not in packs.
 
     Raises:
-        UserError: the folder holds no finished run, or too few log lines to time.
+        UserError: the folder holds no finished run, too few log lines to time, or a run of another model.
     """
     try:
         summary: dict[str, Any] = json.loads((folder / "summary.json").read_text())
         history = json.loads((folder / "trainer_state.json").read_text())["log_history"]
         settings = summary["settings"]
+        if not _same_model(settings["model"], model):
+            raise UserError(
+                f"--calibrate {folder}: it trained {settings['model']}, not {model}; write the file with --model "
+                f"{settings['model']}, and plan for {model} with that file then."
+            )
         logged = [entry["tokens_per_second"] for entry in history if "tokens_per_second" in entry and "loss" in entry]
         # The first line holds compilation; the second may.
         speeds = logged[2:]

@@ -16,7 +16,15 @@ from torch import Tensor
 
 from tests.test_packing import KV, make
 from unsloth_ddp.data import Collate, Flatten, PadRight
-from unsloth_ddp.head import MULTIPLE, SupervisedHead, fits_fused_head, head_for, supervised_positions
+from unsloth_ddp.head import (
+    LOOKED_AT,
+    MULTIPLE,
+    ROWS,
+    SupervisedHead,
+    fits_fused_head,
+    head_for,
+    supervised_positions,
+)
 from unsloth_ddp.loss import IGNORED
 
 
@@ -43,7 +51,7 @@ def test_positions_are_those_before_a_label(rows: int, tokens: int, share: float
     assert len(positions) - len(expected) <= MULTIPLE
 
 
-@pytest.mark.parametrize(("tokens", "share"), [(1000, 1.0), (1000, 0.95), (100, 0.1)])
+@pytest.mark.parametrize(("tokens", "share"), [(1000, 1.0), (1000, 0.95), (10_000, 0.93), (100, 0.1)])
 def test_nothing_is_chosen_where_little_would_be_left_out(tokens: int, share: float) -> None:
     assert supervised_positions(random_labels(1, tokens, share)) == {}
 
@@ -78,7 +86,17 @@ def test_the_loss_and_its_gradients_stay_and_the_head_sees_less(rows: int, token
     assert model(**batch, use_cache=False).logits.shape == (rows, tokens, 64), "outside it the head sees all"
 
 
-def trainer_of(model: Any, sharding: str = "none", takes_labels: bool = True) -> Any:
+def test_a_decoder_that_gives_a_tuple_is_chosen_from_too() -> None:
+    model = make("Llama", **KV)
+    batch = batch_of(2, 200)
+    positions = supervised_positions(batch["labels"])["supervised_positions"]
+    whole = model.get_decoder()(batch["input_ids"], use_cache=False, return_dict=False)
+    with SupervisedHead(model).at(positions):
+        chosen = model.get_decoder()(batch["input_ids"], use_cache=False, return_dict=False)
+    assert torch.equal(chosen[0][0], whole[0].flatten(0, 1)[positions[0]]) and len(chosen) == len(whole)
+
+
+def trainer_of(model: Any, takes_labels: bool = True) -> Any:
     """What head_for asks of a trainer, with a loss that takes the labels of chosen positions, or does not."""
 
     def micro_batch_loss(model: Any, batch: dict[str, Tensor], divisor: Tensor) -> Tensor:
@@ -90,10 +108,11 @@ def trainer_of(model: Any, sharding: str = "none", takes_labels: bool = True) ->
 
     batch = batch_of(4, 300)
     learned = [{name: value[i].numpy() for name, value in batch.items()} for i in range(4)]
-    # Over rows of which nothing is learned every loss is 0, and no two differ.
-    rows = [{**one, "labels": np.full(300, IGNORED)} for one in learned] + learned
+    # Over rows of which nothing is learned every loss is 0, and no two differ; no token comes before the first label.
+    unlearned = np.where(np.arange(300) > 0, IGNORED, 5)
+    rows = [{**one, "labels": unlearned} for one in learned] + learned
     return SimpleNamespace(
-        runtime=SimpleNamespace(backend="unsloth", sharding=sharding), model=model, model_divides=True,
+        runtime=SimpleNamespace(backend="unsloth", sharding="none"), model=model, model_divides=True,
         plan=SimpleNamespace(per_device=8),
         train_rows=SimpleNamespace(examples=rows), data_collator=Collate(PadRight(0), Flatten("unsloth")),
         args=SimpleNamespace(device=torch.device("cpu")), micro_batch_loss=micro_batch_loss,
@@ -103,8 +122,31 @@ def trainer_of(model: Any, sharding: str = "none", takes_labels: bool = True) ->
 
 def test_a_model_that_takes_labels_of_chosen_tokens_gets_them() -> None:
     model = make("Llama", **KV).train()
+    # Dropout, as adapters have it, would make any two losses differ.
+    torch.nn.init.normal_(model.lm_head.weight)
+    model.lm_head = torch.nn.Sequential(torch.nn.Dropout(0.5), model.lm_head)
     assert head_for(trainer_of(model)) is not None
     assert model.training
+
+
+@pytest.mark.parametrize(("per_device", "rows"), [(1, 1), (8, ROWS)])
+def test_no_more_rows_are_tried_than_a_step_has(per_device: int, rows: int) -> None:
+    trainer = trainer_of(make("Llama", **KV))
+    trainer.plan.per_device, seen, loss = per_device, [], trainer.micro_batch_loss
+
+    def counted(model: Any, batch: dict[str, Tensor], divisor: Tensor) -> Tensor:
+        seen.append(len(batch["labels"]))
+        return loss(model, batch, divisor)
+
+    trainer.micro_batch_loss = counted
+    assert head_for(trainer) is not None
+    assert seen == [rows, rows]
+
+
+def test_a_loss_of_nothing_shows_nothing() -> None:
+    trainer = trainer_of(make("Llama", **KV))
+    trainer.micro_batch_loss = lambda model, batch, divisor: torch.zeros(())
+    assert head_for(trainer) is None
 
 
 def test_a_loss_that_would_change_is_left_alone(caplog: pytest.LogCaptureFixture) -> None:
@@ -135,8 +177,36 @@ def test_a_failed_check_leaves_the_compiled_loss(
     assert loss._FUSED_CE_COMPILE_SUPPORTED is None  # type: ignore[attr-defined]
 
 
-def test_shared_out_weights_are_not_asked() -> None:
-    assert head_for(trainer_of(make("Llama", **KV), sharding="zero3")) is None
+class Unlearned:
+    """More rows than anyone would look through, of none of which anything is learned."""
+
+    def __len__(self) -> int:
+        return 10**9
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        assert index < LOOKED_AT
+        return {"input_ids": np.arange(9), "labels": np.full(9, IGNORED)}
+
+
+LEARNED_WHOLE = [{"input_ids": np.arange(300) % 64, "labels": np.arange(300) % 64}]
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"runtime": SimpleNamespace(backend="unsloth", sharding="zero3")},
+        {"runtime": SimpleNamespace(backend="transformers", sharding="none")},
+        {"model_divides": False},
+        {"train_rows": SimpleNamespace(examples=Unlearned())},
+        {"train_rows": SimpleNamespace(examples=LEARNED_WHOLE)},
+    ],
+    ids=["shared out", "transformers", "own division", "nothing learned", "all learned"],
+)
+def test_no_loss_is_computed_where_choosing_brings_nothing(changed: dict[str, Any]) -> None:
+    trainer = trainer_of(make("Llama", **KV))
+    trainer.micro_batch_loss = lambda *given: pytest.fail("a loss was computed")
+    vars(trainer).update(changed)
+    assert head_for(trainer) is None
 
 
 def test_a_batch_says_where_its_supervised_tokens_are_where_asked() -> None:

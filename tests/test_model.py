@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,10 +14,20 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from tests.conftest import DEMO_MODEL
 from unsloth_ddp.errors import UserError
-from unsloth_ddp.model import check_module_names, check_positions, load_model, load_tokenizer
+from unsloth_ddp.model import (
+    check_model,
+    check_module_names,
+    check_positions,
+    is_about_the_files,
+    load_model,
+    load_tokenizer,
+    stop_at,
+)
 from unsloth_ddp.model_check import check_folder
 from unsloth_ddp.options import Settings
 from unsloth_ddp.runtime import Ranks, Runtime
+
+CPU = Runtime(Ranks(), "transformers", "cpu", "fp32", "CPU")
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +76,7 @@ def test_other_names_are_refused_with_what_is_near(given: dict[str, list[str]], 
 def test_the_names_are_looked_at_when_a_model_is_loaded() -> None:
     settings = Settings(model=str(DEMO_MODEL), lora_modules_to_save=["nosuch"])
     with pytest.raises(UserError, match="lora_modules_to_save nosuch is no module of"):
-        load_model(settings, Runtime(Ranks(), "transformers", "cpu", "fp32", "CPU"))
+        load_model(settings, CPU)
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json", "pytorch_model.bin"])
@@ -105,3 +117,68 @@ def test_rows_beyond_what_rotary_positions_were_made_for_are_said(model: Any, ca
     assert capsys.readouterr().out == ""
     check_positions(settings, model, known + 1)
     assert f"longer than the {known:,} that model m was made for; use --max_length {known}" in capsys.readouterr().out
+
+
+def test_a_hub_id_needs_no_folder() -> None:
+    check_model(Settings(model="owner/name", dataset=["d"]), CPU)
+    with pytest.raises(UserError, match=r"model \./name is not a model folder: it has no config\.json"):
+        check_model(Settings(model="./name", dataset=["d"]), CPU)
+
+
+@pytest.mark.parametrize(
+    ("error", "files"),
+    [
+        (OSError("no such repository"), True), (KeyError("qwen9"), True), (NotImplementedError("no head"), True),
+        (RuntimeError("You set `ignore_mismatched_sizes` to `False`"), True),
+        # Of the machine, whose causes are explained elsewhere.
+        (RuntimeError("NCCL error"), False), (torch.OutOfMemoryError("CUDA out of memory"), False),
+        (MemoryError(), False), (AssertionError("Torch not compiled with CUDA enabled"), False),
+    ],
+)  # fmt: skip
+def test_errors_of_the_files_are_told_from_those_of_the_machine(error: Exception, files: bool) -> None:
+    assert is_about_the_files(error) is files
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({"model_type": "nosuch"}, "model .* cannot be loaded: .*nosuch"),
+        (
+            {"intermediate_size": 8},
+            r"model .* cannot be loaded: its weights have other sizes than its config\.json says",
+        ),
+    ],
+)
+def test_a_model_that_cannot_be_loaded_is_said(changed: dict[str, Any], reason: str, tmp_path: Path) -> None:
+    folder = tmp_path / "m"
+    shutil.copytree(DEMO_MODEL, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changed))
+    with pytest.raises(UserError, match=reason):
+        load_model(Settings(model=str(folder)), CPU)
+
+
+def test_a_tokenizer_without_an_end_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "m"
+    shutil.copytree(DEMO_MODEL, folder)
+    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+        if (folder / name).exists():
+            given = json.loads((folder / name).read_text())
+            (folder / name).write_text(json.dumps({key: value for key, value in given.items() if key != "eos_token"}))
+    with pytest.raises(UserError, match="its tokenizer has no EOS token, so no row could end; set one"):
+        load_tokenizer(Settings(model=str(folder)))
+
+
+@pytest.mark.parametrize(
+    ("known", "last", "stops"),
+    [
+        (1, 7, [1, 7]), ([1, 2], 7, [1, 2, 7]), (None, 7, [7]),
+        # Known already; an ordinary word, as rows without an end have it; not supervised.
+        ([1, 7], 7, [1, 7]), (7, 7, 7), (1, 5, 1), (1, -100, 1),
+    ],
+)  # fmt: skip
+def test_generation_ends_where_rows_do(known: Any, last: int, stops: Any) -> None:
+    model = SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=known))
+    tokenizer = SimpleNamespace(added_tokens_decoder={1: "<eos>", 2: "<pad>", 7: "<|im_end|>"})
+    stop_at(model, tokenizer, [{"labels": []}, {"labels": [5, -100]}, {"labels": [5, last]}])
+    assert model.generation_config.eos_token_id == stops

@@ -234,6 +234,7 @@ def test_trackers_are_known_installed_and_not_none():
     assert choose_trackers(["all"], known, installed) == ["mlflow", "tensorboard"]
     for asked, sentence in (
         (["none", "tensorboard"], "report_to none tensorboard: none stands alone"),
+        (["all", "tensorboard"], "report_to all tensorboard: all stands alone"),
         (["wandb"], "report_to wandb: its package is not installed"),
         (["tensorbord"], "is no tracker that Transformers knows; they are mlflow, tensorboard, wandb"),
     ):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import errno
 import gzip
 import json
 import os
@@ -98,8 +99,10 @@ def test_an_empty_file_has_no_rows(tmp_path: Path, name: str, content: bytes) ->
         ("a.jsonl", gzip.compress(b'{"a": 1}'), " is no text but packed with gzip, whatever its name says; unpack it."),
         ("a.json", gzip.compress(b'[{"a": 1}]'), " is no text but packed with gzip, whatever its name says; unpack it."),
         ("a.csv", b"PK\x03\x04rest", " is no text but a zip archive or an Excel file, whatever its name says; unpack it, or"),
+        ("a.jsonl", b"ARROW1\0\0", " is no text but Arrow, whatever its name says; write it as Parquet."),
         ("a.jsonl", b"PAR1\x15\x04\n\xff", " is no text but Parquet, whatever its name says; name it .parquet."),
         ("a.jsonl", '[\n  {"a": 1}\n]', " is JSON over several lines; write one object a line, or name it .json if it is"),
+        ("a.jsonl", '[{\n  "a": 1\n}]', " is JSON over several lines; write one object a line, or name it .json if it is"),
         ("a.jsonl", '{\n  "a": 1\n}', " is JSON over several lines; write one object a line, or name it .json if it is"),
         ("a.json", '[{"a": 1},\n {"a": }]', ":2 is not JSON (Expecting value at column 8); mend or remove it."),
         ("a.json", '[{"a": 1},\n {"a":\n }]', ":2 is not JSON (Expecting value at line 2 of the row, column 2); "),
@@ -136,6 +139,27 @@ def test_parquet_text_that_is_not_utf8_is_refused(tmp_path: Path) -> None:
     broken = pyarrow.array([b"fine", b"\xff"], pyarrow.binary()).cast(pyarrow.string(), safe=False)
     pyarrow.parquet.write_table(pyarrow.table({"text": broken}), tmp_path / "a.parquet")
     assert "is not readable Parquet after row 0" in refusal(tmp_path / "a.parquet")
+
+
+def test_a_column_that_parquet_names_twice_is_refused(tmp_path: Path) -> None:
+    twice = pyarrow.Table.from_arrays([pyarrow.array(["a"]), pyarrow.array(["b"])], names=["text", "text"])
+    pyarrow.parquet.write_table(twice, tmp_path / "a.parquet")
+    assert refusal(tmp_path / "a.parquet") == " names a column twice (text, text); rename one."
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.csv"])
+def test_a_file_without_line_ends_is_refused(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("unsloth_ddp.rows.LONGEST_LINE", 20)
+    assert refusal(write(tmp_path, name, "x" * 50)).startswith(":1 is longer than 20 bytes, which is no row of text")
+
+
+def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*given: Any) -> Any:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    path = write(tmp_path, "a.jsonl", '{"text": "a"}')
+    monkeypatch.setattr(Path, "open", refuse)
+    assert refusal(path) == " cannot be read: Permission denied."
 
 
 def test_a_cut_off_parquet_file_is_refused(tmp_path: Path) -> None:

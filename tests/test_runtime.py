@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import sys
 from pathlib import Path
@@ -89,12 +90,22 @@ def test_the_wait_for_one_process_grows_with_the_data(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("model", "reachable", "offline"), [("a/b", False, "1"), ("a/b", True, None), ("./m", False, None)]
-)
-def test_an_unreachable_hub_is_not_waited_for(monkeypatch, model, reachable, offline):
+    ("given", "environ", "reachable", "offline"),
+    [
+        ({"model": "a/b"}, {}, False, "1"), ({"model": "a/b"}, {}, True, None), ({}, {}, False, None),
+        ({"dataset": ["rows.jsonl", "a/b"]}, {}, False, "1"), ({"eval_dataset": ["a/b"]}, {}, False, "1"),
+        # They answer for themselves.
+        ({"model": "a/b"}, {"HF_ENDPOINT": "https://mirror"}, False, None),
+        ({"model": "a/b"}, {"https_proxy": "http://proxy:3128"}, False, None),
+        ({"model": "a/b"}, {"HF_HUB_OFFLINE": "0"}, False, "0"),
+    ],
+)  # fmt: skip
+def test_an_unreachable_hub_is_not_waited_for(monkeypatch, given, environ, reachable, offline):
     for name in ("HF_HUB_OFFLINE", "HF_ENDPOINT", "HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy"):
         monkeypatch.setenv(name, "x")
         monkeypatch.delenv(name)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
 
     def connect(address, timeout):
         if not reachable:
@@ -102,8 +113,18 @@ def test_an_unreachable_hub_is_not_waited_for(monkeypatch, model, reachable, off
         return SimpleNamespace(close=lambda: None)
 
     monkeypatch.setattr("socket.create_connection", connect)
-    use_cache_if_hub_is_unreachable(Settings(model=model, dataset=["rows.jsonl"]))
+    use_cache_if_hub_is_unreachable(Settings(**{"model": "./m", "dataset": ["rows.jsonl"], **given}))
     assert os.environ.get("HF_HUB_OFFLINE") == offline
+
+
+def test_libraries_are_silent_when_a_run_imports_them(monkeypatch):
+    for name in ("_start_processes", "_stop_processes"):
+        monkeypatch.setattr(f"unsloth_ddp.runtime.{name}", lambda *given: None)
+    loggers = [logging.getLogger(name) for name in ("torch.utils._pytree", "bitsandbytes")]
+    for logger in loggers:
+        monkeypatch.setattr(logger, "level", logging.NOTSET)
+    with started(Settings(use_cpu=True), Ranks()):
+        assert [logger.level for logger in loggers] == [logging.ERROR] * 2
 
 
 def decide(folder: str) -> None:

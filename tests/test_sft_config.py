@@ -16,6 +16,7 @@ from unsloth_ddp.owned_args import OWNED_ARGS
 from unsloth_ddp.runtime import Ranks, Runtime
 from unsloth_ddp.settings import FIELDS, Settings
 from unsloth_ddp.sft_config import SCHEDULE_EXAMPLES, make_config
+from unsloth_ddp.sharding import Sharding
 
 # Read by what the kit leaves to Transformers and TRL: optimizer and schedule, hooks on the model, logs, checkpoints, data
 # loaders, DDP.
@@ -35,10 +36,10 @@ WORDS = """
 GOES_THROUGH = set(WORDS.split())
 
 
-def config_with(folder: Path, **given: Any) -> Any:
-    options = {name: given.pop(name) for name in ("lr_scheduler_type", "eval_fraction") if name in given}
-    settings = Settings(model="m", dataset=["d"], trainer_args=given, **options)
-    return make_config(settings, Runtime(Ranks(), "transformers", "cpu", "fp32", "CPU"), BatchPlan(1, 1, 1), folder)
+def config_with(folder: Path, options: dict[str, Any] | None = None, sharding: Sharding = "none", **given: Any) -> Any:
+    settings = Settings(model="m", dataset=["d"], trainer_args=given, **(options or {}))
+    runtime = Runtime(Ranks(), "transformers", "cpu", "fp32", "CPU", sharding=sharding)
+    return make_config(settings, runtime, BatchPlan(1, 1, 1), folder)
 
 
 def test_every_field_is_an_option_goes_through_or_is_refused() -> None:
@@ -72,6 +73,71 @@ def test_what_goes_through_arrives_and_nothing_is_added_to_the_loss(tmp_path: Pa
     config = config_with(tmp_path, neftune_noise_alpha=5, adam_beta2=0.9)
     assert (config.neftune_noise_alpha, config.adam_beta2) == (5, 0.9)
     assert (config.router_aux_loss_coef, config.loss_type, config.label_smoothing_factor) == (0.0, "nll", 0.0)
+    assert config.average_tokens_across_devices is False
+
+
+def test_what_goes_through_wins_over_what_the_kit_would_choose(tmp_path: Path) -> None:
+    given = {"logging_nan_inf_filter": True, "logging_first_step": False, "ddp_broadcast_buffers": True}
+    config, chosen = config_with(tmp_path, **given), config_with(tmp_path)
+    assert {name: getattr(config, name) for name in given} == given
+    assert {name: getattr(chosen, name) for name in given} == {name: not value for name, value in given.items()}
+
+
+def test_what_the_kit_does_by_itself_is_left_to_nobody_else(tmp_path: Path) -> None:
+    """An upload, and the removal of checkpoints, would come at another time and of other files."""
+    config = config_with(tmp_path, {"push_to_hub": True, "save_total_limit": 2})
+    assert (config.push_to_hub, config.save_total_limit) == (False, None)
+
+
+@pytest.mark.parametrize(
+    ("options", "strategy"),
+    [
+        ({}, "no"), ({"eval_fraction": 0.1}, "epoch"), ({"eval_dataset": ["e"]}, "epoch"),
+        ({"eval_dataset": ["e"], "eval_steps": 5}, "steps"), ({"eval_fraction": 0.1, "eval_strategy": "no"}, "no"),
+    ],
+)  # fmt: skip
+def test_rows_to_evaluate_are_evaluated(options: dict[str, Any], strategy: str, tmp_path: Path) -> None:
+    assert config_with(tmp_path, options).eval_strategy.value == strategy
+
+
+@pytest.mark.parametrize(
+    ("method", "sharding", "kind", "expected"),
+    [
+        ("lora", "none", "none", None), ("lora", "none", "torch", {"use_reentrant": False}),
+        ("lora", "zero3", "torch", {"use_reentrant": True}), ("full", "zero3", "torch", {"use_reentrant": False}),
+    ],
+)  # fmt: skip
+def test_only_adapters_with_zero3_are_recomputed_in_the_reentrant_way(
+    method: str, sharding: Sharding, kind: str, expected: dict[str, bool] | None, tmp_path: Path
+) -> None:
+    config = config_with(tmp_path, {"method": method, "gradient_checkpointing": kind}, sharding)
+    assert (config.gradient_checkpointing, config.gradient_checkpointing_kwargs) == (kind != "none", expected)
+
+
+def test_keywords_of_gradient_checkpointing_need_a_kind(tmp_path: Path) -> None:
+    given = {"gradient_checkpointing_kwargs": {"use_reentrant": True}}
+    with pytest.raises(UserError, match="needs a kind to go with; give --gradient_checkpointing torch or unsloth"):
+        config_with(tmp_path, **given)
+    config = config_with(tmp_path, {"gradient_checkpointing": "torch"}, **given)
+    assert config.gradient_checkpointing_kwargs == {"use_reentrant": True}
+
+
+@pytest.mark.parametrize(
+    ("options", "given", "sentence"),
+    [
+        ({}, {"neftune_noise_alfa": 1}, "trainer_args: SFTConfig has no field neftune_noise_alfa; did you mean neftune_noise_alpha?"),
+        ({}, {"nonsense": 1}, "trainer_args: SFTConfig has no field nonsense; the documentation of TRL lists them."),
+        ({"optim": "adamw8bit"}, {}, "optim adamw8bit is not one that Transformers knows; did you mean adamw_8bit?"),
+        ({"lr_scheduler_type": "cosin"}, {}, "lr_scheduler_type cosin is not one that Transformers knows; did you mean cosine?"),
+        ({}, {"logging_strategy": "never"}, "The training options are refused by TRL: never is not a valid IntervalStrategy"),
+    ],
+)  # fmt: skip
+def test_names_and_values_that_are_not_known_are_refused(
+    options: dict[str, Any], given: dict[str, Any], sentence: str, tmp_path: Path
+) -> None:
+    with pytest.raises(UserError) as refused:
+        config_with(tmp_path, options, **given)
+    assert str(refused.value).startswith(sentence)
 
 
 @pytest.mark.parametrize("name", [str(one.value) for one in SchedulerType])
@@ -81,12 +147,12 @@ def test_every_schedule_works_or_is_refused_before_anything_is_loaded(name: str,
         with pytest.raises(
             UserError, match=rf"{name} does not work with lr_scheduler_kwargs left out .* give, for example"
         ):
-            config_with(tmp_path, lr_scheduler_type=name)
-    config_with(tmp_path, lr_scheduler_type=name, lr_scheduler_kwargs=example or {}, eval_fraction=0.1)
+            config_with(tmp_path, {"lr_scheduler_type": name})
+    config_with(tmp_path, {"lr_scheduler_type": name, "eval_fraction": 0.1}, lr_scheduler_kwargs=example or {})
 
 
 def test_a_keyword_that_a_schedule_does_not_take_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
         UserError, match=r"cosine does not work with lr_scheduler_kwargs {'cycles': 2} \(.*'cycles'\); mend"
     ):
-        config_with(tmp_path, lr_scheduler_type="cosine", lr_scheduler_kwargs={"cycles": 2})
+        config_with(tmp_path, {"lr_scheduler_type": "cosine"}, lr_scheduler_kwargs={"cycles": 2})

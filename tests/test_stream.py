@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -233,6 +234,23 @@ def test_a_folder_stands_for_its_files_by_name(tmp_path: Path) -> None:
     assert left_out([str(tmp_path), "owner/name", f"{tmp_path}/b.jsonl"]) == [f"{tmp_path}/a/config.json"]
 
 
+def test_the_files_of_a_folder_are_in_order_wherever_they_are_listed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listed = [tmp_path / name for name in ("c.csv", "a/2.csv", "b.csv", "a/1.csv")]
+    monkeypatch.setattr(Path, "rglob", lambda *given: iter(listed))
+    assert streamed_sources([str(tmp_path)]) == sorted(map(str, listed))
+
+
+def test_a_folder_that_cannot_be_listed_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*given: Any) -> Any:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(Path, "rglob", refuse)
+    with pytest.raises(UserError, match="cannot be listed: Permission denied"):
+        streamed_sources([str(tmp_path)])
+
+
 def test_sources_that_cannot_be_streamed_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"is a folder without a \.jsonl"):
         streamed_sources([str(tmp_path)])
@@ -241,6 +259,8 @@ def test_sources_that_cannot_be_streamed_are_refused(tmp_path: Path) -> None:
         streamed_sources([str(tmp_path)])
     with pytest.raises(UserError, match=r"list.json is one JSON list, .* write one row a line, as .jsonl"):
         streamed_sources([f"{tmp_path}/list.json"])
+    with pytest.raises(UserError, match=r"LIST.JSON is one JSON list"):
+        streamed_sources([f"{tmp_path}/LIST.JSON"])
 
 
 def test_a_hub_set_is_streamed_too(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -254,3 +274,18 @@ def test_a_hub_set_is_streamed_too(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = list(read_rows("owner/name", "train", "en", streaming=True))
     assert rows == [Row("owner/name train row 1", {"text": "a"}), Row("owner/name train row 2", {"text": "b"})]
     assert asked == {"args": ("owner/name", "en"), "split": "train", "streaming": True}
+
+
+@pytest.mark.parametrize("streaming", [True, False])
+def test_a_hub_set_that_breaks_off_says_what_helps(streaming: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> Iterator[dict[str, str]]:
+        yield {"text": "a"}
+        raise ConnectionError("connection\nlost")
+
+    monkeypatch.setattr("datasets.load_dataset", lambda *given, **more: broken())
+    rows = read_rows("owner/name", "train", streaming=streaming)
+    assert next(rows).columns == {"text": "a"}
+    with pytest.raises(UserError, match=r"split train, cannot be read after row 1 \(connection lost\); ") as refused:
+        next(rows)
+    # What was not streamed is on the disk, and begins again.
+    assert ("goes on from the newest checkpoint" in str(refused.value)) is streaming

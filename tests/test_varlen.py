@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +19,8 @@ from unsloth_ddp.data import Flatten, PackedRows
 
 QWEN3 = {**KV, "head_dim": 16}
 MISTRAL = {**KV, "sliding_window": 8}
+# Its scores are not divided by the root of the head size.
+GRANITE = {**KV, "attention_multiplier": 0.7}
 
 
 def slow_varlen(
@@ -60,7 +64,9 @@ def packed_for_flash() -> dict[str, Any]:
     return Flatten("flash")([packs[i] for i in range(len(packs))])
 
 
-@pytest.mark.parametrize(("name", "config"), [("Llama", KV), ("Qwen3", QWEN3), ("Mistral", MISTRAL)])
+@pytest.mark.parametrize(
+    ("name", "config"), [("Llama", KV), ("Qwen3", QWEN3), ("Mistral", MISTRAL), ("Granite", GRANITE)]
+)
 def test_every_token_loss_is_the_same_packed_or_padded(name: str, config: dict[str, Any], calls: list[Any]) -> None:
     model = make(name, **config)
     _, _, padded, _ = both_ways()
@@ -101,6 +107,16 @@ def test_generation_is_what_it_is_with_sdpa(calls: list[Any]) -> None:
     assert model.generate(**given).tolist() == expected.tolist()
     alone = {**given, **{name: value[1:] for name, value in asked.items()}}
     assert model.generate(**alone).tolist() == expected[1:].tolist()
+
+
+def test_tokens_after_a_cache_are_what_they_are_with_sdpa(calls: list[Any]) -> None:
+    model = make("Llama", **KV)
+    ids = torch.tensor([[8, 9, 10, 11, 12, 13]])
+    expected = model(ids).logits[:, 3:]
+    varlen.use(model)
+    cache = model(ids[:, :3], use_cache=True).past_key_values
+    found = model(ids[:, 3:], past_key_values=cache, use_cache=True).logits
+    torch.testing.assert_close(found, expected, rtol=2e-6, atol=1e-6)
 
 
 def test_gradients_reach_what_is_trained(calls: list[Any]) -> None:
@@ -156,10 +172,83 @@ def test_models_that_want_more_keep_their_attention(name: str, config: dict[str,
     assert not varlen.can_replace(make(name, **config))
 
 
+CALL = {"cu_seq_lens_q": torch.tensor([0, 4, 6]), "max_length_q": 4, "alike": True, "is_causal": True}
+
+
+@pytest.mark.parametrize(
+    ("changed", "enough"),
+    [
+        ({}, True), ({"is_causal": None}, True), ({"is_causal": False}, False), ({"alike": False}, False),
+        # Without either, `attend` would take a pack for one row.
+        ({"cu_seq_lens_q": None}, False), ({"max_length_q": None}, False),
+        ({"dropout": 0.0, "softcap": None}, True), ({"dropout": 0.1}, False), ({"softcap": 30.0}, False),
+        ({"s_aux": torch.zeros(2)}, False), ({"position_bias": torch.zeros(2)}, False),
+    ],
+)  # fmt: skip
+def test_a_call_is_answered_where_all_is_there_and_nothing_more(changed: dict[str, Any], enough: bool) -> None:
+    assert varlen._is_enough(CALL | changed) is enough
+
+
+@pytest.mark.parametrize(
+    ("config", "window"),
+    [
+        ({}, False), ({"sliding_window": 8}, True), ({"sliding_window": None}, False),
+        ({"sliding_window": 8, "use_sliding_window": False}, False),
+        ({"sliding_window": 8, "layer_types": ["full_attention"]}, False),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, True),
+    ],
+)  # fmt: skip
+def test_a_config_says_whether_there_is_a_window(config: dict[str, Any], window: bool) -> None:
+    assert varlen._has_window(SimpleNamespace(**config)) is window
+
+
+@pytest.mark.parametrize("flag", ["_supports_attention_backend", "_supports_flash_attn"])
+def test_a_model_that_does_not_support_it_keeps_its_attention(flag: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make("Llama", **KV)
+    monkeypatch.setattr(model, flag, False)
+    assert not varlen.can_replace(model)
+
+
+def test_a_try_that_fails_is_said(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    model = make("Llama", **KV)
+
+    def fail(*given: Any) -> None:
+        raise RuntimeError("no embedding")
+
+    model.model.embed_tokens.register_forward_hook(fail)
+    with caplog.at_level(logging.WARNING):
+        assert not varlen.can_replace(model)
+    assert "packed rows keep the attention of Transformers, since a try failed: no embedding" in caplog.text
+    assert model.config._attn_implementation == "eager"
+
+
+def test_a_kernel_is_there_where_torch_has_all_that_is_asked_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch.nn.attention.varlen
+
+    def older(query: Tensor, *, scale: float | None = None, window_size: tuple[int, int] = (-1, -1)) -> None: ...
+
+    monkeypatch.setattr(torch.nn.attention.varlen, "varlen_attn", slow_varlen)
+    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
+    monkeypatch.setattr(torch.version, "hip", None)
+    assert varlen.is_available()
+    for where, name, value in (
+        (torch.nn.attention.varlen, "varlen_attn", older),
+        (torch.backends.cuda, "is_flash_attention_available", lambda: False),
+        (torch.version, "hip", "6.4"),
+    ):
+        with monkeypatch.context() as changed:
+            changed.setattr(where, name, value)
+            assert not varlen.is_available(), name
+
+
 def test_a_try_leaves_the_model_as_it_was() -> None:
     model = make("Qwen3", **QWEN3).train()
+    # As adapters have it.
+    model.lm_head = torch.nn.Sequential(torch.nn.Dropout(0.5), model.lm_head)
     weights = {name: value.clone() for name, value in model.state_dict().items()}
+    draws = torch.get_rng_state()
     assert varlen.can_replace(model)
+    assert torch.equal(torch.get_rng_state(), draws)
     assert model.training and model.config._attn_implementation == "eager"
     assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
 

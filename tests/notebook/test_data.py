@@ -71,6 +71,7 @@ def test_global_generators_are_seeded_where_training_needs_the_draw() -> None:
 
 
 SAMPLE = "dataset = random.sample(rows, 5)"
+NOISY = "def noisy(row):\n    return {'x': random.random()}\n"
 
 
 @pytest.mark.parametrize(
@@ -83,7 +84,18 @@ SAMPLE = "dataset = random.sample(rows, 5)"
         ("", "transformers.set_seed(42)", "3407"),
         ("random.seed(1)\nprint(random.random())", "", "3407"),
         ("def seed_all(n):\n    np.random.seed(n)\nseed_all(1)", "", '3407, "random"'),
+        # The notebook's own function, whatever was imported under its name.
+        ("from trl import set_seed\ndef set_seed(n):\n    np.random.seed(n)\nset_seed(1)", "", '3407, "random"'),
+        # Only the main process prints, and only a first one maps; others may read what it cached.
+        ("from lightning import seed_everything\nprint(seed_everything(42))", "", "3407"),
+        (f"random.seed(1)\n{NOISY}rows = rows.map(noisy)", "", "3407"),
+        # Nothing of training depends on it.
+        ("probe = random.random()", "", "3407"),
+        # Training draws as its rows have it.
+        ("random.seed(1)\n" + TRAIN.replace("=dataset", "=rows"), "", "3407"),
+        ("random.seed(1)\nfor row in rows:\n    row.loss.backward()", "", "3407"),
         ("random.seed(1)", "", None),
+        ("def fill():\n    random.seed(1)\n    return [random.random()]\nrows = fill()", "", None),
         ("transformers.set_seed(42)", "", None),
         ("from accelerate.utils import set_seed\nset_seed(42)", "", None),
         ("from lightning import seed_everything\nseed_everything(42)", "", None),
@@ -98,6 +110,11 @@ def test_a_draw_is_seeded_if_its_own_generator_was_before_it(before: str, after:
     assert text.count("same_draws(") == (seeds is not None)
     if seeds is not None:
         assert f"same_draws({seeds})\n{SAMPLE}\n" in text
+
+
+def test_a_draw_within_training_is_left_to_it() -> None:
+    train = TRAIN.replace("model=model", "model=model, formatting_func=noisy")
+    assert "same_draws" not in convert_cells(LOAD, LOADED, f"import random\n{NOISY}", train).script
 
 
 def test_every_unseeded_draw_has_a_seed_of_its_own() -> None:

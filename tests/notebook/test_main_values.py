@@ -15,6 +15,12 @@ TRAIN = (
 )
 
 
+# The cell's training once for each row.
+LOOP = "from trl import SFTConfig, SFTTrainer\nfor phase in rows:\n    " + TRAIN[TRAIN.index("trainer") :].replace(
+    "\n", "\n    "
+)
+
+
 def script(*cells: str, train: str = TRAIN) -> str:
     return body(convert_cells(LOAD, "rows = [1]", *cells, train))
 
@@ -38,6 +44,18 @@ def test_a_run_starts_once_and_a_login_once_a_node() -> None:
         ),
         ("value = dict(wandb.config)['lr']", "value = dict(from_main(lambda: dict(wandb.config)))['lr']"),
         ("config = wandb.config\nvalue = config.lr", "value = from_main(lambda: config.lr)"),
+        ("config = run.config\nvalue = config.lr", "value = from_main(lambda: config.lr)"),
+        ("value = wandb.summary['best']", "value = from_main(lambda: wandb.summary['best'])"),
+        ("if rows:\n    run = rows[0]\nvalue = run.name", "value = from_main(lambda: run.name)"),
+        # No process may wait for another while others wait for it.
+        (
+            "from datasets import load_dataset\nvalue = 1\nrows = load_dataset(run.config.name)",
+            "rows = load_dataset(from_main(lambda: run.config.name))",
+        ),
+        (
+            "import time\nvalue = 1\nbegin = run.config.begin\nif time.time() - begin > 9:\n    value = 2",
+            "begin = from_main(lambda: run.config.begin)",
+        ),
         (
             "value = {}\nfor k, v in run.config.items():\n    value[k] = v",
             "for k, v in from_main(lambda: list(run.config.items())):\n    value[k] = v",
@@ -56,7 +74,8 @@ def test_what_a_run_knows_is_sent_from_within_the_arguments() -> None:
 
 
 def test_another_name_of_a_config_stays_on_the_main_process() -> None:
-    assert "if IS_MAIN:\n    config = wandb.config\n" in script(START, "config = wandb.config\nvalue = config.lr")
+    for name in ("wandb.config", "run.config"):
+        assert f"if IS_MAIN:\n    config = {name}\n" in script(START, f"config = {name}\nvalue = config.lr")
 
 
 def test_what_changes_a_run_stays_where_it_is() -> None:
@@ -65,7 +84,34 @@ def test_what_changes_a_run_stays_where_it_is() -> None:
 
 
 def test_a_name_that_held_a_run_once_is_a_name_again() -> None:
-    assert "\nvalue = run.name\n" in script(START, "run = rows[0]\nvalue = run.name")
+    assert "\nrun = rows[0]\nvalue = run.name\n" in script(START, "run = rows[0]\nvalue = run.name")
+    config = "config = wandb.config\nconfig = rows[0]\nvalue = config.lr"
+    assert "\nconfig = rows[0]\nvalue = config.lr\n" in script(START, config)
+
+
+@pytest.mark.parametrize(
+    ("given", "made"),
+    [
+        ("run.log(trainer.train().metrics)", "run.log(trainer.train().metrics)"),
+        ("best = run.summary.update(trainer.train().metrics)", "best = run.summary.update(trainer.train().metrics)"),
+        (
+            "best = f'{run.name} {trainer.train()}'",
+            "best = f'{from_main(lambda: run.name)} {trainer.train()}'",
+        ),
+        (
+            "best = run.name if trainer.train() else 'x'",
+            "best = from_main(lambda: run.name) if trainer.train() else 'x'",
+        ),
+    ],
+)
+def test_training_stays_on_every_process(given: str, made: str) -> None:
+    text = script(START, "value = 'x'", train=TRAIN.replace("trainer.train()", given))
+    assert f"\n{made}\n" in text
+
+
+def test_a_run_that_is_told_what_training_came_to_is_said() -> None:
+    train = TRAIN.replace("trainer.train()", "run.log(trainer.train().metrics)")
+    assert kinds(convert_cells(LOAD, "rows = [1]", START, "value = 'x'", train)) == ["tracker"]
 
 
 def test_what_mlflow_knows_is_sent() -> None:
@@ -80,6 +126,11 @@ def test_a_run_that_cannot_be_sent_is_said(given: str) -> None:
     assert kinds(convert_cells(LOAD, "rows = [1]", START, "value = run.name", TRAIN)) == []
 
 
+def test_a_function_that_starts_a_run_may_use_it() -> None:
+    cell = "def again():\n    run = wandb.init()\n    return run.name\nvalue = again()"
+    assert kinds(convert_cells(LOAD, "rows = [1]", START, cell, TRAIN)) == []
+
+
 @pytest.mark.parametrize(
     ("given", "made"),
     [
@@ -92,6 +143,10 @@ def test_a_run_that_cannot_be_sent_is_said(given: str) -> None:
             "value = os.path.join('a', str(from_main(lambda: os.getpid())))",
         ),
         ("value = tempfile.mkdtemp()", "value = from_main(lambda: tempfile.mkdtemp())"),
+        (
+            "value = str([1 for row in rows]) + time.ctime()",
+            "value = str([1 for row in rows]) + from_main(lambda: time.ctime())",
+        ),
         ("value = secrets.token_hex(4)", "value = from_main(lambda: secrets.token_hex(4))"),
         ("now = time.time()\nvalue = str(now)", "now = from_main(lambda: time.time())"),
         (
@@ -102,6 +157,8 @@ def test_a_run_that_cannot_be_sent_is_said(given: str) -> None:
             "import random\nvalue = 1\nseed = int(time.time())\nrandom.seed(seed)",
             "seed = int(from_main(lambda: time.time()))",
         ),
+        ("value = 1\nos.chdir(time.strftime('%H'))", "os.chdir(from_main(lambda: time.strftime('%H')))"),
+        ("value = 1\nhour = time.strftime('%H')\nos.chdir(hour)", "hour = from_main(lambda: time.strftime('%H'))"),
     ],
 )
 def test_what_differs_by_process_is_sent(given: str, made: str) -> None:
@@ -114,9 +171,13 @@ def test_a_clock_in_the_arguments_is_sent() -> None:
 
 
 def test_a_clock_in_a_loop_that_trains_is_sent() -> None:
-    train = TRAIN[TRAIN.index("trainer") :].replace("value", "f'out/{time.time()}'").replace("\n", "\n    ")
-    text = script(CLOCK, train="from trl import SFTConfig, SFTTrainer\nfor phase in rows:\n    " + train)
+    text = script(CLOCK, train=LOOP.replace("value", "f'out/{time.time()}'"))
     assert "output_dir = from_main(lambda: f'out/{time.time()}')," in text
+
+
+def test_a_clock_in_what_only_the_main_process_saves_is_left_alone() -> None:
+    text = script(CLOCK, "value = 'x'", train=LOOP + "\n    model.save_pretrained(f'm-{time.time()}')")
+    assert "    if IS_MAIN:\n        model.save_pretrained(f'm-{time.time()}')\n" in text
 
 
 @pytest.mark.parametrize(
@@ -132,6 +193,17 @@ def test_a_clock_in_a_loop_that_trains_is_sent() -> None:
         "for row in list(rows):\n    rows.append(uuid.uuid4())",
         "rows = list(map(lambda row: (row, uuid.uuid4()), rows))",
         "def took():\n    return time.time()\nprint(took())",
+        "rows = {row: uuid.uuid4() for row in rows}",
+        "rows = list(str(uuid.uuid4()) for row in rows)",
+        "if rows:\n    begin = time.time()\n    rows.append(1)\n    print(time.time() - begin)",
+        "end = time.time() + 9\nif end > time.time():\n    rows.append(1)",
+        # Each waits for the others in there.
+        "with accelerator.main_process_first():\n    rows.append(time.time())",
+        # What they do beside reading a clock is for every process.
+        "def mark():\n    rows.append(1)\n    return time.time()\nrows = [mark()]",
+        "def mark():\n    global rows\n    rows = [1]\n    return time.time()\nrows = [mark()]",
+        "import lib\ndef mark():\n    lib.mark()\n    return time.time()\nrows = [mark()]",
+        "class Mark:\n    def __init__(self):\n        self.at = time.time()\nrows = [Mark()]",
     ],
 )
 def test_a_clock_that_reaches_no_name_is_left_alone(given: str) -> None:

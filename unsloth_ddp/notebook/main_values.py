@@ -114,7 +114,7 @@ class MainValues:
             return self._may_run_once(node)
         if isinstance(node, cst.FormattedString) and self._any(node, self._is_part):
             return self._may_run_once(node)
-        return isinstance(node, cst.BaseExpression) and self._is_part(node)
+        return isinstance(node, cst.BaseExpression) and self._is_part(node) and self._may_run_once(node)
 
     def _is_part(self, node: cst.CSTNode) -> bool:
         return self.tracked(node)[0] in ("value", "config") or self.is_fresh(node)
@@ -138,7 +138,12 @@ class MainValues:
     def _hands_on(self, node: cst.CSTNode) -> bool:
         if self.is_sent(node):
             return False
-        return self.tracked(node)[0] == "run" or any(self._hands_on(part) for part in self.parts(node))
+        kept = self.tracked(node)[0] == "run" or self._trains_within(node)
+        return kept or any(self._hands_on(part) for part in self.parts(node))
+
+    def _trains_within(self, node: cst.CSTNode) -> bool:
+        """Whether a tracker is told what a training comes to, which no process may miss."""
+        return isinstance(node, cst.Call) and self.tracked(node)[0] == "value" and not self._may_run_once(node)
 
     def reads_tracker(self, node: cst.CSTNode) -> bool:
         """Whether something of a tracker is anywhere in an expression."""
@@ -150,6 +155,8 @@ class MainValues:
     def parts(self, node: cst.CSTNode) -> Iterable[cst.CSTNode]:
         """What of a node is evaluated there, on every process, and may be sent."""
         match node:
+            case cst.Call() if self._trains_within(node):
+                return node.args
             case cst.Lambda() | cst.FunctionDef() | cst.ClassDef() | cst.While() | cst.AssignTarget() | cst.Del():
                 return []
             case cst.Import() | cst.ImportFrom() | cst.AsName():

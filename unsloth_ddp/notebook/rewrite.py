@@ -9,18 +9,20 @@ from unsloth_ddp.notebook.config import edit_config, is_config_call
 from unsloth_ddp.notebook.context import Context
 from unsloth_ddp.notebook.data import edit_generator, edit_seed
 from unsloth_ddp.notebook.effects import Effect
-from unsloth_ddp.notebook.facts import collect
+from unsloth_ddp.notebook.facts import CallSite, collect
 from unsloth_ddp.notebook.graph import SEEDS, Graph, Role, Statement
 from unsloth_ddp.notebook.ipython import IPythonCall, as_python_string, command_of, ipython_call, without_installs
 from unsloth_ddp.notebook.lines import LineEditor, lead
 from unsloth_ddp.notebook.load import edit_device_number, edit_device_string, edit_load
 from unsloth_ddp.notebook.main_values import send_values
-from unsloth_ddp.notebook.syntax import is_false
+from unsloth_ddp.notebook.runs import edit_run
+from unsloth_ddp.notebook.syntax import dotted, is_false
 
 # Words without which a statement has nothing to edit; most have none of them.
 _TRIGGERS = (
     *("from_pretrained", "Config(", "Arguments(", "cuda", "get_ipython", "await", "train_test_split", "shuffle"),
     *("RandomState", "default_rng", "Random(", "sample", "input(", "getpass", "subprocess", "os.system"),
+    *("init(", "init_run(", "start(", "start_run("),
 )
 _GUARDED = {Effect.SAVE, Effect.FILE, Effect.PAID}
 
@@ -78,6 +80,9 @@ class _Rewriter(LineEditor):
                 call, notes = edit_seed(updated_node, context)
             if not notes:
                 call, notes = edit_generator(updated_node, context)
+            if not notes:
+                full = self.graph.full_path(CallSite(dotted(call.func), call, frozenset()))
+                call, notes = edit_run(call, full, context)
         numbered = edit_device_number(call, context)
         if numbered is not None:
             self.note(context.edit("device", "this process's GPU instead of a fixed one"))

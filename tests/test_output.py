@@ -226,7 +226,7 @@ def test_a_resume_that_is_no_folder_is_told_before_anything_else(tmp_path):
 
 
 def test_trackers_are_known_installed_and_not_none():
-    from unsloth_ddp.sft_config import choose_trackers
+    from unsloth_ddp.names import choose_trackers
 
     known, installed = {"tensorboard", "wandb", "mlflow"}, ["tensorboard", "mlflow"]
     assert choose_trackers([], known, installed) == choose_trackers(["none"], known, installed) == []

@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unsloth_ddp.errors import UserError
+from unsloth_ddp.names import known_names
 from unsloth_ddp.options import TOPICS
 from unsloth_ddp.settings import (
     FIELDS,
@@ -334,3 +335,29 @@ def test_any_command_line_gives_settings_or_a_refusal(words: list[str]) -> None:
         assert isinstance(parse_settings([*GIVEN, *words]), Settings)
     except UserError as refused:
         assert len(str(refused)) < 1000
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        (
+            "lr_scheduler_type",
+            "cosin",
+            "lr_scheduler_type cosin is not one that Transformers knows; did you mean cosine?",
+        ),
+        ("optim", "adamw_trch", "optim adamw_trch is not one that Transformers knows; did you mean adamw_torch?"),
+        ("report_to", "tensorbord", "report_to tensorbord is no tracker that Transformers knows; they are azure_ml,"),
+    ],
+)
+def test_a_misspelt_name_of_transformers_is_told_before_anything_is_loaded(name: str, value: str, said: str) -> None:
+    assert refusal(*GIVEN, f"--{name}", value).startswith(said)
+
+
+def test_the_names_are_those_of_the_installed_transformers() -> None:
+    from transformers import SchedulerType
+    from transformers.integrations import INTEGRATION_TO_CALLBACK
+    from transformers.training_args import OptimizerNames
+
+    assert set(known_names("lr_scheduler_type")) == {str(one.value) for one in SchedulerType}
+    assert set(known_names("optim")) == {str(one.value) for one in OptimizerNames}
+    assert set(known_names("report_to")) == set(INTEGRATION_TO_CALLBACK)

@@ -26,6 +26,7 @@ from unsloth_ddp.settings import (
     read_config,
 )
 
+REPO = Path(__file__).resolve().parent.parent
 GIVEN = ["--model", "m", "--dataset", "d"]
 
 
@@ -309,6 +310,25 @@ def test_reading_settings_imports_nothing_heavy() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ("--model {0} --dataset nowhere.jsonl", "nowhere.jsonl: there is no such file."),
+        ("--model {0} --dataset {0} --streaming --max_steps 1", "is a folder without a .jsonl, .parquet, .csv file;"),
+        ("--model ./nowhere --dataset {0}/train.jsonl", "nowhere is not a model folder: it has no config.json;"),
+    ],
+)
+def test_a_path_that_leads_nowhere_is_told_before_torch_is_loaded(options: str, said: str) -> None:
+    code = (
+        "import sys, train_ddp\n"
+        "try: train_ddp.train(train_ddp.parse_settings(sys.argv[1:]), train_ddp.Ranks())\n"
+        "except train_ddp.UserError as told: print(told, 'torch' in sys.modules)"
+    )
+    argv = options.format(REPO / "demo/model").replace("model/train", "train").split()
+    done = subprocess.run([sys.executable, "-c", code, *argv], capture_output=True, text=True, check=True, cwd=REPO)
+    assert said in done.stdout and done.stdout.endswith(" False\n")
 
 
 YAML_VALUES = st.recursive(

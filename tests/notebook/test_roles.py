@@ -312,3 +312,15 @@ def test_a_callback_saves_once_and_what_does_not_train_is_left_alone() -> None:
     text = body(convert_cells(LOAD, DATA, "class Keep(TrainerCallback):" + save, "class Plain:" + save, TRAIN))
     assert "        if IS_MAIN:\n            model.save_pretrained('x')\nclass Plain" in text.replace("\n\n# %%", "")
     assert text.count("if IS_MAIN:") == 1
+
+
+@pytest.mark.parametrize(
+    ("start", "kind"),
+    [
+        ("import wandb\nwandb.agent(wandb.sweep({}), go, count=3)", "tracker"),
+        ("from accelerate import notebook_launcher\nnotebook_launcher(go, num_processes=2)", "sizing"),
+    ],
+)
+def test_what_starts_trainings_by_itself_is_said(start: str, kind: str) -> None:
+    function = "def go():\n    " + TRAIN.replace("\n", "\n    ")
+    assert kinds(convert_cells(LOAD, DATA, function, start)) == [kind]

@@ -54,7 +54,7 @@ def load_model(settings: Settings, runtime: Runtime) -> tuple[Any, Any]:
     except Exception as error:
         if isinstance(error, UserError) or not is_about_the_files(error):
             raise
-        raise UserError(f"model {settings.model} cannot be loaded: {_reason(error)}") from error
+        raise UserError(f"model {settings.model} cannot be loaded: {loading_failure(error)}") from error
     _complete_tokenizer(settings, tokenizer)
     model.config.use_cache = False
     return model, tokenizer
@@ -75,7 +75,7 @@ def load_tokenizer(settings: Settings) -> Any:
     except Exception as error:
         if not is_about_the_files(error):
             raise
-        raise UserError(f"model {settings.model}: no tokenizer can be loaded: {_reason(error)}") from None
+        raise UserError(f"model {settings.model}: no tokenizer can be loaded: {loading_failure(error)}") from None
     _complete_tokenizer(settings, tokenizer)
     return tokenizer
 
@@ -91,7 +91,7 @@ def is_about_the_files(error: Exception) -> bool:
     return not isinstance(error, (MemoryError, AssertionError))
 
 
-def _reason(error: Exception) -> str:
+def loading_failure(error: Exception) -> str:
     """What the library says; by itself the text of a KeyError or TypeError says little."""
     text = " ".join(str(error).split())
     if "ignore_mismatched_sizes" in text:

@@ -18,6 +18,8 @@ import time
 
 from unsloth_ddp.errors import UserError
 from unsloth_ddp.explain import report
+from unsloth_ddp.model_check import check_local_model
+from unsloth_ddp.rows import checked_files
 from unsloth_ddp.runtime import (
     EXIT_FAILURE,
     Ranks,
@@ -38,6 +40,11 @@ def train(settings: Settings, ranks: Ranks) -> int:
     began = time.perf_counter()
     stop = Stop(ranks.is_main)
     stop.listen(settings.max_time)
+    if ranks.nodes == 1:
+        # What one of several nodes lacks is told to all of them, once they have met.
+        check_local_model(str(settings.model), safetensors_only=settings.use_safetensors)
+        checked_files(settings.dataset, streaming=settings.streaming)
+        checked_files(settings.eval_dataset)
     use_cache_if_hub_is_unreachable(settings)
     # Imported here, so that a mistake in the settings is told before the seconds that torch takes to load.
     from unsloth_ddp import answers, attention, checkpoint, data, output, packing, sharding, telemetry, watch

@@ -51,7 +51,13 @@ def test_only_the_main_process_speaks(demo):
 
 
 def test_the_table_says_what_will_run(demo):
-    for part in ("2 on 1 node(s)", "fp32", "lora (163,840 trainable parameters", "760 (18,040 tokens, longest 43)"):
+    for part in (
+        "2 on 1 node(s)",
+        "fp32",
+        "(1,129,984 parameters, adapter included)",
+        "lora (163,840 trainable parameters",
+        "760 (18,040 tokens, longest 43)",
+    ):
         assert part in demo.text
     assert "4 rows a device x 2 accumulation x 2 processes = 16 rows" in demo.text
 

@@ -25,6 +25,7 @@ from unsloth_ddp.model import (
 )
 from unsloth_ddp.model_check import check_folder
 from unsloth_ddp.options import Settings
+from unsloth_ddp.plan.shape import model_shape
 from unsloth_ddp.runtime import Ranks, Runtime
 
 CPU = Runtime(Ranks(), "transformers", "cpu", "fp32", "CPU")
@@ -90,10 +91,11 @@ def test_a_git_lfs_pointer_is_called_what_it_is(name: str, tmp_path: Path) -> No
         check_folder(folder, safetensors_only=False)
 
 
-def test_without_a_network_it_is_said_how_to_bring_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("load", [load_tokenizer, model_shape])
+def test_without_a_network_it_is_said_how_to_bring_the_model(load: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(UserError, match=r"What helps: download it once where there is a network \(hf download NAME\)"):
-        load_tokenizer(Settings(model="nobody/no-such-model"))
+        load(Settings(model="nobody/no-such-model"))
 
 
 def tiny_gpt2() -> Any:

@@ -78,6 +78,23 @@ def test_a_run_that_began_meanwhile_is_not_removed(tmp_path, resume):
     assert (folder / "adapter.txt").read_text() == "another job's"
 
 
+def test_a_refused_folder_is_told_with_what_differs_and_checkpoints_only_where_there_are_some(tmp_path):
+    (tmp_path / "r").mkdir()
+    Settings(run_name="r", max_steps=300).save(tmp_path / "r" / "settings.yaml")
+    (tmp_path / "r" / "adapter.txt").write_text("")
+    settings = Settings(run_name="r", output_dir=str(tmp_path), max_steps=3)
+    runtime = Runtime(Ranks(), "transformers", "cpu", "fp32", "CPU")
+    with pytest.raises(UserError) as refused:
+        output.choose_run_folder(settings, runtime)
+    assert str(refused.value).endswith(
+        "r holds another run, started with another max_steps; give another --run_name, or --overwrite to replace it."
+    )
+    (tmp_path / "r" / "checkpoint-3").mkdir()
+    (tmp_path / "r" / "summary.json").write_text("{}")
+    with pytest.raises(UserError, match=r"holds a finished run; .* with one of its checkpoints"):
+        output.choose_run_folder(settings, runtime)
+
+
 @pytest.fixture
 def other_job(tmp_path):
     """Another process that writes the run r, as long as it lives."""
@@ -212,7 +229,9 @@ def test_a_folder_that_holds_anything_else_is_left_alone(tmp_path, held, resume)
     Settings(run_name="r", model="other").save(tmp_path / "r" / "settings.yaml")
     settings = Settings(run_name="r", output_dir=str(tmp_path), resume=resume)
     fix = (
-        "which --resume no leaves alone; add --overwrite" if resume == "no" else "give another --run_name, --overwrite"
+        "which --resume no leaves alone; add --overwrite"
+        if resume == "no"
+        else "give another --run_name, or --overwrite"
     )
     with pytest.raises(UserError, match=fix):
         output.choose_run_folder(settings, Runtime(Ranks(), "transformers", "cpu", "fp32", "CPU"))
@@ -226,7 +245,7 @@ def test_a_resume_that_is_no_folder_is_told_before_anything_else(tmp_path):
 
 
 def test_trackers_are_known_installed_and_not_none():
-    from unsloth_ddp.sft_config import choose_trackers
+    from unsloth_ddp.names import choose_trackers
 
     known, installed = {"tensorboard", "wandb", "mlflow"}, ["tensorboard", "mlflow"]
     assert choose_trackers([], known, installed) == choose_trackers(["none"], known, installed) == []

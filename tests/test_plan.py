@@ -463,6 +463,14 @@ def test_packs_are_planned_where_packing_is_on(capsys, tmp_path):
         assert f"rows are padded: backend {place} has no attention kernel for packed rows; give" in said
 
 
+def test_what_auto_is_planned_as_is_not_said_to_fit_where_nothing_does(capsys):
+    auto = ("--per_device_train_batch_size", "auto", "--gradient_checkpointing", "auto")
+    assert plan("--gpu_memory", "1MB", *auto) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "per_device_train_batch_size auto is planned as 1, though not even that fits." in printed
+    assert "planned as the kind that takes least, where none fits." in printed
+
+
 def test_libraries_are_silent_at_import(tmp_path):
     logging.getLogger("bitsandbytes").setLevel(logging.NOTSET)
     assert plan("--model", str(tmp_path), "--dataset", "no.jsonl") == 2

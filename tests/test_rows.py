@@ -234,6 +234,30 @@ def test_an_empty_file_among_others_is_refused_and_an_empty_shard_in_a_folder_is
     read_examples(Settings(model="m", dataset=[str(tmp_path / "shards")], streaming=True), runtime, tmp_path)
 
 
+def test_empty_shards_of_a_folder_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from unsloth_ddp.data import read_examples
+    from unsloth_ddp.runtime import Ranks, Runtime
+
+    for name, content in (("a", '{"text": "a"}\n'), ("b", ""), ("c", "\n")):
+        write(tmp_path, f"{name}.jsonl", content)
+    runtime = Runtime(Ranks(), "transformers", "cpu", "fp32", "CPU")
+    read_examples(Settings(model="m", dataset=[str(tmp_path)], streaming=True), runtime, tmp_path)
+    assert capsys.readouterr().out.startswith(f"{tmp_path}/b.jsonl and 1 more files hold no rows and add")
+
+
+def test_a_hub_dataset_without_a_network_comes_with_advice(monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    def unreachable(*_: Any, **__: Any) -> None:
+        raise ConnectionError("Couldn't reach 'my/rows' on the Hub (OfflineModeIsEnabled)")
+
+    monkeypatch.setattr(datasets, "load_dataset", unreachable)
+    with pytest.raises(
+        UserError, match=r"\(hf download my/rows --repo-type dataset --local-dir FOLDER\) and give the files"
+    ):
+        list(read_rows("my/rows", "train"))
+
+
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),

@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unsloth_ddp.errors import UserError
+from unsloth_ddp.names import known_names
 from unsloth_ddp.options import TOPICS
 from unsloth_ddp.settings import (
     FIELDS,
@@ -25,6 +26,7 @@ from unsloth_ddp.settings import (
     read_config,
 )
 
+REPO = Path(__file__).resolve().parent.parent
 GIVEN = ["--model", "m", "--dataset", "d"]
 
 
@@ -310,6 +312,25 @@ def test_reading_settings_imports_nothing_heavy() -> None:
     assert done.stdout.strip() == "[]"
 
 
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ("--model {0} --dataset nowhere.jsonl", "nowhere.jsonl: there is no such file."),
+        ("--model {0} --dataset {0} --streaming --max_steps 1", "is a folder without a .jsonl, .parquet, .csv file;"),
+        ("--model ./nowhere --dataset {0}/train.jsonl", "nowhere is not a model folder: it has no config.json;"),
+    ],
+)
+def test_a_path_that_leads_nowhere_is_told_before_torch_is_loaded(options: str, said: str) -> None:
+    code = (
+        "import sys, train_ddp\n"
+        "try: train_ddp.train(train_ddp.parse_settings(sys.argv[1:]), train_ddp.Ranks())\n"
+        "except train_ddp.UserError as told: print(told, 'torch' in sys.modules)"
+    )
+    argv = options.format(REPO / "demo/model").replace("model/train", "train").split()
+    done = subprocess.run([sys.executable, "-c", code, *argv], capture_output=True, text=True, check=True, cwd=REPO)
+    assert said in done.stdout and done.stdout.endswith(" False\n")
+
+
 YAML_VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.dates() | st.binary(),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text() | st.integers(), inner, max_size=4),
@@ -334,3 +355,29 @@ def test_any_command_line_gives_settings_or_a_refusal(words: list[str]) -> None:
         assert isinstance(parse_settings([*GIVEN, *words]), Settings)
     except UserError as refused:
         assert len(str(refused)) < 1000
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        (
+            "lr_scheduler_type",
+            "cosin",
+            "lr_scheduler_type cosin is not one that Transformers knows; did you mean cosine?",
+        ),
+        ("optim", "adamw_trch", "optim adamw_trch is not one that Transformers knows; did you mean adamw_torch?"),
+        ("report_to", "tensorbord", "report_to tensorbord is no tracker that Transformers knows; they are azure_ml,"),
+    ],
+)
+def test_a_misspelt_name_of_transformers_is_told_before_anything_is_loaded(name: str, value: str, said: str) -> None:
+    assert refusal(*GIVEN, f"--{name}", value).startswith(said)
+
+
+def test_the_names_are_those_of_the_installed_transformers() -> None:
+    from transformers import SchedulerType
+    from transformers.integrations import INTEGRATION_TO_CALLBACK
+    from transformers.training_args import OptimizerNames
+
+    assert set(known_names("lr_scheduler_type")) == {str(one.value) for one in SchedulerType}
+    assert set(known_names("optim")) == {str(one.value) for one in OptimizerNames}
+    assert set(known_names("report_to")) == set(INTEGRATION_TO_CALLBACK)

@@ -33,7 +33,7 @@ from unsloth_ddp.formats import Example, to_example
 from unsloth_ddp.head import supervised_positions
 from unsloth_ddp.loss import IGNORED
 from unsloth_ddp.packing import Choice, Packing, Request, plan_step
-from unsloth_ddp.rows import check_source, is_file, left_out, read_rows, streamed_sources
+from unsloth_ddp.rows import checked_files, is_file, left_out, read_rows
 from unsloth_ddp.runtime import Runtime
 from unsloth_ddp.settings import Settings
 from unsloth_ddp.tokens import Encoder
@@ -175,12 +175,11 @@ def split_rows(rows: datasets.Dataset, fraction: float, seed: int) -> tuple[data
 def _examples(
     sources: list[str], split: str, config: str | None, folder: Path, *, streaming: bool = False
 ) -> datasets.Dataset:
-    files = streamed_sources(sources) if streaming else sources
+    files = checked_files(sources, streaming=streaming)
+    empty = [file for file in files if file not in sources and Path(file).stat().st_size == 0]
     if streaming and (lists := left_out(sources)):
         more = f" and {len(lists) - 1} more .json files are" if len(lists) > 1 else " is"
         print(f"{lists[0]}{more} not read: a folder stands for its .jsonl, .parquet and .csv files.")
-    for source in files:
-        check_source(source)
 
     def rows() -> Iterator[dict[str, str]]:
         for source in files:
@@ -194,9 +193,19 @@ def _examples(
             # A folder may hold empty shards; a file that is named was meant to hold rows.
             if not place and source in sources:
                 raise UserError(f"dataset {source} holds no rows; leave it out, or look why it is empty.")
+            if not place and source not in empty:
+                empty.append(source)
 
     read = itertools.islice(rows(), STREAM_HEAD) if streaming else rows()
-    return _from_rows(read, EXAMPLE_FEATURES, folder, ", ".join(sources))
+    examples = _from_rows(read, EXAMPLE_FEATURES, folder, ", ".join(sources))
+    if empty:
+        what = (
+            f"{empty[0]} and {len(empty) - 1} more files hold no rows and add"
+            if len(empty) > 1
+            else f"{empty[0]} holds no rows and adds"
+        )
+        print(f"{what} nothing to the stream; look why, if rows were meant to be there.")
+    return examples
 
 
 def _from_rows(

@@ -16,7 +16,7 @@ import torch
 
 from unsloth_ddp.errors import UserError
 from unsloth_ddp.explain import find
-from unsloth_ddp.model_check import check_complete, check_folder
+from unsloth_ddp.model_check import check_complete, check_local_model
 from unsloth_ddp.recompute import UNSLOTH_NAMES, loaded_with
 from unsloth_ddp.runtime import Runtime
 from unsloth_ddp.settings import Settings
@@ -31,13 +31,7 @@ def check_model(settings: Settings, runtime: Runtime) -> None:
     Raises:
         UserError: a folder without a config.json, or a method or option that this machine or backend does not have.
     """
-    model = str(settings.model)
-    path = Path(model).expanduser()
-    local = path.exists() or model.startswith((".", "/", "~")) or model.count("/") > 1
-    if local and not (path / "config.json").is_file():
-        raise UserError(f"model {model} is not a model folder: it has no config.json; give a Hub id or a saved model.")
-    if local:
-        check_folder(path, safetensors_only=settings.use_safetensors)
+    check_local_model(str(settings.model), safetensors_only=settings.use_safetensors)
     if settings.method == "qlora" and runtime.device_type == "cpu":
         raise UserError("method qlora needs a GPU for its 4-bit kernels and none is used here; use --method lora.")
     if settings.method == "qlora" and importlib.util.find_spec("bitsandbytes") is None:
@@ -60,7 +54,7 @@ def load_model(settings: Settings, runtime: Runtime) -> tuple[Any, Any]:
     except Exception as error:
         if isinstance(error, UserError) or not is_about_the_files(error):
             raise
-        raise UserError(f"model {settings.model} cannot be loaded: {_reason(error)}") from error
+        raise UserError(f"model {settings.model} cannot be loaded: {loading_failure(error)}") from error
     _complete_tokenizer(settings, tokenizer)
     model.config.use_cache = False
     return model, tokenizer
@@ -81,7 +75,7 @@ def load_tokenizer(settings: Settings) -> Any:
     except Exception as error:
         if not is_about_the_files(error):
             raise
-        raise UserError(f"model {settings.model}: no tokenizer can be loaded: {_reason(error)}") from None
+        raise UserError(f"model {settings.model}: no tokenizer can be loaded: {loading_failure(error)}") from None
     _complete_tokenizer(settings, tokenizer)
     return tokenizer
 
@@ -97,7 +91,7 @@ def is_about_the_files(error: Exception) -> bool:
     return not isinstance(error, (MemoryError, AssertionError))
 
 
-def _reason(error: Exception) -> str:
+def loading_failure(error: Exception) -> str:
     """What the library says; by itself the text of a KeyError or TypeError says little."""
     text = " ".join(str(error).split())
     if "ignore_mismatched_sizes" in text:

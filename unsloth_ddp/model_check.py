@@ -19,6 +19,20 @@ SAFE, PICKLED = "model.safetensors", "pytorch_model.bin"
 OBJECTS = ("config.json", "generation_config.json", "tokenizer_config.json", "tokenizer.json")
 
 
+def check_local_model(model: str, *, safetensors_only: bool) -> None:
+    """Refuse a local model that is not whole; a name on the Hub is left to the Hub.
+
+    Raises:
+        UserError: it has no config.json, or as check_folder.
+    """
+    path = Path(model).expanduser()
+    if not (path.exists() or model.startswith((".", "/", "~")) or model.count("/") > 1):
+        return
+    if not (path / "config.json").is_file():
+        raise UserError(f"model {model} is not a model folder: it has no config.json; give a Hub id or a saved model.")
+    check_folder(path, safetensors_only=safetensors_only)
+
+
 def check_folder(folder: Path, *, safetensors_only: bool) -> None:
     """Refuse a folder that cannot be loaded whole.
 

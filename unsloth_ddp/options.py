@@ -14,6 +14,7 @@ from typing import Any, Literal
 import yaml
 
 from unsloth_ddp.errors import UserError
+from unsloth_ddp.names import check_name, choose_trackers, known_names
 from unsloth_ddp.redact import find_secret
 
 
@@ -301,6 +302,7 @@ def check(settings: Settings) -> None:
         raise UserError(
             f"eval_steps {settings.eval_steps} and eval_strategy {settings.eval_strategy} contradict; leave one out."
         )
+    _check_names(settings)
     _check_streaming(settings)
     if settings.run_name is not None and not re.fullmatch(r"(?!\.{1,2}$)[^/\\\x00-\x1f]{1,200}", settings.run_name):
         raise UserError(
@@ -308,6 +310,15 @@ def check(settings: Settings) -> None:
             "use letters, digits, - and _."
         )
     _check_paths(settings)
+
+
+def _check_names(settings: Settings) -> None:
+    for name in ("optim", "lr_scheduler_type"):
+        if getattr(settings, name) != getattr(TrainingSettings, name):
+            check_name(name, getattr(settings, name))
+    if settings.report_to not in (["tensorboard"], []) and (known := known_names("report_to")):
+        # What is installed is known once Transformers is imported.
+        choose_trackers(settings.report_to, known, known)
 
 
 def _check_streaming(settings: Settings) -> None:

@@ -135,16 +135,19 @@ def continues(settings: Settings, folder: Path) -> bool:
         return False
     if not (folder / SETTINGS_FILE).is_file() or (folder / SUMMARY_FILE).exists():
         return False
-    return bool(step_folders(folder)) or _same_settings(settings, folder)
+    return bool(step_folders(folder)) or _changed_settings(settings, folder) == []
 
 
-def _same_settings(settings: Settings, folder: Path) -> bool:
+def _changed_settings(settings: Settings, folder: Path) -> list[str] | None:
+    """The settings with which the folder's run was started otherwise; None where they are not known."""
     try:
         before = read_yaml(folder / SETTINGS_FILE)
     except (OSError, Unreadable):
-        return False
+        return None
     now = dataclasses.asdict(settings)
-    return isinstance(before, dict) and all(before.get(name) == now[name] for name in now if name not in MAY_DIFFER)
+    if not isinstance(before, dict):
+        return None
+    return [name for name in now if name not in MAY_DIFFER and before.get(name) != now[name]]
 
 
 def _refuse_another_run(settings: Settings, folder: Path) -> None:
@@ -153,12 +156,16 @@ def _refuse_another_run(settings: Settings, folder: Path) -> None:
     if _holds_only_a_start(folder) or continues(settings, folder):
         return
     if not settings.overwrite:
-        held = "a finished run" if (folder / SUMMARY_FILE).exists() else "another run"
+        finished, changed = (folder / SUMMARY_FILE).exists(), _changed_settings(settings, folder)
+        others = f", started with another {', '.join(changed[:3])}" if changed and not finished else ""
+        held = "a finished run" if finished else f"another run{others}"
         if settings.resume == "no":
             raise UserError(
                 f"{folder} holds {held}, which --resume no leaves alone; add --overwrite to replace it, or give another "
                 "--run_name."
             )
+        if not step_folders(folder):
+            raise UserError(f"{folder} holds {held}; give another --run_name, or --overwrite to replace it.")
         raise UserError(
             f"{folder} holds {held}; give another --run_name, --overwrite to replace it, or --resume with one of its "
             "checkpoints to go on from there."

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from unsloth_ddp.errors import UserError
+from unsloth_ddp.explain import find
 
 SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
 STREAMED_SUFFIXES = (".jsonl", ".parquet", ".csv")
@@ -68,6 +69,18 @@ def check_source(source: str) -> None:
         # A name too long for the file system, or the home of a user who does not exist.
         reason = str(getattr(error, "strerror", error)).rstrip(".")
         raise UserError(f"dataset {source[:200]} cannot be looked up: {reason}.") from None
+
+
+def checked_files(sources: list[str], *, streaming: bool = False) -> list[str]:
+    """The files and Hub ids that `sources` stand for, each as `check_source` accepts it.
+
+    Raises:
+        UserError: as streamed_sources and check_source.
+    """
+    files = streamed_sources(sources) if streaming else sources
+    for source in files:
+        check_source(source)
+    return files
 
 
 def streamed_sources(sources: list[str]) -> list[str]:
@@ -287,8 +300,14 @@ def _hub_rows(source: str, split: str, config: str | None, streaming: bool) -> I
         table = datasets.load_dataset(source, config, split=split, streaming=streaming)
     except Exception as error:
         reason = " ".join(str(error).split())
+        row = find(f"{type(error).__name__}: {reason}")
+        advice = (
+            f" What helps: download it where there is a network (hf download {source} --repo-type dataset --local-dir FOLDER) "
+            "and give the files as --dataset; HF_HUB_OFFLINE=0 tries the network again."
+        )
         raise UserError(
             f"dataset {source} is no local file and cannot be loaded from the Hub, split {split}: {reason}"
+            f"{advice if row and row.name == 'no network' else ''}"
         ) from None
     number = 0
     try:

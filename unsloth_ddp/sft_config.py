@@ -6,21 +6,19 @@ Import this after the backend: with Unsloth imported, `SFTConfig` is Unsloth's o
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import json
 import sys
-from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import SchedulerType, get_scheduler
+from transformers import get_scheduler
 from transformers.integrations import INTEGRATION_TO_CALLBACK, get_available_reporting_integrations
-from transformers.training_args import OptimizerNames
 from trl.trainer.sft_config import SFTConfig
 
 from unsloth_ddp.batch import BatchPlan
 from unsloth_ddp.errors import UserError, one_line
+from unsloth_ddp.names import choose_trackers, nearest
 from unsloth_ddp.owned_args import OWNED_ARGS
 from unsloth_ddp.recompute import loaded_with
 from unsloth_ddp.runtime import Runtime
@@ -32,36 +30,6 @@ SCHEDULE_EXAMPLES = {
     "cosine_warmup_with_min_lr": {"min_lr_rate": 0.1},
     "warmup_stable_decay": {"num_decay_steps": 100},
 }
-
-
-def choose_trackers(asked: Sequence[str], known: Collection[str], installed: Collection[str]) -> list[str]:
-    """Where reports go; `all` is every tracker that is installed.
-
-    Raises:
-        UserError: one is unknown or not installed, or none stands beside others.
-    """
-    if list(asked) in ([], ["none"]):
-        return []
-    if list(asked) == ["all"]:
-        return sorted(installed)
-    for name in asked:
-        if name in ("none", "all"):
-            raise UserError(f"report_to {' '.join(asked)}: {name} stands alone; leave it or the others out.")
-        if name not in known:
-            raise UserError(
-                f"report_to {name} is no tracker that Transformers knows; they are {', '.join(sorted(known))}."
-            )
-        if name not in installed:
-            raise UserError(
-                f"report_to {name}: its package is not installed; add it (uv pip install), or take tensorboard."
-            )
-    return list(asked)
-
-
-def nearest(name: str, known: Collection[str], documentation: str) -> str:
-    """The end of a sentence that refuses a name: the known one that is near, or where they stand."""
-    near = difflib.get_close_matches(name[:100], known, n=1, cutoff=0.6)
-    return f"did you mean {near[0]}?" if near else f"{documentation} lists them."
 
 
 def _check_schedule(settings: Settings) -> None:
@@ -115,11 +83,6 @@ def make_config(settings: Settings, runtime: Runtime, plan: BatchPlan, run_folde
             raise UserError(
                 f"trainer_args: SFTConfig has no field {name}; {nearest(name, defaults, 'the documentation of TRL')}"
             )
-    for name, kind in (("optim", OptimizerNames), ("lr_scheduler_type", SchedulerType)):
-        value, known = getattr(settings, name), [str(one.value) for one in kind]
-        if value not in known:
-            hint = nearest(value, known, "the documentation of Transformers' TrainingArguments")
-            raise UserError(f"{name} {value} is not one that Transformers knows; {hint}")
     _check_schedule(settings)
     if "gradient_checkpointing_kwargs" in settings.trainer_args and settings.gradient_checkpointing == "auto":
         raise UserError(

@@ -319,6 +319,7 @@ def describe_run(
         rows += f"; {counts.truncated:,} over max_length {settings.max_length} truncated"
     if counts.dropped:
         rows += f"; {counts.dropped:,} over max_length {settings.max_length} dropped"
+    beside = "" if settings.method == "full" else ", adapter included"
     return table(
         {
             "processes": f"{runtime.ranks.world_size} on {runtime.ranks.nodes} node(s)",
@@ -326,7 +327,7 @@ def describe_run(
             **({"sharding": runtime.sharding} if runtime.sharding != "none" else {}),
             "backend": runtime.backend,
             "precision": runtime.precision,
-            "model": f"{settings.model} ({total:,} parameters)",
+            "model": f"{settings.model} ({total:,} parameters{beside})",
             "method": f"{settings.method} ({trainable:,} trainable parameters, {trainable / total:.2%})",
             "training rows": rows,
             "evaluation rows": f"{eval_rows.counts.rows:,}" if eval_rows else "none",

@@ -31,6 +31,30 @@ def test_a_run_starts_once_and_a_login_once_a_node() -> None:
 
 
 @pytest.mark.parametrize(
+    ("start", "made"),
+    [
+        ("wandb.init(project='p')", "wandb.init(mode=None if IS_MAIN else \"disabled\", project='p')"),
+        ("wandb.init()", 'wandb.init(mode=None if IS_MAIN else "disabled")'),
+        ("wandb.init(mode='offline')", "wandb.init(mode=('offline') if IS_MAIN else \"disabled\")"),
+    ],
+)
+@pytest.mark.parametrize("block", ["with {} as run:", "for value in (1, 2):\n    run = {}"])
+def test_a_run_that_starts_around_the_training_is_tracked_once(start: str, made: str, block: str) -> None:
+    done = convert_cells(LOAD, "rows = [1]\nimport wandb\nvalue = 1", _inside(block.format(start)))
+    assert block.format(made) + "\n" in body(done) and kinds(done) == []
+
+
+@pytest.mark.parametrize("start", ["mlflow.start_run()", "trackio.init(project='p')", "wandb.init(**given)"])
+def test_a_run_around_the_training_that_cannot_be_switched_off_is_warned_of(start: str) -> None:
+    done = convert_cells(LOAD, "rows = [1]\nimport mlflow, trackio, wandb\nvalue = 1", _inside(f"with {start}:"))
+    assert f"with {start}:\n" in body(done) and kinds(done) == ["tracker"]
+
+
+def _inside(block: str) -> str:
+    return block + "\n    " + TRAIN.replace("\n", "\n    ")
+
+
+@pytest.mark.parametrize(
     ("given", "made"),
     [
         ("value = wandb.config.lr", "value = from_main(lambda: wandb.config.lr)"),

@@ -296,3 +296,31 @@ def test_sizing_code_is_said() -> None:
             TRAIN.replace("\ntrainer.train", "\ntrainer.args.gradient_accumulation_steps = 2\ntrainer.train"),
         )
     )
+
+
+IN_A_CLASS = "class Run:\n    def go(self):\n        " + TRAIN.replace("\n", "\n        ")
+
+
+@pytest.mark.parametrize("start", ["Run().go()", "run = Run()\nrun.go()"])
+def test_a_method_that_trains_saves_once(start: str) -> None:
+    done = convert_cells(LOAD, DATA, IN_A_CLASS + "\n        model.save_pretrained('x')", start)
+    assert "        if IS_MAIN:\n            model.save_pretrained('x')\n" in body(done) and kinds(done) == []
+
+
+def test_a_callback_saves_once_and_what_does_not_train_is_left_alone() -> None:
+    save = "\n    def on_epoch_end(self, *_, **__):\n        model.save_pretrained('x')"
+    text = body(convert_cells(LOAD, DATA, "class Keep(TrainerCallback):" + save, "class Plain:" + save, TRAIN))
+    assert "        if IS_MAIN:\n            model.save_pretrained('x')\nclass Plain" in text.replace("\n\n# %%", "")
+    assert text.count("if IS_MAIN:") == 1
+
+
+@pytest.mark.parametrize(
+    ("start", "kind"),
+    [
+        ("import wandb\nwandb.agent(wandb.sweep({}), go, count=3)", "tracker"),
+        ("from accelerate import notebook_launcher\nnotebook_launcher(go, num_processes=2)", "sizing"),
+    ],
+)
+def test_what_starts_trainings_by_itself_is_said(start: str, kind: str) -> None:
+    function = "def go():\n    " + TRAIN.replace("\n", "\n    ")
+    assert kinds(convert_cells(LOAD, DATA, function, start)) == [kind]

@@ -12,6 +12,15 @@ from unsloth_ddp.notebook.main_values import MainValues
 
 # Code that mentions none of these has nothing to do with a model.
 _LIBRARIES = ("unsloth", "transformers", "trl", "peft", "torch", "from_pretrained", "Trainer(", ".backward(")
+# What starts trainings by itself, and why that does not go with a launcher.
+_STARTERS = {
+    "wandb.agent": ("tracker", "a sweep gives every process values of its own; start each trial by itself"),
+    "optuna.create_study": ("tracker", "a study gives every process values of its own; start each trial by itself"),
+    "accelerate.notebook_launcher": (
+        "sizing",
+        "starts processes itself, as the launcher does; call its function instead",
+    ),
+}
 _COUNTS = ("device_count", "per_device_train_batch_size", "gradient_accumulation_steps", "train_batch_size")
 
 
@@ -51,10 +60,16 @@ def check_statement(statement: Statement, graph: Graph, context: Context) -> lis
         notes.append(context.warn("inference", "training needs what this generates, so every process generates"))
     if statement.needed and statement.role in (Role.ALL, Role.FIRST) and MainValues(graph, statement).leaves_run():
         notes.append(context.warn("tracker", "uses a tracked run that only the main process has"))
+    notes += [context.warn(*_STARTERS[path]) for path in _starters(statement, graph)]
     notes += _check_trainers(statement, graph, context)
     notes += _check_loss(statement, graph, context)
     notes += _check_sizing(statement, graph, context)
     return notes
+
+
+def _starters(statement: Statement, graph: Graph) -> list[str]:
+    sites = [*statement.facts.calls, *(c for body in statement.facts.defines.values() for c in body.calls)]
+    return [path for path in dict.fromkeys(graph.full_path(site) for site in sites) if path in _STARTERS]
 
 
 def _only_calls(statement: Statement, graph: Graph) -> bool:

@@ -83,6 +83,11 @@ class Graph:
         assert self.effects is not None
         return {name: self.effects.of_function(name) for name, body in self.functions.items() if not body.methods}
 
+    def class_effects(self, name: str) -> set[Effect]:
+        """The effects of all methods of one of the notebook's own classes."""
+        assert self.effects is not None
+        return self.effects.of_function(name)
+
     def effects_of(self, facts: Facts) -> set[Effect]:
         """The effects of code with these facts."""
         assert self.effects is not None
@@ -96,9 +101,8 @@ class Graph:
         """The notebook's own functions that a call runs, or hands to what it calls."""
         assert self.effects is not None
         names = [site.path, *sorted(site.names)]
-        if site.is_method and site.root in self.effects.instances:
-            owner = self.effects.instances[site.root]
-            names += [owner] if site.tail in self.functions[owner].methods else []
+        owner = self.effects.owner(site)
+        names += [owner] if owner else []
         return [self.functions[name] for name in names if name in self.functions]
 
     @property
@@ -183,12 +187,21 @@ class _Effects:
                 found |= self.of_function(site.path)
         else:
             found |= call_effects(site, graph.full_path(site), self.trainers, graph.trainer_classes)
-        owner = self.instances.get(site.root)
-        if site.is_method and owner and site.tail in graph.functions[owner].methods:
+        if owner := self.owner(site):
             found |= self.of_function(owner)
         for name in site.names & graph.functions.keys():
             found |= self.of_function(name) & _THROUGH_ARGUMENTS
         return found
+
+    def owner(self, site: CallSite) -> str | None:
+        """The notebook's own class whose method is called, on a name that holds one or on one just made."""
+        match site.node.func:
+            case cst.Attribute(value=cst.Call(func=cst.Name(value=name))):
+                pass
+            case _:
+                name = self.instances.get(site.root, "") if site.is_method else ""
+        body = self.graph.functions.get(name)
+        return name if body is not None and site.tail in body.methods else None
 
     def of_function(self, name: str) -> set[Effect]:
         if name not in self.known:

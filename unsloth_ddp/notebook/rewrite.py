@@ -9,18 +9,20 @@ from unsloth_ddp.notebook.config import edit_config, is_config_call
 from unsloth_ddp.notebook.context import Context
 from unsloth_ddp.notebook.data import edit_generator, edit_seed
 from unsloth_ddp.notebook.effects import Effect
-from unsloth_ddp.notebook.facts import collect
+from unsloth_ddp.notebook.facts import CallSite, collect
 from unsloth_ddp.notebook.graph import SEEDS, Graph, Role, Statement
 from unsloth_ddp.notebook.ipython import IPythonCall, as_python_string, command_of, ipython_call, without_installs
 from unsloth_ddp.notebook.lines import LineEditor, lead
 from unsloth_ddp.notebook.load import edit_device_number, edit_device_string, edit_load
 from unsloth_ddp.notebook.main_values import send_values
-from unsloth_ddp.notebook.syntax import is_false
+from unsloth_ddp.notebook.runs import edit_run
+from unsloth_ddp.notebook.syntax import dotted, is_false
 
 # Words without which a statement has nothing to edit; most have none of them.
 _TRIGGERS = (
     *("from_pretrained", "Config(", "Arguments(", "cuda", "get_ipython", "await", "train_test_split", "shuffle"),
     *("RandomState", "default_rng", "Random(", "sample", "input(", "getpass", "subprocess", "os.system"),
+    *("init(", "init_run(", "start(", "start_run("),
 )
 _GUARDED = {Effect.SAVE, Effect.FILE, Effect.PAID}
 
@@ -42,22 +44,28 @@ def _worth_a_look(source: str, context: Context) -> bool:
     return any(word in source for word in _TRIGGERS) or any(name in source for name in context.config_classes)
 
 
-def _guards_inside(statement: Statement, graph: Graph) -> bool:
-    """Whether saves inside a statement need guards of their own, because training in it keeps it on every process."""
+def _guards_inside(statement: Statement, graph: Graph) -> set[Effect]:
+    """What inside a statement needs guards of its own, because training in it keeps it on every process."""
     if statement.role not in (Role.ALL, Role.FIRST):
-        return False
-    if isinstance(statement.node, cst.SimpleStatementLine | cst.ClassDef):
-        return False
-    if isinstance(statement.node, cst.FunctionDef):
-        effects = graph.function_effects.get(statement.node.name.value, set())
-        return bool(effects & _GUARDED) and bool(effects & SEEDS)
-    return bool(statement.effects & _GUARDED) and bool(
-        statement.effects & SEEDS or statement.needed or Effect.STATE in statement.effects
-    )
+        return set()
+    match statement.node:
+        case cst.SimpleStatementLine():
+            return set()
+        case cst.ClassDef(name=cst.Name(value=name)):
+            # A trainer asks for itself who saves. Files are left: a method may write what another reads on every process.
+            own_way = name in graph.trainer_classes
+            called = any(base.endswith("Callback") for base in graph.functions[name].bases)
+            effects = graph.class_effects(name)
+            return effects & (_GUARDED - {Effect.FILE}) if (called or effects & SEEDS) and not own_way else set()
+        case cst.FunctionDef(name=cst.Name(value=name)):
+            effects = graph.function_effects.get(name, set())
+            return _GUARDED if effects & _GUARDED and effects & SEEDS else set()
+    together = statement.effects & SEEDS or statement.needed or Effect.STATE in statement.effects
+    return _GUARDED if statement.effects & _GUARDED and together else set()
 
 
 class _Rewriter(LineEditor):
-    def __init__(self, context: Context, graph: Graph, guarded: bool) -> None:
+    def __init__(self, context: Context, graph: Graph, guarded: set[Effect]) -> None:
         super().__init__()
         self.context, self.graph, self.guarded = context, graph, guarded
         self.nested = 0
@@ -78,6 +86,9 @@ class _Rewriter(LineEditor):
                 call, notes = edit_seed(updated_node, context)
             if not notes:
                 call, notes = edit_generator(updated_node, context)
+            if not notes:
+                full = self.graph.full_path(CallSite(dotted(call.func), call, frozenset()))
+                call, notes = edit_run(call, full, context)
         numbered = edit_device_number(call, context)
         if numbered is not None:
             self.note(context.edit("device", "this process's GPU instead of a fixed one"))
@@ -179,7 +190,7 @@ class _Rewriter(LineEditor):
         if not self.guarded:
             return line
         effects = self.graph.effects_of(collect(original))
-        if not effects & _GUARDED or effects & SEEDS:
+        if not effects & self.guarded or effects & SEEDS:
             return line
         note = self.context.edit("save", "only the main process saves, inside a block that trains")
         return lead(_guard(line, names["IS_MAIN"]), [note])

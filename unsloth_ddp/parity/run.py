@@ -18,7 +18,7 @@ from unsloth_ddp.model_files import model_folder
 from unsloth_ddp.parity.launches import Launch, command, settings_of, waves
 from unsloth_ddp.parity.processes import Running
 from unsloth_ddp.parity.verdicts import Outcome, Row, Tolerance, compare
-from unsloth_ddp.rows import check_source, read_rows, streamed_sources
+from unsloth_ddp.rows import checked_files, read_rows
 from unsloth_ddp.settings import Settings
 
 # Enough to fill packs of chats; where rows are longer the last step is full as well.
@@ -100,9 +100,7 @@ def ended_with(running: Running) -> Iterator[None]:
 
 def write_rows(settings: Settings, count: int, path: Path) -> int:
     """Copy the first `count` rows of the data; returns how many there are."""
-    sources = streamed_sources(settings.dataset) if settings.streaming else settings.dataset
-    for source in sources:
-        check_source(source)
+    sources = checked_files(settings.dataset, streaming=settings.streaming)
     rows = chain.from_iterable(
         read_rows(source, settings.dataset_split, settings.dataset_config, streaming=settings.streaming)
         for source in sources

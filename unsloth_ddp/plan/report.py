@@ -177,17 +177,7 @@ def notes(report: Report) -> list[str]:
         packed = planned_packing(report.settings).packed
         planned = "packed rows, for which most models have a kernel with torch 2.12 on"
         said.append(f"packing auto is planned as {planned if packed else 'padded rows; --packing on plans packs'}.")
-    if report.settings.per_device_train_batch_size == "auto":
-        said.append(
-            f"per_device_train_batch_size auto is planned as {plan.batch.per_device}, "
-            + ("the most that fits." if hardware.gpu_memory else "all at once, because --gpu_memory is not given.")
-        )
-    if report.settings.gradient_checkpointing == "auto":
-        said.append(
-            "gradient_checkpointing auto is planned as the first kind that fits"
-            + ("" if hardware.gpu_memory else ": none, because --gpu_memory is not given")
-            + "."
-        )
+    said += _chosen(report)
     others = [count for count in GUIDE if count > 4]
     ring = ring_fit(GUIDE[4], 4 // GUIDE_GPUS_A_NODE, [count // GUIDE_GPUS_A_NODE for count in others])
     fitted = ", ".join(f"{r:.0%} at {c} ({GUIDE[c]:.0%} there)" for r, c in zip(ring, others, strict=True))
@@ -196,6 +186,24 @@ def notes(report: Report) -> list[str]:
         "is lost where GPUs are not busy). Start-up times, evaluation, saving, congestion and slow machines come on top. "
         f"Set to the published guide's {GUIDE[4]:.0%} on 2 nodes x 2 A100, such a count says {fitted}."
     )
+    return said
+
+
+def _chosen(report: Report) -> list[str]:
+    """What the auto options are planned as."""
+    settings, plan, limit = report.settings, report.plan, report.hardware.gpu_memory
+    nothing = any(
+        m.method == settings.method and m.sharding == "none" and m.verdict == "does not fit" for m in plan.memory
+    )
+    said = []
+    if settings.per_device_train_batch_size == "auto":
+        why = "the most that fits" if limit else "all at once, because --gpu_memory is not given"
+        why = "though not even that fits" if nothing else why
+        said.append(f"per_device_train_batch_size auto is planned as {plan.batch.per_device}, {why}.")
+    if settings.gradient_checkpointing == "auto":
+        why = "" if limit else ": none, because --gpu_memory is not given"
+        kind = "kind that takes least, where none fits" if nothing else "first kind that fits"
+        said.append(f"gradient_checkpointing auto is planned as the {kind}{why}.")
     return said
 
 

@@ -80,6 +80,8 @@ def model_shape(settings: Settings) -> ModelShape:
     import transformers
     from accelerate import init_empty_weights
 
+    from unsloth_ddp.model import loading_failure
+
     try:
         config = transformers.AutoConfig.from_pretrained(
             str(settings.model), revision=settings.model_revision, trust_remote_code=settings.trust_remote_code
@@ -95,7 +97,7 @@ def model_shape(settings: Settings) -> ModelShape:
                 trust_remote_code=settings.trust_remote_code,
             )
     except (OSError, ValueError) as error:
-        raise UserError(f"model {settings.model} cannot be planned for: {one_line(error)}") from None
+        raise UserError(f"model {settings.model} cannot be planned for: {loading_failure(error)}") from None
     # Making parameters empty takes them apart.
     model.tie_weights()
     model.to("meta")

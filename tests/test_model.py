@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, LlamaConfig, OPTConfig
 
 from tests.conftest import DEMO_MODEL
 from unsloth_ddp.errors import UserError
@@ -111,6 +112,22 @@ def test_rows_longer_than_the_positions_of_a_model_are_refused() -> None:
         UserError, match="up to 33 tokens are longer than the 32 positions of model m; use --max_length 32"
     ):
         check_positions(settings, gpt2, 33)
+
+
+def test_positions_that_begin_later_do_not_make_more_of_them() -> None:
+    sizes = {"hidden_size": 8, "ffn_dim": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "word_embed_proj_dim": 8}
+    opt = AutoModelForCausalLM.from_config(OPTConfig(**sizes, max_position_embeddings=32, vocab_size=40))
+    with pytest.raises(IndexError):
+        opt(torch.ones((1, 33), dtype=torch.int64))
+    with pytest.raises(UserError, match="longer than the 32 positions of model m"):
+        check_positions(Settings(model="m", dataset=["d"]), opt, 33)
+
+
+def test_a_copied_table_of_tokens_is_no_table_of_positions() -> None:
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    llama = AutoModelForCausalLM.from_config(LlamaConfig(**sizes, vocab_size=32, max_position_embeddings=32))
+    adapted = get_peft_model(llama, LoraConfig(target_modules=["q_proj"], modules_to_save=["embed_tokens"]))
+    check_positions(Settings(model="m", dataset=["d"]), adapted, 33)
 
 
 def test_rows_beyond_what_rotary_positions_were_made_for_are_said(model: Any, capsys: pytest.CaptureFixture) -> None:

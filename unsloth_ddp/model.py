@@ -275,10 +275,11 @@ def check_positions(settings: Settings, model: Any, longest: int) -> None:
     known = getattr(config, "max_position_embeddings", None)
     if not known or longest <= known:
         return
-    tokens = model.get_input_embeddings()
-    tables = [module for module in model.modules() if isinstance(module, torch.nn.Embedding) and module is not tokens]
-    # Some keep a few positions for padding.
-    if any(known <= table.num_embeddings < min(longest, known + 8) for table in tables):
+    # An adapter may hold copies of the tokens' table, whose size can be that of the positions.
+    tokens = set(model.get_input_embeddings().modules())
+    tables = [one for one in model.modules() if isinstance(one, torch.nn.Embedding) and one not in tokens]
+    # Some begin a few positions later, and have as many more.
+    if any(known <= table.num_embeddings < known + 8 for table in tables):
         raise UserError(
             f"Rows of up to {longest:,} tokens are longer than the {known:,} positions of model {settings.model}; use "
             f"--max_length {known}, which truncates them (with --overlong drop: leaves them out), or a model that has more."

@@ -184,11 +184,13 @@ def main() -> None:
         sys.exit(str(error))
     content = json.loads(given.json.read_text())
     if content["cells"]:
-        write_report(
+        whole = write_report(
             content,
             given.markdown or given.json.with_suffix(".md"),
             given.picture or given.json.with_suffix(".png"),
         )
+        # A run has its results without a picture; who asks for the report asks for both.
+        code = code if whole or given.what == "run" else 1
     sys.exit(code)
 
 

@@ -235,12 +235,13 @@ def draw(content: dict[str, Any], path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 
-def write_report(content: dict[str, Any], table: Path, picture: Path) -> None:
-    """Write both files; without matplotlib the table alone, which is said."""
+def write_report(content: dict[str, Any], table: Path, picture: Path) -> bool:
+    """Write both files; without matplotlib the table alone, which is said. Returns whether both are there."""
     table.write_text(markdown(content))
     print(f"{table} is written")
-    if find_spec("matplotlib"):
-        draw(content, picture)
-        print(f"{picture} is written")
-    else:
+    if not find_spec("matplotlib"):
         print("the picture needs matplotlib: uv run --group bench python benchmarks/speed.py report ...")
+        return False
+    draw(content, picture)
+    print(f"{picture} is written")
+    return True

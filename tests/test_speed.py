@@ -297,3 +297,5 @@ def test_kit_and_peer_are_measured_side_by_side(tmp_path: Path) -> None:
     again = subprocess.run(run, capture_output=True, text=True)
     assert again.stdout.startswith("every run is in the results already\n")
     assert "| trl |" in (tmp_path / "speed.md").read_text()
+    report = subprocess.run([*script, "report", "--json", str(results)], capture_output=True, text=True)
+    assert report.returncode == (0 if find_spec("matplotlib") else 1), report.stderr

@@ -16,11 +16,9 @@ from __future__ import annotations
 import sys
 import time
 
-from unsloth_ddp.errors import UserError
-from unsloth_ddp.explain import report
-from unsloth_ddp.model_check import check_local_model
-from unsloth_ddp.rows import checked_files
-from unsloth_ddp.runtime import (
+from unsloth_ddp.config.parse import Settings, parse_settings
+from unsloth_ddp.data.sources import checked_files
+from unsloth_ddp.distributed.runtime import (
     EXIT_FAILURE,
     Ranks,
     exit_with,
@@ -31,8 +29,10 @@ from unsloth_ddp.runtime import (
     started,
     use_cache_if_hub_is_unreachable,
 )
-from unsloth_ddp.settings import Settings, parse_settings
-from unsloth_ddp.stop import Stop
+from unsloth_ddp.distributed.signals import Stop
+from unsloth_ddp.model.files_check import check_local_model
+from unsloth_ddp.utils.errors import UserError
+from unsloth_ddp.utils.known_errors import report
 
 
 def train(settings: Settings, ranks: Ranks) -> int:
@@ -47,8 +47,15 @@ def train(settings: Settings, ranks: Ranks) -> int:
         checked_files(settings.eval_dataset)
     use_cache_if_hub_is_unreachable(settings)
     # Imported here, so that a mistake in the settings is told before the seconds that torch takes to load.
-    from unsloth_ddp import answers, attention, checkpoint, data, output, packing, sharding, telemetry, watch
-    from unsloth_ddp import model as models
+    from unsloth_ddp.checkpoints import checkpoint
+    from unsloth_ddp.data import dataset as data
+    from unsloth_ddp.data import packing
+    from unsloth_ddp.distributed import sharding
+    from unsloth_ddp.distributed import watchdog as watch
+    from unsloth_ddp.model import attention
+    from unsloth_ddp.model import load as models
+    from unsloth_ddp.run import answers, output
+    from unsloth_ddp.training import metrics as telemetry
 
     request = packing.Request.of(settings, ranks.world_size)
     with (
@@ -70,8 +77,8 @@ def train(settings: Settings, ranks: Ranks) -> int:
 
         import_backend(runtime, settings)
         output.stop_library_output(runtime)
-        from unsloth_ddp.sft_config import make_config
-        from unsloth_ddp.trainer import make_trainer
+        from unsloth_ddp.training.sft_config import make_config
+        from unsloth_ddp.training.trainer import make_trainer
 
         config = make_config(settings, runtime, request.plan, run_folder)
         model, tokenizer = models.load_model(settings, runtime)

@@ -95,7 +95,7 @@ def one(gib: float | None, from_step: int, argv: list[str]) -> None:
         def import_and_shrink(runtime: Any, settings: Any) -> None:
             import_backend(runtime, settings)
             # Not before: Unsloth has to be imported ahead of the trainer.
-            from unsloth_ddp.retrying import RetryingTrainer
+            from unsloth_ddp.training.oom_retry import RetryingTrainer
 
             remember = RetryingTrainer.remember
 

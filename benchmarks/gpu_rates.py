@@ -44,8 +44,8 @@ def matmul() -> dict[str, float]:
 def flops(shape: str) -> dict[str, float]:
     """Model work a token by method, with an adapter of rank 16 on all linear layers where there is one."""
     from benchmarks.gpu_models import SHAPES, make_config
+    from unsloth_ddp.config.parse import Settings
     from unsloth_ddp.plan.shape import model_shape
-    from unsloth_ddp.settings import Settings
 
     with tempfile.TemporaryDirectory() as folder:
         if shape in SHAPES:

@@ -105,7 +105,7 @@ def hook(phases: Phases) -> None:
         original(runtime, settings)
         from transformers import TrainerCallback
 
-        from unsloth_ddp import trainer
+        from unsloth_ddp.training import trainer
 
         class Profile(TrainerCallback):
             def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -148,8 +148,8 @@ def main() -> None:
         full_rows(rows, count, seed=3, tokens=longest)
 
     import train_ddp
-    from unsloth_ddp.runtime import Ranks
-    from unsloth_ddp.settings import parse_settings
+    from unsloth_ddp.config.parse import parse_settings
+    from unsloth_ddp.distributed.runtime import Ranks
 
     with tempfile.TemporaryDirectory() as folder:
         phases = Phases(Path(folder), 1 if given.tiny else 2)

@@ -29,7 +29,7 @@ from benchmarks.rows import chat_rows, full_rows
 from benchmarks.speed_cells import TINY, TINY_WORKS, WORKS, Cell, default_order, parse_cells
 from benchmarks.speed_report import write_report
 from benchmarks.speed_run import CUT_OFF, Bench, run_all
-from unsloth_ddp.versions import versions
+from unsloth_ddp.utils.versions import versions
 
 RATES = REPO / "benchmarks" / "gpu_rates.py"
 

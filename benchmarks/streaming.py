@@ -47,8 +47,8 @@ def make_windows(source: Path, buffer: int) -> Any:
     """The windows of a run over these rows with the demo's tokenizer."""
     from transformers import AutoTokenizer
 
-    from unsloth_ddp.options import Settings
-    from unsloth_ddp.stream import windows_of
+    from unsloth_ddp.config.options import Settings
+    from unsloth_ddp.data.streaming import windows_of
 
     settings = Settings(dataset=[str(source)], streaming=True, shuffle_buffer=buffer)
     return windows_of(settings, None, AutoTokenizer.from_pretrained(DEMO / "model"), seed=1)
@@ -66,7 +66,7 @@ def tokenized(source: Path) -> dict[str, float]:
 
 def skipped(source: Path, buffer: int) -> float:
     """Rows a second that are read and left out."""
-    from unsloth_ddp.stream import Position
+    from unsloth_ddp.data.streaming import Position
 
     windows = make_windows(source, buffer)
     windows.start = Position(0, SKIPPED)
@@ -81,7 +81,7 @@ def hand_out() -> None:
     import torch
     import torch.distributed as dist
 
-    from unsloth_ddp.runtime import Runtime, ranks_from_environment
+    from unsloth_ddp.distributed.runtime import Runtime, ranks_from_environment
 
     dist.init_process_group("gloo")
     torch.set_num_threads(1)

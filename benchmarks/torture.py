@@ -53,7 +53,7 @@ PATIENCE = 240.0
 # A second start that is offered the same as the first fails like the first.
 STARTS = 2
 PACKAGES = ("torch", "transformers", "trl", "peft", "accelerate", "datasets", "safetensors")
-PRELOAD = ["torch", "accelerate", "datasets", "peft", "transformers", "unsloth_ddp.trainer", "train_ddp"]
+PRELOAD = ["torch", "accelerate", "datasets", "peft", "transformers", "unsloth_ddp.training.trainer", "train_ddp"]
 
 
 # ---- one rank ----
@@ -78,7 +78,7 @@ def trl_job(folder: str, rows: str) -> None:
     from transformers.trainer_utils import get_last_checkpoint
     from trl import SFTConfig, SFTTrainer
 
-    from unsloth_ddp.checkpoint import make_cpu_checkpoints_readable
+    from unsloth_ddp.checkpoints.checkpoint import make_cpu_checkpoints_readable
 
     # Without these two TRL does not train on a CPU, or not resume on two.
     make_cpu_checkpoints_readable()
@@ -237,7 +237,7 @@ def offered(peer: str, run: Path) -> Path | None:
 
         last = get_last_checkpoint(str(run)) if run.is_dir() else None
         return Path(last) if last else None
-    from unsloth_ddp import checkpoint, manifest
+    from unsloth_ddp.checkpoints import checkpoint, manifest
 
     return manifest.newest(checkpoint.step_folders(run), manifest.verify)[0]
 

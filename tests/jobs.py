@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from unsloth_ddp import manifest
+from unsloth_ddp.checkpoints import manifest
 
 # Three epochs of three steps, with dropout, an evaluation an epoch and a checkpoint a step.
 WHOLE_RUN = (

@@ -8,7 +8,7 @@ from unsloth_ddp.preflight import bandwidth, checks, compare
 from unsloth_ddp.preflight.bandwidth import Timing
 from unsloth_ddp.preflight.checks import Check
 from unsloth_ddp.preflight.compare import Arrival
-from unsloth_ddp.units import GIB
+from unsloth_ddp.utils.units import GIB
 
 
 def present(*ranks: int, nodes: int = 3, per_node: int = 1, **change) -> list[Arrival]:

@@ -21,13 +21,13 @@ from tests.conftest import DEMO_MODEL, REPO
 from tests.preflight.rows import documented, undocumented
 from tests.ranks import free_port
 from tests.waiting import is_running, wait_until
-from unsloth_ddp.errors import UserError
-from unsloth_ddp.options import Settings
+from unsloth_ddp.config.options import Settings
 from unsloth_ddp.preflight import identity, node, space, speed, table, together
 from unsloth_ddp.preflight.__main__ import parse
 from unsloth_ddp.preflight.bounded import bounded, unless_stuck
 from unsloth_ddp.preflight.checks import Check
 from unsloth_ddp.preflight.place import find_place
+from unsloth_ddp.utils.errors import UserError
 
 CONFIG = {
     "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32,
@@ -487,7 +487,7 @@ def test_a_sharding_that_training_would_refuse_is_a_failure(
     launcher, words, devices, verdict, remedy, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(node, "driver_version", lambda: None)
-    monkeypatch.setattr("unsloth_ddp.sharding.importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("unsloth_ddp.distributed.sharding.importlib.util.find_spec", lambda name: None)
     _, settings = parse(["--output_dir", str(tmp_path / "outputs"), *words.split()])
     environ = {**os.environ, **launcher}
     folders = node.NodeFolders()

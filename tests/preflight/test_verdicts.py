@@ -8,7 +8,7 @@ from unsloth_ddp.preflight import checks, machine, verdicts
 from unsloth_ddp.preflight.checks import Check
 from unsloth_ddp.preflight.machine import Folder
 from unsloth_ddp.preflight.verdicts import Interface
-from unsloth_ddp.units import GIB
+from unsloth_ddp.utils.units import GIB
 
 TWO = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "node1"}
 WORKER = {

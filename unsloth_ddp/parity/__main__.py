@@ -19,7 +19,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-from unsloth_ddp.errors import UserError, one_line
+from unsloth_ddp.config.parse import beside_train_options, parse_settings
+from unsloth_ddp.distributed.runtime import EXIT_USER_ERROR, choose_backend, use_cache_if_hub_is_unreachable
+from unsloth_ddp.distributed.sharding import sharding_from_environment
 from unsloth_ddp.parity.launches import (
     LEARNING_RATE,
     REPO,
@@ -32,9 +34,7 @@ from unsloth_ddp.parity.processes import Stopped, stopped_by_signals
 from unsloth_ddp.parity.report import print_table, write_json
 from unsloth_ddp.parity.run import Check, run_check
 from unsloth_ddp.parity.verdicts import TOLERANCES, Row, Tolerance, verdict
-from unsloth_ddp.runtime import EXIT_USER_ERROR, choose_backend, use_cache_if_hub_is_unreachable
-from unsloth_ddp.settings import beside_train_options, parse_settings
-from unsloth_ddp.sharding import sharding_from_environment
+from unsloth_ddp.utils.errors import UserError, one_line
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from unsloth_ddp.options import DataSettings, OutputSettings
-from unsloth_ddp.settings import Settings
+from unsloth_ddp.config.options import DataSettings, OutputSettings
+from unsloth_ddp.config.parse import Settings
 
 REPO = Path(__file__).resolve().parent.parent.parent
 # Small, so that a later step does not amplify the rounding of an earlier one: with 0.1 layouts of the demo are 1.4e-6

@@ -11,11 +11,11 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from unsloth_ddp.json_file import write_as_asked
 from unsloth_ddp.parity.launches import LEARNING_RATE
 from unsloth_ddp.parity.run import Check
 from unsloth_ddp.parity.verdicts import Row, Tolerance
-from unsloth_ddp.versions import versions
+from unsloth_ddp.utils.json_file import write_as_asked
+from unsloth_ddp.utils.versions import versions
 
 
 def print_table(rows: Sequence[Row]) -> None:

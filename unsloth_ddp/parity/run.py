@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
 
-from unsloth_ddp.errors import UserError
-from unsloth_ddp.model_files import model_folder
+from unsloth_ddp.config.parse import Settings
+from unsloth_ddp.data.sources import checked_files, read_rows
+from unsloth_ddp.model.files import model_folder
 from unsloth_ddp.parity.launches import Launch, command, settings_of, waves
 from unsloth_ddp.parity.processes import Running
 from unsloth_ddp.parity.verdicts import Outcome, Row, Tolerance, compare
-from unsloth_ddp.rows import checked_files, read_rows
-from unsloth_ddp.settings import Settings
+from unsloth_ddp.utils.errors import UserError
 
 # Enough to fill packs of chats; where rows are longer the last step is full as well.
 ROWS_A_PACK = 8

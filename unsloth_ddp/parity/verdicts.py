@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from unsloth_ddp.errors import UserError
 from unsloth_ddp.parity.launches import Launch
 from unsloth_ddp.parity.weights import update_difference
+from unsloth_ddp.utils.errors import UserError
 
 # Above this share of the update, the rounding of the saved weights hides what is looked for.
 COARSEST_FLOOR = 0.1

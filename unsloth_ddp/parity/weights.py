@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from unsloth_ddp.errors import UserError
+from unsloth_ddp.utils.errors import UserError
 
 
 def update_difference(reference: Path, other: Path, initial: Path | None, steps: int) -> tuple[float, float]:

@@ -13,12 +13,12 @@ import importlib.util
 import sys
 from pathlib import Path
 
-from unsloth_ddp.errors import UserError
-from unsloth_ddp.json_file import write_as_asked
-from unsloth_ddp.packing import Request, plan_step
-from unsloth_ddp.runtime import EXIT_USER_ERROR, quiet_imports, use_cache_if_hub_is_unreachable
-from unsloth_ddp.settings import beside_train_options, parse_settings
-from unsloth_ddp.units import parse_bandwidth, parse_memory
+from unsloth_ddp.config.parse import beside_train_options, parse_settings
+from unsloth_ddp.data.packing import Request, plan_step
+from unsloth_ddp.distributed.runtime import EXIT_USER_ERROR, quiet_imports, use_cache_if_hub_is_unreachable
+from unsloth_ddp.utils.errors import UserError
+from unsloth_ddp.utils.json_file import write_as_asked
+from unsloth_ddp.utils.units import parse_bandwidth, parse_memory
 
 
 def make_parser() -> argparse.ArgumentParser:

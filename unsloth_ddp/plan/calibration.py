@@ -22,11 +22,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from unsloth_ddp.errors import UserError
-from unsloth_ddp.json_file import write_as_asked
-from unsloth_ddp.packing import best_fit
+from unsloth_ddp.data.packing import best_fit
 from unsloth_ddp.plan.rows import RowLengths
 from unsloth_ddp.plan.shape import ModelShape
+from unsloth_ddp.utils.errors import UserError
+from unsloth_ddp.utils.json_file import write_as_asked
 
 SHIPPED = {"h200": Path(__file__).with_name("h200.json")}
 ROWS = ("full", "padded", "packed")

@@ -6,9 +6,10 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Literal, cast, get_args
 
-from unsloth_ddp.batch import BatchPlan
-from unsloth_ddp.fit import divisors, search, sizes_of, with_micro_batch
-from unsloth_ddp.packing import Choice, choose, place_of
+from unsloth_ddp.config.parse import Settings
+from unsloth_ddp.data.batch_plan import BatchPlan
+from unsloth_ddp.data.packing import Choice, choose, place_of
+from unsloth_ddp.distributed.sharding import Sharding
 from unsloth_ddp.plan.calibration import Calibration, Speed, Wanted, expected_speed, kind_of_rows
 from unsloth_ddp.plan.memory import (
     KINDS,
@@ -23,8 +24,7 @@ from unsloth_ddp.plan.memory import (
 from unsloth_ddp.plan.network import Links, Step, all_reduce_seconds, balance, efficiency, gpu_counts
 from unsloth_ddp.plan.rows import RowLengths, in_order, largest_micro_batch
 from unsloth_ddp.plan.shape import ModelShape
-from unsloth_ddp.settings import Settings
-from unsloth_ddp.sharding import Sharding
+from unsloth_ddp.training.memory_search import divisors, search, sizes_of, with_micro_batch
 
 NUMBER_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 

@@ -1,6 +1,6 @@
 """What one GPU has to hold, by method and by what the GPUs share out. Pure arithmetic.
 
-The figures of DDP (sharding none) are within 4 % of runs on H200s, see tests/test_plan.py; those of ZeRO and FSDP2 are
+The figures of DDP (sharding none) are within 4 % of runs on H200s, see tests/plan/test_plan.py; those of ZeRO and FSDP2 are
 what DeepSpeed and PyTorch keep for sure, and runs took up to twice that (docs/plan.md). The driver, NCCL and
 fragmentation come on top, which is what RESERVE is for.
 """
@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from unsloth_ddp.distributed.sharding import Sharding
 from unsloth_ddp.plan.shape import ModelShape
-from unsloth_ddp.sharding import Sharding
 
 Method = Literal["lora", "qlora", "full"]
 Checkpointing = Literal["none", "torch", "unsloth"]

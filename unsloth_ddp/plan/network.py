@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from unsloth_ddp.batch import BatchPlan, arrange
+from unsloth_ddp.data.batch_plan import BatchPlan, arrange
 
 # Scaling efficiency that the guide for several machines publishes, 2 A100s a machine; how it was measured it does not
 # say.

@@ -12,15 +12,15 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from unsloth_ddp.errors import UserError
+from unsloth_ddp.config.parse import Settings
 from unsloth_ddp.plan.calibration import TOO_FAR, Calibration
 from unsloth_ddp.plan.compute import Hardware, Plan, backend_of, planned_packing, precision_of
 from unsloth_ddp.plan.memory import RESERVE
 from unsloth_ddp.plan.network import GUIDE, GUIDE_GPUS_A_NODE, Links, all_reduce_seconds, ring_fit
 from unsloth_ddp.plan.rows import RowLengths
 from unsloth_ddp.plan.shape import ModelShape
-from unsloth_ddp.settings import Settings
-from unsloth_ddp.units import shown_bandwidth, shown_bytes, shown_seconds
+from unsloth_ddp.utils.errors import UserError
+from unsloth_ddp.utils.units import shown_bandwidth, shown_bytes, shown_seconds
 
 NO_CALIBRATION = (
     "Time and efficiency need measured speeds, and none were given: --calibration FILE. To write one, train the same "

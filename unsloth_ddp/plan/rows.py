@@ -7,9 +7,9 @@ from typing import Literal
 
 import numpy as np
 
-from unsloth_ddp.batch import BatchPlan, RowOrder
-from unsloth_ddp.packing import Packing
-from unsloth_ddp.settings import Settings
+from unsloth_ddp.config.parse import Settings
+from unsloth_ddp.data.batch_plan import BatchPlan, RowOrder
+from unsloth_ddp.data.packing import Packing
 
 
 @dataclass(frozen=True)
@@ -50,9 +50,9 @@ def row_lengths(settings: Settings) -> RowLengths:
     Raises:
         UserError: as in a run, for a bad row, a missing tokenizer or a set without supervised tokens.
     """
-    from unsloth_ddp import data
-    from unsloth_ddp.model import load_tokenizer
-    from unsloth_ddp.runtime import Ranks, Runtime
+    from unsloth_ddp.data import dataset as data
+    from unsloth_ddp.distributed.runtime import Ranks, Runtime
+    from unsloth_ddp.model.load import load_tokenizer
 
     runtime = Runtime(Ranks(), backend="transformers", device_type="cpu", precision="fp32", device_name="CPU")
     with data.node_folder(runtime) as folder:

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from unsloth_ddp.errors import UserError, one_line
-from unsloth_ddp.settings import Settings
+from unsloth_ddp.config.parse import Settings
+from unsloth_ddp.utils.errors import UserError, one_line
 
 # Tokens of the counted forward pass; what is kept grows with them.
 COUNTED_TOKENS = 512
@@ -80,7 +80,7 @@ def model_shape(settings: Settings) -> ModelShape:
     import transformers
     from accelerate import init_empty_weights
 
-    from unsloth_ddp.model import loading_failure
+    from unsloth_ddp.model.load import loading_failure
 
     try:
         config = transformers.AutoConfig.from_pretrained(
@@ -111,7 +111,7 @@ def count_shape(model: Any, settings: Settings, all_experts: bool = False) -> Mo
     from peft import get_peft_model
     from transformers.modeling_layers import GradientCheckpointingLayer
 
-    from unsloth_ddp.model import lora_config
+    from unsloth_ddp.model.load import lora_config
 
     head = model.get_output_embeddings()
     linear = [m.weight.numel() for m in model.modules() if isinstance(m, torch.nn.Linear) and m is not head]

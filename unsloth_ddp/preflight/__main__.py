@@ -15,10 +15,10 @@ import argparse
 import os
 import sys
 
-from unsloth_ddp.errors import UserError
+from unsloth_ddp.config.parse import Settings, beside_train_options, parse_settings
+from unsloth_ddp.distributed.runtime import EXIT_USER_ERROR, note_exit_code
 from unsloth_ddp.preflight.run import Options, run, say
-from unsloth_ddp.runtime import EXIT_USER_ERROR, note_exit_code
-from unsloth_ddp.settings import Settings, beside_train_options, parse_settings
+from unsloth_ddp.utils.errors import UserError
 
 A_DAY = 86400
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from unsloth_ddp.preflight.checks import Check, Verdict
 from unsloth_ddp.preflight.verdicts import LEAST_GBIT
-from unsloth_ddp.units import shown_bytes, shown_seconds
+from unsloth_ddp.utils.units import shown_bytes, shown_seconds
 
 RECOMMENDED_GBIT = 100
 

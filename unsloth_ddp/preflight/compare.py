@@ -10,7 +10,7 @@ from typing import Any
 
 from unsloth_ddp.preflight.checks import Check, Verdict, named_nodes
 from unsloth_ddp.preflight.machine import gpu_list
-from unsloth_ddp.units import shown_bytes
+from unsloth_ddp.utils.units import shown_bytes
 
 # These decide what a run computes or how ranks talk; the others of the kit's packages only watch or convert.
 BYSTANDERS = ("tensorboard", "nbconvert")

@@ -12,14 +12,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from unsloth_ddp.errors import one_line
-from unsloth_ddp.model_files import weight_bytes
+from unsloth_ddp.config.parse import FIELDS, Settings
+from unsloth_ddp.data.sources import is_file
+from unsloth_ddp.model.files import weight_bytes
 from unsloth_ddp.preflight.bounded import bounded
 from unsloth_ddp.preflight.compare import SECRET
-from unsloth_ddp.rows import is_file
-from unsloth_ddp.settings import FIELDS, Settings
-from unsloth_ddp.units import GIB, MIB
-from unsloth_ddp.versions import PACKAGES, versions
+from unsloth_ddp.utils.errors import one_line
+from unsloth_ddp.utils.units import GIB, MIB
+from unsloth_ddp.utils.versions import PACKAGES, versions
 
 OTHER_PACKAGES = ("bitsandbytes", "deepspeed", "tensorboard", "nbconvert")
 FLAG_PREFIXES = ("NCCL_", "TORCH_NCCL_", "GLOO_", "ACCELERATE_USE_", "FSDP_", "UNSLOTH_")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from unsloth_ddp.preflight.checks import Check, Verdict
-from unsloth_ddp.units import GIB, shown_bytes
+from unsloth_ddp.utils.units import GIB, shown_bytes
 
 # What a container gets unless told otherwise is 64 MB; NCCL and data loaders want more.
 SHARED_MEMORY_WANTED = GIB

@@ -17,18 +17,18 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from unsloth_ddp.errors import UserError, one_line
-from unsloth_ddp.model_files import model_folder, weight_bytes
+from unsloth_ddp.config.parse import Settings
+from unsloth_ddp.data.sources import is_file
+from unsloth_ddp.distributed.runtime import asks_for_cpu, choose_backend
+from unsloth_ddp.distributed.sharding import check_sharding, sharding_from_environment
+from unsloth_ddp.model.files import model_folder, weight_bytes
 from unsloth_ddp.preflight import checks, machine, space, verdicts
 from unsloth_ddp.preflight.bounded import bounded
 from unsloth_ddp.preflight.checks import Check
 from unsloth_ddp.preflight.machine import Folder
 from unsloth_ddp.preflight.place import Place
 from unsloth_ddp.preflight.verdicts import Interface
-from unsloth_ddp.rows import is_file
-from unsloth_ddp.runtime import asks_for_cpu, choose_backend
-from unsloth_ddp.settings import Settings
-from unsloth_ddp.sharding import check_sharding, sharding_from_environment
+from unsloth_ddp.utils.errors import UserError, one_line
 
 CHECK_SECONDS = 20
 GPU_SECONDS = 60

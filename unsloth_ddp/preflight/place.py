@@ -7,8 +7,8 @@ import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from unsloth_ddp.distributed.runtime import Ranks
 from unsloth_ddp.preflight.verdicts import DEFAULT_PORT
-from unsloth_ddp.runtime import Ranks
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from unsloth_ddp.errors import one_line
-from unsloth_ddp.json_file import write_json
+from unsloth_ddp.config.parse import Settings
+from unsloth_ddp.distributed.runtime import asks_for_cpu
+from unsloth_ddp.distributed.sharding import sharding_from_environment
 from unsloth_ddp.preflight import bandwidth, compare, identity, node, table, together, verdicts
 from unsloth_ddp.preflight.bandwidth import Timing
 from unsloth_ddp.preflight.bounded import bounded, unless_stuck
@@ -21,9 +22,8 @@ from unsloth_ddp.preflight.checks import Check, exit_code, merge, summary, unmad
 from unsloth_ddp.preflight.place import Place, find_place, is_launched
 from unsloth_ddp.preflight.speed import Speed
 from unsloth_ddp.preflight.together import Lost, Meeting
-from unsloth_ddp.runtime import asks_for_cpu
-from unsloth_ddp.settings import Settings
-from unsloth_ddp.sharding import sharding_from_environment
+from unsloth_ddp.utils.errors import one_line
+from unsloth_ddp.utils.json_file import write_json
 
 # Reading data to be compared, and unsloth doctor beside it, take their time.
 IDENTITY_SECONDS = 200

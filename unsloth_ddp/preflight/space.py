@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from unsloth_ddp.options import Settings
-from unsloth_ddp.units import GIB, MIB
+from unsloth_ddp.config.options import Settings
+from unsloth_ddp.utils.units import GIB, MIB
 
 # Tokenizer, trainer state, random states, logs.
 BESIDE_WEIGHTS = 64 * MIB

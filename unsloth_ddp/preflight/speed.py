@@ -12,7 +12,7 @@ from typing import Any
 
 from unsloth_ddp.preflight.bandwidth import Timing
 from unsloth_ddp.preflight.place import Place
-from unsloth_ddp.units import KIB, MIB
+from unsloth_ddp.utils.units import KIB, MIB
 
 SIZES = {"gloo": (64 * KIB, MIB, 16 * MIB), "nccl": (64 * KIB, MIB, 16 * MIB, 128 * MIB, 512 * MIB)}
 # Of one size and operation: how long is measured, and what would take too long to be tried.

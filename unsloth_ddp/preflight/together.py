@@ -20,12 +20,12 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from unsloth_ddp.errors import one_line
 from unsloth_ddp.preflight import compare, verdicts
 from unsloth_ddp.preflight.bounded import bounded
 from unsloth_ddp.preflight.checks import Check
 from unsloth_ddp.preflight.compare import Arrival
 from unsloth_ddp.preflight.place import Place
+from unsloth_ddp.utils.errors import one_line
 
 POLL_SECONDS = 0.2
 # How long after its own time is up a process still waits for node 0 to say who is missing.

@@ -1,0 +1,301 @@
+"""The speed benchmark: which run starts when, what is counted, and what the report says of it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from datetime import datetime
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import speed_run
+from benchmarks.common import REPO
+from benchmarks.peers.measure import Marks, Pace, make_parser, real_tokens
+from benchmarks.profile_summary import busy_seconds, gpu_summary, waits
+from benchmarks.speed_cells import CONTESTANTS, WARM_LINES, WORKS, Cell, command, default_order, kit_steps, parse_cells
+from benchmarks.speed_figures import figures, first_step_at, kit_intervals, used_share
+from benchmarks.speed_report import markdown
+from benchmarks.speed_schedule import Running, Start, left_out, next_start
+from tests.waiting import is_running, wait_until
+from unsloth_ddp.config.parse import parse_settings
+
+ONE, TWO, THREE = (Cell("chat", "qwen3_1.7b", "lora", name) for name in ("kit", "trl", "unsloth_guide"))
+BOTH = Cell("chat", "qwen3_1.7b", "lora", "kit", 2, "weak")
+
+
+def choose(waiting: list[Cell], running: list[Running], now: float = 0, deadline: float = 1000) -> Start | None:
+    return next_start(waiting, running, 2, now, deadline, lambda cell: 20 if cell == THREE else 100)
+
+
+def test_single_gpu_runs_fill_the_lanes_in_order() -> None:
+    assert choose([ONE, TWO], []) == Start(ONE, (0,))
+    assert choose([TWO, THREE], [Running(ONE, (0,), 100)]) == Start(TWO, (1,))
+    assert choose([THREE], [Running(ONE, (0,), 100), Running(TWO, (1,), 100)]) is None
+
+
+def test_a_run_on_all_gpus_stands_alone() -> None:
+    assert choose([BOTH, ONE], []) == Start(BOTH, (0, 1))
+    assert choose([ONE], [Running(BOTH, (0, 1), 100)]) is None
+    # Its lane would be needed before this one ends.
+    assert choose([BOTH, TWO], [Running(ONE, (0,), 100)], now=10) is None
+
+
+def test_a_free_lane_takes_a_run_that_keeps_nobody_waiting() -> None:
+    assert choose([BOTH, TWO, THREE], [Running(ONE, (1,), 100)], now=10) == Start(THREE, (0,))
+
+
+def test_nothing_starts_that_cannot_end_in_time() -> None:
+    assert choose([ONE, THREE], [], now=950) == Start(THREE, (0,))
+    assert choose([ONE, TWO], [], now=950) is None
+    assert next_start([BOTH], [], 1, 0, 1000, lambda cell: 1) is None
+    assert left_out([BOTH, ONE], 1, lambda cell: 30.0) == {BOTH.name: "needs 2 GPUs", ONE.name: "no time for 30 s"}
+
+
+def test_contestants_take_turns() -> None:
+    words = ["chat:qwen3_8b:lora:kit", "chat:qwen3_8b:lora:trl"]
+    assert [(cell.contestant, cell.repeat) for cell in parse_cells(words, 2)] == [
+        ("kit", 0), ("trl", 0), ("kit", 1), ("trl", 1),
+    ]  # fmt: skip
+    ordered = parse_cells(default_order(), 2)
+    assert len({cell.name for cell in ordered}) == len(ordered)
+    assert parse_cells(["full:qwen3_8b:lora:kit:2strong"], 1)[0] == Cell("full", "qwen3_8b", "lora", "kit", 2, "strong")
+
+
+@pytest.mark.parametrize(
+    "word",
+    ["chat:qwen3_8b:lora", "chats:qwen3_8b:lora:kit", "chat:qwen3_8b:lora:kit:2", "chat:qwen3_8b:lora:trl:2weak"],
+)
+def test_words_that_name_no_run_are_refused(word: str) -> None:
+    with pytest.raises(ValueError, match=word):
+        parse_cells([word], 1)
+
+
+def test_every_command_is_one_that_its_script_takes() -> None:
+    for one in parse_cells(default_order(), 1):
+        words = command(one, WORKS[one.work], Path("/w"), 15, tiny=False)
+        at = next(index for index, word in enumerate(words) if word.endswith(CONTESTANTS[one.contestant].script))
+        if CONTESTANTS[one.contestant].batch is None:
+            settings = parse_settings(words[at + 1 :])
+            assert (settings.method, settings.max_length) == (one.method, WORKS[one.work].max_length)
+            assert at > 2 or one.processes == 1
+        else:
+            given = make_parser(None).parse_args(words[at + 1 :])
+            assert (given.method, given.max_length) == (one.method, WORKS[one.work].max_length)
+
+
+def option(words: list[str], name: str) -> int:
+    return int(words[words.index(name) + 1])
+
+
+def test_the_global_batch_is_the_same_for_all_that_count_rows() -> None:
+    def words(contestant: str, processes: int = 1, scaling: str = "") -> list[str]:
+        cell = Cell("chat", "qwen3_8b", "lora", contestant, processes, scaling)
+        return command(cell, WORKS["chat"], Path("/w"), 15, tiny=False)
+
+    for name in ("trl", "unsloth_same_batch"):
+        assert option(words(name), "--batch") * option(words(name), "--accumulation") == 64
+    assert option(words("kit"), "--global_batch_size") == option(words("kit", 2, "strong"), "--global_batch_size") == 64
+    assert option(words("kit", 2, "weak"), "--global_batch_size") == 128
+    # The rows of a step, packed, are about ten packs of 2048 tokens.
+    assert option(words("trl_packed"), "--batch") * option(words("trl_packed"), "--accumulation") in (8, 10)
+    assert option(words("unsloth_guide"), "--batch") * option(words("unsloth_guide"), "--accumulation") == 8
+    assert words("kit_one")[-2:] == ["--per_device_train_batch_size", "1"]
+
+
+def test_the_kit_takes_enough_steps_to_be_timed() -> None:
+    for word in default_order():
+        cell = parse_cells([word], 1)[0]
+        if CONTESTANTS[cell.contestant].batch is None:
+            plan = kit_steps(cell, WORKS[cell.work], 15, tiny=False)
+            logged = {1, *range(plan.logging, plan.steps + 1, plan.logging)}
+            assert len(logged) - WARM_LINES >= 3 and 1 <= plan.logging <= 5
+
+
+def test_intervals_of_the_kit_come_from_its_log_lines() -> None:
+    logged = [(1, 100, 10.0), (5, 500, 100.0), (10, 1000, 250.0), (15, 1600, 300.0)]
+    history = [{"step": s, "num_tokens": t, "tokens_per_second": v, "loss": 1.0} for s, t, v in logged]
+    intervals = kit_intervals([*history, {"step": 15, "train_loss": 1.0}], warm=2)
+    assert intervals == [(500, 2.0, 5), (600, 2.0, 5)]
+    found = figures(intervals, processes=2)
+    assert found["tokens_per_second_a_gpu"] == 137.5 and (found["lowest"], found["highest"]) == (125, 150)
+    assert found["tokens_a_step"] == 110 and figures([], 1) == {}
+    assert used_share(1000, 3e10, 6e13) == 0.5
+
+
+def test_the_first_step_is_found_in_the_log() -> None:
+    log = "2026-11-20 10:00:00,000 INFO unsloth_ddp: began\n2026-11-20 10:00:07,250 INFO unsloth_ddp: step 1 {'loss': 1}\n"
+    assert first_step_at(log) == datetime(2026, 11, 20, 10, 0, 7, 250_000).timestamp()
+    assert first_step_at("no step") is None
+
+
+def test_tokens_of_a_peer_leave_padding_out() -> None:
+    ids = torch.zeros(2, 5, dtype=torch.long)
+    mask = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 0, 0, 0]])
+    assert real_tokens({"input_ids": ids, "attention_mask": mask}) == 7
+    assert real_tokens({"input_ids": ids, "attention_mask": None, "packed_seq_lengths": torch.tensor([3, 4])}) == 7
+    assert real_tokens({"input_ids": ids, "position_ids": ids}) == 10
+
+
+class Trainer:
+    """As much of a trainer as Marks touches: a step is two micro-batches of three tokens."""
+
+    def __init__(self) -> None:
+        self.args = SimpleNamespace(use_cpu=True)
+        self.callback: Any = None
+
+    def add_callback(self, callback: Any) -> None:
+        self.callback = callback
+
+    def training_step(self, model: Any, inputs: Any, count: Any = None) -> str:
+        return "loss"
+
+    def train(self, steps: int) -> int:
+        control = SimpleNamespace(should_training_stop=False)
+        for step in range(1, steps + 1):
+            for _ in range(2):
+                inputs = {"input_ids": torch.zeros(1, 4), "attention_mask": torch.tensor([[1, 1, 1, 0]])}
+                assert self.training_step(None, inputs) == "loss"
+            self.callback.on_step_end(self.args, SimpleNamespace(global_step=step), control)
+            if control.should_training_stop:
+                return step
+        return steps
+
+
+def test_marks_count_every_micro_batch_and_stop_the_trainer() -> None:
+    trainer = Trainer()
+    marks = Marks(trainer, Pace(seconds=0, warm_steps=3, warm_seconds=0, interval=0, fewest=4))
+    # Three steps of warm-up end at the first mark; four intervals follow.
+    assert trainer.train(100) == 7
+    result = marks.result()
+    assert [(tokens, steps) for tokens, _, steps in result["intervals"]] == [(6, 1)] * 4
+    assert result["largest_micro_batch"] == (1, 4) and result["first_step_at"] > 0
+
+
+# A run that ends well, one that fails, and one that hangs with a process in a session of its own.
+SCRIPTS = {
+    "trl": "import json; json.dump({'intervals': [[300, 2.0, 1], [100, 1.0, 1]], 'first_step_at': 4e9}, open('result.json', 'w'))",
+    "trl_packed": "print('packing is on'); raise SystemExit('out of memory')",
+    "unsloth_guide": "import subprocess, sys; p = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'], "
+    "start_new_session=True); print(p.pid, flush=True); p.wait()",
+}
+
+
+def test_every_run_has_a_result_and_none_outlives_the_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def script(one: Cell, *others: Any) -> list[str]:
+        return [sys.executable, "-c", SCRIPTS[one.contestant]]
+
+    monkeypatch.setattr(speed_run, "command", script)
+    monkeypatch.setattr(speed_run, "GRACE", 2)
+    bench = speed_run.Bench(tmp_path, WORKS, 0, True, [], time.monotonic() + 1, lanes=3)
+    monkeypatch.setattr(bench, "expected", lambda one: 0.5)
+    found: dict[str, dict[str, Any]] = {}
+    cells = [Cell("chat", "demo", "lora", name) for name in SCRIPTS]
+    skipped = speed_run.run_all(bench, cells, lambda result: found.__setitem__(result["contestant"], result))
+    assert skipped == {}
+    assert found["trl"]["exit_code"] == 0 and found["trl"]["tokens_per_second_a_gpu"] == 125
+    assert found["trl_packed"]["exit_code"] == 1 and found["trl_packed"]["log"].endswith("out of memory\n")
+    assert found["unsloth_guide"]["exit_code"] == speed_run.CUT_OFF
+    assert cells[1].name in found["unsloth_guide"]["beside"]
+    child = int(found["unsloth_guide"]["log"])
+    wait_until(lambda: not is_running(child), 10, "the end of what the killed run had started")
+    assert not list(tmp_path.iterdir())
+
+
+def event(cat: str, name: str, began: float, dur: float, tid: int = 1) -> dict[str, Any]:
+    return {"cat": cat, "name": name, "ts": began, "dur": dur, "tid": tid}
+
+
+def test_a_profile_says_how_busy_the_gpu_was() -> None:
+    events = [event("kernel", "a", 0, 10), event("kernel", "b", 5, 10), event("gpu_memcpy", "c", 30, 5), {"ph": "M"}]
+    assert busy_seconds(events[:3]) == pytest.approx(20e-6)
+    found = gpu_summary(events, seconds=40e-6, steps=2)
+    assert found["busy"] == pytest.approx(0.5) and found["kernels_a_step"] == 1.5
+    assert found["top"][0]["share"] == pytest.approx(10 / 25)
+
+
+def test_a_profile_says_who_waits() -> None:
+    frames = [
+        event("python_function", "train.py(1): train", 0, 100),
+        event("python_function", "log.py(2): log", 10, 30),
+        event("python_function", "<built-in method item of Tensor object at 0x7f>", 11, 20),
+        event("python_function", "step.py(3): step", 50, 40),
+        event("python_function", "other thread", 0, 100, tid=2),
+    ]
+    synced = [
+        event("cuda_runtime", "cudaStreamSynchronize", 12, 5),
+        event("cuda_runtime", "cudaStreamSynchronize", 60, 5),
+    ]
+    launched = event("cuda_runtime", "cudaLaunchKernel", 61, 1)
+    found = waits([*frames, *synced, launched], steps=2)
+    assert [(one["count_a_step"], one["stack"]) for one in found] == [
+        (0.5, ["train.py(1): train", "log.py(2): log", "<built-in method item of Tensor object>"]),
+        (0.5, ["train.py(1): train", "step.py(3): step"]),
+    ]
+
+
+def cell(contestant: str, speed: float, processes: int = 1, scaling: str = "", code: Any = 0) -> dict[str, Any]:
+    return {
+        "name": f"{contestant}{processes}{scaling}", "work": "chat", "shape": "s", "method": "lora",
+        "contestant": contestant, "processes": processes, "scaling": scaling, "exit_code": code, "beside": [],
+        "tokens_per_second_a_gpu": speed, "lowest": speed - 10, "highest": speed + 10, "tokens_a_step": 500,
+        "seconds_to_first_step": 40.0, "peak_memory_bytes": 2**31,
+        "settings": {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 4, "gradient_checkpointing": "none", "packing": contestant == "kit"},
+    }  # fmt: skip
+
+
+def test_the_report_compares_with_the_kit_and_with_one_gpu() -> None:
+    content = {
+        "cells": [cell("trl", 250), cell("kit", 900), cell("kit", 1100), cell("kit", 950, 2, "weak"), cell("trl_packed", 1, code=1)],
+        "gpus": ["NVIDIA H200, 580"], "flops_a_token": {"s": {"lora": 9.89e10}}, "matmul": [{"flops_a_second": 4.945e14}],
+        "versions": {"torch": "2"}, "lanes": 2, "works": {"chat": {"max_length": 2048, "global_batch": 64}},
+        "left_out": {"late": "no time for 90 s"},
+    }  # fmt: skip
+    lines = markdown(content).splitlines()
+    assert "| kit | 1,000 | 890 to 1,110 | 1.00 | 10.0% | 20.0% | 8 x 4 packs; none | 500 | 2.0 | 40 | 2 |" in lines
+    assert "| trl | 250 | 240 to 260 | 0.25 | 2.5% | 5.0% | 8 x 4 rows, padded; none | 500 | 2.0 | 40 | 1 |" in lines
+    assert "| chat s lora | kit | 2 | weak | 950 | 95.0% | 500 |" in lines
+    assert {"- trl_packed1: ended with 1", "- late: no time for 90 s"} <= set(lines)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_kit_and_peer_are_measured_side_by_side(tmp_path: Path) -> None:
+    results = tmp_path / "speed.json"
+    words = [
+        "--cells",
+        "chat:qwen3_1.7b:lora:kit",
+        "chat:qwen3_1.7b:lora:trl",
+        "--tiny",
+        "--lanes",
+        "2",
+        "--seconds",
+        "1",
+    ]
+    script = [sys.executable, str(REPO / "benchmarks/speed.py")]
+    run = [*script, "run", "--work", str(tmp_path / "work"), "--json", str(results), *words]
+    done = subprocess.run(run, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = {one["contestant"]: one for one in json.loads(results.read_text())["cells"]}
+    for one in found.values():
+        assert one["tokens_per_second_a_gpu"] > 0 and one["seconds_to_first_step"] > 0
+        # Four rows of at most 48 tokens.
+        assert 4 < one["tokens_a_step"] <= 4 * 48
+    assert found["kit"]["tokens_a_step"] == pytest.approx(found["trl"]["tokens_a_step"], rel=0.2)
+    assert "| kit |" in (tmp_path / "speed.md").read_text()
+    if find_spec("matplotlib"):
+        assert (tmp_path / "speed.png").stat().st_size > 5000
+    else:
+        assert "the picture needs matplotlib" in done.stdout
+    (tmp_path / "speed.md").unlink()
+    again = subprocess.run(run, capture_output=True, text=True)
+    assert again.stdout.startswith("every run is in the results already\n")
+    assert "| trl |" in (tmp_path / "speed.md").read_text()
+    report = subprocess.run([*script, "report", "--json", str(results)], capture_output=True, text=True)
+    assert report.returncode == (0 if find_spec("matplotlib") else 1), report.stderr

@@ -1,0 +1,105 @@
+"""load_best_model_at_end: the best checkpoint is kept, found again after a stop, and is what the run writes."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+
+from tests.jobs import LAST, manifest_steps
+from tests.ranks import train
+from unsloth_ddp.checkpoints.checkpoint import Checkpoints
+from unsloth_ddp.distributed.signals import Stop
+from unsloth_ddp.training.saving import ResumableTrainer
+
+BEST = (
+    "--global_batch_size 4 --num_train_epochs 3 --eval_fraction 0.2 --eval_steps 1 --save_steps 1 --save_total_limit 2 "
+    '--trainer_args {"load_best_model_at_end":true,"metric_for_best_model":"eval_loss","greater_is_better":false}'
+)
+
+
+def train_judged(argv: list[str], cwd: str, losses: dict[int, float], stop_at: int = 0, fail_at: int = 0) -> None:
+    """train_ddp.py that takes the evaluation losses of its steps to be `losses` (9 where none is given).
+
+    It is asked to stop in step `stop_at`, and cannot save step `fail_at`.
+    """
+    determine, save, ask = ResumableTrainer._determine_best_metric, Checkpoints.save, Stop.ask
+
+    def judge(self: ResumableTrainer, metrics: dict[str, float], trial: Any) -> bool:
+        return determine(self, metrics | {"eval_loss": losses.get(self.state.global_step, 9.0)}, trial)
+
+    def refuse(self: Checkpoints, step: int, write: Any, *args: Any) -> bool:
+        def fail(folder: Path) -> None:
+            raise OSError("refused")
+
+        return save(self, step, fail if step == fail_at and os.environ["RANK"] == "0" else write, *args)
+
+    steps = iter(range(1, 100))
+
+    def request(self: Stop) -> None:
+        if next(steps) == stop_at:
+            self.cause = "SIGTERM"
+        ask(self)
+
+    with (
+        patch.object(ResumableTrainer, "_determine_best_metric", judge),
+        patch.object(Checkpoints, "save", refuse),
+        patch.object(Stop, "ask", request),
+    ):
+        train(argv, cwd)
+
+
+def adapter(folder: Path) -> bytes:
+    """The bytes of a trained adapter."""
+    return (folder / "adapter_model.safetensors").read_bytes()
+
+
+def state(folder: Path) -> dict[str, Any]:
+    """What Transformers wrote of a run or checkpoint."""
+    return json.loads((folder / "trainer_state.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def best_run(place, job) -> Path:
+    """A run on two ranks whose best step is 3 and second best is 5."""
+    job(BEST, "best", 2, target=train_judged, args=({2: 5.0, 3: 1.0, 5: 2.0},))
+    return place / "outputs" / "best"
+
+
+def test_the_best_checkpoint_stays_and_is_the_result(best_run):
+    assert manifest_steps(best_run) == [3, LAST]
+    assert adapter(best_run) == adapter(best_run / "checkpoint-3") != adapter(best_run / f"checkpoint-{LAST}")
+    assert state(best_run)["best_model_checkpoint"] == str(best_run / "checkpoint-3")
+    summary = json.loads((best_run / "summary.json").read_text())
+    (then,) = [entry for entry in state(best_run)["log_history"] if entry["step"] == 3 and "eval_loss" in entry]
+    assert summary["eval_loss"] == pytest.approx(then["eval_loss"], rel=1e-6)
+    last = [entry["eval_loss"] for entry in state(best_run)["log_history"] if "eval_loss" in entry][-2]
+    assert summary["eval_loss"] != pytest.approx(last, rel=1e-4)
+
+
+@pytest.mark.slow
+def test_a_run_stopped_at_its_best_step_finds_it_again_in_a_folder_that_moved_or_was_another_run(job, place, best_run):
+    """The stop comes before the evaluation of that step, which is made up for when the run goes on."""
+    losses = {2: 5.0, 3: 1.0, 5: 2.0}
+    job(BEST, "stopped-best", 2, code=75, target=train_judged, args=(losses, 3))
+    run = place / "outputs" / "moved-best"
+    (place / "outputs" / "stopped-best").rename(run)
+    assert state(run / "checkpoint-3")["best_global_step"] == 2
+    job(f"{BEST} --resume {run}/checkpoint-3", "from-best", 2, target=train_judged, args=(losses,))
+    assert adapter(place / "outputs" / "from-best") == adapter(best_run)
+    job(BEST, "moved-best", 2, target=train_judged, args=(losses,))
+    assert manifest_steps(run) == [3, LAST]
+    assert adapter(run) == adapter(best_run)
+    assert state(run)["best_model_checkpoint"] == str(run / "checkpoint-3")
+
+
+def test_where_the_best_step_could_not_be_saved_the_best_of_the_others_counts(job, place):
+    printed = job(BEST, "second-best", target=train_judged, args=({2: 5.0, 3: 1.0, 5: 2.0}, 0, 3)).output
+    run = place / "outputs" / "second-best"
+    assert "checkpoint-3 could not be written: refused; checkpoint-2 stays the last whole one." in printed
+    assert manifest_steps(run) == [5, LAST]
+    assert adapter(run) == adapter(run / "checkpoint-5")

@@ -1,0 +1,229 @@
+"""The manifest: read whatever stands there, find every damage, compare two runs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from unsloth_ddp.checkpoints import checkpoint, manifest
+from unsloth_ddp.checkpoints.checkpoint import to_remove
+from unsloth_ddp.checkpoints.manifest import Damaged, Manifest
+from unsloth_ddp.utils.errors import UserError
+
+plain = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
+values = st.recursive(plain, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=10)
+names = st.from_regex(r"[a-z_][a-z0-9_.]{0,20}(/[a-z_][a-z0-9_]{0,10}){0,2}", fullmatch=True)
+manifests = st.builds(
+    Manifest,
+    step=st.integers(0, 10**9),
+    run=st.dictionaries(st.text(), values),
+    versions=st.dictionaries(st.text(), st.text()),
+    files=st.dictionaries(names, st.tuples(st.integers(0, 2**60), st.text(max_size=32))),
+)
+
+
+@given(manifests)
+def test_a_manifest_is_read_as_it_was_written(written):
+    assert manifest.from_text(written.to_text()) == written
+
+
+@given(manifests, st.data())
+def test_a_manifest_cut_short_or_changed_is_damaged(written, data):
+    text = written.to_text().rstrip()
+    cut = data.draw(st.integers(0, len(text) - 1))
+    with pytest.raises(Damaged):
+        manifest.from_text(text[:cut])
+    content = json.loads(text)
+    content["step"] += 1
+    with pytest.raises(Damaged, match="own checksum"):
+        manifest.from_text(json.dumps(content))
+
+
+@given(
+    st.text()
+    | values.map(json.dumps)
+    | st.dictionaries(st.sampled_from(["format", "step", "files"]), values).map(json.dumps)
+)
+def test_anything_else_is_damaged(text):
+    with pytest.raises(Damaged):
+        manifest.from_text(text)
+
+
+def test_deep_nesting_is_damaged():
+    with pytest.raises(Damaged, match="not JSON"):
+        manifest.from_text("[" * 200_000)
+
+
+@pytest.mark.parametrize("name", ["../../etc/passwd", "/etc/passwd", "a/../../b", "", "a\0b"])
+def test_a_manifest_never_points_outside_its_folder(name):
+    with pytest.raises(Damaged, match="not a file of this folder"):
+        manifest.from_text(Manifest(1, {}, {}, {name: (1, "x")}).to_text())
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("step", -1), ("step", True), ("run", []), ("versions", 3), ("files", {"a": 1})]
+)
+def test_values_of_the_wrong_type_are_damaged(field, value):
+    content = json.loads(Manifest(1, {}, {}, {}).to_text())
+    del content["checksum"]
+    content[field] = value
+    content["checksum"] = manifest._checksum_of(content)
+    with pytest.raises(Damaged, match=r"wrong type|lacks a part"):
+        manifest.from_text(json.dumps(content))
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    """A whole checkpoint of three files."""
+    path = tmp_path / "checkpoint-3"
+    (path / "global_step3").mkdir(parents=True)
+    (path / "trainer_state.json").write_text("{}")
+    (path / "optimizer.pt").write_bytes(bytes(range(256)) * 40_000)
+    (path / "global_step3" / "rank_0.pt").write_bytes(b"shard")
+    text = Manifest(3, {}, {}, manifest.describe_files(path)).to_text()
+    (path / manifest.FILE_NAME).write_text(text)
+    return path
+
+
+def test_a_whole_checkpoint_is_whole(folder):
+    assert manifest.verify(folder).files.keys() == {"trainer_state.json", "optimizer.pt", "global_step3/rank_0.pt"}
+
+
+def change_a_byte(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def link_elsewhere(path: Path) -> None:
+    content = path.read_bytes()
+    path.unlink()
+    (path.parent.parent / "elsewhere").write_bytes(content)
+    path.symlink_to(path.parent.parent / "elsewhere")
+
+
+@pytest.mark.parametrize(
+    ("damage", "name", "reason"),
+    [
+        (Path.unlink, "manifest.json", "no manifest.json"),
+        (lambda path: path.write_bytes(b"\xff\xfe"), "manifest.json", "cannot be read"),
+        (lambda path: path.write_text(""), "manifest.json", "not JSON"),
+        (Path.unlink, "optimizer.pt", "optimizer.pt is missing"),
+        (lambda path: path.write_bytes(b""), "optimizer.pt", "optimizer.pt has 0 bytes instead of 10,240,000"),
+        (change_a_byte, "optimizer.pt", "content of optimizer.pt"),
+        (change_a_byte, "global_step3/rank_0.pt", "content of global_step3/rank_0.pt"),
+        (link_elsewhere, "optimizer.pt", "optimizer.pt is missing"),
+    ],
+)
+def test_every_damage_is_found_and_named(folder, damage, name, reason):
+    damage(folder / name)
+    with pytest.raises(Damaged, match=reason):
+        manifest.verify(folder)
+
+
+@pytest.mark.parametrize("optimizer", [
+    "optimizer.pt", "optimizer.bin", "optimizer_0/__0_0.distcp",
+    "global_step3/bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt",
+])  # fmt: skip
+@pytest.mark.parametrize("rng", ["rng_state.pth", "rng_state_0.pth"])
+def test_the_state_of_a_run_is_known_by_every_name_and_missed_by_one(optimizer, rng):
+    files = ["adapter_model.safetensors", "trainer_state.json", optimizer, "scheduler.pt", rng]
+    assert manifest.missing_state(files) is None
+    for left_out, name in ((optimizer, "optimizer.pt"), ("scheduler.pt", "scheduler.pt"), (rng, "rng_state.pth")):
+        assert manifest.missing_state([file for file in files if file != left_out]) == name
+
+
+@pytest.mark.parametrize("resume", ["auto", "{folder}"])
+def test_no_run_goes_on_from_weights_alone(folder, resume):
+    with pytest.raises(UserError, match=r"checkpoint-3 holds no scheduler\.pt, so a run cannot go on from it"):
+        checkpoint._choose(resume.format(folder=folder), folder.parent, continues=True)
+    assert folder.is_dir()
+
+
+def test_the_newest_whole_checkpoint_is_taken_and_damaged_ones_are_named():
+    found = {step: Path(f"checkpoint-{step}") for step in (9, 10, 100)}
+
+    def whole(path: Path) -> None:
+        if path.name != "checkpoint-9":
+            raise Damaged(f"{path.name} is torn")
+
+    assert manifest.newest(found, whole) == (
+        found[9],
+        [(found[100], "checkpoint-100 is torn"), (found[10], "checkpoint-10 is torn")],
+    )
+    assert manifest.newest({100: found[100]}, whole)[0] is None
+
+
+FACTS = {
+    "model": "m",
+    "seed": 1,
+    "learning_rate": 0.1,
+    "global_batch_size": 8,
+    "data": "a",
+    "world_size": 2,
+    "sharding": "none",
+}
+
+
+def test_equal_runs_have_nothing_to_say():
+    assert manifest.compare(FACTS, FACTS) == manifest.Comparison()
+
+
+@pytest.mark.parametrize(
+    ("change", "part", "text"),
+    [
+        ({"global_batch_size": 16}, "refused", "global_batch_size 8 -> 16"),
+        ({"data": "b"}, "refused", "data a -> b"),
+        ({"seed": 2}, "refused", "seed 1 -> 2"),
+        ({"learning_rate": 0.2}, "refused", "learning_rate 0.1 -> 0.2"),
+        ({"world_size": 4}, "said", "world_size 2 -> 4"),
+        ({"sharding": "zero2"}, "impossible", "sharding none -> zero2"),
+    ],
+)
+def test_a_change_is_refused_or_said_with_both_values(change, part, text):
+    found = manifest.compare(FACTS, {**FACTS, **change})
+    assert [sentence.split(":")[0] for sentence in getattr(found, part)] == [text]
+    assert sum(map(len, (found.impossible, found.refused, found.said))) == 1
+
+
+@pytest.mark.parametrize(
+    ("sharding", "possible"), [("none", True), ("fsdp2", True), ("zero2", False), ("zero3", False)]
+)
+def test_deepspeed_checkpoints_keep_their_number_of_processes(sharding, possible):
+    before = {**FACTS, "sharding": sharding}
+    found = manifest.compare(before, {**before, "world_size": 1})
+    assert bool(found.impossible) is not possible
+    assert bool(found.said)
+
+
+@pytest.mark.parametrize(
+    ("processes", "packing", "said"), [(16, "packs of up to 90 tokens", True), (4, "packs", False), (16, "off", False)]
+)
+def test_packs_that_cannot_be_shared_are_named_as_what_is_wrong(processes, packing, said):
+    before = {**FACTS, "packing": "packs of up to 180 tokens"}
+    found = manifest.compare(before, {**before, "world_size": processes, "packing": packing, "global_batch_size": 16})
+    assert len(found.refused) == 2
+    shared = "its steps hold 8 packs, which 16 processes cannot share: start as many as divide 8"
+    assert found.instead == (shared if said else "go back to the first value")
+
+
+def test_a_fact_that_is_not_known_yet_is_not_compared():
+    assert manifest.compare(FACTS, {"seed": 1}) == manifest.Comparison()
+
+
+@settings(max_examples=300)
+@given(st.sets(st.integers(0, 50)), st.integers(0, 50), st.none() | st.integers(0, 50), st.none() | st.integers(1, 5))
+def test_the_newest_and_the_best_stay_and_the_limit_holds(others, written, best, limit):
+    steps = sorted({*others, written})
+    gone = to_remove(steps, written, best, limit)
+    left = set(steps) - set(gone)
+    assert written in left and len(set(gone)) == len(gone)
+    assert best not in gone or (best is not None and best > written)
+    assert max(left) == written
+    if limit is not None:
+        assert len(left) <= max(limit, 2)
+        assert len(left) >= min(limit, len([s for s in steps if s <= written]))

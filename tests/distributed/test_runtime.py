@@ -1,0 +1,236 @@
+"""Ranks and backend: what a launcher's variables mean, who decides, and what precedes `import unsloth`."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from tests.ranks import run_ranks
+from unsloth_ddp.config.options import Settings
+from unsloth_ddp.distributed.runtime import (
+    Ranks,
+    Runtime,
+    alone_timeout,
+    choose_backend,
+    import_backend,
+    ranks_from_environment,
+    started,
+    use_cache_if_hub_is_unreachable,
+)
+from unsloth_ddp.utils.errors import UserError
+
+FAKE_UNSLOTH = """
+import json, os
+names = ("UNSLOTH_DISABLE_TRAINER_PATCHING", "UNSLOTH_NO_CUDA_EXTENSIONS", "UNSLOTH_COMPILE_LOCATION")
+SEEN = {name: os.environ.get(name) for name in names}
+SEEN["files"] = sorted(os.listdir(SEEN["UNSLOTH_COMPILE_LOCATION"]))
+
+class Model:
+    def named_modules(self):
+        import torch
+        return [("layer.q_proj", torch.nn.Linear(1, 1)), ("layer.norm", torch.nn.LayerNorm(1))]
+    def get_output_embeddings(self):
+        return None
+
+class FastLanguageModel:
+    calls = []
+    @classmethod
+    def from_pretrained(cls, **given):
+        cls.calls.append(given)
+        return Model(), object()
+    @classmethod
+    def get_peft_model(cls, model, **given):
+        cls.calls.append(given)
+        return model
+"""
+
+
+def test_plain_python_is_one_process():
+    assert ranks_from_environment({}) == Ranks(0, 0, 1, 1)
+
+
+def test_a_launchers_variables_are_read():
+    environ = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}
+    ranks = ranks_from_environment(environ)
+    assert (ranks.is_main, ranks.is_local_main, ranks.nodes) == (False, False, 2)
+
+
+@pytest.mark.parametrize(
+    ("environ", "sentence"),
+    [
+        ({"WORLD_SIZE": "two"}, "WORLD_SIZE is 'two'"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "contradict"),
+        ({"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "3"}, "contradict"),
+    ],
+)
+def test_impossible_variables_are_refused(environ, sentence):
+    with pytest.raises(UserError, match=sentence):
+        ranks_from_environment(environ)
+
+
+def test_backend_follows_the_accelerator():
+    assert choose_backend("auto", True) == "unsloth"
+    assert choose_backend("auto", False) == "transformers"
+    assert choose_backend("transformers", True) == "transformers"
+    with pytest.raises(UserError, match="needs an accelerator"):
+        choose_backend("unsloth", False)
+
+
+def test_the_wait_for_one_process_grows_with_the_data(tmp_path):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_bytes(b" " * 2_000_000)
+    assert alone_timeout(Settings(dataset=[str(rows)])).total_seconds() == 3610
+    assert alone_timeout(Settings(dataset=["owner/name"])).total_seconds() == 8 * 3600
+
+
+@pytest.mark.parametrize(
+    ("given", "environ", "reachable", "offline"),
+    [
+        ({"model": "a/b"}, {}, False, "1"), ({"model": "a/b"}, {}, True, None), ({}, {}, False, None),
+        ({"dataset": ["rows.jsonl", "a/b"]}, {}, False, "1"), ({"eval_dataset": ["a/b"]}, {}, False, "1"),
+        # They answer for themselves.
+        ({"model": "a/b"}, {"HF_ENDPOINT": "https://mirror"}, False, None),
+        ({"model": "a/b"}, {"https_proxy": "http://proxy:3128"}, False, None),
+        ({"model": "a/b"}, {"HF_HUB_OFFLINE": "0"}, False, "0"),
+    ],
+)  # fmt: skip
+def test_an_unreachable_hub_is_not_waited_for(monkeypatch, given, environ, reachable, offline):
+    for name in ("HF_HUB_OFFLINE", "HF_ENDPOINT", "HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy"):
+        monkeypatch.setenv(name, "x")
+        monkeypatch.delenv(name)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+
+    def connect(address, timeout):
+        if not reachable:
+            raise OSError("no route")
+        return SimpleNamespace(close=lambda: None)
+
+    monkeypatch.setattr("socket.create_connection", connect)
+    use_cache_if_hub_is_unreachable(Settings(**{"model": "./m", "dataset": ["rows.jsonl"], **given}))
+    assert os.environ.get("HF_HUB_OFFLINE") == offline
+
+
+def test_libraries_are_silent_when_a_run_imports_them(monkeypatch):
+    for name in ("_start_processes", "_stop_processes"):
+        monkeypatch.setattr(f"unsloth_ddp.distributed.runtime.{name}", lambda *given: None)
+    loggers = [logging.getLogger(name) for name in ("torch.utils._pytree", "bitsandbytes")]
+    for logger in loggers:
+        monkeypatch.setattr(logger, "level", logging.NOTSET)
+    with started(Settings(use_cpu=True), Ranks()):
+        assert [logger.level for logger in loggers] == [logging.ERROR] * 2
+
+
+def decide(folder: str) -> None:
+    """Rank 0 decides, and then fails in both ways; every rank writes what it saw."""
+    ranks = ranks_from_environment()
+    with started(Settings(), ranks) as runtime:
+        seen = [runtime.from_main(lambda: f"from rank {ranks.rank}"), runtime.gather(ranks.rank)]
+        for error in (UserError("mend it"), KeyError("broken")):
+            try:
+                runtime.alone(lambda error=error: (_ for _ in ()).throw(error))
+            except Exception as caught:
+                seen.append(f"{type(caught).__name__}: {caught}")
+        (Path(folder) / f"{ranks.rank}.json").write_text(json.dumps(seen))
+
+
+def test_what_the_main_process_decides_reaches_every_rank(tmp_path):
+    run_ranks(3, decide, str(tmp_path), folder=tmp_path).check()
+    seen = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(3)]
+    assert all(s[:3] == ["from rank 0", [0, 1, 2], "UserError: mend it"] for s in seen)
+    assert seen[0][3] == "KeyError: 'broken'"
+    assert seen[1][3] == seen[2][3] == "RuntimeError: rank 0 failed: 'broken'"
+
+
+def hand_out(folder: str) -> None:
+    """Rank 0 hands out one item a rank, and then fails in both ways; every rank writes what it saw."""
+    ranks = ranks_from_environment()
+    with started(Settings(), ranks) as runtime:
+        items = [list(range(10**rank)) for rank in range(ranks.world_size)]
+        seen: list = [len(runtime.hand_out(lambda: items)), ranks.is_main]
+        for error in (UserError("mend it"), KeyError("broken")):
+            try:
+                runtime.hand_out(lambda error=error: (_ for _ in ()).throw(error))
+            except Exception as caught:
+                seen.append(f"{type(caught).__name__}: {caught}")
+        (Path(folder) / f"{ranks.rank}.json").write_text(json.dumps(seen))
+
+
+def test_each_rank_is_handed_its_own_item_or_the_failure(tmp_path):
+    run_ranks(3, hand_out, str(tmp_path), folder=tmp_path).check()
+    seen = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(3)]
+    assert [s[:3] for s in seen] == [[10**rank, rank == 0, "UserError: mend it"] for rank in range(3)]
+    assert seen[0][3] == "KeyError: 'broken'"
+    assert seen[1][3] == seen[2][3] == "RuntimeError: rank 0 failed: 'broken'"
+
+
+@pytest.fixture
+def fake_unsloth(tmp_path, monkeypatch):
+    """An `unsloth` that records what it is given, and a runtime that uses it."""
+    (tmp_path / "unsloth.py").write_text(FAKE_UNSLOTH)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "unsloth", raising=False)
+    for name in ("UNSLOTH_DISABLE_TRAINER_PATCHING", "UNSLOTH_NO_CUDA_EXTENSIONS", "UNSLOTH_COMPILE_LOCATION"):
+        monkeypatch.setenv(name, "x")
+        monkeypatch.delenv(name)
+    yield Runtime(Ranks(5, 1, 8, 4), "unsloth", "cuda", "bf16", "GPU")
+    sys.modules.pop("unsloth", None)
+
+
+def alone_in(runtime: Runtime) -> None:
+    """The same runtime as rank 0 of 1, for code that talks to other ranks."""
+    runtime.ranks = Ranks()
+
+
+def test_flags_precede_the_import_and_the_cache_is_the_jobs_own(fake_unsloth):
+    alone_in(fake_unsloth)
+    import_backend(fake_unsloth, Settings())
+    seen = sys.modules["unsloth"].SEEN
+    assert seen["UNSLOTH_DISABLE_TRAINER_PATCHING"] == seen["UNSLOTH_NO_CUDA_EXTENSIONS"] == "1"
+    assert Path(seen["UNSLOTH_COMPILE_LOCATION"]).is_dir()
+    fake_unsloth.cleanup.close()
+    assert not Path(seen["UNSLOTH_COMPILE_LOCATION"]).exists()
+
+
+def test_flags_of_the_user_stay(fake_unsloth, monkeypatch):
+    alone_in(fake_unsloth)
+    monkeypatch.setenv("UNSLOTH_NO_CUDA_EXTENSIONS", "0")
+    import_backend(fake_unsloth, Settings())
+    assert sys.modules["unsloth"].SEEN["UNSLOTH_NO_CUDA_EXTENSIONS"] == "0"
+
+
+@pytest.mark.parametrize("clear", [False, True])
+def test_a_named_cache_is_kept_and_cleared_only_when_asked(fake_unsloth, tmp_path, clear):
+    alone_in(fake_unsloth)
+    cache = tmp_path / "cache"
+    cache.mkdir()
+    (cache / "old.py").write_text("")
+    import_backend(fake_unsloth, Settings(compiled_cache_dir=str(cache), clear_compiled_cache=clear))
+    fake_unsloth.cleanup.close()
+    assert sys.modules["unsloth"].SEEN["files"] == ([] if clear else ["old.py"])
+    assert cache.is_dir()
+
+
+@pytest.mark.parametrize("method", ["lora", "qlora", "full"])
+def test_unsloth_loads_the_whole_model_on_the_local_rank(fake_unsloth, method, monkeypatch):
+    monkeypatch.setenv("UNSLOTH_COMPILE_LOCATION", os.getcwd())
+    from unsloth_ddp.model.load import _load_unsloth
+
+    settings = Settings(model="m", method=method, gradient_checkpointing="unsloth", full_weights="bf16")
+    _load_unsloth(settings, fake_unsloth)
+    load, *adapter = sys.modules["unsloth"].FastLanguageModel.calls
+    assert load["device_map"] == {"": 1}
+    assert load["offload_embedding"] is False
+    assert load["load_in_4bit"] is (method == "qlora")
+    assert load["full_finetuning"] is (method == "full")
+    assert load["float32_mixed_precision"] is (False if method == "full" else None)
+    assert bool(adapter) is (method != "full")
+    if adapter:
+        assert adapter[0]["target_modules"] == ["q_proj"]
+        assert adapter[0]["use_gradient_checkpointing"] == "unsloth"

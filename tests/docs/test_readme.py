@@ -1,0 +1,96 @@
+"""The README's commands, as they stand there: each is run, on a tiny model where it names one from the Hub."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import runpy
+import shlex
+import subprocess
+import sys
+
+import pytest
+
+from tests.conftest import REPO
+from tests.ranks import run_ranks, train
+from unsloth_ddp.config.options import Settings
+
+TEXT = (REPO / "README.md").read_text()
+BLOCKS = "\n".join(re.findall(r"```bash\n(.*?)```", TEXT, re.DOTALL)).replace("\\\n", " ")
+COMMANDS = [line.split("  #")[0].strip() for line in BLOCKS.splitlines() if line.strip()]
+# Run elsewhere: test_demo.py and test_train.py, this very run, test_cli.py with test_run.py, cluster/test_nodes.py (with
+# names and addresses of its own), test_parity_tool.py (with real launchers).
+ELSEWHERE = {
+    "uv run accelerate launch train_ddp.py",
+    "uv run pytest",
+    "uv run notebook_to_script.py input.ipynb output.py",
+    "uv run accelerate launch output.py",
+    "export NNODES=2 NODE_RANK=0 MASTER_ADDR=10.0.0.1",
+    "bash cluster/node.sh -m Qwen/Qwen3-8B -d my_chats.jsonl --method lora",
+    "uv run python -m unsloth_ddp.parity --config recipes/qwen3_8b_lora.yaml --dataset my_chats.jsonl",
+}
+MODULES = [command for command in COMMANDS if "-m unsloth_ddp." in command and command not in ELSEWHERE]
+
+
+def test_every_command_is_accounted_for():
+    rest = set(COMMANDS) - ELSEWHERE
+    known = {command for command in rest if "train_ddp.py" in command or "tensorboard" in command}
+    assert rest == known | set(MODULES)
+    assert set(COMMANDS) >= ELSEWHERE
+
+
+@pytest.mark.parametrize("command", [c for c in COMMANDS if "train_ddp.py" in c and c not in ELSEWHERE])
+def test_training_commands_run(command, tmp_path, tiny_model, uneven_rows):
+    launcher, options = command.split("train_ddp.py")
+    configs = [word for word in shlex.split(launcher) if word.endswith(".yaml")]
+    assert all((REPO / config).is_file() for config in configs)
+    argv = [str(REPO / word) if word.startswith("recipes/") else word for word in shlex.split(options)]
+    argv = [str(uneven_rows) if word == "my_chats.jsonl" else word for word in argv]
+    argv += ["--model", str(tiny_model), "--max_steps", "1", "--max_length", "64", "--run_name", "readme"]
+    run_ranks(2, train, argv, str(tmp_path), folder=tmp_path / "out").check()
+    assert (tmp_path / "outputs/readme/adapter_model.safetensors").is_file()
+
+
+def run_module(name: str, argv: list[str], cwd: str) -> None:
+    """python -m NAME ARGV, in this folder."""
+    os.chdir(cwd)
+    sys.argv = [name, *argv]
+    runpy.run_module(name, run_name="__main__")
+
+
+@pytest.mark.parametrize("command", MODULES)
+def test_tools_run(command, tmp_path, tiny_model, uneven_rows):
+    name, options = command.split("-m unsloth_ddp.")[1].split(" ", 1)
+    argv = [str(REPO / word) if word.startswith("recipes/") else word for word in shlex.split(options)]
+    argv = [str(uneven_rows) if word == "my_chats.jsonl" else word for word in argv]
+    argv += ["--model", str(tiny_model), "--max_length", "64"]
+    result = run_ranks(1, run_module, f"unsloth_ddp.{name}", argv, str(tmp_path), folder=tmp_path / "out").check()
+    assert {"preflight": "training can start", "plan": "GPU"}[name] in result.output, result.output
+
+
+def test_tensorboard_is_there():
+    done = subprocess.run(["tensorboard", "--version_tb"], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+# Options of launchers, of the converter, of node.sh and the job files, and of the tools, which refuse unknown ones.
+OTHERS = {
+    "--config_file", "--num_processes", "--nproc_per_node", "--nproc", "--help", "--logdir", "--to", "--extra",
+    "--tensorboard", "--check", "--diff", "--report", "--force", "--dry", "--per",
+    "--nodes", "--locked", "--gpus", "--gpus_per_node", "--cpus", "--time", "--sharding", "--ipc", "--shm",
+}  # fmt: skip
+DOCS = [REPO / "README.md", *sorted((REPO / "docs").glob("*.md"))]
+
+
+@pytest.mark.parametrize("option", sorted(set(re.findall(r"--[a-z_]{3,}", TEXT))))
+def test_options_named_in_the_text_exist(option):
+    assert option in OTHERS or option[2:].removeprefix("no_") in {
+        field.name for field in dataclasses.fields(Settings)
+    } | {"config"}
+
+
+@pytest.mark.parametrize("path", DOCS, ids=lambda path: path.name)
+def test_files_named_in_the_text_exist(path):
+    for target in re.findall(r"\]\(([^)#]+)\)", path.read_text()):
+        assert target.startswith("http") or (path.parent / target).exists(), target

@@ -1,0 +1,62 @@
+"""Very many short rows: reading and tokenizing them takes little more memory than their files."""
+
+from __future__ import annotations
+
+import json
+import resource
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import DEMO_MODEL
+from tests.ranks import run_ranks
+
+MEBIBYTE = 1 << 20
+# 162 MiB were measured, 368 MiB with a million rows, half of it the files of examples and tokens mapped into memory; as
+# Python objects the rows would take over a kilobyte each.
+BOUND = 256 * MEBIBYTE
+
+
+def peak() -> int:
+    """Most memory that this process ever held, in bytes."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def prepare(path: str, count: int) -> None:
+    """Read and tokenize the rows as a run does; prints the memory that it took beyond that of the imports."""
+    import tempfile
+
+    from transformers import AutoTokenizer
+
+    from unsloth_ddp.config.options import Settings
+    from unsloth_ddp.data.batch_plan import RowOrder
+    from unsloth_ddp.data.dataset import fingerprint, read_examples, tokenize_examples
+    from unsloth_ddp.distributed.runtime import Ranks, Runtime
+
+    runtime = Runtime(Ranks(), "transformers", "cpu", "fp32", "CPU")
+    settings = Settings(dataset=[path])
+    tokenizer = AutoTokenizer.from_pretrained(DEMO_MODEL)
+    folder = Path(tempfile.mkdtemp(dir=Path(path).parent))
+    before = peak()
+    read_examples(settings, runtime, folder)
+    rows, _ = tokenize_examples(settings, runtime, folder, tokenizer)
+    fingerprint(rows, runtime)
+    assert sum(RowOrder(count, 8, seed=1)) == count * (count - 1) // 2
+    print(json.dumps({"rows": rows.counts.rows, "bytes": peak() - before}))
+
+
+def write_rows(path: Path, count: int) -> None:
+    with path.open("w", encoding="utf-8") as file:
+        for number in range(count):
+            file.write(f'{{"prompt": "{number}? ", "completion": "yes"}}\n')
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_many_short_rows_take_bounded_memory(tmp_path: Path) -> None:
+    count = 400_000
+    write_rows(tmp_path / "a.jsonl", count)
+    done = run_ranks(1, prepare, str(tmp_path / "a.jsonl"), count, folder=tmp_path / "out", timeout=840).check()
+    found = json.loads(done.output.splitlines()[-1])
+    assert found["rows"] == count
+    assert found["bytes"] < BOUND, f"{found['bytes'] / MEBIBYTE:.0f} MiB"

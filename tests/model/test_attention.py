@@ -1,0 +1,115 @@
+"""Which kernel packed rows get is what Unsloth found when it was imported, asked on a machine without a GPU."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from tests.data.test_packing import KV, both_ways, make, token_losses
+from unsloth_ddp.config.options import Settings
+from unsloth_ddp.distributed.runtime import Ranks, Runtime
+from unsloth_ddp.model import attention, varlen
+from unsloth_ddp.utils.errors import UserError
+
+
+def found_by_unsloth() -> Any:
+    """Unsloth's own `_TORCH_VARLEN_ATTN`, from its source: without a GPU it cannot be imported."""
+    spec = importlib.util.find_spec("unsloth")
+    assert spec is not None and spec.origin is not None
+    tree = ast.parse((Path(spec.origin).parent / "utils" / "attention_dispatch.py").read_text(encoding="utf-8"))
+    name = "_TORCH_VARLEN_ATTN"
+    [value] = [n for n in tree.body if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == name]
+    called = ast.unparse(value.value.func) if isinstance(value.value, ast.Call) else ""
+    made = [n for n in tree.body if n is value or (isinstance(n, ast.FunctionDef) and n.name == called)]
+    namespace: dict[str, Any] = {"torch": torch, "os": __import__("os")}
+    exec(compile(ast.Module(made, []), "attention_dispatch.py", "exec"), namespace)
+    return namespace[name]
+
+
+class QAttention(torch.nn.Linear):
+    """An attention layer whose forward pass is Unsloth's."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden
+
+    forward.__module__ = "unsloth.models.qwen3"
+
+
+@pytest.mark.parametrize(
+    ("switch", "flash", "there"),
+    [("1", True, True), ("off", True, False), ("0", True, False), ("1", False, False)],
+)
+def test_torchs_kernel_is_taken_where_unsloth_found_it(
+    switch: str, flash: bool, there: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("UNSLOTH_TORCH_VARLEN", switch)
+    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: flash)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    dispatch = ModuleType("unsloth.utils.attention_dispatch")
+    dispatch.XFORMERS, dispatch.FLASH_VARLEN = "xformers", "flash_varlen"  # type: ignore[attr-defined]
+    dispatch.select_attention_backend = lambda use_varlen: "sdpa"  # type: ignore[attr-defined]
+    dispatch._TORCH_VARLEN_ATTN = found_by_unsloth()  # type: ignore[attr-defined]
+    utils = ModuleType("unsloth.utils")
+    utils.attention_dispatch = dispatch  # type: ignore[attr-defined]
+    for module in (ModuleType("unsloth"), utils, dispatch):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    model = QAttention(1, 1)
+    model.config = SimpleNamespace(head_dim=128, _attn_implementation="sdpa")  # type: ignore[assignment]
+    facts = attention._kernels(Settings(model="m"), Runtime(Ranks(), "unsloth", "cuda", "bf16", "H200"), model)
+    assert facts.torch_varlen is there
+    assert attention.find_kernel(facts) == ("torch's varlen_attn" if there else None)
+
+
+def test_layers_with_heads_of_their_own_size_count_with_the_largest() -> None:
+    config = transformers.Gemma4TextConfig(num_hidden_layers=6)
+    with pytest.raises(RuntimeError):
+        _ = config.head_dim
+    assert attention._largest_head(config) == 512
+
+
+@pytest.mark.parametrize(
+    ("name", "asked", "packed"), [("Qwen3", None, True), ("Qwen3", "sdpa", False), ("Nemotron", None, False)]
+)
+def test_attention_of_transformers_takes_the_kernel_that_is_found(
+    name: str, asked: str | None, packed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    monkeypatch.setattr(varlen, "is_available", lambda: True)
+    model = make(name, **KV, head_dim=16)
+    model.set_attn_implementation("sdpa")
+    runtime = Runtime(Ranks(), "transformers", "cuda", "bf16", "H200")
+    choice = attention.choose_packing(Settings(model="m", attn_implementation=asked), runtime, model)
+    assert choice.packed is packed
+    assert (model.config._attn_implementation == varlen.NAME) is packed
+    assert attention.keys_for_packs(runtime, model) == ("flash" if packed else "positions")
+    if asked:
+        assert choice.reason == "backend transformers (bf16, sdpa) has no attention kernel for packed rows"
+
+
+@pytest.mark.parametrize("name", ["BioGpt", "Falcon", "OPT", "XGLM"])
+def test_models_whose_masks_lose_positions_do_not_pack_without_a_kernel(name: str) -> None:
+    sizes = {"ffn_dim": 48, "d_model": 32, "num_layers": 2, "word_embed_proj_dim": 32, "attention_heads": 2}
+    model = make(name, **(sizes if name in ("OPT", "XGLM") else {}))
+    _, _, padded, packed = both_ways()
+    assert (token_losses(model, packed) - token_losses(model, padded)).abs().max() > 1e-4, "rows are told apart now"
+    runtime = Runtime(Ranks(), "transformers", "cpu", "fp32", "CPU")
+    with pytest.raises(
+        UserError, match=f"packing on would mix rows, because the masks of {name.lower()} models do not"
+    ):
+        attention.choose_packing(Settings(model="m", packing="on"), runtime, model)
+    assert not attention.choose_packing(Settings(model="m"), runtime, model).packed
+
+
+def test_a_kernel_does_without_masks_unless_it_is_not_told() -> None:
+    assert attention.why_lost("gpt_oss", "flash-attn", "flash_attention_2") is None
+    assert "masks of gpt_oss" in str(attention.why_lost("gpt_oss", None, "eager"))
+    assert "gptj models do not tell flash" in str(attention.why_lost("gptj", "flash-attn", "flash_attention_2"))
+    assert attention.why_lost("gptj", None, "sdpa") is None

@@ -1,0 +1,203 @@
+"""What is refused of a model before or while it is loaded, and the names of the modules that get an adapter."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, LlamaConfig, OPTConfig
+
+from tests.conftest import DEMO_MODEL
+from unsloth_ddp.config.options import Settings
+from unsloth_ddp.distributed.runtime import Ranks, Runtime
+from unsloth_ddp.model.files_check import check_folder
+from unsloth_ddp.model.load import (
+    check_model,
+    check_module_names,
+    check_positions,
+    is_about_the_files,
+    load_model,
+    load_tokenizer,
+    stop_at,
+)
+from unsloth_ddp.plan.shape import model_shape
+from unsloth_ddp.utils.errors import UserError
+
+CPU = Runtime(Ranks(), "transformers", "cpu", "fp32", "CPU")
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    """A Llama without weights."""
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(
+            LlamaConfig(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, vocab_size=8)
+        )
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {},
+        {"lora_target_modules": ["q_proj", "v_proj"], "lora_modules_to_save": ["embed_tokens", "lm_head"]},
+        {"lora_target_modules": ["self_attn.q_proj", "model.layers.0.mlp.up_proj"]},
+        {"lora_modules_to_save": ["model.embed_tokens"]},
+    ],
+)
+def test_names_of_modules_are_taken(given: dict[str, list[str]], model: Any) -> None:
+    check_module_names(Settings(model="m", **given), model)
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        (
+            {"lora_modules_to_save": ["nosuch"]},
+            "lora_modules_to_save nosuch is no module of m; it has down_proj, embed_tokens, gate_proj, input_layernorm, ",
+        ),
+        ({"lora_target_modules": ["q_proj", "v_prj"]}, "lora_target_modules v_prj is no module of m; did you mean v_proj?"),
+        ({"lora_target_modules": ["proj"]}, "lora_target_modules proj is no module of m; did you mean "),
+        ({"lora_target_modules": ["q_proj,v_proj"]}, "q_proj,v_proj is no module of m; separate names by spaces (q_proj v_proj)."),
+        ({"lora_target_modules": [".*_proj"]}, "lora_target_modules .*_proj is no module of m; did you mean "),
+        ({"lora_target_modules": ["all-linear", "q_proj"]}, "all-linear is no module of m; all-linear stands alone, "),
+        ({"lora_modules_to_save": ["all-linear"]}, "all-linear is no module of m; all-linear stands alone, "),
+    ],
+)  # fmt: skip
+def test_other_names_are_refused_with_what_is_near(given: dict[str, list[str]], sentence: str, model: Any) -> None:
+    with pytest.raises(UserError) as refused:
+        check_module_names(Settings(model="m", **given), model)
+    assert sentence in str(refused.value)
+
+
+def test_the_names_are_looked_at_when_a_model_is_loaded() -> None:
+    settings = Settings(model=str(DEMO_MODEL), lora_modules_to_save=["nosuch"])
+    with pytest.raises(UserError, match="lora_modules_to_save nosuch is no module of"):
+        load_model(settings, CPU)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json", "pytorch_model.bin"])
+def test_a_git_lfs_pointer_is_called_what_it_is(name: str, tmp_path: Path) -> None:
+    folder = tmp_path / "m"
+    shutil.copytree(DEMO_MODEL, folder)
+    if name.endswith("bin"):
+        (folder / "model.safetensors").unlink()
+    (folder / name).write_text(f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 1192135096\n")
+    with pytest.raises(UserError, match=rf"{name} is a Git LFS pointer, not the file itself; run git lfs pull in"):
+        check_folder(folder, safetensors_only=False)
+
+
+@pytest.mark.parametrize("load", [load_tokenizer, model_shape])
+def test_without_a_network_it_is_said_how_to_bring_the_model(load: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(UserError, match=r"What helps: download it once where there is a network \(hf download NAME\)"):
+        load(Settings(model="nobody/no-such-model"))
+
+
+def tiny_gpt2() -> Any:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    return GPT2LMHeadModel(GPT2Config(n_embd=8, n_layer=1, n_head=1, n_positions=32, vocab_size=40))
+
+
+def test_rows_longer_than_the_positions_of_a_model_are_refused() -> None:
+    settings, gpt2 = Settings(model="m", dataset=["d"]), tiny_gpt2()
+    check_positions(settings, gpt2, 32)
+    with pytest.raises(
+        UserError, match="up to 33 tokens are longer than the 32 positions of model m; use --max_length 32"
+    ):
+        check_positions(settings, gpt2, 33)
+
+
+def test_positions_that_begin_later_do_not_make_more_of_them() -> None:
+    sizes = {"hidden_size": 8, "ffn_dim": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "word_embed_proj_dim": 8}
+    opt = AutoModelForCausalLM.from_config(OPTConfig(**sizes, max_position_embeddings=32, vocab_size=40))
+    with pytest.raises(IndexError):
+        opt(torch.ones((1, 33), dtype=torch.int64))
+    with pytest.raises(UserError, match="longer than the 32 positions of model m"):
+        check_positions(Settings(model="m", dataset=["d"]), opt, 33)
+
+
+def test_a_copied_table_of_tokens_is_no_table_of_positions() -> None:
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    llama = AutoModelForCausalLM.from_config(LlamaConfig(**sizes, vocab_size=32, max_position_embeddings=32))
+    adapted = get_peft_model(llama, LoraConfig(target_modules=["q_proj"], modules_to_save=["embed_tokens"]))
+    check_positions(Settings(model="m", dataset=["d"]), adapted, 33)
+
+
+def test_rows_beyond_what_rotary_positions_were_made_for_are_said(model: Any, capsys: pytest.CaptureFixture) -> None:
+    settings, known = Settings(model="m", dataset=["d"]), model.config.max_position_embeddings
+    check_positions(settings, model, known)
+    assert capsys.readouterr().out == ""
+    check_positions(settings, model, known + 1)
+    assert f"longer than the {known:,} that model m was made for; use --max_length {known}" in capsys.readouterr().out
+
+
+def test_a_hub_id_needs_no_folder() -> None:
+    check_model(Settings(model="owner/name", dataset=["d"]), CPU)
+    with pytest.raises(UserError, match=r"model \./name is not a model folder: it has no config\.json"):
+        check_model(Settings(model="./name", dataset=["d"]), CPU)
+
+
+@pytest.mark.parametrize(
+    ("error", "files"),
+    [
+        (OSError("no such repository"), True), (KeyError("qwen9"), True), (NotImplementedError("no head"), True),
+        (RuntimeError("You set `ignore_mismatched_sizes` to `False`"), True),
+        # Of the machine, whose causes are explained elsewhere.
+        (RuntimeError("NCCL error"), False), (torch.OutOfMemoryError("CUDA out of memory"), False),
+        (MemoryError(), False), (AssertionError("Torch not compiled with CUDA enabled"), False),
+    ],
+)  # fmt: skip
+def test_errors_of_the_files_are_told_from_those_of_the_machine(error: Exception, files: bool) -> None:
+    assert is_about_the_files(error) is files
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({"model_type": "nosuch"}, "model .* cannot be loaded: .*nosuch"),
+        (
+            {"intermediate_size": 8},
+            r"model .* cannot be loaded: its weights have other sizes than its config\.json says",
+        ),
+    ],
+)
+def test_a_model_that_cannot_be_loaded_is_said(changed: dict[str, Any], reason: str, tmp_path: Path) -> None:
+    folder = tmp_path / "m"
+    shutil.copytree(DEMO_MODEL, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changed))
+    with pytest.raises(UserError, match=reason):
+        load_model(Settings(model=str(folder)), CPU)
+
+
+def test_a_tokenizer_without_an_end_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "m"
+    shutil.copytree(DEMO_MODEL, folder)
+    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+        if (folder / name).exists():
+            given = json.loads((folder / name).read_text())
+            (folder / name).write_text(json.dumps({key: value for key, value in given.items() if key != "eos_token"}))
+    with pytest.raises(UserError, match="its tokenizer has no EOS token, so no row could end; set one"):
+        load_tokenizer(Settings(model=str(folder)))
+
+
+@pytest.mark.parametrize(
+    ("known", "last", "stops"),
+    [
+        (1, 7, [1, 7]), ([1, 2], 7, [1, 2, 7]), (None, 7, [7]),
+        # Known already; an ordinary word, as rows without an end have it; not supervised.
+        ([1, 7], 7, [1, 7]), (7, 7, 7), (1, 5, 1), (1, -100, 1),
+    ],
+)  # fmt: skip
+def test_generation_ends_where_rows_do(known: Any, last: int, stops: Any) -> None:
+    model = SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=known))
+    tokenizer = SimpleNamespace(added_tokens_decoder={1: "<eos>", 2: "<pad>", 7: "<|im_end|>"})
+    stop_at(model, tokenizer, [{"labels": []}, {"labels": [5, -100]}, {"labels": [5, last]}])
+    assert model.generation_config.eos_token_id == stops

@@ -1,0 +1,277 @@
+"""Attention through torch's varlen_attn, with a slow stand-in for the kernel, which needs a GPU."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.data.test_packing import KV, ROWS, both_ways, make, token_losses
+from unsloth_ddp.data.arrow_rows import ArrowRows
+from unsloth_ddp.data.dataset import Flatten, PackedRows
+from unsloth_ddp.model import varlen
+
+QWEN3 = {**KV, "head_dim": 16}
+MISTRAL = {**KV, "sliding_window": 8}
+# Its scores are not divided by the root of the head size.
+GRANITE = {**KV, "attention_multiplier": 0.7}
+
+
+def slow_varlen(
+    query: Tensor, key: Tensor, value: Tensor, borders: Tensor, borders_k: Tensor, longest: int, longest_k: int,
+    *, scale: float | None = None, window_size: tuple[int, int] = (-1, -1), enable_gqa: bool = False,
+) -> Tensor:  # fmt: skip
+    """What torch's varlen_attn computes: (tokens, heads, size), row by row, causal, within a window."""
+    assert borders.dtype == torch.int32 and torch.equal(borders, borders_k)
+    assert longest == longest_k == int(borders.diff().max())
+    assert window_size[1] == 0 and enable_gqa == (query.shape[1] != key.shape[1])
+    rows = []
+    for first, end in zip(borders.tolist(), borders.tolist()[1:], strict=False):
+        q, k, v = (x[first:end].transpose(0, 1)[None] for x in (query, key, value))
+        ago = torch.arange(end - first)[:, None] - torch.arange(end - first)
+        seen = (ago >= 0) & ((ago <= window_size[0]) | (window_size[0] < 0))
+        row = torch.nn.functional.scaled_dot_product_attention(q, k, v, seen, scale=scale, enable_gqa=enable_gqa)
+        rows.append(row[0].transpose(0, 1))
+    return torch.cat(rows)
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """Shapes of the queries that the stand-in was called with."""
+    import torch.nn.attention.varlen
+
+    seen: list[tuple[int, ...]] = []
+
+    def counted(query: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        seen.append(tuple(query.shape))
+        return slow_varlen(query, *args, **kwargs)
+
+    monkeypatch.setattr(torch.nn.attention.varlen, "varlen_attn", counted)
+    # Compared is in fp32, which the kernel would not take.
+    monkeypatch.setattr(varlen, "SIXTEEN_BIT", (*varlen.SIXTEEN_BIT, torch.float32))
+    return seen
+
+
+def packed_for_flash() -> dict[str, Any]:
+    rows, packing, _, _ = both_ways()
+    packs = PackedRows(ArrowRows(rows), packing)
+    return Flatten("flash")([packs[i] for i in range(len(packs))])
+
+
+@pytest.mark.parametrize(
+    ("name", "config"), [("Llama", KV), ("Qwen3", QWEN3), ("Mistral", MISTRAL), ("Granite", GRANITE)]
+)
+def test_every_token_loss_is_the_same_packed_or_padded(name: str, config: dict[str, Any], calls: list[Any]) -> None:
+    model = make(name, **config)
+    _, _, padded, _ = both_ways()
+    expected = token_losses(model, padded)
+    assert varlen.can_replace(model)
+    varlen.use(model)
+    packed = packed_for_flash()
+    torch.testing.assert_close(token_losses(model, packed), expected, rtol=2e-6, atol=1e-6)
+    assert len(calls) == model.config.num_hidden_layers
+    # Padded rows, as evaluation has them, take sdpa and its mask.
+    torch.testing.assert_close(token_losses(model, padded), expected, rtol=2e-6, atol=1e-6)
+    assert len(calls) == model.config.num_hidden_layers
+    one_row = {**packed, "cu_seq_lens_q": torch.tensor([0, packed["input_ids"].shape[1]], dtype=torch.int32)}
+    one_row |= {"position_ids": torch.arange(packed["input_ids"].shape[1])[None], "max_length_q": sum(ROWS) + 1}
+    assert (token_losses(model, one_row) - expected).abs().max() > 1e-4, "the comparison sees no mixing"
+
+
+def test_rows_without_padding_need_no_mask(calls: list[Any]) -> None:
+    model = make("Mistral", **MISTRAL)
+    ids = torch.randint(3, 64, (3, 20), generator=torch.Generator().manual_seed(1))
+    batch = {"input_ids": ids, "labels": ids}
+    expected = token_losses(model, batch)
+    varlen.use(model)
+    torch.testing.assert_close(token_losses(model, batch), expected, rtol=2e-6, atol=1e-6)
+    assert calls == [(60, 2, 16)] * 2
+
+
+def test_generation_is_what_it_is_with_sdpa(calls: list[Any]) -> None:
+    model = make("Llama", **KV)
+    asked = {
+        "input_ids": torch.tensor([[0, 0, 5, 6, 7], [8, 9, 10, 11, 12]]),
+        "attention_mask": torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]]),
+    }
+    given = {**asked, "max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    model.set_attn_implementation("sdpa")
+    expected = model.generate(**given)
+    varlen.use(model)
+    assert model.generate(**given).tolist() == expected.tolist()
+    alone = {**given, **{name: value[1:] for name, value in asked.items()}}
+    assert model.generate(**alone).tolist() == expected[1:].tolist()
+
+
+def test_tokens_after_a_cache_are_what_they_are_with_sdpa(calls: list[Any]) -> None:
+    model = make("Llama", **KV)
+    ids = torch.tensor([[8, 9, 10, 11, 12, 13]])
+    expected = model(ids).logits[:, 3:]
+    varlen.use(model)
+    cache = model(ids[:, :3], use_cache=True).past_key_values
+    found = model(ids[:, 3:], past_key_values=cache, use_cache=True).logits
+    torch.testing.assert_close(found, expected, rtol=2e-6, atol=1e-6)
+
+
+def test_gradients_reach_what_is_trained(calls: list[Any]) -> None:
+    model = make("Qwen3", **QWEN3).train()
+    packed = packed_for_flash()
+    gradients = []
+    for implementation in ("sdpa", varlen.NAME):
+        if implementation == varlen.NAME:
+            varlen.use(model)
+        model.zero_grad()
+        model(**packed, use_cache=False).loss.backward()
+        gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+    torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-4, atol=1e-6)
+    assert calls
+
+
+def test_under_autocast_the_kernel_gets_16_bits(calls: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch.nn.attention.varlen
+
+    kinds = set()
+    counted = torch.nn.attention.varlen.varlen_attn
+
+    def kept(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        kinds.update({query.dtype, key.dtype, value.dtype})
+        return counted(query, key, value, *args, **kwargs)
+
+    monkeypatch.setattr(torch.nn.attention.varlen, "varlen_attn", kept)
+    model = make("Qwen3", **QWEN3)
+    varlen.use(model)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        token_losses(model, packed_for_flash())
+    assert kinds == {torch.bfloat16}
+
+
+@pytest.mark.parametrize(
+    ("name", "config"),
+    [
+        ("Llama", {**KV, "attention_dropout": 0.1}),
+        # Its dropout has another name.
+        ("GPT2", {}),
+        # Capped scores; sinks; another kind of positions.
+        ("Gemma2", {**KV, "head_dim": 16}),
+        ("GptOss", {**KV, "head_dim": 16, "num_local_experts": 2, "num_experts_per_tok": 1}),
+        ("Bloom", {"hidden_size": 32, "n_head": 2}),
+        # Its layers do not pass on where rows begin.
+        ("Nemotron", KV),
+        # Its window is in the mask alone.
+        ("Phimoe", {**KV, "num_local_experts": 2, "num_experts_per_tok": 1, "sliding_window": 8}),
+        ("DeepseekV3", {"q_lora_rank": None, "kv_lora_rank": 16, "n_routed_experts": 4, "n_group": 1, "topk_group": 1}),
+    ],
+)
+def test_models_that_want_more_keep_their_attention(name: str, config: dict[str, Any]) -> None:
+    assert not varlen.can_replace(make(name, **config))
+
+
+CALL = {"cu_seq_lens_q": torch.tensor([0, 4, 6]), "max_length_q": 4, "alike": True, "is_causal": True}
+
+
+@pytest.mark.parametrize(
+    ("changed", "enough"),
+    [
+        ({}, True), ({"is_causal": None}, True), ({"is_causal": False}, False), ({"alike": False}, False),
+        # Without either, `attend` would take a pack for one row.
+        ({"cu_seq_lens_q": None}, False), ({"max_length_q": None}, False),
+        ({"dropout": 0.0, "softcap": None}, True), ({"dropout": 0.1}, False), ({"softcap": 30.0}, False),
+        ({"s_aux": torch.zeros(2)}, False), ({"position_bias": torch.zeros(2)}, False),
+    ],
+)  # fmt: skip
+def test_a_call_is_answered_where_all_is_there_and_nothing_more(changed: dict[str, Any], enough: bool) -> None:
+    assert varlen._is_enough(CALL | changed) is enough
+
+
+@pytest.mark.parametrize(
+    ("config", "window"),
+    [
+        ({}, False), ({"sliding_window": 8}, True), ({"sliding_window": None}, False),
+        ({"sliding_window": 8, "use_sliding_window": False}, False),
+        ({"sliding_window": 8, "layer_types": ["full_attention"]}, False),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, True),
+    ],
+)  # fmt: skip
+def test_a_config_says_whether_there_is_a_window(config: dict[str, Any], window: bool) -> None:
+    assert varlen._has_window(SimpleNamespace(**config)) is window
+
+
+@pytest.mark.parametrize("flag", ["_supports_attention_backend", "_supports_flash_attn"])
+def test_a_model_that_does_not_support_it_keeps_its_attention(flag: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make("Llama", **KV)
+    monkeypatch.setattr(model, flag, False)
+    assert not varlen.can_replace(model)
+
+
+def test_a_try_that_fails_is_said(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    model = make("Llama", **KV)
+
+    def fail(*given: Any) -> None:
+        raise RuntimeError("no embedding")
+
+    model.model.embed_tokens.register_forward_hook(fail)
+    with caplog.at_level(logging.WARNING):
+        assert not varlen.can_replace(model)
+    assert "packed rows keep the attention of Transformers, since a try failed: no embedding" in caplog.text
+    assert model.config._attn_implementation == "eager"
+
+
+def test_a_kernel_is_there_where_torch_has_all_that_is_asked_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch.nn.attention.varlen
+
+    def older(query: Tensor, *, scale: float | None = None, window_size: tuple[int, int] = (-1, -1)) -> None: ...
+
+    monkeypatch.setattr(torch.nn.attention.varlen, "varlen_attn", slow_varlen)
+    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
+    monkeypatch.setattr(torch.version, "hip", None)
+    assert varlen.is_available()
+    for where, name, value in (
+        (torch.nn.attention.varlen, "varlen_attn", older),
+        (torch.backends.cuda, "is_flash_attention_available", lambda: False),
+        (torch.version, "hip", "6.4"),
+    ):
+        with monkeypatch.context() as changed:
+            changed.setattr(where, name, value)
+            assert not varlen.is_available(), name
+
+
+def test_a_try_leaves_the_model_as_it_was() -> None:
+    model = make("Qwen3", **QWEN3).train()
+    # As adapters have it.
+    model.lm_head = torch.nn.Sequential(torch.nn.Dropout(0.5), model.lm_head)
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    draws = torch.get_rng_state()
+    assert varlen.can_replace(model)
+    assert torch.equal(torch.get_rng_state(), draws)
+    assert model.training and model.config._attn_implementation == "eager"
+    assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
+
+
+def test_weights_that_are_shared_out_are_not_needed() -> None:
+    model, mixing = make("Qwen3", **QWEN3), make("Nemotron", **KV)
+    for one in (model, mixing):
+        for parameter in one.parameters():
+            parameter.ds_id, parameter.data = 0, torch.empty(0)
+    assert varlen.can_replace(model) and not varlen.can_replace(mixing)
+
+
+def test_32_bits_are_left_to_sdpa() -> None:
+    """Without the stand-in, whose place torch's own function has here: it would fail on a CPU."""
+    model = make("Mistral", **MISTRAL)
+    _, _, padded, _ = both_ways()
+    expected = token_losses(model, padded)
+    varlen.use(model)
+    torch.testing.assert_close(token_losses(model, packed_for_flash()), expected, rtol=2e-6, atol=1e-6)
+
+
+def test_what_is_saved_does_not_name_it(tmp_path: Path) -> None:
+    model = make("Llama", **KV)
+    varlen.use(model)
+    model.save_pretrained(tmp_path)
+    assert varlen.NAME not in json.dumps(json.loads((tmp_path / "config.json").read_text()))

@@ -1,0 +1,167 @@
+"""Measured speeds: what they say of another model, how they are read, written and made from a finished run."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import statistics
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.conftest import REPO
+from unsloth_ddp.plan import calibration as calibrations
+from unsloth_ddp.plan.calibration import Calibration, Measurement, Wanted, expected_speed, load_calibration
+from unsloth_ddp.plan.rows import RowLengths
+from unsloth_ddp.plan.shape import ModelShape
+from unsloth_ddp.utils.errors import UserError
+
+SPEEDS = [1, 50, 100, 300, 200]
+WANTED = Wanted("lora", "unsloth", "bf16", "none", "full", 16384, 3e10)
+
+
+def measurement(name: str, flops: float, speed: float, **changed) -> Measurement:
+    given = dataclasses.asdict(WANTED) | {"flops_a_token": flops} | changed
+    return Measurement(name=name, tokens_per_second_per_gpu=speed, **given)
+
+
+def test_speed_follows_the_work_of_a_token():
+    one = measurement("one", 1e10, 40_000)
+    found = expected_speed(Calibration("gpu", "", [one]), dataclasses.replace(WANTED, flops_a_token=2e10))
+    assert (found.tokens_per_second, found.sources, found.differences) == (20_000, ["one"], [])
+    large = measurement("large", 4e10, 20_000)
+    between = dataclasses.replace(WANTED, flops_a_token=2e10)
+    found = expected_speed(Calibration("gpu", "", [large, one]), between)
+    # Half way between 4e14 and 8e14 on a logarithmic scale of work a token.
+    assert found.tokens_per_second == pytest.approx(6e14 / 2e10)
+    assert found.sources == ["one", "large"]
+    beyond = dataclasses.replace(WANTED, flops_a_token=8e10)
+    assert expected_speed(Calibration("gpu", "", [large, one]), beyond).tokens_per_second == 10_000
+    # Nobody measured anything like it.
+    assert expected_speed(Calibration("gpu", "", [one]), beyond) is None
+    few_tokens = dataclasses.replace(WANTED, tokens_a_micro_batch=3000)
+    assert expected_speed(Calibration("gpu", "", [one]), few_tokens) is None
+
+
+def test_the_nearest_circumstances_are_taken_and_their_differences_told():
+    offloaded = measurement("offloaded", 3e10, 2000, gradient_checkpointing="unsloth")
+    fewer = measurement("fewer", 3e10, 1000, gradient_checkpointing="unsloth", tokens_a_micro_batch=6000)
+    found = expected_speed(Calibration("gpu", "", [fewer, offloaded]), WANTED)
+    assert found.tokens_per_second == 2000
+    assert found.differences == ["gradient checkpointing unsloth, not none"]
+    found = expected_speed(Calibration("gpu", "", [fewer]), WANTED)
+    assert found.differences[1:] == ["6,000 tokens a micro-batch, not 16,384"]
+    for other in ({"method": "full"}, {"rows": "padded"}, {"precision": "fp16"}):
+        assert expected_speed(Calibration("gpu", "", [fewer]), dataclasses.replace(WANTED, **other)) is None
+
+
+def test_a_run_is_timed_by_what_was_measured_nearest():
+    padded = dataclasses.replace(WANTED, rows="padded", gradient_checkpointing="torch", tokens_a_micro_batch=578)
+    found = expected_speed(load_calibration("h200"), padded)
+    assert found.sources == ["Qwen3-1.7B, TRL, checkpointing, 8 chat rows"]
+    assert found.tokens_per_second == pytest.approx(4000 * 6_986_399_744 / 3e10)
+    offloading = dataclasses.replace(padded, gradient_checkpointing="unsloth")
+    assert expected_speed(load_calibration("h200"), offloading).sources[0].startswith("Qwen3-1.7B, Unsloth, offloaded")
+
+
+def test_the_shipped_calibration_says_where_it_is_from():
+    shipped = load_calibration("h200")
+    assert shipped.gpu == "NVIDIA H200" and "2026-11-20" in shipped.source
+    assert {m.tokens_per_second_per_gpu for m in shipped.measurements} >= {17100, 12100, 6900, 16300, 55000, 2300, 4000}
+    measured = json.loads((REPO / "benchmarks/results/speed.json").read_text())["cells"]
+    alone = [c for c in measured if (c["contestant"], c["work"], c["processes"]) == ("kit", "chat", 1)]
+    runs = {}
+    for one in alone:
+        runs.setdefault((one["shape"], one["method"]), []).append(one["tokens_per_second_a_gpu"])
+    kit = [m.tokens_per_second_per_gpu for m in shipped.measurements if "the kit" in m.name]
+    assert sorted(kit) == pytest.approx(sorted(map(statistics.median, runs.values())), abs=1)
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["", "[]", "{}", '{"format": 1, "gpu": "g", "source": "s", "measurements": []}',
+     '{"format": 1, "gpu": "g", "source": "s", "measurements": [{"name": "x"}]}',
+     '{"format": 1, "gpu": "g", "source": "s", "measurements": 3}'],
+)  # fmt: skip
+def test_a_broken_calibration_gets_a_sentence(content, tmp_path):
+    (tmp_path / "c.json").write_text(content)
+    with pytest.raises(UserError, match="write one with --calibrate"):
+        load_calibration(str(tmp_path / "c.json"))
+    with pytest.raises(UserError, match="shipped is h200"):
+        load_calibration(str(tmp_path / "none.json"))
+
+
+def test_a_calibration_with_a_figure_of_zero_is_refused(tmp_path):
+    path = tmp_path / "c.json"
+    calibrations.save_calibration(Calibration("g", "s", [measurement("x", 1e10, 0)]), path)
+    with pytest.raises(UserError, match="not above 0"):
+        load_calibration(str(path))
+
+
+@pytest.mark.parametrize("changed", [{"name": 5}, {"method": None}, {"backend": ["unsloth"]}])
+def test_a_calibration_whose_words_are_no_text_is_refused(changed, tmp_path):
+    path = tmp_path / "c.json"
+    one = dataclasses.asdict(measurement("x", 1e10, 1)) | changed
+    path.write_text(json.dumps({"format": 1, "gpu": "g", "source": "s", "measurements": [one]}))
+    [(field, value)] = changed.items()
+    with pytest.raises(UserError) as refused:
+        load_calibration(str(path))
+    assert str(refused.value) == f"--calibration {path}: {field} is {value!r}, but it has to be text; put it in quotes."
+
+
+def test_a_micro_batch_that_is_no_number_is_refused(tmp_path):
+    path = tmp_path / "c.json"
+    for wrong in ("", 0, "8"):
+        one = dataclasses.asdict(measurement("x", 1e10, 1)) | {"tokens_a_micro_batch": wrong}
+        path.write_text(json.dumps({"format": 1, "gpu": "g", "source": "s", "measurements": [one]}))
+        with pytest.raises(UserError, match="not above 0"):
+            load_calibration(str(path))
+
+
+SHAPE = ModelShape(
+    parameters=1000, linear=800, largest_linear=50, head=100, vocabulary=10, adapter=40, layers=4, layer_input=20.0,
+    layer_kept=300.0, outside_kept=8.0,
+)  # fmt: skip
+# 3,000 tokens, 300 a row, which fill 3 packs of 1,000.
+ROWS = RowLengths(np.array([100, 200, 300, 400, 500, 500, 400, 300, 200, 100]), supervised=1)
+
+
+def finished_run(
+    folder: Path, speeds: list[float], packed: bool = False, packs: int | None = None, method: str = "lora"
+) -> Path:
+    folder.mkdir()
+    summary = {
+        "device": "NVIDIA X", "backend": "unsloth", "precision": "bf16", "per_device_train_batch_size": 2, "world_size": 2,
+        "packing": packed, "packs": packs, "gradient_checkpointing": "torch",
+        "settings": {"model": "m", "method": method, "gradient_checkpointing": "auto", "max_length": 1000},
+    }  # fmt: skip
+    (folder / "summary.json").write_text(json.dumps(summary))
+    history = [{"loss": 1.0, "tokens_per_second": speed} for speed in speeds]
+    (folder / "trainer_state.json").write_text(json.dumps({"log_history": history}))
+    return folder
+
+
+def test_a_finished_run_becomes_a_measurement(tmp_path):
+    gpu, found = calibrations.measure_run(finished_run(tmp_path / "run", SPEEDS), "m", SHAPE, ROWS)
+    assert gpu == "NVIDIA X"
+    assert (found.tokens_per_second_per_gpu, found.rows, found.tokens_a_micro_batch) == (100, "padded", 600)
+    assert found.gradient_checkpointing == "torch"
+    with pytest.raises(UserError, match="logged 1 usable speeds"):
+        calibrations.measure_run(finished_run(tmp_path / "short", [1, 50, 100]), "m", SHAPE, ROWS)
+    with pytest.raises(UserError, match="it trained m, not n; write the file with --model m"):
+        calibrations.measure_run(tmp_path / "run", "n", SHAPE, ROWS)
+    with pytest.raises(UserError, match="not the folder of a finished run"):
+        calibrations.measure_run(tmp_path, "m", SHAPE, ROWS)
+
+
+def test_a_measurement_is_of_the_runs_own_method_and_packs(tmp_path):
+    def measured(name: str, *args) -> Measurement:
+        return calibrations.measure_run(finished_run(tmp_path / name, SPEEDS, *args), "m", SHAPE, ROWS)[1]
+
+    lora, full = measured("lora"), measured("full", False, None, "full")
+    assert (lora.flops_a_token, full.flops_a_token) == (4 * 940 + 2 * 40, 6 * 900)
+    packed = measured("packed", True, 4)
+    assert (packed.rows, packed.tokens_a_micro_batch) == ("packed", 2 * 3000 / 4)
+    # Of a streamed run packs are not counted: rows are put into them here.
+    assert measured("streamed", True).tokens_a_micro_batch == 2 * 3000 / 3

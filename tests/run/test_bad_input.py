@@ -1,0 +1,168 @@
+"""Every mistake ends every rank within seconds with one sentence from the main process, and no stack trace."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import DEMO_MODEL, REPO, write_jsonl
+from tests.ranks import run_ranks, train
+
+SECONDS = 30
+CHAT = {"messages": [{"role": "user", "content": "Who is it?"}, {"role": "assistant", "content": "It is I."}]}
+
+
+def train_with_gpus(count: int, argv: list[str], cwd: str) -> None:
+    """train_ddp.py on a machine that shows `count` GPUs; nothing is computed before it is refused."""
+    import torch
+
+    torch.cuda.is_available = lambda: True
+    torch.cuda.device_count = lambda: count
+    train(argv, cwd)
+
+
+def train_without_token(argv: list[str], cwd: str) -> None:
+    """train_ddp.py where nobody has logged in to the Hub, and nothing may be loaded before that is said."""
+    import huggingface_hub
+
+    from unsloth_ddp.model import load as model
+
+    huggingface_hub.get_token = lambda: None
+    model.load_model = None  # type: ignore[assignment]
+    train(argv, cwd)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory) -> Path:
+    """A folder with good rows, bad ones, and an earlier run."""
+    folder = tmp_path_factory.mktemp("bad")
+    write_jsonl(folder / "good.jsonl", [CHAT] * 20)
+    (folder / "broken.jsonl").write_text(json.dumps(CHAT) + "\n{'messages': []}\n")
+    write_jsonl(folder / "shape.jsonl", [{"question": "Who?", "answer": "I."}])
+    write_jsonl(folder / "role.jsonl", [CHAT, {"messages": [{"role": "robot", "content": "beep"}]}])
+    write_jsonl(
+        folder / "late.jsonl", [{"messages": [{"role": "user", "content": "so " * 300}, *CHAT["messages"][1:]]}]
+    )
+    (folder / "empty.jsonl").write_text("")
+    (folder / "notes.txt").write_text("words")
+    (folder / "no_model").mkdir()
+    (folder / "checkpoint-4").mkdir()
+    (folder / "list.yaml").write_text("- model\n")
+    (folder / "outputs" / "earlier").mkdir(parents=True)
+    (folder / "outputs" / "earlier" / "settings.yaml").write_text("model: x\n")
+    (folder / "outputs" / "earlier" / "summary.json").write_text("{}")
+    (folder / "outputs" / "mine").mkdir()
+    (folder / "outputs" / "mine" / "thesis.txt").write_text("years of work\n")
+    return folder
+
+
+GOOD = f"--model {DEMO_MODEL} --dataset good.jsonl --max_steps 1 --per_device_train_batch_size 1"
+MISTAKES = {
+    "missing model": ("--model ./nowhere --dataset good.jsonl", r"nowhere is not a model folder"),
+    "folder without model": ("--model ./no_model --dataset good.jsonl", "no config.json"),
+    "missing dataset": (f"--model {DEMO_MODEL} --dataset nowhere.jsonl", "dataset .*nowhere.jsonl.* no such file"),
+    "not a dataset": (f"--model {DEMO_MODEL} --dataset notes.txt", "notes.txt"),
+    "empty dataset": (f"--model {DEMO_MODEL} --dataset empty.jsonl", "empty.jsonl holds no rows"),
+    "missing config": ("--config nowhere.yaml", "nowhere.yaml.* no such file"),
+    "config of the wrong kind": ("--config list.yaml", "list.yaml"),
+    "unknown option": (f"{GOOD} --lerning_rate 1", "no option lerning_rate; did you mean learning_rate"),
+    "wrong type": (f"{GOOD} --lora_r many", "lora_r is 'many', but it takes a whole number"),
+    "unknown data shape": (
+        f"--model {DEMO_MODEL} --dataset shape.jsonl",
+        r"shape.jsonl:1: .*question, answer.*accepted",
+    ),
+    "broken row": (f"--model {DEMO_MODEL} --dataset broken.jsonl", r"broken.jsonl:2 is not JSON"),
+    "bad row": (f"--model {DEMO_MODEL} --dataset good.jsonl role.jsonl", r"role.jsonl:2: .*'robot'"),
+    "nothing supervised": (f"--model {DEMO_MODEL} --dataset late.jsonl --max_length 64", "no supervised token"),
+    "indivisible batch": (f"{GOOD} --global_batch_size 7", "7 does not divide .* nearest that does is 8"),
+    "contradicting batch": (f"{GOOD} --global_batch_size 8 --gradient_accumulation_steps 2", "disagree"),
+    "unsloth without accelerator": (f"{GOOD} --backend unsloth", "backend unsloth needs an accelerator"),
+    "qlora without GPU": (f"{GOOD} --method qlora", "method qlora needs a GPU"),
+    "missing chat template": (f"{GOOD} --chat_template nowhere.jinja", "nowhere.jinja"),
+    "another run's folder": (f"{GOOD} --run_name earlier", "earlier holds a finished run"),
+    "a stranger's folder": (f"{GOOD} --run_name mine --overwrite", "was not written by this kit"),
+    "a file as the folder of runs": (
+        f"{GOOD} --output_dir good.jsonl",
+        r"cannot be written \(.*good.jsonl: Not a dir.*give",
+    ),
+    "a folder that nobody can make": (
+        f"{GOOD} --output_dir /proc/runs",
+        r"/proc/runs/.* cannot be written \(/proc: .*give",
+    ),
+    "nothing to resume": (f"{GOOD} --resume fresh/checkpoint-2", "resume .*checkpoint-2: there is no such folder"),
+    "half a checkpoint": (f"{GOOD} --resume checkpoint-4", "not a whole checkpoint: it has no manifest.json"),
+    "no time": (f"{GOOD} --max_time soon", "max_time is 'soon', but it takes a time"),
+    "unknown trainer argument": (f'{GOOD} --trainer_args {{"nonsense":1}}', "SFTConfig has no field nonsense"),
+    "owned trainer argument": (f'{GOOD} --trainer_args {{"packing":true}}', "packing is decided by the kit"),
+    "unknown tracker": (f"{GOOD} --report_to tensorbord", "report_to tensorbord is no tracker that Transformers knows"),
+    "unknown optimizer": (f"{GOOD} --optim adamw8bit", "optim adamw8bit is not .* did you mean adamw_8bit"),
+    "unknown schedule": (f"{GOOD} --lr_scheduler_type cosin", "lr_scheduler_type cosin is not .* did you mean cosine"),
+    "misspelt trainer argument": (
+        f'{GOOD} --trainer_args {{"neftune_noise_alfa":1}}',
+        "did you mean neftune_noise_alpha",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistake_is_told_once_and_ends_every_rank(mistake, files, tmp_path, assert_told):
+    options, sentence = MISTAKES[mistake]
+    assert_told(run_ranks(2, train, options.split(), str(files), folder=tmp_path), sentence)
+
+
+def test_more_processes_than_gpus(files, tmp_path, assert_told):
+    result = run_ranks(2, train_with_gpus, 1, GOOD.split(), str(files), folder=tmp_path)
+    assert_told(result, "2 processes were started on this machine, which shows 1 GPUs")
+
+
+def test_an_upload_without_a_token_is_refused_before_anything_is_loaded(files, tmp_path, assert_told):
+    argv = f"{GOOD} --push_to_hub".split()
+    result = run_ranks(2, train_without_token, argv, str(files), folder=tmp_path)
+    assert_told(
+        result, "push_to_hub needs a token of the Hub, and none is found; log in once with hf auth login, set HF_T"
+    )
+
+
+def test_a_mistake_leaves_no_folder_that_stands_in_the_way(files):
+    assert {p.name for p in (files / "outputs").iterdir()} == {"earlier", "mine"}
+
+
+def test_a_strangers_folder_is_left_alone(files):
+    assert (files / "outputs" / "mine" / "thesis.txt").read_text() == "years of work\n"
+
+
+@pytest.fixture
+def assert_told():
+    """Check that a job ended as a user's mistake should."""
+
+    def check(result, sentence: str) -> None:
+        assert result.seconds < SECONDS
+        assert all(code != 0 for code in result.codes), result
+        assert result.codes[0] == 2, result.output
+        assert "Traceback" not in result.output, result.output
+        told = [line for line in result.outputs[0].splitlines() if line.startswith("train_ddp.py: error: ")]
+        assert len(told) == 1, result.output
+        assert re.search(sentence, told[0]), told[0]
+        assert "error:" not in result.outputs[1], result.outputs[1]
+
+    return check
+
+
+@pytest.mark.slow
+def test_launcher_ends_with_the_sentence_and_a_failing_code(files):
+    command = [
+        sys.executable,
+        "-m",
+        "accelerate.commands.launch",
+        "--config_file",
+        str(REPO / "accelerate_configs/cpu.yaml"),
+    ]
+    command += [str(REPO / "train_ddp.py"), *GOOD.split(), "--global_batch_size", "7"]
+    done = subprocess.run(command, cwd=files, capture_output=True, text=True, timeout=120)
+    assert done.returncode != 0
+    assert done.stderr.count("train_ddp.py: error: global_batch_size 7 does not divide") == 1

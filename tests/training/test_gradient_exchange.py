@@ -1,0 +1,126 @@
+"""Gradients averaged over ranks by the trainer itself: the same as DistributedDataParallel's, also after a break."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn import Linear, ModuleList, Parameter
+from torch.utils.checkpoint import checkpoint
+
+from tests.ranks import run_ranks
+from unsloth_ddp.training.gradient_exchange import GradientExchange, into_buckets
+
+LAYERS, WIDTH = 6, 8
+
+
+class Broken(torch.autograd.Function):
+    """Passes its input on, and breaks the backward pass off where it stands."""
+
+    @staticmethod
+    def forward(ctx, value):
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+
+class Layers(torch.nn.Module):
+    """Linear layers, the same on every rank, whose backward pass can break off before one of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = ModuleList(Linear(WIDTH, WIDTH) for _ in range(LAYERS))
+        self.unused = Parameter(torch.ones(3))
+
+    def forward(self, value: torch.Tensor, breaks_at: int | None = None) -> torch.Tensor:
+        for index, layer in enumerate(self.layers):
+            value = layer(value)
+            if index == breaks_at:
+                value = Broken.apply(value)
+        return value
+
+
+def rows(rank: int) -> list[torch.Tensor]:
+    """Two micro-batches of this rank."""
+    generator = torch.Generator().manual_seed(7 + rank)
+    return [torch.randn(4, WIDTH, generator=generator) for _ in range(2)]
+
+
+def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name.removeprefix("module."): p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def compare(folder: str, breaks_at: int | None) -> None:
+    """One rank: a step with the exchange, broken off once on rank 1 if asked, and one with DDP alone."""
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+
+    from unsloth_ddp.training import gradient_exchange as module
+
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    first, last = rows(rank)
+
+    def step(model, last_pass, breaks_at=None):
+        with model.no_sync():
+            model(first).square().sum().backward()
+        with last_pass(model):
+            model(last, breaks_at).square().sum().backward()
+
+    wrapped = DistributedDataParallel(Layers(), find_unused_parameters=True)
+    step(wrapped, contextlib.nullcontext)
+    expected = gradients(wrapped)
+
+    # About a layer in a bucket.
+    module.BUCKET_BYTES = 4 * (WIDTH * WIDTH + WIDTH)
+    mine = DistributedDataParallel(Layers(), find_unused_parameters=True)
+    exchange = GradientExchange(mine.module.parameters(), dist.get_world_size())
+    if breaks_at is not None and rank == 1:
+        with pytest.raises(torch.OutOfMemoryError):
+            step(mine, exchange.last_pass, breaks_at)
+        assert 0 < len(exchange.sent) < len(exchange.buckets)
+        mine.zero_grad()
+    step(mine, exchange.last_pass)
+    found = gradients(mine)
+    assert torch.equal(found.pop("unused"), torch.zeros(3))
+    assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
+    assert not exchange.sent
+    Path(folder, f"compared_{rank}").write_text(" ".join(found))
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("breaks_at", [None, 3])
+def test_gradients_are_those_of_ddp_to_the_bit(tmp_path: Path, breaks_at: int | None) -> None:
+    run_ranks(2, compare, str(tmp_path), breaks_at, folder=tmp_path / "ranks").check()
+    for rank in range(2):
+        assert len((tmp_path / f"compared_{rank}").read_text().split()) == 2 * LAYERS
+
+
+def test_buckets_keep_the_order_and_one_dtype() -> None:
+    sizes = [
+        (3, torch.float32),
+        (4, torch.float32),
+        (2, torch.float32),
+        (5, torch.bfloat16),
+        (99, torch.bfloat16),
+        (1, torch.bfloat16),
+    ]
+    parameters = [Parameter(torch.zeros(size, dtype=dtype)) for size, dtype in sizes]
+    buckets = into_buckets(parameters, 4 * 7)
+    assert [[p.numel() for p in bucket] for bucket in buckets] == [[3, 4], [2], [5], [99], [1]]
+
+
+def test_a_weight_whose_gradient_comes_in_parts_is_refused() -> None:
+    shared = Linear(WIDTH, WIDTH)
+    exchange = GradientExchange(shared.parameters(), 2)
+    exchange.missing = [set(bucket) for bucket in exchange.buckets]
+    # Nothing is sent here: one process has no group.
+    exchange._send_next = lambda: exchange.sent.append((None, torch.zeros(0)))  # type: ignore[method-assign]
+    recomputed = checkpoint(shared, torch.ones(1, WIDTH, requires_grad=True), use_reentrant=True)
+    with pytest.raises(RuntimeError, match=r"in two parts.*use --gradient_checkpointing none"):
+        checkpoint(shared, recomputed, use_reentrant=True).sum().backward()

@@ -1,0 +1,156 @@
+"""TRL's SFTConfig: every field is an option, goes through `trainer_args` and does something there, or is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import SchedulerType
+from trl.trainer.sft_config import SFTConfig
+
+from unsloth_ddp.config.parse import FIELDS, Settings
+from unsloth_ddp.data.batch_plan import BatchPlan
+from unsloth_ddp.distributed.runtime import Ranks, Runtime
+from unsloth_ddp.distributed.sharding import Sharding
+from unsloth_ddp.training.owned_args import OWNED_ARGS
+from unsloth_ddp.training.sft_config import SCHEDULE_EXAMPLES, make_config
+from unsloth_ddp.utils.errors import UserError
+
+# Read by what the kit leaves to Transformers and TRL: optimizer and schedule, hooks on the model, logs, checkpoints, data
+# loaders, DDP.
+WORDS = """
+    lr_scheduler_kwargs optim_args adam_beta1 adam_beta2 adam_epsilon optim_target_modules
+    tf32 gradient_checkpointing_kwargs activation_offloading torch_compile torch_compile_backend torch_compile_mode
+    use_liger_kernel liger_kernel_config neftune_noise_alpha torch_empty_cache_steps full_determinism data_seed
+    logging_strategy logging_first_step log_on_each_node logging_nan_inf_filter include_num_input_tokens_seen log_level
+    log_level_replica disable_tqdm project trackio_space_id trackio_bucket_id trackio_static_space_id debug
+    skip_memory_metrics
+    eval_delay eval_on_start save_on_each_node load_best_model_at_end metric_for_best_model
+    greater_is_better restore_callback_states_from_checkpoint
+    dataloader_num_workers dataloader_pin_memory dataloader_persistent_workers dataloader_prefetch_factor
+    dataloader_multiprocessing_context dataloader_in_order
+    ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph
+"""
+GOES_THROUGH = set(WORDS.split())
+
+
+def config_with(folder: Path, options: dict[str, Any] | None = None, sharding: Sharding = "none", **given: Any) -> Any:
+    settings = Settings(model="m", dataset=["d"], trainer_args=given, **(options or {}))
+    runtime = Runtime(Ranks(), "transformers", "cpu", "fp32", "CPU", sharding=sharding)
+    return make_config(settings, runtime, BatchPlan(1, 1, 1), folder)
+
+
+def test_every_field_is_an_option_goes_through_or_is_refused() -> None:
+    names = {f.name for f in dataclasses.fields(SFTConfig) if f.init}
+    # Unsloth's version of the class has it.
+    assert names - FIELDS.keys() - GOES_THROUGH == OWNED_ARGS.keys() - {"max_seq_length"}
+    assert not GOES_THROUGH & (OWNED_ARGS.keys() | FIELDS.keys()) and names >= GOES_THROUGH
+
+
+@pytest.mark.parametrize(
+    ("name", "instead"),
+    [
+        ("loss_type", "the loss is the negative log-likelihood"), ("packing", "use --packing."),
+        ("eval_packing", "use --packing; what"), ("assistant_only_loss", "use --loss_on."),
+        ("truncation_mode", "use --overlong."), ("optim", "use --optim."), ("max_seq_length", "use --max_length."),
+        ("save_only_model", "a run goes on only with the state of its optimizer; --save_strategy no"),
+    ],
+)  # fmt: skip
+def test_what_would_do_nothing_is_refused_with_what_there_is_instead(name: str, instead: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError) as refused:
+        config_with(tmp_path, **{name: "x"})
+    assert str(refused.value).startswith(f"trainer_args: {name} is decided by the kit; {instead}")
+
+
+def test_what_is_refused_names_options_that_there_are() -> None:
+    named = {word.strip(".,;:") for text in OWNED_ARGS.values() for word in text.split() if word.startswith("--")}
+    assert {name.removeprefix("--") for name in named} - {"help"} <= FIELDS.keys()
+
+
+def test_what_goes_through_arrives_and_nothing_is_added_to_the_loss(tmp_path: Path) -> None:
+    config = config_with(tmp_path, neftune_noise_alpha=5, adam_beta2=0.9)
+    assert (config.neftune_noise_alpha, config.adam_beta2) == (5, 0.9)
+    assert (config.router_aux_loss_coef, config.loss_type, config.label_smoothing_factor) == (0.0, "nll", 0.0)
+    assert config.average_tokens_across_devices is False
+
+
+def test_what_goes_through_wins_over_what_the_kit_would_choose(tmp_path: Path) -> None:
+    given = {"logging_nan_inf_filter": True, "logging_first_step": False, "ddp_broadcast_buffers": True}
+    config, chosen = config_with(tmp_path, **given), config_with(tmp_path)
+    assert {name: getattr(config, name) for name in given} == given
+    assert {name: getattr(chosen, name) for name in given} == {name: not value for name, value in given.items()}
+
+
+def test_what_the_kit_does_by_itself_is_left_to_nobody_else(tmp_path: Path) -> None:
+    """An upload, and the removal of checkpoints, would come at another time and of other files."""
+    config = config_with(tmp_path, {"push_to_hub": True, "save_total_limit": 2})
+    assert (config.push_to_hub, config.save_total_limit) == (False, None)
+
+
+@pytest.mark.parametrize(
+    ("options", "strategy"),
+    [
+        ({}, "no"), ({"eval_fraction": 0.1}, "epoch"), ({"eval_dataset": ["e"]}, "epoch"),
+        ({"eval_dataset": ["e"], "eval_steps": 5}, "steps"), ({"eval_fraction": 0.1, "eval_strategy": "no"}, "no"),
+    ],
+)  # fmt: skip
+def test_rows_to_evaluate_are_evaluated(options: dict[str, Any], strategy: str, tmp_path: Path) -> None:
+    assert config_with(tmp_path, options).eval_strategy.value == strategy
+
+
+@pytest.mark.parametrize(
+    ("method", "sharding", "kind", "expected"),
+    [
+        ("lora", "none", "none", None), ("lora", "none", "torch", {"use_reentrant": False}),
+        ("lora", "zero3", "torch", {"use_reentrant": True}), ("full", "zero3", "torch", {"use_reentrant": False}),
+    ],
+)  # fmt: skip
+def test_only_adapters_with_zero3_are_recomputed_in_the_reentrant_way(
+    method: str, sharding: Sharding, kind: str, expected: dict[str, bool] | None, tmp_path: Path
+) -> None:
+    config = config_with(tmp_path, {"method": method, "gradient_checkpointing": kind}, sharding)
+    assert (config.gradient_checkpointing, config.gradient_checkpointing_kwargs) == (kind != "none", expected)
+
+
+def test_keywords_of_gradient_checkpointing_need_a_kind(tmp_path: Path) -> None:
+    given = {"gradient_checkpointing_kwargs": {"use_reentrant": True}}
+    with pytest.raises(UserError, match="needs a kind to go with; give --gradient_checkpointing torch or unsloth"):
+        config_with(tmp_path, **given)
+    config = config_with(tmp_path, {"gradient_checkpointing": "torch"}, **given)
+    assert config.gradient_checkpointing_kwargs == {"use_reentrant": True}
+
+
+@pytest.mark.parametrize(
+    ("options", "given", "sentence"),
+    [
+        ({}, {"neftune_noise_alfa": 1}, "trainer_args: SFTConfig has no field neftune_noise_alfa; did you mean neftune_noise_alpha?"),
+        ({}, {"nonsense": 1}, "trainer_args: SFTConfig has no field nonsense; the documentation of TRL lists them."),
+        ({}, {"logging_strategy": "never"}, "The training options are refused by TRL: never is not a valid IntervalStrategy"),
+    ],
+)  # fmt: skip
+def test_names_and_values_that_are_not_known_are_refused(
+    options: dict[str, Any], given: dict[str, Any], sentence: str, tmp_path: Path
+) -> None:
+    with pytest.raises(UserError) as refused:
+        config_with(tmp_path, options, **given)
+    assert str(refused.value).startswith(sentence)
+
+
+@pytest.mark.parametrize("name", [str(one.value) for one in SchedulerType])
+def test_every_schedule_works_or_is_refused_before_anything_is_loaded(name: str, tmp_path: Path) -> None:
+    example = SCHEDULE_EXAMPLES.get(name)
+    if example:
+        with pytest.raises(
+            UserError, match=rf"{name} does not work with lr_scheduler_kwargs left out .* give, for example"
+        ):
+            config_with(tmp_path, {"lr_scheduler_type": name})
+    config_with(tmp_path, {"lr_scheduler_type": name, "eval_fraction": 0.1}, lr_scheduler_kwargs=example or {})
+
+
+def test_a_keyword_that_a_schedule_does_not_take_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(
+        UserError, match=r"cosine does not work with lr_scheduler_kwargs {'cycles': 2} \(.*'cycles'\); mend"
+    ):
+        config_with(tmp_path, {"lr_scheduler_type": "cosine"}, lr_scheduler_kwargs={"cycles": 2})

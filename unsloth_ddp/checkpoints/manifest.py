@@ -1,0 +1,271 @@
+"""What a checkpoint says about itself: read, written and compared here, all of it plain values.
+
+The manifest is the last file of a checkpoint and lists every other one. A folder is whole if its manifest is, and
+every file that it lists is there with its size and checksum.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from fnmatch import fnmatch
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import xxhash
+
+from unsloth_ddp.utils.redaction import printable
+
+FILE_NAME = "manifest.json"
+FORMAT = 1
+CHUNK = 1 << 22
+
+# Settings that a resumed run has to share with the checkpoint, because each of them changes what is computed.
+GUARDED = (
+    "model", "model_revision", "method", "seed", "full_weights", "lora_r", "lora_alpha", "lora_dropout",
+    "lora_target_modules", "lora_modules_to_save", "use_rslora", "max_length", "overlong", "loss_on", "learning_rate",
+    "lr_scheduler_type", "warmup_steps", "weight_decay", "max_grad_norm", "optim", "trainer_args",
+)  # fmt: skip
+# Facts of the run beside them, in the same way.
+GUARDED_FACTS = (
+    "packing", "global_batch_size", "steps", "rows", "data", "sources", "shuffle_buffer", "backend", "precision",
+)  # fmt: skip
+# What changes where and how the same is computed: said, not refused.
+SAID = (
+    "world_size", "per_device_train_batch_size", "gradient_accumulation_steps", "gradient_checkpointing",
+    "attn_implementation",
+)  # fmt: skip
+# What a run needs beside the weights: the file as one process writes it, and its names with DDP, FSDP and DeepSpeed.
+STATE_FILES = {
+    "optimizer.pt": ("optimizer.pt", "optimizer.bin", "optimizer_*/*", "*_optim_states.pt"),
+    "scheduler.pt": ("scheduler.pt", "*_model_states.pt"),
+    "rng_state.pth": ("rng_state.pth", "rng_state_*.pth"),
+}
+# Shardings whose optimizer files are one a process.
+FIXED_WORLD = ("zero2", "zero3")
+
+
+class Damaged(ValueError):
+    """A folder that is no whole checkpoint; the message says what is wrong with it, and is safe to print."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(printable(message))
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Step of a checkpoint, the facts of its run, package versions, and files as {path: (bytes, checksum)}."""
+
+    step: int
+    run: dict[str, Any]
+    versions: dict[str, str] = field(default_factory=dict)
+    files: dict[str, tuple[int, str]] = field(default_factory=dict)
+
+    def to_text(self) -> str:
+        """JSON with a checksum of itself."""
+        content: dict[str, Any] = {
+            "format": FORMAT,
+            "step": self.step,
+            "run": self.run,
+            "versions": self.versions,
+            "files": {name: {"bytes": size, "xxh3_128": digest} for name, (size, digest) in self.files.items()},
+        }
+        return json.dumps({**content, "checksum": _checksum_of(content)}, indent=1) + "\n"
+
+
+def from_text(text: str) -> Manifest:
+    """The manifest that `to_text` wrote.
+
+    Raises:
+        Damaged: it is anything else.
+    """
+    try:
+        content = json.loads(text, object_pairs_hook=_unique)
+    except Damaged:
+        raise
+    except (ValueError, RecursionError):
+        raise Damaged(f"{FILE_NAME} is not JSON") from None
+    if not isinstance(content, dict):
+        raise Damaged(f"{FILE_NAME} holds no mapping")
+    checksum = content.pop("checksum", None)
+    if content.get("format") != FORMAT:
+        raise Damaged(f"{FILE_NAME} is of format {str(content.get('format'))[:20]}, which this release does not read")
+    if checksum != _checksum_of(content):
+        raise Damaged(f"{FILE_NAME} does not match its own checksum")
+    try:
+        step, run, versions = content["step"], content["run"], content["versions"]
+        files = {name: (entry["bytes"], entry["xxh3_128"]) for name, entry in content["files"].items()}
+    except (KeyError, TypeError, AttributeError):
+        raise Damaged(f"{FILE_NAME} lacks a part") from None
+    plain = all(type(size) is int and size >= 0 and isinstance(digest, str) for size, digest in files.values())
+    if not (type(step) is int and step >= 0 and isinstance(run, dict) and isinstance(versions, dict) and plain):
+        raise Damaged(f"{FILE_NAME} holds a value of the wrong type")
+    for name in files:
+        path = PurePosixPath(name)
+        if not path.parts or path.is_absolute() or ".." in path.parts or "\0" in name:
+            raise Damaged(f"{FILE_NAME} lists {name[:100]!r}, which is not a file of this folder")
+    return Manifest(step, run, versions, files)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    content = dict(pairs)
+    if len(content) != len(pairs):
+        raise Damaged(f"{FILE_NAME} gives a name twice")
+    return content
+
+
+def _checksum_of(content: Mapping[str, Any]) -> str:
+    return str(xxhash.xxh3_128(json.dumps(content, sort_keys=True).encode()).hexdigest())
+
+
+# ---- files ----
+
+
+def checksum(path: Path) -> str:
+    """The xxh3_128 of a file, which is read in parts."""
+    digest = xxhash.xxh3_128()
+    with path.open("rb") as file:
+        while chunk := file.read(CHUNK):
+            digest.update(chunk)
+    return str(digest.hexdigest())
+
+
+def list_files(folder: Path) -> list[Path]:
+    """Every file below `folder` but the manifest at its top, sorted."""
+    return sorted(path for path in folder.rglob("*") if path.is_file() and path != folder / FILE_NAME)
+
+
+def describe_files(folder: Path) -> dict[str, tuple[int, str]]:
+    """Size and checksum of every file below `folder`, the manifest left out."""
+    paths = list_files(folder)
+    with ThreadPoolExecutor(max_workers=4) as pool:
+        digests = list(pool.map(checksum, paths))
+    return {
+        path.relative_to(folder).as_posix(): (path.stat().st_size, digest)
+        for path, digest in zip(paths, digests, strict=True)
+    }
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of a checkpoint folder, whose files are not looked at.
+
+    Raises:
+        Damaged: there is none, or it is not readable.
+    """
+    try:
+        return from_text((folder / FILE_NAME).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise Damaged(f"it has no {FILE_NAME}, so it was not written to its end") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise Damaged(f"{FILE_NAME} cannot be read: {error}") from None
+
+
+def verify(folder: Path) -> Manifest:
+    """The manifest of a checkpoint whose every file is there, in its size and with its checksum.
+
+    Raises:
+        Damaged: naming the first file that is not.
+    """
+    manifest = read_manifest(folder)
+    if "trainer_state.json" not in manifest.files:
+        raise Damaged("it lists no trainer_state.json")
+    for name, (size, _) in manifest.files.items():
+        path = folder / name
+        try:
+            if not path.is_file() or not path.resolve().is_relative_to(folder.resolve()):
+                raise Damaged(f"{name} is missing")
+            if path.stat().st_size != size:
+                raise Damaged(f"{name} has {path.stat().st_size:,} bytes instead of {size:,}")
+        except OSError as error:
+            raise Damaged(f"{name[:100]} cannot be read: {error.strerror or error}") from None
+
+    def matches(name: str) -> bool:
+        try:
+            return checksum(folder / name) == manifest.files[name][1]
+        except OSError as error:
+            raise Damaged(f"{name} cannot be read: {error}") from None
+
+    with ThreadPoolExecutor(max_workers=4) as pool:
+        for name, good in zip(manifest.files, pool.map(matches, manifest.files), strict=True):
+            if not good:
+                raise Damaged(f"the content of {name} does not match its checksum")
+    return manifest
+
+
+def missing_state(files: Iterable[str]) -> str | None:
+    """The first of STATE_FILES that is not among a checkpoint's files under any of its names."""
+    names = list(files)
+    for file, patterns in STATE_FILES.items():
+        if not any(fnmatch(name, pattern) for name in names for pattern in patterns):
+            return file
+    return None
+
+
+# ---- the run that goes on ----
+
+
+@dataclass
+class Comparison:
+    """What differs between a checkpoint and the run that would go on from it, as sentences' parts.
+
+    `impossible` cannot be had at all, `refused` only if the user insists, `said` changes nothing that is learned;
+    `instead` is what would mend what is refused.
+    """
+
+    impossible: list[str] = field(default_factory=list)
+    refused: list[str] = field(default_factory=list)
+    said: list[str] = field(default_factory=list)
+    instead: str = "go back to the first value"
+
+
+def compare(before: Mapping[str, Any], now: Mapping[str, Any]) -> Comparison:
+    """Compare the facts of two runs; a fact that only one of them holds is not compared."""
+
+    def changes(names: tuple[str, ...]) -> list[str]:
+        both = [name for name in names if name in before and name in now]
+        return [f"{name} {_shown(before[name])} -> {_shown(now[name])}" for name in both if before[name] != now[name]]
+
+    result = Comparison(refused=changes(GUARDED + GUARDED_FACTS), said=changes(SAID))
+    packs, processes = before.get("global_batch_size"), now.get("world_size")
+    packed = "off" not in (before.get("packing", "off"), now.get("packing", "off"))
+    if packed and packs and processes and packs % processes:
+        result.instead = (
+            f"its steps hold {packs} packs, which {processes} processes cannot share: start as many as divide {packs}"
+        )
+    old, new = before.get("sharding", "none"), now.get("sharding", "none")
+    if old != new:
+        result.impossible.append(
+            f"sharding {old} -> {new}: the optimizer's files of one cannot be read by the other; start with {old}"
+        )
+    elif old in FIXED_WORLD and before.get("world_size") != now.get("world_size"):
+        result.impossible.append(
+            f"world_size {before.get('world_size')} -> {now.get('world_size')}: DeepSpeed's optimizer files are one a "
+            f"process; start {before.get('world_size')} processes"
+        )
+    return result
+
+
+def _shown(value: Any) -> str:
+    text = printable(str(value))
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def differing(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+    """Packages whose version changed, as "torch 2.13.0 -> 2.14.0"."""
+    return [
+        f"{name} {version} -> {now.get(name, 'none')}" for name, version in before.items() if now.get(name) != version
+    ]
+
+
+def newest(found: Mapping[int, Path], whole: Callable[[Path], Any]) -> tuple[Path | None, list[tuple[Path, str]]]:
+    """The checkpoint of the highest step for which `whole` raises no Damaged, and the ones skipped on the way."""
+    skipped: list[tuple[Path, str]] = []
+    for step in sorted(found, reverse=True):
+        try:
+            whole(found[step])
+            return found[step], skipped
+        except Damaged as error:
+            skipped.append((found[step], str(error)))
+    return None, skipped

@@ -1,0 +1,148 @@
+"""The batch plan: which rows an optimizer step sees, however many processes share them. Pure arithmetic.
+
+The global batch (rows per optimizer step over all processes) is the number that stays when GPUs are added:
+
+    global batch = per-device batch x accumulation x processes
+
+Row order is a function of (rows, seed, epoch) alone. Micro-batches are dealt to the processes in turn, so step s
+sees rows s x global batch to (s + 1) x global batch of that order in every layout of the same global batch. Within a
+step rows are arranged by length, which changes who computes what and when, not what is computed. Where rows are
+packed (packing.py), a pack is what counts as a row here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from torch.utils.data import Sampler
+
+from unsloth_ddp.utils.errors import UserError
+
+DEFAULT_GLOBAL_BATCH = 16
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """Rows per forward pass of one process, forward passes per step, and processes."""
+
+    per_device: int
+    accumulation: int
+    processes: int
+
+    @property
+    def global_batch(self) -> int:
+        """Rows per optimizer step over all processes."""
+        return self.per_device * self.accumulation * self.processes
+
+    def steps_per_epoch(self, rows: int) -> int:
+        """Optimizer steps in one pass over `rows`; the last may hold fewer rows."""
+        return math.ceil(rows / self.global_batch)
+
+    def steps(self, rows: int, epochs: float, max_steps: int) -> int:
+        """Optimizer steps of a run; a positive `max_steps` wins over `epochs`, as in Transformers."""
+        return max_steps if max_steps > 0 else math.ceil(epochs * self.steps_per_epoch(rows))
+
+
+def plan_batch(per_device: int, processes: int, global_batch: int | None, accumulation: int | None) -> BatchPlan:
+    """The plan for a global batch or an accumulation (or both, where they agree).
+
+    With neither, the global batch is the one nearest to DEFAULT_GLOBAL_BATCH that divides.
+
+    Raises:
+        UserError: the global batch does not divide, or contradicts the accumulation.
+    """
+    slots = per_device * processes
+    if accumulation is None:
+        wanted = global_batch or nearest_multiple(DEFAULT_GLOBAL_BATCH, slots)
+        if wanted % slots:
+            raise UserError(
+                f"global_batch_size {wanted} does not divide into {per_device} rows a device x {processes} processes "
+                f"= {slots} rows at a time; the nearest that does is {nearest_multiple(wanted, slots)}."
+            )
+        accumulation = wanted // slots
+    plan = BatchPlan(per_device, accumulation, processes)
+    if global_batch is not None and global_batch != plan.global_batch:
+        raise UserError(
+            f"global_batch_size {global_batch} and gradient_accumulation_steps {accumulation} disagree: {per_device} "
+            f"rows a device x {accumulation} x {processes} processes = {plan.global_batch}; give only one of the two."
+        )
+    return plan
+
+
+def nearest_multiple(wanted: float, slots: int) -> int:
+    """The multiple of `slots` nearest to `wanted`, at least one; the larger of two equally near."""
+    return max(1, math.floor(wanted / slots + 0.5)) * slots
+
+
+class RowOrder(Sampler[int]):
+    """Row indices of one epoch, padded with a filler index until they divide into `multiple`.
+
+    The filler index is `rows`: the data holds one row there that has no supervised token, so that padding evens
+    out the processes without any row being seen twice.
+    """
+
+    def __init__(self, rows: int, multiple: int, seed: int | None) -> None:
+        """`seed` None keeps the order of the data."""
+        self.rows = rows
+        self.multiple = multiple
+        self.seed = seed
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the order of another epoch; Transformers calls this through the data loader."""
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return math.ceil(self.rows / self.multiple) * self.multiple
+
+    def indices(self) -> np.ndarray:
+        """The whole epoch, int64 (len(self),)."""
+        order = np.arange(self.rows)
+        if self.seed is not None:
+            np.random.default_rng([self.seed, self.epoch]).shuffle(order)
+        return np.concatenate([order, np.full(len(self) - self.rows, self.rows)])
+
+    def __iter__(self) -> Iterator[int]:
+        yield from self.indices().tolist()
+
+
+class BalancedOrder(RowOrder):
+    """A RowOrder whose rows stay in their optimizer step, but are arranged there by length (see `arrange`)."""
+
+    def __init__(self, plan: BatchPlan, lengths: np.ndarray, seed: int | None, *, padded: bool) -> None:
+        """`lengths` are the tokens of each row, and of the filler at the end; `seed` None keeps the order of the data."""
+        super().__init__(len(lengths) - 1, plan.per_device * plan.processes, seed)
+        self.plan = plan
+        self.lengths = lengths
+        self.padded = padded
+
+    def __iter__(self) -> Iterator[int]:
+        order, step = self.indices(), self.plan.global_batch
+        for start in range(0, len(order), step):
+            yield from arrange(order[start : start + step], self.lengths, self.plan, padded=self.padded).tolist()
+
+
+def arrange(rows: np.ndarray, lengths: np.ndarray, plan: BatchPlan, *, padded: bool) -> np.ndarray:
+    """The rows of one step, in the order that they are dealt in: micro-batch m goes to process m % processes.
+
+    Rows of like length share a micro-batch, which is the least padding there can be. Micro-batches of like cost share
+    an accumulation position, and the process that has most so far gets the cheapest, so that the processes' costs
+    never lie further apart than those of one position do.
+
+    Args:
+        rows: int (rows of the step,), a multiple of per-device batch x processes.
+        lengths: tokens of every row of the data.
+        padded: whether the cost of a micro-batch is that of its longest row for each of its rows, or their sum.
+    """
+    batches = rows[np.argsort(-lengths[rows], kind="stable")].reshape(-1, plan.processes, plan.per_device)
+    costs = lengths[batches].max(axis=2) if padded else lengths[batches].sum(axis=2)
+    dealt = np.empty_like(batches)
+    so_far = np.zeros(plan.processes, dtype=np.int64)
+    for position, (group, cost) in enumerate(zip(batches, costs, strict=True)):
+        ranks = np.argsort(so_far, kind="stable")
+        dealt[position, ranks] = group
+        so_far[ranks] += cost
+    return dealt.reshape(-1)

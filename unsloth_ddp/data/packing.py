@@ -1,0 +1,320 @@
+"""Rows of different length joined to packs of like length: how many a step holds, and whether to. Pure arithmetic.
+
+A pack is several rows behind each other in one sequence, each with positions of its own; attention and loss keep
+them apart, so a row's loss is what it would be alone. Which rows share a pack is a function of the rows' lengths.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, insort
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+
+from unsloth_ddp.config.parse import Settings
+from unsloth_ddp.data.batch_plan import BatchPlan, nearest_multiple, plan_batch
+from unsloth_ddp.utils.errors import UserError
+
+# A step may have this share of the rows that were asked for, where fuller packs come of it.
+ENOUGH_ROWS = 0.8
+
+
+@dataclass(frozen=True)
+class Packing:
+    """Which rows share a pack: pack i holds `rows[starts[i] : starts[i + 1]]`, in the order of the data.
+
+    Args:
+        capacity: most tokens a pack of several rows may hold; a row that is longer is a pack by itself.
+        rows: int64 (rows,), every row once.
+        starts: int64 (packs + 1,).
+        tokens: int64 (packs,), what each pack holds.
+    """
+
+    capacity: int
+    rows: np.ndarray
+    starts: np.ndarray
+    tokens: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def members(self, pack: int) -> np.ndarray:
+        """The rows of one pack."""
+        return self.rows[self.starts[pack] : self.starts[pack + 1]]
+
+    @property
+    def rows_a_pack(self) -> float:
+        """Mean number of rows in a pack."""
+        return len(self.rows) / len(self)
+
+    @property
+    def tokens_a_pack(self) -> float:
+        """Mean number of tokens in a pack."""
+        return float(self.tokens.mean())
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the largest pack."""
+        return int(self.tokens.max())
+
+    @property
+    def fill(self) -> float:
+        """Mean tokens of a pack over those of the largest."""
+        return self.tokens_a_pack / self.longest
+
+
+class _Bins:
+    """Open bins by the space that is left in them."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.opened = 0
+        self.spaces: list[int] = []
+        self.bins: dict[int, list[np.ndarray]] = {}
+
+    def take(self, length: int, items: int) -> tuple[int, np.ndarray]:
+        """The bins that items of one length go into next, and the space in them: the tightest that fit, or new ones."""
+        at = bisect_left(self.spaces, length)
+        if at == len(self.spaces):
+            space = max(self.capacity, length)
+            new = math.ceil(items / (space // length))
+            self.opened += new
+            return space, np.arange(self.opened - new, self.opened)
+        space = self.spaces[at]
+        wanted = math.ceil(items / (space // length))
+        stack, taken = self.bins[space], []
+        while stack and wanted > 0:
+            bins = stack.pop()
+            taken.append(bins[:wanted])
+            if len(bins) > wanted:
+                stack.append(bins[wanted:])
+            wanted -= len(bins)
+        if not stack:
+            del self.bins[space], self.spaces[at]
+        return space, np.concatenate(taken)
+
+    def put(self, space: int, bins: np.ndarray) -> None:
+        """Give bins back with the space that is left."""
+        if space and len(bins):
+            if space not in self.bins:
+                insort(self.spaces, space)
+                self.bins[space] = []
+            self.bins[space].append(bins)
+
+
+def best_fit(lengths: np.ndarray, capacity: int) -> Packing:
+    """Best-fit-decreasing packing: longest rows first, each into the fullest pack that still takes it.
+
+    Rows of one length are placed together, so the work is O(rows log rows) to sort, and one round for each pair of
+    a length and a space that it goes into.
+
+    Args:
+        lengths: int (rows,), each at least 1.
+        capacity: most tokens of a pack; a row that is longer is a pack by itself.
+    """
+    lengths = np.asarray(lengths, dtype=np.int64)
+    assert len(lengths), "there is nothing to pack"
+    assert lengths.min() > 0, "a row has no token"
+    order = np.argsort(-lengths, kind="stable")
+    values, counts = np.unique(lengths, return_counts=True)
+    pack_of = np.empty(len(lengths), dtype=np.int64)
+    bins = _Bins(capacity)
+    done = 0
+    for length, count in zip(values[::-1].tolist(), counts[::-1].tolist(), strict=True):
+        left = order[done : done + count]
+        done += count
+        while len(left):
+            space, chosen = bins.take(length, len(left))
+            each = space // length
+            now = min(len(left), each * len(chosen))
+            pack_of[left[:now]] = np.repeat(chosen, each)[:now]
+            full, rest = divmod(now, each)
+            bins.put(space - each * length, chosen[:full])
+            bins.put(space - rest * length, chosen[full:])
+            left = left[now:]
+    members = np.bincount(pack_of, minlength=bins.opened)
+    return Packing(
+        capacity=capacity,
+        rows=np.argsort(pack_of, kind="stable"),
+        starts=np.concatenate([[0], np.cumsum(members)]),
+        tokens=np.bincount(pack_of, weights=lengths, minlength=bins.opened).astype(np.int64),
+    )
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Whether rows are packed, and why, in a few words."""
+
+    packed: bool
+    reason: str
+
+
+def choose(wanted: str, place: str, kernel: str | None, wrong: str | None, doubtful: str | None) -> Choice:
+    """Pack where attention has a kernel that skips what lies between rows; it is slower than padding elsewhere.
+
+    Args:
+        wanted: --packing.
+        place: where attention runs, for the sentence.
+        kernel: the attention kernel for rows of different length, if there is one.
+        wrong: why packed rows of this model would not be kept apart.
+        doubtful: why that has not been tried.
+
+    Raises:
+        UserError: packing was asked for, and would train something else.
+    """
+    if wanted == "off":
+        return Choice(False, "--packing off")
+    if wrong is not None:
+        if wanted == "on":
+            raise UserError(f"packing on would mix rows, because {wrong}; use --packing auto or off.")
+        return Choice(False, wrong)
+    if wanted == "on":
+        masked = f"{place} has no attention kernel for it, so a mask keeps rows apart, which is slow"
+        return Choice(True, f"--packing on; {f'{kernel} keeps rows apart' if kernel else masked}")
+    if doubtful is not None:
+        return Choice(False, doubtful)
+    if kernel is None:
+        return Choice(False, f"{place} has no attention kernel for packed rows")
+    return Choice(True, f"{kernel} keeps rows apart")
+
+
+def place_of(backend: str, precision: str, settings: Settings) -> str:
+    """Where attention runs on a GPU, for `choose`."""
+    asked = f", {settings.attn_implementation}" if backend == "transformers" and settings.attn_implementation else ""
+    return f"backend {backend} ({precision}{asked})"
+
+
+@dataclass
+class Request:
+    """What was asked of a step: see the options of the same names.
+
+    `plan` is the plan that follows without packing, or in packs where `packing` is on.
+
+    Raises:
+        UserError: the global batch does not divide, or contradicts the accumulation.
+    """
+
+    packing: Literal["auto", "on", "off"]
+    max_length: int
+    per_device: int
+    processes: int
+    global_batch: int | None = None
+    accumulation: int | None = None
+    global_tokens: int | None = None
+    plan: BatchPlan = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.plan = plan_batch(self.per_device, self.processes, self.global_batch, self.accumulation)
+
+    @classmethod
+    def of(cls, settings: Settings, processes: int) -> Request:
+        """What these settings ask of a step."""
+        per_device, accumulation = settings.rows_at_once, settings.gradient_accumulation_steps
+        if settings.per_device_train_batch_size == "auto" and accumulation and settings.global_batch_size:
+            # The two leave one number open, and no choice.
+            per_device = max(1, settings.global_batch_size // (accumulation * processes))
+        return cls(
+            packing=settings.packing,
+            max_length=settings.max_length,
+            per_device=per_device,
+            processes=processes,
+            global_batch=settings.global_batch_size,
+            accumulation=settings.gradient_accumulation_steps,
+            global_tokens=settings.global_batch_tokens,
+        )
+
+
+def plan_step(request: Request, lengths: np.ndarray, choice: Choice) -> tuple[BatchPlan, Packing | None, Choice]:
+    """How rows of these lengths fill the steps of a run: the plan, the packs it counts (None: rows), and why.
+
+    --packing on counts packs wherever rows are counted otherwise. --packing auto keeps rows as the unit: a step
+    holds the number of packs whose rows come nearest to the rows of an unpacked step, so that the same settings
+    train alike where packing cannot be had.
+
+    Raises:
+        UserError: the batch does not divide, is given twice, or is given in tokens without packing.
+    """
+    plan = request.plan
+    if not choice.packed:
+        return plan, None, _without_packing(request, choice)
+    if request.packing == "on":
+        packing = best_fit(lengths, request.max_length)
+        return _plan_in_packs(request, packing), packing, choice
+    packing = best_fit(lengths, request.max_length)
+    if request.global_tokens is not None:
+        packed = _nearest_plan(plan, request.global_tokens / packing.tokens_a_pack)
+    else:
+        packs, packing = _packs_for_rows(plan.global_batch, plan.processes, lengths, packing)
+        packed = _nearest_plan(plan, packs)
+    fixed = request.global_batch is not None or request.accumulation is not None
+    if request.global_tokens is not None and fixed:
+        asked = _nearest_plan(plan, plan.global_batch / packing.rows_a_pack)
+        _check_agreement(request, packed, asked, plan.global_batch, "rows")
+    return packed, packing, choice
+
+
+def _without_packing(request: Request, choice: Choice) -> Choice:
+    if request.global_tokens is not None:
+        raise UserError(
+            f"global_batch_tokens {request.global_tokens} needs packed rows, and rows are padded: {choice.reason}; "
+            "give --global_batch_size instead, or --packing on."
+        )
+    return choice
+
+
+def _plan_in_packs(request: Request, packing: Packing) -> BatchPlan:
+    fixed = request.global_batch is not None or request.accumulation is not None
+    if request.global_tokens is not None:
+        plan = _nearest_plan(request.plan, request.global_tokens / packing.tokens_a_pack)
+        if fixed:
+            _check_agreement(request, plan, request.plan, request.plan.global_batch, "packs")
+        return plan
+    if fixed:
+        return request.plan
+    return _nearest_plan(request.plan, request.plan.global_batch / packing.rows_a_pack)
+
+
+def _check_agreement(request: Request, by_tokens: BatchPlan, by_count: BatchPlan, count: int, unit: str) -> None:
+    if by_tokens.global_batch != by_count.global_batch:
+        name = "global_batch_size" if request.global_batch is not None else "gradient_accumulation_steps"
+        raise UserError(
+            f"global_batch_tokens {request.global_tokens} is {by_tokens.global_batch} packs a step and {name} "
+            f"({count} {unit}) is {by_count.global_batch}; give only one of the two."
+        )
+
+
+def _packs_for_rows(rows: int, processes: int, lengths: np.ndarray, full: Packing) -> tuple[int, Packing]:
+    """How many packs, and which, hold about `rows` rows, given the packs of full length.
+
+    The number is chosen without regard to the processes, as a multiple of 8 where there are so many rows, so that a run
+    takes the same steps on 1, 2, 4 and 8; only where they do not divide it is it moved to one that they do. Where packs
+    of full length would hold more rows, packs are made shorter; none of their tokens is padding either way.
+    """
+    eights = 8 * math.floor(rows / full.rows_a_pack / 8)
+    numbers = [eights, eights + 8] if rows >= 8 else [*(n for n in (1, 2, 4) if n < rows), rows]
+    packs = next((n for n in numbers if n * full.rows_a_pack >= ENOUGH_ROWS * rows), numbers[-1])
+    if packs % processes:
+        packs = nearest_multiple(packs, processes)
+    return packs, best_fit(lengths, capacity_for(lengths, rows / packs, full.capacity))
+
+
+def capacity_for(lengths: np.ndarray, rows_a_pack: float, most: int) -> int:
+    """The least capacity, up to `most`, whose packs hold so many rows on average if they are filled to the last token."""
+    ascending = np.sort(np.asarray(lengths, dtype=np.int64))
+    sums = np.concatenate([[0], np.cumsum(ascending)])
+
+    def packs(capacity: int) -> int:
+        joined = int(np.searchsorted(ascending, capacity, side="right"))
+        return len(ascending) - joined + math.ceil(sums[joined] / capacity)
+
+    between = range(int(ascending[0]), max(most, int(ascending[0])))
+    return between.start + bisect_left(between, True, key=lambda n: len(lengths) >= rows_a_pack * packs(n))
+
+
+def _nearest_plan(plan: BatchPlan, packs: float) -> BatchPlan:
+    """The plan nearest to this many packs a step, with no more in one forward pass than `plan` has rows."""
+    each = nearest_multiple(packs / plan.processes, 1)
+    at_once = max(size for size in range(1, min(each, plan.per_device) + 1) if each % size == 0)
+    return BatchPlan(at_once, each // at_once, plan.processes)

@@ -1,0 +1,322 @@
+"""Rows of files and Hub datasets, each with the place it came from, so that a bad one can be named."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from unsloth_ddp.utils.errors import UserError
+from unsloth_ddp.utils.known_errors import find
+
+SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
+STREAMED_SUFFIXES = (".jsonl", ".parquet", ".csv")
+# A file without line ends (a disk image named .jsonl) would be read into memory as one row.
+LONGEST_LINE = 1 << 29
+PACKED_SUFFIXES = (".gz", ".zst", ".bz2", ".xz", ".zip")
+# The first bytes of files that are often named as text by mistake.
+MAGIC = {
+    b"\x1f\x8b": ("packed with gzip", "unpack it"),
+    b"\x28\xb5\x2f\xfd": ("packed with zstd", "unpack it"),
+    b"\xfd7zXZ\0": ("packed with xz", "unpack it"),
+    b"PK\x03\x04": ("a zip archive or an Excel file", "unpack it, or save the table as CSV"),
+    b"PAR1": ("Parquet", "name it .parquet"),
+    b"ARROW1\0\0": ("Arrow", "write it as Parquet"),
+}
+SPACE = re.compile(r"[ \t\r\n]*")
+
+
+class Row(NamedTuple):
+    """A row's columns and where it stands: file:line, or source row number."""
+
+    place: str
+    columns: Any
+
+
+def is_file(source: str) -> bool:
+    """Whether `source` means a local path rather than a dataset on the Hub ("name" or "owner/name")."""
+    path = Path(source)
+    looks_local = source.startswith((".", "/", "~")) or source.count("/") > 1
+    suffix = Path(path.stem).suffix if path.suffix.lower() in PACKED_SUFFIXES else path.suffix
+    return looks_local or suffix.lower() in SUFFIXES or path.exists()
+
+
+def check_source(source: str) -> None:
+    """Refuse a local path that cannot be read as rows, before anything is loaded.
+
+    Raises:
+        UserError: there is no such file, or its suffix is not one of SUFFIXES.
+    """
+    try:
+        if not is_file(source):
+            return
+        path = Path(source).expanduser()
+        if not path.exists():
+            raise UserError(f"dataset {source}: there is no such file.")
+        if path.is_dir() and source:
+            raise UserError(
+                f"dataset {source} is a folder; name the files in it ({', '.join(SUFFIXES)}), or give --streaming, which "
+                "takes folders."
+            )
+        if path.suffix.lower() in PACKED_SUFFIXES:
+            raise UserError(f"dataset {source} is packed; unpack it and give the {', '.join(SUFFIXES)} file in it.")
+        if not path.is_file() or path.suffix.lower() not in SUFFIXES:
+            raise UserError(f"dataset {source} is not a {', '.join(SUFFIXES)} file; name the files themselves.")
+    except (OSError, RuntimeError) as error:
+        # A name too long for the file system, or the home of a user who does not exist.
+        reason = str(getattr(error, "strerror", error)).rstrip(".")
+        raise UserError(f"dataset {source[:200]} cannot be looked up: {reason}.") from None
+
+
+def checked_files(sources: list[str], *, streaming: bool = False) -> list[str]:
+    """The files and Hub ids that `sources` stand for, each as `check_source` accepts it.
+
+    Raises:
+        UserError: as streamed_sources and check_source.
+    """
+    files = streamed_sources(sources) if streaming else sources
+    for source in files:
+        check_source(source)
+    return files
+
+
+def streamed_sources(sources: list[str]) -> list[str]:
+    """`sources` with every folder replaced by the row files in it and its subfolders, by name.
+
+    A folder's .json files are no row files here (see left_out); one that is named is refused.
+
+    Raises:
+        UserError: a folder holds no row file, or a file would have to be read whole before its first row.
+    """
+    found: list[str] = []
+    for source in sources:
+        files = _files_in(Path(source).expanduser(), STREAMED_SUFFIXES) if is_file(source) else None
+        if files == []:
+            raise UserError(
+                f"dataset {source} is a folder without a {', '.join(STREAMED_SUFFIXES)} file; name another."
+            )
+        if files is None and is_file(source) and source.lower().endswith(".json"):
+            raise UserError(
+                f"dataset {source} is one JSON list, which can only be read as a whole; write one row a line, as .jsonl, "
+                "or leave --streaming out."
+            )
+        found += [source] if files is None else files
+    return found
+
+
+def left_out(sources: list[str]) -> list[str]:
+    """The .json files in the folders among `sources`: metadata, or lists that can only be read as a whole."""
+    folders = [Path(source).expanduser() for source in sources if is_file(source)]
+    return [path for folder in folders for path in _files_in(folder, (".json",)) or []]
+
+
+def _files_in(folder: Path, suffixes: tuple[str, ...]) -> list[str] | None:
+    """The files with one of the suffixes in a folder, but hidden ones; None where it is no folder."""
+    try:
+        if not folder.is_dir():
+            return None
+        inside = sorted(path.relative_to(folder) for path in folder.rglob("*"))
+    except OSError as error:
+        raise UserError(f"dataset {folder} cannot be listed: {_in_one_line(error.strerror or error)}.") from None
+    return [
+        str(folder / path)
+        for path in inside
+        if path.suffix.lower() in suffixes and not any(part.startswith(".") for part in path.parts)
+    ]
+
+
+def read_rows(source: str, split: str, config: str | None = None, *, streaming: bool = False) -> Iterator[Row]:
+    """The rows of one file that `check_source` accepted, or of one split of a Hub dataset.
+
+    `streaming` keeps nothing of a Hub dataset on disk; files are read as they are needed in any case.
+
+    Raises:
+        UserError: the source cannot be read, or a row is broken; the message names file and line.
+    """
+    if not is_file(source):
+        yield from _hub_rows(source, split, config, streaming)
+        return
+    path = Path(source).expanduser()
+    readers = {".jsonl": _jsonl_rows, ".json": _json_rows, ".parquet": _parquet_rows, ".csv": _csv_rows}
+    try:
+        yield from readers[path.suffix.lower()](path)
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {_in_one_line(error.strerror or error)}.") from None
+
+
+def _in_one_line(error: object) -> str:
+    return " ".join(str(error).split())[:200].rstrip(".")
+
+
+def _lines(path: Path, longest: int = -1) -> Iterator[str]:
+    """The lines of a UTF-8 file with their ends, without a byte order mark; one over `longest` bytes is refused."""
+    with path.open("rb") as file:
+        _refuse_other_content(path, file.peek(max(map(len, MAGIC))))
+        for number, line in enumerate(iter(lambda: file.readline(longest), b""), 1):
+            if len(line) == longest:
+                raise UserError(
+                    f"{path}:{number} is longer than {longest:,} bytes, which is no row of text; put each row on a line."
+                )
+            try:
+                yield line.decode("utf-8-sig" if number == 1 else "utf-8")
+            except UnicodeDecodeError as error:
+                raise UserError(
+                    f"{path}:{number} is not UTF-8 text ({error.reason} at byte {error.start + 1} of the line); "
+                    "save the file as UTF-8."
+                ) from None
+
+
+def _refuse_other_content(path: Path, begin: bytes) -> None:
+    for magic, (kind, fix) in MAGIC.items():
+        if begin.startswith(magic):
+            raise UserError(f"{path} is no text but {kind}, whatever its name says; {fix}.")
+
+
+def _jsonl_rows(path: Path) -> Iterator[Row]:
+    for number, line in enumerate(_lines(path, LONGEST_LINE), 1):
+        if number == 1 and line.strip() in ("[", "[{", "{"):
+            raise UserError(
+                f"{path} is JSON over several lines; write one object a line, or name it .json if it is one list."
+            )
+        if line.strip():
+            yield Row(f"{path}:{number}", _parsed(line.strip(), f"{path}:{number}")[0])
+
+
+def _json_rows(path: Path) -> Iterator[Row]:
+    """The items of a JSON list, parsed one by one, because only so is each one's line known."""
+    text = "".join(_lines(path))
+    position = _after_space(text, 0)
+    if not text[position:]:
+        return
+    if text[position] != "[":
+        raise UserError(f"{path} is not a JSON list of rows; for one object a line, name it .jsonl.")
+    line, seen, separator = 1, 0, "["
+    while True:
+        position = _after_space(text, position + 1)
+        line, seen = line + text.count("\n", seen, position), position
+        place = f"{path}:{line}"
+        if separator == "[" and text[position : position + 1] == "]":
+            break
+        columns, position = _parsed(text, place, position)
+        yield Row(place, columns)
+        position = _after_space(text, position)
+        separator = text[position : position + 1]
+        if separator == "]":
+            break
+        if separator != ",":
+            raise UserError(f"{place} is not JSON (no , or ] follows the row that begins here); mend it.")
+    if text[position + 1 :].strip():
+        raise UserError(f"{path} goes on after its list of rows ends; mend it.")
+
+
+def _after_space(text: str, position: int) -> int:
+    match = SPACE.match(text, position)
+    assert match is not None
+    return match.end()
+
+
+def _parsed(text: str, place: str, start: int = 0) -> tuple[Any, int]:
+    """The JSON value at `start` and where it ends; without `start` it has to be all of `text`."""
+    try:
+        value, end = DECODER.raw_decode(text, start)
+        if not start and end != len(text):
+            raise json.JSONDecodeError("Extra data", text, end)
+        return value, end
+    except json.JSONDecodeError as error:
+        line = error.lineno - text.count("\n", 0, start)
+        where = f"line {line} of the row, column {error.colno}" if line > 1 else f"column {error.colno}"
+        reason = f"{error.msg} at {where}"
+    except RecursionError:
+        reason = "nested too deeply"
+    except ValueError as error:
+        reason = str(error)
+    raise UserError(f"{place} is not JSON ({reason}); mend or remove it.")
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    columns = dict(pairs)
+    if len(columns) != len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"{next(name for name in names if names.count(name) > 1)[:100]!r} is given twice")
+    return columns
+
+
+DECODER = json.JSONDecoder(object_pairs_hook=_unique)
+
+
+def _csv_rows(path: Path) -> Iterator[Row]:
+    # A chat in one cell is longer than csv's default of 128 KiB.
+    csv.field_size_limit(2**31 - 1)
+    reader = csv.reader(_lines(path, LONGEST_LINE), strict=True)
+    header: list[str] = []
+    first = 1
+    try:
+        for cells in reader:
+            place, first = f"{path}:{first}", reader.line_num + 1
+            if not cells:
+                continue
+            if not header:
+                header = cells
+                if len(set(header)) != len(header):
+                    raise UserError(f"{place} names a column twice ({', '.join(header)[:200]}); rename one.")
+                continue
+            if len(cells) != len(header):
+                raise UserError(
+                    f"{place} has {len(cells)} cells where the header has {len(header)}; mend or remove it."
+                )
+            yield Row(place, dict(zip(header, cells, strict=True)))
+    except csv.Error as error:
+        raise UserError(f"{path}:{first} is not CSV ({error}); mend or remove it.") from None
+
+
+def _parquet_rows(path: Path) -> Iterator[Row]:
+    import pyarrow
+    import pyarrow.parquet
+
+    number = 0
+    try:
+        with pyarrow.parquet.ParquetFile(path) as table:
+            names = table.schema_arrow.names
+            if len(set(names)) != len(names):
+                raise UserError(f"{path} names a column twice ({', '.join(names)[:200]}); rename one.")
+            for batch in table.iter_batches(batch_size=1024):
+                for columns in batch.to_pylist():
+                    number += 1
+                    yield Row(f"{path} row {number}", columns)
+    except UserError:
+        raise
+    except (pyarrow.ArrowException, ValueError, OverflowError) as error:
+        reason = _in_one_line(error) or type(error).__name__
+        raise UserError(f"{path} is not readable Parquet after row {number} ({reason}); write it again.") from None
+
+
+def _hub_rows(source: str, split: str, config: str | None, streaming: bool) -> Iterator[Row]:
+    import datasets
+
+    try:
+        table = datasets.load_dataset(source, config, split=split, streaming=streaming)
+    except Exception as error:
+        reason = " ".join(str(error).split())
+        row = find(f"{type(error).__name__}: {reason}")
+        advice = (
+            f" What helps: download it where there is a network (hf download {source} --repo-type dataset --local-dir FOLDER) "
+            "and give the files as --dataset; HF_HUB_OFFLINE=0 tries the network again."
+        )
+        raise UserError(
+            f"dataset {source} is no local file and cannot be loaded from the Hub, split {split}: {reason}"
+            f"{advice if row and row.name == 'no network' else ''}"
+        ) from None
+    number = 0
+    try:
+        for columns in table:
+            number += 1
+            yield Row(f"{source} {split} row {number}", columns)
+    except Exception as error:
+        network = "if the network failed, the same command goes on from the newest checkpoint; " if streaming else ""
+        raise UserError(
+            f"dataset {source}, split {split}, cannot be read after row {number} ({_in_one_line(error)}); {network}an image "
+            "or audio column needs its own decoder, and this kit trains on text only."
+        ) from None

@@ -1,0 +1,1 @@
+"""Start, connect, watch and stop the processes of a run."""

@@ -1,0 +1,136 @@
+"""Connections between the main process and every other rank of a run, apart from those that the collectives use."""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import json
+import os
+import secrets
+import socket
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from unsloth_ddp.config.parse import Settings
+from unsloth_ddp.distributed.diagnosis import Seen
+from unsloth_ddp.distributed.runtime import Runtime
+
+CONNECT_SECONDS = 30.0
+
+
+@dataclass
+class Peer:
+    """A connection to another rank, and what has arrived of its next message."""
+
+    socket: socket.socket
+    seen: Seen
+    buffer: bytes = b""
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def send(self, message: dict[str, Any]) -> None:
+        """Send one line of JSON; that a peer is gone is found when reading."""
+        with self.lock, contextlib.suppress(OSError):
+            self.socket.sendall(json.dumps(message).encode() + b"\n")
+
+    def receive(self) -> list[dict[str, Any]]:
+        """The messages that have arrived; the end of the connection is noted in `seen.lost`."""
+        try:
+            data = self.socket.recv(1 << 16)
+        except TimeoutError as error:
+            # Raised by this side's own timeout without a number, by the kernel's with ETIMEDOUT.
+            if error.errno is None:
+                return []
+            data, self.seen.lost = b"", "Connection timed out"
+        except ConnectionResetError:
+            # A process that dies with unread messages resets its connections.
+            data = b""
+        except OSError as error:
+            data, self.seen.lost = b"", error.strerror or str(error)
+        if not data:
+            self.seen.lost = self.seen.lost or ""
+        *lines, self.buffer = (self.buffer + data).split(b"\n")
+        return [json.loads(line) for line in lines]
+
+
+def connect(settings: Settings, runtime: Runtime) -> dict[int, socket.socket] | None:
+    """Connections by rank: of the main process to all others, of each other to the main process.
+
+    None, said once, where a rank cannot connect: it would take a firewall that lets the collectives through.
+    """
+    ranks, sockets, problem = runtime.ranks, {}, None
+    listener = _listen(ranks.nodes == 1) if ranks.is_main else None
+    offer = (listener.getsockname()[1], secrets.token_hex(32)) if listener else None
+    told = runtime.gather(offer)[0]
+    assert told is not None
+    port, token = told
+    try:
+        if listener is not None:
+            sockets = _accept_all(listener, token, ranks.world_size - 1)
+        else:
+            address = "127.0.0.1" if ranks.nodes == 1 else os.environ["MASTER_ADDR"]
+            sockets = {0: _call(address, port, token, ranks.rank)}
+    except OSError as error:
+        problem = f"{runtime.places[ranks.rank]}: {error}"
+    finally:
+        if listener is not None:
+            listener.close()
+    problems = [text for text in runtime.gather(problem) if text]
+    if problems:
+        for one in sockets.values():
+            one.close()
+        if ranks.is_main:
+            print(f"The ranks are not watched, because they cannot reach port {port} of rank 0 ({problems[-1]}).")
+        return None
+    for one in sockets.values():
+        _set_timeouts(one, settings.watch_timeout)
+    return sockets
+
+
+def _listen(one_node: bool) -> socket.socket:
+    """A listening socket on a free port: of the loopback interface for one node, else of every interface."""
+    if one_node:
+        return socket.create_server(("127.0.0.1", 0), backlog=1024)
+    if socket.has_dualstack_ipv6():
+        with contextlib.suppress(OSError):
+            return socket.create_server(("::", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024)
+    return socket.create_server(("", 0), backlog=1024)
+
+
+def _accept_all(listener: socket.socket, token: str, count: int) -> dict[int, socket.socket]:
+    """Connections of `count` ranks that know the token; strangers are sent away."""
+    deadline = time.monotonic() + CONNECT_SECONDS
+    sockets: dict[int, socket.socket] = {}
+    while len(sockets) < count:
+        listener.settimeout(max(0.01, deadline - time.monotonic()))
+        try:
+            one, _ = listener.accept()
+        except TimeoutError:
+            raise TimeoutError(f"{count - len(sockets)} of {count} ranks did not connect") from None
+        one.settimeout(2)
+        with contextlib.suppress(OSError, ValueError):
+            line = b""
+            while not line.endswith(b"\n") and len(line) < 200:
+                line += one.recv(1) or b"\n"
+            known, rank = line.decode().split()
+            if hmac.compare_digest(known, token):
+                sockets[int(rank)] = one
+                continue
+        one.close()
+    return sockets
+
+
+def _call(address: str, port: int, token: str, rank: int) -> socket.socket:
+    one = socket.create_connection((address, port), timeout=CONNECT_SECONDS)
+    one.sendall(f"{token} {rank}\n".encode())
+    return one
+
+
+def _set_timeouts(one: socket.socket, seconds: int) -> None:
+    """Have the kernel give up on a host that no longer acknowledges, whatever the process over there is doing."""
+    one.settimeout(5)
+    one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    one.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    if hasattr(socket, "TCP_USER_TIMEOUT"):
+        one.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, seconds * 1000)

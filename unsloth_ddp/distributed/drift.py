@@ -1,0 +1,122 @@
+"""Weights that should be the same on every rank, compared bit by bit every few steps.
+
+Data parallel ranks start from the same weights and take the same steps, so they stay identical; a broken GPU, a bad
+cable or a rank that skipped a gradient makes them drift apart, and no loss curve shows it. Each trainable tensor is
+reduced to one 64-bit number on its device, and only if the sum of those differs between ranks are they all exchanged.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from unsloth_ddp.distributed.runtime import Runtime
+from unsloth_ddp.utils.errors import RunError
+
+# Elements taken at a time, so that the work needs tens of megabytes for a tensor of any size.
+CHUNK = 1 << 22
+# Never 64 bits wide: an even number of flipped highest bits would cancel out modulo 2^64.
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
+# Shardings that leave every rank the whole weights.
+REPLICATED = ("none", "zero2")
+
+
+def checksums(tensors: Iterable[Tensor], positions: Tensor | None = None) -> Tensor:
+    """A 64-bit number for each tensor, (tensors,) int64, on the device of the first one; nothing waits for it.
+
+    It is a sum, modulo 2^64, of the raw bits of each element times a pseudo-random odd number that belongs to its
+    position, so equal weights give equal numbers, and one changed bit or two exchanged elements another one.
+    """
+    found = []
+    for tensor in tensors:
+        needed = _positions_needed(tensor)
+        if positions is None or positions.device != tensor.device or len(positions) < needed:
+            positions = position_weights(needed, tensor.device)
+        found.append(_checksum(tensor, positions))
+    if not found:
+        return torch.zeros(0, dtype=torch.int64)
+    return torch.stack([one.to(found[0].device) for one in found])
+
+
+def _positions_needed(tensor: Tensor) -> int:
+    return min(CHUNK, tensor.numel() * (2 if tensor.element_size() >= 8 else 1) * (2 if tensor.is_complex() else 1))
+
+
+def position_weights(count: int, device: torch.device | str) -> Tensor:
+    """Pseudo-random odd numbers, (count,) int64: multiply and shift, as hash functions do."""
+    number = torch.arange(1, count + 1, dtype=torch.int64, device=device)
+    number = number * -7046029254386353131
+    number = number ^ (number >> 29)
+    return (number * -4658895280553007687) | 1
+
+
+def _checksum(tensor: Tensor, positions: Tensor) -> Tensor:
+    data = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
+    bits = data.reshape(-1).view(INTEGERS[data.element_size()])
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    for number, part in enumerate(bits.split(CHUNK)):
+        # The odd factor sets the chunks apart, so that two exchanged ones show.
+        total += (part.to(torch.int64) * positions[: len(part)]).sum() * (2 * number + 1)
+    return total
+
+
+def combined(numbers: Tensor) -> int:
+    """One number for all tensors of a rank."""
+    weights = position_weights(len(numbers), numbers.device)
+    return int((numbers * weights).sum())
+
+
+def odd_ones_out(values: list[Any]) -> tuple[list[int], int]:
+    """The ranks whose value differs from what most ranks hold (rank 0's, if no value has more), and a rank with that."""
+    counts = Counter(values)
+    most = max(counts.values())
+    usual = values[0] if counts[values[0]] == most else next(v for v in values if counts[v] == most)
+    return [rank for rank, value in enumerate(values) if value != usual], values.index(usual)
+
+
+class DriftCheck:
+    """Compares the trainable weights of `model` over the ranks; every rank calls it at the same steps."""
+
+    def __init__(self, model: torch.nn.Module, runtime: Runtime, every: int) -> None:
+        self.runtime = runtime
+        self.named = [(name, weight) for name, weight in model.named_parameters() if weight.requires_grad]
+        sharding = getattr(runtime, "sharding", "none")
+        self.every = every if runtime.ranks.world_size > 1 and sharding in REPLICATED else 0
+        self.skipped = sharding if every and runtime.ranks.world_size > 1 and sharding not in REPLICATED else None
+        self.positions: Tensor | None = None
+
+    def due(self, step: int) -> bool:
+        """Whether the weights after this step are to be compared."""
+        return bool(self.every) and step % self.every == 0
+
+    def check(self, step: int) -> None:
+        """Compare now.
+
+        Raises:
+            RunError: on every rank, naming those whose weights are not those of the others.
+        """
+        if self.positions is None:
+            longest = max((_positions_needed(w) for _, w in self.named), default=0)
+            self.positions = position_weights(longest, self.named[0][1].device if self.named else "cpu")
+        numbers = checksums((weight for _, weight in self.named), self.positions)
+        values = self.runtime.gather(combined(numbers))
+        if len(set(values)) > 1:
+            raise RunError(self._describe(step, values, self.runtime.gather(numbers.tolist())))
+
+    def _describe(self, step: int, values: list[int], numbers: list[list[int]]) -> str:
+        odd, usual = odd_ones_out(values)
+        names = [name for name, _ in self.named]
+        first = next(i for i in range(len(names)) if numbers[odd[0]][i] != numbers[usual][i])
+        differing = sum(a != b for a, b in zip(numbers[odd[0]], numbers[usual], strict=True))
+        who = ", ".join(str(self.runtime.places[rank]) for rank in odd)
+        return (
+            f"{who} {'holds' if len(odd) == 1 else 'hold'} other weights than rank {usual} after step {step}, first in "
+            f"{names[first]} ({differing:,} of {len(names):,} trainable tensors differ), although data parallel ranks "
+            "take the same steps; look for GPU errors on that host (nvidia-smi -q -d ECC, Xid lines in dmesg) and for "
+            "different packages (the preflight compares them), and go on from a checkpoint before the last comparison "
+            "that passed (--drift_check_steps)."
+        )

@@ -1,0 +1,135 @@
+"""Which parts of a model the GPUs share out: decided by accelerate's config, read here from what it leaves.
+
+none   every GPU holds everything (DDP)
+zero2  gradients and optimizer states are shared out (DeepSpeed)
+zero3  the weights too, from loading on (DeepSpeed)
+fsdp2  the weights too, once they are loaded (PyTorch)
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Mapping, MutableMapping
+from pathlib import Path
+from typing import Literal
+
+from unsloth_ddp.config.options import Settings
+from unsloth_ddp.utils.errors import UserError
+
+Sharding = Literal["none", "zero2", "zero3", "fsdp2"]
+
+# What accelerate launch sets for accelerate_configs/fsdp2.yaml; Unsloth's own switch stands for all of it.
+FSDP2_ENVIRONMENT = {
+    "ACCELERATE_USE_FSDP": "true",
+    "FSDP_VERSION": "2",
+    "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+    "FSDP_RESHARD_AFTER_FORWARD": "true",
+    "FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT",
+    "FSDP_CPU_RAM_EFFICIENT_LOADING": "false",
+}
+TRUE = ("1", "true", "yes", "on")
+
+
+def shards_weights(sharding: Sharding) -> bool:
+    """Whether a GPU holds only a part of the weights."""
+    return sharding in ("zero3", "fsdp2")
+
+
+def sharding_from_environment(environ: Mapping[str, str]) -> Sharding:
+    """What the launcher asks for.
+
+    Raises:
+        UserError: a kind of sharding that the kit does not have.
+    """
+    if environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() in TRUE:
+        stage = _zero_stage(environ)
+        if stage not in ("2", "3"):
+            raise UserError(
+                f"DeepSpeed ZeRO stage {stage} is not supported; use accelerate_configs/zero2.yaml or zero3.yaml."
+            )
+        return "zero2" if stage == "2" else "zero3"
+    if environ.get("UNSLOTH_FSDP2", "").lower() in TRUE:
+        return "fsdp2"
+    if environ.get("ACCELERATE_USE_FSDP", "").lower() in TRUE:
+        if environ.get("FSDP_VERSION", "1") != "2":
+            raise UserError("FSDP version 1 is not supported; use accelerate_configs/fsdp2.yaml.")
+        return "fsdp2"
+    return "none"
+
+
+def _zero_stage(environ: Mapping[str, str]) -> str:
+    path = environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")
+    if not path:
+        return environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2")
+    try:
+        return str(json.loads(Path(path).read_text())["zero_optimization"]["stage"])
+    except (OSError, ValueError, KeyError, TypeError):
+        raise UserError(
+            f"The DeepSpeed config {path} cannot be read, or names no zero_optimization.stage; mend it, or use "
+            "accelerate_configs/zero2.yaml."
+        ) from None
+
+
+def check_sharding(sharding: Sharding, settings: Settings, device_type: str, backend: str, world_size: int) -> None:
+    """Refuse what does not go together, with the reason.
+
+    Raises:
+        UserError: naming the pair.
+    """
+    if sharding == "none":
+        return
+    if device_type != "cuda":
+        raise UserError(f"sharding {sharding} needs GPUs and none is used here; use accelerate_configs/cpu.yaml.")
+    if sharding == "fsdp2" and world_size == 1:
+        raise UserError(
+            "sharding fsdp2 shares a model out among GPUs, but one process was started; use "
+            "accelerate_configs/single_gpu.yaml."
+        )
+    if sharding in ("zero2", "zero3") and importlib.util.find_spec("deepspeed") is None:
+        raise UserError(f"sharding {sharding} needs DeepSpeed, which is not installed; run uv sync --extra deepspeed.")
+    if sharding == "zero3" and settings.method == "qlora":
+        raise UserError(
+            "method qlora does not go with sharding zero3, which cannot gather packed 4-bit weights; use fsdp2, or zero2."
+        )
+    if sharding == "zero3" and settings.method == "full" and backend == "unsloth":
+        # Measured: its update is not DDP's, though Unsloth with adapters and Transformers in full agree to 3e-7.
+        raise UserError(
+            "method full with sharding zero3 does not train rightly under Unsloth; use --backend transformers, or "
+            "sharding fsdp2 or zero2."
+        )
+    if shards_weights(sharding) and settings.gradient_checkpointing == "unsloth":
+        raise UserError(
+            f"gradient_checkpointing unsloth does not go with sharding {sharding}: what it moves to host memory is "
+            "recomputed with weights that are spread by then; use --gradient_checkpointing torch."
+        )
+
+
+def what_is_ignored(sharding: Sharding, settings: Settings, nodes: int) -> list[str]:
+    """Sentences for the main process to say once: settings without effect, and what will be slow."""
+    said = []
+    if shards_weights(sharding) and settings.compare_answers:
+        said.append(f"compare_answers is ignored: sharding {sharding} leaves no GPU the whole model to answer with.")
+    if sharding in ("zero2", "zero3") and settings.method == "full" and settings.full_weights == "bf16":
+        said.append(
+            f"full_weights bf16 is ignored: sharding {sharding} keeps fp32 master weights, spread over the GPUs."
+        )
+    if sharding == "zero3" and nodes > 1:
+        said.append(
+            f"ZeRO-3 over {nodes} nodes gathers every layer's weights over the network in every step, which is much "
+            "slower than ZeRO-2 unless the nodes are joined by InfiniBand or the like; use zero2.yaml where the model fits."
+        )
+    return said
+
+
+def complete_environment(sharding: Sharding, environ: MutableMapping[str, str]) -> None:
+    """What goes with a kind of sharding before anything is imported; values that are set win.
+
+    UNSLOTH_FSDP2=1 under torchrun comes to mean what accelerate_configs/fsdp2.yaml does.
+    """
+    if sharding == "fsdp2":
+        for name, value in FSDP2_ENVIRONMENT.items():
+            environ.setdefault(name, value)
+    if sharding == "zero3":
+        # A block that Unsloth compiles as one region cannot gather its weights on the way: step 1 never ends.
+        environ.setdefault("UNSLOTH_BLOCK_COMPILE", "0")

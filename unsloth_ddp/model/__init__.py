@@ -1,0 +1,1 @@
+"""Load a model, and decide how its attention, output head and activations behave."""

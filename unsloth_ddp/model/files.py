@@ -1,0 +1,34 @@
+"""A model's files on this machine: its folder, or its snapshot in the Hub's cache, and how large the weights are."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+from unsloth_ddp.config.parse import Settings
+
+WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth")
+
+
+def model_folder(settings: Settings) -> Path | None:
+    """The model's folder, or its snapshot in the Hub's cache; None when it is neither. Nothing is downloaded."""
+    path = Path(str(settings.model)).expanduser()
+    if path.is_dir():
+        return path
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    with contextlib.suppress(HFValidationError, OSError):
+        found = try_to_load_from_cache(str(settings.model), "config.json", revision=settings.model_revision)
+        if isinstance(found, str):
+            return Path(found).parent
+    return None
+
+
+def weight_bytes(folder: Path) -> int:
+    """Bytes of the weight files: the safetensors if there are any, since a folder may hold both kinds."""
+    for pattern in WEIGHTS:
+        sizes = [path.stat().st_size for path in folder.glob(pattern)]
+        if sizes:
+            return sum(sizes)
+    return 0

@@ -1,0 +1,162 @@
+"""A model folder looked through before anything is loaded: its config, its index, and every weight file's header.
+
+Libraries below fail on a broken folder in ways of their own, or train weights that were never loaded; here each
+damage is one sentence. Nothing is executed, and of the weights only the headers are read.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from unsloth_ddp.utils.errors import UserError
+
+LARGEST_JSON = 1 << 28
+LFS_POINTER = b"version https://git-lfs.github.com/spec"
+SAFE, PICKLED = "model.safetensors", "pytorch_model.bin"
+# Read, where they are there, as one JSON object each.
+OBJECTS = ("config.json", "generation_config.json", "tokenizer_config.json", "tokenizer.json")
+
+
+def check_local_model(model: str, *, safetensors_only: bool) -> None:
+    """Refuse a local model that is not whole; a name on the Hub is left to the Hub.
+
+    Raises:
+        UserError: it has no config.json, or as check_folder.
+    """
+    path = Path(model).expanduser()
+    if not (path.exists() or model.startswith((".", "/", "~")) or model.count("/") > 1):
+        return
+    if not (path / "config.json").is_file():
+        raise UserError(f"model {model} is not a model folder: it has no config.json; give a Hub id or a saved model.")
+    check_folder(path, safetensors_only=safetensors_only)
+
+
+def check_folder(folder: Path, *, safetensors_only: bool) -> None:
+    """Refuse a folder that cannot be loaded whole.
+
+    Raises:
+        UserError: naming the file and what is wrong with it.
+    """
+    for name in OBJECTS:
+        if (folder / name).is_file():
+            _read_object(folder, name)
+    weights = _weight_files(folder, SAFE)
+    if weights is None and safetensors_only:
+        if _holds(folder, PICKLED):
+            raise UserError(
+                f"model {folder} has its weights in pickle files, which are not read unasked because a pickle can carry "
+                "code; save it with safetensors, or give --no_use_safetensors if you trust where it comes from."
+            )
+        raise UserError(f"model {folder} holds no weights ({SAFE} or {SAFE}.index.json); download it again.")
+    if weights is None:
+        pickled = _weight_files(folder, PICKLED)
+        if pickled is None:
+            raise UserError(f"model {folder} holds no weights ({SAFE} or {PICKLED}); download it again.")
+        for name in pickled:
+            _refuse_pointer(folder, name)
+        return
+    for name, wanted in weights.items():
+        found = _stored_names(folder, name)
+        if missing := sorted(wanted - found):
+            raise UserError(
+                f"model {folder}: {SAFE}.index.json places {missing[0]} in {name}, which does not hold it; "
+                "download the model again."
+            )
+
+
+def check_complete(folder: str, missing: list[str], mismatched: list[Any]) -> None:
+    """Refuse a model some of whose weights were not in its files: they would be random, and trained as such.
+
+    Raises:
+        UserError: naming the first of them.
+    """
+    absent = sorted(missing) or [str(item[0] if isinstance(item, tuple) else item) for item in mismatched]
+    if absent:
+        raise UserError(
+            f"model {folder}: {len(absent):,} weights are not in its files (the first: {absent[0]}) and would be random; "
+            "download it again, or mend config.json if its sizes are wrong."
+        )
+
+
+def _holds(folder: Path, single: str) -> bool:
+    return (folder / single).is_file() or (folder / f"{single}.index.json").is_file()
+
+
+def _weight_files(folder: Path, single: str) -> dict[str, set[str]] | None:
+    """The files of one format with the weights that the index places in each; None if the folder has none."""
+    if (folder / single).is_file():
+        return {single: set()}
+    index = f"{single}.index.json"
+    if not (folder / index).is_file():
+        return None
+    placed = _read_object(folder, index).get("weight_map")
+    if not isinstance(placed, dict) or not placed or not all(isinstance(name, str) for name in placed.values()):
+        raise UserError(f"model {folder}: {index} has no weight_map of names; download the model again.")
+    files: dict[str, set[str]] = {}
+    for weight, name in placed.items():
+        files.setdefault(name, set()).add(weight)
+    for name in files:
+        path = PurePosixPath(name)
+        if not path.parts or path.is_absolute() or ".." in path.parts or "\0" in name:
+            raise UserError(
+                f"model {folder}: {index} names {name[:100]!r}, which is not a file of this folder; do not use this model."
+            )
+        if not _is_file(folder / name):
+            raise UserError(
+                f"model {folder}: {name[:100]} is missing, which {index} names as one of {len(files)} weight files; "
+                "download the model again."
+            )
+    return files
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except (OSError, ValueError):
+        return False
+
+
+def _stored_names(folder: Path, name: str) -> set[str]:
+    """The weights that a safetensors file holds, by its header, which also says how long the file has to be."""
+    from safetensors import SafetensorError, safe_open
+
+    _refuse_pointer(folder, name)
+    try:
+        with safe_open(folder / name, framework="numpy") as file:
+            return set(file.keys())
+    except (SafetensorError, OSError) as error:
+        reason = " ".join(str(error).split())
+        raise UserError(f"model {folder}: {name} is damaged ({reason}); download it again.") from None
+
+
+def _refuse_pointer(folder: Path, name: str) -> None:
+    """Refuse what git leaves in the place of a large file where Git LFS is not set up."""
+    try:
+        with (folder / name).open("rb") as file:
+            begin = file.read(len(LFS_POINTER))
+    except OSError:
+        return  # told where the file is read
+    if begin == LFS_POINTER:
+        raise UserError(
+            f"model {folder}: {name} is a Git LFS pointer, not the file itself; run git lfs pull in that folder, or download "
+            "the model with hf download NAME."
+        )
+
+
+def _read_object(folder: Path, name: str) -> dict[str, Any]:
+    _refuse_pointer(folder, name)
+    path = folder / name
+    try:
+        if path.stat().st_size > LARGEST_JSON:
+            raise UserError(f"model {folder}: {name} has over {LARGEST_JSON:,} bytes, which no such file needs.")
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except UserError:
+        raise
+    except (OSError, ValueError, RecursionError) as error:
+        reason = "nested too deeply" if isinstance(error, RecursionError) else " ".join(str(error).split())
+        raise UserError(f"model {folder}: {name} is not JSON ({reason}); download the model again.") from None
+    if not isinstance(content, dict):
+        raise UserError(f"model {folder}: {name} is not a JSON object; download the model again.")
+    return content

@@ -1,0 +1,200 @@
+"""Attention over packed rows by torch's varlen_attn, for models whose attention is that of Transformers.
+
+Registered with Transformers under NAME, as its own attention functions are, and so usable inside what is compiled.
+What needs a mask (padded rows, generation) or 32 bits is left to sdpa.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import logging
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from unsloth_ddp.utils.errors import one_line
+
+logger = logging.getLogger("unsloth_ddp")
+
+NAME, TRIED = "torch_varlen", "torch_varlen_try"
+SIXTEEN_BIT = (torch.float16, torch.bfloat16)
+# What configs call the dropout of attention scores, which varlen_attn does not have.
+DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "attn_dropout")
+# What attention functions are handed that varlen_attn does not have.
+MORE = ("dropout", "softcap", "s_aux", "position_bias")
+
+
+def is_available() -> bool:
+    """Whether this torch has a kernel that takes grouped heads and windows (2.12 and later; not on ROCm)."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return False
+    known = inspect.signature(varlen_attn).parameters
+    flash = torch.backends.cuda.is_flash_attention_available()
+    return torch.version.hip is None and flash and {"scale", "window_size", "enable_gqa"} <= known.keys()
+
+
+def can_replace(model: Any) -> bool:
+    """Whether the attention of this Transformers model hands over all that `attend` needs, and wants no more than it has.
+
+    Some models take what a pack needs and do not pass it on, so a pass over six tokens shows what arrives.
+    """
+    supported = getattr(model, "_supports_attention_backend", False) and getattr(model, "_supports_flash_attn", False)
+    if not supported or not model._can_set_attn_implementation():
+        return False
+    try:
+        if any(getattr(model.config, name, None) for name in DROPOUTS):
+            return False
+        calls, window = _calls_of_a_pack(model), _has_window(model.config)
+    except Exception as error:
+        logger.warning("packed rows keep the attention of Transformers, since a try failed: %s", one_line(error))
+        return False
+    windows = any(others.get("sliding_window") for others in calls)
+    return bool(calls) and all(map(_is_enough, calls)) and (windows or not window)
+
+
+def _has_window(config: Any) -> bool:
+    kinds = getattr(config, "layer_types", None)
+    if kinds:
+        return any("sliding" in kind for kind in kinds)
+    return bool(getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True))
+
+
+def _is_enough(others: dict[str, Any]) -> bool:
+    """Whether `attend` could answer a call with these arguments."""
+    borders = others.get("cu_seq_lens_q") is not None and others.get("max_length_q") is not None
+    more = any(torch.is_tensor(others.get(name)) or others.get(name) for name in MORE)
+    return borders and not more and others["alike"] and others.get("is_causal") is not False
+
+
+def _calls_of_a_pack(model: Any) -> list[dict[str, Any]]:
+    """What each layer hands to its attention function for a pack of two rows; the model is left as it was."""
+    from transformers import AttentionInterface
+
+    calls: list[dict[str, Any]] = []
+
+    def record(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any = None, **others: Any) -> Any:
+        others.setdefault("is_causal", getattr(module, "is_causal", None))
+        calls.append(others | {"alike": key.shape == value.shape and key.shape[2:] == query.shape[2:]})
+        return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[3]), None
+
+    before, was_training = model.config._attn_implementation, model.training
+    # Parameters that ZeRO-3 has shared out hold nothing here.
+    shared_out = any(hasattr(parameter, "ds_id") for parameter in model.parameters())
+    asked = _on_meta(model) if shared_out else model
+    # Not NAME, for which masks would be made.
+    AttentionInterface.register(TRIED, record)
+    try:
+        asked.set_attn_implementation(TRIED)
+        asked.eval()
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+            asked(**_pack_of_two(asked.get_input_embeddings().weight.device), use_cache=False)
+    finally:
+        asked.set_attn_implementation(before)
+        asked.train(was_training)
+    return calls
+
+
+def _on_meta(model: Any) -> Any:
+    with torch.device("meta"):
+        return type(model)(copy.deepcopy(model.config))
+
+
+def _pack_of_two(device: torch.device) -> dict[str, Any]:
+    borders = torch.tensor([0, 4, 6], dtype=torch.int32, device=device)
+    return {
+        "input_ids": torch.ones((1, 6), dtype=torch.int64, device=device),
+        "position_ids": torch.tensor([[0, 1, 2, 3, 0, 1]], device=device),
+        "cu_seq_lens_q": borders,
+        "cu_seq_lens_k": borders,
+        "max_length_q": 4,
+        "max_length_k": 4,
+    }
+
+
+def use(model: Any) -> None:
+    """Let a model for which `can_replace` holds attend through varlen_attn."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register(NAME, attend)
+    AttentionMaskInterface.register(NAME, make_mask)
+    model.set_attn_implementation(NAME)
+
+
+def _compute_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """What is computed in: fp32 weights in a normalisation make queries fp32 under autocast."""
+    return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else dtype
+
+
+def make_mask(**given: Any) -> Tensor | None:
+    """The mask that sdpa would get, a mask function of Transformers; None for packs and for rows without padding."""
+    from transformers.masking_utils import sdpa_mask
+
+    whole = given.get("attention_mask") is None and given["q_length"] == given["kv_length"]
+    if whole and _compute_dtype(given["dtype"], torch.device(given["device"])) in SIXTEEN_BIT:
+        return None
+    mask: Tensor | None = sdpa_mask(**given)
+    return mask
+
+
+def attend(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None = None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    max_length_q: int | None = None,
+    **others: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Causal attention within each row, an attention function of Transformers.
+
+    Args:
+        query: (batch, heads, tokens, head size); a batch of packs is one sequence.
+        key, value: the same with as many heads or fewer.
+        attention_mask: of `make_mask`.
+        sliding_window: tokens that a token sees, itself included.
+        cu_seq_lens_q: borders of packed rows, int32 (rows + 1,); without them every sequence of the batch is a row.
+        max_length_q: tokens of the longest packed row.
+
+    Returns:
+        (batch, tokens, heads, head size), and no weights.
+    """
+    from torch.nn.attention.varlen import varlen_attn
+
+    batch, heads, tokens, size = query.shape
+    dtype = _compute_dtype(query.dtype, query.device)
+    if attention_mask is not None or key.shape[2] != tokens or dtype not in SIXTEEN_BIT:
+        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+        masked: tuple[Tensor, None] = ALL_ATTENTION_FUNCTIONS["sdpa"](
+            module, query, key, value, attention_mask, scaling=scaling, **others
+        )
+        return masked
+    borders, longest = cu_seq_lens_q, max_length_q
+    if borders is None or longest is None:
+        borders = torch.arange(0, (batch + 1) * tokens, tokens, dtype=torch.int32, device=query.device)
+        longest = tokens
+
+    def by_token(heads_first: Tensor) -> Tensor:
+        return heads_first.transpose(1, 2).reshape(batch * tokens, heads_first.shape[1], size).to(dtype)
+
+    attended = varlen_attn(
+        by_token(query),
+        by_token(key),
+        by_token(value),
+        borders,
+        borders,
+        longest,
+        longest,
+        scale=scaling,
+        window_size=(-1 if sliding_window is None else sliding_window - 1, 0),
+        enable_gqa=key.shape[1] != heads,
+    )
+    assert isinstance(attended, Tensor), "the log-sums were not asked for"
+    return attended.view(batch, tokens, heads, size), None

@@ -1,0 +1,82 @@
+"""Answers to held-out questions, before and after training: generated greedily and compared letter by letter."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from unsloth_ddp.data.formats import Example, Message
+from unsloth_ddp.distributed.runtime import Runtime
+
+SAMPLES = 3
+MAX_NEW_TOKENS = 32
+BATCH = 64
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is asked (all turns before the last) and what the last turn says."""
+
+    turns: list[Message]
+    answer: str
+
+
+def questions(examples: list[Example]) -> list[Question]:
+    """The chats that end with the assistant, as questions."""
+    chats = [e.messages for e in examples if e.messages and e.messages[-1]["role"] == "assistant"]
+    return [Question(chat[:-1], chat[-1]["content"]) for chat in chats]
+
+
+def answer(model: Any, tokenizer: Any, asked: list[Question], runtime: Runtime) -> list[str]:
+    """The model's answers, in the order of the questions; each rank generates its share, every rank gets them all."""
+    if not asked:
+        return []
+    mine = asked[runtime.ranks.rank :: runtime.ranks.world_size]
+    was_training = model.training
+    if runtime.backend == "unsloth":
+        from unsloth import FastLanguageModel
+
+        FastLanguageModel.for_inference(model)
+    model.eval()
+    side, tokenizer.padding_side = tokenizer.padding_side, "left"
+    answers = []
+    for start in range(0, len(mine), BATCH):
+        answers += _generate(model, tokenizer, mine[start : start + BATCH])
+    tokenizer.padding_side = side
+    if runtime.backend == "unsloth":
+        FastLanguageModel.for_training(model)
+    model.train(was_training)
+    shares = runtime.gather(answers)
+    return [shares[i % len(shares)][i // len(shares)] for i in range(len(asked))]
+
+
+def _generate(model: Any, tokenizer: Any, asked: list[Question]) -> list[str]:
+    inputs = tokenizer.apply_chat_template(
+        [q.turns for q in asked], add_generation_prompt=True, return_dict=True, return_tensors="pt", padding=True
+    ).to(model.device)
+    with torch.no_grad():
+        generated = model.generate(
+            **inputs,
+            max_new_tokens=MAX_NEW_TOKENS,
+            do_sample=False,
+            use_cache=True,
+            pad_token_id=tokenizer.pad_token_id,
+        )
+    new = generated[:, inputs["input_ids"].shape[1] :]
+    return [text.strip() for text in tokenizer.batch_decode(new, skip_special_tokens=True)]
+
+
+def accuracy(asked: list[Question], answers: list[str]) -> float:
+    """Fraction of answers equal to the expected one, spaces around them aside."""
+    return sum(a == q.answer.strip() for q, a in zip(asked, answers, strict=True)) / len(asked)
+
+
+def compare(asked: list[Question], before: list[str], after: list[str]) -> dict[str, float]:
+    """Print both accuracies and the first few answers; returns what the summary keeps."""
+    accuracies = accuracy(asked, before), accuracy(asked, after)
+    print(f"Held-out questions answered exactly: {accuracies[0]:.1%} before, {accuracies[1]:.1%} after ({len(asked)}).")
+    for question, old, new in list(zip(asked, before, after, strict=True))[:SAMPLES]:
+        print(f"  {question.turns[-1]['content']}\n    before: {old or '(nothing)'}\n    after:  {new or '(nothing)'}")
+    return {"demo_accuracy_before": accuracies[0], "demo_accuracy_after": accuracies[1]}

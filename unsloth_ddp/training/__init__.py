@@ -1,0 +1,1 @@
+"""Take training steps: the trainer, its loss, its memory, its metrics."""

@@ -1,0 +1,90 @@
+"""What happens at the borders of a step: totals kept, progress told, weights compared, a stop agreed on."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from transformers import TrainerCallback
+from transformers.trainer_callback import ExportableState
+
+from unsloth_ddp.distributed.drift import DriftCheck
+from unsloth_ddp.distributed.runtime import Progress
+from unsloth_ddp.distributed.signals import Stop
+from unsloth_ddp.training.metrics import Totals
+
+
+class SavedTotals(TrainerCallback, ExportableState):
+    """Keeps the run's totals inside every checkpoint, so that they go on when it is resumed.
+
+    `pending` holds the sums of each rank since the last log line, which the totals do not hold yet; `stream` where
+    streamed rows go on (stream.Position).
+    """
+
+    def __init__(
+        self,
+        totals: dict[str, Any] | None = None,
+        pending: list[list[float]] | None = None,
+        stream: dict[str, Any] | None = None,
+    ) -> None:
+        self.totals = Totals(**(totals or {}))
+        self.pending = pending
+        self.stream = stream
+
+    def state(self) -> dict[str, Any]:
+        """What Transformers writes to trainer_state.json and gives back to __init__."""
+        saved = {"totals": dataclasses.asdict(self.totals), "pending": self.pending, "stream": self.stream}
+        return {"args": saved, "attributes": {}}
+
+
+class Report(TrainerCallback):
+    """Tells whoever watches this process how far it is."""
+
+    def __init__(self, progress: Progress) -> None:
+        self.progress = progress
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """The micro-batches of a step are about to be computed."""
+        self.progress.step = state.global_step + 1
+        if self.progress.phase == "preparing":
+            self.progress.enter("training")
+
+    def _move(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.progress.moves += 1
+
+    on_substep_end = on_step_end = on_prediction_step = _move
+
+
+class CompareWeights(TrainerCallback):
+    """Ends the run where the ranks' weights have drifted apart (see drift.py)."""
+
+    def __init__(self, drift: DriftCheck) -> None:
+        self.drift = drift
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """A step's weights are in place."""
+        if self.drift.due(state.global_step):
+            self.drift.check(state.global_step)
+
+
+class StopTogether(TrainerCallback):
+    """Ends training on all ranks at the same step, with a checkpoint, when one of them was asked to stop.
+
+    Comes after Transformers' own flow, whose decisions for this step it overrides: an evaluation that is due would
+    keep a scheduler waiting, and is made up for when the run goes on.
+    """
+
+    def __init__(self, stop: Stop) -> None:
+        self.stop = stop
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.stop.ask()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.stop.answer() and state.global_step < state.max_steps:
+            control.should_training_stop = control.should_save = True
+            control.should_evaluate = False
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.stop.agreed and state.global_step < state.max_steps:
+            control.should_evaluate = control.should_save = control.should_log = False

@@ -1,0 +1,208 @@
+"""An SFTTrainer whose checkpoints are whole, and whose resumed run takes the steps of an uninterrupted one.
+
+Each method below replaces one step of Transformers' saving or resuming and says what upstream does there instead.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import Trainer, set_seed
+from transformers.trainer_utils import IntervalStrategy
+from trl import SFTTrainer
+
+from unsloth_ddp.checkpoints.checkpoint import Checkpoints, Start, is_whole
+from unsloth_ddp.data.batch_plan import BatchPlan, RowOrder
+from unsloth_ddp.data.dataset import TokenizedRows
+from unsloth_ddp.data.streaming import StreamedSteps
+from unsloth_ddp.distributed.runtime import Runtime
+from unsloth_ddp.training.callbacks import SavedTotals
+from unsloth_ddp.training.metrics import TOKENS, Meter, Totals
+
+
+class ResumableTrainer(SFTTrainer):
+    """SFTTrainer that saves through `checkpoints` and, resumed, goes on at the right row with the right numbers."""
+
+    runtime: Runtime
+    plan: BatchPlan
+    checkpoints: Checkpoints
+    meter: Meter
+    train_rows: TokenizedRows
+    # What orders the rows: the one, or the other where they are streamed.
+    row_order: RowOrder
+    streamed: StreamedSteps | None = None
+    # Where the run goes on from, and where a checkpoint is being written.
+    start: Start | None = None
+    tokens_before: int = 0
+    _best_until_now: tuple[float | None, int | None] = (None, None)
+    _aside: str | None = None
+
+    @property
+    def _saved(self) -> SavedTotals:
+        # Looked up each time: resuming replaces the callback by a new one.
+        return next(c for c in self.callback_handler.callbacks if isinstance(c, SavedTotals))
+
+    @property
+    def totals(self) -> Totals:
+        """Exact sums over all ranks since the run began, checkpoints included."""
+        return self._saved.totals
+
+    def _gather_sums(self, sums: torch.Tensor) -> torch.Tensor:
+        return self.accelerator.gather(sums.unsqueeze(0))
+
+    # ---- checkpoints: upstream writes in place, and rotates before it knows that all is written ----
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        began = time.perf_counter()
+        self._saved.pending = self._gather_sums(self.meter.sums).tolist()
+        self._saved.stream = self.streamed.saved() if self.streamed else None
+        step, best_before = self.state.global_step, self.state.best_model_checkpoint
+
+        def write(aside: Path) -> None:
+            self._aside = str(aside)
+            try:
+                # Not TRL's, which also writes a model card into every checkpoint.
+                # Attempted, because the ranks meet again below.
+                with self.runtime.progress.doing("saving"):
+                    self.checkpoints.attempt(lambda: Trainer._save_checkpoint(self, model, trial))
+            finally:
+                self._aside = None
+                # Upstream names it where it is written.
+                self.state.best_model_checkpoint = best_before
+            self._name_best_checkpoint(written=step)
+            if self.args.should_save and self.state.best_model_checkpoint:
+                self.state.save_to_json(str(aside / f"checkpoint-{step}" / "trainer_state.json"))
+
+        if not self.checkpoints.save(step, write, self._best_step):
+            self.state.best_model_checkpoint = best_before
+            if self.state.best_global_step == step:
+                # The best of those that are on the disk.
+                self.state.best_metric, self.state.best_global_step = self._best_until_now
+        self.meter.began += time.perf_counter() - began
+
+    def _get_output_dir(self, trial: Any) -> str:
+        return self._aside or super()._get_output_dir(trial)
+
+    def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
+        self._best_until_now = self.state.best_metric, self.state.best_global_step
+        return super()._determine_best_metric(metrics, trial)
+
+    def _name_best_checkpoint(self, written: int | None = None) -> None:
+        """Where the best step's checkpoint is, or will be if it is that of step `written`; else it stays what it was.
+
+        Upstream looks for it where it is writing, and on each node's own disk, and only when it saves: it forgets one
+        whose evaluation came after it was saved.
+        """
+        step, before = self.state.best_global_step, self.state.best_model_checkpoint
+        name = f"checkpoint-{step}"
+
+        def find() -> str | None:
+            own, first = self.checkpoints.folder / name, self.start and self.start.folder
+            if step and (step == written or is_whole(own)):
+                return str(own)
+            return str(first) if first and first.name == name else before
+
+        self.state.best_model_checkpoint = self.runtime.from_main(find)
+
+    def _best_step(self) -> int | None:
+        best = self.state.best_model_checkpoint
+        return int(Path(best).name.rpartition("-")[2]) if best else None
+
+    # Each part of a checkpoint is attempted by itself, because the other ranks wait in the next one.
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Write the adapter or model, in the main process; all ranks take part."""
+        if self._aside is None:
+            super().save_model(output_dir, _internal_call)
+        else:
+            self.checkpoints.attempt(lambda: super(ResumableTrainer, self).save_model(output_dir, _internal_call))
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        sharded = self.is_deepspeed_enabled or self.is_fsdp_enabled
+        with self.checkpoints.every_write_attempted() if sharded else contextlib.nullcontext():
+            self.checkpoints.attempt(lambda: super(ResumableTrainer, self)._save_optimizer_and_scheduler(output_dir))
+
+    def _save_scaler(self, output_dir: str) -> None:
+        self.checkpoints.attempt(lambda: super(ResumableTrainer, self)._save_scaler(output_dir))
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        if self.checkpoints.shared:
+            self.checkpoints.attempt(lambda: super(ResumableTrainer, self)._save_rng_state(output_dir))
+            return
+        # The main process's disk is the only one that is kept, so it writes the files of all ranks.
+        with tempfile.TemporaryDirectory() as own:
+            super()._save_rng_state(own)
+            files = {path.name: path.read_bytes() for path in Path(own).iterdir()}
+        everyones = self.runtime.gather(files)
+        if self.args.should_save:
+            for name, content in (item for files in everyones for item in files.items()):
+                self.checkpoints.attempt(functools.partial(Path(output_dir, name).write_bytes, content))
+
+    # ---- resuming ----
+
+    def _load_callback_state(self) -> None:
+        super()._load_callback_state()
+        # The checkpoint's own intervals would win over changed ones.
+        self.state.compute_steps(self.args, self.state.max_steps)
+        pending = torch.tensor(self._saved.pending or [[0.0] * 3], dtype=torch.float64, device=self.args.device)
+        self.tokens_before = self.totals.tokens + round(pending[:, TOKENS].sum().item())
+        if len(pending) == self.runtime.ranks.world_size:
+            self.meter.sums += pending[self.runtime.ranks.rank]
+        elif self.runtime.ranks.is_main:
+            self.meter.sums += pending.sum(dim=0)
+        if self.streamed and not self.args.ignore_data_skip:
+            self.streamed.go_on(self.state.global_step, self._saved.stream)
+
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
+        # A run killed after its last step has nothing left to train; upstream would take one step more.
+        if self.state.global_step >= self.state.max_steps:
+            self.control.should_training_stop = True
+            return
+        # accelerate does not find the sampler inside a loader that skips the rows of a resumed epoch, if there are
+        # several ranks, and would go on in the order of the first epoch.
+        if self.streamed is None:
+            self.row_order.set_epoch(kwargs["epoch"])
+        super()._run_epoch(*args, **kwargs)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        ranks, start = self.runtime.ranks, self.start
+        if start is not None and start.manifest.run.get("world_size") != ranks.world_size:
+            # No rank's own state fits; a seed of the step's and rank's own does not repeat the run's first numbers.
+            set_seed((self.args.seed + 1_000_003 * self.state.global_step + ranks.rank) % 2**32)
+        else:
+            super()._load_rng_state(checkpoint)
+        if checkpoint is not None:
+            if self._evaluation_is_due():
+                self._determine_best_metric(self._evaluate(None, None), None)
+            self._name_best_checkpoint()
+
+    def _evaluation_is_due(self) -> bool:
+        """Whether the run ended between a step and the evaluation that follows it."""
+        step, strategy = self.state.global_step, self.args.eval_strategy
+        if any("eval_loss" in entry and entry.get("step") == step for entry in self.state.log_history):
+            return False
+        if strategy == IntervalStrategy.EPOCH:
+            # To the trainer a stream is one long epoch.
+            at_end = self.streamed is None and step % self.plan.steps_per_epoch(self.train_rows.units) == 0
+            return at_end or step >= self.state.max_steps
+        return strategy == IntervalStrategy.STEPS and step % self.state.eval_steps == 0
+
+    def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
+        if self.state.global_step >= self.state.max_steps and self._evaluation_is_due():
+            self._determine_best_metric(self._evaluate(None, None), None)
+        self._name_best_checkpoint()
+        return super()._finalize_training(*args, **kwargs)
+
+    def _load_best_model(self) -> None:
+        super()._load_best_model()
+        if not self.checkpoints.shared:
+            # The other nodes do not see it.
+            for parameter in self.accelerator.unwrap_model(self.model).parameters():
+                if parameter.requires_grad:
+                    torch.distributed.broadcast(parameter.data, src=0)

@@ -1,0 +1,146 @@
+"""TRL's SFTConfig from the kit's settings: which of its fields are options, which are decided, which are left to the user.
+
+Import this after the backend: with Unsloth imported, `SFTConfig` is Unsloth's own version of it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import get_scheduler
+from transformers.integrations import INTEGRATION_TO_CALLBACK, get_available_reporting_integrations
+from trl.trainer.sft_config import SFTConfig
+
+from unsloth_ddp.config.parse import Settings
+from unsloth_ddp.config.upstream_names import choose_trackers, nearest
+from unsloth_ddp.data.batch_plan import BatchPlan
+from unsloth_ddp.distributed.runtime import Runtime
+from unsloth_ddp.model.gradient_checkpointing import loaded_with
+from unsloth_ddp.training.owned_args import OWNED_ARGS
+from unsloth_ddp.utils.errors import UserError, one_line
+
+# Of the schedules that need keywords.
+SCHEDULE_EXAMPLES = {
+    "cosine_with_min_lr": {"min_lr_rate": 0.1},
+    "cosine_warmup_with_min_lr": {"min_lr_rate": 0.1},
+    "warmup_stable_decay": {"num_decay_steps": 100},
+}
+
+
+def _check_schedule(settings: Settings) -> None:
+    """Refuse a schedule that would fail once everything is loaded; tried, because each has keywords of its own.
+
+    Raises:
+        UserError: lr_scheduler_kwargs lacks what the schedule needs, or holds what it does not take.
+    """
+    given = settings.trainer_args.get("lr_scheduler_kwargs") or {}
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=settings.learning_rate)
+    try:
+        get_scheduler(
+            settings.lr_scheduler_type,
+            optimizer,
+            num_warmup_steps=1,
+            num_training_steps=100,
+            scheduler_specific_kwargs=given,
+        )
+    except Exception as error:
+        example = SCHEDULE_EXAMPLES.get(settings.lr_scheduler_type)
+        fix = (
+            f"give, for example, --trainer_args '{json.dumps({'lr_scheduler_kwargs': example})}'"
+            if example
+            else "mend them"
+        )
+        raise UserError(
+            f"lr_scheduler_type {settings.lr_scheduler_type} does not work with lr_scheduler_kwargs {given or 'left out'} "
+            f"({one_line(error)}); {fix}."
+        ) from None
+
+
+def make_config(settings: Settings, runtime: Runtime, plan: BatchPlan, run_folder: Path) -> Any:
+    """TRL's SFTConfig for these settings, every field set: Unsloth's version of it has defaults of its own.
+
+    To be made before the model is loaded, and kept: with ZeRO-3 it is what makes Transformers load in parts.
+
+    Raises:
+        UserError: trainer_args names no field of SFTConfig, one the kit owns, or a value it refuses; or as
+            choose_trackers.
+    """
+    defaults = {
+        f.name: f.default if f.default is not dataclasses.MISSING else f.default_factory()  # type: ignore[operator]
+        for f in dataclasses.fields(SFTConfig)
+        if f.init
+    }
+    for name in settings.trainer_args:
+        if name in OWNED_ARGS or hasattr(settings, name):
+            instead = OWNED_ARGS.get(name, f"use --{name}")
+            raise UserError(f"trainer_args: {name} is decided by the kit; {instead}.")
+        if name not in defaults:
+            raise UserError(
+                f"trainer_args: SFTConfig has no field {name}; {nearest(name, defaults, 'the documentation of TRL')}"
+            )
+    _check_schedule(settings)
+    if "gradient_checkpointing_kwargs" in settings.trainer_args and settings.gradient_checkpointing == "auto":
+        raise UserError(
+            "trainer_args: gradient_checkpointing_kwargs needs a kind to go with; give --gradient_checkpointing torch or "
+            "unsloth, because auto sets its own."
+        )
+    strategy = settings.eval_strategy
+    if strategy == "auto":
+        strategy = "steps" if settings.eval_steps else "epoch"
+    checkpointing = loaded_with(runtime, settings) != "none"
+    # ZeRO-3 with adapters recomputes rightly only in the reentrant way (TRL issue 2514).
+    reentrant = runtime.sharding == "zero3" and settings.method != "full"
+    chosen = {
+        "output_dir": str(run_folder),
+        "run_name": run_folder.name,
+        "per_device_train_batch_size": plan.per_device,
+        "per_device_eval_batch_size": settings.per_device_eval_batch_size,
+        "gradient_accumulation_steps": plan.accumulation,
+        # loss.py averages; with this on, Transformers would multiply by the world size a second time.
+        "average_tokens_across_devices": False,
+        # Models with experts would add it to every micro-batch, however many there are in a step.
+        "router_aux_loss_coef": 0.0,
+        "bf16": runtime.precision == "bf16",
+        "fp16": runtime.precision == "fp16",
+        "use_cpu": runtime.device_type == "cpu",
+        "gradient_checkpointing": checkpointing,
+        "gradient_checkpointing_kwargs": {"use_reentrant": reentrant} if checkpointing else None,
+        "ddp_find_unused_parameters": settings.ddp_find_unused_parameters,
+        "ddp_timeout": settings.ddp_timeout,
+        # Rows are in pinned memory: a copy that the host waits for would wait for all work before it.
+        "accelerator_config": {"non_blocking": runtime.device_type == "cuda"},
+        # A language model's buffers are constants; sending them before each forward pass makes ranks wait for each other.
+        "ddp_broadcast_buffers": False,
+        "eval_strategy": strategy if settings.eval_dataset or settings.eval_fraction else "no",
+        "save_strategy": settings.save_strategy,
+        # checkpoint.py removes older ones; Transformers would remove the newest one before the result is written.
+        "save_total_limit": None,
+        "report_to": choose_trackers(
+            settings.report_to, INTEGRATION_TO_CALLBACK, get_available_reporting_integrations()
+        ),
+        "max_length": settings.max_length,
+        "packing": False,
+        "padding_free": False,
+        # Rows arrive tokenized, with labels; see data.py.
+        "dataset_kwargs": {"skip_prepare_dataset": True},
+        "remove_unused_columns": False,
+        # Reading every loss to look for NaN would make each micro-batch wait for the device.
+        "logging_nan_inf_filter": False,
+        "logging_first_step": True,
+        "restore_callback_states_from_checkpoint": True,
+        "trust_remote_code": settings.trust_remote_code,
+        # A bar that is not on a terminal would fill a log file with its redraws.
+        "log_level_replica": "error",
+        "disable_tqdm": not sys.stderr.isatty(),
+        "dataloader_pin_memory": runtime.device_type == "cuda",
+    }
+    same_name = {n: getattr(settings, n) for n in defaults if hasattr(settings, n)}
+    try:
+        return SFTConfig(**{**defaults, **same_name, **chosen, **settings.trainer_args, "push_to_hub": False})
+    except (TypeError, ValueError) as error:
+        raise UserError(f"The training options are refused by TRL: {' '.join(str(error).split())}") from None

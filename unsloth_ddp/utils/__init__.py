@@ -1,0 +1,1 @@
+"""Provide errors, redaction, durable writes, units and versions to every other package."""

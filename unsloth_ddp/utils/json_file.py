@@ -1,0 +1,46 @@
+"""Results as JSON files, whole or as they were before."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from pathlib import Path
+from typing import Any
+
+from unsloth_ddp.utils.errors import UserError
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Write `content` to `path`, whose folder is made; under its name there is never a part of it.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    path = path.expanduser()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(content, indent=2) + "\n"
+    if path.exists() and not path.is_file():
+        # A pipe or device, such as /dev/stdout, is not to be replaced.
+        path.write_text(text, encoding="utf-8")
+        return
+    aside = path.with_name(f"{path.name}.partial")
+    try:
+        aside.write_text(text, encoding="utf-8")
+        aside.replace(path)
+    except OSError:
+        # On a full disk a part of it was written.
+        with contextlib.suppress(OSError):
+            aside.unlink(missing_ok=True)
+        raise
+
+
+def write_as_asked(option: str, path: Path, content: Any) -> None:
+    """write_json for the file that an option of the command line names.
+
+    Raises:
+        UserError: it cannot be written.
+    """
+    try:
+        write_json(path, content)
+    except OSError as error:
+        raise UserError(f"{option} {path} cannot be written: {error.strerror or error}; name another file.") from None

@@ -17,18 +17,12 @@ import sys
 import time
 
 from unsloth_ddp.config.parse import Settings, parse_settings
+from unsloth_ddp.data.hub import use_cache_if_hub_is_unreachable
 from unsloth_ddp.data.sources import checked_files
-from unsloth_ddp.distributed.runtime import (
-    EXIT_FAILURE,
-    Ranks,
-    exit_with,
-    import_backend,
-    note_exit_code,
-    quiet,
-    ranks_from_environment,
-    started,
-    use_cache_if_hub_is_unreachable,
-)
+from unsloth_ddp.distributed.backend import import_backend
+from unsloth_ddp.distributed.exit_codes import EXIT_FAILURE, exit_with, note_exit_code, quiet
+from unsloth_ddp.distributed.ranks import Ranks, ranks_from_environment
+from unsloth_ddp.distributed.runtime import started
 from unsloth_ddp.distributed.signals import Stop
 from unsloth_ddp.model.files_check import check_local_model
 from unsloth_ddp.utils.errors import UserError
@@ -64,7 +58,7 @@ def train(settings: Settings, ranks: Ranks) -> int:
         data.node_folder(runtime) as node_folder,
     ):
         run_folder = output.choose_run_folder(settings, runtime)
-        runtime.alone(lambda: output.check_upload(settings))
+        runtime.on_main(lambda: output.check_upload(settings))
         models.check_model(settings, runtime)
         data.read_examples(settings, runtime, node_folder)
         facts = checkpoint.run_facts(settings, runtime)

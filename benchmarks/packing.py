@@ -79,11 +79,13 @@ def measure_losses(argv: list[str]) -> dict[str, Any]:
 
     from unsloth_ddp.config.parse import parse_settings
     from unsloth_ddp.data import dataset as data
+    from unsloth_ddp.data.labels import IGNORED
     from unsloth_ddp.data.packing import best_fit
-    from unsloth_ddp.distributed.runtime import Ranks, import_backend, started
+    from unsloth_ddp.distributed.backend import import_backend
+    from unsloth_ddp.distributed.ranks import Ranks
+    from unsloth_ddp.distributed.runtime import started
     from unsloth_ddp.model import attention
     from unsloth_ddp.model import load as models
-    from unsloth_ddp.training.loss import IGNORED
 
     settings = parse_settings(argv)
     with started(settings, Ranks()) as runtime, data.node_folder(runtime) as folder:

@@ -149,7 +149,7 @@ def main() -> None:
 
     import train_ddp
     from unsloth_ddp.config.parse import parse_settings
-    from unsloth_ddp.distributed.runtime import Ranks
+    from unsloth_ddp.distributed.ranks import Ranks
 
     with tempfile.TemporaryDirectory() as folder:
         phases = Phases(Path(folder), 1 if given.tiny else 2)

@@ -81,7 +81,8 @@ def hand_out() -> None:
     import torch
     import torch.distributed as dist
 
-    from unsloth_ddp.distributed.runtime import Runtime, ranks_from_environment
+    from unsloth_ddp.distributed.ranks import ranks_from_environment
+    from unsloth_ddp.distributed.runtime import Runtime
 
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
@@ -90,9 +91,9 @@ def hand_out() -> None:
     shares = [[[row.copy() for _ in range(4)] for _ in range(4)] for _ in range(runtime.ranks.world_size)]
     seconds = []
     for _ in range(200):
-        runtime.wait()
+        runtime.barrier()
         began = time.perf_counter()
-        runtime.hand_out(lambda: shares)
+        runtime.scatter_from_main(lambda: shares)
         seconds.append(time.perf_counter() - began)
     if runtime.ranks.is_main:
         print(statistics.median(seconds) * 1000)

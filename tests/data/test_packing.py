@@ -17,9 +17,18 @@ from hypothesis import strategies as st
 from unsloth_ddp.data.arrow_rows import ArrowRows
 from unsloth_ddp.data.batch_plan import BatchPlan
 from unsloth_ddp.data.dataset import TOKEN_FEATURES, Collate, Flatten, PackedRows, PadRight, row_lengths
-from unsloth_ddp.data.packing import Choice, Packing, Request, best_fit, capacity_for, choose, plan_step
+from unsloth_ddp.data.labels import IGNORED
+from unsloth_ddp.data.packing import (
+    Packing,
+    PackingDecision,
+    Request,
+    best_fit,
+    capacity_for,
+    decide_packing,
+    plan_step,
+)
 from unsloth_ddp.model.attention import Kernels, find_kernel, why_doubtful, why_mixed
-from unsloth_ddp.training.loss import IGNORED, step_divisor, supervised_tokens
+from unsloth_ddp.training.loss import step_divisor, supervised_tokens
 from unsloth_ddp.training.metrics import real_tokens
 from unsloth_ddp.utils.errors import UserError
 
@@ -89,13 +98,13 @@ def test_a_million_rows_are_packed_in_seconds() -> None:
 # ---- how many packs fill a step ----
 
 CHATS = np.clip(np.random.default_rng(0).lognormal(5.4, 0.8, 5000).astype(np.int64), 1, 2048)
-PACK = Choice(True, "a kernel keeps rows apart")
-PAD = Choice(False, "there is no kernel")
+PACK = PackingDecision(True, "a kernel keeps rows apart")
+PAD = PackingDecision(False, "there is no kernel")
 
 
 def planned(
-    lengths: np.ndarray = CHATS, choice: Choice = PACK, **asked: Any
-) -> tuple[BatchPlan, Packing | None, Choice]:
+    lengths: np.ndarray = CHATS, choice: PackingDecision = PACK, **asked: Any
+) -> tuple[BatchPlan, Packing | None, PackingDecision]:
     defaults = {"packing": "auto", "max_length": 2048, "per_device": 1, "processes": 1}
     return plan_step(Request(**{**defaults, **asked}), lengths, choice)
 
@@ -245,14 +254,14 @@ def test_a_batch_in_tokens_without_packing_is_refused_with_the_reason() -> None:
     ],
 )
 def test_the_choice_and_its_reason(wanted, kernel, wrong, doubtful, packed, reason) -> None:
-    choice = choose(wanted, "a CPU", kernel, wrong, doubtful)
+    choice = decide_packing(wanted, "a CPU", kernel, wrong, doubtful)
     assert choice.packed == packed
     assert choice.reason.startswith(reason)
 
 
 def test_packing_that_would_mix_rows_is_refused() -> None:
     with pytest.raises(UserError, match="packing on would mix rows, because it remembers; use --packing auto or off"):
-        choose("on", "a CPU", "xformers", "it remembers", None)
+        decide_packing("on", "a CPU", "xformers", "it remembers", None)
 
 
 H200 = Kernels("cuda", sixteen_bit=True, head_dim=128, unsloth_attention=True, capability=9, torch_varlen=True)

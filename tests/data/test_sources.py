@@ -222,7 +222,8 @@ def test_an_empty_file_among_others_is_refused_and_an_empty_shard_in_a_folder_is
     tmp_path: Path, option: str
 ) -> None:
     from unsloth_ddp.data.dataset import read_examples
-    from unsloth_ddp.distributed.runtime import Ranks, Runtime
+    from unsloth_ddp.distributed.ranks import Ranks
+    from unsloth_ddp.distributed.runtime import Runtime
 
     runtime = Runtime(Ranks(), "transformers", "cpu", "fp32", "CPU")
     (tmp_path / "shards").mkdir()
@@ -236,7 +237,8 @@ def test_an_empty_file_among_others_is_refused_and_an_empty_shard_in_a_folder_is
 
 def test_empty_shards_of_a_folder_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from unsloth_ddp.data.dataset import read_examples
-    from unsloth_ddp.distributed.runtime import Ranks, Runtime
+    from unsloth_ddp.distributed.ranks import Ranks
+    from unsloth_ddp.distributed.runtime import Runtime
 
     for name, content in (("a", '{"text": "a"}\n'), ("b", ""), ("c", "\n")):
         write(tmp_path, f"{name}.jsonl", content)

@@ -13,16 +13,10 @@ import pytest
 
 from tests.ranks import run_ranks
 from unsloth_ddp.config.options import Settings
-from unsloth_ddp.distributed.runtime import (
-    Ranks,
-    Runtime,
-    alone_timeout,
-    choose_backend,
-    import_backend,
-    ranks_from_environment,
-    started,
-    use_cache_if_hub_is_unreachable,
-)
+from unsloth_ddp.data.hub import use_cache_if_hub_is_unreachable
+from unsloth_ddp.distributed.backend import import_backend
+from unsloth_ddp.distributed.ranks import Ranks, ranks_from_environment
+from unsloth_ddp.distributed.runtime import Runtime, choose_backend, control_timeout, started
 from unsloth_ddp.utils.errors import UserError
 
 FAKE_UNSLOTH = """
@@ -85,8 +79,8 @@ def test_backend_follows_the_accelerator():
 def test_the_wait_for_one_process_grows_with_the_data(tmp_path):
     rows = tmp_path / "rows.jsonl"
     rows.write_bytes(b" " * 2_000_000)
-    assert alone_timeout(Settings(dataset=[str(rows)])).total_seconds() == 3610
-    assert alone_timeout(Settings(dataset=["owner/name"])).total_seconds() == 8 * 3600
+    assert control_timeout(Settings(dataset=[str(rows)])).total_seconds() == 3610
+    assert control_timeout(Settings(dataset=["owner/name"])).total_seconds() == 8 * 3600
 
 
 @pytest.mark.parametrize(
@@ -131,10 +125,10 @@ def decide(folder: str) -> None:
     """Rank 0 decides, and then fails in both ways; every rank writes what it saw."""
     ranks = ranks_from_environment()
     with started(Settings(), ranks) as runtime:
-        seen = [runtime.from_main(lambda: f"from rank {ranks.rank}"), runtime.gather(ranks.rank)]
+        seen = [runtime.broadcast_from_main(lambda: f"from rank {ranks.rank}"), runtime.gather(ranks.rank)]
         for error in (UserError("mend it"), KeyError("broken")):
             try:
-                runtime.alone(lambda error=error: (_ for _ in ()).throw(error))
+                runtime.on_main(lambda error=error: (_ for _ in ()).throw(error))
             except Exception as caught:
                 seen.append(f"{type(caught).__name__}: {caught}")
         (Path(folder) / f"{ranks.rank}.json").write_text(json.dumps(seen))
@@ -153,10 +147,10 @@ def hand_out(folder: str) -> None:
     ranks = ranks_from_environment()
     with started(Settings(), ranks) as runtime:
         items = [list(range(10**rank)) for rank in range(ranks.world_size)]
-        seen: list = [len(runtime.hand_out(lambda: items)), ranks.is_main]
+        seen: list = [len(runtime.scatter_from_main(lambda: items)), ranks.is_main]
         for error in (UserError("mend it"), KeyError("broken")):
             try:
-                runtime.hand_out(lambda error=error: (_ for _ in ()).throw(error))
+                runtime.scatter_from_main(lambda error=error: (_ for _ in ()).throw(error))
             except Exception as caught:
                 seen.append(f"{type(caught).__name__}: {caught}")
         (Path(folder) / f"{ranks.rank}.json").write_text(json.dumps(seen))

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from tests.conftest import REPO
 from tests.ranks import free_port, run_ranks
-from unsloth_ddp.distributed.runtime import note_exit_code
+from unsloth_ddp.distributed.exit_codes import note_exit_code
 from unsloth_ddp.distributed.signals import ONE_REQUEST, Requests, Stop, launched_ago, parse_duration, under_launcher
 from unsloth_ddp.utils.errors import UserError
 

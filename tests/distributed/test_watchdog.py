@@ -12,7 +12,7 @@ import pytest
 
 from tests.ranks import Result, run_ranks, train
 from unsloth_ddp.distributed.diagnosis import Bye, Limits, Seen, bye_of, judge, limits_of
-from unsloth_ddp.distributed.runtime import Place
+from unsloth_ddp.distributed.ranks import RankLocation
 from unsloth_ddp.utils.errors import UserError
 
 LIMITS = Limits(silence=30, stuck=1794, interval=3)
@@ -22,7 +22,9 @@ NOW = 10_000.0
 def rank(number: int, **changes) -> Seen:
     """A rank that trains and was heard of a second ago."""
     node = number // 2
-    seen = Seen(Place(number, node, f"host{node}", 100 + number, 0.0), NOW - 1, NOW - 1, step=7, phase="training")
+    seen = Seen(
+        RankLocation(number, node, f"host{node}", 100 + number, 0.0), NOW - 1, NOW - 1, step=7, phase="training"
+    )
     for name, value in changes.items():
         setattr(seen, name, value)
     return seen
@@ -312,7 +314,8 @@ def test_a_mistake_found_by_one_rank_alone_ends_all_with_its_sentence(strike):
 def forked(tmp: str) -> None:
     """A rank that leaves a forked child behind and dies; the child is to keep no connection open."""
     from unsloth_ddp.config.parse import Settings
-    from unsloth_ddp.distributed.runtime import ranks_from_environment, started
+    from unsloth_ddp.distributed.ranks import ranks_from_environment
+    from unsloth_ddp.distributed.runtime import started
     from unsloth_ddp.distributed.watchdog import watched
 
     settings = Settings()

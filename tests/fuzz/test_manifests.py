@@ -17,7 +17,8 @@ from tests.fuzz import UNPRINTABLE, few, sentence
 from unsloth_ddp.checkpoints import checkpoint, manifest
 from unsloth_ddp.checkpoints.manifest import Damaged, Manifest
 from unsloth_ddp.config.options import Settings
-from unsloth_ddp.distributed.runtime import Ranks, Runtime
+from unsloth_ddp.distributed.ranks import Ranks
+from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.utils.errors import UserError
 
 NEEDED = ("trainer_state.json", "optimizer.pt", "scheduler.pt", "rng_state.pth")

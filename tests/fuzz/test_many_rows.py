@@ -31,7 +31,8 @@ def prepare(path: str, count: int) -> None:
     from unsloth_ddp.config.options import Settings
     from unsloth_ddp.data.batch_plan import RowOrder
     from unsloth_ddp.data.dataset import fingerprint, read_examples, tokenize_examples
-    from unsloth_ddp.distributed.runtime import Ranks, Runtime
+    from unsloth_ddp.distributed.ranks import Ranks
+    from unsloth_ddp.distributed.runtime import Runtime
 
     runtime = Runtime(Ranks(), "transformers", "cpu", "fp32", "CPU")
     settings = Settings(dataset=[path])

@@ -15,8 +15,9 @@ from unsloth_ddp.checkpoints import checkpoint
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.config.parse import parse_settings
 from unsloth_ddp.data.sources import check_source
-from unsloth_ddp.distributed import runtime
-from unsloth_ddp.distributed.runtime import Ranks, Runtime
+from unsloth_ddp.distributed import backend, runtime
+from unsloth_ddp.distributed.ranks import Ranks
+from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.model.load import check_model
 from unsloth_ddp.run import output
 
@@ -48,7 +49,7 @@ def everything(folder: Path) -> set[str]:
     return {str(path.relative_to(folder)) for path in folder.rglob("*")}
 
 
-def alone() -> Runtime:
+def one_process() -> Runtime:
     return Runtime(Ranks(), "transformers", "cpu", "fp32", "CPU")
 
 
@@ -61,13 +62,13 @@ def test_any_path_is_looked_for_or_refused_and_nothing_is_written(place: Path, n
 
     def begin() -> None:
         settings = parse_settings(words)
-        runtime.alone_timeout(settings)
+        runtime.control_timeout(settings)
         for source in [*settings.dataset, *settings.eval_dataset]:
             result_or_sentence(lambda source=source: check_source(source))
-        result_or_sentence(lambda: check_model(settings, alone()))
+        result_or_sentence(lambda: check_model(settings, one_process()))
         settings.run_name = "mine"
-        folder = output.choose_run_folder(settings, alone())
-        checkpoint.choose(settings, alone(), folder, output.continues(settings, folder))
+        folder = output.choose_run_folder(settings, one_process())
+        checkpoint.choose(settings, one_process(), folder, output.continues(settings, folder))
 
     result_or_sentence(begin)
     assert everything(place.parent) == before
@@ -85,7 +86,7 @@ def test_a_run_name_is_one_folder_below_the_output_folder(place: Path, name: str
     )
     if settings is None or settings.run_name is None:
         return
-    assert output.choose_run_folder(settings, alone()).parent == place / "out"
+    assert output.choose_run_folder(settings, one_process()).parent == place / "out"
 
 
 @few
@@ -96,7 +97,7 @@ def test_the_default_name_is_one_folder_too(place: Path, model: str) -> None:
     settings = result_or_sentence(lambda: parse_settings([f"--model={model}", "--dataset=d", "--output_dir=out"]))
     if settings is None:
         return
-    folder = output.choose_run_folder(settings, alone())
+    folder = output.choose_run_folder(settings, one_process())
     assert folder.parent == place / "out"
 
 
@@ -106,7 +107,7 @@ def test_a_file_or_link_in_the_place_of_the_run_folder_is_left_alone(place: Path
     before = everything(place.parent)
     for overwrite in (False, True):
         settings = Settings(model="m", output_dir="out", run_name=there, overwrite=overwrite)
-        assert "is no folder" in refusal(lambda settings=settings: output.choose_run_folder(settings, alone()))
+        assert "is no folder" in refusal(lambda settings=settings: output.choose_run_folder(settings, one_process()))
     assert everything(place.parent) == before
 
 
@@ -117,7 +118,7 @@ def test_overwriting_removes_links_and_not_what_they_lead_to(place: Path) -> Non
     (run / "up").symlink_to("../../..")
     (run / "text").symlink_to("../../../neighbour.txt")
     settings = Settings(model="m", dataset=["d"], output_dir="out", run_name="mine", overwrite=True)
-    mine = alone()
+    mine = one_process()
     folder = output.choose_run_folder(settings, mine)
     with mine.cleanup:
         output.open_run_folder(settings, mine, folder)
@@ -129,10 +130,10 @@ def test_a_compiled_cache_that_holds_something_else_is_not_cleared(
     place: Path, monkeypatch: pytest.MonkeyPatch, named: str
 ) -> None:
     (place / "out" / "thesis.txt").write_text("years of work")
-    monkeypatch.setattr(runtime.shutil, "rmtree", lambda *args, **kwargs: pytest.fail(f"removed {args}"))
+    monkeypatch.setattr(backend.shutil, "rmtree", lambda *args, **kwargs: pytest.fail(f"removed {args}"))
     settings = Settings(compiled_cache_dir=named, clear_compiled_cache=True)
     assert "is no compiled module, so clear_compiled_cache leaves it alone" in refusal(
-        lambda: runtime._compiled_cache(alone(), settings).__enter__()
+        lambda: backend._compiled_cache(one_process(), settings).__enter__()
     )
 
 
@@ -140,5 +141,5 @@ def test_a_folder_of_modules_is_not_cleared_under_ones_feet(place: Path, monkeyp
     (place / "out" / "mine.py").write_text("")
     monkeypatch.chdir(place / "out")
     settings = Settings(compiled_cache_dir=".", clear_compiled_cache=True)
-    refusal(lambda: runtime._compiled_cache(alone(), settings).__enter__())
+    refusal(lambda: backend._compiled_cache(one_process(), settings).__enter__())
     assert os.path.exists("mine.py")

@@ -24,7 +24,8 @@ from unsloth_ddp.data import sources as rows_module
 from unsloth_ddp.data.dataset import held_out_examples, read_examples
 from unsloth_ddp.data.formats import Example, to_example
 from unsloth_ddp.data.sources import read_rows
-from unsloth_ddp.distributed.runtime import Ranks, Runtime
+from unsloth_ddp.distributed.ranks import Ranks
+from unsloth_ddp.distributed.runtime import Runtime
 
 BOM = b"\xef\xbb\xbf"
 ASK, ANSWER = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}

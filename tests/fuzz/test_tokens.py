@@ -19,7 +19,8 @@ from unsloth_ddp.config.options import Settings
 from unsloth_ddp.data.dataset import read_examples, tokenize_examples
 from unsloth_ddp.data.formats import to_example
 from unsloth_ddp.data.tokenize import Encoder, read_chat_template
-from unsloth_ddp.distributed.runtime import Ranks, Runtime
+from unsloth_ddp.distributed.ranks import Ranks
+from unsloth_ddp.distributed.runtime import Runtime
 
 UNMARKED = (
     "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + eos_token }}{% endfor %}"

@@ -15,7 +15,8 @@ import transformers
 
 from tests.data.test_packing import KV, both_ways, make, token_losses
 from unsloth_ddp.config.options import Settings
-from unsloth_ddp.distributed.runtime import Ranks, Runtime
+from unsloth_ddp.distributed.ranks import Ranks
+from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.model import attention, varlen
 from unsloth_ddp.utils.errors import UserError
 

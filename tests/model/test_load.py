@@ -15,7 +15,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, OPTConfig
 
 from tests.conftest import DEMO_MODEL
 from unsloth_ddp.config.options import Settings
-from unsloth_ddp.distributed.runtime import Ranks, Runtime
+from unsloth_ddp.distributed.ranks import Ranks
+from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.model.files_check import check_folder
 from unsloth_ddp.model.load import (
     check_model,

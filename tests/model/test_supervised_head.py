@@ -16,16 +16,8 @@ from torch import Tensor
 
 from tests.data.test_packing import KV, make
 from unsloth_ddp.data.dataset import Collate, Flatten, PadRight
-from unsloth_ddp.model.supervised_head import (
-    LOOKED_AT,
-    MULTIPLE,
-    ROWS,
-    SupervisedHead,
-    fits_fused_head,
-    head_for,
-    supervised_positions,
-)
-from unsloth_ddp.training.loss import IGNORED
+from unsloth_ddp.data.labels import IGNORED, supervised_positions
+from unsloth_ddp.model.supervised_head import LOOKED_AT, MULTIPLE, ROWS, SupervisedHead, fits_fused_head, head_for
 
 
 def random_labels(rows: int, tokens: int, share: float) -> Tensor:

@@ -10,7 +10,8 @@ from types import SimpleNamespace
 import pytest
 
 from unsloth_ddp.config.options import Settings
-from unsloth_ddp.distributed.runtime import Ranks, Runtime
+from unsloth_ddp.distributed.ranks import Ranks
+from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.run import output
 from unsloth_ddp.utils.errors import UserError
 

@@ -21,8 +21,9 @@ from unsloth_ddp.config.parse import Settings
 from unsloth_ddp.data.batch_plan import BatchPlan
 from unsloth_ddp.data.dataset import Counts, PadRight, TokenizedRows
 from unsloth_ddp.data.packing import best_fit
-from unsloth_ddp.distributed.runtime import Ranks, Runtime
-from unsloth_ddp.model.gradient_checkpointing import Recompute, kinds_here
+from unsloth_ddp.distributed.ranks import Ranks
+from unsloth_ddp.distributed.runtime import Runtime
+from unsloth_ddp.model.gradient_checkpointing import GradientCheckpointing, kinds_here
 from unsloth_ddp.model.load import load_model
 from unsloth_ddp.training import memory_search as fit
 from unsloth_ddp.training.memory_search import ENOUGH_TOKENS, HEADROOM, Try, divisors, largest, search, with_micro_batch
@@ -116,7 +117,7 @@ def test_kinds_can_be_exchanged_any_number_of_times(method):
     runtime = Runtime(Ranks(), "transformers", "cpu", "fp32", "CPU")
     model, _ = load_model(settings, runtime)
     model.train()
-    recompute, embedding = Recompute(model, runtime, settings), model.get_input_embeddings()
+    recompute, embedding = GradientCheckpointing(model, runtime, settings), model.get_input_embeddings()
     hooked, steps = [], []
     for kind in ("torch", "torch", "none", "torch", "none"):
         recompute.use(kind)
@@ -183,7 +184,7 @@ def test_a_run_that_goes_on_keeps_what_was_chosen(on_gpu):
 def test_every_rank_tries_what_the_main_process_would(on_gpu, monkeypatch):
     # Its own GPU may be of another kind than the one of the checkpoint.
     trainer = on_gpu({"torch": 16})
-    monkeypatch.setattr(trainer.runtime, "from_main", lambda work: (("torch",), [1, 2]))
+    monkeypatch.setattr(trainer.runtime, "broadcast_from_main", lambda work: (("torch",), [1, 2]))
     chosen = fit.choose(trainer, {"world_size": 1, "device": "H200"})
     assert (chosen.kind, chosen.per_device) == ("torch", 2)
 

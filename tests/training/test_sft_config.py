@@ -12,7 +12,8 @@ from trl.trainer.sft_config import SFTConfig
 
 from unsloth_ddp.config.parse import FIELDS, Settings
 from unsloth_ddp.data.batch_plan import BatchPlan
-from unsloth_ddp.distributed.runtime import Ranks, Runtime
+from unsloth_ddp.distributed.ranks import Ranks
+from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.distributed.sharding import Sharding
 from unsloth_ddp.training.owned_args import OWNED_ARGS
 from unsloth_ddp.training.sft_config import SCHEDULE_EXAMPLES, make_config

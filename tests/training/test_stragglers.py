@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.ranks import run_ranks, train
-from unsloth_ddp.training.metrics import OwnTime, Stragglers, describe_straggler
+from unsloth_ddp.training.metrics import OwnWorkTimer, Stragglers, describe_straggler
 
 
 def named(*intervals: tuple[list[float], list[float]], passed: float = 1.0) -> list[int]:
@@ -49,7 +49,7 @@ def test_one_quick_interval_starts_anew():
 
 
 def test_own_time_leaves_out_the_last_backward_pass():
-    own = OwnTime(torch.device("cpu"))
+    own = OwnWorkTimer(torch.device("cpu"))
     own.start(reading=0.25, micro_batches=2)
     own.forward_done()
     time.sleep(0.02)

@@ -113,7 +113,7 @@ def choose(settings: Settings, runtime: Runtime, run_folder: Path, continues: bo
     Raises:
         UserError: the folder named by --resume is not a whole checkpoint.
     """
-    return runtime.from_main(lambda: _choose(settings.resume, run_folder, continues))
+    return runtime.broadcast_from_main(lambda: _choose(settings.resume, run_folder, continues))
 
 
 def named_folder(wanted: str) -> Path | None:
@@ -163,7 +163,7 @@ def _with_state(start: Start) -> Start:
 
 def check(start: Start, facts: dict[str, Any], settings: Settings, runtime: Runtime) -> list[str]:
     """`start.check` by the main process, whose refusal every rank raises alike."""
-    return runtime.from_main(lambda: start.check(facts, settings.resume_anyway))
+    return runtime.broadcast_from_main(lambda: start.check(facts, settings.resume_anyway))
 
 
 def bring(start: Start, runtime: Runtime) -> Start:
@@ -234,13 +234,13 @@ def is_shared(runtime: Runtime, run_folder: Path) -> bool:
     """Whether every node sees the main process's run folder; each node's own has to exist by now."""
     if runtime.ranks.nodes == 1:
         return True
-    mark = runtime.from_main(lambda: f".shared-{secrets.token_hex(8)}")
-    runtime.alone((run_folder / mark).touch)
+    mark = runtime.broadcast_from_main(lambda: f".shared-{secrets.token_hex(8)}")
+    runtime.on_main((run_folder / mark).touch)
     deadline = time.monotonic() + 5
     while not (run_folder / mark).exists() and time.monotonic() < deadline:
         time.sleep(0.2)
     everywhere = all(runtime.gather((run_folder / mark).exists()))
-    runtime.alone(lambda: (run_folder / mark).unlink(missing_ok=True))
+    runtime.on_main(lambda: (run_folder / mark).unlink(missing_ok=True))
     return everywhere
 
 
@@ -407,7 +407,7 @@ class Checkpoints:
                 return reason(error, self.folder)
             return None
 
-        return self.runtime.from_main(tried)
+        return self.runtime.broadcast_from_main(tried)
 
     @contextlib.contextmanager
     def every_write_attempted(self) -> Iterator[None]:

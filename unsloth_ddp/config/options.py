@@ -141,7 +141,7 @@ class TrainingSettings:
     optim: str = option("adamw_torch_fused", "Optimizer, by its Transformers name (adamw_8bit, sgd, ...).")
     gradient_checkpointing: Literal["auto", "none", "torch", "unsloth"] = option(
         "auto",
-        "Recompute activations: none is fastest, torch saves memory, unsloth also offloads them (unsloth backend); "
+        "GradientCheckpointing activations: none is fastest, torch saves memory, unsloth also offloads them (unsloth backend); "
         "auto: the first of them that fits, tried before step 1, and the next where memory runs out later (untried: none "
         "on a CPU, torch with ZeRO or FSDP2).",
     )

@@ -30,12 +30,11 @@ from unsloth_ddp.config.parse import Settings
 from unsloth_ddp.data.arrow_rows import ArrowRows
 from unsloth_ddp.data.batch_plan import BatchPlan
 from unsloth_ddp.data.formats import Example, to_example
-from unsloth_ddp.data.packing import Choice, Packing, Request, plan_step
+from unsloth_ddp.data.labels import IGNORED, supervised_positions
+from unsloth_ddp.data.packing import Packing, PackingDecision, Request, plan_step
 from unsloth_ddp.data.sources import checked_files, is_file, left_out, read_rows
 from unsloth_ddp.data.tokenize import Encoder
 from unsloth_ddp.distributed.runtime import Runtime
-from unsloth_ddp.model.supervised_head import supervised_positions
-from unsloth_ddp.training.loss import IGNORED
 from unsloth_ddp.utils.errors import UserError
 
 ROWS_AT_A_TIME = 100
@@ -108,13 +107,13 @@ def node_folder(runtime: Runtime) -> Iterator[Path]:
         _remove_stale(cache.glob(f"unsloth_ddp-{host}-*-*"))
         return tempfile.mkdtemp(prefix=f"unsloth_ddp-{host}-{os.getpid()}-", dir=cache)
 
-    mine = runtime.alone(make, per_node=True)
+    mine = runtime.on_main(make, per_node=True)
     folder = runtime.gather(mine)[runtime.ranks.rank - runtime.ranks.local_rank]
     assert folder is not None
     failed = True
     try:
         yield Path(folder)
-        runtime.wait()
+        runtime.barrier()
         failed = False
     finally:
         if runtime.ranks.is_local_main and (runtime.ranks.world_size == 1 or not failed):
@@ -149,7 +148,7 @@ def read_examples(settings: Settings, runtime: Runtime, folder: Path) -> None:
             evaluation.save_to_disk(folder / "examples_eval")
         train.save_to_disk(folder / "examples_train")
 
-    runtime.alone(read, per_node=True)
+    runtime.on_main(read, per_node=True)
 
 
 def held_out_examples(folder: Path, limit: int) -> list[Example]:
@@ -238,7 +237,7 @@ def tokenize_examples(
                 tokenized = _tokenize(examples, encoder, settings, "training" if name == "train" else "evaluation")
                 tokenized.save_to_disk(folder / name)
 
-    runtime.alone(tokenize, per_node=True)
+    runtime.on_main(tokenize, per_node=True)
     evaluation = _tokenized_rows(folder / "eval") if (folder / "eval").exists() else None
     train = _tokenized_rows(folder / "train")
     return dataclasses.replace(train, streamed=settings.streaming), evaluation
@@ -371,7 +370,7 @@ def fingerprint(rows: TokenizedRows, runtime: Runtime) -> str:
     Raises:
         UserError: nodes with data of their own hold different rows.
     """
-    found = runtime.gather(runtime.alone(lambda: _checksum(rows), per_node=True))
+    found = runtime.gather(runtime.on_main(lambda: _checksum(rows), per_node=True))
     sums = {rank // runtime.ranks.local_world_size: digest for rank, digest in enumerate(found) if digest}
     for node, digest in sums.items():
         if digest != sums[0]:
@@ -399,7 +398,9 @@ def _tokenized_rows(path: Path) -> TokenizedRows:
     return TokenizedRows(tokenized.with_format("numpy", columns=["input_ids", "labels"]), counts)
 
 
-def fill_steps(request: Request, rows: TokenizedRows, choice: Choice) -> tuple[BatchPlan, TokenizedRows, Choice]:
+def fill_steps(
+    request: Request, rows: TokenizedRows, choice: PackingDecision
+) -> tuple[BatchPlan, TokenizedRows, PackingDecision]:
     """The plan of a run, the rows with the packs it counts, and whether they are packed after all (packing.plan_step)."""
     plan, packing, choice = plan_step(request, row_lengths(rows.dataset)[: rows.counts.rows], choice)
     return plan, dataclasses.replace(rows, packing=packing), choice

@@ -144,14 +144,16 @@ def best_fit(lengths: np.ndarray, capacity: int) -> Packing:
 
 
 @dataclass(frozen=True)
-class Choice:
+class PackingDecision:
     """Whether rows are packed, and why, in a few words."""
 
     packed: bool
     reason: str
 
 
-def choose(wanted: str, place: str, kernel: str | None, wrong: str | None, doubtful: str | None) -> Choice:
+def decide_packing(
+    wanted: str, place: str, kernel: str | None, wrong: str | None, doubtful: str | None
+) -> PackingDecision:
     """Pack where attention has a kernel that skips what lies between rows; it is slower than padding elsewhere.
 
     Args:
@@ -165,19 +167,19 @@ def choose(wanted: str, place: str, kernel: str | None, wrong: str | None, doubt
         UserError: packing was asked for, and would train something else.
     """
     if wanted == "off":
-        return Choice(False, "--packing off")
+        return PackingDecision(False, "--packing off")
     if wrong is not None:
         if wanted == "on":
             raise UserError(f"packing on would mix rows, because {wrong}; use --packing auto or off.")
-        return Choice(False, wrong)
+        return PackingDecision(False, wrong)
     if wanted == "on":
         masked = f"{place} has no attention kernel for it, so a mask keeps rows apart, which is slow"
-        return Choice(True, f"--packing on; {f'{kernel} keeps rows apart' if kernel else masked}")
+        return PackingDecision(True, f"--packing on; {f'{kernel} keeps rows apart' if kernel else masked}")
     if doubtful is not None:
-        return Choice(False, doubtful)
+        return PackingDecision(False, doubtful)
     if kernel is None:
-        return Choice(False, f"{place} has no attention kernel for packed rows")
-    return Choice(True, f"{kernel} keeps rows apart")
+        return PackingDecision(False, f"{place} has no attention kernel for packed rows")
+    return PackingDecision(True, f"{kernel} keeps rows apart")
 
 
 def place_of(backend: str, precision: str, settings: Settings) -> str:
@@ -226,7 +228,9 @@ class Request:
         )
 
 
-def plan_step(request: Request, lengths: np.ndarray, choice: Choice) -> tuple[BatchPlan, Packing | None, Choice]:
+def plan_step(
+    request: Request, lengths: np.ndarray, choice: PackingDecision
+) -> tuple[BatchPlan, Packing | None, PackingDecision]:
     """How rows of these lengths fill the steps of a run: the plan, the packs it counts (None: rows), and why.
 
     --packing on counts packs wherever rows are counted otherwise. --packing auto keeps rows as the unit: a step
@@ -255,7 +259,7 @@ def plan_step(request: Request, lengths: np.ndarray, choice: Choice) -> tuple[Ba
     return packed, packing, choice
 
 
-def _without_packing(request: Request, choice: Choice) -> Choice:
+def _without_packing(request: Request, choice: PackingDecision) -> PackingDecision:
     if request.global_tokens is not None:
         raise UserError(
             f"global_batch_tokens {request.global_tokens} needs packed rows, and rows are padded: {choice.reason}; "

@@ -334,7 +334,7 @@ class StreamedSteps(IterableDataset[list[Unit] | None]):
         yield from itertools.repeat(None, self.done * self.steps.plan.accumulation)
         filled = self._filled() if self.runtime.ranks.is_main else iter(())
         for _ in range(self.done, self.max_steps):
-            yield from self.runtime.hand_out(lambda: self._next(filled))
+            yield from self.runtime.scatter_from_main(lambda: self._next(filled))
 
     def _filled(self) -> Iterator[tuple[list[list[list[Unit]]], Position]]:
         return self.steps.fill(self._announced_windows(), self.position.used)

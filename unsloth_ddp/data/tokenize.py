@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from unsloth_ddp.data.formats import Example, Message
-from unsloth_ddp.training.loss import IGNORED
+from unsloth_ddp.data.labels import IGNORED
 from unsloth_ddp.utils.errors import UserError
 
 TEMPLATES = Path(__file__).parent / "templates"

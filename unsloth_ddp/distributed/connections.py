@@ -72,7 +72,7 @@ def connect(settings: Settings, runtime: Runtime) -> dict[int, socket.socket] | 
             address = "127.0.0.1" if ranks.nodes == 1 else os.environ["MASTER_ADDR"]
             sockets = {0: _call(address, port, token, ranks.rank)}
     except OSError as error:
-        problem = f"{runtime.places[ranks.rank]}: {error}"
+        problem = f"{runtime.locations[ranks.rank]}: {error}"
     finally:
         if listener is not None:
             listener.close()

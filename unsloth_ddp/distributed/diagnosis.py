@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from unsloth_ddp.distributed.runtime import Place
+from unsloth_ddp.distributed.ranks import RankLocation
 from unsloth_ddp.utils.errors import UserError
 
 # In these phases a rank's threads get their turn every few milliseconds, so silence means that something is wrong.
@@ -46,7 +46,7 @@ class Bye:
 class Seen:
     """What is known of one rank."""
 
-    place: Place
+    place: RankLocation
     heard: float
     moved: float
     step: int = 0

@@ -112,7 +112,7 @@ class DriftCheck:
         names = [name for name, _ in self.named]
         first = next(i for i in range(len(names)) if numbers[odd[0]][i] != numbers[usual][i])
         differing = sum(a != b for a, b in zip(numbers[odd[0]], numbers[usual], strict=True))
-        who = ", ".join(str(self.runtime.places[rank]) for rank in odd)
+        who = ", ".join(str(self.runtime.locations[rank]) for rank in odd)
         return (
             f"{who} {'holds' if len(odd) == 1 else 'hold'} other weights than rank {usual} after step {step}, first in "
             f"{names[first]} ({differing:,} of {len(names):,} trainable tensors differ), although data parallel ranks "

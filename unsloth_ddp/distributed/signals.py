@@ -23,7 +23,8 @@ from typing import Any, Literal
 
 import psutil
 
-from unsloth_ddp.distributed.runtime import EXIT_FAILURE, EXIT_STOPPED, Runtime, note_exit_code
+from unsloth_ddp.distributed.exit_codes import EXIT_FAILURE, EXIT_STOPPED, note_exit_code
+from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.utils.errors import UserError
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)

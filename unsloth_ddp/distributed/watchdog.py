@@ -28,7 +28,9 @@ import psutil
 from unsloth_ddp.config.parse import Settings
 from unsloth_ddp.distributed.connections import Peer, connect
 from unsloth_ddp.distributed.diagnosis import GRACE, RANKS_LISTED, Bye, Finding, Limits, Seen, bye_of, judge, limits_of
-from unsloth_ddp.distributed.runtime import Place, Runtime, note_exit_code, this_place
+from unsloth_ddp.distributed.exit_codes import note_exit_code
+from unsloth_ddp.distributed.ranks import RankLocation, this_location
+from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.utils.known_errors import explain
 
 logger = logging.getLogger("unsloth_ddp")
@@ -96,10 +98,12 @@ class Watch:
         self.runtime = runtime
         self.ranks = runtime.ranks
         self.limits = limits
-        self.peers = {rank: Peer(s, Seen(runtime.places[rank], now, now)) for rank, s in sockets.items()}
-        self.own = Seen(runtime.places[self.ranks.rank], now, now)
-        me = this_place(self.ranks)
-        self.neighbours = [p for p in runtime.places if p.host == me.host and p.node == me.node and p.rank != me.rank]
+        self.peers = {rank: Peer(s, Seen(runtime.locations[rank], now, now)) for rank, s in sockets.items()}
+        self.own = Seen(runtime.locations[self.ranks.rank], now, now)
+        me = this_location(self.ranks)
+        self.neighbours = [
+            p for p in runtime.locations if p.host == me.host and p.node == me.node and p.rank != me.rank
+        ]
         self.training_thread = threading.get_ident()
         self.released = threading.Event()
         self.wakes, self.wake = socket.socketpair()
@@ -326,7 +330,7 @@ def _end_for_sure() -> None:
     faulthandler.dump_traceback_later(END_SECONDS, exit=True, file=2)
 
 
-def _status(place: Place) -> str | None:
+def _status(place: RankLocation) -> str | None:
     """What the operating system says of a process of this node; None: it is gone."""
     try:
         process = psutil.Process(place.pid)

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 
 from unsloth_ddp.config.parse import Settings
-from unsloth_ddp.data.packing import Choice, choose, place_of
+from unsloth_ddp.data.packing import PackingDecision, decide_packing, place_of
 from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.model import varlen
 
@@ -127,7 +127,7 @@ def why_doubtful(model: Any) -> str | None:
     return None
 
 
-def choose_packing(settings: Settings, runtime: Runtime, model: Any) -> Choice:
+def choose_packing(settings: Settings, runtime: Runtime, model: Any) -> PackingDecision:
     """Whether this run packs its rows, the same on every rank; attention of Transformers takes the kernel found for it.
 
     Raises:
@@ -136,7 +136,7 @@ def choose_packing(settings: Settings, runtime: Runtime, model: Any) -> Choice:
     facts = _kernels(settings, runtime, model) if settings.packing != "off" else None
     kernel = find_kernel(facts) if facts else None
     everywhere = kernel if None not in runtime.gather(kernel) else None
-    choice = choose(
+    choice = decide_packing(
         settings.packing,
         "a CPU" if runtime.device_type == "cpu" else place_of(runtime.backend, runtime.precision, settings),
         everywhere,

@@ -15,7 +15,7 @@ KINDS = ("none", "torch", "unsloth")
 UNSLOTH_NAMES: dict[str, Any] = {"none": False, "torch": True, "unsloth": "unsloth"}
 
 
-class Recompute:
+class GradientCheckpointing:
     """The kind of gradient checkpointing that a model is trained with, which can be changed between two passes.
 
     Args:

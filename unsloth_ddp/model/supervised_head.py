@@ -17,43 +17,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from unsloth_ddp.data.labels import IGNORED, supervised_positions
 from unsloth_ddp.distributed.sharding import shards_weights
-from unsloth_ddp.training.loss import IGNORED
 from unsloth_ddp.utils.errors import one_line
 
 logger = logging.getLogger("unsloth_ddp")
 
-# Matrix products are fastest with whole tiles, and the loss is compiled for sequences longer than one token.
-MULTIPLE = 128
-# Choosing tokens costs a copy, which has to be worth it.
-WORTH_IT = 0.9
 # Relative, of one loss in 16 bit computed in two ways; labels that went to other tokens would be off by far more.
 ROUNDING = 5e-3
 # Limits of logits as RecurrentGemma and xLSTM call them.
 UNKNOWN_CAPS = ("logits_soft_cap", "output_logit_soft_cap")
 # Rows (packs) of which both losses are computed, at most, and among how many they are looked for.
 ROWS, LOOKED_AT = 4, 256
-
-
-def supervised_positions(labels: Tensor) -> dict[str, Tensor]:
-    """Where the tokens are from which a label is predicted, and the labels; empty where nearly all tokens are.
-
-    Args:
-        labels: (rows, tokens), IGNORED where a token is not supervised.
-
-    Returns:
-        `supervised_positions`, indices into rows x tokens, and `shift_labels`, the label that follows each; both int64
-        (1, n), with n made a multiple of MULTIPLE by positions whose label is IGNORED.
-    """
-    following = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED).flatten()
-    positions = torch.nonzero(following != IGNORED).flatten()
-    missing = -len(positions) % MULTIPLE or (0 if len(positions) else MULTIPLE)
-    if len(positions) + missing > WORTH_IT * labels.numel():
-        return {}
-    return {
-        "supervised_positions": torch.nn.functional.pad(positions, (0, missing))[None],
-        "shift_labels": torch.nn.functional.pad(following[positions], (0, missing), value=IGNORED)[None],
-    }
 
 
 class SupervisedHead:

@@ -20,7 +20,9 @@ import tempfile
 from pathlib import Path
 
 from unsloth_ddp.config.parse import beside_train_options, parse_settings
-from unsloth_ddp.distributed.runtime import EXIT_USER_ERROR, choose_backend, use_cache_if_hub_is_unreachable
+from unsloth_ddp.data.hub import use_cache_if_hub_is_unreachable
+from unsloth_ddp.distributed.exit_codes import EXIT_USER_ERROR
+from unsloth_ddp.distributed.runtime import choose_backend
 from unsloth_ddp.distributed.sharding import sharding_from_environment
 from unsloth_ddp.parity.launches import (
     LEARNING_RATE,

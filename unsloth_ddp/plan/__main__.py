@@ -14,8 +14,10 @@ import sys
 from pathlib import Path
 
 from unsloth_ddp.config.parse import beside_train_options, parse_settings
+from unsloth_ddp.data.hub import use_cache_if_hub_is_unreachable
 from unsloth_ddp.data.packing import Request, plan_step
-from unsloth_ddp.distributed.runtime import EXIT_USER_ERROR, quiet_imports, use_cache_if_hub_is_unreachable
+from unsloth_ddp.distributed.exit_codes import EXIT_USER_ERROR
+from unsloth_ddp.distributed.runtime import quiet_imports
 from unsloth_ddp.utils.errors import UserError
 from unsloth_ddp.utils.json_file import write_as_asked
 from unsloth_ddp.utils.units import parse_bandwidth, parse_memory

@@ -12,6 +12,7 @@ from typing import Literal, get_args
 
 from unsloth_ddp.distributed.sharding import Sharding
 from unsloth_ddp.plan.shape import ModelShape
+from unsloth_ddp.training.optimizer_memory import optimizer_bytes
 
 Method = Literal["lora", "qlora", "full"]
 Checkpointing = Literal["none", "torch", "unsloth"]
@@ -28,11 +29,6 @@ RESERVE = 0.9
 UNSLOTH_KEEPS, OF_PACKS, OF_ALL = 0.5, 0.62, 0.68
 # Unsloth's fused loss takes as many logits at once as fit into 4 GiB at 16 bytes each.
 LOGITS_AT_ONCE = 2**28
-OF_THE_WEIGHTS_TYPE = ("adamw_torch", "adamw_torch_fused", "adagrad", "rmsprop")
-OF_BITSANDBYTES = (
-    "adamw_bnb_8bit", "adamw_8bit", "paged_adamw_8bit", "ademamix_8bit", "paged_ademamix_8bit", "lion_8bit", "paged_lion_8bit",
-    "rmsprop_bnb_8bit",
-)  # fmt: skip
 # DeepSpeed's reduce_bucket_size and allgather_bucket_size, in numbers, as accelerate leaves them.
 ZERO_BUCKET = 5e8
 
@@ -75,21 +71,6 @@ class Memory:
         """The most there is at once."""
         step = self.weights + self.gradients + self.optimizer + self.copies + self.activations
         return max(step, self.loading)
-
-
-def optimizer_bytes(name: str, weight_bytes: int, embedding: bool = False) -> float:
-    """Bytes an optimizer keeps for a weight of so many bytes, by its Transformers name; an unknown one counts as Adam.
-
-    torch's own keep numbers of the weight's type. Those of bitsandbytes and torchao keep fp32, or packed numbers with an
-    fp32 scale for each 256, whatever the weight's type. For an embedding Transformers tells bitsandbytes not to pack.
-    """
-    if name == "sgd" or "adafactor" in name:
-        return 0
-    states = 3 if "ademamix" in name else 1 if any(word in name for word in ("lion", "adagrad", "rmsprop")) else 2
-    packed = 1.0 if "8bit" in name else 0.5 if "4bit" in name else None
-    if packed and not (embedding and name in OF_BITSANDBYTES):
-        return states * (packed + 4 / 256)
-    return states * (weight_bytes if name in OF_THE_WEIGHTS_TYPE else 4)
 
 
 def optimizer_states(shape: ModelShape, method: Method, name: str, weight_bytes: int) -> float:

@@ -51,7 +51,8 @@ def row_lengths(settings: Settings) -> RowLengths:
         UserError: as in a run, for a bad row, a missing tokenizer or a set without supervised tokens.
     """
     from unsloth_ddp.data import dataset as data
-    from unsloth_ddp.distributed.runtime import Ranks, Runtime
+    from unsloth_ddp.distributed.ranks import Ranks
+    from unsloth_ddp.distributed.runtime import Runtime
     from unsloth_ddp.model.load import load_tokenizer
 
     runtime = Runtime(Ranks(), backend="transformers", device_type="cpu", precision="fp32", device_name="CPU")

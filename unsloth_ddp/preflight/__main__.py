@@ -16,7 +16,7 @@ import os
 import sys
 
 from unsloth_ddp.config.parse import Settings, beside_train_options, parse_settings
-from unsloth_ddp.distributed.runtime import EXIT_USER_ERROR, note_exit_code
+from unsloth_ddp.distributed.exit_codes import EXIT_USER_ERROR, note_exit_code
 from unsloth_ddp.preflight.run import Options, run, say
 from unsloth_ddp.utils.errors import UserError
 

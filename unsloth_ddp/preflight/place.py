@@ -7,7 +7,7 @@ import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from unsloth_ddp.distributed.runtime import Ranks
+from unsloth_ddp.distributed.ranks import Ranks
 from unsloth_ddp.preflight.verdicts import DEFAULT_PORT
 
 

@@ -21,7 +21,8 @@ import psutil
 from unsloth_ddp.checkpoints.checkpoint import Checkpoints, named_folder, step_folders
 from unsloth_ddp.config.parse import Settings
 from unsloth_ddp.config.yaml_file import Unreadable, read_yaml
-from unsloth_ddp.distributed.runtime import EXIT_FAILURE, EXIT_STOPPED, Runtime
+from unsloth_ddp.distributed.exit_codes import EXIT_FAILURE, EXIT_STOPPED
+from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.distributed.signals import Stop
 from unsloth_ddp.utils.errors import UserError
 from unsloth_ddp.utils.json_file import write_json
@@ -54,7 +55,7 @@ def choose_run_folder(settings: Settings, runtime: Runtime) -> Path:
     Raises:
         UserError: it holds another run, a job is writing it, or a node cannot write there.
     """
-    settings.run_name = runtime.from_main(lambda: settings.run_name or default_run_name(settings))
+    settings.run_name = runtime.broadcast_from_main(lambda: settings.run_name or default_run_name(settings))
     folder = Path(settings.output_dir).expanduser().resolve() / settings.run_name
 
     def look() -> None:
@@ -64,11 +65,11 @@ def choose_run_folder(settings: Settings, runtime: Runtime) -> Path:
         except OSError as error:
             raise UserError(f"output folder {folder} cannot be read: {error.strerror or error}.") from None
 
-    runtime.alone(look)
-    runtime.alone(lambda: _try_to_write(folder), per_node=True)
-    runtime.alone(lambda: _wait_for_another_job(folder))
+    runtime.on_main(look)
+    runtime.on_main(lambda: _try_to_write(folder), per_node=True)
+    runtime.on_main(lambda: _wait_for_another_job(folder))
     # The job that was waited for may have finished the run.
-    runtime.alone(look)
+    runtime.on_main(look)
     return folder
 
 
@@ -208,8 +209,8 @@ def open_run_folder(settings: Settings, runtime: Runtime, folder: Path) -> None:
         (folder / SETTINGS_ASIDE).replace(folder / SETTINGS_FILE)
 
     try:
-        runtime.alone(make)
-        runtime.alone(lambda: (folder / LOGS).mkdir(parents=True, exist_ok=True), per_node=True)
+        runtime.on_main(make)
+        runtime.on_main(lambda: (folder / LOGS).mkdir(parents=True, exist_ok=True), per_node=True)
     except (OSError, RuntimeError) as error:
         raise UserError(f"output folder {folder} cannot be written: {error}.") from None
     start_logging(folder, runtime)

@@ -9,7 +9,7 @@ from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 
 from unsloth_ddp.distributed.drift import DriftCheck
-from unsloth_ddp.distributed.runtime import Progress
+from unsloth_ddp.distributed.progress import Progress
 from unsloth_ddp.distributed.signals import Stop
 from unsloth_ddp.training.metrics import Totals
 

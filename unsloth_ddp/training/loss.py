@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 from torch import Tensor
 
-IGNORED = -100
+from unsloth_ddp.data.labels import IGNORED
 
 
 def supervised_tokens(labels: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ from unsloth_ddp.config.parse import Settings
 from unsloth_ddp.data.batch_plan import BatchPlan
 from unsloth_ddp.data.dataset import TokenizedRows, join_rows
 from unsloth_ddp.distributed.runtime import Runtime
-from unsloth_ddp.plan.memory import optimizer_bytes
+from unsloth_ddp.training.optimizer_memory import optimizer_bytes
 from unsloth_ddp.utils.errors import UserError
 from unsloth_ddp.utils.known_errors import is_out_of_memory
 
@@ -128,7 +128,7 @@ def choose(trainer: Any, before: dict[str, Any]) -> Chosen:
         return kinds, sizes
 
     # Ranks may have GPUs of different kinds, and have to try the same.
-    kinds, sizes = runtime.from_main(choices)
+    kinds, sizes = runtime.broadcast_from_main(choices)
     if settings.gradient_checkpointing != "auto" and len(sizes_of(settings, plan)) == 1:
         return Chosen(kinds[0], sizes[0], "as asked")
     if runtime.device_type == "cpu":

@@ -22,7 +22,7 @@ from torch import Tensor
 from unsloth_ddp.config.parse import Settings
 from unsloth_ddp.data.batch_plan import BatchPlan
 from unsloth_ddp.data.dataset import TokenizedRows
-from unsloth_ddp.data.packing import Choice
+from unsloth_ddp.data.packing import PackingDecision
 from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.model.load import parameter_counts
 from unsloth_ddp.training.memory_search import Chosen
@@ -55,7 +55,7 @@ class Totals:
         return self.loss_sum / self.supervised_tokens if self.supervised_tokens else None
 
 
-class OwnTime:
+class OwnWorkTimer:
     """Seconds of a step in which a rank works and nothing makes it wait for the others.
 
     Measured are the reading of the step's rows, and the time from the step's first collective (the token count, which
@@ -160,7 +160,7 @@ class Meter:
 
     gather: Callable[[Tensor], Tensor]
     device: torch.device
-    own_time: OwnTime
+    own_work: OwnWorkTimer
     totals: Totals = field(default_factory=Totals)
     # Own seconds a step and tokens a step of each rank, and seconds a step, in the interval last collected.
     pace: tuple[list[float], list[float], float] | None = None
@@ -184,7 +184,7 @@ class Meter:
     def collect(self) -> dict[str, float]:
         """The interval over all ranks, ready to be logged; every rank has to call this at the same step."""
         seconds = time.perf_counter() - self.began
-        own = torch.tensor((*self.own_time.take(), self.level), dtype=torch.float64, device=self.device)
+        own = torch.tensor((*self.own_work.take(), self.level), dtype=torch.float64, device=self.device)
         per_rank = self.gather(torch.cat([self.sums, own])).cpu()
         loss, supervised, tokens, _, steps, _ = per_rank.sum(dim=0).tolist()
         self.levels = per_rank[:, LEVEL].int().tolist()
@@ -281,7 +281,7 @@ def describe_run(
     settings: Settings,
     runtime: Runtime,
     plan: BatchPlan,
-    choice: Choice,
+    choice: PackingDecision,
     chosen: Chosen,
     model: torch.nn.Module,
     train_rows: TokenizedRows,

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from unsloth_ddp.config.parse import Settings
 from unsloth_ddp.distributed.runtime import Runtime
-from unsloth_ddp.model.gradient_checkpointing import Recompute
+from unsloth_ddp.model.gradient_checkpointing import GradientCheckpointing
 from unsloth_ddp.training.gradient_exchange import GradientExchange
 from unsloth_ddp.training.saving import ResumableTrainer
 from unsloth_ddp.utils.known_errors import is_out_of_memory
@@ -23,7 +23,7 @@ from unsloth_ddp.utils.known_errors import is_out_of_memory
 logger = logging.getLogger("unsloth_ddp")
 
 
-def exchanges_itself(settings: Settings, runtime: Runtime, recompute: Recompute) -> bool:
+def exchanges_itself(settings: Settings, runtime: Runtime, recompute: GradientCheckpointing) -> bool:
     """Whether the trainer averages gradients over ranks, and not DistributedDataParallel.
 
     So where there is another kind to go to, but not where every parameter is trained, since buckets would be there twice.
@@ -60,7 +60,7 @@ class RetryingTrainer(ResumableTrainer):
     step; since rows are arranged from the longest to the shortest, memory runs out there if a step has one micro-batch.
     """
 
-    recompute: Recompute
+    recompute: GradientCheckpointing
     exchange: GradientExchange | None = None
     step_start: StepStart | None = None
     in_backward: bool = False
@@ -73,7 +73,7 @@ class RetryingTrainer(ResumableTrainer):
             return
         device = self.args.device
         random = torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-        own = self.meter.own_time
+        own = self.meter.own_work
         timed = own.seconds, own.steps, list(own.marks)
         self.step_start = StepStart(batches, divisor, self.meter.sums.clone(), random, timed)
 
@@ -135,7 +135,7 @@ class RetryingTrainer(ResumableTrainer):
         if gpu is not None:
             torch.cuda.set_rng_state(gpu, self.args.device)
         self.meter.sums.copy_(start.sums)
-        own = self.meter.own_time
+        own = self.meter.own_work
         own.seconds, own.steps, own.marks = start.timed[0], start.timed[1], deque(start.timed[2])
         own.start(0.0, len(start.batches))
 
@@ -145,7 +145,7 @@ class RetryingTrainer(ResumableTrainer):
         if furthest > self.recompute.level:
             self._use(self.recompute.kinds[furthest])
         if furthest > self.told_level and self.runtime.ranks.is_main:
-            short = [str(self.runtime.places[rank]) for rank, level in enumerate(levels) if level == furthest]
+            short = [str(self.runtime.locations[rank]) for rank, level in enumerate(levels) if level == furthest]
             print(
                 f"Out of memory on {', '.join(short) or 'the GPU'} by step {self.state.global_step}; the step was repeated "
                 f"with gradient checkpointing {self.recompute.kind}, which all ranks use from here on.",

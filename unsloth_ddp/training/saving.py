@@ -108,7 +108,7 @@ class ResumableTrainer(SFTTrainer):
                 return str(own)
             return str(first) if first and first.name == name else before
 
-        self.state.best_model_checkpoint = self.runtime.from_main(find)
+        self.state.best_model_checkpoint = self.runtime.broadcast_from_main(find)
 
     def _best_step(self) -> int | None:
         best = self.state.best_model_checkpoint

@@ -28,10 +28,10 @@ from unsloth_ddp.data.batch_plan import BalancedOrder, BatchPlan
 from unsloth_ddp.data.dataset import Collate, Flatten, PadRight, TokenizedRows
 from unsloth_ddp.data.streaming import Unit, streamed_steps, windows_of
 from unsloth_ddp.distributed.drift import REPLICATED, DriftCheck
-from unsloth_ddp.distributed.runtime import Runtime, alone_timeout
+from unsloth_ddp.distributed.runtime import Runtime, control_timeout
 from unsloth_ddp.distributed.signals import Stop
 from unsloth_ddp.model.attention import keys_for_packs, prepare_for_packs
-from unsloth_ddp.model.gradient_checkpointing import Recompute
+from unsloth_ddp.model.gradient_checkpointing import GradientCheckpointing
 from unsloth_ddp.model.load import DTYPES
 from unsloth_ddp.model.supervised_head import SupervisedHead, fits_fused_head, head_for
 from unsloth_ddp.training.callbacks import CompareWeights, Report, SavedTotals, StopTogether
@@ -41,7 +41,7 @@ from unsloth_ddp.training.memory_search import Chosen, choose, forget_free_memor
 from unsloth_ddp.training.metrics import (
     BestEffort,
     Meter,
-    OwnTime,
+    OwnWorkTimer,
     Stragglers,
     describe_straggler,
     peak_memory_bytes,
@@ -106,7 +106,7 @@ class DDPTrainer(RetryingTrainer):
         trained = [p for p in model.parameters() if p.requires_grad]
         checkpoints.weights_bytes = sum(getattr(p, "ds_numel", p.numel()) * p.element_size() for p in trained)
         self.stop = stop
-        self.recompute = Recompute(model, runtime, settings)
+        self.recompute = GradientCheckpointing(model, runtime, settings)
         self.train_rows, self.eval_rows = train, evaluation
         self.row_seed: int = args.seed if args.data_seed is None else args.data_seed
         self.collate = Collate(PadRight(tokenizer.pad_token_id), Flatten(keys_for_packs(runtime, model)))
@@ -151,7 +151,7 @@ class DDPTrainer(RetryingTrainer):
             print(f"drift_check_steps is ignored: with {drift.skipped} each rank holds its own part of the weights.")
         self.add_callback(CompareWeights(drift))
         several = runtime.ranks.world_size > 1 and runtime.sharding in REPLICATED
-        self.meter = Meter(self._gather_sums, self.args.device, OwnTime(self.args.device, enabled=several))
+        self.meter = Meter(self._gather_sums, self.args.device, OwnWorkTimer(self.args.device, enabled=several))
         self.stragglers = Stragglers()
         self.peak_before_steps = 0
 
@@ -219,7 +219,7 @@ class DDPTrainer(RetryingTrainer):
         # The ranks wait for each other when streamed rows are handed out.
         reading = self.streamed.waited() if self.streamed else time.perf_counter() - began
         divisor = step_divisor(batches, self.args.world_size, self._sum_over_ranks)
-        self.meter.own_time.start(reading, len(batches))
+        self.meter.own_work.start(reading, len(batches))
         self.remember(batches, divisor)
         return batches, divisor
 
@@ -234,7 +234,7 @@ class DDPTrainer(RetryingTrainer):
         # Not model.training: DeepSpeed's engine says that it trains while it evaluates.
         if torch.is_grad_enabled():
             self.in_backward = True
-            self.meter.own_time.forward_done()
+            self.meter.own_work.forward_done()
             self.meter.add(loss * divisor, supervised_tokens(inputs["labels"]), real_tokens(inputs))
         return (loss, None) if return_outputs else loss
 
@@ -330,7 +330,7 @@ class DDPTrainer(RetryingTrainer):
         logger.info("own seconds a step of each rank: %s", " ".join(f"{seconds:.4f}" for seconds in pace[0]))
         for rank in self.stragglers.observe(*pace):
             if self.runtime.ranks.is_main:
-                place = self.runtime.places[rank]
+                place = self.runtime.locations[rank]
                 print(describe_straggler(place, rank, pace, self.stragglers.intervals), flush=True)
 
     def _collect(self) -> dict[str, float]:
@@ -354,7 +354,7 @@ class DDPTrainer(RetryingTrainer):
         if start and start.of_this_run:
             self.checkpoints.last = start.folder
         self.stop.kept = lambda: self.checkpoints.last is not None
-        self.stop.arm(self.runtime, alone_timeout(self.settings))
+        self.stop.arm(self.runtime, control_timeout(self.settings))
         began = time.perf_counter()
         self.train(resume_from_checkpoint=str(start.folder) if start else None)
         self.runtime.progress.enter("finishing")

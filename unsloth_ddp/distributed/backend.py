@@ -1,0 +1,97 @@
+"""Choose between Unsloth and Transformers, and import Unsloth: the one module that does.
+
+The order process group, Unsloth, Transformers is what Unsloth needs: it patches Transformers, TRL and PEFT when it is
+imported, and pins each rank to its GPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from unsloth_ddp.config.options import Settings
+from unsloth_ddp.distributed.runtime import Runtime
+from unsloth_ddp.utils.errors import UserError
+
+# Older Unsloth releases patch trainers and build CUDA extensions in every rank unless told not to.
+UNSLOTH_FLAGS = {"UNSLOTH_DISABLE_TRAINER_PATCHING": "1", "UNSLOTH_NO_CUDA_EXTENSIONS": "1"}
+# Suffixes of the files in a folder of Unsloth's compiled modules, beside __pycache__.
+COMPILED = (".py", ".pyc", ".lock")
+
+
+def import_backend(runtime: Runtime, settings: Settings) -> None:
+    """Import Unsloth, where it is the backend: after the process group, before Transformers, TRL and PEFT.
+
+    Raises:
+        UserError: Unsloth is installed but does not import on this machine.
+    """
+    if runtime.backend != "unsloth":
+        if settings.compiled_cache_dir or settings.clear_compiled_cache:
+            print("compiled_cache_dir and clear_compiled_cache are ignored: only the unsloth backend compiles modules.")
+        return
+    runtime.cleanup.enter_context(_compiled_cache(runtime, settings))
+    for name, value in UNSLOTH_FLAGS.items():
+        os.environ.setdefault(name, value)
+    try:
+        import unsloth  # noqa: F401
+    except ImportError as error:
+        raise UserError(
+            f"backend unsloth: Unsloth does not import here ({error}); use --backend transformers."
+        ) from None
+
+
+@contextlib.contextmanager
+def _compiled_cache(runtime: Runtime, settings: Settings) -> Iterator[None]:
+    """Point Unsloth at a folder for its compiled modules, before it is imported.
+
+    Unless one is named, it is a new folder on the node's local disk, told by the node's first process to the
+    others and removed at the end: ranks share it, other jobs and a shared home folder never see it.
+    """
+    named = settings.compiled_cache_dir or os.environ.get("UNSLOTH_COMPILE_LOCATION")
+
+    def prepare() -> str:
+        if not named:
+            return tempfile.mkdtemp(prefix="unsloth_compiled_cache_")
+        folder = Path(named).expanduser().resolve()
+        try:
+            if settings.clear_compiled_cache:
+                _clear_compiled_modules(folder)
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(
+                f"compiled_cache_dir {folder} cannot be written: {error.strerror or error}; name another, or none."
+            ) from None
+        return str(folder)
+
+    mine = runtime.on_main(prepare, per_node=True)
+    local_mains = runtime.gather(mine)
+    node_main = runtime.ranks.rank - runtime.ranks.local_rank
+    folder = local_mains[node_main]
+    assert folder is not None
+    os.environ["UNSLOTH_COMPILE_LOCATION"] = folder
+    try:
+        yield
+    finally:
+        if not named and runtime.ranks.is_local_main:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _clear_compiled_modules(folder: Path) -> None:
+    """Empty a folder of compiled modules; one that holds anything else was named by mistake."""
+    if not folder.exists():
+        return
+    other = next(
+        (path for path in folder.iterdir() if path.suffix not in COMPILED and path.name != "__pycache__"), None
+    )
+    if other is None and Path.cwd().is_relative_to(folder):
+        other = Path.cwd()
+    if other is not None:
+        raise UserError(
+            f"compiled_cache_dir {folder} holds {other.name}, which is no compiled module, so clear_compiled_cache leaves "
+            "it alone; name a folder that holds nothing else."
+        )
+    shutil.rmtree(folder)

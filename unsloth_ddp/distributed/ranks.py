@@ -1,0 +1,86 @@
+"""Read from the launcher's variables which process of the job this is, and name ranks in messages."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import psutil
+
+from unsloth_ddp.utils.errors import UserError
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Where this process stands in the job, as its launcher says."""
+
+    rank: int = 0
+    local_rank: int = 0
+    world_size: int = 1
+    local_world_size: int = 1
+
+    @property
+    def is_main(self) -> bool:
+        """The one process that prints and writes what there is one of."""
+        return self.rank == 0
+
+    @property
+    def is_local_main(self) -> bool:
+        """The one process of each node that prepares what its node shares."""
+        return self.local_rank == 0
+
+    @property
+    def node_rank(self) -> int:
+        """Which machine this process is on; launchers number the processes of one machine in a row."""
+        return self.rank // self.local_world_size
+
+    @property
+    def nodes(self) -> int:
+        """Number of machines; every node runs the same number of processes."""
+        return max(1, self.world_size // self.local_world_size)
+
+
+def ranks_from_environment(environ: Mapping[str, str] = os.environ) -> Ranks:
+    """The launcher's variables, with those of a single process as defaults.
+
+    Raises:
+        UserError: a variable is not a number, or says that there are no processes.
+    """
+
+    def number(name: str, default: int) -> int:
+        text = environ.get(name, str(default))
+        if not text.isdigit():
+            raise UserError(f"The environment variable {name} is {text!r}, but it takes a whole number; unset it.")
+        return int(text)
+
+    world_size = number("WORLD_SIZE", 1)
+    ranks = Ranks(number("RANK", 0), number("LOCAL_RANK", 0), world_size, number("LOCAL_WORLD_SIZE", world_size))
+    if ranks.rank >= ranks.world_size or ranks.local_rank >= ranks.local_world_size:
+        raise UserError(
+            f"RANK {ranks.rank} of WORLD_SIZE {ranks.world_size} and LOCAL_RANK {ranks.local_rank} of "
+            f"LOCAL_WORLD_SIZE {ranks.local_world_size} contradict each other; start with accelerate launch or torchrun."
+        )
+    return ranks
+
+
+@dataclass(frozen=True)
+class RankLocation:
+    """Where one rank runs; as text, what a message that names it says."""
+
+    rank: int
+    node: int
+    host: str
+    pid: int
+    # Tells the process from a later one of the same id.
+    started: float
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} (node {self.node}, host {self.host}, pid {self.pid})"
+
+
+def this_location(ranks: Ranks) -> RankLocation:
+    """Where this process runs."""
+    me = psutil.Process()
+    return RankLocation(ranks.rank, ranks.node_rank, socket.gethostname(), me.pid, me.create_time())

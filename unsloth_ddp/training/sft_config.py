@@ -21,7 +21,6 @@ from unsloth_ddp.config.upstream_names import choose_trackers, nearest
 from unsloth_ddp.data.batch_plan import BatchPlan
 from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.model.gradient_checkpointing import loaded_with
-from unsloth_ddp.training.owned_args import OWNED_ARGS
 from unsloth_ddp.utils.errors import UserError, one_line
 
 # Of the schedules that need keywords.
@@ -67,7 +66,7 @@ def make_config(settings: Settings, runtime: Runtime, plan: BatchPlan, run_folde
     To be made before the model is loaded, and kept: with ZeRO-3 it is what makes Transformers load in parts.
 
     Raises:
-        UserError: trainer_args names no field of SFTConfig, one the kit owns, or a value it refuses; or as
+        UserError: trainer_args names no field of SFTConfig, or a value it refuses; or as
             choose_trackers.
     """
     defaults = {
@@ -76,9 +75,6 @@ def make_config(settings: Settings, runtime: Runtime, plan: BatchPlan, run_folde
         if f.init
     }
     for name in settings.trainer_args:
-        if name in OWNED_ARGS or hasattr(settings, name):
-            instead = OWNED_ARGS.get(name, f"use --{name}")
-            raise UserError(f"trainer_args: {name} is decided by the kit; {instead}.")
         if name not in defaults:
             raise UserError(
                 f"trainer_args: SFTConfig has no field {name}; {nearest(name, defaults, 'the documentation of TRL')}"

@@ -17,7 +17,7 @@ import psutil
 
 from unsloth_ddp.checkpoints.folders import step_folders
 from unsloth_ddp.checkpoints.resume_point import named_folder
-from unsloth_ddp.config.options import Settings
+from unsloth_ddp.config.options import Settings, options_with
 from unsloth_ddp.config.yaml_file import Unreadable, read_yaml
 from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.utils.errors import UserError
@@ -27,8 +27,6 @@ SETTINGS_ASIDE = "settings.partial"
 LOGS = "logs"
 # Seconds that a job waits for the last one in its folder to end; a restart follows a kill closely.
 LOCK_PATIENCE = 30.0
-# Settings that do not make it another run.
-MAY_DIFFER = {"output_dir", "run_name", "overwrite", "resume", "resume_anyway", "max_time", "save_total_limit"}
 
 
 def default_run_name(settings: Settings, environ: Mapping[str, str] = os.environ) -> str:
@@ -117,7 +115,7 @@ def _changed_settings(settings: Settings, folder: Path) -> list[str] | None:
     now = dataclasses.asdict(settings)
     if not isinstance(before, dict):
         return None
-    return [name for name in now if name not in MAY_DIFFER and before.get(name) != now[name]]
+    return [name for name in options_with(new_run=True) if before.get(name) != now[name]]
 
 
 def _refuse_another_run(settings: Settings, folder: Path) -> None:

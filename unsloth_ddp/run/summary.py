@@ -11,7 +11,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from unsloth_ddp.config.options import Settings
+from unsloth_ddp.config.options import Settings, options_with
 from unsloth_ddp.data.training_data import TrainingData
 from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.model.load import parameter_counts
@@ -25,13 +25,6 @@ from unsloth_ddp.utils.versions import versions
 if TYPE_CHECKING:
     # Importing it imports Transformers, which has to wait for Unsloth.
     from unsloth_ddp.training.trainer import DDPTrainer
-
-SUMMARIZED = (
-    "model", "model_revision", "method", "dataset", "eval_dataset", "eval_fraction", "max_length", "overlong",
-    "loss_on", "chat_template", "num_train_epochs", "max_steps", "learning_rate", "lr_scheduler_type", "warmup_steps",
-    "optim", "weight_decay", "max_grad_norm", "gradient_checkpointing", "lora_r", "lora_alpha", "lora_dropout", "seed",
-    "streaming", "shuffle_buffer",
-)  # fmt: skip
 
 
 def table(rows: dict[str, str]) -> str:
@@ -159,7 +152,7 @@ def summarize(settings: Settings, runtime: Runtime, trainer: DDPTrainer, seconds
         "train_loss": totals.train_loss,
         "peak_memory_bytes": peak,
         "peak_memory_bytes_loading": loading,
-        "settings": {name: getattr(settings, name) for name in SUMMARIZED},
+        "settings": {name: getattr(settings, name) for name in options_with(summary=True)},
         "versions": versions(),
         "train_seconds": seconds,
         "tokens_per_second": (totals.tokens - trainer.tokens_before) / seconds,

@@ -15,7 +15,7 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor
 
 from tests.data.test_packing import KV, make
-from unsloth_ddp.data.dataset import Collate, Flatten, PadRight
+from unsloth_ddp.data.collate import Collate, Flatten, PadRight
 from unsloth_ddp.data.labels import IGNORED, supervised_positions
 from unsloth_ddp.model.supervised_head import LOOKED_AT, MULTIPLE, ROWS, SupervisedHead, fits_fused_head, head_for
 

@@ -62,7 +62,7 @@ def open_run(settings: Settings, ranks: Ranks) -> Iterator[Run]:
         checked_files(settings.eval_dataset)
     use_cache_if_hub_is_unreachable(settings)
     # Imported here, so that a mistake above is reported before the seconds that torch takes to load.
-    from unsloth_ddp.data.dataset import node_folder
+    from unsloth_ddp.data.node_folder import node_folder
     from unsloth_ddp.distributed.runtime import started
     from unsloth_ddp.distributed.watchdog import watched
     from unsloth_ddp.run.folder import choose_run_folder

@@ -15,8 +15,9 @@ from unsloth_ddp.checkpoints import resume_point
 from unsloth_ddp.checkpoints.identity import batch_identity, run_identity
 from unsloth_ddp.checkpoints.resume_point import ResumePoint
 from unsloth_ddp.checkpoints.writer import Checkpoints
-from unsloth_ddp.data import dataset
-from unsloth_ddp.data.packing import Request
+from unsloth_ddp.data import dataset, examples
+from unsloth_ddp.data.identity import data_identity
+from unsloth_ddp.data.packing import BatchRequest
 from unsloth_ddp.data.training_data import TrainingData
 from unsloth_ddp.distributed import backend, sharding
 from unsloth_ddp.model import load
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
 def read_examples(run: Run) -> None:
     """Read and check every row into the node's folder, before any model is loaded."""
     load.check_model(run.settings, run.runtime)
-    dataset.read_examples(run.settings, run.runtime, run.node_folder)
+    examples.read_examples(run.settings, run.runtime, run.node_folder)
 
 
 def find_resume_point(run: Run) -> ResumePoint | None:
@@ -83,7 +84,7 @@ def prepare_data(run: Run, model: Any, tokenizer: Any, resume: ResumePoint | Non
     load.stop_at(model, tokenizer, train.dataset)
     load.check_positions(settings, model, dataset.longest_row(settings, train, evaluation))
     plan, train, packing = dataset.fill_steps(_request(run), train, choose_packing(settings, runtime, model))
-    run.identify(**batch_identity(plan), **dataset.facts(settings, runtime, plan, train))
+    run.identify(**batch_identity(plan), **data_identity(settings, runtime, plan, train))
     if resume:
         resume_point.check_resume(resume, run.identity, settings, runtime)
         if settings.resume == "auto":
@@ -137,7 +138,7 @@ def answer_before_training(run: Run, trainer: DDPTrainer) -> AnsweredQuestions:
     """Answer the evaluation questions that --compare_answers asks for."""
     # With sharded weights no GPU has the whole model to answer with.
     count = 0 if sharding.shards_weights(run.runtime.sharding) else run.settings.compare_answers
-    questions = answers.questions(dataset.held_out_examples(run.node_folder, count))
+    questions = answers.questions(examples.held_out_examples(run.node_folder, count))
     return AnsweredQuestions(questions, answers.answer(trainer.model, trainer.processing_class, questions, run.runtime))
 
 
@@ -181,5 +182,5 @@ def finish(run: Run, trainer: DDPTrainer, answered: AnsweredQuestions, summary: 
         raise NoCheckpointWritten(checkpoints.failed)
 
 
-def _request(run: Run) -> Request:
-    return Request.of(run.settings, run.runtime.ranks.world_size)
+def _request(run: Run) -> BatchRequest:
+    return BatchRequest.of(run.settings, run.runtime.ranks.world_size)

@@ -25,7 +25,7 @@ from unsloth_ddp.checkpoints.resume_point import ResumePoint, make_cpu_checkpoin
 from unsloth_ddp.checkpoints.writer import Checkpoints
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.data.batch_plan import BalancedOrder
-from unsloth_ddp.data.dataset import Collate, Flatten, PadRight
+from unsloth_ddp.data.collate import Collate, Flatten, PadRight
 from unsloth_ddp.data.training_data import TrainingData
 from unsloth_ddp.distributed.drift import DriftCheck
 from unsloth_ddp.distributed.runtime import Runtime, control_timeout

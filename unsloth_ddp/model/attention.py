@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 
 from unsloth_ddp.config.parse import Settings
-from unsloth_ddp.data.packing import PackingDecision, decide_packing, place_of
+from unsloth_ddp.data.packing import PackingDecision, decide_packing, describe_backend
 from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.model import varlen
 
@@ -138,7 +138,7 @@ def choose_packing(settings: Settings, runtime: Runtime, model: Any) -> PackingD
     everywhere = kernel if None not in runtime.gather(kernel) else None
     choice = decide_packing(
         settings.packing,
-        "a CPU" if runtime.device_type == "cpu" else place_of(runtime.backend, runtime.precision, settings),
+        "a CPU" if runtime.device_type == "cpu" else describe_backend(runtime.backend, runtime.precision, settings),
         everywhere,
         why_mixed(model) or why_lost(_base(model).config.model_type, everywhere, _implementation(model)),
         why_doubtful(model),

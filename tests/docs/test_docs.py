@@ -11,6 +11,7 @@ from tests.conftest import REPO
 from unsloth_ddp.config.command_line import make_parser
 from unsloth_ddp.parity import __main__ as parity
 from unsloth_ddp.plan import __main__ as plan
+from unsloth_ddp.port import __main__ as port
 from unsloth_ddp.preflight import __main__ as preflight
 from unsloth_ddp.utils.known_errors import ROWS
 
@@ -36,7 +37,7 @@ def usage() -> str:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_options_exist(page):
-    parsers = [make_parser(""), plan.make_parser(), parity.make_parser(), preflight.make_parser()]
+    parsers = [make_parser(""), plan.make_parser(), parity.make_parser(), preflight.make_parser(), port.make_parser()]
     known = {name for parser in parsers for action in parser._actions for name in action.option_strings}
     known |= set(re.findall(r"--\w+", usage())) | set().union(*OF_OTHERS.values())
     named = set(re.findall(r"(?<![\w-])--[a-z][a-z_-]+", page.read_text()))

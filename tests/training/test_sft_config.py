@@ -16,7 +16,8 @@ from unsloth_ddp.data.batch_plan import BatchPlan
 from unsloth_ddp.distributed.ranks import Ranks
 from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.distributed.sharding import Sharding
-from unsloth_ddp.training.sft_config import SCHEDULE_EXAMPLES, make_config
+from unsloth_ddp.training.optimizer_check import SCHEDULE_EXAMPLES
+from unsloth_ddp.training.sft_config import make_config
 from unsloth_ddp.utils.errors import UserError
 
 # Read by what the kit leaves to Transformers and TRL: optimizer and schedule, hooks on the model, logs, checkpoints, data

@@ -135,6 +135,8 @@ VALUED: dict[str, tuple[dict[str, dict[str, Any]], str]] = {
     "auto_resume_from_checkpoints/A": ({"true": {"resume": "auto"}, "false": _NOTHING}, "give resume auto"),
     "evals_per_epoch/A": ({"1": {"eval_strategy": "epoch"}, "0": {"eval_strategy": "no"}}, "give eval_steps"),
     "saves_per_epoch/A": ({"1": {"save_strategy": "epoch"}, "0": {"save_strategy": "no"}}, "give save_steps"),
+    "do_train/LT plot_loss/L save_safetensors/A strict/A": ({"true": _NOTHING, "false": _NOTHING}, "leave it out"),
+    "do_eval/T": ({"true": _NOTHING, "false": {"eval_strategy": "no"}}, "give eval_strategy"),
     "stage/L": ({"sft": _NOTHING}, "the kit does supervised fine-tuning only (for pt: rows with a text column and loss_on all)"),
     "use_tensorboard/A": ({"true": {"report_to": ["tensorboard"]}, "false": _NOTHING}, "give report_to tensorboard"),
     "use_wandb/A": ({"true": {"report_to": ["wandb"]}, "false": _NOTHING}, "give report_to wandb"),
@@ -185,6 +187,7 @@ WITHOUT = {
     "dataset_prepared_path/A overwrite_cache/L tokenized_path/L cache_dir/LG push_dataset_to_hub/A skip_prepare_dataset/A "
     "load_from_cache_file/S cached_dataset/S dataset_keep_in_memory/A preprocessing_batch_size/L": _PREPARED,
     "max_samples/L": "give fewer rows: a smaller file, or dataset_split train[:1000] of a Hub dataset",
+    "datasets/AT test_datasets/A": "name the files or Hub ids in dataset and eval_dataset",
     "dataset_dir/L dataset_info/L": "name the files or Hub ids themselves in dataset",
     "dataset_text_field/T remove_unused_columns/ATS columns/S dataset_kwargs/T field_messages/A": _ROWS_BY_COLUMN,
     "lazy_preprocess/G": "give streaming with max_steps where the rows are too many to tokenize beforehand",
@@ -212,10 +215,8 @@ WITHOUT = {
     "tensor_parallel_size/A context_parallel_size/A sequence_parallel_degree/A sequence_parallel_size/S expert_parallel_size/A "
     "use_mca/L use_megatron_bridge/L": _SHARED,
     "fp8/AL": "FP8 is not offered",
-    "do_train/LT do_eval/T": "a run trains, and evaluates by eval_strategy",
     "overwrite_output_dir/LTG": "give overwrite to replace an earlier run of the same name",
     "logging_dir/TSG": "logs are written to the run's folder",
-    "plot_loss/L save_safetensors/A strict/A debug/A": "nothing has to be given",
     "save_only_model/ALTS": "a run continues only with the state of its optimizer; save_total_limit keeps fewer checkpoints",
     "early_stopping_patience/A early_stopping_steps/L loss_watchdog_threshold/A loss_watchdog_patience/A": "early stopping is not offered; load_best_model_at_end in trainer_args takes the best checkpoint",
     "hub_strategy/ATS hub_always_push/T": "push_to_hub uploads once, when the run has ended",

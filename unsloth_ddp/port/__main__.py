@@ -8,6 +8,7 @@ Options that the file leaves out get the other tool's default where the kit's di
 
 from __future__ import annotations
 
+import argparse
 import sys
 from pathlib import Path
 from typing import Any
@@ -27,8 +28,6 @@ from unsloth_ddp.utils.redaction import printable
 
 def make_parser() -> Parser:
     """Return the parser of the command line."""
-    import argparse
-
     parser = Parser(
         prog="python -m unsloth_ddp.port", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -75,7 +74,10 @@ def render(ported: Ported, source: Path) -> str:
         lines += ["#", "# To do before it runs:", *(f"#   {printable(text)}" for text in to_do)]
     if ported.left_out:
         lines += ["#", "# Left out or changed:"]
-        lines += [f"#   {printable(name)}: {printable(why)}." for name, why in ported.left_out.items()]
+        by_reason: dict[str, list[str]] = {}
+        for name, why in ported.left_out.items():
+            by_reason.setdefault(why, []).append(name)
+        lines += [f"#   {printable(', '.join(names))}: {printable(why)}." for why, names in by_reason.items()]
     lines += [
         "#",
         "# Start it with: accelerate launch --config_file "

@@ -113,7 +113,13 @@ def _recompute(ported: Ported, key: str, value: Any, given: Mapping[str, Any]) -
     if str(value).lower() in ("offload", "unsloth"):
         ported.add({"gradient_checkpointing": "unsloth"}, key)
     elif value is not False:
-        ported.left_out[key] = "the kit recomputes activations only where they do not fit (gradient_checkpointing auto)"
+        ported.left_out[key] = "the kit recomputes activations where they do not fit (gradient_checkpointing auto)"
+
+
+def _tf32(ported: Ported, key: str, value: Any, given: Mapping[str, Any]) -> None:
+    """TRL refuses tf32 where the GPU has none, so only what was asked for is handed on."""
+    if value is True:
+        ported.options.setdefault("trainer_args", {})[key] = value
 
 
 def _attention(ported: Ported, key: str, value: Any, given: Mapping[str, Any]) -> None:
@@ -214,6 +220,8 @@ def _environment(ported: Ported, key: str, value: Any, given: Mapping[str, Any])
 RULES: dict[str, Rule] = {
     "output_dir": _run_folder,
     "gradient_checkpointing": _recompute,
+    "gradient_checkpointing_kwargs": _recompute,
+    "tf32": _tf32,
     "attn_implementation": _attention,
     "deepspeed": _sharding,
     "fsdp": _sharding,

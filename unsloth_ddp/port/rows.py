@@ -97,7 +97,7 @@ def _note_columns(ported: Ported, name: str, entry: dict[str, Any]) -> None:
 
 def port_names(ported: Ported, name: str, value: Any, option: str, folder: str | None) -> None:
     """Port data sets that LLaMA-Factory names in `folder`/dataset_info.json."""
-    names = [part.strip() for part in value.split(",")] if isinstance(value, str) else [str(part) for part in value]
+    names = [str(part) for part in value] if isinstance(value, list) else [p.strip() for p in str(value).split(",")]
     place, info = _dataset_info(ported.folder, folder or "data")
     sources = []
     for known in names:

@@ -6,13 +6,10 @@ Import this after the backend: with Unsloth imported, `SFTConfig` is Unsloth's o
 from __future__ import annotations
 
 import dataclasses
-import json
 import sys
 from pathlib import Path
 from typing import Any
 
-import torch
-from transformers import get_scheduler
 from transformers.integrations import INTEGRATION_TO_CALLBACK, get_available_reporting_integrations
 from trl.trainer.sft_config import SFTConfig
 
@@ -21,43 +18,8 @@ from unsloth_ddp.config.upstream_names import choose_trackers, nearest
 from unsloth_ddp.data.batch_plan import BatchPlan
 from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.model.gradient_checkpointing import loaded_with
-from unsloth_ddp.utils.errors import UserError, one_line
-
-# Of the schedules that need keywords.
-SCHEDULE_EXAMPLES = {
-    "cosine_with_min_lr": {"min_lr_rate": 0.1},
-    "cosine_warmup_with_min_lr": {"min_lr_rate": 0.1},
-    "warmup_stable_decay": {"num_decay_steps": 100},
-}
-
-
-def _check_schedule(settings: Settings) -> None:
-    """Refuse a schedule that would fail once everything is loaded; tried, because each has keywords of its own.
-
-    Raises:
-        UserError: lr_scheduler_kwargs lacks what the schedule needs, or holds what it does not take.
-    """
-    given = settings.trainer_args.get("lr_scheduler_kwargs") or {}
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=settings.learning_rate)
-    try:
-        get_scheduler(
-            settings.lr_scheduler_type,
-            optimizer,
-            num_warmup_steps=1,
-            num_training_steps=100,
-            scheduler_specific_kwargs=given,
-        )
-    except Exception as error:
-        example = SCHEDULE_EXAMPLES.get(settings.lr_scheduler_type)
-        fix = (
-            f"give, for example, --trainer_args '{json.dumps({'lr_scheduler_kwargs': example})}'"
-            if example
-            else "mend them"
-        )
-        raise UserError(
-            f"lr_scheduler_type {settings.lr_scheduler_type} does not work with lr_scheduler_kwargs {given or 'left out'} "
-            f"({one_line(error)}); {fix}."
-        ) from None
+from unsloth_ddp.training.optimizer_check import check_optimizer
+from unsloth_ddp.utils.errors import UserError
 
 
 def make_config(settings: Settings, runtime: Runtime, plan: BatchPlan, run_folder: Path) -> Any:
@@ -79,7 +41,7 @@ def make_config(settings: Settings, runtime: Runtime, plan: BatchPlan, run_folde
             raise UserError(
                 f"trainer_args: SFTConfig has no field {name}; {nearest(name, defaults, 'the documentation of TRL')}"
             )
-    _check_schedule(settings)
+    check_optimizer(settings)
     if "gradient_checkpointing_kwargs" in settings.trainer_args and settings.gradient_checkpointing == "auto":
         raise UserError(
             "trainer_args: gradient_checkpointing_kwargs needs a kind to go with; give --gradient_checkpointing torch or "

@@ -274,6 +274,24 @@ def test_paths_in_a_file_are_relative_to_it(config: Any) -> None:
     assert options["run_name"] == "./x"
 
 
+def test_a_path_in_a_file_is_looked_for_beside_the_file_too(
+    config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = config("model: tiny\ndataset: [chats.jsonl, owner/name]\nchat_template: chatml\noutput_dir: out\n")
+    (path.parent / "chats.jsonl").touch()
+    (path.parent / "out").mkdir()
+    (path.parent / "chatml").touch()
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+    options = read_config(path)
+    assert options["dataset"] == [str(path.parent / "chats.jsonl"), "owner/name"]
+    assert (options["model"], options["chat_template"], options["output_dir"]) == ("tiny", "chatml", "out")
+    # The working directory comes first.
+    (elsewhere / "chats.jsonl").touch()
+    assert read_config(path)["dataset"] == ["chats.jsonl", "owner/name"]
+
+
 def test_every_recipe_is_accepted() -> None:
     recipes = sorted((REPO / "recipes").glob("*.yaml"))
     assert recipes
@@ -307,12 +325,12 @@ def test_reading_settings_imports_nothing_heavy() -> None:
 def test_a_path_that_leads_nowhere_is_told_before_torch_is_loaded(options: str, said: str) -> None:
     code = (
         "import sys, train_ddp\n"
-        "try: train_ddp.train(train_ddp.parse_settings(sys.argv[1:]), train_ddp.Ranks())\n"
-        "except train_ddp.UserError as told: print(told, 'torch' in sys.modules)"
+        "try: train_ddp.main()\n"
+        "except SystemExit as end: print(end.code, 'torch' in sys.modules)"
     )
     argv = options.format(REPO / "demo/model").replace("model/train", "train").split()
     done = subprocess.run([sys.executable, "-c", code, *argv], capture_output=True, text=True, check=True, cwd=REPO)
-    assert said in done.stdout and done.stdout.endswith(" False\n")
+    assert said in done.stderr and done.stdout == "2 False\n"
 
 
 YAML_VALUES = st.recursive(

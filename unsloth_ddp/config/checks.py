@@ -24,7 +24,7 @@ def check_settings(settings: Settings) -> None:
     if not settings.dataset:
         raise UserError("No training data: give --dataset with a file or a Hub id.")
     for name, declared in OPTIONS.items():
-        declared.check_bounds(name, getattr(settings, name))
+        declared.check(name, getattr(settings, name))
     if settings.max_steps == 0:
         raise UserError("max_steps is 0, so nothing would be trained; give a positive number, or -1 to follow epochs.")
     if settings.packing == "off" and settings.global_batch_tokens is not None:

@@ -70,7 +70,10 @@ def _unknown_words(words: list[str]) -> dict[str, str | None]:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Return the options of a YAML file, each checked by itself. Paths that begin with ./ or ../ are relative to the file.
+    """Return the options of a YAML file, each checked by itself.
+
+    Paths that begin with ./ or ../ are relative to the file. Other relative paths are relative to the working directory,
+    or to the file where they lead to something there only.
 
     Raises:
         UserError: the file cannot be read, or holds something other than options.
@@ -97,15 +100,32 @@ def read_config(path: Path) -> dict[str, Any]:
     if unknown := {name: value for name, value in content.items() if name not in OPTIONS}:
         raise unknown_options(unknown, path)
     return {
-        name: _relative_to(path.parent, name, convert_value(name, value, str(path))) for name, value in content.items()
+        name: _relative_to(path.parent, name, convert_value(name, value, str(path)), beside=True)
+        for name, value in content.items()
     }
 
 
-def _relative_to(folder: Path, name: str, value: Any) -> Any:
-    if OPTIONS[name].path != "read":
+def _relative_to(folder: Path, name: str, value: Any, beside: bool = False) -> Any:
+    """Return an option's value with paths that begin with ./ or ../ in full.
+
+    Args:
+        beside: Look for other relative paths in `folder` too.
+    """
+    if OPTIONS[name].path != "read" or value in OPTIONS[name].words:
         return value
     if isinstance(value, list):
-        return [_relative_to(folder, name, item) for item in value]
-    if isinstance(value, str) and value.startswith(("./", "../")):
+        return [_relative_to(folder, name, item, beside) for item in value]
+    if not isinstance(value, str) or value.startswith("~"):
+        return value
+    if value.startswith(("./", "../")):
+        return str(full_path(name, folder / value))
+    if beside and not _exists(Path(value)) and _exists(folder / value):
         return str(full_path(name, folder / value))
     return value
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except (OSError, ValueError):
+        return False

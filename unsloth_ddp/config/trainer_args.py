@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from unsloth_ddp.config.declare import Option
+from unsloth_ddp.config.declare import Bounds
 from unsloth_ddp.config.options import OPTIONS
 from unsloth_ddp.utils.errors import UserError
 
@@ -87,22 +87,18 @@ OWNED_ARGS = {
 }
 
 
-def _number(**bounds: float) -> Option:
-    return Option(help="", on_resume="refuse", summary=False, **bounds)
-
-
 # Numbers that TRL accepts whatever they are, and that fail once rows and model are loaded, or train nonsense.
 NUMBERS = {
-    "adam_beta1": _number(at_least=0, below=1),
-    "adam_beta2": _number(at_least=0, below=1),
-    "adam_epsilon": _number(above=0),
-    "neftune_noise_alpha": _number(at_least=0),
-    "dataloader_num_workers": _number(at_least=0, at_most=1000),
-    "dataloader_prefetch_factor": _number(at_least=1, at_most=10_000),
-    "data_seed": _number(at_least=0, at_most=2**32 - 1),
-    "eval_delay": _number(at_least=0),
-    "torch_empty_cache_steps": _number(at_least=1),
-    "ddp_bucket_cap_mb": _number(at_least=1),
+    "adam_beta1": Bounds(at_least=0, below=1),
+    "adam_beta2": Bounds(at_least=0, below=1),
+    "adam_epsilon": Bounds(above=0),
+    "neftune_noise_alpha": Bounds(at_least=0),
+    "dataloader_num_workers": Bounds(at_least=0, at_most=1000),
+    "dataloader_prefetch_factor": Bounds(at_least=1, at_most=10_000),
+    "data_seed": Bounds(at_least=0, at_most=2**32 - 1),
+    "eval_delay": Bounds(at_least=0),
+    "torch_empty_cache_steps": Bounds(at_least=1),
+    "ddp_bucket_cap_mb": Bounds(at_least=1),
 }
 
 
@@ -119,4 +115,4 @@ def check_trainer_args(given: Mapping[str, Any]) -> None:
             continue
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise UserError(f"trainer_args: {name} is {str(value)[:200]!r}, but it takes a number.")
-        NUMBERS[name].check_bounds(f"trainer_args: {name}", value)
+        NUMBERS[name].check(f"trainer_args: {name}", value)

@@ -36,7 +36,7 @@ class Ported:
         for option, value in options.items():
             try:
                 converted = convert_value(option, value, self.tool)
-                OPTIONS[option].check_bounds(option, converted)
+                OPTIONS[option].check(option, converted)
             except UserError as refused:
                 self.left_out[name] = str(refused).removeprefix(f"{self.tool}: ").rstrip(".")
                 continue

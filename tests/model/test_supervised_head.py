@@ -1,4 +1,4 @@
-"""The output head over supervised tokens only: the same loss and gradients, from fewer products."""
+"""Test that the head over supervised tokens only gives the same loss and gradients."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from torch import Tensor
 
 from tests.data.test_packing import KV, make
 from unsloth_ddp.data.dataset import Collate, Flatten, PadRight
-from unsloth_ddp.data.labels import IGNORED, supervised_positions
-from unsloth_ddp.model.supervised_head import LOOKED_AT, MULTIPLE, ROWS, SupervisedHead, fits_fused_head, head_for
+from unsloth_ddp.data.labels import IGNORED, MULTIPLE, supervised_positions
+from unsloth_ddp.model.supervised_head import ROWS, SEARCHED, SupervisedHead, fits_fused_head, head_for
 
 
 def random_labels(rows: int, tokens: int, share: float) -> Tensor:
@@ -44,7 +44,7 @@ def test_positions_are_those_before_a_label(rows: int, tokens: int, share: float
 
 
 @pytest.mark.parametrize(("tokens", "share"), [(1000, 1.0), (1000, 0.95), (10_000, 0.93), (100, 0.1)])
-def test_nothing_is_chosen_where_little_would_be_left_out(tokens: int, share: float) -> None:
+def test_nothing_is_selected_where_little_would_be_saved(tokens: int, share: float) -> None:
     assert supervised_positions(random_labels(1, tokens, share)) == {}
 
 
@@ -78,7 +78,7 @@ def test_the_loss_and_its_gradients_stay_and_the_head_sees_less(rows: int, token
     assert model(**batch, use_cache=False).logits.shape == (rows, tokens, 64), "outside it the head sees all"
 
 
-def test_a_decoder_that_gives_a_tuple_is_chosen_from_too() -> None:
+def test_positions_are_selected_from_a_tuple_too() -> None:
     model = make("Llama", **KV)
     batch = batch_of(2, 200)
     positions = supervised_positions(batch["labels"])["supervised_positions"]
@@ -89,18 +89,18 @@ def test_a_decoder_that_gives_a_tuple_is_chosen_from_too() -> None:
 
 
 def trainer_of(model: Any, takes_labels: bool = True) -> Any:
-    """What head_for asks of a trainer, with a loss that takes the labels of chosen positions, or does not."""
+    """Stand in for a trainer, with a loss that does or does not accept labels for selected positions."""
 
     def micro_batch_loss(model: Any, batch: dict[str, Tensor], divisor: Tensor) -> Tensor:
         if not takes_labels and "shift_labels" in batch:
-            # What a loss over all labels would make of fewer hidden states: those of other tokens.
+            # A loss that ignores the selection pairs the hidden states with labels of other tokens.
             chosen = batch["shift_labels"].shape[1]
             batch["shift_labels"] = batch["labels"].flatten()[:chosen][None].contiguous()
         return model(**batch, use_cache=False, num_items_in_batch=divisor).loss
 
     batch = batch_of(4, 300)
     learned = [{name: value[i].numpy() for name, value in batch.items()} for i in range(4)]
-    # Over rows of which nothing is learned every loss is 0, and no two differ; no token comes before the first label.
+    # Rows without a supervised token have a loss of 0 in either way; no token precedes the first label.
     unlearned = np.where(np.arange(300) > 0, IGNORED, 5)
     rows = [{**one, "labels": unlearned} for one in learned] + learned
     return SimpleNamespace(
@@ -112,7 +112,7 @@ def trainer_of(model: Any, takes_labels: bool = True) -> Any:
     )  # fmt: skip
 
 
-def test_a_model_that_takes_labels_of_chosen_tokens_gets_them() -> None:
+def test_a_model_that_accepts_labels_of_selected_tokens_gets_a_head() -> None:
     model = make("Llama", **KV).train()
     # Dropout, as adapters have it, would make any two losses differ.
     torch.nn.init.normal_(model.lm_head.weight)
@@ -122,7 +122,7 @@ def test_a_model_that_takes_labels_of_chosen_tokens_gets_them() -> None:
 
 
 @pytest.mark.parametrize(("per_device", "rows"), [(1, 1), (8, ROWS)])
-def test_no_more_rows_are_tried_than_a_step_has(per_device: int, rows: int) -> None:
+def test_no_more_rows_are_compared_than_a_micro_batch_has(per_device: int, rows: int) -> None:
     trainer = trainer_of(make("Llama", **KV))
     trainer.plan.per_device, seen, loss = per_device, [], trainer.micro_batch_loss
 
@@ -135,7 +135,7 @@ def test_no_more_rows_are_tried_than_a_step_has(per_device: int, rows: int) -> N
     assert seen == [rows, rows]
 
 
-def test_a_loss_of_nothing_shows_nothing() -> None:
+def test_a_loss_of_zero_proves_nothing() -> None:
     trainer = trainer_of(make("Llama", **KV))
     trainer.micro_batch_loss = lambda model, batch, divisor: torch.zeros(())
     assert head_for(trainer) is None
@@ -144,7 +144,7 @@ def test_a_loss_of_nothing_shows_nothing() -> None:
 def test_a_loss_that_would_change_is_left_alone(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         assert head_for(trainer_of(make("Llama", **KV), takes_labels=False)) is None
-    assert "over those chosen" in caplog.text
+    assert "because the loss would change from" in caplog.text
 
 
 def test_a_failed_check_leaves_the_compiled_loss(
@@ -165,18 +165,18 @@ def test_a_failed_check_leaves_the_compiled_loss(
     trainer.micro_batch_loss = fails
     with caplog.at_level(logging.WARNING):
         assert head_for(trainer) is None
-    assert "since choosing some failed: Expected input batch_size (128)" in caplog.text
+    assert "because selecting supervised tokens failed: Expected input batch_size (128)" in caplog.text
     assert loss._FUSED_CE_COMPILE_SUPPORTED is None  # type: ignore[attr-defined]
 
 
 class Unlearned:
-    """More rows than anyone would look through, of none of which anything is learned."""
+    """Hold more rows than can be searched, none of which is supervised."""
 
     def __len__(self) -> int:
         return 10**9
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        assert index < LOOKED_AT
+        assert index < SEARCHED
         return {"input_ids": np.arange(9), "labels": np.full(9, IGNORED)}
 
 
@@ -192,16 +192,16 @@ LEARNED_WHOLE = [{"input_ids": np.arange(300) % 64, "labels": np.arange(300) % 6
         {"train_rows": SimpleNamespace(examples=Unlearned())},
         {"train_rows": SimpleNamespace(examples=LEARNED_WHOLE)},
     ],
-    ids=["shared out", "transformers", "own division", "nothing learned", "all learned"],
+    ids=["sharded", "transformers", "own division", "nothing supervised", "all supervised"],
 )
-def test_no_loss_is_computed_where_choosing_brings_nothing(changed: dict[str, Any]) -> None:
+def test_no_loss_is_computed_where_selecting_saves_nothing(changed: dict[str, Any]) -> None:
     trainer = trainer_of(make("Llama", **KV))
     trainer.micro_batch_loss = lambda *given: pytest.fail("a loss was computed")
     vars(trainer).update(changed)
     assert head_for(trainer) is None
 
 
-def test_a_batch_says_where_its_supervised_tokens_are_where_asked() -> None:
+def test_a_batch_holds_supervised_positions_on_request() -> None:
     rows = [{"input_ids": np.arange(1000), "labels": np.where(np.arange(1000) < 900, IGNORED, np.arange(1000))}]
     collate = Collate(PadRight(0), Flatten("unsloth"))
     assert "shift_labels" not in collate(rows)
@@ -217,7 +217,7 @@ def test_a_batch_says_where_its_supervised_tokens_are_where_asked() -> None:
         ("Bert", False), ("Electra", False), ("RecurrentGemma", False), ("xLSTM", False),
     ],
 )  # fmt: skip
-def test_a_fused_head_is_used_where_it_makes_the_models_logits(kind: str, fits: bool) -> None:
+def test_a_fused_head_is_used_where_it_computes_the_models_logits(kind: str, fits: bool) -> None:
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     config = getattr(transformers, f"{kind}Config")(**sizes, num_key_value_heads=2, head_dim=8, vocab_size=32)
     with torch.device("meta"):

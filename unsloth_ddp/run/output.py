@@ -24,7 +24,7 @@ from unsloth_ddp.config.yaml_file import Unreadable, read_yaml
 from unsloth_ddp.distributed.exit_codes import EXIT_FAILURE, EXIT_STOPPED
 from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.distributed.signals import Stop
-from unsloth_ddp.utils.errors import UserError
+from unsloth_ddp.utils.errors import UserError, one_line, os_reason
 from unsloth_ddp.utils.json_file import write_json
 from unsloth_ddp.utils.redaction import hide
 
@@ -63,7 +63,7 @@ def choose_run_folder(settings: Settings, runtime: Runtime) -> Path:
         try:
             _refuse_another_run(settings, folder)
         except OSError as error:
-            raise UserError(f"output folder {folder} cannot be read: {error.strerror or error}.") from None
+            raise UserError(f"output folder {folder} cannot be read: {os_reason(error)}.") from None
 
     runtime.on_main(look)
     runtime.on_main(lambda: _try_to_write(folder), per_node=True)
@@ -84,7 +84,7 @@ def _try_to_write(folder: Path) -> None:
             tempfile.TemporaryDirectory(prefix=".unsloth_ddp-", dir=there).cleanup()
     except OSError as error:
         raise UserError(
-            f"output folder {folder} cannot be written ({there}: {error.strerror or error}); give another --output_dir."
+            f"output folder {folder} cannot be written ({there}: {os_reason(error)}); give another --output_dir."
         ) from None
 
 
@@ -379,6 +379,6 @@ def upload(settings: Settings, folder: Path) -> str:
         if settings.merge:
             api.upload_folder(repo_id=repo.repo_id, folder_path=folder / "merged", path_in_repo="merged")
     except (HfHubHTTPError, LocalTokenNotFoundError, OSError) as error:
-        reason = " ".join(str(error).split())
+        reason = one_line(error, 1000)
         raise UserError(f"The run is whole in {folder}, but was not uploaded: {reason}") from None
     return repo.url

@@ -8,7 +8,7 @@ import subprocess
 import pytest
 
 from tests.conftest import REPO
-from unsloth_ddp.config.parse import make_parser
+from unsloth_ddp.config.command_line import make_parser
 from unsloth_ddp.parity import __main__ as parity
 from unsloth_ddp.plan import __main__ as plan
 from unsloth_ddp.preflight import __main__ as preflight

@@ -16,6 +16,7 @@ from typing import Any
 
 import xxhash
 
+from unsloth_ddp.config.options import options_with
 from unsloth_ddp.utils.errors import os_reason
 from unsloth_ddp.utils.redaction import printable
 
@@ -23,21 +24,12 @@ FILE_NAME = "manifest.json"
 FORMAT = 1
 CHUNK = 1 << 22
 
-# Settings that a resumed run has to share with the checkpoint, because each of them changes what is computed.
-GUARDED = (
-    "model", "model_revision", "method", "seed", "full_weights", "lora_r", "lora_alpha", "lora_dropout",
-    "lora_target_modules", "lora_modules_to_save", "use_rslora", "max_length", "overlong", "loss_on", "learning_rate",
-    "lr_scheduler_type", "warmup_steps", "weight_decay", "max_grad_norm", "optim", "trainer_args",
-)  # fmt: skip
-# Facts of the run beside them, in the same way.
-GUARDED_FACTS = (
-    "packing", "global_batch_size", "steps", "rows", "data", "sources", "shuffle_buffer", "backend", "precision",
-)  # fmt: skip
-# What changes where and how the same is computed: said, not refused.
-SAID = (
-    "world_size", "per_device_train_batch_size", "gradient_accumulation_steps", "gradient_checkpointing",
-    "attn_implementation",
-)  # fmt: skip
+# Options that a resumed run has to share with the checkpoint as given; their declarations say which.
+GUARDED = options_with(on_resume="refuse", resolved=False)
+# Facts that it has to share: what the run made of options, and what follows from several of them.
+GUARDED_FACTS = (*options_with(on_resume="refuse", resolved=True), "steps", "rows", "data", "sources")
+# Options and facts whose change is reported and not refused: the same is computed elsewhere or otherwise.
+SAID = ("world_size", *options_with(on_resume="report"))
 # What a run needs beside the weights: the file as one process writes it, and its names with DDP, FSDP and DeepSpeed.
 STATE_FILES = {
     "optimizer.pt": ("optimizer.pt", "optimizer.bin", "optimizer_*/*", "*_optim_states.pt"),

@@ -19,7 +19,7 @@ from typing import Any
 import psutil
 
 from unsloth_ddp.checkpoints.checkpoint import Checkpoints, named_folder, step_folders
-from unsloth_ddp.config.parse import Settings
+from unsloth_ddp.config.options import Settings, options_with
 from unsloth_ddp.config.yaml_file import Unreadable, read_yaml
 from unsloth_ddp.distributed.exit_codes import EXIT_FAILURE, EXIT_STOPPED
 from unsloth_ddp.distributed.runtime import Runtime
@@ -36,8 +36,6 @@ LOCK_PATIENCE = 30.0
 # Transformers' logger does not hand its messages on to the root logger; nor does the kit's, because Unsloth gives the root
 # logger a handler that writes to the terminal of every rank.
 LOGGERS = (None, "transformers", "unsloth_ddp")
-# Settings that do not make it another run.
-MAY_DIFFER = {"output_dir", "run_name", "overwrite", "resume", "resume_anyway", "max_time", "save_total_limit"}
 
 
 def default_run_name(settings: Settings, environ: Mapping[str, str] = os.environ) -> str:
@@ -148,7 +146,7 @@ def _changed_settings(settings: Settings, folder: Path) -> list[str] | None:
     now = dataclasses.asdict(settings)
     if not isinstance(before, dict):
         return None
-    return [name for name in now if name not in MAY_DIFFER and before.get(name) != now[name]]
+    return [name for name in options_with(new_run=True) if before.get(name) != now[name]]
 
 
 def _refuse_another_run(settings: Settings, folder: Path) -> None:

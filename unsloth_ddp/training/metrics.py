@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from unsloth_ddp.config.parse import Settings
+from unsloth_ddp.config.options import Settings, options_with
 from unsloth_ddp.data.batch_plan import BatchPlan
 from unsloth_ddp.data.dataset import TokenizedRows
 from unsloth_ddp.data.packing import PackingDecision
@@ -32,13 +32,6 @@ from unsloth_ddp.utils.versions import versions
 LOSS, SUPERVISED, TOKENS = range(3)
 # Gathered with them.
 OWN_SECONDS, STEPS, LEVEL = 3, 4, 5
-
-SUMMARIZED = (
-    "model", "model_revision", "method", "dataset", "eval_dataset", "eval_fraction", "max_length", "overlong",
-    "loss_on", "chat_template", "num_train_epochs", "max_steps", "learning_rate", "lr_scheduler_type", "warmup_steps",
-    "optim", "weight_decay", "max_grad_norm", "gradient_checkpointing", "lora_r", "lora_alpha", "lora_dropout", "seed",
-    "streaming", "shuffle_buffer",
-)  # fmt: skip
 
 
 @dataclass
@@ -380,6 +373,6 @@ def summarize(
         "train_loss": totals.train_loss,
         "peak_memory_bytes": peak,
         "peak_memory_bytes_loading": loading,
-        "settings": {name: getattr(settings, name) for name in SUMMARIZED},
+        "settings": {name: getattr(settings, name) for name in options_with(summary=True)},
         "versions": versions(),
     }

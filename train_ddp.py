@@ -43,7 +43,7 @@ def train(settings: Settings, ranks: Ranks) -> int:
     # Imported here, so that a mistake in the settings is told before the seconds that torch takes to load.
     from unsloth_ddp.checkpoints import checkpoint
     from unsloth_ddp.data import dataset as data
-    from unsloth_ddp.data import packing
+    from unsloth_ddp.data import examples, identity, node_folder, packing
     from unsloth_ddp.distributed import sharding
     from unsloth_ddp.distributed import watchdog as watch
     from unsloth_ddp.model import attention
@@ -51,16 +51,16 @@ def train(settings: Settings, ranks: Ranks) -> int:
     from unsloth_ddp.run import answers, output
     from unsloth_ddp.training import metrics as telemetry
 
-    request = packing.Request.of(settings, ranks.world_size)
+    request = packing.BatchRequest.of(settings, ranks.world_size)
     with (
         started(settings, ranks) as runtime,
         watch.watched(settings, runtime) as stop.ended,
-        data.node_folder(runtime) as node_folder,
+        node_folder.node_folder(runtime) as shared_folder,
     ):
         run_folder = output.choose_run_folder(settings, runtime)
         runtime.on_main(lambda: output.check_upload(settings))
         models.check_model(settings, runtime)
-        data.read_examples(settings, runtime, node_folder)
+        examples.read_examples(settings, runtime, shared_folder)
         facts = checkpoint.run_facts(settings, runtime)
         if settings.packing == "off" or (settings.packing == "auto" and runtime.device_type == "cpu"):
             facts |= checkpoint.batch_facts(request.plan)
@@ -76,13 +76,13 @@ def train(settings: Settings, ranks: Ranks) -> int:
 
         config = make_config(settings, runtime, request.plan, run_folder)
         model, tokenizer = models.load_model(settings, runtime)
-        rows, eval_rows = data.tokenize_examples(settings, runtime, node_folder, tokenizer)
+        rows, eval_rows = data.tokenize_examples(settings, runtime, shared_folder, tokenizer)
         models.stop_at(model, tokenizer, rows.dataset)
         models.check_positions(settings, model, data.longest_row(settings, rows, eval_rows))
         choice = attention.choose_packing(settings, runtime, model)
         plan, rows, choice = data.fill_steps(request, rows, choice)
 
-        facts |= checkpoint.batch_facts(plan) | data.facts(settings, runtime, plan, rows)
+        facts |= checkpoint.batch_facts(plan) | identity.data_identity(settings, runtime, plan, rows)
         if start:
             checkpoint.check(start, facts, settings, runtime)
             if settings.resume == "auto":
@@ -107,7 +107,7 @@ def train(settings: Settings, ranks: Ranks) -> int:
         print(described, flush=True)
 
         compared = 0 if sharding.shards_weights(runtime.sharding) else settings.compare_answers
-        asked = answers.questions(data.held_out_examples(node_folder, compared))
+        asked = answers.questions(examples.held_out_examples(shared_folder, compared))
         before = answers.answer(model, tokenizer, asked, runtime)
         summary = trainer.run(start)
         if summary is None:

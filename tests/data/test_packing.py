@@ -14,14 +14,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unsloth_ddp.data.arrow_rows import ArrowRows
+from unsloth_ddp.data.arrow_rows import ArrowRows, PackedRows
 from unsloth_ddp.data.batch_plan import BatchPlan
-from unsloth_ddp.data.dataset import TOKEN_FEATURES, Collate, Flatten, PackedRows, PadRight, row_lengths
+from unsloth_ddp.data.collate import Collate, Flatten, PadRight
+from unsloth_ddp.data.dataset import TOKEN_FEATURES, row_lengths
 from unsloth_ddp.data.labels import IGNORED
 from unsloth_ddp.data.packing import (
+    BatchRequest,
     Packing,
     PackingDecision,
-    Request,
     best_fit,
     capacity_for,
     decide_packing,
@@ -107,7 +108,7 @@ def planned(
     lengths: np.ndarray = CHATS, choice: PackingDecision = PACK, **asked: Any
 ) -> tuple[BatchPlan, Packing | None, PackingDecision]:
     defaults = {"packing": "auto", "max_length": 2048, "per_device": 1, "processes": 1}
-    return plan_step(Request(**{**defaults, **asked}), lengths, choice)
+    return plan_step(BatchRequest(**{**defaults, **asked}), lengths, choice)
 
 
 @pytest.mark.parametrize("processes", [1, 2, 4, 8, 16])

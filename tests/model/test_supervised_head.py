@@ -15,7 +15,7 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor
 
 from tests.data.test_packing import KV, make
-from unsloth_ddp.data.dataset import Collate, Flatten, PadRight
+from unsloth_ddp.data.collate import Collate, Flatten, PadRight
 from unsloth_ddp.data.labels import IGNORED, MULTIPLE, supervised_positions
 from unsloth_ddp.model.supervised_head import ROWS, SEARCHED, SupervisedHead, fits_fused_head, head_for
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from tests.data.test_packing import KV, ROWS, both_ways, make, token_losses
-from unsloth_ddp.data.arrow_rows import ArrowRows
-from unsloth_ddp.data.dataset import Flatten, PackedRows
+from unsloth_ddp.data.arrow_rows import ArrowRows, PackedRows
+from unsloth_ddp.data.collate import Flatten
 from unsloth_ddp.model import varlen
 
 QWEN3 = {**KV, "head_dim": 16}

@@ -193,7 +193,7 @@ def test_the_largest_micro_batch_is_that_of_the_run():
 
 
 def test_the_first_rows_of_a_stream_stand_for_all(demo_shape, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("unsloth_ddp.data.dataset.STREAM_HEAD", 20)
+    monkeypatch.setattr("unsloth_ddp.data.examples.STREAM_HEAD", 20)
     json_file = tmp_path / "plan.json"
     command.main(
         ["--streaming", "--packing", "off", "--max_steps", "50", "--max_length", "64", "--json", str(json_file)]

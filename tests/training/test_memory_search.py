@@ -20,7 +20,8 @@ from tests.conftest import REPO
 from unsloth_ddp.config import options
 from unsloth_ddp.config.parse import Settings
 from unsloth_ddp.data.batch_plan import BatchPlan
-from unsloth_ddp.data.dataset import Counts, PadRight, TokenizedRows
+from unsloth_ddp.data.collate import PadRight
+from unsloth_ddp.data.dataset import Counts, TokenizedRows
 from unsloth_ddp.data.packing import best_fit
 from unsloth_ddp.distributed.ranks import Ranks
 from unsloth_ddp.distributed.runtime import Runtime

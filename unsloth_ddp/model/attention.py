@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 
 from unsloth_ddp.config.parse import Settings
-from unsloth_ddp.data.packing import PackingDecision, decide_packing, place_of
+from unsloth_ddp.data.packing import PackingDecision, decide_packing, describe_backend
 from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.model import varlen
 from unsloth_ddp.model.modules import base_model
@@ -83,7 +83,7 @@ def choose_packing(settings: Settings, runtime: Runtime, model: Any) -> PackingD
     model_type = base_model(model).config.model_type
     choice = decide_packing(
         settings.packing,
-        "a CPU" if runtime.device_type == "cpu" else place_of(runtime.backend, runtime.precision, settings),
+        "a CPU" if runtime.device_type == "cpu" else describe_backend(runtime.backend, runtime.precision, settings),
         everywhere,
         mixing_reason(model) or lost_boundaries_reason(model_type, everywhere, _implementation(model)),
         untested_reason(model),
@@ -94,7 +94,7 @@ def choose_packing(settings: Settings, runtime: Runtime, model: Any) -> PackingD
 
 
 def keys_for_packs(runtime: Runtime, model: Any) -> Literal["unsloth", "flash", "positions"]:
-    """Return which keys a batch of packs needs besides position_ids (see data.dataset.Flatten)."""
+    """Return which keys a batch of packs needs besides position_ids (see data.collate.Flatten)."""
     implementation = _implementation(model)
     if implementation == varlen.NAME or (runtime.backend == "transformers" and "flash" in implementation):
         return "flash"

@@ -18,7 +18,7 @@ class SavedTotals(TrainerCallback, ExportableState):
     """Keeps the run's totals inside every checkpoint, so that they go on when it is resumed.
 
     `pending` holds the sums of each rank since the last log line, which the totals do not hold yet; `stream` where
-    streamed rows go on (stream.Position).
+    streamed rows go on (stream_order.StreamPosition).
     """
 
     def __init__(

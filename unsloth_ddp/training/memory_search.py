@@ -21,8 +21,9 @@ import numpy as np
 import torch
 
 from unsloth_ddp.config.parse import Settings
+from unsloth_ddp.data.arrow_rows import join_rows
 from unsloth_ddp.data.batch_plan import BatchPlan
-from unsloth_ddp.data.dataset import TokenizedRows, join_rows
+from unsloth_ddp.data.dataset import TokenizedRows
 from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.training.optimizer_memory import optimizer_bytes
 from unsloth_ddp.utils.errors import UserError

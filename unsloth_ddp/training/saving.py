@@ -20,7 +20,7 @@ from trl import SFTTrainer
 from unsloth_ddp.checkpoints.checkpoint import Checkpoints, Start, is_whole
 from unsloth_ddp.data.batch_plan import BatchPlan, RowOrder
 from unsloth_ddp.data.dataset import TokenizedRows
-from unsloth_ddp.data.streaming import StreamedSteps
+from unsloth_ddp.data.stream_steps import StreamedSteps
 from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.training.callbacks import SavedTotals
 from unsloth_ddp.training.metrics import TOKENS, Meter, Totals

@@ -25,8 +25,10 @@ from transformers.trainer_utils import EvalLoopOutput
 from unsloth_ddp.checkpoints.checkpoint import Checkpoints, Start, batch_facts, make_cpu_checkpoints_readable
 from unsloth_ddp.config.parse import Settings
 from unsloth_ddp.data.batch_plan import BalancedOrder, BatchPlan
-from unsloth_ddp.data.dataset import Collate, Flatten, PadRight, TokenizedRows
-from unsloth_ddp.data.streaming import Unit, streamed_steps, windows_of
+from unsloth_ddp.data.collate import Collate, Flatten, PadRight
+from unsloth_ddp.data.dataset import TokenizedRows
+from unsloth_ddp.data.stream_steps import streamed_steps
+from unsloth_ddp.data.stream_windows import Unit, streamed_windows
 from unsloth_ddp.distributed.drift import REPLICATED, DriftCheck
 from unsloth_ddp.distributed.runtime import Runtime, control_timeout
 from unsloth_ddp.distributed.signals import Stop
@@ -110,7 +112,7 @@ class DDPTrainer(RetryingTrainer):
         self.train_rows, self.eval_rows = train, evaluation
         self.row_seed: int = args.seed if args.data_seed is None else args.data_seed
         self.collate = Collate(PadRight(tokenizer.pad_token_id), Flatten(keys_for_packs(runtime, model)))
-        self.windows = windows_of(settings, train.packing, tokenizer, self.row_seed) if train.streamed else None
+        self.windows = streamed_windows(settings, train.packing, tokenizer, self.row_seed) if train.streamed else None
         super().__init__(
             model=model,
             args=args,

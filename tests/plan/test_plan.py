@@ -419,7 +419,7 @@ def test_a_picture_without_matplotlib_says_how_to_get_it(capsys, tmp_path, demo_
     ("words", "sentence"),
     [
         (["--nodes", "0"], "--nodes is 0"),
-        (["--bandwidth", "fast"], "bandwidth 'fast' is no bandwidth above 0; write 25Gbps"),
+        (["--bandwidth", "fast"], "bandwidth 'fast' is not a bandwidth above 0; write 25Gbps"),
         (["--gpu_memory", "big"], "memory 'big'"),
         (["--calibrate", "outputs/x"], "name it with --calibration"),
         (

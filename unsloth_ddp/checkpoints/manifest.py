@@ -17,6 +17,7 @@ from typing import Any
 import xxhash
 
 from unsloth_ddp.config.options import options_with
+from unsloth_ddp.utils.errors import os_reason
 from unsloth_ddp.utils.redaction import printable
 
 FILE_NAME = "manifest.json"
@@ -171,7 +172,7 @@ def verify(folder: Path) -> Manifest:
             if path.stat().st_size != size:
                 raise Damaged(f"{name} has {path.stat().st_size:,} bytes instead of {size:,}")
         except OSError as error:
-            raise Damaged(f"{name[:100]} cannot be read: {error.strerror or error}") from None
+            raise Damaged(f"{name[:100]} cannot be read: {os_reason(error)}") from None
 
     def matches(name: str) -> bool:
         try:

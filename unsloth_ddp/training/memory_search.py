@@ -27,6 +27,7 @@ from unsloth_ddp.data.dataset import TokenizedRows
 from unsloth_ddp.data.training_data import TrainingData
 from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.model.gradient_checkpointing import GradientCheckpointing
+from unsloth_ddp.model.modules import evaluation_mode, training_mode
 from unsloth_ddp.training.micro_batch_loss import MicroBatchRunner
 from unsloth_ddp.training.optimizer_memory import optimizer_bytes
 from unsloth_ddp.utils.errors import UserError
@@ -244,11 +245,8 @@ class MemorySearch:
 
     def _passes(self, batch: dict[str, Any]) -> bool:
         """Return whether memory was enough for a step; random numbers and gradients are left as they were."""
-        model = self.run.model
-        trained = [p for p in model.parameters() if p.requires_grad]
-        was_training = model.training
-        model.train()
-        with torch.random.fork_rng(devices=[self.run.device]):
+        trained = [p for p in self.run.model.parameters() if p.requires_grad]
+        with training_mode(self.run.model), torch.random.fork_rng(devices=[self.run.device]):
             try:
                 # A step has the gradients of earlier micro-batches beside it.
                 for parameter in trained:
@@ -263,15 +261,11 @@ class MemorySearch:
             finally:
                 for parameter in trained:
                     parameter.grad = None
-                model.train(was_training)
 
     def _evaluates(self, batch: dict[str, Any]) -> bool:
         """Return whether memory was enough for a forward pass of an evaluation."""
-        model = self.run.model
-        was_training = model.training
-        model.eval()
         try:
-            with torch.no_grad():
+            with evaluation_mode(self.run.model), torch.no_grad():
                 self.run.loss_sum(batch)
             torch.cuda.synchronize(self.run.device)
             return True
@@ -280,8 +274,6 @@ class MemorySearch:
                 # The evaluation itself will raise it where it can be understood.
                 logger.warning("the evaluation rows could not be tried: %s", error)
             return not is_out_of_memory(error)
-        finally:
-            model.train(was_training)
 
 
 def largest_tokens(rows: TokenizedRows, size: int, max_length: int) -> int:

@@ -23,7 +23,7 @@ from unsloth_ddp.distributed.backend import import_backend
 from unsloth_ddp.distributed.exit_codes import EXIT_FAILURE, exit_with, note_exit_code, quiet
 from unsloth_ddp.distributed.ranks import Ranks, ranks_from_environment
 from unsloth_ddp.distributed.runtime import started
-from unsloth_ddp.distributed.signals import Stop
+from unsloth_ddp.distributed.signals import StopRequest
 from unsloth_ddp.model.files_check import check_local_model
 from unsloth_ddp.utils.errors import UserError
 from unsloth_ddp.utils.known_errors import report
@@ -32,7 +32,7 @@ from unsloth_ddp.utils.known_errors import report
 def train(settings: Settings, ranks: Ranks) -> int:
     """One run: processes, rows, model, trainer, steps, files; returns the exit code."""
     began = time.perf_counter()
-    stop = Stop(ranks.is_main)
+    stop = StopRequest(ranks.is_main)
     stop.listen(settings.max_time)
     if ranks.nodes == 1:
         # What one of several nodes lacks is told to all of them, once they have met.
@@ -54,9 +54,10 @@ def train(settings: Settings, ranks: Ranks) -> int:
     request = packing.Request.of(settings, ranks.world_size)
     with (
         started(settings, ranks) as runtime,
-        watch.watched(settings, runtime) as stop.ended,
+        watch.watched(settings, runtime) as end_process,
         data.node_folder(runtime) as node_folder,
     ):
+        stop.end_with(end_process)
         run_folder = output.choose_run_folder(settings, runtime)
         runtime.on_main(lambda: output.check_upload(settings))
         models.check_model(settings, runtime)
@@ -98,7 +99,7 @@ def train(settings: Settings, ranks: Ranks) -> int:
         checkpoint.check_sharing(runtime, run_folder, checkpoints.shared)
         for sentence in changes:
             print(sentence)
-        for sentence in sharding.what_is_ignored(runtime.sharding, settings, ranks.nodes):
+        for sentence in sharding.sharding_warnings(runtime.sharding, settings, ranks.nodes):
             print(sentence)
         described = telemetry.describe_run(
             settings, runtime, trainer.plan, choice, chosen, model, rows, eval_rows, run_folder,

@@ -180,7 +180,7 @@ def bring(start: Start, runtime: Runtime) -> Start:
     except Damaged:
         here = False
     seen = runtime.gather(here)
-    node_sees = seen[ranks.rank - ranks.local_rank]
+    node_sees = seen[ranks.node_main]
     if all(seen):
         return start
     copy: Path | None = None
@@ -201,8 +201,7 @@ def bring(start: Start, runtime: Runtime) -> Start:
         raise UserError(
             f"{start.folder} did not reach every node whole ({problems[0]}); check their temporary folders."
         )
-    copies = runtime.gather(copy)
-    own = copies[ranks.rank - ranks.local_rank]
+    own = runtime.broadcast_from_node_main(lambda: copy)
     return start if own is None else dataclasses.replace(start, folder=own)
 
 

@@ -107,9 +107,7 @@ def node_folder(runtime: Runtime) -> Iterator[Path]:
         _remove_stale(cache.glob(f"unsloth_ddp-{host}-*-*"))
         return tempfile.mkdtemp(prefix=f"unsloth_ddp-{host}-{os.getpid()}-", dir=cache)
 
-    mine = runtime.on_main(make, per_node=True)
-    folder = runtime.gather(mine)[runtime.ranks.rank - runtime.ranks.local_rank]
-    assert folder is not None
+    folder = runtime.broadcast_from_node_main(make)
     failed = True
     try:
         yield Path(folder)

@@ -1,4 +1,4 @@
-"""End a process with the exit code and the sentence that its launcher and its user are to see."""
+"""End a process with an exit code and a sentence, and pass the code on where launchers lose it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ EXIT_FAILURE, EXIT_USER_ERROR, EXIT_STOPPED = 1, UserError.exit_code, 75
 
 @contextlib.contextmanager
 def quiet(active: bool = True) -> Iterator[None]:
-    """Drop what libraries print to standard output; errors still reach standard error."""
+    """Discard standard output inside this block; standard error stays."""
     if not active:
         yield
         return
@@ -27,7 +27,7 @@ def quiet(active: bool = True) -> Iterator[None]:
 
 
 def note_exit_code(code: int, environ: Mapping[str, str] = os.environ) -> None:
-    """Leave this process's exit code where the job's script finds it: launchers turn every code into 1.
+    """Write this process's exit code for the job's script, because launchers turn every code into 1.
 
     The first process of each node writes the file named by UNSLOTH_DDP_EXIT_CODE_FILE, if it is set.
     """
@@ -38,9 +38,9 @@ def note_exit_code(code: int, environ: Mapping[str, str] = os.environ) -> None:
 
 
 def exit_with(error: UserError, is_main: bool) -> NoReturn:
-    """End this process over a user's mistake (or a RunError): the main process says the sentence, the others stay silent.
+    """End this process with the code of a UserError or RunError; the main process prints the sentence.
 
-    Launchers end every process as soon as one has failed, so the others leave the main process time to speak.
+    Launchers end every process as soon as one has failed, so the others wait for the main process to print.
     """
     if is_main:
         print(f"train_ddp.py: error: {error}", file=sys.stderr, flush=True)

@@ -23,7 +23,7 @@ from unsloth_ddp.config.parse import Settings
 from unsloth_ddp.config.yaml_file import Unreadable, read_yaml
 from unsloth_ddp.distributed.exit_codes import EXIT_FAILURE, EXIT_STOPPED
 from unsloth_ddp.distributed.runtime import Runtime
-from unsloth_ddp.distributed.signals import Stop
+from unsloth_ddp.distributed.signals import StopRequest
 from unsloth_ddp.utils.errors import UserError
 from unsloth_ddp.utils.json_file import write_json
 from unsloth_ddp.utils.redaction import hide
@@ -292,13 +292,15 @@ def stop_library_output(runtime: Runtime) -> None:
                 handler.setLevel(logging.CRITICAL)
 
 
-def stopped(checkpoints: Checkpoints, stop: Stop, folder: Path) -> int:
+def stopped(checkpoints: Checkpoints, stop: StopRequest, folder: Path) -> int:
     """Say where a run that was asked to stop can go on; returns the exit code."""
     last = checkpoints.last
     if last is None:
-        print(f"Stopped on {stop.agreed}, without a whole checkpoint: {checkpoints.failed}.", flush=True)
+        print(f"Stopped on {stop.agreed_cause}, without a whole checkpoint: {checkpoints.failed}.", flush=True)
         return EXIT_FAILURE
-    print(f"Stopped on {stop.agreed}; the same command goes on from {last} (exit code {EXIT_STOPPED}).", flush=True)
+    print(
+        f"Stopped on {stop.agreed_cause}; the same command goes on from {last} (exit code {EXIT_STOPPED}).", flush=True
+    )
     return EXIT_STOPPED
 
 

@@ -29,7 +29,7 @@ from unsloth_ddp.data.dataset import Collate, Flatten, PadRight, TokenizedRows
 from unsloth_ddp.data.streaming import Unit, streamed_steps, windows_of
 from unsloth_ddp.distributed.drift import REPLICATED, DriftCheck
 from unsloth_ddp.distributed.runtime import Runtime, control_timeout
-from unsloth_ddp.distributed.signals import Stop
+from unsloth_ddp.distributed.signals import StopRequest
 from unsloth_ddp.model.attention import keys_for_packs, prepare_for_packs
 from unsloth_ddp.model.gradient_checkpointing import GradientCheckpointing
 from unsloth_ddp.model.load import DTYPES
@@ -64,7 +64,7 @@ def make_trainer(
     rows: TokenizedRows,
     eval_rows: TokenizedRows | None,
     checkpoints: Checkpoints,
-    stop: Stop,
+    stop: StopRequest,
 ) -> DDPTrainer:
     """The trainer of one run; TensorBoard events go to <run>/tensorboard/."""
     os.environ.setdefault("TENSORBOARD_LOGGING_DIR", str(Path(config.output_dir) / "tensorboard"))
@@ -97,7 +97,7 @@ class DDPTrainer(RetryingTrainer):
         settings: Settings,
         plan: BatchPlan,
         checkpoints: Checkpoints,
-        stop: Stop,
+        stop: StopRequest,
     ) -> None:
         self.runtime = runtime
         self.settings = settings
@@ -353,15 +353,16 @@ class DDPTrainer(RetryingTrainer):
         self.start = start
         if start and start.of_this_run:
             self.checkpoints.last = start.folder
-        self.stop.kept = lambda: self.checkpoints.last is not None
-        self.stop.arm(self.runtime, control_timeout(self.settings))
+        self.stop.begin_training(
+            self.runtime, control_timeout(self.settings), lambda: self.checkpoints.last is not None
+        )
         began = time.perf_counter()
         self.train(resume_from_checkpoint=str(start.folder) if start else None)
         self.runtime.progress.enter("finishing")
         seconds = time.perf_counter() - began
-        if self.stop.agreed and self.state.global_step < self.state.max_steps:
+        if self.stop.agreed_cause and self.state.global_step < self.state.max_steps:
             return None
-        self.stop.finishing = True
+        self.stop.begin_finishing()
         summary = summarize(
             self.settings,
             self.runtime,

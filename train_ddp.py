@@ -26,7 +26,8 @@ from unsloth_ddp.distributed.runtime import started
 from unsloth_ddp.distributed.signals import StopRequest
 from unsloth_ddp.model.files_check import check_local_model
 from unsloth_ddp.utils.errors import UserError
-from unsloth_ddp.utils.known_errors import report
+from unsloth_ddp.utils.known_errors import explain, report
+from unsloth_ddp.utils.streams import protect_streams
 
 
 def train(settings: Settings, ranks: Ranks) -> int:
@@ -132,6 +133,7 @@ def train(settings: Settings, ranks: Ranks) -> int:
 
 def main() -> None:
     """Read the settings, run, and turn a user's mistake into one sentence, and other errors into their cause."""
+    protect_streams()
     ranks = Ranks()
     try:
         ranks = ranks_from_environment()
@@ -142,7 +144,8 @@ def main() -> None:
         exit_with(error, ranks.is_main)
     except Exception as error:
         report(error, explained=ranks.is_local_main)
-        note_exit_code(EXIT_FAILURE)
+        sentence = f"{type(error).__name__}: {error}"
+        note_exit_code(EXIT_FAILURE, sentence=f"{sentence}\n{explain(sentence)}".rstrip())
         sys.exit(EXIT_FAILURE)
     if code:
         note_exit_code(code)

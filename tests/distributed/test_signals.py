@@ -14,7 +14,7 @@ import pytest
 
 from tests.conftest import REPO
 from tests.ranks import free_port, run_ranks
-from unsloth_ddp.distributed.exit_codes import note_exit_code
+from unsloth_ddp.distributed.exit_codes import note_exit_code, under_launcher
 from unsloth_ddp.distributed.ranks import Ranks
 from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.distributed.signals import (
@@ -22,7 +22,6 @@ from unsloth_ddp.distributed.signals import (
     SignalCounter,
     StopRequest,
     seconds_since_launch,
-    under_launcher,
 )
 
 

@@ -22,7 +22,7 @@ from typing import Any, Literal
 
 import psutil
 
-from unsloth_ddp.distributed.exit_codes import EXIT_FAILURE, EXIT_STOPPED, note_exit_code
+from unsloth_ddp.distributed.exit_codes import EXIT_FAILURE, EXIT_STOPPED, note_exit_code, under_launcher
 from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.utils.durations import parse_duration
 
@@ -54,16 +54,15 @@ class SignalCounter:
         return "repeated" if orphaned or now - self._first < ONE_REQUEST_SECONDS else "second"
 
 
-def under_launcher(environ: Mapping[str, str]) -> bool:
-    """Return whether accelerate or torchrun started this process."""
-    return "TORCHELASTIC_RUN_ID" in environ or "ACCELERATE_MIXED_PRECISION" in environ
-
-
 def seconds_since_launch(environ: Mapping[str, str]) -> float:
     """Return the seconds since this job's elastic launcher began, restarts included; 0 without one."""
     if "TORCHELASTIC_RUN_ID" not in environ:
         return 0.0
     return max(0.0, time.time() - psutil.Process(os.getppid()).create_time())
+
+
+class EvaluationInterrupted(Exception):
+    """Raised on every rank at the same batch of an evaluation when the ranks have agreed to stop."""
 
 
 class StopRequest:
@@ -99,9 +98,7 @@ class StopRequest:
             self._deadline = time.monotonic() + parse_duration(max_time) - seconds_since_launch(environ)
             if time.monotonic() > self._deadline and environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
                 # The launcher takes a stop for a failure and starts the ranks again (--max_restarts).
-                self._print(f"max_time {max_time} is over; not started again.")
-                note_exit_code(EXIT_STOPPED)
-                self._end_process(EXIT_STOPPED)
+                self._print_and_end(f"max_time {max_time} is over; not started again.", EXIT_STOPPED)
         self._reader, writer = socket.socketpair()
         writer.setblocking(False)
         self._writer = writer
@@ -146,7 +143,12 @@ class StopRequest:
         self.local_cause = self.local_cause or cause
 
     def start_poll(self) -> None:
-        """Start to exchange the flags of all ranks; a step calls this shortly before its end."""
+        """Start to exchange the flags of all ranks; a step calls this shortly before its end.
+
+        Before the first step and after the last one nothing is exchanged.
+        """
+        if not self._training or self._finishing:
+            return
         import torch
 
         if self._deadline is not None and time.monotonic() > self._deadline:
@@ -173,6 +175,18 @@ class StopRequest:
             self.agreed_cause = causes[0]
         return bool(flag.item())
 
+    def interrupt_evaluation(self) -> None:
+        """Exchange the flags during an evaluation; every rank calls this after each batch.
+
+        The flags sent at one batch are read at the next, so that no rank waits for the exchange.
+
+        Raises:
+            EvaluationInterrupted: any rank was asked to stop.
+        """
+        if self.finish_poll():
+            raise EvaluationInterrupted
+        self.start_poll()
+
     # ---- the thread that reads signals ----
 
     def _read_signals(self) -> None:
@@ -187,16 +201,19 @@ class StopRequest:
             return
         if kind == "first" and self._training:
             self.request_stop(name)
-            action = "the run is finishing" if self._finishing else "saving a checkpoint at the end of this step"
+            action = "the run is finishing" if self._finishing else "saving a checkpoint after this step"
             self._print(f"{name}: {action}; a second signal ends it at once.")
             return
         if self._training:
-            self._print(f"{name} again: stopped at once; the last whole checkpoint stays.")
+            code = EXIT_STOPPED if self._has_checkpoint() else EXIT_FAILURE
+            self._print_and_end(f"{name} again: stopped at once; the last whole checkpoint stays.", code)
         else:
-            self._print(f"{name}: stopped before the first step; nothing is lost.")
-        # Before the first step the sender may be the launcher, which ends all ranks when one has failed.
-        code = EXIT_STOPPED if self._training and self._has_checkpoint() else EXIT_FAILURE
-        note_exit_code(code)
+            # The sender may be the launcher, which ends all ranks when one has failed.
+            self._print_and_end(f"{name}: stopped before the first step; nothing is lost.", EXIT_FAILURE)
+
+    def _print_and_end(self, text: str, code: int) -> None:
+        self._print(text)
+        note_exit_code(code, sentence=text)
         self._end_process(code)
 
     def _print(self, text: str) -> None:

@@ -43,6 +43,8 @@ from unsloth_ddp.distributed.exit_codes import EXIT_USER_ERROR, note_exit_code
 from unsloth_ddp.distributed.ranks import RankLocation, this_location
 from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.utils.known_errors import explain
+from unsloth_ddp.utils.redaction import hide
+from unsloth_ddp.utils.streams import print_to_stderr
 
 logger = logging.getLogger("unsloth_ddp")
 
@@ -283,7 +285,7 @@ class Watchdog:
         """Print the diagnosis, send it to the other ranks, and end the main process."""
         self.ending.set()
         _force_end_later()
-        os.write(2, self._report(diagnosis).encode())
+        print_to_stderr(self._report(diagnosis))
         frozen = list(diagnosis.ranks) if diagnosis.frozen else []
         self._send_to_all({"abort": diagnosis.sentence, "code": diagnosis.code, "frozen": frozen})
         # Closing a connection with unread messages in it would throw away what was just sent.
@@ -318,7 +320,7 @@ class Watchdog:
         self.ending.set()
         _force_end_later()
         if not printed:
-            os.write(2, f"train_ddp.py: error: {sentence}\n".encode())
+            print_to_stderr(f"train_ddp.py: error: {sentence}\n")
         for other in self.neighbours:
             if other.rank in frozen and _process_state(other) is not None:
                 with contextlib.suppress(OSError):
@@ -327,14 +329,14 @@ class Watchdog:
         with contextlib.suppress(OSError):
             if path is not None:
                 with open(path, "a", encoding="utf-8") as log:
-                    log.write(f"The run ended: {sentence}\nStacks of all threads of this rank:\n")
+                    log.write(f"The run ended: {hide(sentence)}\nStacks of all threads of this rank:\n")
                     log.flush()
                     faulthandler.dump_traceback(file=log, all_threads=True)
             elif frozen:
                 faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
         with contextlib.suppress(Exception):
             self.runtime.cleanup.close()
-        note_exit_code(code)
+        note_exit_code(code, sentence=f"train_ddp.py: error: {sentence}")
         os._exit(code)
 
 

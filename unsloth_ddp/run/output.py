@@ -21,7 +21,7 @@ import psutil
 from unsloth_ddp.checkpoints.checkpoint import Checkpoints, named_folder, step_folders
 from unsloth_ddp.config.parse import Settings
 from unsloth_ddp.config.yaml_file import Unreadable, read_yaml
-from unsloth_ddp.distributed.exit_codes import EXIT_FAILURE, EXIT_STOPPED
+from unsloth_ddp.distributed.exit_codes import EXIT_FAILURE, EXIT_STOPPED, describe_exit_code
 from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.distributed.signals import StopRequest
 from unsloth_ddp.utils.errors import UserError
@@ -299,7 +299,8 @@ def stopped(checkpoints: Checkpoints, stop: StopRequest, folder: Path) -> int:
         print(f"Stopped on {stop.agreed_cause}, without a whole checkpoint: {checkpoints.failed}.", flush=True)
         return EXIT_FAILURE
     print(
-        f"Stopped on {stop.agreed_cause}; the same command goes on from {last} (exit code {EXIT_STOPPED}).", flush=True
+        f"Stopped on {stop.agreed_cause}; the same command goes on from {last} ({describe_exit_code(EXIT_STOPPED)}).",
+        flush=True,
     )
     return EXIT_STOPPED
 

@@ -68,8 +68,9 @@ class CompareWeights(TrainerCallback):
 class StopTogether(TrainerCallback):
     """Ends training on all ranks at the same step, with a checkpoint, when one of them was asked to stop.
 
-    Comes after Transformers' own flow, whose decisions for this step it overrides: an evaluation that is due would
-    keep a scheduler waiting, and is made up for when the run goes on.
+    It comes after Transformers' own flow callback and overrides its decisions for this step. An evaluation that is due
+    is skipped, and one that is running is interrupted, because a scheduler does not wait that long; the resumed run
+    makes up for it.
     """
 
     def __init__(self, stop: StopRequest) -> None:
@@ -82,6 +83,14 @@ class StopTogether(TrainerCallback):
         if self.stop.finish_poll() and state.global_step < state.max_steps:
             control.should_training_stop = control.should_save = True
             control.should_evaluate = False
+
+    def on_prediction_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.stop.interrupt_evaluation()
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Read the flags of the last batch; a checkpoint of this step follows."""
+        if self.stop.finish_poll() and state.global_step < state.max_steps:
+            control.should_training_stop = control.should_save = True
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.stop.agreed_cause and state.global_step < state.max_steps:

@@ -30,7 +30,7 @@ from unsloth_ddp.data.training_data import TrainingData
 from unsloth_ddp.distributed.drift import DriftCheck
 from unsloth_ddp.distributed.runtime import Runtime, control_timeout
 from unsloth_ddp.distributed.sharding import shards_weights
-from unsloth_ddp.distributed.signals import Stop
+from unsloth_ddp.distributed.signals import StopRequest
 from unsloth_ddp.model.attention import keys_for_packs, prepare_for_packs
 from unsloth_ddp.model.gradient_checkpointing import GradientCheckpointing
 from unsloth_ddp.model.load import DTYPES
@@ -77,7 +77,7 @@ class DDPTrainer(ResumableTrainer):
         tokenizer: Any,
         data: TrainingData,
         checkpoints: Checkpoints,
-        stop: Stop,
+        stop: StopRequest,
     ) -> None:
         self.settings = settings
         self.data = data
@@ -376,8 +376,9 @@ class DDPTrainer(ResumableTrainer):
         self.resume_point = resume
         if resume and resume.of_this_run:
             self.checkpoints.resumed_from(resume.folder)
-        self.stop.kept = lambda: self.checkpoints.last is not None
-        self.stop.arm(self.runtime, control_timeout(self.settings))
+        self.stop.begin_training(
+            self.runtime, control_timeout(self.settings), lambda: self.checkpoints.last is not None
+        )
         began = time.perf_counter()
         self.train(resume_from_checkpoint=str(resume.folder) if resume else None)
         self.runtime.progress.enter("finishing")
@@ -386,7 +387,7 @@ class DDPTrainer(ResumableTrainer):
     @property
     def stopped(self) -> bool:
         """The ranks stopped together before the last step."""
-        return bool(self.stop.agreed) and self.state.global_step < self.state.max_steps
+        return bool(self.stop.agreed_cause) and self.state.global_step < self.state.max_steps
 
     def write_final(self, folder: Path) -> None:
         """Write the adapter or model, the tokenizer and the log of losses into `folder`; every rank calls this."""

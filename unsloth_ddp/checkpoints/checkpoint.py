@@ -28,6 +28,7 @@ from unsloth_ddp.checkpoints.manifest import Damaged, Manifest
 from unsloth_ddp.config.parse import Settings
 from unsloth_ddp.data.batch_plan import BatchPlan
 from unsloth_ddp.distributed.runtime import Runtime
+from unsloth_ddp.distributed.wire import sendable
 from unsloth_ddp.utils.durable_writes import flush, flush_one, is_write_error, reason
 from unsloth_ddp.utils.errors import UserError
 
@@ -38,6 +39,7 @@ MARGIN = 64 * 1024
 # ---- what a run goes on from ----
 
 
+@sendable
 @dataclass(frozen=True)
 class Start:
     """The checkpoint that a run goes on from."""

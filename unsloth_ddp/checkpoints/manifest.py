@@ -16,6 +16,7 @@ from typing import Any
 
 import xxhash
 
+from unsloth_ddp.distributed.wire import sendable
 from unsloth_ddp.utils.redaction import printable
 
 FILE_NAME = "manifest.json"
@@ -54,6 +55,7 @@ class Damaged(ValueError):
         super().__init__(printable(message))
 
 
+@sendable
 @dataclass(frozen=True)
 class Manifest:
     """Step of a checkpoint, the facts of its run, package versions, and files as {path: (bytes, checksum)}."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import psutil
 
+from unsloth_ddp.distributed.wire import sendable
 from unsloth_ddp.utils.errors import UserError
 
 
@@ -65,6 +66,7 @@ def ranks_from_environment(environ: Mapping[str, str] = os.environ) -> Ranks:
     return ranks
 
 
+@sendable
 @dataclass(frozen=True)
 class RankLocation:
     """Where one rank runs; as text, what a message that names it says."""

@@ -19,8 +19,10 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from unsloth_ddp.config.options import Settings
+from unsloth_ddp.distributed import wire
 from unsloth_ddp.distributed.progress import Progress
 from unsloth_ddp.distributed.ranks import RankLocation, Ranks, this_location
+from unsloth_ddp.distributed.rendezvous import check_secret, rendezvous, secret_of
 from unsloth_ddp.distributed.sharding import (
     TRUE,
     Sharding,
@@ -86,11 +88,7 @@ class Runtime:
         """`value` of every rank, in rank order, on every rank."""
         if self.control_group is None:
             return [value]
-        import torch.distributed as dist
-
-        values: list[Any] = [None] * self.ranks.world_size
-        dist.all_gather_object(values, value, group=self.control_group)
-        return values
+        return wire.all_gather(value, self.control_group)
 
     def on_main(self, work: Callable[[], T], *, per_node: bool = False) -> T | None:
         """Run `work` in the main process (`per_node`: in one process of each node) while the others wait.
@@ -129,8 +127,6 @@ class Runtime:
         """
         if self.control_group is None:
             return work()[0]
-        import torch.distributed as dist
-
         items: list[Any] | None = None
         failure = None
         if self.ranks.is_main:
@@ -139,11 +135,9 @@ class Runtime:
             except Exception as error:
                 failure = error
                 items = [(None, _told(error))] * self.ranks.world_size
-        received: list[Any] = [None]
-        dist.scatter_object_list(received, items, src=0, group=self.control_group)
+        item, outcome = wire.scatter(items, self.control_group)
         if failure is not None:
             raise failure
-        item, outcome = received[0]
         if outcome is not None:
             raise _failure_of(0, outcome)
         return item
@@ -181,12 +175,13 @@ def started(settings: Settings, ranks: Ranks) -> Iterator[Runtime]:
     check_sharding(runtime.sharding, settings, runtime.device_type, runtime.backend, ranks.world_size)
     complete_environment(runtime.sharding, os.environ)
     quiet_imports()
-    _start_processes(runtime, settings)
-    try:
-        with runtime.cleanup:
-            yield runtime
-    finally:
-        _stop_processes(runtime)
+    with rendezvous(ranks, settings.ddp_timeout) as meeting:
+        _start_processes(runtime, settings, meeting)
+        try:
+            with runtime.cleanup:
+                yield runtime
+        finally:
+            _stop_processes(runtime)
 
 
 def quiet_imports() -> None:
@@ -220,7 +215,7 @@ def control_timeout(settings: Settings) -> timedelta:
     return timedelta(hours=1, seconds=sum(path.stat().st_size for path in sizes) / 200_000)
 
 
-def _start_processes(runtime: Runtime, settings: Settings) -> None:
+def _start_processes(runtime: Runtime, settings: Settings, meeting: dict[str, Any]) -> None:
     import torch
     from accelerate import PartialState
 
@@ -241,8 +236,9 @@ def _start_processes(runtime: Runtime, settings: Settings) -> None:
         )
     else:
         torch.cuda.set_device(ranks.local_rank)
-    timeout = timedelta(seconds=settings.ddp_timeout)
-    state = PartialState(cpu=cpu, timeout=timeout) if ranks.world_size > 1 else PartialState(cpu=cpu)
+    if ranks.world_size > 1:
+        meeting = {**meeting, "timeout": timedelta(seconds=settings.ddp_timeout)}
+    state = PartialState(cpu=cpu, **meeting)
     if state.num_processes != ranks.world_size:
         raise UserError(
             f"The launcher announced WORLD_SIZE {ranks.world_size}, but {state.num_processes} processes formed a group; "
@@ -253,6 +249,8 @@ def _start_processes(runtime: Runtime, settings: Settings) -> None:
 
         runtime.control_group = dist.new_group(backend="gloo", timeout=control_timeout(settings))
     runtime.locations = runtime.gather(this_location(ranks))
+    if ranks.nodes > 1:
+        check_secret(runtime.gather, ranks, secret_of(), runtime.locations)
 
 
 def _stop_processes(runtime: Runtime) -> None:

@@ -24,6 +24,7 @@ from unsloth_ddp.config.parse import Settings
 from unsloth_ddp.data.batch_plan import BatchPlan
 from unsloth_ddp.data.dataset import TokenizedRows, join_rows
 from unsloth_ddp.distributed.runtime import Runtime
+from unsloth_ddp.distributed.wire import sendable
 from unsloth_ddp.training.optimizer_memory import optimizer_bytes
 from unsloth_ddp.utils.errors import UserError
 from unsloth_ddp.utils.known_errors import is_out_of_memory
@@ -45,6 +46,7 @@ class Chosen:
     reason: str
 
 
+@sendable
 @dataclass(frozen=True)
 class Try:
     """What one try came to on one rank, in bytes; `needed` None where it ran out of memory."""

@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.distributed.groups import Group
 from tests.ranks import free_port, run_ranks
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.distributed import rendezvous
@@ -54,9 +55,8 @@ def stranger(folder: Path) -> None:
         except OSError:
             time.sleep(0.02)
             continue
-        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-        store = dist.TCPStore(address, port, timeout=timedelta(seconds=10))
-        dist.init_process_group("gloo", store=store, rank=1, world_size=2, timeout=timedelta(seconds=10))
+        os.environ.update(GLOO_SOCKET_IFNAME="lo", MASTER_ADDR=address, RANK="1")
+        dist.init_process_group("gloo", timeout=timedelta(seconds=10))
         group = dist.new_group(backend="gloo")
         dist.all_gather_object([None, None], Touch(folder / "ran"), group=group)
         return
@@ -269,25 +269,8 @@ def test_other_jobs_meet_as_before(ranks, base, monkeypatch):
 # ---- the secret of the launch files ----
 
 
-class Group:
-    """Ranks as threads, each of which sees what all gave."""
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self.given: list[Any] = [None] * size
-        self.barrier = threading.Barrier(size, timeout=10)
-
-    def gather_of(self, rank: int) -> Any:
-        """Return the gather of one rank."""
-
-        def gather(value: Any) -> list[Any]:
-            self.given[rank] = value
-            self.barrier.wait()
-            found = list(self.given)
-            self.barrier.wait()
-            return found
-
-        return gather
+class Checked(Group):
+    """Ranks that check each other's secrets."""
 
     def check(self, secrets: list[str]) -> list[str]:
         """Return what each rank that checks the others' secrets is told."""
@@ -310,12 +293,12 @@ class Group:
 
 @pytest.mark.parametrize("secret", ["", "s3cret"])
 def test_ranks_with_the_same_secret_or_none_believe_each_other(secret):
-    assert Group(3).check([secret] * 3) == [""] * 3
+    assert Checked(3).check([secret] * 3) == [""] * 3
 
 
 @pytest.mark.parametrize("other", ["", "another"])
 def test_a_rank_without_the_secret_is_named_by_all_that_have_it(other):
-    told = Group(3).check(["s3cret", "s3cret", other])
+    told = Checked(3).check(["s3cret", "s3cret", other])
     assert all(text.startswith("rank 2 does not hold the secret of this job") for text in told[:2])
     assert "does not hold the secret" in told[2]
 

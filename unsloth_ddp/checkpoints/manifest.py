@@ -17,6 +17,7 @@ from typing import Any
 import xxhash
 
 from unsloth_ddp.config.options import options_with
+from unsloth_ddp.distributed.wire import sendable
 from unsloth_ddp.utils.errors import os_reason
 from unsloth_ddp.utils.redaction import printable
 
@@ -47,6 +48,7 @@ class Damaged(ValueError):
         super().__init__(printable(message))
 
 
+@sendable
 @dataclass(frozen=True)
 class Manifest:
     """Step of a checkpoint, identity of its run, package versions, and files as {path: (bytes, checksum)}."""

@@ -26,6 +26,7 @@ from unsloth_ddp.data.batch_plan import BatchPlan
 from unsloth_ddp.data.dataset import TokenizedRows
 from unsloth_ddp.data.training_data import TrainingData
 from unsloth_ddp.distributed.runtime import Runtime
+from unsloth_ddp.distributed.wire import sendable
 from unsloth_ddp.model.gradient_checkpointing import GradientCheckpointing
 from unsloth_ddp.model.modules import evaluation_mode, training_mode
 from unsloth_ddp.training.micro_batch_loss import MicroBatchRunner
@@ -50,6 +51,7 @@ class MicroBatchDecision:
     reason: str
 
 
+@sendable
 @dataclass(frozen=True)
 class Trial:
     """Outcome of one trial on one rank, in bytes; `needed` is None where it ran out of memory."""
@@ -174,7 +176,7 @@ class MemorySearch:
 
         def fits(kind: str, size: int) -> bool:
             self.checkpointing.use(kind)
-            trials[kind, size] = self._on_every_rank(self.try_training(size))
+            trials[kind, size] = self.runtime.gather(self.try_training(size))
             return all(trial.fits for trial in trials[kind, size])
 
         # Unsloth says, when training begins, that it drops what a trial compiled.
@@ -205,7 +207,7 @@ class MemorySearch:
         rows = self.data.evaluation
         if rows is None:
             return
-        trials = self._on_every_rank(self.try_evaluation(rows))
+        trials = self.runtime.gather(self.try_evaluation(rows))
         forget_free_memory()
         short = [one for one in trials if one.needed is None or one.needed > one.room]
         if short:
@@ -216,9 +218,6 @@ class MemorySearch:
                 f"{min(one.room for one in short) / 2**30:.0f} GiB that are free on a GPU; lower "
                 "--per_device_eval_batch_size."
             )
-
-    def _on_every_rank(self, trial: Trial) -> list[Trial]:
-        return [Trial(needed, room) for needed, room in self.runtime.gather((trial.needed, trial.room))]
 
     def try_training(self, size: int) -> Trial:
         """Try one forward and backward pass over the largest micro-batch of `size` rows, as it will be in a step."""

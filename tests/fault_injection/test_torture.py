@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.torture import damage, is_bad, torture
+from benchmarks.robustness.fault_injection import damage, is_bad, torture
 
 RUNS = int(os.environ.get("UNSLOTH_DDP_TORTURE_RUNS", "20"))
 

@@ -1,6 +1,6 @@
 """What --gradient_checkpointing auto and --per_device_train_batch_size auto choose on GPUs of several sizes.
 
-    python benchmarks/fit_gpu.py --json benchmarks/results/fit_gpu.json
+    python -m benchmarks.memory.search --json benchmarks/results/memory/fit_gpu.json
 
 Smaller GPUs are had by torch.cuda.set_per_process_memory_fraction: what a run holds beyond that is out of memory for
 it. Some runs are made smaller after the choice, so that a step in the middle runs out of memory; their weights are
@@ -20,9 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from benchmarks.common import ACCELERATE, REPO, losses, make_model, write_results
-from benchmarks.rows import chat_rows, full_rows
+from benchmarks.common.rows import chat_rows, full_rows
+from benchmarks.common.runs import ACCELERATE, REPO, losses, make_model, write_results
 
 OPTIONS = "--max_steps 6 --logging_steps 1 --save_strategy no --report_to none --seed 5 --warmup_steps 0"
 LONG = (
@@ -118,9 +117,11 @@ def run(case: Case, given: argparse.Namespace, gpu: str) -> dict[str, Any]:
     if "--dataset" not in options:
         options += f" --dataset {given.work}/rows.jsonl --max_length 2048"
     argv = f"--model {given.work}/{given.shape} {OPTIONS} {options} --output_dir {given.work}/outputs --run_name {case.name} --overwrite".split()
-    command = [sys.executable] if case.processes == 1 else [*ACCELERATE, "--multi_gpu", "--main_process_port", "0"]
-    command += [] if case.processes == 1 else ["--num_processes", str(case.processes)]
-    command += [__file__, "one", "--gib", str(case.gib or 0), "--from_step", str(case.from_step)]
+    command = (
+        [sys.executable, "-m"] if case.processes == 1 else [*ACCELERATE, "--multi_gpu", "--main_process_port", "0"]
+    )
+    command += [] if case.processes == 1 else ["--num_processes", str(case.processes), "--module"]
+    command += ["benchmarks.memory.search", "one", "--gib", str(case.gib or 0), "--from_step", str(case.from_step)]
     command += ([] if case.rank is None else ["--rank", str(case.rank)]) + ["--argv", *argv]
     log, began = given.work / f"{case.name}.log", time.perf_counter()
     with log.open("w") as file:

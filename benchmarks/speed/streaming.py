@@ -1,6 +1,6 @@
 """What streamed rows cost on this machine's CPU: tokenizing, skipping, handing out.
 
-    python benchmarks/streaming.py --json benchmarks/results/streaming.json
+    python -m benchmarks.speed.streaming --json benchmarks/results/speed/streaming.json
 
 tokenized: rows of one reading process, chats of 24 and of about 300 tokens. skipped: rows that a run which goes on reads
 and leaves out. Both are a second of CPU time, so that other work on the machine does not count. handed out: milliseconds
@@ -21,8 +21,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-REPO = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(REPO))
+from benchmarks.common.runs import REPO
+
 DEMO = REPO / "demo"
 WINDOWS = 60
 SKIPPED = 150_000
@@ -103,7 +103,13 @@ def hand_out() -> None:
 def handed_out(ranks: int) -> float:
     """Milliseconds to hand out a step to so many ranks."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
-    done = subprocess.run([*command, __file__, "--hand_out"], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [*command, "-m", "benchmarks.speed.streaming", "--hand_out"],
+        cwd=REPO,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     return float(done.stdout.splitlines()[-1])
 
 

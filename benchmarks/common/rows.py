@@ -8,7 +8,7 @@ import random
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks.common import REPO
+from benchmarks.common.runs import REPO
 
 # Of the demo's tokenizer; a pair is a question and its answer.
 TOKENS_A_PAIR = 13

@@ -1,8 +1,8 @@
 """Packed rows against padded rows on real GPUs: the same losses, the same step, and how much faster.
 
-    python benchmarks/packing.py losses --work /tmp/packing --json benchmarks/results/packing_losses.json
-    python benchmarks/packing.py step --work /tmp/packing --json benchmarks/results/packing_step.json
-    python benchmarks/packing.py speed --work /tmp/packing --json benchmarks/results/packing_speed.json
+    python -m benchmarks.correctness.packing losses --work /tmp/packing --json benchmarks/results/correctness/packing_losses.json
+    python -m benchmarks.correctness.packing step --work /tmp/packing --json benchmarks/results/correctness/packing_step.json
+    python -m benchmarks.correctness.packing speed --work /tmp/packing --json benchmarks/results/packing_speed.json
 
 losses: the loss of every row, packed and padded, with Unsloth and with Transformers; and how far off it would be if
 packed rows saw each other. step: one step of SGD over the same rows, packed and padded, as the relative difference of
@@ -24,9 +24,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from benchmarks.common import REPO
-from benchmarks.rows import LONGEST, chat_rows
+from benchmarks.common.rows import LONGEST, chat_rows
+from benchmarks.common.runs import REPO
 
 STEP = "--optim sgd --learning_rate 0.1 --lr_scheduler_type constant --warmup_steps 0 --max_grad_norm 0 --max_steps 1"
 STEP += " --save_strategy no --report_to none --logging_steps 1 --seed 5 --lora_alpha 16"
@@ -45,7 +44,7 @@ def make_model(shape: str, work: Path) -> Path:
     folder = work / shape
     if not (folder / "config.json").is_file():
         subprocess.run(
-            [sys.executable, str(REPO / "benchmarks/gpu_models.py"), shape, str(folder)], check=True, cwd=REPO
+            [sys.executable, "-m", "benchmarks.common.models", shape, str(folder.absolute())], check=True, cwd=REPO
         )
     return folder
 
@@ -148,7 +147,16 @@ def losses(given: argparse.Namespace) -> list[dict[str, Any]]:
     for backend, precision, method in kinds:
         argv = f"--model {model} --dataset {rows} --backend {backend} --precision {precision} --method {method}"
         argv += f" --max_length {256 if given.tiny else LONGEST} --gradient_checkpointing none --packing on"
-        command = [sys.executable, __file__, "measure", "--work", str(given.work), "--argv", *argv.split()]
+        command = [
+            sys.executable,
+            "-m",
+            "benchmarks.correctness.packing",
+            "measure",
+            "--work",
+            str(given.work),
+            "--argv",
+            *argv.split(),
+        ]
         environ = {**os.environ, "UNSLOTH_COMPILE_LOCATION": str(given.work / f"cache_{backend}_{precision}_{method}")}
         pipe = subprocess.PIPE
         started.append(subprocess.Popen(command, cwd=REPO, stdout=pipe, stderr=pipe, text=True, env=environ))
@@ -296,7 +304,7 @@ def main() -> None:
     parser.add_argument("what", choices=["losses", "step", "speed", "measure"])
     parser.add_argument("--work", type=Path, default=Path("/tmp/packing"))
     parser.add_argument("--json", type=Path, default=None)
-    parser.add_argument("--shape", default="demo", help="demo, or a shape of gpu_models.py")
+    parser.add_argument("--shape", default="demo", help="demo, or a shape of benchmarks/common/models.py")
     parser.add_argument("--method", default="lora")
     parser.add_argument("--backend", default="unsloth")
     parser.add_argument("--checkpointing", default="none")

@@ -10,9 +10,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu_models import SHAPES
-from benchmarks.speed_cells import CONTESTANTS
-from benchmarks.speed_figures import used_share, work_done
+from benchmarks.common.models import SHAPES
+from benchmarks.speed.cells import CONTESTANTS
+from benchmarks.speed.figures import used_share, work_done
 
 # What others are compared with: the first of these that was measured.
 REFERENCE = "kit"
@@ -240,7 +240,7 @@ def write_report(content: dict[str, Any], table: Path, picture: Path) -> bool:
     table.write_text(markdown(content))
     print(f"{table} is written")
     if not find_spec("matplotlib"):
-        print("the picture needs matplotlib: uv run --group bench python benchmarks/speed.py report ...")
+        print("the picture needs matplotlib: uv run --group bench python -m benchmarks.speed.compare report ...")
         return False
     draw(content, picture)
     print(f"{picture} is written")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from benchmarks.speed_cells import Cell
+from benchmarks.speed.cells import Cell
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """ZeRO-2, ZeRO-3 and FSDP2 on real GPUs: the same step as DDP, what is saved loads anywhere, memory and time a step.
 
-    python benchmarks/sharding.py parity --work /tmp/sharding --json benchmarks/results/sharding_parity.json
-    python benchmarks/sharding.py cost --work /tmp/sharding --json benchmarks/results/sharding_cost.json
+    python -m benchmarks.correctness.sharding parity --work /tmp/sharding --json benchmarks/results/correctness/sharding_parity.json
+    python -m benchmarks.correctness.sharding cost --work /tmp/sharding --json benchmarks/results/memory/sharding_cost.json
 
 parity: every kind of sharding with every method and both backends on the demo's model, three steps of SGD on the same
 rows, against DDP: relative difference of the weight update and of the loss; then the adapter or model is loaded in
@@ -18,7 +18,6 @@ import queue
 import signal
 import statistics
 import subprocess
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
@@ -27,9 +26,8 @@ from typing import Any
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from benchmarks.common import REPO, launch_command, log_history, losses, make_model, reload, write_results
-from benchmarks.rows import full_rows
+from benchmarks.common.rows import full_rows
+from benchmarks.common.runs import REPO, launch_command, log_history, losses, make_model, reload, write_results
 
 LIMIT = 150
 CONFIGS = {"ddp": "ddp.yaml", "again": "ddp.yaml", "zero2": "zero2.yaml", "zero3": "zero3.yaml", "fsdp2": "fsdp2.yaml"}

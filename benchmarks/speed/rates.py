@@ -1,10 +1,10 @@
 """What speeds are compared with: the bf16 matrix products of a GPU, and the work of a token.
 
-    python benchmarks/gpu_rates.py matmul
-    python benchmarks/gpu_rates.py flops qwen3_8b
+    python -m benchmarks.speed.rates matmul
+    python -m benchmarks.speed.rates flops qwen3_8b
 
 matmul: floating-point operations a second of products of square bf16 matrices on the first visible GPU.
-flops: model work a token of each method for a shape of gpu_models.py, or a model's folder, as unsloth_ddp.plan counts it.
+flops: model work a token of each method for a shape of benchmarks/common/models.py, or a model's folder, as unsloth_ddp.plan counts it.
 Each prints one line of JSON.
 """
 
@@ -13,12 +13,9 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import sys
 import tempfile
 import time
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 SIZE, TURNS, BLOCKS = 8192, 20, 15
 
 
@@ -43,7 +40,7 @@ def matmul() -> dict[str, float]:
 
 def flops(shape: str) -> dict[str, float]:
     """Model work a token by method, with an adapter of rank 16 on all linear layers where there is one."""
-    from benchmarks.gpu_models import SHAPES, make_config
+    from benchmarks.common.models import SHAPES, make_config
     from unsloth_ddp.config.parse import Settings
     from unsloth_ddp.plan.shape import model_shape
 

@@ -1,9 +1,9 @@
 """What a step of train_ddp.py spends its time on, and what makes it wait for the GPU.
 
-    python benchmarks/profile_step.py --work /tmp/profile --json benchmarks/results/profile_step.json
-    python benchmarks/profile_step.py ... -- --per_device_train_batch_size auto
+    python -m benchmarks.speed.profile_step --work /tmp/profile --json benchmarks/results/profile_step.json
+    python -m benchmarks.speed.profile_step ... -- --per_device_train_batch_size auto
 
-    python benchmarks/profile_step.py ... --shape qwen3_8b --rows full
+    python -m benchmarks.speed.profile_step ... --shape qwen3_8b --rows full
 
 The kit with its defaults, LoRA on a model of Qwen3-1.7B's shape, on chat rows; options after -- are added. After
 warm-up some steps run unprofiled, some with only the GPU recorded (which slows nothing), and some with every operation
@@ -15,16 +15,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from benchmarks.common import REPO, make_model, write_results
-from benchmarks.profile_summary import gpu_summary, operator_summary, waits
-from benchmarks.rows import chat_rows, full_rows
+from benchmarks.common.rows import chat_rows, full_rows
+from benchmarks.common.runs import REPO, make_model, write_results
+from benchmarks.speed.profile_summary import gpu_summary, operator_summary, waits
 
 WARM, PLAIN, GPU_ONLY, WITH_STACKS = 8, 6, 4, 2
 
@@ -128,7 +126,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, default=Path("/tmp/profile"))
     parser.add_argument("--json", type=Path, required=True)
-    parser.add_argument("--shape", default="qwen3_1.7b", help="a shape of gpu_models.py")
+    parser.add_argument("--shape", default="qwen3_1.7b", help="a shape of benchmarks/common/models.py")
     parser.add_argument(
         "--rows", choices=["chat", "full"], default="chat", help="rows of log-normal length, or of 2048"
     )

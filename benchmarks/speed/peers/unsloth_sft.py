@@ -15,8 +15,8 @@ from typing import Any
 from datasets import load_dataset
 from trl import SFTConfig, SFTTrainer
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
-from benchmarks.peers.measure import make_parser, train
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
+from benchmarks.speed.peers.measure import make_parser, train
 
 LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 

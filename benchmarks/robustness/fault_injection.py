@@ -1,7 +1,7 @@
 """Kill a short two-process job at random moments, again and again, and see what is left of it.
 
-    uv run python benchmarks/torture.py --runs 200 --json benchmarks/results/torture.json
-    uv run python benchmarks/torture.py --runs 200 --peer trl --json benchmarks/results/torture_trl.json
+    uv run python -m benchmarks.robustness.fault_injection --runs 200 --json benchmarks/results/robustness/torture.json
+    uv run python -m benchmarks.robustness.fault_injection --runs 200 --peer trl --json benchmarks/results/robustness/torture_trl.json
 
 Each run starts the job under a launcher (a process that does what elastic launchers do, without importing torch anew),
 sends a random signal to a random process at a random moment, or lets its disk (a tmpfs, which needs root) run full, and
@@ -40,8 +40,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-REPO = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(REPO))
+from benchmarks.common.runs import REPO
 
 RANKS = 2
 SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
@@ -415,7 +414,7 @@ def torture(
     """
     place = Torture(peer, seed, work)
     facts = {
-        "command": f"benchmarks/torture.py --runs {runs} --seed {seed} --peer {peer}",
+        "command": f"benchmarks/robustness/fault_injection.py --runs {runs} --seed {seed} --peer {peer}",
         "peer": peer,
         "steps": STEPS,
         "save_steps": SAVE_STEPS,

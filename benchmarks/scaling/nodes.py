@@ -1,6 +1,6 @@
 """Two "nodes" on one machine, half of its GPUs each: cluster/node.sh twice, preflight, then every kind of sharding.
 
-    python benchmarks/nodes_gpu.py --json benchmarks/results/nodes_gpu.json
+    python -m benchmarks.scaling.nodes --json benchmarks/results/scaling/nodes_gpu.json
 
 The GPUs are split by CUDA_VISIBLE_DEVICES, and NCCL_HOSTID makes NCCL take the halves for two hosts, so that what
 crosses them goes over the machine's network interface. Each run takes three steps of SGD in fp32; its weight update is
@@ -13,7 +13,6 @@ import argparse
 import os
 import socket
 import subprocess
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -22,9 +21,8 @@ from typing import Any
 import psutil
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from benchmarks.common import REPO, write_results
-from benchmarks.sharding import STEPS, Job, launch, update
+from benchmarks.common.runs import REPO, write_results
+from benchmarks.correctness.sharding import STEPS, Job, launch, update
 
 OPTIONS = f"--config recipes/demo.yaml --precision fp32 {STEPS}".replace(
     "--global_batch_size 8", "--global_batch_size 16"

@@ -1,6 +1,6 @@
 """Load a finished run without Unsloth, in the precision it ran in, and print its evaluation loss.
 
-python benchmarks/reload.py outputs/RUN
+python -m benchmarks.common.reload outputs/RUN
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Converted notebooks on two real GPUs: one of the kit's own, and two of others with their names pointed at local ones.
 
-    python benchmarks/notebook_gpu.py prepare --out DIR --sft Llama3.1_8B-Alpaca.ipynb --vision Qwen2_VL_7B-Vision.ipynb
-    python benchmarks/notebook_gpu.py run --out DIR --json results.json
+    python -m benchmarks.correctness.converted_notebooks prepare --out DIR --sft Llama3.1_8B-Alpaca.ipynb --vision Qwen2_VL_7B-Vision.ipynb
+    python -m benchmarks.correctness.converted_notebooks run --out DIR --json results.json
 
 `prepare` needs the kit's environment and no GPU: it changes copies of the notebooks (hub names become folders, fewer
 steps, a cell that counts saves), converts them with the kit and writes the scripts. `run` needs two GPUs and no
@@ -23,7 +23,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "notebooks" / "sft_chat_lora.ipynb"
 COUNT_SAVES = """\
 import os, peft
@@ -55,7 +55,6 @@ CHANGES = {
 
 def prepare(out: Path, notebooks: dict[str, Path]) -> None:
     """Write a script for each notebook, from a changed copy of it."""
-    sys.path.insert(0, str(ROOT))
     from unsloth_ddp.notebook import convert
 
     out.mkdir(parents=True, exist_ok=True)

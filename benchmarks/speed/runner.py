@@ -16,10 +16,10 @@ from typing import Any
 
 import psutil
 
-from benchmarks.common import log_history
-from benchmarks.speed_cells import CONTESTANTS, WARM_LINES, Cell, Work, command, estimate
-from benchmarks.speed_figures import figures, first_step_at, kit_intervals
-from benchmarks.speed_schedule import Running, left_out, next_start
+from benchmarks.common.runs import log_history
+from benchmarks.speed.cells import CONTESTANTS, WARM_LINES, Cell, Work, command, estimate
+from benchmarks.speed.figures import figures, first_step_at, kit_intervals
+from benchmarks.speed.schedule import Running, left_out, next_start
 
 # A run that takes this many times what was expected hangs.
 PATIENCE = 2

@@ -1,6 +1,6 @@
 """Stop and kill runs on real GPUs (NCCL), with and without sharding, and resume them; how long each takes to end.
 
-    python benchmarks/stop_gpu.py --json benchmarks/results/stop_gpu.json
+    python -m benchmarks.robustness.stop --json benchmarks/results/robustness/stop_gpu.json
 
 Each run trains the demo's model until its log shows step 20; then one process gets a signal. Written down: how long it
 takes until no process of the run is left, the exit code noted for the job's script, what was said, and, after a stop
@@ -15,7 +15,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -24,8 +23,7 @@ from typing import Any
 
 import psutil
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from benchmarks.common import REPO, launch_command, write_results
+from benchmarks.common.runs import REPO, launch_command, write_results
 
 OPTIONS = "--config recipes/demo.yaml --compare_answers 0 --max_steps 100000 --logging_steps 10 --save_steps 50 --global_batch_size 8"
 OPTIONS += " --per_device_train_batch_size 1 --eval_strategy no"

@@ -1,6 +1,6 @@
 """Train for thousands of steps and see whether any rank's memory, open files or threads grow.
 
-    uv run python benchmarks/soak.py --json benchmarks/results/soak.json
+    uv run python -m benchmarks.robustness.soak --json benchmarks/results/robustness/soak.json
 
 Two processes on a CPU train the demo's model under torch's launcher, with a log line and a TensorBoard event every step,
 a checkpoint every 20 (two are kept) and an evaluation every 100. 3600 steps are an hour of a GPU that takes a second
@@ -34,7 +34,8 @@ from typing import Any
 
 import psutil
 
-REPO = Path(__file__).resolve().parent.parent
+from benchmarks.common.runs import REPO
+
 RANKS = 2
 STEPS, SAVE_STEPS, EVAL_STEPS = 3600, 20, 100
 WARM_UP = 0.2

@@ -1,6 +1,6 @@
 """Run train_ddp.py on real GPUs in every way the README names, and check what comes out.
 
-    python benchmarks/gpu_check.py --work /tmp/gpu_check --json benchmarks/results/gpu_check.json
+    python -m benchmarks.correctness.gpu_check --work /tmp/gpu_check --json benchmarks/results/correctness/gpu_check.json
 
 On a machine with two GPUs and no network: the demo; a model of Qwen3-8B's shape with LoRA and QLoRA and one of
 Qwen3-1.7B's shape with full parameters (random weights), each as plain python, accelerate with one process and with
@@ -22,8 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from benchmarks.common import ACCELERATE, REPO, launch_command, losses, make_model, reload, write_results
+from benchmarks.common.runs import ACCELERATE, REPO, launch_command, losses, make_model, reload, write_results
 
 LAUNCHERS = {
     "python": [sys.executable],

@@ -1,6 +1,6 @@
 """Draw the loss of finished runs, and keep the numbers drawn.
 
-uv run --group bench python benchmarks/plot_loss.py outputs/curve1 outputs/curve2
+uv run --group bench python -m benchmarks.correctness.loss_curves outputs/curve1 outputs/curve2
 """
 
 from __future__ import annotations
@@ -11,10 +11,9 @@ from pathlib import Path
 
 import matplotlib.pyplot as plt
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from benchmarks.common import log_history
+from benchmarks.common.runs import REPO, log_history
 
-RESULTS = Path(__file__).resolve().parent / "results"
+RESULTS = REPO / "benchmarks/results/correctness"
 
 
 def main(runs: list[Path]) -> None:

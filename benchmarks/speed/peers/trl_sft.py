@@ -17,8 +17,8 @@ from peft import LoraConfig
 from transformers import BitsAndBytesConfig
 from trl import SFTConfig, SFTTrainer
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
-from benchmarks.peers.measure import make_parser, train
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
+from benchmarks.speed.peers.measure import make_parser, train
 
 
 def main() -> None:

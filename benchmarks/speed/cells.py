@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import REPO, launch_command
+from benchmarks.common.runs import REPO, launch_command
 
 TINY = "demo"
 # Seconds of a log line of the kit, so that reading the clock costs nothing.
@@ -195,7 +195,14 @@ def command(cell: Cell, work: Work, folder: Path, seconds: float, tiny: bool) ->
     batch = min(contestant.batch, work.global_batch)
     units = work.packs_a_step if contestant.options else work.global_batch
     accumulation = contestant.accumulation or max(1, round(units / batch))
-    words: list[Any] = [sys.executable, REPO / "benchmarks/peers" / contestant.script, "--model", model, "--rows", rows]
+    words: list[Any] = [
+        sys.executable,
+        REPO / "benchmarks/speed/peers" / contestant.script,
+        "--model",
+        model,
+        "--rows",
+        rows,
+    ]
     words += [
         "--method",
         cell.method,

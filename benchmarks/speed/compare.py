@@ -1,9 +1,9 @@
 """Training speed of the kit against what people use now, on the machine this stands on.
 
-    python benchmarks/speed.py run --work /tmp/speed --json benchmarks/results/speed.json --minutes 9
-    python benchmarks/speed.py run ... --repeats 2          goes on with what the JSON does not hold yet
-    python benchmarks/speed.py run ... --cells chat:qwen3_8b:lora:kit full:qwen3_8b:lora:kit:2weak
-    python benchmarks/speed.py report --json benchmarks/results/speed.json
+    python -m benchmarks.speed.compare run --work /tmp/speed --json benchmarks/results/speed/speed.json --minutes 9
+    python -m benchmarks.speed.compare run ... --repeats 2          goes on with what the JSON does not hold yet
+    python -m benchmarks.speed.compare run ... --cells chat:qwen3_8b:lora:kit full:qwen3_8b:lora:kit:2weak
+    python -m benchmarks.speed.compare report --json benchmarks/results/speed/speed.json
 
 Work: chat, rows of log-normal length, mean 285 tokens, cut at 2048, 64 rows a step; full, rows of 2048 tokens, 32 a
 step; long, rows of 8192 tokens, 8 a step. Models have Qwen3's shapes and random weights. Every run is a process of its
@@ -23,15 +23,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from benchmarks.common import REPO, make_model, write_results
-from benchmarks.rows import chat_rows, full_rows
-from benchmarks.speed_cells import TINY, TINY_WORKS, WORKS, Cell, default_order, parse_cells
-from benchmarks.speed_report import write_report
-from benchmarks.speed_run import CUT_OFF, Bench, run_all
+from benchmarks.common.rows import chat_rows, full_rows
+from benchmarks.common.runs import REPO, make_model, write_results
+from benchmarks.speed.cells import TINY, TINY_WORKS, WORKS, Cell, default_order, parse_cells
+from benchmarks.speed.report import write_report
+from benchmarks.speed.runner import CUT_OFF, Bench, run_all
 from unsloth_ddp.utils.versions import versions
-
-RATES = REPO / "benchmarks" / "gpu_rates.py"
 
 
 def visible_gpus() -> list[str]:
@@ -48,7 +45,13 @@ def visible_gpus() -> list[str]:
 def rate(words: list[str], gpu: str | None) -> subprocess.Popen[str]:
     """Start gpu_rates.py on one GPU, or on none."""
     environ = {**os.environ, "CUDA_VISIBLE_DEVICES": gpu or ""}
-    return subprocess.Popen([sys.executable, str(RATES), *words], stdout=subprocess.PIPE, text=True, env=environ)
+    return subprocess.Popen(
+        [sys.executable, "-m", "benchmarks.speed.rates", *words],
+        cwd=REPO,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environ,
+    )
 
 
 def answer(process: subprocess.Popen[str]) -> Any:

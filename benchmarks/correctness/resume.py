@@ -1,6 +1,6 @@
 """How far a resumed run on GPUs ends from an uninterrupted one, and how far two uninterrupted ones end from each other.
 
-    python benchmarks/resume_gpu.py --json benchmarks/results/resume_gpu.json
+    python -m benchmarks.correctness.resume --json benchmarks/results/correctness/resume_gpu.json
 
 Eight steps on the demo's model with dropout and a checkpoint at step 4; the same once more; and from the checkpoint to
 the end. What differs between the first two is the kernels' order of addition, and nothing that resuming could mend.
@@ -11,15 +11,13 @@ from __future__ import annotations
 import argparse
 import os
 import subprocess
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from benchmarks.common import REPO, launch_command, losses, write_results
+from benchmarks.common.runs import REPO, launch_command, losses, write_results
 
 OPTIONS = "--config recipes/demo.yaml --compare_answers 0 --max_steps 8 --logging_steps 1 --save_steps 4 --seed 5"
 OPTIONS += " --save_total_limit none --per_device_train_batch_size 2 --global_batch_size 16 --report_to none"

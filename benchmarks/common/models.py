@@ -19,7 +19,7 @@ SHAPES = {
 
 
 def make_config(shape: str) -> Any:
-    """The Qwen3Config of this shape."""
+    """Return the Qwen3Config of this shape."""
     from transformers import Qwen3Config
 
     hidden, layers, heads, kv_heads, intermediate, vocabulary = SHAPES[shape]

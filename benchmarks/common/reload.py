@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 
 def main(run: Path) -> None:
-    """Token-mean loss over the assistant's tokens of the run's evaluation rows, in plain Transformers and PEFT."""
+    """Print the token-mean loss over the assistant tokens of the run's evaluation rows, in plain Transformers and PEFT."""
     settings = yaml.safe_load((run / "settings.yaml").read_text())
     tokenizer = AutoTokenizer.from_pretrained(run)
     device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -1,4 +1,4 @@
-"""Training rows of known lengths, strung together from the demo's chats: for benchmarks that cannot download any."""
+"""Write training rows of known lengths, built from the demo's chats, for benchmarks that cannot download data."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ MARGIN = 1.1
 
 
 def chat_rows(path: Path, count: int, seed: int, longest: int = LONGEST) -> None:
-    """Chats whose lengths are log-normal: mean about 300 tokens, at most about `longest`."""
+    """Write chats of log-normal length: mean about 300 tokens, at most about `longest`."""
     rng = random.Random(seed)
     _write(path, count, rng, lambda: round(min(longest, rng.lognormvariate(MEAN_LOG, SPREAD_LOG)) / TOKENS_A_PAIR))
 
 
 def full_rows(path: Path, count: int, seed: int, tokens: int) -> None:
-    """Chats that are longer than `tokens`, to be cut there."""
+    """Write chats that are longer than `tokens`, so that each is cut to exactly that length."""
     _write(path, count, random.Random(seed), lambda: math.ceil(MARGIN * tokens / TOKENS_A_PAIR))
 
 

@@ -1,12 +1,12 @@
-"""Converted notebooks on two real GPUs: one of the kit's own, and two of others with their names pointed at local ones.
+"""Run converted notebooks on two GPUs: one of the kit's own, and two public ones changed to use local models and data.
 
     python -m benchmarks.correctness.converted_notebooks prepare --out DIR --sft Llama3.1_8B-Alpaca.ipynb --vision Qwen2_VL_7B-Vision.ipynb
     python -m benchmarks.correctness.converted_notebooks run --out DIR --json results.json
 
-`prepare` needs the kit's environment and no GPU: it changes copies of the notebooks (hub names become folders, fewer
-steps, a cell that counts saves), converts them with the kit and writes the scripts. `run` needs two GPUs and no
-network: it makes models with random weights and rows of their kinds, starts every script with two processes, and
-writes what it saw. A run passes where it ends well, its loss falls, and every folder was saved once, by rank 0.
+`prepare` needs the kit's environment and no GPU. It edits copies of the notebooks (Hub names become folders, fewer
+steps, a cell that counts saves), converts them and writes the scripts. `run` needs two GPUs and no network. It makes
+random-weight models and suitable rows, starts every script with two processes, and writes the results. A run passes if
+it exits with 0, its loss falls, and every folder is saved once, by rank 0.
 """
 
 import argparse
@@ -67,7 +67,7 @@ def prepare(out: Path, notebooks: dict[str, Path]) -> None:
 
 
 def changed(notebook: dict[str, Any], changes: dict[str, str]) -> dict[str, Any]:
-    """The notebook with its strings changed, and with a cell that counts saves after the one that imports Unsloth."""
+    """Return the notebook with its strings replaced, and with a cell that counts saves after the one that imports Unsloth."""
     missing = set(changes)
     cells = []
     counted = False
@@ -93,7 +93,7 @@ def changed(notebook: dict[str, Any], changes: dict[str, str]) -> dict[str, Any]
 
 
 def make_llama(folder: Path) -> None:
-    """A small Llama with random weights and the demo's tokenizer."""
+    """Write a small Llama with random weights and the demo's tokenizer."""
     import torch
     from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
@@ -129,7 +129,7 @@ VISION_TEMPLATE = (
 
 
 def make_qwen2_vl(folder: Path) -> None:
-    """A small Qwen2-VL with random weights, its processor, and the demo's tokenizer with the model's own tokens."""
+    """Write a small Qwen2-VL with random weights, its processor, and the demo's tokenizer with the model's own tokens."""
     import torch
     from transformers import (
         AutoTokenizer,
@@ -175,7 +175,7 @@ def make_qwen2_vl(folder: Path) -> None:
 
 
 def make_alpaca(folder: Path) -> None:
-    """Instructions with the answer of a sum."""
+    """Write instructions that ask for a sum, with the answer."""
     draw = random.Random(0)
     folder.mkdir(parents=True)
     with (folder / "train.jsonl").open("w") as file:
@@ -186,7 +186,7 @@ def make_alpaca(folder: Path) -> None:
 
 
 def make_formulas(folder: Path) -> None:
-    """Small pictures with a text each, as parquet."""
+    """Write small pictures with a text each, as Parquet."""
     from datasets import Dataset, Features, Image, Value
     from PIL import Image as Picture
 
@@ -218,7 +218,7 @@ def run(out: Path, names: list[str], seconds: float) -> list[dict[str, Any]]:
 
 
 def run_one(out: Path, name: str, port: int, seconds: float) -> dict[str, Any]:
-    """Make what a script needs, start it with two processes, and judge what it left behind."""
+    """Make the model and rows that a script needs, start it with two processes, and judge its output."""
     folder = out.absolute() / f"run_{name}"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -256,7 +256,7 @@ def run_one(out: Path, name: str, port: int, seconds: float) -> dict[str, Any]:
 
 
 def stand_in_for_ipython(folder: Path) -> None:
-    """What the notebooks import of IPython, where it is not installed: their displays are not what is tested."""
+    """Write an empty IPython package for machines without it: displays are not under test."""
     package = folder / "IPython"
     package.mkdir(parents=True)
     (package / "__init__.py").write_text("")
@@ -265,7 +265,7 @@ def stand_in_for_ipython(folder: Path) -> None:
 
 
 def judge(folder: Path, text: str, code: int) -> dict[str, Any]:
-    """What a run's log and folder say."""
+    """Read the verdict from a run's log and folder."""
     losses = [float(found) for found in re.findall(r"'loss': '?([\d.]+(?:e-?\d+)?)", text)]
     log = folder / "saves.log"
     saves = [line.split(" ", 1) for line in log.read_text().splitlines()] if log.exists() else []
@@ -286,7 +286,7 @@ def judge(folder: Path, text: str, code: int) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Prepare or run; 1 where a run did not pass."""
+    """Prepare or run; return 1 if a run did not pass."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("step", choices=("prepare", "run"))
     parser.add_argument("--out", type=Path, required=True, help="folder of the scripts and runs")

@@ -1,11 +1,12 @@
-"""Run train_ddp.py on real GPUs in every way the README names, and check what comes out.
+"""Run train_ddp.py on GPUs with every launcher and method, and check the results.
 
     python -m benchmarks.correctness.gpu_check --work /tmp/gpu_check --json benchmarks/results/correctness/gpu_check.json
+    python -m benchmarks.correctness.gpu_check --groups 3 4 5 --json benchmarks/results/memory/gpu_check_large.json
 
-On a machine with two GPUs and no network: the demo; a model of Qwen3-8B's shape with LoRA and QLoRA and one of
-Qwen3-1.7B's shape with full parameters (random weights), each as plain python, accelerate with one process and with
-two; then the kit's own parity check, with Unsloth and with Transformers. Checked: exit code,
-falling loss, the adapter or model loads again without Unsloth and has the evaluation loss the run reported.
+Needs two GPUs and no network. Groups 0 to 2 train the demo and run the kit's parity tool with Unsloth and with
+Transformers; groups 3 to 5 train random-weight models of Qwen3-8B's shape (LoRA, QLoRA) and Qwen3-1.7B's shape (every
+parameter), each as plain python, with accelerate on one process and on two. Checks the exit code, that the loss falls,
+and that the adapter or model loads without Unsloth with the evaluation loss that the run reported.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ PARITY = "--config recipes/demo.yaml --seed 5 --max_length 128"
 
 @dataclass
 class Job:
-    """One launch of train_ddp.py; `gpu` None means all GPUs."""
+    """Describe one launch of train_ddp.py; `gpu` None means all GPUs."""
 
     name: str
     launcher: str
@@ -47,7 +48,7 @@ class Job:
 
 
 def make_rows(path: Path, count: int, seed: int) -> None:
-    """Chats of log-normal length (median 8 turns), strung together from the demo's questions and answers."""
+    """Write chats of log-normal length (median 8 turns), built from the demo's questions and answers."""
     turns = [json.loads(line)["messages"][:2] for line in (REPO / "demo/train.jsonl").read_text().splitlines()]
     rng = random.Random(seed)
     with path.open("w") as file:
@@ -57,7 +58,7 @@ def make_rows(path: Path, count: int, seed: int) -> None:
 
 
 def jobs(work: Path) -> list[list[Job]]:
-    """Groups of launches; those of a group run side by side."""
+    """Return the launches in groups; those of one group run side by side."""
     rows = f"--dataset {work}/train.jsonl --eval_dataset {work}/eval.jsonl --global_batch_size 8 --per_device_train_batch_size 2"
     rows += " --learning_rate 2e-4 --warmup_steps 0 --logging_steps 1 --save_strategy no --max_length 1024 --gradient_checkpointing torch"
     demo = [
@@ -84,7 +85,7 @@ def jobs(work: Path) -> list[list[Job]]:
 
 
 def run(job: Job, work: Path) -> dict[str, Any]:
-    """Launch one job; returns what it came to."""
+    """Launch one job and return its result."""
     command = [*LAUNCHERS[job.launcher], "train_ddp.py", *job.options.split()]
     command += ["--output_dir", str(work / "outputs"), "--run_name", job.name]
     environ = dict(os.environ)
@@ -109,7 +110,7 @@ def run(job: Job, work: Path) -> dict[str, Any]:
 
 
 def parity(backend: str, work: Path) -> dict[str, Any]:
-    """What the kit's own check of layouts finds on all GPUs."""
+    """Run the kit's parity tool on all GPUs and return its result."""
     path = work / f"parity_{backend}.json"
     path.unlink(missing_ok=True)
     command = [sys.executable, "-m", "unsloth_ddp.parity", *PARITY.split(), "--backend", backend]
@@ -119,7 +120,7 @@ def parity(backend: str, work: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Run the groups, print one line a launch, write everything as JSON."""
+    """Run the groups, print one line per launch, and write everything as JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, default=Path("/tmp/gpu_check"))
     parser.add_argument("--json", type=Path, required=True)

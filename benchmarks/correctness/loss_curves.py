@@ -1,4 +1,4 @@
-"""Draw the loss of finished runs, and keep the numbers drawn.
+"""Draw the loss of finished runs, and keep the numbers behind the picture.
 
 uv run --group bench python -m benchmarks.correctness.loss_curves outputs/curve1 outputs/curve2
 """
@@ -17,7 +17,7 @@ RESULTS = REPO / "benchmarks/results/correctness"
 
 
 def main(runs: list[Path]) -> None:
-    """One line a run, the second dotted over the first."""
+    """Draw one line per run, the second dotted over the first."""
     curves = {}
     figure, axes = plt.subplots(figsize=(7, 3.2), dpi=110)
     for run, style in zip(runs, ("-", ":"), strict=True):

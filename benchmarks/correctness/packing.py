@@ -1,14 +1,14 @@
-"""Packed rows against padded rows on real GPUs: the same losses, the same step, and how much faster.
+"""Compare packed with padded rows on GPUs: loss of every row, weight update of a step, tokens a second.
 
     python -m benchmarks.correctness.packing losses --work /tmp/packing --json benchmarks/results/correctness/packing_losses.json
     python -m benchmarks.correctness.packing step --work /tmp/packing --json benchmarks/results/correctness/packing_step.json
-    python -m benchmarks.correctness.packing speed --work /tmp/packing --json benchmarks/results/packing_speed.json
+    python -m benchmarks.correctness.packing speed --work /tmp/packing --json benchmarks/results/speed/packing_speed.json
 
-losses: the loss of every row, packed and padded, with Unsloth and with Transformers; and how far off it would be if
-packed rows saw each other. step: one step of SGD over the same rows, packed and padded, as the relative difference of
-the weight update. speed: tokens a second that are not padding, on models of real shape with random weights, runs of
-both kinds in turn. Rows are chats strung together from the demo's, of log-normal length: mean about 300 tokens, at
-most 2048. With --tiny everything runs on a CPU, with the demo's model, to try the script itself.
+losses: the loss of every row, packed and padded, with Unsloth and with Transformers, and the error there would be if
+packed rows attended to each other. step: the relative difference of the weight update after one step of SGD over the
+same rows. speed: tokens a second without padding on random-weight models of real shapes, alternating between both
+kinds. Rows are chats built from the demo's, of log-normal length: mean about 300 tokens, at most 2048. --tiny runs
+everything on a CPU with the demo's model, to try the script itself.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ APART = 5
 
 
 def make_model(shape: str, work: Path) -> Path:
-    """A model of this shape with random weights, made once; `demo` is the demo's."""
+    """Write a random-weight model of this shape once and return its folder; `demo` is the demo's model."""
     if shape == "demo":
         return REPO / "demo/model"
     folder = work / shape
@@ -53,7 +53,7 @@ def make_model(shape: str, work: Path) -> Path:
 
 
 def row_losses(model: Any, batch: dict[str, Any], lengths: list[int], device: str, autocast: Any) -> Any:
-    """Summed loss of each row, float64 (rows,), of a padded or a packed micro-batch."""
+    """Return the summed loss of each row, float64 (rows,), of a padded or a packed micro-batch."""
     import torch
 
     batch = {key: value.to(device) if torch.is_tensor(value) else value for key, value in batch.items()}
@@ -72,7 +72,7 @@ def row_losses(model: Any, batch: dict[str, Any], lengths: list[int], device: st
 
 
 def measure_losses(argv: list[str]) -> dict[str, Any]:
-    """Row losses of one micro-batch packed, padded, one row at a time, and packed with nothing keeping rows apart."""
+    """Measure row losses of one micro-batch packed, padded, row by row, and packed without separation."""
     import numpy as np
     import torch
 
@@ -136,7 +136,7 @@ def measure_losses(argv: list[str]) -> dict[str, Any]:
 
 
 def losses(given: argparse.Namespace) -> list[dict[str, Any]]:
-    """Every backend, precision and method in a process of its own, side by side."""
+    """Measure every backend, precision and method in a process of its own, side by side."""
     rows = given.work / "loss_rows.jsonl"
     chat_rows(rows, 16 if given.tiny else 64, seed=1, longest=200 if given.tiny else LONGEST)
     kinds = [("transformers", "fp32", "lora"), ("transformers", "bf16", "lora")]
@@ -181,7 +181,7 @@ def losses(given: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def launch(given: argparse.Namespace, name: str, options: str, processes: int) -> dict[str, Any]:
-    """Run train_ddp.py once; returns its summary and history."""
+    """Run train_ddp.py once; return its summary and log history."""
     config = "cpu.yaml" if given.tiny else "ddp.yaml"
     command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file"]
     command += [str(REPO / "accelerate_configs" / config), "--num_processes", str(processes), "train_ddp.py"]
@@ -205,7 +205,7 @@ def launch(given: argparse.Namespace, name: str, options: str, processes: int) -
 
 
 def update(given: argparse.Namespace, name: str) -> Any:
-    """The update of a run with LoRA: B begins at zero."""
+    """Return the weight update of a LoRA run: B starts at zero, so B itself is the update."""
     import torch
     from safetensors.torch import load_file
 
@@ -214,7 +214,7 @@ def update(given: argparse.Namespace, name: str) -> Any:
 
 
 def step(given: argparse.Namespace) -> list[dict[str, Any]]:
-    """One step over all rows, padded in one process, against packed ones in every layout."""
+    """Take one step over all rows, padded in one process, and compare it with packed steps in every layout."""
     count = 24 if given.tiny else 48
     rows = given.work / "step_rows.jsonl"
     chat_rows(rows, count, seed=2, longest=200 if given.tiny else LONGEST)
@@ -246,12 +246,12 @@ def step(given: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def results_of(results: list[dict[str, Any]], name: str) -> dict[str, Any]:
-    """The result of this name, or nothing."""
+    """Return the result of this name, or None."""
     return next((result for result in results if result["name"] == name), {})
 
 
 def speed(given: argparse.Namespace) -> list[dict[str, Any]]:
-    """Padded and packed runs in turn; the median of the lines after warm-up."""
+    """Time padded and packed runs in turn; report the median of the log lines after warm-up."""
     rows = given.work / "speed_rows.jsonl"
     chat_rows(rows, 200 if given.tiny else 6000, seed=3, longest=200 if given.tiny else LONGEST)
     base = f"--model {make_model(given.shape, given.work)} --dataset {rows} {SPEED} --method {given.method}"
@@ -287,7 +287,7 @@ def speed(given: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def write(given: argparse.Namespace, results: list[dict[str, Any]]) -> None:
-    """Everything measured so far."""
+    """Write everything measured so far."""
     gpus = []
     if not given.tiny:
         query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
@@ -299,7 +299,7 @@ def write(given: argparse.Namespace, results: list[dict[str, Any]]) -> None:
 
 
 def main() -> None:
-    """Read the command line and measure; exit code 1 where packed and padded rows disagree."""
+    """Read the command line and measure; exit code 1 if packed and padded rows disagree."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["losses", "step", "speed", "measure"])
     parser.add_argument("--work", type=Path, default=Path("/tmp/packing"))

@@ -1,9 +1,10 @@
-"""How far a resumed run on GPUs ends from an uninterrupted one, and how far two uninterrupted ones end from each other.
+"""Compare resumed with uninterrupted runs on GPUs, and two uninterrupted runs with each other.
 
     python -m benchmarks.correctness.resume --json benchmarks/results/correctness/resume_gpu.json
 
-Eight steps on the demo's model with dropout and a checkpoint at step 4; the same once more; and from the checkpoint to
-the end. What differs between the first two is the kernels' order of addition, and nothing that resuming could mend.
+Trains the demo's model for eight steps with dropout and a checkpoint at step 4, trains it again, and resumes from the
+checkpoint. The difference between the two uninterrupted runs comes from the order in which kernels add, which no
+resume can remove.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ BEST = '--trainer_args {"load_best_model_at_end":true} --eval_steps 4'
 
 @dataclass
 class Case:
-    """A way to train, and its processes before and after."""
+    """Name a way to train, and the number of processes before and after the resume."""
 
     name: str
     sharding: str
@@ -64,7 +65,7 @@ CASES = [
 
 
 def launch(case: Case, work: Path, name: str, processes: int, extra: str, gpu: str) -> dict[str, Any]:
-    """One run to its end."""
+    """Run one training to its end and return its result."""
     command = [*launch_command(f"{case.sharding}.yaml", processes), "--main_process_port", "0", "train_ddp.py"]
     command += [*OPTIONS.split(), *case.options.split(), *extra.split(), "--run_name", name]
     command += ["--output_dir", str(work / "outputs")]
@@ -81,7 +82,7 @@ def launch(case: Case, work: Path, name: str, processes: int, extra: str, gpu: s
 
 
 def weights(folder: Path) -> Any:
-    """All trained weights of a finished run as one vector."""
+    """Return all trained weights of a finished run as one float64 vector."""
     import torch
     from safetensors.torch import load_file
 
@@ -91,13 +92,13 @@ def weights(folder: Path) -> Any:
 
 
 def difference(one: Path, other: Path) -> float:
-    """Norm of the difference over the norm of the first."""
+    """Return the norm of the difference over the norm of the first."""
     first, second = weights(one), weights(other)
     return ((first - second).norm() / first.norm()).item()
 
 
 def play(case: Case, work: Path, gpu: str) -> dict[str, Any]:
-    """The whole run, the same again, and the second half of the first once more."""
+    """Run the case, run it again, and resume the first from its checkpoint."""
     runs = {"whole": (case.processes, ""), "again": (case.processes, "")}
     result: dict[str, Any] = {"case": case.name, "sharding": case.sharding, "options": case.options}
     result |= {"processes": case.processes, "resumed_with": case.resumed_with, "runs": []}
@@ -113,7 +114,7 @@ def play(case: Case, work: Path, gpu: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    """All cases side by side."""
+    """Run all cases side by side."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, default=Path("/tmp/resume_gpu"))
     parser.add_argument("--json", type=Path, required=True)

@@ -1,12 +1,12 @@
-"""ZeRO-2, ZeRO-3 and FSDP2 on real GPUs: the same step as DDP, what is saved loads anywhere, memory and time a step.
+"""Compare ZeRO-2, ZeRO-3 and FSDP2 with DDP on GPUs: weight update, saved model, memory and seconds a step.
 
     python -m benchmarks.correctness.sharding parity --work /tmp/sharding --json benchmarks/results/correctness/sharding_parity.json
     python -m benchmarks.correctness.sharding cost --work /tmp/sharding --json benchmarks/results/memory/sharding_cost.json
 
-parity: every kind of sharding with every method and both backends on the demo's model, three steps of SGD on the same
-rows, against DDP: relative difference of the weight update and of the loss; then the adapter or model is loaded in
-plain Transformers and PEFT and has to have the evaluation loss that the run reported.
-cost: seconds a step and memory a GPU of each kind, on models of real size with random weights.
+parity: trains the demo's model for three steps of SGD on the same rows with every sharding, method and backend, and
+compares weight update and loss with DDP's. Then loads the adapter or model in plain Transformers and PEFT, where it has
+to give the evaluation loss that the run reported.
+cost: measures seconds a step and memory a GPU on random-weight models of real size.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ STEPS += " --seed 5 --max_length 128 --save_steps 2"
 
 @dataclass
 class Job:
-    """One launch of train_ddp.py."""
+    """Describe one launch of train_ddp.py."""
 
     name: str
     sharding: str
@@ -52,7 +52,7 @@ class Job:
 
 
 def launch(job: Job, work: Path, processes: int, environ: dict[str, str] | None = None) -> dict[str, Any]:
-    """Run one job on `processes` GPUs; returns its summary, losses and how long it took."""
+    """Run one job on `processes` GPUs; return its summary, losses and duration."""
     command = [*launch_command(CONFIGS[job.sharding], processes), "train_ddp.py", *job.options.split()]
     command += ["--output_dir", str(work / "outputs"), "--run_name", job.name, "--overwrite"]
     log = work / f"{job.name}.log"
@@ -80,12 +80,12 @@ def launch(job: Job, work: Path, processes: int, environ: dict[str, str] | None 
 
 
 def precision(backend: str, method: str) -> str:
-    """fp32 shows the arithmetic; Unsloth trains every parameter in 16 bit only."""
+    """Return fp32, which shows the arithmetic, or bf16 for full training with Unsloth, which supports 16 bit only."""
     return "bf16" if (backend, method) == ("unsloth", "full") else "fp32"
 
 
 def update(work: Path, name: str, initial: dict[str, Any] | None) -> Any:
-    """The weight update of a run, as one float64 vector: LoRA's B starts at zero, full weights at `initial`."""
+    """Return the weight update of a run as one float64 vector: LoRA's B starts at zero, full weights at `initial`."""
     from safetensors.torch import load_file
 
     folder = work / "outputs" / name
@@ -97,7 +97,7 @@ def update(work: Path, name: str, initial: dict[str, Any] | None) -> Any:
 
 
 def parity(work: Path, path: Path, processes: int, only: list[str]) -> None:
-    """All pairs side by side, then compared with DDP."""
+    """Run all pairs side by side, then compare each with DDP."""
     from safetensors.torch import load_file
 
     jobs = [
@@ -132,7 +132,7 @@ def parity(work: Path, path: Path, processes: int, only: list[str]) -> None:
 
 
 def cost(work: Path, path: Path, processes: int, only: list[str]) -> None:
-    """Runs side by side only on GPUs of their own; the first three steps are not counted."""
+    """Measure each sharding on GPUs of its own; the first three steps are not counted."""
     full_rows(work / "rows.jsonl", 64, seed=0, tokens=2048)
     rows = f"--dataset {work}/rows.jsonl --max_length 2048 --per_device_train_batch_size 1 --global_batch_size {2 * processes}"
     rows += " --max_steps 8 --logging_steps 1 --save_strategy no --gradient_checkpointing torch --warmup_steps 0"

@@ -1,10 +1,10 @@
-"""What --gradient_checkpointing auto and --per_device_train_batch_size auto choose on GPUs of several sizes.
+"""Record what the automatic micro-batch and gradient checkpointing choose on GPUs of several sizes.
 
     python -m benchmarks.memory.search --json benchmarks/results/memory/fit_gpu.json
 
-Smaller GPUs are had by torch.cuda.set_per_process_memory_fraction: what a run holds beyond that is out of memory for
-it. Some runs are made smaller after the choice, so that a step in the middle runs out of memory; their weights are
-compared with those of the run that had enough. Qwen3-1.7B's shape, random weights, chats of log-normal length.
+torch.cuda.set_per_process_memory_fraction makes GPUs smaller: allocations beyond the limit fail as out of memory. Some
+runs get their limit after the choice, so that a step in the middle of training runs out of memory; their weights are
+compared with those of a run that had enough. Qwen3-1.7B's shape, random weights, chats of log-normal length.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ LONG = (
 
 @dataclass
 class Case:
-    """A run on GPUs of so many GiB (None: all of it), from the start or from a step on."""
+    """Describe a run on GPUs limited to `gib` GiB (None: no limit), from the start or from a step on."""
 
     name: str
     options: str
@@ -76,7 +76,7 @@ CASES = [
 
 
 def one(gib: float | None, from_step: int, argv: list[str]) -> None:
-    """train_ddp.py on a GPU of so many GiB, or of all that it has."""
+    """Run train_ddp.py on a GPU limited to `gib` GiB, or on all of its memory."""
     import torch
 
     import train_ddp
@@ -112,7 +112,7 @@ def one(gib: float | None, from_step: int, argv: list[str]) -> None:
 
 
 def run(case: Case, given: argparse.Namespace, gpu: str) -> dict[str, Any]:
-    """Launch one case; returns what it said and came to."""
+    """Launch one case; return its choices and its result."""
     options = case.options.format(work=given.work)
     if "--dataset" not in options:
         options += f" --dataset {given.work}/rows.jsonl --max_length 2048"
@@ -142,7 +142,7 @@ def run(case: Case, given: argparse.Namespace, gpu: str) -> dict[str, Any]:
 
 
 def compare(cases: list[Case], results: list[dict[str, Any]], work: Path) -> None:
-    """The weights of a run against those of the run that had enough memory, as the relative difference of lora_B."""
+    """Return the relative difference of lora_B from the run that had enough memory."""
     import torch
     from safetensors.torch import load_file
 
@@ -158,7 +158,7 @@ def compare(cases: list[Case], results: list[dict[str, Any]], work: Path) -> Non
 
 
 def main() -> None:
-    """All cases, some side by side, those of one process on two GPUs in turn."""
+    """Run all cases, some side by side; runs of one process alternate between two GPUs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", nargs="?", choices=["all", "one"], default="all")
     parser.add_argument("--work", type=Path, default=Path("/tmp/fit_gpu"))

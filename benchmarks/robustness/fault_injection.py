@@ -1,18 +1,18 @@
-"""Kill a short two-process job at random moments, again and again, and see what is left of it.
+"""Kill a short two-process job at random moments and check what is left of it.
 
     uv run python -m benchmarks.robustness.fault_injection --runs 200 --json benchmarks/results/robustness/torture.json
     uv run python -m benchmarks.robustness.fault_injection --runs 200 --peer trl --json benchmarks/results/robustness/torture_trl.json
 
-Each run starts the job under a launcher (a process that does what elastic launchers do, without importing torch anew),
-sends a random signal to a random process at a random moment, or lets its disk (a tmpfs, which needs root) run full, and
-then starts the same command again, twice at most, until the job is done. A run that ended before its signal is made
-again with another moment.
+Each run starts the job under a launcher (a process that behaves like an elastic launcher without importing torch
+anew). It then sends a random signal to a random process at a random moment, or lets the job's disk (a tmpfs, which
+needs root) fill up, and starts the same command again, at most twice, until the job is done. A run that ended before
+its signal is repeated with another moment.
 
-Counted: damaged offers (the checkpoint that the next start would go on from lacks a file that the uninterrupted job's
-checkpoints have, or holds one that cannot be read), hangs, starts that failed, jobs that never finished, and final
-weights that are not bit-identical to the uninterrupted job's. `--peer trl` gives the same to TRL's SFTTrainer with
-`resume_from_checkpoint=True` whenever it finds a checkpoint; moments are the same fractions of its own job's length,
-as it was when last seen.
+Counts damaged offers (the checkpoint that the next start would resume from lacks a file that the uninterrupted job's
+checkpoints have, or holds one that cannot be read), hangs, failed starts, jobs that never finished, and final weights
+that are not bit-identical to the uninterrupted job's. `--peer trl` does the same to TRL's SFTTrainer with
+`resume_from_checkpoint=True` whenever it finds a checkpoint. Moments are the same fractions of the peer's own
+duration, measured on its latest undisturbed start.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ PRELOAD = ["torch", "accelerate", "datasets", "peft", "transformers", "unsloth_d
 
 
 def kit_job(folder: str, rows: str) -> None:
-    """The kit's own job; its folder is <folder>/run."""
+    """Run the kit's job in the folder <folder>/run."""
     import train_ddp
 
     options = f"""--model {REPO}/demo/model --dataset {rows} --output_dir {folder} --run_name run --lora_dropout 0.1
@@ -70,7 +70,7 @@ def kit_job(folder: str, rows: str) -> None:
 
 
 def trl_job(folder: str, rows: str) -> None:
-    """The same rows, model and steps in TRL's trainer, as its documentation has it."""
+    """Run the same rows, model and steps in TRL's trainer, as its documentation shows."""
     import torch
     from peft import LoraConfig
     from transformers import Trainer
@@ -111,7 +111,7 @@ JOBS: dict[str, Callable[[str, str], None]] = {"kit": kit_job, "trl": trl_job}
 
 
 def rank_process(peer: str, folder: str, rows: str, environ: dict[str, str], log: str) -> None:
-    """One rank, forked from the launcher; never returns."""
+    """Run one rank, forked from the launcher; never returns."""
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(file, 1)
     os.dup2(file, 2)
@@ -130,7 +130,7 @@ def rank_process(peer: str, folder: str, rows: str, environ: dict[str, str], log
 
 
 def launcher(peer: str, folder: str, rows: str, logs: str, pids: Any) -> None:
-    """What an elastic launcher does: start the ranks, end all when one fails, hand signals on, kill after 30 s."""
+    """Act as an elastic launcher: start the ranks, end all when one fails, forward signals, kill after 30 s."""
     with contextlib.closing(socket.socket()) as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -173,7 +173,7 @@ def launcher(peer: str, folder: str, rows: str, logs: str, pids: Any) -> None:
 
 
 class Job:
-    """One start of the job: its launcher and ranks."""
+    """Run the job once: a launcher and its ranks."""
 
     def __init__(self, peer: str, folder: Path, rows: Path, logs: Path) -> None:
         context = multiprocessing.get_context("forkserver")
@@ -187,7 +187,7 @@ class Job:
         self.began = time.monotonic()
 
     def strike(self, number: int, victim: str) -> bool:
-        """Send the signal to whoever of them is still there; whether anybody was."""
+        """Send the signal to the targets that are still running; return whether there was one."""
         targets = {"rank 0": self.pids[:1], "rank 1": self.pids[1:], "both ranks": self.pids}
         there = [pid for pid in targets.get(victim, [int(self.process.pid or 0)]) if alive(pid)]
         for pid in there:
@@ -196,12 +196,12 @@ class Job:
         return bool(there)
 
     def wait(self, seconds: float) -> bool:
-        """Whether the launcher ended in this time."""
+        """Return whether the launcher ended within `seconds`."""
         self.process.join(max(0.0, seconds))
         return self.process.exitcode is not None
 
     def ended(self) -> bool:
-        """Whether launcher and ranks are all gone in time; what is left is killed."""
+        """Return whether launcher and ranks ended in time; kill what is left."""
         deadline = self.began + PATIENCE
         self.wait(deadline - time.monotonic())
         while any(alive(pid) for pid in self.pids) and time.monotonic() < deadline:
@@ -215,7 +215,7 @@ class Job:
 
 
 def alive(pid: int) -> bool:
-    """Whether a process runs; a zombie does not."""
+    """Return whether a process runs; a zombie does not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (OSError, IndexError):
@@ -223,14 +223,14 @@ def alive(pid: int) -> bool:
 
 
 def weights(folder: Path) -> str | None:
-    """A checksum of the finished job's adapter; None if there is none."""
+    """Return a checksum of the finished job's adapter; None if there is none."""
     path = folder / "run" / "adapter_model.safetensors"
     done = (folder / "run" / "summary.json").exists()
     return hashlib.sha256(path.read_bytes()).hexdigest() if done and path.exists() else None
 
 
 def offered(peer: str, run: Path) -> Path | None:
-    """The checkpoint that the next start would go on from."""
+    """Return the checkpoint that the next start would resume from."""
     if peer == "trl":
         from transformers.trainer_utils import get_last_checkpoint
 
@@ -242,7 +242,7 @@ def offered(peer: str, run: Path) -> Path | None:
 
 
 def damage(folder: Path, names: set[str]) -> str | None:
-    """What is wrong with a checkpoint that should hold `names`, whatever a manifest says; None if it is whole."""
+    """Return what is wrong with a checkpoint that should hold `names`, whatever its manifest says; None if whole."""
     from safetensors import safe_open
 
     for name in sorted(names):
@@ -270,7 +270,7 @@ def damage(folder: Path, names: set[str]) -> str | None:
 
 @contextlib.contextmanager
 def small_disk(folder: Path, kilobytes: int) -> Iterator[Callable[[], None]]:
-    """A tmpfs at `folder`; the callable makes it large."""
+    """Mount a tmpfs at `folder`; the yielded callable enlarges it."""
     options = ["-t", "tmpfs", "-o", f"size={kilobytes}k", "torture", str(folder)]
     subprocess.run(["mount", *options], check=True)
     try:
@@ -281,7 +281,7 @@ def small_disk(folder: Path, kilobytes: int) -> Iterator[Callable[[], None]]:
 
 @dataclasses.dataclass(frozen=True)
 class Reference:
-    """The uninterrupted job: how long it takes, its weights' checksum, the files of a checkpoint, all files' kilobytes."""
+    """Describe the uninterrupted job: duration, checksum of its weights, files of a checkpoint, kilobytes of all files."""
 
     seconds: float
     weights: str
@@ -289,8 +289,8 @@ class Reference:
     kilobytes: int
 
 
-class Torture:
-    """Runs of one peer's job, in the folder `work`."""
+class FaultInjection:
+    """Run one peer's job again and again in the folder `work`."""
 
     def __init__(self, peer: str, seed: int, work: Path) -> None:
         self.peer, self.seed, self.work = peer, seed, work
@@ -317,7 +317,7 @@ class Torture:
         return Reference(seconds, found, names, size)
 
     def run(self, index: int) -> dict[str, Any]:
-        """Start, strike, start again until it is done; what came of it."""
+        """Start the job, strike it, and start it again until it is done; return the result."""
         dice = random.Random(self.seed * 100_003 + index)
         folder, logs = self.work / f"run-{index}", self.work / f"logs-{index}"
         disk = self.can_mount and dice.random() < 0.15
@@ -383,12 +383,12 @@ class Torture:
 
 
 def is_bad(result: dict[str, Any]) -> bool:
-    """Whether a run lost anything."""
+    """Return whether a run lost anything."""
     return bool(result["damaged"] or result["hangs"] or result["failed_starts"]) or not result["bit_identical"]
 
 
 def counts(results: list[dict[str, Any]]) -> dict[str, int]:
-    """What so many runs came to."""
+    """Return the totals over all runs."""
     offers = [result["offered"][0] if result["offered"] else None for result in results]
     return {
         "runs": len(results),
@@ -404,15 +404,15 @@ def counts(results: list[dict[str, Any]]) -> dict[str, int]:
     }
 
 
-def torture(
+def inject_faults(
     peer: str, runs: int, seed: int, work: Path, report: Callable[[dict[str, Any]], None], until: float
 ) -> dict[str, Any]:
-    """`runs` runs, or as many as begin before `until` (time.time()); the counts and every run's result.
+    """Return the counts and every result of `runs` runs, or of as many as begin before `until` (time.time()).
 
     Args:
-        report: is given the same after every run, as it stands then.
+        report: gets the same after every run.
     """
-    place = Torture(peer, seed, work)
+    place = FaultInjection(peer, seed, work)
     facts = {
         "command": f"benchmarks/robustness/fault_injection.py --runs {runs} --seed {seed} --peer {peer}",
         "peer": peer,
@@ -435,7 +435,7 @@ def torture(
 
 
 def main() -> None:
-    """The command line."""
+    """Read the command line, run, and write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=200)
     parser.add_argument("--minutes", type=float, default=600.0, help="begin no run after this time")
@@ -454,7 +454,7 @@ def main() -> None:
             aside.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
             aside.replace(given.json)
 
-    found = torture(given.peer, given.runs, given.seed, work.resolve(), report, time.time() + 60 * given.minutes)
+    found = inject_faults(given.peer, given.runs, given.seed, work.resolve(), report, time.time() + 60 * given.minutes)
     print({name: value for name, value in found.items() if name != "each"}, flush=True)
     if not given.work:
         shutil.rmtree(work, ignore_errors=True)

@@ -1,15 +1,15 @@
-"""Train for thousands of steps and see whether any rank's memory, open files or threads grow.
+"""Train for thousands of steps and check that memory, open files and threads of every rank stay flat.
 
     uv run python -m benchmarks.robustness.soak --json benchmarks/results/robustness/soak.json
 
-Two processes on a CPU train the demo's model under torch's launcher, with a log line and a TensorBoard event every step,
-a checkpoint every 20 (two are kept) and an evaluation every 100. 3600 steps are an hour of a GPU that takes a second
-for one. Resident memory, open file descriptors and threads of every rank are read every few seconds.
+Two CPU processes train the demo's model under torch's launcher, with a log line and a TensorBoard event every step, a
+checkpoint every 20 (two are kept) and an evaluation every 100. 3600 steps equal an hour on a GPU at one second a step.
+Resident memory, open file descriptors and threads of every rank are read every few seconds.
 
-Verdict, on what follows the first fifth of the steps: memory is flat if a line through it rises by less than
-4 MiB in 1000 steps; files and threads are flat if their medians over the first and the last third are the same. Of
-those 4 MiB the list of log lines that Transformers keeps takes about 0.5, and writing it into every checkpoint 0.4 more
-in the main process, whose threads that read a checkpoint for its checksums also take some MiB, once.
+The verdict ignores the first fifth of the steps. Memory is flat if a fitted line rises by less than 4 MiB in 1000
+steps; files and threads are flat if their medians over the first and the last third are equal. Of those 4 MiB, the list
+of log entries that Transformers keeps takes about 0.5, and writing it into every checkpoint 0.4 more in the main
+process, whose threads that read a checkpoint for its checksums also take some MiB, once.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ OPTIONS = (
 
 @dataclass(frozen=True)
 class Sample:
-    """One rank at one moment: seconds since the start, the run's step, MiB resident, open files, threads."""
+    """Hold one reading of a rank: seconds since the start, step, MiB resident, open files, threads."""
 
     seconds: float
     step: int
@@ -60,7 +60,7 @@ class Sample:
 
 
 def slope(samples: Sequence[Sample]) -> float:
-    """MiB in 1000 steps, by least squares; 0 where all samples are of one step."""
+    """Return MiB in 1000 steps by least squares; 0 if all samples are of one step."""
     steps, mib = [s.step for s in samples], [s.mib for s in samples]
     if len(set(steps)) < 2:
         return 0.0
@@ -68,7 +68,7 @@ def slope(samples: Sequence[Sample]) -> float:
 
 
 def judge(samples: Sequence[Sample], bound: float = MIB_PER_1000_STEPS) -> dict[str, Any]:
-    """What one rank came to after its warm-up, and whether it stayed flat.
+    """Return the growth of one rank after warm-up, and whether it stayed flat.
 
     Args:
         bound: MiB in 1000 steps under which memory counts as flat.
@@ -102,7 +102,7 @@ def judge(samples: Sequence[Sample], bound: float = MIB_PER_1000_STEPS) -> dict[
 
 
 def ranks_of(launcher: psutil.Process) -> dict[int, psutil.Process]:
-    """The launcher's ranks by number, so far as they run."""
+    """Return the launcher's running ranks by number."""
     found = {}
     for child in launcher.children():
         with contextlib.suppress(psutil.Error):
@@ -112,7 +112,7 @@ def ranks_of(launcher: psutil.Process) -> dict[int, psutil.Process]:
 
 
 def current_step(log: Path) -> int:
-    """The newest step that a rank's log speaks of; 0 before the first."""
+    """Return the newest step in a rank's log; 0 before the first."""
     try:
         with log.open("rb") as file:
             file.seek(max(0, log.stat().st_size - 4096))
@@ -123,7 +123,7 @@ def current_step(log: Path) -> int:
 
 
 def look(process: psutil.Process, seconds: float, step: int) -> Sample:
-    """One rank now.
+    """Read one rank now.
 
     Raises:
         psutil.Error: it has ended.
@@ -134,11 +134,11 @@ def look(process: psutil.Process, seconds: float, step: int) -> Sample:
 
 
 def soak(steps: int, work: Path, every: float, max_time: str | None = None) -> dict[str, Any]:
-    """Run the job and watch it; everything that was seen, and the verdict.
+    """Run the job and watch it; return all samples and the verdict.
 
     Args:
-        every: seconds between two looks.
-        max_time: the kit's option, where the steps may take too long.
+        every: seconds between two readings.
+        max_time: the kit's option of that name, for machines on which the steps may take too long.
     """
     options = f"{OPTIONS} --max_steps {steps}" + (f" --max_time {max_time}" if max_time else "")
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(RANKS)]
@@ -189,7 +189,7 @@ def soak(steps: int, work: Path, every: float, max_time: str | None = None) -> d
 
 
 def main() -> None:
-    """The command line."""
+    """Read the command line, run, and write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--every", type=float, default=5.0, help="seconds between two looks at the ranks")

@@ -1,10 +1,10 @@
-"""Stop and kill runs on real GPUs (NCCL), with and without sharding, and resume them; how long each takes to end.
+"""Stop, kill and resume runs on GPUs (NCCL), with and without sharding, and time how long each takes to end.
 
     python -m benchmarks.robustness.stop --json benchmarks/results/robustness/stop_gpu.json
 
-Each run trains the demo's model until its log shows step 20; then one process gets a signal. Written down: how long it
-takes until no process of the run is left, the exit code noted for the job's script, what was said, and, after a stop
-with a checkpoint, the step at which the resumed run went on (with --resume auto, in places on fewer GPUs).
+Each run trains the demo's model until its log shows step 20; then one process gets a signal. Records the time until no
+process of the run is left, the exit code written for the job script, the printed sentences, and, after a stop with a
+checkpoint, the step at which the resumed run continued (with --resume auto, in some cases on fewer GPUs).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ OPTIONS += " --per_device_train_batch_size 1 --eval_strategy no"
 
 @dataclass
 class Case:
-    """Which run gets which signal, and with how many processes it goes on."""
+    """Name a run, its signal and target, and the number of processes that resume it."""
 
     sharding: str
     processes: int
@@ -75,7 +75,7 @@ def start(case: Case, work: Path, processes: int, name: str, extra: str = "") ->
 
 
 def wait_for_step(run: Path, least: int, process: subprocess.Popen[bytes]) -> None:
-    """Until rank 0's log shows this step."""
+    """Wait until rank 0's log shows this step."""
     deadline = time.monotonic() + 200
     log = run / "logs" / "rank_0.log"
     while time.monotonic() < deadline and process.poll() is None:
@@ -87,12 +87,12 @@ def wait_for_step(run: Path, least: int, process: subprocess.Popen[bytes]) -> No
 
 
 def lines(path: Path) -> list[str]:
-    """Those of a file that may not be there yet."""
+    """Return the lines of a file; none if it does not exist yet."""
     return path.read_text().splitlines() if path.exists() else []
 
 
 def rank_process(launcher: int, rank: int) -> psutil.Process:
-    """The process of one rank, by the environment its launcher gave it."""
+    """Return the process of one rank, found by the environment its launcher gave it."""
     for child in psutil.Process(launcher).children():
         if child.environ().get("RANK") == str(rank):
             return child
@@ -100,13 +100,13 @@ def rank_process(launcher: int, rank: int) -> psutil.Process:
 
 
 def last_checkpoint(run: Path) -> int | None:
-    """The step of the newest checkpoint that has a manifest."""
+    """Return the step of the newest checkpoint that has a manifest."""
     found = [json.loads(p.read_text())["step"] for p in run.glob("checkpoint-*/*manifest*.json")]
     return max(found, default=None)
 
 
 def play(case: Case, work: Path) -> dict[str, Any]:
-    """One case from its launch to its resume."""
+    """Run one case from launch to resume."""
     name = case.name.replace(" ", "")
     run = work / "outputs" / name
     process, log = start(case, work, case.processes, name)
@@ -152,7 +152,7 @@ def play(case: Case, work: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    """All cases side by side."""
+    """Run all cases side by side."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, default=Path("/tmp/stop_gpu"))
     parser.add_argument("--json", type=Path, required=True)

@@ -1,10 +1,10 @@
-"""Two "nodes" on one machine, half of its GPUs each: cluster/node.sh twice, preflight, then every kind of sharding.
+"""Run two "nodes" on one machine, each with half of its GPUs: cluster/node.sh twice, with every kind of sharding.
 
     python -m benchmarks.scaling.nodes --json benchmarks/results/scaling/nodes_gpu.json
 
-The GPUs are split by CUDA_VISIBLE_DEVICES, and NCCL_HOSTID makes NCCL take the halves for two hosts, so that what
-crosses them goes over the machine's network interface. Each run takes three steps of SGD in fp32; its weight update is
-compared with that of one launcher with as many processes.
+CUDA_VISIBLE_DEVICES splits the GPUs, and NCCL_HOSTID makes NCCL treat the halves as two hosts, so that traffic between
+them crosses the machine's network interface. Each run takes three steps of SGD in fp32; its weight update is compared
+with that of one launcher with as many processes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ OPTIONS = f"--config recipes/demo.yaml --precision fp32 {STEPS}".replace(
 
 
 def own_address() -> tuple[str, str]:
-    """An interface of this machine that is not loopback, and its IPv4 address."""
+    """Return an interface of this machine that is not loopback, and its IPv4 address."""
     for interface, addresses in psutil.net_if_addrs().items():
         for address in addresses:
             if address.family == socket.AF_INET and not address.address.startswith("127."):
@@ -39,7 +39,7 @@ def own_address() -> tuple[str, str]:
 
 
 def two_nodes(name: str, work: Path, port: int, arguments: list[str]) -> dict[str, Any]:
-    """node.sh on both halves; returns codes, seconds and what each said."""
+    """Run node.sh on both halves; return exit codes, seconds and output."""
     began = time.perf_counter()
     half = torch.cuda.device_count() // 2
     interface, address = own_address()
@@ -77,7 +77,7 @@ def two_nodes(name: str, work: Path, port: int, arguments: list[str]) -> dict[st
 
 
 def main() -> None:
-    """The preflight with its DDP run alone on the machine, the others side by side."""
+    """Run DDP with its preflight alone on the machine, then the others side by side."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, default=Path("/tmp/nodes_gpu"))
     parser.add_argument("--json", type=Path, required=True)

@@ -1,4 +1,4 @@
-"""What speed.py runs: the work, the contestants, the order, and the command of each run. Plain values, no processes."""
+"""Describe the runs of the speed comparison: workloads, contestants, order, and command lines. Plain values only."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FEWEST_LINES = 3
 
 @dataclass(frozen=True)
 class Work:
-    """Rows to train on, and how many make a step."""
+    """Describe a workload: the rows to train on, and how many make a step."""
 
     name: str
     max_length: int
@@ -31,7 +31,7 @@ class Work:
 
     @property
     def packs_a_step(self) -> int:
-        """About how many packs hold the rows of a step."""
+        """Estimate how many packs hold the rows of a step."""
         return max(2, round(self.global_batch * self.mean_tokens / self.max_length))
 
 
@@ -49,7 +49,7 @@ TINY_WORKS = {
 
 @dataclass(frozen=True)
 class Contestant:
-    """One way to train; `batch` None is the kit's, whose options are added to its defaults."""
+    """Describe a way to train; `batch` None marks the kit, whose options are added to its defaults."""
 
     name: str
     batch: int | None = None
@@ -64,6 +64,8 @@ class Contestant:
 
 UNSLOTH_SETUP = {"qwen3_1.7b": 65, "qwen3_8b": 85, TINY: 30}
 TRL_SETUP = {"qwen3_1.7b": 45, "qwen3_8b": 60, TINY: 30}
+# What a user can set by hand in Unsloth's own trainer for the kit's workload on a large GPU.
+TUNED_BY_HAND = ("--packing", "--optim", "adamw_torch_fused", "--logging_steps", "5")
 CONTESTANTS = {
     c.name: c
     for c in (
@@ -80,6 +82,15 @@ CONTESTANTS = {
         Contestant("unsloth_guide", 2, 4, "unsloth_sft.py", setup=UNSLOTH_SETUP),
         Contestant("unsloth_same_batch", 2, script="unsloth_sft.py", setup=UNSLOTH_SETUP),
         Contestant("unsloth_packed", 2, 4, "unsloth_sft.py", ("--packing",), UNSLOTH_SETUP),
+        Contestant("unsloth_tuned", 8, None, "unsloth_sft.py", TUNED_BY_HAND, UNSLOTH_SETUP),
+        Contestant(
+            "unsloth_tuned_stored",
+            8,
+            None,
+            "unsloth_sft.py",
+            (*TUNED_BY_HAND, "--checkpointing", "none"),
+            UNSLOTH_SETUP,
+        ),
     )
 }
 # About how many tokens a second a GPU does, to choose the kit's steps; a guess that is off makes a run longer or shorter.
@@ -93,7 +104,7 @@ METHODS = ("lora", "qlora", "full")
 
 @dataclass(frozen=True)
 class Cell:
-    """One run: a contestant on some work; `scaling` says what is fixed as GPUs are added (weak: each GPU's work)."""
+    """Describe one run: a contestant on a workload; `scaling` is weak (fixed work per GPU) or strong (fixed total)."""
 
     work: str
     shape: str
@@ -105,17 +116,17 @@ class Cell:
 
     @property
     def name(self) -> str:
-        """Unique, and a folder's name."""
+        """Return a unique name that is also a folder name."""
         several = f"_{self.processes}gpu_{self.scaling}" if self.processes > 1 else ""
         return f"{self.work}_{self.shape}_{self.method}_{self.contestant}{several}_r{self.repeat}"
 
     def global_batch(self, work: Work) -> int:
-        """Rows of a step over all processes."""
+        """Return the rows of a step over all processes."""
         return work.global_batch * (self.processes if self.scaling == "weak" else 1)
 
 
 def parse_cells(words: list[str], repeats: int) -> list[Cell]:
-    """The runs named as work:shape:method:contestant[:2weak|:2strong], all of them once before any is repeated.
+    """Parse work:shape:method:contestant[:2weak|:2strong]; all runs once before any is repeated.
 
     Raises:
         ValueError: a word names no work, contestant or method.
@@ -149,7 +160,7 @@ PEERS = ("trl", "unsloth_guide", "unsloth_packed")
 
 
 def default_order() -> list[str]:
-    """The cells that the goals need first."""
+    """Return the cells in order of importance."""
 
     def group(work: str, shape: str, method: str, *names: str) -> list[str]:
         return [f"{work}:{shape}:{method}:{name}" for name in names]
@@ -163,20 +174,21 @@ def default_order() -> list[str]:
     order += group("chat", small, "full", "kit", "kit_one", *PEERS)
     order += group("long", large, "lora", "kit", "kit_one", *PEERS)
     order += group("full", small, "lora", "kit", "kit_one", "trl", "unsloth_guide")
-    order += group("chat", small, "lora", "unsloth_same_batch") + group("chat", large, "lora", "unsloth_same_batch")
+    for shape in (small, large):
+        order += group("chat", shape, "lora", "unsloth_same_batch", "unsloth_tuned", "unsloth_tuned_stored")
     return order
 
 
 @dataclass(frozen=True)
 class Steps:
-    """How many steps the kit takes, and how many between two log lines."""
+    """Hold the number of steps the kit takes, and the steps between two log lines."""
 
     steps: int
     logging: int
 
 
 def kit_steps(cell: Cell, work: Work, seconds: float, tiny: bool) -> Steps:
-    """Steps of the kit that take about `seconds` after warm-up, by the expected speed."""
+    """Return the steps that take the kit about `seconds` after warm-up, by its expected speed."""
     speed = (EXPECTED_TINY if tiny else EXPECTED[cell.work, cell.shape]) * cell.processes
     step = cell.global_batch(work) * work.mean_tokens / (speed * CONTESTANTS[cell.contestant].share.get(cell.shape, 1))
     logging = min(5, max(1, math.ceil(LINE_SECONDS / step)))
@@ -186,7 +198,7 @@ def kit_steps(cell: Cell, work: Work, seconds: float, tiny: bool) -> Steps:
 
 
 def command(cell: Cell, work: Work, folder: Path, seconds: float, tiny: bool) -> list[str]:
-    """The command line of a cell; `folder` holds models, rows and a folder for each run."""
+    """Return the command line of a cell; `folder` holds models, rows and a folder for each run."""
     contestant = CONTESTANTS[cell.contestant]
     model = REPO / "demo/model" if tiny else folder / cell.shape
     rows, own = folder / f"{cell.work}.jsonl", folder / cell.name
@@ -236,7 +248,7 @@ def _kit_options(cell: Cell, work: Work, model: Path, rows: Path, own: Path, sec
 
 
 def estimate(cell: Cell, seconds: float, seen: dict[tuple[str, str, str], float]) -> float:
-    """Seconds that a run will take: what one of the same kind took, or a guess."""
+    """Estimate the seconds of a run from an earlier one of its kind, or by a guess."""
     known = seen.get((cell.contestant, cell.shape, cell.work))
     setup = CONTESTANTS[cell.contestant].setup
     return known or setup.get(cell.shape, max(setup.values())) + 1.2 * seconds + (10 if cell.processes > 1 else 0)

@@ -1,15 +1,15 @@
-"""Training speed of the kit against what people use now, on the machine this stands on.
+"""Measure the training speed of the kit, TRL and Unsloth on this machine.
 
     python -m benchmarks.speed.compare run --work /tmp/speed --json benchmarks/results/speed/speed.json --minutes 9
-    python -m benchmarks.speed.compare run ... --repeats 2          goes on with what the JSON does not hold yet
+    python -m benchmarks.speed.compare run ... --repeats 2          continues with what the JSON does not hold yet
     python -m benchmarks.speed.compare run ... --cells chat:qwen3_8b:lora:kit full:qwen3_8b:lora:kit:2weak
     python -m benchmarks.speed.compare report --json benchmarks/results/speed/speed.json
 
-Work: chat, rows of log-normal length, mean 285 tokens, cut at 2048, 64 rows a step; full, rows of 2048 tokens, 32 a
-step; long, rows of 8192 tokens, 8 a step. Models have Qwen3's shapes and random weights. Every run is a process of its
-own, with caches of its own unless --warm_caches is given. Runs on one GPU stand side by side, one a GPU; runs on several
-stand alone. The kit is train_ddp.py with its defaults; how the others are set is in peers/. A run ends with a Markdown
-table and a picture beside the JSON; report makes both again from the JSON alone.
+Workloads: chat, rows of log-normal length, mean 285 tokens, cut at 2048, 64 rows a step; full, rows of 2048 tokens, 32
+a step; long, rows of 8192 tokens, 8 a step. Models have Qwen3's shapes and random weights. Every run is a process of
+its own, with empty caches unless --warm_caches is given. Runs on one GPU go side by side, one per GPU; runs on several
+GPUs go alone. The kit is train_ddp.py with its defaults; cells.py and peers/ say how the others are set. Ends with a
+Markdown table and a picture beside the JSON; `report` makes both again from the JSON alone.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from unsloth_ddp.utils.versions import versions
 
 
 def visible_gpus() -> list[str]:
-    """Ids of the GPUs that may be used."""
+    """Return the ids of the GPUs that may be used."""
     if os.environ.get("CUDA_VISIBLE_DEVICES"):
         return os.environ["CUDA_VISIBLE_DEVICES"].split(",")
     try:
@@ -43,7 +43,7 @@ def visible_gpus() -> list[str]:
 
 
 def rate(words: list[str], gpu: str | None) -> subprocess.Popen[str]:
-    """Start gpu_rates.py on one GPU, or on none."""
+    """Start rates.py on one GPU, or on none."""
     environ = {**os.environ, "CUDA_VISIBLE_DEVICES": gpu or ""}
     return subprocess.Popen(
         [sys.executable, "-m", "benchmarks.speed.rates", *words],
@@ -55,13 +55,13 @@ def rate(words: list[str], gpu: str | None) -> subprocess.Popen[str]:
 
 
 def answer(process: subprocess.Popen[str]) -> Any:
-    """What gpu_rates.py printed, or None."""
+    """Return the JSON that rates.py printed, or None."""
     lines = (process.communicate()[0] or "").splitlines()
     return json.loads(lines[-1]) if process.returncode == 0 and lines else None
 
 
 def prepare(bench: Bench, cells: list[Cell], kept: dict[str, Any]) -> dict[str, Any]:
-    """Models, rows, the work of a token and the matrix rate of each GPU; returns what belongs in the results."""
+    """Make models and rows, measure the matrix rate of each GPU; return what belongs in the results."""
     shapes = sorted({cell.shape for cell in cells}, reverse=True)
     makers = []
     for index, shape in enumerate(shapes):
@@ -91,7 +91,7 @@ def prepare(bench: Bench, cells: list[Cell], kept: dict[str, Any]) -> dict[str, 
 
 
 def run(given: argparse.Namespace) -> int:
-    """Measure, and write the results after every run; 1 where a run of this call failed."""
+    """Measure, and write the results after every run; return 1 if a run of this call failed."""
     deadline = time.monotonic() + 60 * given.minutes
     given.work.mkdir(parents=True, exist_ok=True)
     cells = parse_cells(given.cells or default_order(), given.repeats)
@@ -145,12 +145,12 @@ def run(given: argparse.Namespace) -> int:
 
 
 def deadline_used(deadline: float, given: argparse.Namespace) -> float:
-    """Seconds of this call that are over."""
+    """Return the seconds of this call that have passed."""
     return 60 * given.minutes - (deadline - time.monotonic())
 
 
 def line(result: dict[str, Any]) -> str:
-    """One run in one line, or the end of its log."""
+    """Summarize one run in one line, or show the end of its log."""
     if result["exit_code"] != 0:
         return f"{result['name']:50} FAILED ({result['exit_code']}) after {result['seconds']:.0f} s\n{result['log'][-2500:]}"
     memory = result.get("peak_memory_bytes", 0) / 2**30

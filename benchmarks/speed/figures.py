@@ -1,6 +1,6 @@
-"""Figures of one run from what it logged. Pure arithmetic.
+"""Compute speeds from what a run logged. Pure arithmetic.
 
-An interval is (tokens that are not padding over all GPUs, seconds, steps).
+An interval is (tokens without padding over all GPUs, seconds, steps).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ FIRST_STEP = re.compile(r"^(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}) .*: step 1 \{"
 
 
 def kit_intervals(history: Iterable[Mapping[str, Any]], warm: int) -> list[Interval]:
-    """Intervals between the log lines of train_ddp.py, without the first `warm` lines."""
+    """Return the intervals between the log lines of train_ddp.py, without the first `warm` lines."""
     lines = [entry for entry in history if "tokens_per_second" in entry and "loss" in entry]
     intervals, tokens, steps = [], 0.0, 0
     for entry in lines:
@@ -27,13 +27,13 @@ def kit_intervals(history: Iterable[Mapping[str, Any]], warm: int) -> list[Inter
 
 
 def first_step_at(log: str) -> float | None:
-    """Seconds since the epoch at which train_ddp.py's log file says that step 1 was over."""
+    """Return the time (seconds since the epoch) at which train_ddp.py's log reports step 1."""
     found = FIRST_STEP.search(log)
     return datetime.strptime(found[1], "%Y-%m-%d %H:%M:%S,%f").timestamp() if found else None
 
 
 def figures(intervals: Sequence[Interval], processes: int) -> dict[str, float]:
-    """Median, lowest and highest speed of a GPU, and tokens a step; empty without intervals."""
+    """Return median, lowest and highest speed of a GPU, and tokens a step; an empty dict without intervals."""
     if not intervals:
         return {}
     speeds = [tokens / seconds / processes for tokens, seconds, _ in intervals]
@@ -49,10 +49,10 @@ def figures(intervals: Sequence[Interval], processes: int) -> dict[str, float]:
 
 
 def work_done(flops_a_token: float, head_flops_a_token: float, head_share: float) -> float:
-    """Model work a token where the output head computes only a share of the tokens."""
+    """Return the model work of a token when the output head computes only a share of the tokens."""
     return flops_a_token - (1 - head_share) * head_flops_a_token
 
 
 def used_share(tokens_per_second: float, flops_a_token: float, flops_a_second: float) -> float:
-    """MFU: model work a second over what the GPU can do."""
+    """Return MFU: model work a second over the GPU's peak rate."""
     return tokens_per_second * flops_a_token / flops_a_second

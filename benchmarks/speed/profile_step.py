@@ -1,14 +1,13 @@
-"""What a step of train_ddp.py spends its time on, and what makes it wait for the GPU.
+"""Profile a step of train_ddp.py: where its time goes, and what makes the host wait for the GPU.
 
-    python -m benchmarks.speed.profile_step --work /tmp/profile --json benchmarks/results/profile_step.json
+    python -m benchmarks.speed.profile_step --work /tmp/profile --json benchmarks/results/speed/profile_auto.json
     python -m benchmarks.speed.profile_step ... -- --per_device_train_batch_size auto
-
     python -m benchmarks.speed.profile_step ... --shape qwen3_8b --rows full
 
-The kit with its defaults, LoRA on a model of Qwen3-1.7B's shape, on chat rows; options after -- are added. After
-warm-up some steps run unprofiled, some with only the GPU recorded (which slows nothing), and some with every operation
-and its Python stack (which slows a lot, so that only counts and shares are taken from them); none of the recorded ones writes a log line.
-Only the summary is kept.
+Runs the kit with its defaults: LoRA on a model of Qwen3-1.7B's shape, on chat rows. Options after -- are added. After
+warm-up, some steps run without a profiler, some record only the GPU (which slows nothing down), and some record every
+operation with its Python stack (which slows a lot down, so that only counts and shares are used). No profiled step
+writes a log line. Only the summary is kept.
 """
 
 from __future__ import annotations
@@ -28,9 +27,9 @@ WARM, PLAIN, GPU_ONLY, WITH_STACKS = 8, 6, 4, 2
 
 
 class Phases:
-    """A trainer callback in all but its base class, which cannot be imported before Unsloth is.
+    """Start and stop the profiler at step borders, once the GPU has finished the step.
 
-    Phases begin and end at the end of a step, once the GPU has finished it.
+    Not a TrainerCallback itself: that class cannot be imported before Unsloth is.
     """
 
     def __init__(self, folder: Path, scale: int) -> None:
@@ -47,7 +46,7 @@ class Phases:
         self.phase_began = 0.0
 
     def step_ended(self, step: int) -> None:
-        """Called at the end of every step."""
+        """Start or end a phase after this step."""
         if step not in self.ends and step not in self.begins:
             return
         import torch

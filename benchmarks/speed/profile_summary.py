@@ -1,4 +1,4 @@
-"""A profiler's events as a few numbers: how busy the GPU was, what took longest, and who waited. Pure functions.
+"""Summarize a profiler's events: how busy the GPU was, which kernels took longest, and what waited. Pure functions.
 
 Events are those of torch.profiler's Chrome trace: dicts with cat, name, ts, dur (microseconds), pid and tid.
 """
@@ -24,7 +24,7 @@ ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
 def busy_seconds(events: Iterable[Event]) -> float:
-    """Seconds in which at least one of these events was going on."""
+    """Return the seconds in which at least one of these events was active."""
     spans = sorted((event["ts"], event["ts"] + event["dur"]) for event in events)
     total, end = 0.0, float("-inf")
     for began, ended in spans:
@@ -34,7 +34,7 @@ def busy_seconds(events: Iterable[Event]) -> float:
 
 
 def gpu_summary(events: Sequence[Event], seconds: float, steps: int) -> dict[str, Any]:
-    """Share of the time in which the GPU was busy, and the kernels that took most of it."""
+    """Return the share of time in which the GPU was busy, and the kernels that took most of it."""
     on_gpu = [event for event in events if event.get("cat") in ON_GPU]
     spent, count = Counter[str](), Counter[str]()
     for event in on_gpu:
@@ -57,7 +57,7 @@ def gpu_summary(events: Sequence[Event], seconds: float, steps: int) -> dict[str
 
 
 def operator_summary(averages: Iterable[tuple[str, int, float]], steps: int) -> list[dict[str, Any]]:
-    """The operations that kept the CPU longest, from (name, count, own seconds)."""
+    """Return the operations that kept the CPU longest, from (name, count, own seconds)."""
     longest = sorted(averages, key=lambda one: one[2], reverse=True)[:TOP]
     return [
         {"name": name[:SHORT], "count_a_step": count / steps, "milliseconds_a_step": 1000 * seconds / steps}
@@ -66,7 +66,7 @@ def operator_summary(averages: Iterable[tuple[str, int, float]], steps: int) -> 
 
 
 def waits(events: Sequence[Event], steps: int) -> list[dict[str, Any]]:
-    """Every place that waits, with how often a step, and the innermost Python frames there, outermost first."""
+    """Return every place that waits, how often a step, and its innermost Python frames, outermost first."""
     asked = [event for event in events if event.get("cat") in ("cuda_runtime", "cpu_op") and event["name"] in WAITS]
     stacks = _stacks(events, asked)
     found: Counter[tuple[str, tuple[str, ...]]] = Counter()
@@ -79,7 +79,7 @@ def waits(events: Sequence[Event], steps: int) -> list[dict[str, Any]]:
 
 
 def _stacks(events: Sequence[Event], asked: Sequence[Event]) -> list[tuple[str, ...]]:
-    """The Python frames around each event on its thread, outermost first, the innermost FRAMES of them."""
+    """Return the Python frames around each event on its thread, outermost first, at most the innermost FRAMES."""
     by_thread: dict[Any, list[tuple[float, int, Any]]] = defaultdict(list)
     for event in events:
         if event.get("cat") == "python_function" and "dur" in event:

@@ -1,11 +1,11 @@
-"""What speeds are compared with: the bf16 matrix products of a GPU, and the work of a token.
+"""Measure the bf16 matrix rate of a GPU, or compute the model work of a token.
 
     python -m benchmarks.speed.rates matmul
     python -m benchmarks.speed.rates flops qwen3_8b
 
 matmul: floating-point operations a second of products of square bf16 matrices on the first visible GPU.
-flops: model work a token of each method for a shape of benchmarks/common/models.py, or a model's folder, as unsloth_ddp.plan counts it.
-Each prints one line of JSON.
+flops: model work of a token by method, for a shape of common/models.py or a model's folder, as unsloth_ddp.plan counts
+it. Each prints one line of JSON.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ SIZE, TURNS, BLOCKS = 8192, 20, 15
 
 
 def matmul() -> dict[str, float]:
-    """Median and best rate over blocks of products; on a CPU a small product, to try the script."""
+    """Return median and best rate over blocks of products; on a CPU a small product, to try the script."""
     import torch
 
     cuda = torch.cuda.is_available()
@@ -39,7 +39,7 @@ def matmul() -> dict[str, float]:
 
 
 def flops(shape: str) -> dict[str, float]:
-    """Model work a token by method, with an adapter of rank 16 on all linear layers where there is one."""
+    """Return the model work of a token by method; an adapter has rank 16 on all linear layers."""
     from benchmarks.common.models import SHAPES, make_config
     from unsloth_ddp.config.parse import Settings
     from unsloth_ddp.plan.shape import model_shape

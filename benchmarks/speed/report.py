@@ -1,4 +1,4 @@
-"""The results of speed.py as a Markdown table and a picture; every number comes from the JSON."""
+"""Turn the results of the speed comparison into a Markdown table and a picture; every number comes from the JSON."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Group = tuple[str, str, str]
 
 @dataclass(frozen=True)
 class Summary:
-    """All runs of one contestant on one work: speeds are tokens a second a GPU that are not padding."""
+    """Hold all runs of one contestant on one workload: speeds are tokens a second per GPU, without padding."""
 
     contestant: str
     processes: int
@@ -41,7 +41,7 @@ class Summary:
 
 
 def summarize(cells: Sequence[dict[str, Any]]) -> Summary:
-    """One line for the repeats of a run."""
+    """Combine the repeats of a run."""
     empty = [one for one in cells if not one.get("warm_caches")]
     first = [one["seconds_to_first_step"] for one in empty if one.get("seconds_to_first_step")]
     return Summary(
@@ -61,14 +61,14 @@ def summarize(cells: Sequence[dict[str, Any]]) -> Summary:
 
 
 def describe_batch(settings: dict[str, Any]) -> str:
-    """Units of a micro-batch x micro-batches of a step, how rows lie in them, and what recomputes activations."""
+    """Describe rows (or packs) a micro-batch x micro-batches a step, their layout, and what is recomputed."""
     lie = "packs" if settings.get("packing") else "rows, flat" if settings.get("padding_free") else "rows, padded"
     batch = f"{settings.get('per_device_train_batch_size')} x {settings.get('gradient_accumulation_steps')} {lie}"
     return f"{batch}; {settings.get('gradient_checkpointing')}"
 
 
 def by_group(cells: Iterable[dict[str, Any]]) -> dict[Group, list[Summary]]:
-    """The contestants of each work, shape and method, in the order in which contestants are listed."""
+    """Group the contestants by workload, shape and method, in the order in which contestants are listed."""
     found: dict[Group, dict[tuple[str, int, str], list[dict[str, Any]]]] = defaultdict(lambda: defaultdict(list))
     for one in cells:
         if one["exit_code"] == 0:
@@ -82,18 +82,18 @@ def by_group(cells: Iterable[dict[str, Any]]) -> dict[Group, list[Summary]]:
 
 
 def published_rate(gpus: Sequence[str]) -> float | None:
-    """What NVIDIA publishes for GPUs of this name."""
+    """Return the rate that NVIDIA publishes for GPUs of this name."""
     return next((rate for name, rate in PUBLISHED.items() if any(name in gpu for gpu in gpus)), None)
 
 
 def measured_rate(content: dict[str, Any]) -> float | None:
-    """The rate of bf16 matrix products, over the GPUs and calls."""
+    """Return the median rate of bf16 matrix products over GPUs and calls."""
     rates = [one["flops_a_second"] for one in content.get("matmul", []) if one]
     return statistics.median(rates) if rates else None
 
 
 def head_flops(shape: str, method: str) -> float:
-    """Work of the output head a token: one product forward, one for what lies below it, one more where it is trained."""
+    """Return the output head's work of a token: one product forward, one backward, one more if it is trained."""
     hidden, *_, vocabulary = SHAPES.get(shape, (0, 0))
     return 2.0 * hidden * vocabulary * (3 if method == "full" else 2)
 
@@ -103,13 +103,13 @@ def _share(speed: float, work: float | None, rate: float | None) -> str:
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Markdown, the first column to the left and the others to the right."""
+    """Format a Markdown table, the first column left-aligned and the others right-aligned."""
     lines = [head, ["---", *["---:"] * (len(head) - 1)], *rows]
     return ["| " + " | ".join(cells) + " |" for cells in lines]
 
 
 def speed_table(group: Group, found: Sequence[Summary], content: dict[str, Any]) -> list[str]:
-    """One GPU: who trains how fast."""
+    """Format the speed of every contestant on one GPU."""
     alone = [one for one in found if one.processes == 1]
     speeds = {one.contestant: one.speed for one in alone}
     work = (content["flops_a_token"].get(group[1]) or {}).get(group[2])
@@ -139,7 +139,7 @@ def speed_table(group: Group, found: Sequence[Summary], content: dict[str, Any])
 
 
 def scaling_table(found: dict[Group, list[Summary]]) -> list[str]:
-    """Several GPUs against one: speed of each GPU over that of one GPU alone."""
+    """Format the speed of each of several GPUs over that of one GPU alone."""
     rows = []
     for group, summaries in found.items():
         single = {one.contestant: one for one in summaries if one.processes == 1}
@@ -156,7 +156,7 @@ def scaling_table(found: dict[Group, list[Summary]]) -> list[str]:
 
 
 def markdown(content: dict[str, Any]) -> str:
-    """The whole report."""
+    """Format the whole report."""
     found = by_group(content["cells"])
     rate, published = measured_rate(content), published_rate(content["gpus"])
     versions = ", ".join(f"{name} {version}" for name, version in content["versions"].items())
@@ -203,7 +203,7 @@ def markdown(content: dict[str, Any]) -> str:
 
 
 def draw(content: dict[str, Any], path: Path) -> None:
-    """One panel a work: the speed of each contestant on one GPU, with its slowest and fastest interval."""
+    """Draw one panel per workload: the speed of each contestant on one GPU, with its slowest and fastest interval."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -236,7 +236,7 @@ def draw(content: dict[str, Any], path: Path) -> None:
 
 
 def write_report(content: dict[str, Any], table: Path, picture: Path) -> bool:
-    """Write both files; without matplotlib the table alone, which is said. Returns whether both are there."""
+    """Write both files and return True; without matplotlib write the table alone, say so, and return False."""
     table.write_text(markdown(content))
     print(f"{table} is written")
     if not find_spec("matplotlib"):

@@ -1,4 +1,4 @@
-"""Starts the runs of speed.py in their lanes, ends them in time, and reads what they measured."""
+"""Start the runs of the speed comparison in their lanes, end them in time, and read their measurements."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ ABOUT_PACKING = re.compile("padding-free|packing", re.IGNORECASE)
 
 @dataclass
 class Bench:
-    """Everything the runs have in common; `gpus` are the ids of the lanes, empty on a CPU.
+    """Hold what all runs share; `gpus` are the ids of the lanes, empty on a CPU.
 
-    With `warm_caches` what Triton and Inductor compile is kept for later runs, which begin sooner.
+    With `warm_caches`, compiled code of Triton and Inductor is kept for later runs, which then start sooner.
     """
 
     folder: Path
@@ -52,13 +52,13 @@ class Bench:
     seen: dict[tuple[str, str, str], float] = field(default_factory=dict)
 
     def expected(self, cell: Cell) -> float:
-        """Seconds that a run will take."""
+        """Return the seconds that a run is expected to take."""
         return estimate(cell, self.seconds, self.seen)
 
 
 @dataclass
 class Process:
-    """A run that goes on."""
+    """Hold a run in progress."""
 
     running: Running
     process: subprocess.Popen[bytes]
@@ -70,7 +70,7 @@ class Process:
 
 
 def run_all(bench: Bench, cells: list[Cell], done: Callable[[dict[str, Any]], None]) -> dict[str, str]:
-    """Run what time allows, in order; `done` gets each result. Returns why others were left out, by name."""
+    """Run what time allows, in order; `done` gets each result. Return why others were left out, by name."""
     waiting, processes = list(cells), []
     try:
         while True:
@@ -98,7 +98,7 @@ def run_all(bench: Bench, cells: list[Cell], done: Callable[[dict[str, Any]], No
 
 
 def environment(bench: Bench, cell: Cell, own: Path, lanes: tuple[int, ...]) -> dict[str, str]:
-    """The environment of a run: its own GPUs, and caches that are empty, as they are for someone's first run."""
+    """Return the environment of a run: its own GPUs, and empty caches, as in a user's first run."""
     kept = bench.folder / "caches" if bench.warm_caches else own
     caches = {
         "UNSLOTH_COMPILE_LOCATION": own / "compiled",
@@ -150,7 +150,7 @@ def _kill(one: Process) -> None:
 
 
 def _ended(bench: Bench, one: Process) -> dict[str, Any] | None:
-    """The result of a run that has ended, or is ended now for taking too long."""
+    """Return the result of a run that has ended, or end one that takes too long; None while it runs."""
     code: int | str | None = one.process.poll()
     if code is None:
         if time.monotonic() < one.limit:
@@ -179,7 +179,7 @@ def _ended(bench: Bench, one: Process) -> dict[str, Any] | None:
 
 
 def read(cell: Cell, own: Path, log: str, began_at: float) -> dict[str, Any]:
-    """What a finished run measured.
+    """Return the measurements of a finished run.
 
     Raises:
         OSError, KeyError, ValueError: its files are not what they should be.
@@ -194,7 +194,7 @@ def read(cell: Cell, own: Path, log: str, began_at: float) -> dict[str, Any]:
 
 
 def read_kit(run: Path, log: str) -> dict[str, Any]:
-    """What train_ddp.py wrote into its run's folder, and the table it printed."""
+    """Read what train_ddp.py wrote into its run's folder, and the table it printed."""
     summary = json.loads((run / "summary.json").read_text())
     own_log = (run / "logs" / "rank_0.log").read_text()
     chooses = summary["backend"] == "unsloth" and HEAD_OF_ALL not in own_log
@@ -215,5 +215,5 @@ def read_kit(run: Path, log: str) -> dict[str, Any]:
 
 
 def read_peer(path: Path) -> dict[str, Any]:
-    """What a peer's script wrote."""
+    """Read what a peer's script wrote."""
     return json.loads(path.read_text())

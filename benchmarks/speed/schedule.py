@@ -1,4 +1,4 @@
-"""Which run starts next, and where: runs on one GPU side by side, one a GPU; those on several alone. Pure decisions."""
+"""Decide which run starts next, and where: one-GPU runs side by side, runs on several GPUs alone. Pure functions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from benchmarks.speed.cells import Cell
 
 @dataclass(frozen=True)
 class Running:
-    """A run that was started, and when it is expected to end."""
+    """Hold a run in progress and its expected end."""
 
     cell: Cell
     lanes: tuple[int, ...]
@@ -19,7 +19,7 @@ class Running:
 
 @dataclass(frozen=True)
 class Start:
-    """A run to start now, on these lanes."""
+    """Name a run to start now, and its lanes."""
 
     cell: Cell
     lanes: tuple[int, ...]
@@ -33,10 +33,10 @@ def next_start(
     deadline: float,
     expected: Callable[[Cell], float],
 ) -> Start | None:
-    """The run to start now, or None to wait (or, with nothing running, to end).
+    """Return the run to start now, or None to wait (or, with nothing running, to end).
 
-    The first that is waiting comes first. While it waits for all lanes, a lane that is free takes a later run on one
-    GPU, if that ends before the lane would be needed. Nothing is started that cannot end by the deadline.
+    The first run in the queue has priority. While it waits for all lanes, a free lane takes a later one-GPU run that
+    ends before the lane is needed. Nothing starts that cannot end by the deadline.
     """
     busy = {lane for run in running for lane in run.lanes}
     free = [lane for lane in range(lanes) if lane not in busy]
@@ -54,7 +54,7 @@ def next_start(
 
 
 def left_out(waiting: Sequence[Cell], lanes: int, expected: Callable[[Cell], float]) -> Mapping[str, str]:
-    """Why runs were not started, by their names."""
+    """Return why runs were not started, by name."""
     return {
         cell.name: f"needs {cell.processes} GPUs" if cell.processes > lanes else f"no time for {expected(cell):.0f} s"
         for cell in waiting

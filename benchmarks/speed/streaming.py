@@ -1,10 +1,10 @@
-"""What streamed rows cost on this machine's CPU: tokenizing, skipping, handing out.
+"""Measure the cost of streamed rows on this machine's CPU: tokenizing, skipping, sending to ranks.
 
     python -m benchmarks.speed.streaming --json benchmarks/results/speed/streaming.json
 
-tokenized: rows of one reading process, chats of 24 and of about 300 tokens. skipped: rows that a run which goes on reads
-and leaves out. Both are a second of CPU time, so that other work on the machine does not count. handed out: milliseconds
-to send each rank its rows of a step, 16 rows of 300 tokens a rank.
+tokenized: rows a second of one reading process, for chats of 24 and of about 300 tokens. skipped: rows a second that a
+resumed run reads and drops. Both count CPU time, so that other work on the machine does not matter. handed out:
+milliseconds to send each rank its rows of a step, 16 rows of 300 tokens per rank.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SKIPPED = 150_000
 
 
 def write_sources(folder: Path) -> dict[str, Path]:
-    """Short and long chats as JSONL, and the short ones as Parquet."""
+    """Write short and long chats as JSONL, and the short ones as Parquet."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -44,7 +44,7 @@ def write_sources(folder: Path) -> dict[str, Path]:
 
 
 def make_windows(source: Path, buffer: int) -> Any:
-    """The windows of a run over these rows with the demo's tokenizer."""
+    """Return the windows of a run over these rows with the demo's tokenizer."""
     from transformers import AutoTokenizer
 
     from unsloth_ddp.config.options import Settings
@@ -55,7 +55,7 @@ def make_windows(source: Path, buffer: int) -> Any:
 
 
 def tokenized(source: Path) -> dict[str, float]:
-    """Rows and tokens that a reading process makes a second."""
+    """Return rows and tokens a second of a reading process."""
     windows = iter(make_windows(source, 0))
     next(windows)
     began = time.process_time()
@@ -65,7 +65,7 @@ def tokenized(source: Path) -> dict[str, float]:
 
 
 def skipped(source: Path, buffer: int) -> float:
-    """Rows a second that are read and left out."""
+    """Return the rows a second that are read and dropped."""
     from unsloth_ddp.data.streaming import Position
 
     windows = make_windows(source, buffer)
@@ -76,7 +76,7 @@ def skipped(source: Path, buffer: int) -> float:
 
 
 def hand_out() -> None:
-    """One of the ranks that torchrun starts; the main one prints the median in milliseconds."""
+    """Run as one of torchrun's ranks; the main one prints the median in milliseconds."""
     import numpy as np
     import torch
     import torch.distributed as dist
@@ -101,7 +101,7 @@ def hand_out() -> None:
 
 
 def handed_out(ranks: int) -> float:
-    """Milliseconds to hand out a step to so many ranks."""
+    """Return the milliseconds to send a step to this many ranks."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
     done = subprocess.run(
         [*command, "-m", "benchmarks.speed.streaming", "--hand_out"],

@@ -15,10 +15,11 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.common.runs import REPO
 from benchmarks.speed import runner
 from benchmarks.speed.cells import CONTESTANTS, WARM_LINES, WORKS, Cell, command, default_order, kit_steps, parse_cells
 from benchmarks.speed.figures import figures, first_step_at, kit_intervals, used_share
-from benchmarks.speed.peers.measure import Marks, Pace, make_parser, real_tokens
+from benchmarks.speed.peers.measure import Marks, Pace, add_unsloth_options, make_parser, real_tokens
 from benchmarks.speed.profile_summary import busy_seconds, gpu_summary, waits
 from benchmarks.speed.report import markdown
 from benchmarks.speed.schedule import Running, Start, left_out, next_start
@@ -85,7 +86,10 @@ def test_every_command_is_one_that_its_script_takes() -> None:
             assert (settings.method, settings.max_length) == (one.method, WORKS[one.work].max_length)
             assert at > 2 or one.processes == 1
         else:
-            given = make_parser(None).parse_args(words[at + 1 :])
+            parser = make_parser(None)
+            if words[at].endswith("unsloth_sft.py"):
+                add_unsloth_options(parser)
+            given = parser.parse_args(words[at + 1 :])
             assert (given.method, given.max_length) == (one.method, WORKS[one.work].max_length)
 
 
@@ -104,6 +108,8 @@ def test_the_global_batch_is_the_same_for_all_that_count_rows() -> None:
     assert option(words("kit", 2, "weak"), "--global_batch_size") == 128
     # The rows of a step, packed, are about ten packs of 2048 tokens.
     assert option(words("trl_packed"), "--batch") * option(words("trl_packed"), "--accumulation") in (8, 10)
+    # Tuned by hand, Unsloth takes the kit's eight packs at once, in one micro-batch.
+    assert (option(words("unsloth_tuned"), "--batch"), option(words("unsloth_tuned"), "--accumulation")) == (8, 1)
     assert option(words("unsloth_guide"), "--batch") * option(words("unsloth_guide"), "--accumulation") == 8
     assert words("kit_one")[-2:] == ["--per_device_train_batch_size", "1"]
 

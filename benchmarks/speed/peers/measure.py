@@ -1,4 +1,4 @@
-"""How fast a peer's trainer is: tokens that are not padding, counted in the micro-batches its model gets.
+"""Measure the speed of a peer's trainer in tokens without padding, counted in the micro-batches its model gets.
 
 Works for any subclass of Transformers' Trainer. Import it after the peer's own library: Unsloth has to come before
 Transformers.
@@ -20,7 +20,7 @@ from transformers import TrainerCallback
 
 @dataclass(frozen=True)
 class Pace:
-    """When steps begin to count, how often they are timed, and when enough are. All in seconds but for the steps."""
+    """Set when measuring begins, how often it marks the time, and when it ends. All in seconds but for the steps."""
 
     seconds: float
     warm_steps: int = 2
@@ -29,16 +29,16 @@ class Pace:
     fewest: int = 3
 
     def warm(self, steps: int, since_first_step: float) -> bool:
-        """Whether compilation and the allocator have settled."""
+        """Return whether compilation and the allocator have settled."""
         return steps >= self.warm_steps and since_first_step >= self.warm_seconds
 
     def enough(self, measured: float, intervals: int) -> bool:
-        """Whether the run may end."""
+        """Return whether the run may end."""
         return intervals >= self.fewest and measured >= self.seconds
 
 
 def real_tokens(inputs: Mapping[str, Any]) -> Any:
-    """Tokens of a micro-batch that are not padding: a 0-dim tensor, or an int where no tensor need be read."""
+    """Return the tokens of a micro-batch without padding: a 0-dim tensor, or an int if no tensor has to be read."""
     if "packed_seq_lengths" in inputs:
         return inputs["packed_seq_lengths"].sum()
     if inputs.get("attention_mask") is not None:
@@ -48,7 +48,7 @@ def real_tokens(inputs: Mapping[str, Any]) -> Any:
 
 
 class Marks(TrainerCallback):
-    """Notes time and tokens at the end of some steps, once the GPU has finished them, and stops a trainer in time."""
+    """Record time and tokens at the end of some steps, once the GPU has finished them, and stop the trainer in time."""
 
     def __init__(self, trainer: Any, pace: Pace) -> None:
         self.pace = pace
@@ -71,12 +71,12 @@ class Marks(TrainerCallback):
         return self._original(model, inputs, *args, **kwargs)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """What loading took for a moment is not what a step takes."""
+        """Reset the peak memory, so that loading does not count as training."""
         if self.cuda:
             torch.cuda.reset_peak_memory_stats()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Time this step, or leave it alone."""
+        """Mark the time of this step if it is due."""
         now, steps = time.perf_counter(), state.global_step
         if steps == 1:
             self._wait()
@@ -98,7 +98,7 @@ class Marks(TrainerCallback):
             torch.cuda.synchronize()
 
     def result(self) -> dict[str, Any]:
-        """What the run came to: intervals are (tokens, seconds, steps)."""
+        """Return the measurements; intervals are (tokens, seconds, steps)."""
         pairs = zip(self.marks, self.marks[1:], strict=False)
         memory = {}
         if self.cuda:
@@ -116,7 +116,7 @@ class Marks(TrainerCallback):
 
 
 def make_parser(description: str | None) -> argparse.ArgumentParser:
-    """The command line of every peer."""
+    """Return the command line parser that every peer uses."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--model", required=True)
     parser.add_argument("--rows", required=True, help="a .jsonl file of chats")
@@ -131,8 +131,16 @@ def make_parser(description: str | None) -> argparse.ArgumentParser:
     return parser
 
 
+def add_unsloth_options(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add what a user of Unsloth tunes by hand; the defaults are those of its guide."""
+    parser.add_argument("--optim", default="adamw_8bit")
+    parser.add_argument("--checkpointing", choices=["unsloth", "none"], default="unsloth")
+    parser.add_argument("--logging_steps", type=int, default=1)
+    return parser
+
+
 def train(trainer: Any, given: argparse.Namespace, checkpointing: str) -> None:
-    """Train until enough was measured, and write the result; `checkpointing` says what recomputes activations."""
+    """Train until enough is measured, and write the result; `checkpointing` names what recomputes activations."""
     marks = Marks(trainer, Pace(given.seconds, warm_seconds=given.warm_seconds))
     trainer.train()
     arguments = trainer.args

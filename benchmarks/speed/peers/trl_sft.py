@@ -1,8 +1,8 @@
-"""TRL's own SFTTrainer with PEFT, every setting its default but what the benchmark fixes for all contestants.
+"""Train with TRL's SFTTrainer and PEFT, with default settings but for what the benchmark fixes for all contestants.
 
-With --packing as TRL documents it. TRL recommends a FlashAttention package for packed rows; without one, Transformers
-reads the borders of rows from their positions and gives sdpa a mask of (tokens x tokens) for each micro-batch, which
-keeps rows apart and computes all that lies between them.
+--packing packs rows as TRL documents it. TRL recommends a FlashAttention package for packed rows. Without one,
+Transformers reads the borders of rows from their positions and gives sdpa a (tokens x tokens) mask for each
+micro-batch, which keeps rows apart and computes the scores between them too.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from benchmarks.speed.peers.measure import make_parser, train
 
 
 def main() -> None:
-    """Train and write down how fast."""
+    """Train, and write the measured speed."""
     given = make_parser(__doc__).parse_args()
     cpu = not torch.cuda.is_available()
     # All parameters are trained in fp32 under autocast, TRL's default; frozen weights are kept in bf16 as usual.

@@ -1,6 +1,6 @@
-"""Unsloth as its guide and notebooks have it: adamw_8bit, its own gradient checkpointing, every step logged.
+"""Train with Unsloth as its guide and notebooks show: adamw_8bit, its own gradient checkpointing, every step logged.
 
-With --packing its SFTConfig(packing=True).
+--packing sets SFTConfig(packing=True). --optim, --checkpointing and --logging_steps stand for tuning by hand.
 """
 
 from __future__ import annotations
@@ -16,14 +16,16 @@ from datasets import load_dataset
 from trl import SFTConfig, SFTTrainer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
-from benchmarks.speed.peers.measure import make_parser, train
+from benchmarks.speed.peers.measure import add_unsloth_options, make_parser, train
 
 LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
 def main() -> None:
-    """Train and write down how fast."""
-    given = make_parser(__doc__).parse_args()
+    """Train, and write the measured speed."""
+    given = add_unsloth_options(make_parser(__doc__)).parse_args()
+    # Unsloth's SFTConfig turns checkpointing on again unless it is turned off there too.
+    stored = {"gradient_checkpointing": False} if given.checkpointing == "none" else {}
     model, tokenizer = FastLanguageModel.from_pretrained(
         model_name=given.model,
         max_seq_length=given.max_length,
@@ -38,7 +40,7 @@ def main() -> None:
             lora_alpha=16,
             lora_dropout=0,
             bias="none",
-            use_gradient_checkpointing="unsloth",
+            use_gradient_checkpointing=False if stored else "unsloth",
             random_state=3407,
         )
 
@@ -60,16 +62,17 @@ def main() -> None:
             warmup_steps=5,
             max_steps=10_000,
             learning_rate=2e-4,
-            logging_steps=1,
-            optim="adamw_8bit",
+            logging_steps=given.logging_steps,
+            optim=given.optim,
             weight_decay=0.001,
             lr_scheduler_type="linear",
             seed=3407,
             save_strategy="no",
             report_to="none",
+            **stored,
         ),
     )
-    train(trainer, given, "unsloth")
+    train(trainer, given, given.checkpointing)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.robustness.fault_injection import damage, is_bad, torture
+from benchmarks.robustness.fault_injection import damage, inject_faults, is_bad
 
 RUNS = int(os.environ.get("UNSLOTH_DDP_TORTURE_RUNS", "20"))
 
@@ -16,7 +16,7 @@ RUNS = int(os.environ.get("UNSLOTH_DDP_TORTURE_RUNS", "20"))
 @pytest.mark.torture
 @pytest.mark.timeout(300 + 120 * RUNS)
 def test_whatever_kills_the_job_it_ends_bit_identical(tmp_path):
-    found = torture("kit", RUNS, 1, tmp_path, lambda so_far: print(so_far["each"][-1]), time.time() + 86400)
+    found = inject_faults("kit", RUNS, 1, tmp_path, lambda so_far: print(so_far["each"][-1]), time.time() + 86400)
     assert found["runs"] == RUNS
     bad = [each for each in found["each"] if is_bad(each)]
     assert not bad, bad

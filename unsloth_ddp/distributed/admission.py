@@ -38,6 +38,11 @@ def answer(key: bytes, rank: int, role: str, challenge: str) -> str:
     return hmac.new(key, f"{role}\0{rank}\0{challenge}".encode(), hashlib.sha256).hexdigest()
 
 
+def _close_all(sockets: Collection[socket.socket]) -> None:
+    for one in sockets:
+        one.close()
+
+
 def accept_ranks(
     listener: socket.socket, key: bytes, expected: Collection[int], seconds: float
 ) -> dict[int, socket.socket]:
@@ -52,7 +57,7 @@ def accept_ranks(
     with selectors.DefaultSelector() as selector, contextlib.ExitStack() as unfinished:
         selector.register(listener, selectors.EVENT_READ)
         guests: dict[socket.socket, Guest] = {}
-        unfinished.callback(lambda: [guest.close() for guest in guests])
+        unfinished.callback(_close_all, guests)
         while len(admitted) < len(expected):
             now = time.monotonic()
             if now >= deadline:

@@ -21,7 +21,8 @@ from unsloth_ddp.distributed.ranks import Ranks, ranks_from_environment
 from unsloth_ddp.run.context import Run, open_run
 from unsloth_ddp.run.outcomes import RunEnd
 from unsloth_ddp.utils.errors import UserError
-from unsloth_ddp.utils.known_errors import report
+from unsloth_ddp.utils.known_errors import explain, report
+from unsloth_ddp.utils.streams import protect_streams
 
 
 def train(run: Run) -> None:
@@ -44,6 +45,7 @@ def train(run: Run) -> None:
 
 def main() -> None:
     """Read the settings and train; report a user's mistake in one sentence, and other errors with their cause."""
+    protect_streams()
     ranks = Ranks()
     try:
         ranks = ranks_from_environment()
@@ -53,13 +55,14 @@ def main() -> None:
     except RunEnd as end:
         if ranks.is_main:
             print(end, flush=True)
-        note_exit_code(end.exit_code)
+        note_exit_code(end.exit_code, sentence=str(end))
         sys.exit(end.exit_code)
     except UserError as error:
         exit_with(error, ranks.is_main)
     except Exception as error:
         report(error, explained=ranks.is_local_main)
-        note_exit_code(EXIT_FAILURE)
+        sentence = f"{type(error).__name__}: {error}"
+        note_exit_code(EXIT_FAILURE, sentence=f"{sentence}\n{explain(sentence)}".rstrip())
         sys.exit(EXIT_FAILURE)
 
 

@@ -15,7 +15,7 @@ import pytest
 
 from tests.jobs import LAST, WHOLE_RUN, assert_same, copy_until, ends, manifest_steps
 from tests.ranks import train
-from unsloth_ddp.distributed.signals import Stop
+from unsloth_ddp.distributed.signals import StopRequest
 
 
 @pytest.mark.parametrize(("ranks", "steps"), [pytest.param(1, (3,), marks=pytest.mark.slow), (2, (4, LAST))])
@@ -33,15 +33,15 @@ def test_a_resumed_run_ends_like_an_uninterrupted_one(job, whole_run, ranks, ste
 
 def train_and_signal(argv: list[str], cwd: str, rank: int, number: int, step: int) -> None:
     """train_ddp.py whose rank `rank` signals itself in its step `step` (counted from this start)."""
-    ask = Stop.ask
+    ask = StopRequest.start_poll
     asked = itertools.count(1)
 
-    def ask_and_signal(self: Stop) -> None:
+    def ask_and_signal(self: StopRequest) -> None:
         if next(asked) == step and os.environ["RANK"] == str(rank):
             os.kill(os.getpid(), number)
         ask(self)
 
-    Stop.ask = ask_and_signal  # type: ignore[method-assign]
+    StopRequest.start_poll = ask_and_signal  # type: ignore[method-assign]
     train(argv, cwd)
 
 
@@ -56,7 +56,7 @@ def test_a_stop_on_one_rank_stops_all_with_a_checkpoint_and_the_run_goes_on(job,
         args = (rank, number, 1)
         printed = job(options, "stopped", 2, code=75, target=train_and_signal, args=args, environ=environ).output
         (step,) = manifest_steps(stopped)[-1:]
-        assert f"Stopped on {number.name}; the same command goes on from {stopped}/checkpoint-{step}" in printed
+        assert f"Stopped on {number.name}; the same command resumes from {stopped}/checkpoint-{step}" in printed
         assert note.read_text() == "75\n"
         assert not (stopped / "summary.json").exists()
     printed = job(f"{options} --max_time 1s", "stopped", 2, code=75).output

@@ -17,6 +17,8 @@ from typing import Any
 import xxhash
 
 from unsloth_ddp.config.options import options_with
+from unsloth_ddp.distributed.wire import sendable
+from unsloth_ddp.utils.errors import os_reason
 from unsloth_ddp.utils.redaction import printable
 
 FILE_NAME = "manifest.json"
@@ -46,6 +48,7 @@ class Damaged(ValueError):
         super().__init__(printable(message))
 
 
+@sendable
 @dataclass(frozen=True)
 class Manifest:
     """Step of a checkpoint, identity of its run, package versions, and files as {path: (bytes, checksum)}."""
@@ -171,7 +174,7 @@ def verify(folder: Path) -> Manifest:
             if path.stat().st_size != size:
                 raise Damaged(f"{name} has {path.stat().st_size:,} bytes instead of {size:,}")
         except OSError as error:
-            raise Damaged(f"{name[:100]} cannot be read: {error.strerror or error}") from None
+            raise Damaged(f"{name[:100]} cannot be read: {os_reason(error)}") from None
 
     def matches(name: str) -> bool:
         try:

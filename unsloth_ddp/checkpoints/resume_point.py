@@ -15,9 +15,11 @@ from unsloth_ddp.checkpoints.folders import step_folders
 from unsloth_ddp.checkpoints.manifest import Damaged, Manifest
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.distributed.runtime import Runtime
+from unsloth_ddp.distributed.wire import sendable
 from unsloth_ddp.utils.errors import UserError
 
 
+@sendable
 @dataclass(frozen=True)
 class ResumePoint:
     """The checkpoint that a run resumes from."""

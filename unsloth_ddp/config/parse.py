@@ -17,7 +17,7 @@ from unsloth_ddp.config.options import OPTIONS, Settings
 from unsloth_ddp.config.unknown import unknown_options
 from unsloth_ddp.config.values import convert_value
 from unsloth_ddp.config.yaml_file import Unreadable, read_yaml
-from unsloth_ddp.utils.errors import UserError
+from unsloth_ddp.utils.errors import UserError, os_reason
 
 __all__ = ["Settings", "parse_settings", "read_config"]
 
@@ -85,7 +85,7 @@ def read_config(path: Path) -> dict[str, Any]:
             raise UserError(f"--config {path}: there is no such file; recipes/ holds examples.")
         content = read_yaml(path)
     except OSError as error:
-        raise UserError(f"--config {path} cannot be read: {error.strerror or error}.") from None
+        raise UserError(f"--config {path} cannot be read: {os_reason(error)}.") from None
     except Unreadable as error:
         raise UserError(f"--config {path} is not YAML: {error}") from None
     if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):

@@ -7,6 +7,8 @@ from typing import Any
 
 import yaml
 
+from unsloth_ddp.utils.errors import one_line
+
 # Far above any settings: a data or weights file given as --config by mistake is not parsed for minutes.
 LARGEST_BYTES = 1 << 20
 
@@ -31,7 +33,7 @@ def read_yaml(path: Path) -> Any:
     except RecursionError:
         raise Unreadable("nested too deeply") from None
     except (yaml.YAMLError, ValueError, OverflowError) as error:
-        raise Unreadable(" ".join(str(error).split())) from None
+        raise Unreadable(one_line(error)) from None
 
 
 class _Loader(yaml.SafeLoader):

@@ -14,7 +14,7 @@ from unsloth_ddp.data.hub import use_cache_if_hub_is_unreachable
 from unsloth_ddp.data.sources import checked_files
 from unsloth_ddp.distributed.ranks import Ranks
 from unsloth_ddp.distributed.runtime import Runtime
-from unsloth_ddp.distributed.signals import Stop
+from unsloth_ddp.distributed.signals import StopRequest
 from unsloth_ddp.model.files_check import check_local_model
 from unsloth_ddp.run.outcomes import RunEnd
 
@@ -35,7 +35,7 @@ class Run:
     runtime: Runtime
     folder: Path
     node_folder: Path
-    stop: Stop
+    stop: StopRequest
     began: float
     identity: dict[str, Any] = field(default_factory=dict)
 
@@ -53,7 +53,7 @@ def open_run(settings: Settings, ranks: Ranks) -> Iterator[Run]:
         RunEnd: as raised by the run.
     """
     began = time.perf_counter()
-    stop = Stop(ranks.is_main)
+    stop = StopRequest(ranks.is_main)
     stop.listen(settings.max_time)
     if ranks.nodes == 1:
         # Of several nodes, each may lack something else: that is raised on all of them once they have met.
@@ -71,9 +71,10 @@ def open_run(settings: Settings, ranks: Ranks) -> Iterator[Run]:
     ended: RunEnd | None = None
     with (
         started(settings, ranks) as runtime,
-        watched(settings, runtime) as stop.ended,
+        watched(settings, runtime) as end_process,
         node_folder(runtime) as shared,
     ):
+        stop.end_with(end_process)
         folder = choose_run_folder(settings, runtime)
         runtime.on_main(lambda: check_upload(settings))
         try:

@@ -20,7 +20,7 @@ from unsloth_ddp.checkpoints.resume_point import named_folder
 from unsloth_ddp.config.options import Settings, options_with
 from unsloth_ddp.config.yaml_file import Unreadable, read_yaml
 from unsloth_ddp.distributed.runtime import Runtime
-from unsloth_ddp.utils.errors import UserError
+from unsloth_ddp.utils.errors import UserError, os_reason
 
 SETTINGS_FILE, SUMMARY_FILE, LOCK_FILE = "settings.yaml", "summary.json", "run.lock"
 SETTINGS_ASIDE = "settings.partial"
@@ -52,7 +52,7 @@ def choose_run_folder(settings: Settings, runtime: Runtime) -> Path:
         try:
             _refuse_another_run(settings, folder)
         except OSError as error:
-            raise UserError(f"output folder {folder} cannot be read: {error.strerror or error}.") from None
+            raise UserError(f"output folder {folder} cannot be read: {os_reason(error)}.") from None
 
     runtime.on_main(look)
     runtime.on_main(lambda: _try_to_write(folder), per_node=True)
@@ -73,7 +73,7 @@ def _try_to_write(folder: Path) -> None:
             tempfile.TemporaryDirectory(prefix=".unsloth_ddp-", dir=there).cleanup()
     except OSError as error:
         raise UserError(
-            f"output folder {folder} cannot be written ({there}: {error.strerror or error}); give another --output_dir."
+            f"output folder {folder} cannot be written ({there}: {os_reason(error)}); give another --output_dir."
         ) from None
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from unsloth_ddp.distributed.exit_codes import EXIT_FAILURE, EXIT_STOPPED
+from unsloth_ddp.distributed.exit_codes import EXIT_FAILURE, EXIT_STOPPED, describe_exit_code
 
 
 class RunEnd(Exception):
@@ -22,7 +22,9 @@ class RunStopped(RunEnd):
     exit_code = EXIT_STOPPED
 
     def __init__(self, cause: str, checkpoint: Path) -> None:
-        super().__init__(f"Stopped on {cause}; the same command goes on from {checkpoint} (exit code {EXIT_STOPPED}).")
+        super().__init__(
+            f"Stopped on {cause}; the same command resumes from {checkpoint} ({describe_exit_code(EXIT_STOPPED)})."
+        )
 
 
 class StopNotSaved(RunEnd):

@@ -112,7 +112,7 @@ def begin(run: Run, trainer: DDPTrainer, resume: ResumePoint | None) -> None:
     open_run_folder(settings, runtime, run.folder)
     start_logging(run.folder, runtime)
     trainer.checkpoints.open()
-    for sentence in [*changes, *sharding.what_is_ignored(runtime.sharding, settings, runtime.ranks.nodes)]:
+    for sentence in [*changes, *sharding.sharding_warnings(runtime.sharding, settings, runtime.ranks.nodes)]:
         print(sentence)
     described = summary_file.describe_run(
         settings,
@@ -151,11 +151,11 @@ def train_from(run: Run, trainer: DDPTrainer, resume: ResumePoint | None) -> dic
     """
     seconds = trainer.train_from(resume)
     if trainer.stopped:
-        cause, checkpoints = str(run.stop.agreed), trainer.checkpoints
+        cause, checkpoints = str(run.stop.agreed_cause), trainer.checkpoints
         if checkpoints.last is None:
             raise StopNotSaved(cause, checkpoints.failed)
         raise RunStopped(cause, checkpoints.last)
-    run.stop.finishing = True
+    run.stop.begin_finishing()
     return summary_file.summarize(run.settings, run.runtime, trainer, seconds)
 
 

@@ -10,7 +10,7 @@ from transformers.trainer_callback import ExportableState
 
 from unsloth_ddp.distributed.drift import DriftCheck
 from unsloth_ddp.distributed.progress import Progress
-from unsloth_ddp.distributed.signals import Stop
+from unsloth_ddp.distributed.signals import StopRequest
 from unsloth_ddp.training.meter import Totals
 
 
@@ -49,12 +49,10 @@ class ReportProgress(TrainerCallback):
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Enter a step."""
-        self.progress.step = state.global_step + 1
-        if self.progress.phase == "preparing":
-            self.progress.enter("training")
+        self.progress.begin_step(state.global_step + 1)
 
     def _move(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.progress.moves += 1
+        self.progress.advance()
 
     on_substep_end = on_step_end = on_prediction_step = _move
 
@@ -74,21 +72,30 @@ class CompareWeights(TrainerCallback):
 class StopTogether(TrainerCallback):
     """End training on all ranks at the same step, with a checkpoint, when one of them was asked to stop.
 
-    It runs after Transformers' own flow control and overrides its decisions for this step: an evaluation that is due
-    would keep a scheduler waiting, and is done when the run is resumed.
+    It runs after Transformers' own flow control and overrides its decisions for this step. An evaluation that is due is
+    skipped, and one that is running is interrupted, because a scheduler does not wait that long; the resumed run makes
+    up for it.
     """
 
-    def __init__(self, stop: Stop) -> None:
+    def __init__(self, stop: StopRequest) -> None:
         self.stop = stop
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.stop.ask()
+        self.stop.start_poll()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self.stop.answer() and state.global_step < state.max_steps:
+        if self.stop.finish_poll() and state.global_step < state.max_steps:
             control.should_training_stop = control.should_save = True
             control.should_evaluate = False
 
+    def on_prediction_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.stop.interrupt_evaluation()
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Read the flags of the last batch; a checkpoint of this step follows."""
+        if self.stop.finish_poll() and state.global_step < state.max_steps:
+            control.should_training_stop = control.should_save = True
+
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self.stop.agreed and state.global_step < state.max_steps:
+        if self.stop.agreed_cause and state.global_step < state.max_steps:
             control.should_evaluate = control.should_save = control.should_log = False

@@ -30,10 +30,11 @@ from unsloth_ddp.data.training_data import TrainingData
 from unsloth_ddp.distributed.drift import DriftCheck
 from unsloth_ddp.distributed.runtime import Runtime, control_timeout
 from unsloth_ddp.distributed.sharding import shards_weights
-from unsloth_ddp.distributed.signals import Stop
+from unsloth_ddp.distributed.signals import StopRequest
 from unsloth_ddp.model.attention import keys_for_packs, prepare_for_packs
 from unsloth_ddp.model.gradient_checkpointing import GradientCheckpointing
 from unsloth_ddp.model.load import DTYPES
+from unsloth_ddp.model.modules import evaluation_mode
 from unsloth_ddp.model.supervised_head import fits_fused_head, head_with_equal_loss
 from unsloth_ddp.training.callbacks import CompareWeights, ReportProgress, StopTogether
 from unsloth_ddp.training.gradient_exchange import GradientExchange
@@ -76,7 +77,7 @@ class DDPTrainer(ResumableTrainer):
         tokenizer: Any,
         data: TrainingData,
         checkpoints: Checkpoints,
-        stop: Stop,
+        stop: StopRequest,
     ) -> None:
         self.settings = settings
         self.data = data
@@ -301,12 +302,11 @@ class DDPTrainer(ResumableTrainer):
     ) -> EvalLoopOutput:
         """Return the token mean over the whole set, each row once, in any layout."""
         model: Any = self.model_wrapped if self.is_deepspeed_enabled or self.is_fsdp_enabled else self.model
-        was_training = model.training
-        model.eval()
         one = torch.ones((), device=self.args.device)
         sums = torch.zeros(2, dtype=torch.float64, device=self.args.device)
-        with self.meter.paused():
-            with torch.no_grad(), self.runtime.progress.doing("evaluating"):
+        evaluating = self.runtime.progress.doing("evaluating")
+        with self.meter.paused(), evaluation_mode(model), torch.no_grad():
+            with evaluating:
                 for inputs in dataloader:
                     inputs = self._prepare_inputs(inputs)
                     with self.compute_loss_context_manager():
@@ -314,7 +314,6 @@ class DDPTrainer(ResumableTrainer):
                     sums += torch.stack([loss_sum.double(), supervised_tokens(inputs["labels"]).double()])
                     self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
             loss, count = self._gather_sums(sums).sum(dim=0).tolist()
-            model.train(was_training)
         metrics = {f"{metric_key_prefix}_loss": loss / count}
         return EvalLoopOutput(None, None, metrics, num_samples=len(dataloader.dataset) - 1)  # type: ignore[arg-type]
 
@@ -377,8 +376,9 @@ class DDPTrainer(ResumableTrainer):
         self.resume_point = resume
         if resume and resume.of_this_run:
             self.checkpoints.resumed_from(resume.folder)
-        self.stop.kept = lambda: self.checkpoints.last is not None
-        self.stop.arm(self.runtime, control_timeout(self.settings))
+        self.stop.begin_training(
+            self.runtime, control_timeout(self.settings), lambda: self.checkpoints.last is not None
+        )
         began = time.perf_counter()
         self.train(resume_from_checkpoint=str(resume.folder) if resume else None)
         self.runtime.progress.enter("finishing")
@@ -387,7 +387,7 @@ class DDPTrainer(ResumableTrainer):
     @property
     def stopped(self) -> bool:
         """The ranks stopped together before the last step."""
-        return bool(self.stop.agreed) and self.state.global_step < self.state.max_steps
+        return bool(self.stop.agreed_cause) and self.state.global_step < self.state.max_steps
 
     def write_final(self, folder: Path) -> None:
         """Write the adapter or model, the tokenizer and the log of losses into `folder`; every rank calls this."""

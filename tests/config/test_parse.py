@@ -324,13 +324,15 @@ def test_reading_settings_imports_nothing_heavy() -> None:
 )
 def test_a_path_that_leads_nowhere_is_told_before_torch_is_loaded(options: str, said: str) -> None:
     code = (
-        "import sys, train_ddp\n"
-        "try: train_ddp.main()\n"
-        "except SystemExit as end: print(end.code, 'torch' in sys.modules)"
+        "import sys\n"
+        "from train_ddp import Ranks, UserError, open_run, parse_settings\n"
+        "try:\n"
+        "    with open_run(parse_settings(sys.argv[1:]), Ranks()): pass\n"
+        "except UserError as told: print(told, 'torch' in sys.modules)"
     )
     argv = options.format(REPO / "demo/model").replace("model/train", "train").split()
     done = subprocess.run([sys.executable, "-c", code, *argv], capture_output=True, text=True, check=True, cwd=REPO)
-    assert said in done.stderr and done.stdout == "2 False\n"
+    assert said in done.stdout and done.stdout.endswith(" False\n")
 
 
 YAML_VALUES = st.recursive(

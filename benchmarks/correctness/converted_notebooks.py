@@ -55,7 +55,7 @@ CHANGES = {
 
 def prepare(out: Path, notebooks: dict[str, Path]) -> None:
     """Write a script for each notebook, from a changed copy of it."""
-    from unsloth_ddp.notebook import convert
+    from unsloth_ddp.notebook.convert import convert
 
     out.mkdir(parents=True, exist_ok=True)
     for name, path in notebooks.items():

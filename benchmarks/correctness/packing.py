@@ -78,7 +78,10 @@ def measure_losses(argv: list[str]) -> dict[str, Any]:
 
     from unsloth_ddp.config.parse import parse_settings
     from unsloth_ddp.data import dataset as data
+    from unsloth_ddp.data.collate import Flatten, PadRight
+    from unsloth_ddp.data.examples import read_examples
     from unsloth_ddp.data.labels import IGNORED
+    from unsloth_ddp.data.node_folder import node_folder
     from unsloth_ddp.data.packing import best_fit
     from unsloth_ddp.distributed.backend import import_backend
     from unsloth_ddp.distributed.ranks import Ranks
@@ -87,8 +90,8 @@ def measure_losses(argv: list[str]) -> dict[str, Any]:
     from unsloth_ddp.model import load as models
 
     settings = parse_settings(argv)
-    with started(settings, Ranks()) as runtime, data.node_folder(runtime) as folder:
-        data.read_examples(settings, runtime, folder)
+    with started(settings, Ranks()) as runtime, node_folder(runtime) as folder:
+        read_examples(settings, runtime, folder)
         import_backend(runtime, settings)
         model, tokenizer = models.load_model(settings, runtime)
         rows, _ = data.tokenize_examples(settings, runtime, folder, tokenizer)
@@ -98,7 +101,7 @@ def measure_losses(argv: list[str]) -> dict[str, Any]:
         lengths = data.row_lengths(rows.dataset)[:-1]
         packing = best_fit(lengths, settings.max_length)
         packs = dataclasses.replace(rows, packing=packing).examples
-        pad, flatten = data.PadRight(tokenizer.pad_token_id), data.Flatten(attention.keys_for_packs(runtime, model))
+        pad, flatten = PadRight(tokenizer.pad_token_id), Flatten(attention.keys_for_packs(runtime, model))
         device = runtime.device_type
         dtype = models.DTYPES[runtime.precision]
         autocast = torch.autocast(device, dtype=dtype, enabled=runtime.precision != "fp32")

@@ -48,10 +48,10 @@ def make_windows(source: Path, buffer: int) -> Any:
     from transformers import AutoTokenizer
 
     from unsloth_ddp.config.options import Settings
-    from unsloth_ddp.data.streaming import windows_of
+    from unsloth_ddp.data.stream_windows import streamed_windows
 
     settings = Settings(dataset=[str(source)], streaming=True, shuffle_buffer=buffer)
-    return windows_of(settings, None, AutoTokenizer.from_pretrained(DEMO / "model"), seed=1)
+    return streamed_windows(settings, None, AutoTokenizer.from_pretrained(DEMO / "model"), seed=1)
 
 
 def tokenized(source: Path) -> dict[str, float]:
@@ -66,10 +66,10 @@ def tokenized(source: Path) -> dict[str, float]:
 
 def skipped(source: Path, buffer: int) -> float:
     """Return the rows a second that are read and dropped."""
-    from unsloth_ddp.data.streaming import Position
+    from unsloth_ddp.data.stream_order import StreamPosition
 
     windows = make_windows(source, buffer)
-    windows.start = Position(0, SKIPPED)
+    windows.start = StreamPosition(0, SKIPPED)
     began = time.process_time()
     next(iter(windows))
     return SKIPPED / (time.process_time() - began)

@@ -121,4 +121,4 @@ def test_tool_commands_of_the_pages_parse(command):
     name, *options = shlex.split(command.split("-m unsloth_ddp.")[1])
     parser = importlib.import_module(f"unsloth_ddp.{name}.__main__").make_parser()
     _, rest = parser.parse_known_args(with_repository_paths(options))
-    parse_settings(rest, beside=parser)
+    parse_settings(rest, command=parser)

@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from tests.conftest import REPO
-from unsloth_ddp.checkpoints.checkpoint import check_sharing
+from unsloth_ddp.checkpoints.writer import check_shared
 from unsloth_ddp.config.parse import parse_settings
 from unsloth_ddp.distributed import runtime as processes
 from unsloth_ddp.distributed.drift import REPLICATED
-from unsloth_ddp.distributed.sharding import check_sharding, what_is_ignored
-from unsloth_ddp.model.attention import Kernels, find_kernel
+from unsloth_ddp.distributed.sharding import check_sharding, sharding_warnings
+from unsloth_ddp.model.attention import AttentionSetup, select_varlen_kernel
 from unsloth_ddp.model.gradient_checkpointing import kinds_here
 from unsloth_ddp.model.load import check_model
 from unsloth_ddp.utils.errors import UserError
@@ -73,7 +73,7 @@ def support(options: str, where: SimpleNamespace) -> str:
         check_model(settings, where)
     except UserError:
         return "no"
-    said = " ".join(what_is_ignored(where.sharding, settings, 1))
+    said = " ".join(sharding_warnings(where.sharding, settings, 1))
     return "ignored" if " is ignored" in said else "yes"
 
 
@@ -101,7 +101,7 @@ def test_a_shared_disk_is_needed_where_the_table_says(row: str, column: str, cel
     where = place(column)
     where.ranks = SimpleNamespace(nodes=2)
     try:
-        check_sharing(where, REPO / "outputs/run", False)
+        check_shared(where, REPO / "outputs/run", False)
         found = "yes"
     except UserError:
         found = "no"
@@ -117,8 +117,8 @@ def test_every_row_is_checked_by_one_of_these() -> None:
 
 @pytest.mark.parametrize(("attention", "where", "kernel"), table_after("## Packing")[1:])
 def test_kernels_are_found_where_the_table_says(attention: str, where: str, kernel: str) -> None:
-    found = find_kernel(
-        Kernels(
+    found = select_varlen_kernel(
+        AttentionSetup(
             device_type="cpu" if where == "CPU" else "cuda",
             sixteen_bit="16 bit" in where,
             head_dim=128,
@@ -136,8 +136,8 @@ def test_kernels_are_found_where_the_table_says(attention: str, where: str, kern
 
 @pytest.mark.parametrize("head_dim", [12, 264])
 def test_other_head_dimensions_have_no_kernel(head_dim: int) -> None:
-    setup = Kernels("cuda", True, head_dim, unsloth_attention=True, capability=9, flash_attn=True)
-    assert find_kernel(setup) is None
+    setup = AttentionSetup("cuda", True, head_dim, unsloth_attention=True, capability=9, flash_attn=True)
+    assert select_varlen_kernel(setup) is None
 
 
 @pytest.mark.parametrize(("options", "cell"), table_after("## Streaming")[1:])

@@ -1,18 +1,18 @@
-"""The edit of tracked runs that start where every process trains, and so cannot be kept off the others."""
+"""Edit trackers' runs that start inside code that every process runs."""
 
 from __future__ import annotations
 
 import libcst as cst
 
 from unsloth_ddp.notebook.arguments import code, keyword, set_keyword, splats
-from unsloth_ddp.notebook.context import Context
+from unsloth_ddp.notebook.context import ConversionContext
 from unsloth_ddp.notebook.effects import starts_run
 
 _NEEDS_MAIN = "every process starts this run; start it on the main process only"
 
 
-def edit_run(call: cst.Call, full: str, context: Context) -> tuple[cst.Call, list[str]]:
-    """A call that starts a run: W&B's runs are switched off elsewhere, where others have no such switch it is said.
+def edit_run(call: cst.Call, full: str, context: ConversionContext) -> tuple[cst.Call, list[str]]:
+    """Switch off a W&B run on other processes, and warn about other trackers, which have no such switch.
 
     Args:
         full: the callee's path with imports resolved.

@@ -1,4 +1,4 @@
-"""What one top-level statement does to names: reads, writes, mutations, calls, and what its functions will do later.
+"""Collect what one top-level statement does to names: reads, writes, mutations, calls, function bodies.
 
 Names are the notebook's globals; parameters, locals and comprehension variables stay inside. The body of a function is
 deferred: it counts when the function is used, not where it is defined.
@@ -48,7 +48,7 @@ class CallSite:
 
 
 @dataclass
-class Deferred:
+class DeferredBody:
     """The body of a function, or of every method of a class."""
 
     reads: set[str] = field(default_factory=set)
@@ -61,14 +61,14 @@ class Deferred:
 
 
 @dataclass
-class Facts:
-    """What a statement does when it runs."""
+class NameUsage:
+    """The names that a statement uses when it runs, and how."""
 
     reads: set[str] = field(default_factory=set)
     writes: set[str] = field(default_factory=set)
     mutates: set[str] = field(default_factory=set)
     calls: list[CallSite] = field(default_factory=list)
-    defines: dict[str, Deferred] = field(default_factory=dict)
+    defines: dict[str, DeferredBody] = field(default_factory=dict)
     imports: dict[str, str] = field(default_factory=dict)  # bound name -> dotted path
     stores: set[str] = field(default_factory=set)  # names whose attributes or items are assigned
     aliases: list[tuple[str, str]] = field(default_factory=list)  # (part, whole): a change of one is one of the other
@@ -81,22 +81,22 @@ class _Scope:
     local: set[str] = field(default_factory=set)
     outer: set[str] = field(default_factory=set)  # declared global
     own: set[str] = field(default_factory=set)  # bound by a block of this statement
-    facts: Facts = field(default_factory=Facts)
+    usage: NameUsage = field(default_factory=NameUsage)
 
 
-def collect(node: cst.CSTNode) -> Facts:
-    """The facts of one top-level statement."""
+def collect(node: cst.CSTNode) -> NameUsage:
+    """Collect the usage of names in one top-level statement."""
     visitor = _Collector()
     node.visit(visitor)
-    facts = visitor.scopes[0].facts
-    facts.assigned = visitor.assigned
-    return facts
+    usage = visitor.scopes[0].usage
+    usage.assigned = visitor.assigned
+    return usage
 
 
 class _Collector(NamesRead):
     def __init__(self) -> None:
         self.scopes = [_Scope("module")]
-        self.function: list[Deferred] = []
+        self.function: list[DeferredBody] = []
         self.bare: cst.Call | None = None
         self.assigned: list[tuple[str, CallSite]] = []
 
@@ -104,10 +104,10 @@ class _Collector(NamesRead):
 
     def _read(self, name: str) -> None:
         if name not in self.scopes[-1].own:
-            self.scopes[-1].facts.reads.add(name)
+            self.scopes[-1].usage.reads.add(name)
 
     def _bind_block(self, target: cst.BaseExpression) -> None:
-        """Bind what a block binds before its body runs: reads that follow are of that, not of an earlier one."""
+        """Bind what a block binds before its body runs: later reads are of this binding, not of an earlier one."""
         self._bind(target)
         for element in target.elements if isinstance(target, cst.Tuple | cst.List) else [target]:
             value = element.value if isinstance(element, cst.BaseElement) else element
@@ -117,7 +117,7 @@ class _Collector(NamesRead):
     def _write(self, name: str) -> None:
         scope = self.scopes[-1]
         if scope.kind == "module":
-            scope.facts.writes.add(name)
+            scope.usage.writes.add(name)
         elif name in scope.outer:
             if self.function:
                 self.function[-1].writes.add(name)
@@ -126,7 +126,7 @@ class _Collector(NamesRead):
 
     def _mutate(self, name: str | None) -> None:
         if name is not None:
-            self.scopes[-1].facts.mutates.add(name)
+            self.scopes[-1].usage.mutates.add(name)
 
     def _bind(self, target: cst.BaseExpression) -> None:
         if isinstance(target, cst.Name):
@@ -139,7 +139,7 @@ class _Collector(NamesRead):
         elif isinstance(target, cst.Attribute | cst.Subscript):
             name = root_name(target)
             self._mutate(name)
-            self.scopes[-1].facts.stores.add(name or "?")
+            self.scopes[-1].usage.stores.add(name or "?")
             target.visit(self)
 
     def visit_Name(self, node: cst.Name) -> None:
@@ -165,7 +165,7 @@ class _Collector(NamesRead):
         value.visit(wholes)
         parts = RootNames()
         target.visit(parts)
-        self.scopes[0].facts.aliases += [
+        self.scopes[0].usage.aliases += [
             (part, whole) for part in parts.found for whole in wholes.found if part != whole
         ]
 
@@ -229,7 +229,7 @@ class _Collector(NamesRead):
 
     def _import(self, name: str, path: str) -> None:
         self._write(name)
-        self.scopes[-1].facts.imports[name] = path
+        self.scopes[-1].usage.imports[name] = path
 
     # Statements ------------------------------------------------------------------------------------------------------
 
@@ -257,14 +257,14 @@ class _Collector(NamesRead):
         path = dotted(node.func)
         names = frozenset(arg.value.value for arg in node.args if isinstance(arg.value, cst.Name))
         site = CallSite(path, node, names, bare=node is self.bare)
-        facts = self.scopes[-1].facts
-        facts.calls.append(site)
+        usage = self.scopes[-1].usage
+        usage.calls.append(site)
         for arg in node.args:
             if isinstance(arg.value, cst.Attribute):  # partial(model.generate, ...), Thread(target=model.generate)
-                facts.calls.append(CallSite(dotted(arg.value), cst.Call(func=arg.value), frozenset()))
+                usage.calls.append(CallSite(dotted(arg.value), cst.Call(func=arg.value), frozenset()))
         call = ipython_call(node)
         if call is not None:
-            facts.reads |= references(call.interpolated)
+            usage.reads |= references(call.interpolated)
         elif site.is_method and ((site.bare and not is_harmless(site.tail)) or is_mutating(site.tail)):
             self._mutate(root_name(node.func))
 
@@ -282,7 +282,7 @@ class _Collector(NamesRead):
     def _body(self, name: str, params: list[str], parts: Iterable[cst.CSTNode]) -> None:
         """Collect a deferred body under the outermost definition it belongs to."""
         outermost = not self.function
-        deferred = Deferred(params=params)
+        deferred = DeferredBody(params=params)
         self.function.append(deferred)
         self.scopes.append(_Scope("function", local=set(params)))
         for part in parts:
@@ -290,20 +290,20 @@ class _Collector(NamesRead):
         scope = self.scopes.pop()
         self.function.pop()
         hidden = scope.local - scope.outer
-        deferred.reads |= scope.facts.reads - hidden
-        deferred.calls += scope.facts.calls
-        deferred.mutates |= {n for n in scope.facts.mutates if n not in hidden or n in params}
+        deferred.reads |= scope.usage.reads - hidden
+        deferred.calls += scope.usage.calls
+        deferred.mutates |= {n for n in scope.usage.mutates if n not in hidden or n in params}
         if not outermost:
             self._merge(self.function[-1], deferred, self.scopes[-1])
             return
         owner = self.scopes[-1]
-        target = owner.facts.defines.get(name)
+        target = owner.usage.defines.get(name)
         if target is None or owner.kind == "module":
-            owner.facts.defines[name] = deferred
+            owner.usage.defines[name] = deferred
         else:
             self._merge(target, deferred, owner)
 
-    def _merge(self, target: Deferred, inner: Deferred, scope: _Scope) -> None:
+    def _merge(self, target: DeferredBody, inner: DeferredBody, scope: _Scope) -> None:
         target.reads |= inner.reads
         target.writes |= inner.writes
         target.calls += inner.calls
@@ -325,15 +325,15 @@ class _Collector(NamesRead):
         node.body.visit(self)
         scope = self.scopes.pop()
         parent = self.scopes[-1]
-        whole = Deferred(bases=[dotted(base.value) for base in node.bases], methods=set(scope.facts.defines))
-        for method in scope.facts.defines.values():
+        whole = DeferredBody(bases=[dotted(base.value) for base in node.bases], methods=set(scope.usage.defines))
+        for method in scope.usage.defines.values():
             self._merge(whole, method, scope)
-        whole.calls += scope.facts.calls
-        parent.facts.reads |= scope.facts.reads - scope.local
+        whole.calls += scope.usage.calls
+        parent.usage.reads |= scope.usage.reads - scope.local
         if self.function:
             self._merge(self.function[-1], whole, parent)
         else:
-            parent.facts.defines[node.name.value] = whole
+            parent.usage.defines[node.name.value] = whole
         return False
 
     def visit_ListComp(self, node: cst.ListComp) -> None:
@@ -354,9 +354,9 @@ class _Collector(NamesRead):
         return False
 
     def _pop(self) -> None:
-        """Close a scope that runs in place: what it does counts for its parent, its own names apart."""
+        """Close a scope that runs in place: its usage counts for the parent, except for its own names."""
         scope = self.scopes.pop()
         parent = self.scopes[-1]
-        parent.facts.reads |= scope.facts.reads - scope.local
-        parent.facts.mutates |= scope.facts.mutates - scope.local
-        parent.facts.calls += scope.facts.calls
+        parent.usage.reads |= scope.usage.reads - scope.local
+        parent.usage.mutates |= scope.usage.mutates - scope.local
+        parent.usage.calls += scope.usage.calls

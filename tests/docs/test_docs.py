@@ -122,3 +122,10 @@ def test_every_raw_result_is_in_the_map_of_benchmarks():
     text = (REPO / "benchmarks/README.md").read_text()
     results = [path.relative_to(REPO / "benchmarks").as_posix() for path in (REPO / "benchmarks/results").rglob("*.*")]
     assert [path for path in results if f"({path})" not in text] == []
+
+
+def test_names_of_the_architecture_exist():
+    code = [REPO / "train_ddp.py", *(REPO / "unsloth_ddp").rglob("*.py")]
+    defined = set(re.findall(r"^\s*(?:class|def) (\w+)", "\n".join(path.read_text() for path in code), re.MULTILINE))
+    named = set(re.findall(r"`([A-Z][a-z]\w+|[a-z]+_[a-z_]+)`", (DOCS / "architecture.md").read_text()))
+    assert len(named) > 15 and named - defined == set()

@@ -28,9 +28,25 @@ def check_local_model(model: str, *, safetensors_only: bool) -> None:
     path = Path(model).expanduser()
     if not (path.exists() or model.startswith((".", "/", "~")) or model.count("/") > 1):
         return
+    if (path / "adapter_config.json").is_file() and not (path / "config.json").is_file():
+        raise UserError(_is_an_adapter(model, path))
     if not (path / "config.json").is_file():
         raise UserError(f"model {model} is not a model folder: it has no config.json; give a Hub id or a saved model.")
     check_folder(path, safetensors_only=safetensors_only)
+
+
+def _is_an_adapter(model: str, folder: Path) -> str:
+    """Return the refusal of an adapter that was given as model, with its base and what to do."""
+    try:
+        base = str(json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))["base_model_name_or_path"])
+    except (OSError, ValueError, KeyError, TypeError):
+        base = "a base that its adapter_config.json does not name"
+    if (folder / "merged" / "config.json").is_file():
+        return f"model {model} is an adapter of {base}; to train it further, give its merged model {model}/merged."
+    return (
+        f"model {model} is an adapter of {base}; give the base to train a new adapter. To train this one further, merge it "
+        "into its base (--merge writes <run>/merged/ with the adapter) and give that folder."
+    )
 
 
 def check_folder(folder: Path, *, safetensors_only: bool) -> None:

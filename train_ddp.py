@@ -76,8 +76,10 @@ def train(settings: Settings, ranks: Ranks) -> int:
 
         config = make_config(settings, runtime, request.plan, run_folder)
         model, tokenizer = models.load_model(settings, runtime)
-        rows, eval_rows = data.tokenize_examples(settings, runtime, shared_folder, tokenizer)
-        models.stop_at(model, tokenizer, rows.dataset)
+        rows, eval_rows = data.tokenize_examples(
+            settings, runtime, shared_folder, tokenizer, start.manifest.run.get("chat_template_date") if start else None
+        )
+        models.stop_at(model, rows.stop_tokens)
         models.check_positions(settings, model, data.longest_row(settings, rows, eval_rows))
         choice = attention.choose_packing(settings, runtime, model)
         plan, rows, choice = data.fill_steps(request, rows, choice)
@@ -117,7 +119,9 @@ def train(settings: Settings, ranks: Ranks) -> int:
         if problem := checkpoints.save_final(trainer.write_final):
             return output.not_saved(checkpoints, problem)
         if settings.merge:
-            problem = checkpoints.save_folder("merged", lambda aside: models.save_merged(settings, run_folder, aside))
+            problem = checkpoints.save_folder(
+                "merged", lambda aside: models.save_merged(settings, run_folder, aside, rows.stop_tokens)
+            )
             if problem:
                 return output.not_finished(run_folder, "the merged model", problem)
         if asked:

@@ -112,7 +112,11 @@ class DDPTrainer(RetryingTrainer):
         self.train_rows, self.eval_rows = train, evaluation
         self.row_seed: int = args.seed if args.data_seed is None else args.data_seed
         self.collate = Collate(PadRight(tokenizer.pad_token_id), Flatten(keys_for_packs(runtime, model)))
-        self.windows = streamed_windows(settings, train.packing, tokenizer, self.row_seed) if train.streamed else None
+        self.windows = (
+            streamed_windows(settings, train.packing, tokenizer, self.row_seed, train.template_date)
+            if train.streamed
+            else None
+        )
         super().__init__(
             model=model,
             args=args,

@@ -11,12 +11,14 @@ they cannot be told apart.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+import re
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from unsloth_ddp.data.chat_template import ChatTemplate, Span, TemplatePair
 from unsloth_ddp.data.formats import Example
-from unsloth_ddp.data.messages import LOSS_FLAGS, REASONING_KEYS
+from unsloth_ddp.data.messages import LOSS_FLAGS, REASONING_KEYS, Message
 from unsloth_ddp.data.rendered_parts import THINK_END, Part, PartChecker
 from unsloth_ddp.utils.errors import UserError
 
@@ -34,7 +36,9 @@ NOTES: dict[str, str] = {
     "reasoning supervised": "the chat template leaves out the reasoning of earlier turns, as at inference",
 }
 # Keys of a message that are read by the kit itself or say nothing to train.
-OWN_KEYS = {"role", "content", "tool_calls", *REASONING_KEYS, *LOSS_FLAGS}
+OWN_KEYS = {"role", "content", "tool_calls", "tool_call_id", *REASONING_KEYS, *LOSS_FLAGS}
+# What a template makes of reasoning inside of content that it looks for in a key of its own.
+SECOND_BLOCK = re.compile(r"</think>\s*<think>")
 
 
 @dataclass(frozen=True)
@@ -71,11 +75,33 @@ class ChatRenderer:
         self.checkers = {template: PartChecker(template) for template in (self.own, self.training) if template}
 
     def render(self, example: Example) -> RenderedChat:
-        """Render an example and find its supervised spans; with `supervise_all`, these are the assistant's too.
+        """Render an example and find its supervised spans; with `supervise_all`, these are the turns to leave out.
 
         Raises:
             UserError: a part of the row does not arrive in the text, or the assistant's part cannot be told apart.
         """
+        try:
+            return self._render_with_either(self._with_reasoning_apart(example))
+        except Exception:
+            if not any(message.get("tool_calls") for message in example.messages):
+                raise
+            try:
+                return self._render_with_either(_with_calls_as_text(example))
+            except Exception:
+                pass
+            raise
+
+    def _with_reasoning_apart(self, example: Example) -> Example:
+        """Move reasoning out of the content if the template would put an empty reasoning block before it."""
+        if not any(THINK_END in message["content"] for message in example.messages):
+            return example
+        if not SECOND_BLOCK.search(self.own.render(example.messages, example.tools)):
+            return example
+        moved = replace(example, messages=[_with_reasoning_key(message) for message in example.messages])
+        return example if SECOND_BLOCK.search(self.own.render(moved.messages, moved.tools)) else moved
+
+    def _render_with_either(self, example: Example) -> RenderedChat:
+        """Render with the tokenizer's own template or, if that leaves something out, with TRL's variant."""
         try:
             return self._render_with(self.own, example)
         except UserError as error:
@@ -102,22 +128,26 @@ class ChatRenderer:
         else:
             text = template.render(example.messages, example.tools)
             marked = self._same_text_marked(text, example, left_out)
-            spans = marked if marked is not None else self._spans_by_difference(template, example, text, left_out)
+            text, spans = marked or (text, self._spans_by_difference(template, example, text, left_out))
             if marked is None and self.training is not None:
                 notes.append("own")
         keys = {key for message in example.messages for key, value in message.items() if value}
         unread = tuple(sorted(key for key in keys - OWN_KEYS if not template.reads(key)))
         return RenderedChat(text, spans, tuple(notes), unread)
 
-    def _same_text_marked(self, text: str, example: Example, left_out: set[int]) -> list[Span] | None:
-        """Return the spans that TRL's variant marks, if it renders the same text."""
+    def _same_text_marked(self, text: str, example: Example, left_out: set[int]) -> tuple[str, list[Span]] | None:
+        """Return the text and the spans of TRL's variant, if it renders the same text.
+
+        It may add what ends the last turn, where the tokenizer's own template leaves that to the next turn (GLM).
+        """
         if self.training is None:
             return None
         try:
             marked_text, spans = self._marked_spans(self.training, example, left_out)
         except Exception:
             return None
-        return spans if marked_text == text else None
+        ends_turn = bool(spans) and spans[-1][1] == len(marked_text) and marked_text.startswith(text)
+        return (marked_text, spans) if marked_text == text or ends_turn else None
 
     def _marked_spans(self, template: ChatTemplate, example: Example, left_out: set[int]) -> tuple[str, list[Span]]:
         text, spans = template.render_marked(example.messages, example.tools)
@@ -221,19 +251,54 @@ def _turns_without_reasoning(example: Example, missing: frozenset[Part], templat
                 "renders it with --chat_template, or remove the message."
             )
         if index == last:
-            raise UserError(_reasoning_refusal(message, template))
+            raise UserError(_reasoning_refusal(example, index, template))
         lost.append(index)
     return lost
 
 
-def _reasoning_refusal(message: dict[str, Any], template: ChatTemplate) -> str:
+def _reasoning_refusal(example: Example, index: int, template: ChatTemplate) -> str:
+    """Say that the reasoning of a message is left out, and how the template would render it."""
+    message = example.messages[index]
     given = next((key for key in REASONING_KEYS if message.get(key)), None)
-    known = [key for key in REASONING_KEYS if key != given and template.reads(key)]
-    what = f"the {given} of the answer" if given else "the reasoning in the answer (<think>)"
-    fix = f"rename it to {known[0]}" if given and known else "write it into the content as <think>...</think>"
-    if not given:
-        fix = "remove it"
+    what, fix = "the reasoning in the answer (<think>)", "remove it"
+    if given:
+        what, fix = f"the {given} of the answer", "write it into the content as <think>...</think>"
+        for key in REASONING_KEYS:
+            renamed = {**{name: value for name, value in message.items() if name != given}, key: message[given]}
+            candidate = replace(example, messages=[*example.messages[:index], renamed, *example.messages[index + 1 :]])
+            if key != given and Part("reasoning", index) not in PartChecker(template).missing(candidate):
+                fix = f"rename it to {key}"
+                break
     return f"the chat template leaves out {what}; {fix}, or give a template that renders it with --chat_template."
+
+
+def _with_reasoning_key(message: Message) -> Message:
+    reasoning, think, content = message["content"].partition(THINK_END)
+    if message["role"] != "assistant" or not think or any(message.get(key) for key in REASONING_KEYS):
+        return message
+    thought = reasoning.rpartition("<think>")[2].strip("\n")
+    return {**message, "reasoning_content": thought, "content": content.lstrip("\n")}
+
+
+def _with_calls_as_text(example: Example) -> Example:
+    """Write tool calls as OpenAI does, with arguments as JSON text and null as empty content; some templates need it."""
+    return replace(example, messages=[_openai_call(message) for message in example.messages])
+
+
+def _openai_call(message: Message) -> Message:
+    if not message.get("tool_calls"):
+        return message
+    calls = [
+        {
+            **call,
+            "function": {
+                **call["function"],
+                "arguments": json.dumps(call["function"]["arguments"], ensure_ascii=False),
+            },
+        }
+        for call in message["tool_calls"]
+    ]
+    return {**message, "content": message["content"] or None, "tool_calls": calls}
 
 
 def _name_of(tool: dict[str, Any]) -> str:

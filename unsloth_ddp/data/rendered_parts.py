@@ -5,7 +5,7 @@ Looking for the text itself would not do: the name of a tool may also be a word 
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Any, Literal, NamedTuple
 
 from unsloth_ddp.data.chat_template import ChatTemplate
@@ -50,7 +50,7 @@ class PartChecker:
 def _shape(example: Example) -> Hashable:
     """Return what decides which parts a template renders: roles, keys, and reasoning inside of content."""
     messages = tuple(
-        (m["role"], tuple(sorted(key for key, value in m.items() if value)), THINK_END in m["content"])
+        (m["role"], tuple(sorted(key for key, value in m.items() if value)), THINK_END in (m["content"] or ""))
         for m in example.messages
     )
     return messages, len(example.tools or [])
@@ -75,15 +75,8 @@ def _marked(message: Message, index: int, marks: dict[Part, str]) -> Message:
         return _inserted(text, marks[part])
 
     marked = dict(message)
-    reasoning, think, content = message["content"].rpartition(THINK_END)
-    if message["role"] == "assistant" and think and content.strip():
-        if reasoning.replace("<think>", "").strip():
-            part = Part("reasoning", index)
-            marks[part] = _mark(part)
-            reasoning += marks[part]
-        marked["content"] = reasoning + think + mark("content", content)
-    else:
-        marked["content"] = mark("content", message["content"])
+    if message["content"]:
+        marked["content"] = _marked_content(message, index, mark, marks)
     for key in REASONING_KEYS:
         if isinstance(message.get(key), str):
             marked[key] = mark("reasoning", message[key])
@@ -92,6 +85,17 @@ def _marked(message: Message, index: int, marks: dict[Part, str]) -> Message:
         marks[part] = _mark(part)
         marked["tool_calls"] = [_renamed(call, marks[part]) for call in message["tool_calls"]]
     return marked
+
+
+def _marked_content(message: Message, index: int, mark: Callable[[Any, str], str], marks: dict[Part, str]) -> str:
+    reasoning, think, content = message["content"].rpartition(THINK_END)
+    if message["role"] != "assistant" or not think or not content.strip():
+        return mark("content", message["content"])
+    if reasoning.replace("<think>", "").strip():
+        part = Part("reasoning", index)
+        marks[part] = _mark(part)
+        reasoning += marks[part]
+    return reasoning + think + mark("content", content)
 
 
 def _renamed(tool: dict[str, Any], mark: str) -> dict[str, Any]:

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from unsloth_ddp.utils.errors import UserError
-from unsloth_ddp.utils.known_errors import find
+from unsloth_ddp.utils.errors import UserError, one_line, os_reason
+from unsloth_ddp.utils.known_errors import find_known_error
 
 SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
 STREAMED_SUFFIXES = (".jsonl", ".parquet", ".csv")
@@ -120,7 +120,7 @@ def _files_in(folder: Path, suffixes: tuple[str, ...]) -> list[str] | None:
             return None
         inside = sorted(path.relative_to(folder) for path in folder.rglob("*"))
     except OSError as error:
-        raise UserError(f"dataset {folder} cannot be listed: {_in_one_line(error.strerror or error)}.") from None
+        raise UserError(f"dataset {folder} cannot be listed: {os_reason(error)}.") from None
     return [
         str(folder / path)
         for path in inside
@@ -144,11 +144,11 @@ def read_rows(source: str, split: str, config: str | None = None, *, streaming: 
     try:
         yield from readers[path.suffix.lower()](path)
     except OSError as error:
-        raise UserError(f"{path} cannot be read: {_in_one_line(error.strerror or error)}.") from None
+        raise UserError(f"{path} cannot be read: {os_reason(error)}.") from None
 
 
 def _in_one_line(error: object) -> str:
-    return " ".join(str(error).split())[:200].rstrip(".")
+    return one_line(error, 200).rstrip(".")
 
 
 def _lines(path: Path, longest: int = -1) -> Iterator[str]:
@@ -316,8 +316,8 @@ def _hub_rows(source: str, split: str, config: str | None, streaming: bool) -> I
     try:
         table = datasets.load_dataset(source, config, split=split, streaming=streaming)
     except Exception as error:
-        reason = " ".join(str(error).split())
-        row = find(f"{type(error).__name__}: {reason}")
+        reason = one_line(error, 1000)
+        row = find_known_error(f"{type(error).__name__}: {reason}")
         advice = (
             f" To fix it, download it where there is a network (hf download {source} --repo-type dataset --local-dir FOLDER) "
             "and give the files as --dataset; HF_HUB_OFFLINE=0 tries the network again."

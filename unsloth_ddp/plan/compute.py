@@ -146,7 +146,7 @@ def kinds_of(settings: Settings) -> tuple[Checkpointing, ...]:
 
 
 def planned_packing(settings: Settings) -> PackingDecision:
-    """Whether a GPU of compute capability 8 or more, without flash-attn, would train on packs (attention.find_kernel)."""
+    """Whether a GPU of compute capability 8 or more, without flash-attn, would train on packs (attention.select_varlen_kernel)."""
     backend, precision = backend_of(settings), precision_of(settings)
     replaceable = backend == "unsloth" or settings.attn_implementation is None
     kernel = "torch's varlen_attn" if replaceable and precision != "fp32" else None

@@ -123,9 +123,9 @@ class DataSettings:
     )
     chat_template: str | None = option(
         None,
-        "A Jinja file, or chatml; default: the tokenizer's own template.",
+        "A Jinja file, chatml, or training (TRL's variant of the tokenizer's); default: the tokenizer's own.",
         path="read",
-        words=("chatml",),
+        words=("chatml", "training"),
         on_resume="allow",
         summary=True,
     )

@@ -27,6 +27,8 @@ def data_identity(settings: Settings, runtime: Runtime, plan: BatchPlan, rows: T
         "steps": plan.steps(rows.units, settings.num_train_epochs, settings.max_steps),
         "data": fingerprint(rows, runtime),
     }
+    if rows.template_date:
+        found["chat_template_date"] = rows.template_date
     if rows.streamed:
         found |= {"sources": _source_names(settings), "shuffle_buffer": settings.shuffle_buffer}
     return found

@@ -18,6 +18,7 @@ import time
 
 from unsloth_ddp.config.parse import Settings, parse_settings
 from unsloth_ddp.data.hub import use_cache_if_hub_is_unreachable
+from unsloth_ddp.data.revisions import dataset_revisions, pin_revisions
 from unsloth_ddp.data.sources import checked_files
 from unsloth_ddp.distributed.backend import import_backend
 from unsloth_ddp.distributed.exit_codes import EXIT_FAILURE, exit_with, note_exit_code, quiet
@@ -39,6 +40,7 @@ def train(settings: Settings, ranks: Ranks) -> int:
         check_local_model(str(settings.model), safetensors_only=settings.use_safetensors)
         checked_files(settings.dataset, streaming=settings.streaming)
         checked_files(settings.eval_dataset)
+        dataset_revisions(settings)
     use_cache_if_hub_is_unreachable(settings)
     # Imported here, so that a mistake in the settings is told before the seconds that torch takes to load.
     from unsloth_ddp.checkpoints import checkpoint
@@ -57,6 +59,7 @@ def train(settings: Settings, ranks: Ranks) -> int:
         watch.watched(settings, runtime) as stop.ended,
         node_folder.node_folder(runtime) as shared_folder,
     ):
+        pin_revisions(settings, runtime)
         run_folder = output.choose_run_folder(settings, runtime)
         runtime.on_main(lambda: output.check_upload(settings))
         models.check_model(settings, runtime)

@@ -28,6 +28,8 @@ from unsloth_ddp.checkpoints.manifest import Damaged, Manifest
 from unsloth_ddp.config.parse import Settings
 from unsloth_ddp.data.batch_plan import BatchPlan
 from unsloth_ddp.distributed.runtime import Runtime
+from unsloth_ddp.model.identity import model_identity
+from unsloth_ddp.utils.checksums import CHUNK
 from unsloth_ddp.utils.durable_writes import flush, flush_one, is_write_error, reason
 from unsloth_ddp.utils.errors import UserError
 
@@ -92,7 +94,7 @@ def run_facts(settings: Settings, runtime: Runtime) -> dict[str, Any]:
         "backend": runtime.backend,
         "precision": runtime.precision,
     }
-    return facts
+    return facts | runtime.broadcast_from_main(lambda: model_identity(settings))
 
 
 def batch_facts(plan: BatchPlan) -> dict[str, Any]:
@@ -219,8 +221,8 @@ def _send_file(source: Path, target: Path | None, size: int, runtime: Runtime) -
             if target:
                 target.parent.mkdir(parents=True, exist_ok=True)
                 writing = files.enter_context(target.open("wb"))
-        for offset in range(0, size, manifest.CHUNK):
-            part = torch.zeros(min(manifest.CHUNK, size - offset), dtype=torch.uint8)
+        for offset in range(0, size, CHUNK):
+            part = torch.zeros(min(CHUNK, size - offset), dtype=torch.uint8)
             with contextlib.suppress(OSError):
                 if reading:
                     reading.readinto(part.numpy().data)

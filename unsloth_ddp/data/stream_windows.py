@@ -24,6 +24,7 @@ from unsloth_ddp.config.parse import Settings
 from unsloth_ddp.data.dataset import ROWS_AT_A_TIME
 from unsloth_ddp.data.formats import to_example
 from unsloth_ddp.data.packing import Packing
+from unsloth_ddp.data.revisions import dataset_revisions
 from unsloth_ddp.data.sources import SourceRow, read_rows, streamed_sources
 from unsloth_ddp.data.stream_order import FIRST, StreamPosition, stream_rows
 from unsloth_ddp.data.tokenize import Encoder, encode_row
@@ -140,10 +141,12 @@ def _unchanged(item: T) -> T:
 def streamed_windows(settings: Settings, packing: Packing | None, tokenizer: Any, seed: int) -> StreamedWindows:
     """Return the windows of a run; call it while the tokenizer is as it was when the first rows were tokenized."""
     encoder = Encoder(tokenizer, supervise_all=settings.loss_on == "all")
+    revisions = dataset_revisions(settings)
 
     def read() -> Iterator[SourceRow]:
         for source in streamed_sources(settings.dataset):
-            yield from read_rows(source, settings.dataset_split, settings.dataset_config, streaming=True)
+            revision = revisions.get(source)
+            yield from read_rows(source, settings.dataset_split, settings.dataset_config, revision, streaming=True)
 
     def encode(row: SourceRow) -> dict[str, Any]:
         return encode_row(encoder, to_example(row.columns), settings.max_length)

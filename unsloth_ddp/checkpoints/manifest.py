@@ -223,9 +223,8 @@ def compare(before: Mapping[str, Any], now: Mapping[str, Any]) -> Comparison:
         result.instead = (
             f"its steps hold {packs} packs, which {processes} processes cannot share: start as many as divide {packs}"
         )
-    kept = [
-        name for name in ("model_revision", "sources_revision") if before.get(name) and before[name] != now.get(name)
-    ]
+    moved = ("model_revision", "sources_revision")
+    kept = [name for name in moved if before.get(name) and any(c.startswith(f"{name} ") for c in result.refused)]
     if kept:
         option = {"sources_revision": "dataset_revision"}.get(kept[0], kept[0])
         values = before[kept[0]] if isinstance(before[kept[0]], list) else [before[kept[0]]]

@@ -1,4 +1,4 @@
-"""Which process of which job this is, with a launcher or without one."""
+"""Describe this process's position in the job, from the launcher's variables or the user's."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from unsloth_ddp.distributed.ranks import Ranks
-from unsloth_ddp.preflight.verdicts import DEFAULT_PORT
+from unsloth_ddp.preflight.environment import DEFAULT_PORT
 
 
 @dataclass(frozen=True)
-class Place:
-    """A process in its job. Without a launcher there is one process a node, whose rank is NODE_RANK."""
+class ProcessInfo:
+    """One process of the job. Without a launcher there is one process per node, and its rank is NODE_RANK."""
 
     ranks: Ranks
     launched: bool
@@ -23,21 +23,16 @@ class Place:
     port: int
     host: str
 
-    @property
-    def speaks(self) -> bool:
-        """Whether this process prints what concerns its node."""
-        return self.ranks.is_local_main
-
 
 def is_launched(environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether accelerate launch or torchrun started this process."""
+    """Return whether accelerate launch or torchrun started this process."""
     return "RANK" in environ or "WORLD_SIZE" in environ
 
 
-def find_place(environ: Mapping[str, str] = os.environ) -> Place:
-    """Where this process stands; the variables have passed verdicts.environment.
+def read_process_info(environ: Mapping[str, str] = os.environ) -> ProcessInfo:
+    """Read this process's position from variables that environment.check_environment has accepted.
 
-    A NODE_RANK that no node can have is kept, so that the other nodes can be told whose it is.
+    A NODE_RANK outside the job is kept, so that the other nodes can be told which host has it.
     """
     master = environ.get("MASTER_ADDR") or "localhost"
     port = int(environ.get("MASTER_PORT") or DEFAULT_PORT)
@@ -47,7 +42,7 @@ def find_place(environ: Mapping[str, str] = os.environ) -> Place:
             int(environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
         )
         ranks = Ranks(rank, local_rank, world, local_world)
-        return Place(ranks, True, ranks.nodes, ranks.node_rank, master, port, host)
+        return ProcessInfo(ranks, True, ranks.nodes, ranks.node_rank, master, port, host)
     nodes = int(environ.get("NNODES") or 1)
     node_rank = int(environ.get("NODE_RANK") or 0)
-    return Place(Ranks(node_rank, 0, nodes, 1), False, nodes, node_rank, master, port, host)
+    return ProcessInfo(Ranks(node_rank, 0, nodes, 1), False, nodes, node_rank, master, port, host)

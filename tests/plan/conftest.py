@@ -7,8 +7,8 @@ import shutil
 
 import pytest
 
-from benchmarks.gpu_check import make_rows
-from benchmarks.gpu_models import make_config
+from benchmarks.common.models import make_config
+from benchmarks.correctness.gpu_check import make_rows
 from tests.conftest import REPO
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.plan.rows import tokenize_rows

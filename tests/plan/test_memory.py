@@ -107,7 +107,7 @@ def test_a_lower_bound_can_only_show_that_a_run_does_not_fit():
 
 def test_memory_is_near_what_h200s_used(measured_job):
     shapes, rows = measured_job
-    runs = json.loads((REPO / "benchmarks/results/gpu_check_large.json").read_text())["runs"]
+    runs = json.loads((REPO / "benchmarks/results/memory/gpu_check_large.json").read_text())["runs"]
     errors = {}
     for run in runs:
         summary = run["summary"]
@@ -128,7 +128,7 @@ def test_memory_is_near_what_h200s_used(measured_job):
 def test_memory_of_packs_is_near_what_h200s_used(measured_job):
     shapes, _ = measured_job
     errors = {}
-    for run in json.loads((REPO / "benchmarks/results/speed.json").read_text())["cells"]:
+    for run in json.loads((REPO / "benchmarks/results/speed/speed.json").read_text())["cells"]:
         if run["contestant"] not in ("kit", "kit_all") or run["exit_code"]:
             continue
         # Eight packs of 2048 tokens, or two of 8192.
@@ -141,7 +141,7 @@ def test_memory_of_packs_is_near_what_h200s_used(measured_job):
 
 def test_sharded_memory_is_near_what_h200s_used_or_a_lower_bound(measured_job):
     shapes, _ = measured_job
-    runs = json.loads((REPO / "benchmarks/results/sharding_cost.json").read_text())["runs"]
+    runs = json.loads((REPO / "benchmarks/results/memory/sharding_cost.json").read_text())["runs"]
     errors, bounds = {}, {}
     for run in runs:
         summary = run.get("summary")
@@ -171,7 +171,7 @@ def test_sharded_memory_is_near_what_h200s_used_or_a_lower_bound(measured_job):
 
 
 def test_deepspeed_allocates_its_whole_bucket_for_a_model_of_any_size():
-    runs = json.loads((REPO / "benchmarks/results/sharding_parity.json").read_text())["runs"]
+    runs = json.loads((REPO / "benchmarks/results/correctness/sharding_parity.json").read_text())["runs"]
     found = 0
     for run in runs:
         summary = run["summary"]

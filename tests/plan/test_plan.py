@@ -143,7 +143,7 @@ def test_the_largest_micro_batch_is_that_of_the_run():
 
 
 def test_the_first_rows_of_a_stream_stand_for_all(demo_shape, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("unsloth_ddp.data.dataset.STREAM_HEAD", 20)
+    monkeypatch.setattr("unsloth_ddp.data.examples.STREAM_HEAD", 20)
     json_file = tmp_path / "plan.json"
     command.main(
         ["--streaming", "--packing", "off", "--max_steps", "50", "--max_length", "64", "--json", str(json_file)]
@@ -318,7 +318,7 @@ def test_a_picture_without_matplotlib_says_how_to_get_it(capsys, tmp_path, demo_
     ("words", "sentence"),
     [
         (["--nodes", "0"], "--nodes is 0"),
-        (["--bandwidth", "fast"], "bandwidth 'fast' is no bandwidth above 0; write 25Gbps"),
+        (["--bandwidth", "fast"], "bandwidth 'fast' is not a bandwidth above 0; write 25Gbps"),
         (["--gpu_memory", "big"], "memory 'big'"),
         (["--calibrate", "outputs/x"], "name it with --calibration"),
         (

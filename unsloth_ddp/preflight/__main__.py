@@ -11,11 +11,11 @@ after a failure, 2 for a mistake in the options.
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 
-from unsloth_ddp.config.parse import Settings, beside_train_options, parse_settings
+from unsloth_ddp.config.command_line import Parser, make_command_parser
+from unsloth_ddp.config.parse import Settings, parse_settings
 from unsloth_ddp.distributed.exit_codes import EXIT_USER_ERROR, note_exit_code
 from unsloth_ddp.preflight.output import print_message
 from unsloth_ddp.preflight.run import PreflightOptions, run_preflight
@@ -24,9 +24,9 @@ from unsloth_ddp.utils.errors import UserError
 A_DAY = 86400
 
 
-def make_parser() -> argparse.ArgumentParser:
+def make_parser() -> Parser:
     """Return the parser of preflight's own options; all others are those of train_ddp.py."""
-    parser = beside_train_options("python -m unsloth_ddp.preflight", __doc__)
+    parser = make_command_parser("python -m unsloth_ddp.preflight", __doc__)
     parser.add_argument(
         "--json", nargs="?", const="-", metavar="FILE", help="also write the result to FILE as JSON; without FILE, print it instead of the table"
     )  # fmt: skip

@@ -6,11 +6,13 @@ processes over gloo.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
+from unsloth_ddp.distributed.rendezvous import listen_on_loopback
 from unsloth_ddp.preflight.bandwidth import CollectiveTiming
 from unsloth_ddp.preflight.process_info import ProcessInfo
 from unsloth_ddp.utils.units import KIB, MIB
@@ -43,6 +45,8 @@ class CollectiveBenchmark:
         import torch.distributed as dist
 
         ranks = self.process.ranks
+        if self.process.nodes == 1:
+            listen_on_loopback(os.environ)
         seconds = NCCL_SECONDS if self.backend == "nccl" else GLOO_SECONDS
         device = torch.device("cuda", ranks.local_rank) if self.backend == "nccl" else torch.device("cpu")
         if device.type == "cuda":

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Any
 
+from unsloth_ddp.distributed.rendezvous import SECRET, secret_of
 from unsloth_ddp.preflight.arrivals import Arrival, check_arrivals
 from unsloth_ddp.preflight.checks import Check
 from unsloth_ddp.preflight.network import check_free_port, check_master_answers
@@ -28,8 +29,6 @@ from unsloth_ddp.preflight.process_info import ProcessInfo
 from unsloth_ddp.preflight.time_limit import run_with_limit
 from unsloth_ddp.utils.errors import one_line
 
-# The same on every node of a job; the launch files set it.
-SECRET_VARIABLE = "UNSLOTH_DDP_SECRET"
 POLL_SECONDS = 0.2
 # A process waits this much longer than its own limit for node 0 to say which processes are missing.
 GRACE_SECONDS = 5
@@ -95,7 +94,7 @@ def decode(key: str, content: bytes, secret: str) -> Any:
     if secret:
         signature, text = content[:SIGNATURE_LENGTH], content[SIGNATURE_LENGTH:]
         if not hmac.compare_digest(signature, _signature(key, text, secret)):
-            raise RendezvousError(f"{key} is not signed with this job's {SECRET_VARIABLE}; set the same on every node")
+            raise RendezvousError(f"{key} is not signed with this job's {SECRET}; set the same on every node")
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
@@ -118,7 +117,7 @@ class Rendezvous:
         """
         self.process = process
         self.listens = listens
-        self.secret = os.environ.get(SECRET_VARIABLE, "")
+        self.secret = secret_of()
         self.attempt = f"preflight/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
         self._server = self._connect(listens, seconds)
         self._store = self._with_prefix(self._server, "meeting")
@@ -127,12 +126,17 @@ class Rendezvous:
         from torch.distributed import TCPStore
 
         def connect() -> Any:
+            listener = None
+            if listens and self.process.nodes == 1:
+                # Without a socket given to it the store would listen on every interface.
+                listener = socket.create_server(("127.0.0.1", self.process.port), backlog=1024).detach()
             return TCPStore(
                 self.process.master,
                 self.process.port,
                 is_master=listens,
                 timeout=timedelta(seconds=seconds),
                 wait_for_workers=False,
+                master_listen_fd=listener,
             )
 
         try:
@@ -257,7 +261,7 @@ def join_rendezvous(
     try:
         rows.append(call_roll(rendezvous, seconds))
     except RendezvousError as error:
-        if SECRET_VARIABLE in str(error):
+        if SECRET in str(error):
             remedy = f"Node 0 ({process.master}) and this node do not share a secret: {error}."
         else:
             remedy = f"Node 0 ({process.master}) went away while this node waited for the others: look at its output."

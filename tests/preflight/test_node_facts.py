@@ -23,6 +23,7 @@ from tests.ranks import free_port
 from tests.waiting import is_running, wait_until
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.preflight import (
+    background,
     collectives,
     disk_space,
     doctor,
@@ -34,6 +35,7 @@ from unsloth_ddp.preflight import (
     output,
     rendezvous,
     shared_folder,
+    training_arguments,
 )
 from unsloth_ddp.preflight.__main__ import parse
 from unsloth_ddp.preflight.checks import Check
@@ -274,6 +276,49 @@ def test_what_keeps_a_port_from_answering_is_told():
         assert rendezvous.wait_for_port("127.0.0.1", server.getsockname()[1], 5) == ""
 
 
+def test_a_value_is_json_and_signed_where_the_job_has_a_secret():
+    value = {"host": "a", "values": [1, None]}
+    assert rendezvous.decode("who/1", rendezvous.encode("who/1", value, ""), "") == value
+    signed = rendezvous.encode("who/1", value, "secret")
+    assert rendezvous.decode("who/1", signed, "secret") == value and b"secret" not in signed
+    for key, content, secret in (
+        ("who/1", rendezvous.encode("who/1", value, "guessed"), "secret"),
+        ("who/1", rendezvous.encode("who/1", value, ""), "secret"),
+        # A value of another key, and one that was changed on the way.
+        ("who/2", signed, "secret"),
+        ("who/1", signed.replace(b"null", b"true"), "secret"),
+        ("who/1", b"", "secret"),
+    ):
+        with pytest.raises(rendezvous.RendezvousError, match="not signed with this job's UNSLOTH_DDP_SECRET"):
+            rendezvous.decode(key, content, secret)
+    for content in (b"\x80\x04]", b"{", b"[" * 100_000, b"\xff"):
+        with pytest.raises(rendezvous.RendezvousError, match="is no JSON"):
+            rendezvous.decode("who/1", content, "")
+
+
+@pytest.mark.parametrize("roll", [None, [], {}, {"present": [{"rank": 0}]}, {"present": 3}, "roll"])
+def test_a_roll_that_preflight_did_not_send_is_refused(roll):
+    with pytest.raises(rendezvous.RendezvousError, match="another program writes to this store"):
+        rendezvous._judge_roll(roll, read_process_info({}))
+
+
+def test_strangers_on_the_store_are_told_by_the_secret(monkeypatch):
+    """One that connects to node 0's store and hands in a value for the node that is to come."""
+    from torch.distributed import PrefixStore, TCPStore
+
+    port = free_port()
+    environ = {"NNODES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    monkeypatch.setenv("UNSLOTH_DDP_SECRET", "only the nodes know this")
+    node_0 = rendezvous.Rendezvous(read_process_info({**environ, "NODE_RANK": "0"}), True, 10)
+    node_1 = rendezvous.Rendezvous(read_process_info({**environ, "NODE_RANK": "1"}), False, 10)
+    node_1.put("node/1", {"host": "b"})
+    assert node_0.get("node/1", 10) == {"host": "b"}
+    stranger = PrefixStore("preflight/0/meeting", TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False))
+    stranger.set("node/1", '{"host": "mine"}')
+    with pytest.raises(rendezvous.RendezvousError, match="node/1 is not signed"):
+        node_0.get("node/1", 10)
+
+
 MEET = """
 import os, sys
 os.environ.pop("TORCH_CPP_LOG_LEVEL", None)
@@ -368,13 +413,16 @@ def preflight(*argv: str, **environ: str) -> subprocess.CompletedProcess[str]:
     """Preflight as a user starts it, on this machine alone."""
     command = [sys.executable, "-m", "unsloth_ddp.preflight", *argv]
     env = {**os.environ, **environ}
-    return subprocess.run(command, cwd=REPO, env=env, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, cwd=REPO, env=env, capture_output=True, text=True, timeout=280)
 
 
 def test_one_node_is_checked_with_plain_python(tmp_path):
     done = preflight("--use_cpu", "--output_dir", str(tmp_path / "out"), "--json")
     report = json.loads(done.stdout)
-    assert (done.returncode, report["exit_code"], report["verdict"]) == (0, 0, "ok"), done.stdout
+    assert (done.returncode, report["exit_code"]) == (0, 0), done.stdout
+    # A busy machine may not import in time what that check needs.
+    others = [check for check in report["checks"] if check["name"] != "training arguments"]
+    assert {check["verdict"] for check in others} == {"ok"}, done.stdout
     names = [check["name"] for check in report["checks"]]
     for name in (
         "environment",
@@ -486,9 +534,39 @@ def test_the_doctor_is_stopped_with_all_it_started(monkeypatch, tmp_path):
     found = started_doctor.check(0)
     assert (found.verdict, "did not end" in found.values[0]) == ("warning", True)
     wait_until(lambda: not is_running(int(started.read_text())), 30, "the end of the doctor's child")
-    started_doctor.output.seek(0)
     # Nothing of the launcher's reached it.
-    assert started_doctor.output.read().startswith("False ['doctor', '--gpus']")
+    assert started_doctor.command.output.startswith("False ['doctor', '--gpus']")
+
+
+def test_training_arguments_are_refused_as_a_run_refuses_them(tmp_path, capsys):
+    path = tmp_path / "settings.yaml"
+    Settings(model="m", dataset=["d"], lr_scheduler_type="cosine_with_min_lr").save(path)
+    assert training_arguments.main(path) == 2
+    assert capsys.readouterr().out.startswith("lr_scheduler_type cosine_with_min_lr does not work with")
+    Settings(model="m", dataset=["d"], trainer_args={"no_such_field": 1}).save(path)
+    assert training_arguments.main(path) == 2
+    assert "SFTConfig has no field no_such_field" in capsys.readouterr().out
+    # A GPU may do what this process, on the CPU, cannot.
+    Settings(model="m", dataset=["d"], trainer_args={"tf32": True}, precision="bf16").save(path)
+    assert training_arguments.main(path) == 0
+
+
+@pytest.mark.parametrize(
+    ("script", "verdict", "value"),
+    [
+        ("raise SystemExit", "ok", "accepted"),
+        ("print('noise'); print('optim x is refused'); raise SystemExit(2)", "failure", "refused"),
+        ("raise ValueError('not expected')", "warning", "not checked: exit code 1: ValueError: not expected"),
+        ("import time; time.sleep(60)", "warning", "not checked: no answer in time"),
+    ],
+)
+def test_the_check_of_training_arguments_has_a_row(script, verdict, value, monkeypatch):
+    checked = training_arguments.TrainingArguments.__new__(training_arguments.TrainingArguments)
+    checked.command = background.BackgroundCommand([sys.executable, "-c", script])
+    monkeypatch.setattr(training_arguments, "LIMIT_SECONDS", 1 if "sleep" in script else 60)
+    found = checked.check(1)
+    assert (found.verdict, found.values[1]) == (verdict, value)
+    assert verdict != "failure" or found.remedy == "optim x is refused"
 
 
 @pytest.mark.parametrize(

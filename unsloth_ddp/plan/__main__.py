@@ -87,10 +87,12 @@ def plan(argv: list[str]) -> None:
     from unsloth_ddp.plan.report import PlanReport, plan_as_json, render_plan
     from unsloth_ddp.plan.rows import tokenize_rows
     from unsloth_ddp.plan.shape import read_model_shape
+    from unsloth_ddp.training.early_checks import check_training_arguments
 
     _silence_transformers()
     calibration = load_calibration(given.calibration) if given.calibration and not given.calibrate else None
     hardware = Hardware(given.nodes, given.gpus_per_node, networks, inside, gpu_memory)
+    check_training_arguments(settings)
     shape = read_model_shape(settings)
     rows = tokenize_rows(settings)
     batch, packing, _ = plan_step(request, rows.lengths, planned_packing(settings))

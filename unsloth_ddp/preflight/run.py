@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import os
 import socket
 from collections.abc import Mapping, Sequence
@@ -29,6 +30,7 @@ from unsloth_ddp.preflight.output import print_message, show_checks
 from unsloth_ddp.preflight.process_info import ProcessInfo, is_launched, read_process_info
 from unsloth_ddp.preflight.rendezvous import Rendezvous, RendezvousError, join_rendezvous
 from unsloth_ddp.preflight.time_limit import run_or_none, run_with_limit
+from unsloth_ddp.preflight.training_arguments import LIMIT_SECONDS, NAME, TrainingArguments
 from unsloth_ddp.utils.errors import one_line
 
 # Hashing the data, with unsloth doctor beside it, takes its time.
@@ -98,6 +100,7 @@ class Preflight:
         self.process = process
         self.folders = NodeFolders()
         self.doctor: Doctor | None = None
+        self.arguments: TrainingArguments | None = None
         self.cpu = asks_for_cpu(settings, environ)
         self.sharded = sharding_from_environment(environ) != "none"
         self.devices: list[dict[str, Any]] = []
@@ -112,6 +115,9 @@ class Preflight:
             if reports_node and not self.cpu and (self.devices or has_nvidia()):
                 self.doctor = Doctor()
                 cleanup.callback(self.doctor.end)
+            if reports_node:
+                self.arguments = TrainingArguments(self.settings)
+                cleanup.callback(self.arguments.end)
             checks = self._check_node() if reports_node else []
             if self.process.ranks.world_size == 1:
                 return self._finish_single_process(checks)
@@ -127,6 +133,16 @@ class Preflight:
             *node_checks.check_machine(process, self.settings, environ, self.folders, self.devices, self.no_gpu_reason),
         ]
 
+    def _background_checks(self) -> list[Check]:
+        """Wait for the checks that run beside the others."""
+        number = self.process.node_rank
+        running = [(NAME, self.arguments, LIMIT_SECONDS), ("unsloth doctor --gpus", self.doctor, DOCTOR_SECONDS)]
+        return [
+            node_checks.run_check(name, number, functools.partial(one.check, number), seconds + SPARE_SECONDS)
+            for name, one, seconds in running
+            if one is not None
+        ]
+
     def _finish_single_process(self, checks: list[Check]) -> int:
         """Show one process's own facts; there is nothing to compare them with."""
         rows = self._compare({0: self._report(checks, None)}, {0: self._own_gpu()})
@@ -135,13 +151,8 @@ class Preflight:
 
     def _report(self, checks: list[Check], shared: bool | None, skew: Any = None) -> dict[str, Any]:
         """Return everything that this node sends to node 0, ready for JSON."""
-        number = self.process.node_rank
         identity = collect_identity(self.settings, self.environ, self.devices, IDENTITY_SECONDS)
-        if self.doctor is not None:
-            doctor = self.doctor
-            limit = DOCTOR_SECONDS + SPARE_SECONDS
-            name = "unsloth doctor --gpus"
-            checks = [*checks, node_checks.run_check(name, number, lambda: doctor.check(number), limit)]
+        checks = [*checks, *self._background_checks()]
         return {
             "host": self.process.host,
             "checks": [dataclasses.asdict(check) for check in checks],
@@ -187,8 +198,7 @@ class Preflight:
         if not self.process.ranks.is_local_main:
             return 1
         checks = [*checks, *arrived]
-        if self.doctor is not None:
-            checks.append(self.doctor.check(self.process.node_rank))
+        checks += self._background_checks()
         code = self._show_alone(checks, "the nodes did not come together")
         for check in arrived:
             if check.verdict == "failure":

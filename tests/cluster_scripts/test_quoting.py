@@ -13,7 +13,13 @@ from tests.cluster_scripts.test_job_files import PBS_TMRSH, SSH
 from tests.conftest import REPO
 
 # Evaluated once too often, each makes a file of this name in the folder that it is evaluated in.
-COMMANDS = ["a $(touch planted) b", "a'; touch planted; 'b", 'a"; touch planted; "b', "a`touch planted`b", "a;touch planted"]
+COMMANDS = [
+    "a $(touch planted) b",
+    "a'; touch planted; 'b",
+    'a"; touch planted; "b',
+    "a`touch planted`b",
+    "a;touch planted",
+]
 NODE = "--cpu --no_preflight"
 
 
@@ -59,7 +65,9 @@ def test_the_kit_is_found_on_every_host_in_a_folder_of_any_name(place, name, she
     place.tool("remote", SSH)
     place.tool("pbs_tmrsh", PBS_TMRSH)
     kit = kit_in(place.folder / name)
-    code, text = place.run("ssh.sh", NODE, kit, HOSTS="a b", SSH=shell, SCRIPT='echo "ran on $HOST" >>"$CALLS"', LOGS="logs")
+    code, text = place.run(
+        "ssh.sh", NODE, kit, HOSTS="a b", SSH=shell, SCRIPT='echo "ran on $HOST" >>"$CALLS"', LOGS="logs"
+    )
     assert code == 0, text
     assert sorted(line for line in place.calls() if line.startswith("ran")) == ["ran on a", "ran on b"]
     assert not list(place.folder.rglob("planted"))

@@ -25,7 +25,9 @@ def connect_all(size: int) -> tuple[list[Any], float]:
 
     def one(rank: int) -> None:
         runtime = SimpleNamespace(
-            ranks=Ranks(rank, rank, size, size), gather=group.gather_of(rank), locations=[f"rank {r}" for r in range(size)]
+            ranks=Ranks(rank, rank, size, size),
+            gather=group.gather_of(rank),
+            locations=[f"rank {r}" for r in range(size)],
         )
         found[rank] = connections.connect(Settings(), runtime)
 

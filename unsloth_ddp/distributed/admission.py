@@ -13,7 +13,7 @@ import secrets
 import selectors
 import socket
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 # For all that a caller has to say: ranks answer in milliseconds.
@@ -52,12 +52,11 @@ def accept_ranks(
     with selectors.DefaultSelector() as selector, contextlib.ExitStack() as unfinished:
         selector.register(listener, selectors.EVENT_READ)
         guests: dict[socket.socket, Guest] = {}
-        unfinished.callback(lambda: [guest.close() for guest in guests])
+        unfinished.callback(_close_all, guests)
         while len(admitted) < len(expected):
             now = time.monotonic()
             if now >= deadline:
-                for one in admitted.values():
-                    one.close()
+                _close_all(admitted.values())
                 raise TimeoutError(f"{len(expected) - len(admitted)} of {len(expected)} ranks did not connect")
             # Guests are in the order of their arrival, and so of their deadlines.
             late = [guest.socket for guest in guests.values() if guest.deadline <= now]
@@ -78,6 +77,11 @@ def accept_ranks(
                 else:
                     _send_away(guest.socket, guests, selector)
     return admitted
+
+
+def _close_all(sockets: Iterable[socket.socket]) -> None:
+    for one in sockets:
+        one.close()
 
 
 def _receive_guest(

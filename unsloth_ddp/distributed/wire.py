@@ -81,7 +81,9 @@ def _numpy_to_json(value: Any) -> Any:
         return value.item()
     if isinstance(value, np.ndarray) and value.dtype.kind in NUMERIC_KINDS:
         return {"array": _to_text(value.tobytes()), "dtype": value.dtype.str, "shape": list(value.shape)}
-    raise TypeError(f"{type(value).__module__}.{type(value).__qualname__} is not exchanged between ranks; mark it sendable")
+    raise TypeError(
+        f"{type(value).__module__}.{type(value).__qualname__} is not exchanged between ranks; mark it sendable"
+    )
 
 
 def _from_json(value: Any) -> Any:

@@ -8,11 +8,11 @@ import subprocess
 import pytest
 
 from tests.conftest import REPO
-from unsloth_ddp.config.parse import make_parser
+from unsloth_ddp.config.command_line import make_parser
 from unsloth_ddp.parity import __main__ as parity
 from unsloth_ddp.plan import __main__ as plan
 from unsloth_ddp.preflight import __main__ as preflight
-from unsloth_ddp.utils.known_errors import ROWS
+from unsloth_ddp.utils.error_table import KNOWN_ERRORS
 
 PAGES = sorted((REPO / "docs").glob("*.md"))
 OF_OTHERS = {
@@ -46,7 +46,7 @@ def test_options_exist(page):
 def test_every_error_is_in_the_table_as_it_is_printed():
     lines = [line for line in (REPO / "docs" / "errors.md").read_text().splitlines() if line.startswith("| ")]
     cells = [tuple(cell.strip() for cell in line.strip("|").split("|")) for line in lines[1:]]
-    assert cells == [(row.name, row.cause, row.fix) for row in ROWS]
+    assert cells == [(known.name, known.cause, known.fix) for known in KNOWN_ERRORS]
 
 
 def test_every_option_and_variable_of_the_cluster_files_is_explained():

@@ -16,7 +16,8 @@ from tests.conftest import DEMO_MODEL
 from tests.fuzz import few, refusal, result_or_sentence
 from tests.fuzz.test_rows import nearly_good
 from unsloth_ddp.config.options import Settings
-from unsloth_ddp.data.dataset import read_examples, tokenize_examples
+from unsloth_ddp.data.dataset import tokenize_examples
+from unsloth_ddp.data.examples import read_examples
 from unsloth_ddp.data.formats import to_example
 from unsloth_ddp.data.tokenize import Encoder, read_chat_template
 from unsloth_ddp.distributed.ranks import Ranks

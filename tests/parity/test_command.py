@@ -15,7 +15,8 @@ from safetensors.torch import save_file
 
 from tests.conftest import REPO
 from tests.ranks import run_ranks
-from unsloth_ddp.config.options import Settings, check
+from unsloth_ddp.config.checks import check_settings
+from unsloth_ddp.config.options import Settings
 from unsloth_ddp.parity import __main__ as command
 from unsloth_ddp.parity import launches, run, verdicts, weights
 from unsloth_ddp.parity.launches import Launch
@@ -81,7 +82,7 @@ def test_nothing_random_and_nothing_of_the_runs_output_is_left(tmp_path):
     packed = dataclasses.replace(given, packing="on")
     assert launches.settings_of(Launch("python", 1, 2, 4), packed, 3, "fp32", tmp_path, tmp_path).packing == "on"
     assert [sentence.split()[0] for sentence in launches.what_is_left_out(packed, "bf16")] == said[:3]
-    check(found)
+    check_settings(found)
 
 
 def test_fp32_is_used_unless_named_or_not_to_be_had():

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import transformers
 
-from benchmarks.gpu_check import make_rows
-from benchmarks.gpu_models import make_config
+from benchmarks.common.models import make_config
+from benchmarks.correctness.gpu_check import make_rows
 from tests.conftest import REPO
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.data.batch_plan import plan_batch
@@ -193,7 +193,7 @@ def test_the_largest_micro_batch_is_that_of_the_run():
 
 
 def test_the_first_rows_of_a_stream_stand_for_all(demo_shape, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("unsloth_ddp.data.dataset.STREAM_HEAD", 20)
+    monkeypatch.setattr("unsloth_ddp.data.examples.STREAM_HEAD", 20)
     json_file = tmp_path / "plan.json"
     command.main(
         ["--streaming", "--packing", "off", "--max_steps", "50", "--max_length", "64", "--json", str(json_file)]
@@ -266,7 +266,7 @@ def measured_job(tmp_path_factory):
 
 def test_memory_is_near_what_h200s_used(measured_job):
     shapes, rows = measured_job
-    runs = json.loads((REPO / "benchmarks/results/gpu_check_large.json").read_text())["runs"]
+    runs = json.loads((REPO / "benchmarks/results/memory/gpu_check_large.json").read_text())["runs"]
     errors = {}
     for run in runs:
         summary = run["summary"]
@@ -287,7 +287,7 @@ def test_memory_is_near_what_h200s_used(measured_job):
 def test_memory_of_packs_is_near_what_h200s_used(measured_job):
     shapes, _ = measured_job
     errors = {}
-    for run in json.loads((REPO / "benchmarks/results/speed.json").read_text())["cells"]:
+    for run in json.loads((REPO / "benchmarks/results/speed/speed.json").read_text())["cells"]:
         if run["contestant"] not in ("kit", "kit_all") or run["exit_code"]:
             continue
         # Eight packs of 2048 tokens, or two of 8192.
@@ -419,7 +419,7 @@ def test_a_picture_without_matplotlib_says_how_to_get_it(capsys, tmp_path, demo_
     ("words", "sentence"),
     [
         (["--nodes", "0"], "--nodes is 0"),
-        (["--bandwidth", "fast"], "bandwidth 'fast' is no bandwidth above 0; write 25Gbps"),
+        (["--bandwidth", "fast"], "bandwidth 'fast' is not a bandwidth above 0; write 25Gbps"),
         (["--gpu_memory", "big"], "memory 'big'"),
         (["--calibrate", "outputs/x"], "name it with --calibration"),
         (

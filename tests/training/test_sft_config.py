@@ -10,7 +10,7 @@ import pytest
 from transformers import SchedulerType
 from trl.trainer.sft_config import SFTConfig
 
-from unsloth_ddp.config.parse import FIELDS, Settings
+from unsloth_ddp.config.options import OPTIONS, Settings
 from unsloth_ddp.data.batch_plan import BatchPlan
 from unsloth_ddp.distributed.ranks import Ranks
 from unsloth_ddp.distributed.runtime import Runtime
@@ -46,8 +46,8 @@ def config_with(folder: Path, options: dict[str, Any] | None = None, sharding: S
 def test_every_field_is_an_option_goes_through_or_is_refused() -> None:
     names = {f.name for f in dataclasses.fields(SFTConfig) if f.init}
     # Unsloth's version of the class has it.
-    assert names - FIELDS.keys() - GOES_THROUGH == OWNED_ARGS.keys() - {"max_seq_length"}
-    assert not GOES_THROUGH & (OWNED_ARGS.keys() | FIELDS.keys()) and names >= GOES_THROUGH
+    assert names - OPTIONS.keys() - GOES_THROUGH == OWNED_ARGS.keys() - {"max_seq_length"}
+    assert not GOES_THROUGH & (OWNED_ARGS.keys() | OPTIONS.keys()) and names >= GOES_THROUGH
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_what_would_do_nothing_is_refused_with_what_there_is_instead(name: str, 
 
 def test_what_is_refused_names_options_that_there_are() -> None:
     named = {word.strip(".,;:") for text in OWNED_ARGS.values() for word in text.split() if word.startswith("--")}
-    assert {name.removeprefix("--") for name in named} - {"help"} <= FIELDS.keys()
+    assert {name.removeprefix("--") for name in named} - {"help"} <= OPTIONS.keys()
 
 
 def test_what_goes_through_arrives_and_nothing_is_added_to_the_loss(tmp_path: Path) -> None:

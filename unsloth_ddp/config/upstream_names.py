@@ -1,6 +1,6 @@
-"""Names that Transformers gives to schedules, optimizers and trackers, read from its source.
+"""Refuse misspelt names of schedules, optimizers and trackers, without importing Transformers.
 
-So a misspelt one is told before anything is loaded: Transformers itself is slow to import, and has to wait for Unsloth.
+Transformers takes seconds to import and has to be imported after Unsloth, so its names are read from its source.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from pathlib import Path
 
 from unsloth_ddp.utils.errors import UserError
 
-# The file, and the enum or dict in it.
-PLACES = {
+# The file of Transformers, and the enum or dict in it.
+SOURCES = {
     "optim": ("training_args.py", "OptimizerNames"),
     "lr_scheduler_type": ("trainer_utils.py", "SchedulerType"),
     "report_to": ("integrations/integration_utils.py", "INTEGRATION_TO_CALLBACK"),
@@ -24,29 +24,29 @@ PLACES = {
 
 @functools.cache
 def known_names(option: str) -> tuple[str, ...]:
-    """What the installed Transformers takes for an option; nothing where it keeps its names elsewhere."""
+    """Return the names that the installed Transformers takes for an option; none where they are defined elsewhere."""
     spec = importlib.util.find_spec("transformers")
-    file, wanted = PLACES[option]
+    file, wanted = SOURCES[option]
     path = Path(spec.origin).parent / file if spec and spec.origin else None
     if path is None or not path.is_file():
         return ()
     for node in ast.parse(path.read_text(encoding="utf-8")).body:
-        match node:
-            case ast.ClassDef(name=name, body=lines) if name == wanted:
-                values: list[ast.expr | None] = [line.value for line in lines if isinstance(line, ast.Assign)]
-            case ast.Assign(targets=[ast.Name(id=name)], value=ast.Dict(keys=keys)) if name == wanted:
-                values = list(keys)
-            case _:
-                continue
-        return tuple(one.value for one in values if isinstance(one, ast.Constant) and isinstance(one.value, str))
+        defined = [node.name] if isinstance(node, ast.ClassDef) else [t.id for t in _targets(node)]
+        if wanted in defined:
+            texts = [n.value for n in ast.walk(node) if isinstance(n, ast.Constant) and isinstance(n.value, str)]
+            return tuple(text for text in texts if text.isidentifier())
     return ()
+
+
+def _targets(node: ast.stmt) -> list[ast.Name]:
+    return [t for t in node.targets if isinstance(t, ast.Name)] if isinstance(node, ast.Assign) else []
 
 
 def check_name(option: str, value: str) -> None:
     """Refuse a schedule or an optimizer that Transformers does not know.
 
     Raises:
-        UserError: naming the one that is near.
+        UserError: naming the nearest one.
     """
     known = known_names(option)
     if known and value not in known:
@@ -55,10 +55,10 @@ def check_name(option: str, value: str) -> None:
 
 
 def choose_trackers(asked: Sequence[str], known: Collection[str], installed: Collection[str]) -> list[str]:
-    """Where reports go; `all` is every tracker that is installed.
+    """Return the trackers that get reports; `all` is every tracker that is installed.
 
     Raises:
-        UserError: one is unknown or not installed, or none stands beside others.
+        UserError: one is unknown or not installed, or none or all stands beside others.
     """
     if list(asked) in ([], ["none"]):
         return []
@@ -79,6 +79,6 @@ def choose_trackers(asked: Sequence[str], known: Collection[str], installed: Col
 
 
 def nearest(name: str, known: Collection[str], documentation: str) -> str:
-    """The end of a sentence that refuses a name: the known one that is near, or where they stand."""
+    """Return the end of a sentence that refuses a name: the nearest known one, or the place that lists them."""
     near = difflib.get_close_matches(name[:100], known, n=1, cutoff=0.6)
     return f"did you mean {near[0]}?" if near else f"{documentation} lists them."

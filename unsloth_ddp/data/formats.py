@@ -231,18 +231,18 @@ def _json(text: str, what: str) -> Any:
                 f"{what} is a list as Python or NumPy prints it, which is not JSON; write the table again as JSONL or Parquet "
                 "(to_json(..., orient='records', lines=True), to_parquet), which keep lists."
             ) from None
-        raise UserError(f"{what} is text that is not JSON; mend or remove it.") from None
+        raise UserError(f"{what} is text that is not JSON; fix or remove it.") from None
 
 
 def _check_plain(value: Any, what: str, depth: int = 0) -> None:
     """Refuse what JSON or a tokenizer cannot take: tables hold dates and bytes, JSON text may hold half characters."""
     if depth > DEEPEST:
-        raise UserError(f"{what} is nested over {DEEPEST} levels deep; mend or remove it.")
+        raise UserError(f"{what} is nested over {DEEPEST} levels deep; fix or remove it.")
     if isinstance(value, str):
         try:
             value.encode()
         except UnicodeEncodeError:
-            raise UserError(f"{what} holds broken Unicode (half a surrogate pair); mend or remove it.") from None
+            raise UserError(f"{what} holds broken Unicode (half a surrogate pair); fix or remove it.") from None
     elif isinstance(value, dict):
         for name, item in value.items():
             _check_plain(name, what, depth + 1)

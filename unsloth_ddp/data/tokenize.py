@@ -73,7 +73,7 @@ class Encoder:
         else:
             ids, keep = self._encode_chat(example)
         if not ids:
-            raise UserError("the chat template renders the row to nothing; mend the template, or remove the row.")
+            raise UserError("the chat template renders the row to nothing; fix the template, or remove the row.")
         return {"input_ids": ids, "labels": [i if kept else IGNORED for i, kept in zip(ids, keep, strict=True)]}
 
     def _encode_text(self, text: str, prompt_chars: int) -> tuple[list[int], list[bool]]:
@@ -181,6 +181,17 @@ class Encoder:
         )
 
 
+def encode_row(encoder: Encoder, example: Example, max_length: int) -> dict[str, Any]:
+    """Return `input_ids` and `labels` of an example, at most `max_length` of each, and whether it was `overlong`.
+
+    Raises:
+        UserError: as Encoder.encode.
+    """
+    encoded = encoder.encode(example)
+    cut = {name: values[:max_length] for name, values in encoded.items()}
+    return {**cut, "overlong": len(encoded["input_ids"]) > max_length}
+
+
 def _template(tokenizer: Any, *, wants_marks: bool) -> tuple[str | None, bool]:
     """The template to train with, and whether it marks what the assistant writes."""
     from jinja2 import TemplateSyntaxError
@@ -194,7 +205,7 @@ def _template(tokenizer: Any, *, wants_marks: bool) -> tuple[str | None, bool]:
     try:
         return (template, True) if has_generation_markers(template) else (get_training_chat_template(tokenizer), True)
     except TemplateSyntaxError as error:
-        raise UserError(f"the chat template is not valid Jinja ({error}); mend it.") from None
+        raise UserError(f"the chat template is not valid Jinja ({error}); fix it.") from None
     except Exception:
         # TRL knows no marked version of this template, or could not render its own test rows with it.
         return template, False

@@ -1,4 +1,4 @@
-"""Connections between the main process and every other rank of a run, apart from those that the collectives use."""
+"""Connect the main process with every other rank of a run, apart from the connections that the collectives use."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 
 from unsloth_ddp.config.parse import Settings
 from unsloth_ddp.distributed.admission import accept_ranks, call_main
-from unsloth_ddp.distributed.diagnosis import Seen
+from unsloth_ddp.distributed.diagnosis import RankStatus
 from unsloth_ddp.distributed.rendezvous import secret_of
 from unsloth_ddp.distributed.runtime import Runtime
 
@@ -24,42 +24,45 @@ CONNECT_SECONDS = 30.0
 
 @dataclass
 class Peer:
-    """A connection to another rank, and what has arrived of its next message."""
+    """A connection to another rank, its status, and the bytes of a message that has not arrived completely."""
 
     socket: socket.socket
-    seen: Seen
+    status: RankStatus
     buffer: bytes = b""
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def send(self, message: dict[str, Any]) -> None:
-        """Send one line of JSON; that a peer is gone is found when reading."""
+        """Send one line of JSON. A lost connection is noticed when reading."""
         with self.lock, contextlib.suppress(OSError):
             self.socket.sendall(json.dumps(message).encode() + b"\n")
 
     def receive(self) -> list[dict[str, Any]]:
-        """The messages that have arrived; the end of the connection is noted in `seen.lost`."""
+        """Return the messages that have arrived; the end of the connection is noted in `status.connection_lost`."""
         try:
             data = self.socket.recv(1 << 16)
         except TimeoutError as error:
             # Raised by this side's own timeout without a number, by the kernel's with ETIMEDOUT.
             if error.errno is None:
                 return []
-            data, self.seen.lost = b"", "Connection timed out"
+            data = b""
+            self.status.mark_lost("Connection timed out")
         except ConnectionResetError:
             # A process that dies with unread messages resets its connections.
             data = b""
         except OSError as error:
-            data, self.seen.lost = b"", error.strerror or str(error)
+            data = b""
+            self.status.mark_lost(error.strerror or str(error))
         if not data:
-            self.seen.lost = self.seen.lost or ""
+            self.status.mark_lost("")
         *lines, self.buffer = (self.buffer + data).split(b"\n")
         return [json.loads(line) for line in lines]
 
 
 def connect(settings: Settings, runtime: Runtime) -> dict[int, socket.socket] | None:
-    """Connections by rank: of the main process to all others, of each other to the main process.
+    """Return the connections by rank: those to all others in the main process, the one to the main process elsewhere.
 
-    None, said once, where a rank cannot connect: it would take a firewall that lets the collectives through.
+    Returns None, after the main process has said why, if a rank cannot connect (a firewall that lets only the
+    collectives through).
     """
     ranks, sockets, problem = runtime.ranks, {}, None
     listener = _listen(ranks.nodes == 1) if ranks.is_main else None
@@ -93,7 +96,7 @@ def connect(settings: Settings, runtime: Runtime) -> dict[int, socket.socket] | 
 
 
 def _listen(one_node: bool) -> socket.socket:
-    """A listening socket on a free port: of the loopback interface for one node, else of every interface."""
+    """Open a listening socket on a free port: of the loopback interface for one node, of every interface otherwise."""
     if one_node:
         return socket.create_server(("127.0.0.1", 0), backlog=1024)
     if socket.has_dualstack_ipv6():
@@ -103,7 +106,7 @@ def _listen(one_node: bool) -> socket.socket:
 
 
 def _set_timeouts(one: socket.socket, seconds: int) -> None:
-    """Have the kernel give up on a host that no longer acknowledges, whatever the process over there is doing."""
+    """Let the kernel give up on a host that no longer acknowledges, whatever the process on that host is doing."""
     one.settimeout(5)
     one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     one.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

@@ -19,7 +19,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from unsloth_ddp.config.parse import beside_train_options, parse_settings
+from unsloth_ddp.config.command_line import Parser, make_command_parser
+from unsloth_ddp.config.parse import parse_settings
 from unsloth_ddp.data.hub import use_cache_if_hub_is_unreachable
 from unsloth_ddp.distributed.exit_codes import EXIT_USER_ERROR
 from unsloth_ddp.distributed.runtime import choose_backend
@@ -39,9 +40,9 @@ from unsloth_ddp.parity.verdicts import TOLERANCES, Row, Tolerance, verdict
 from unsloth_ddp.utils.errors import UserError, one_line
 
 
-def make_parser() -> argparse.ArgumentParser:
+def make_parser() -> Parser:
     """The options of the check itself; all others are those of train_ddp.py."""
-    parser = beside_train_options("python -m unsloth_ddp.parity", __doc__)
+    parser = make_command_parser("python -m unsloth_ddp.parity", __doc__)
     parser.add_argument("--processes", type=int, help="processes to compare with one [every visible GPU; 2 on a CPU]")
     parser.add_argument("--steps", type=int, default=3, help="optimizer steps of each launch [3]")
     parser.add_argument(

@@ -8,14 +8,14 @@ Reads the model's config.json and tokenizer (no weights) and the rows. Nothing i
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import sys
 from pathlib import Path
 
-from unsloth_ddp.config.parse import beside_train_options, parse_settings
+from unsloth_ddp.config.command_line import Parser, make_command_parser
+from unsloth_ddp.config.parse import parse_settings
 from unsloth_ddp.data.hub import use_cache_if_hub_is_unreachable
-from unsloth_ddp.data.packing import Request, plan_step
+from unsloth_ddp.data.packing import BatchRequest, plan_step
 from unsloth_ddp.distributed.exit_codes import EXIT_USER_ERROR
 from unsloth_ddp.distributed.runtime import quiet_imports
 from unsloth_ddp.utils.errors import UserError
@@ -23,9 +23,9 @@ from unsloth_ddp.utils.json_file import write_as_asked
 from unsloth_ddp.utils.units import parse_bandwidth, parse_memory
 
 
-def make_parser() -> argparse.ArgumentParser:
+def make_parser() -> Parser:
     """The options of the plan itself; all others are those of train_ddp.py."""
-    parser = beside_train_options("python -m unsloth_ddp.plan", __doc__)
+    parser = make_command_parser("python -m unsloth_ddp.plan", __doc__)
     parser.add_argument("--nodes", type=int, default=1, help="machines [1]")
     parser.add_argument("--gpus_per_node", type=int, default=1, help="GPUs of each machine [1]")
     parser.add_argument(
@@ -69,7 +69,7 @@ def plan(argv: list[str]) -> None:
     networks = [parse_bandwidth(text) for text in given.bandwidth]
     inside = parse_bandwidth(given.node_bandwidth) if given.node_bandwidth else None
     gpu_memory = parse_memory(given.gpu_memory) if given.gpu_memory else None
-    request = Request.of(settings, given.nodes * given.gpus_per_node)
+    request = BatchRequest.of(settings, given.nodes * given.gpus_per_node)
     use_cache_if_hub_is_unreachable(settings)
     quiet_imports()
     # Imported here, so that a mistake in the options is told before the seconds that torch takes to load.

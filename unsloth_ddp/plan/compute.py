@@ -8,7 +8,7 @@ from typing import Literal, cast, get_args
 
 from unsloth_ddp.config.parse import Settings
 from unsloth_ddp.data.batch_plan import BatchPlan
-from unsloth_ddp.data.packing import PackingDecision, decide_packing, place_of
+from unsloth_ddp.data.packing import PackingDecision, decide_packing, describe_backend
 from unsloth_ddp.distributed.sharding import Sharding
 from unsloth_ddp.plan.calibration import Calibration, Speed, Wanted, expected_speed, kind_of_rows
 from unsloth_ddp.plan.memory import (
@@ -146,11 +146,13 @@ def kinds_of(settings: Settings) -> tuple[Checkpointing, ...]:
 
 
 def planned_packing(settings: Settings) -> PackingDecision:
-    """Whether a GPU of compute capability 8 or more, without flash-attn, would train on packs (attention.find_kernel)."""
+    """Whether a GPU of compute capability 8 or more, without flash-attn, would train on packs (attention.select_varlen_kernel)."""
     backend, precision = backend_of(settings), precision_of(settings)
     replaceable = backend == "unsloth" or settings.attn_implementation is None
     kernel = "torch's varlen_attn" if replaceable and precision != "fp32" else None
-    return decide_packing(settings.packing, place_of(backend, precision, settings), kernel, wrong=None, doubtful=None)
+    return decide_packing(
+        settings.packing, describe_backend(backend, precision, settings), kernel, wrong=None, doubtful=None
+    )
 
 
 def memory_row(

@@ -50,15 +50,17 @@ def row_lengths(settings: Settings) -> RowLengths:
     Raises:
         UserError: as in a run, for a bad row, a missing tokenizer or a set without supervised tokens.
     """
-    from unsloth_ddp.data import dataset as data
+    from unsloth_ddp.data.dataset import tokenize_examples
+    from unsloth_ddp.data.examples import read_examples
+    from unsloth_ddp.data.node_folder import node_folder
     from unsloth_ddp.distributed.ranks import Ranks
     from unsloth_ddp.distributed.runtime import Runtime
     from unsloth_ddp.model.load import load_tokenizer
 
     runtime = Runtime(Ranks(), backend="transformers", device_type="cpu", precision="fp32", device_name="CPU")
-    with data.node_folder(runtime) as folder:
-        data.read_examples(settings, runtime, folder)
-        rows, _ = data.tokenize_examples(settings, runtime, folder, load_tokenizer(settings))
+    with node_folder(runtime) as folder:
+        read_examples(settings, runtime, folder)
+        rows, _ = tokenize_examples(settings, runtime, folder, load_tokenizer(settings))
         columns = rows.dataset.with_format("numpy", columns=["input_ids"])["input_ids"]
         # The last one evens out processes; see batch.RowOrder.
         lengths = np.array([len(ids) for ids in columns][: rows.counts.rows])

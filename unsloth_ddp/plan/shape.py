@@ -80,7 +80,7 @@ def model_shape(settings: Settings) -> ModelShape:
     import transformers
     from accelerate import init_empty_weights
 
-    from unsloth_ddp.model.load import loading_failure
+    from unsloth_ddp.model.load import describe_load_error
 
     try:
         config = transformers.AutoConfig.from_pretrained(
@@ -97,7 +97,7 @@ def model_shape(settings: Settings) -> ModelShape:
                 trust_remote_code=settings.trust_remote_code,
             )
     except (OSError, ValueError) as error:
-        raise UserError(f"model {settings.model} cannot be planned for: {loading_failure(error)}") from None
+        raise UserError(f"model {settings.model} cannot be planned for: {describe_load_error(error)}") from None
     # Making parameters empty takes them apart.
     model.tie_weights()
     model.to("meta")
@@ -111,7 +111,7 @@ def count_shape(model: Any, settings: Settings, all_experts: bool = False) -> Mo
     from peft import get_peft_model
     from transformers.modeling_layers import GradientCheckpointingLayer
 
-    from unsloth_ddp.model.load import lora_config
+    from unsloth_ddp.model.lora import lora_config
 
     head = model.get_output_embeddings()
     linear = [m.weight.numel() for m in model.modules() if isinstance(m, torch.nn.Linear) and m is not head]

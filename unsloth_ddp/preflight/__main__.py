@@ -11,11 +11,11 @@ for a mistake in the options.
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 
-from unsloth_ddp.config.parse import Settings, beside_train_options, parse_settings
+from unsloth_ddp.config.command_line import Parser, make_command_parser
+from unsloth_ddp.config.parse import Settings, parse_settings
 from unsloth_ddp.distributed.exit_codes import EXIT_USER_ERROR, note_exit_code
 from unsloth_ddp.preflight.run import Options, run, say
 from unsloth_ddp.utils.errors import UserError
@@ -23,9 +23,9 @@ from unsloth_ddp.utils.errors import UserError
 A_DAY = 86400
 
 
-def make_parser() -> argparse.ArgumentParser:
+def make_parser() -> Parser:
     """The options of preflight itself; all others are those of train_ddp.py."""
-    parser = beside_train_options("python -m unsloth_ddp.preflight", __doc__)
+    parser = make_command_parser("python -m unsloth_ddp.preflight", __doc__)
     parser.add_argument(
         "--json", nargs="?", const="-", metavar="FILE", help="write the result there too; without FILE: print it instead of the table"
     )  # fmt: skip

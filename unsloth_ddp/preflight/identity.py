@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from unsloth_ddp.config.parse import FIELDS, Settings
+from unsloth_ddp.config.options import OPTIONS, Settings
 from unsloth_ddp.data.sources import is_file
 from unsloth_ddp.model.files import weight_bytes
 from unsloth_ddp.preflight.bounded import bounded
@@ -39,7 +39,7 @@ TOKENIZER_FILES = (
     "*.model",
 )
 # Options that name files or folders.
-PATHS = (*(name for name, field in FIELDS.items() if field.metadata.get("path")), "output_dir")
+PATHS = tuple(name for name, option in OPTIONS.items() if option.path)
 
 # About ten seconds of one core; beyond it a file is compared by samples.
 READ_WHOLE = 4 * GIB

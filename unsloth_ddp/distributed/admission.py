@@ -13,7 +13,7 @@ import secrets
 import selectors
 import socket
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 # For all that a caller has to say: ranks answer in milliseconds.
@@ -61,8 +61,7 @@ def accept_ranks(
         while len(admitted) < len(expected):
             now = time.monotonic()
             if now >= deadline:
-                for one in admitted.values():
-                    one.close()
+                _close_all(admitted.values())
                 raise TimeoutError(f"{len(expected) - len(admitted)} of {len(expected)} ranks did not connect")
             # Guests are in the order of their arrival, and so of their deadlines.
             late = [guest.socket for guest in guests.values() if guest.deadline <= now]
@@ -83,6 +82,11 @@ def accept_ranks(
                 else:
                     _send_away(guest.socket, guests, selector)
     return admitted
+
+
+def _close_all(sockets: Iterable[socket.socket]) -> None:
+    for one in sockets:
+        one.close()
 
 
 def _receive_guest(

@@ -25,9 +25,10 @@ from unsloth_ddp.model.attention import choose_packing
 from unsloth_ddp.run import answers
 from unsloth_ddp.run import summary as summary_file
 from unsloth_ddp.run.context import Run
-from unsloth_ddp.run.folder import continues, open_run_folder
+from unsloth_ddp.run.folder import SETTINGS_FILE, continues, open_run_folder
 from unsloth_ddp.run.logs import start_logging, stop_library_output
 from unsloth_ddp.run.outcomes import (
+    FolderRemoved,
     NoCheckpointWritten,
     ResultNotSaved,
     RunNotFinished,
@@ -168,6 +169,7 @@ def finish(run: Run, trainer: DDPTrainer, answered: AnsweredQuestions, summary: 
         RunEnd: a part of that could not be written.
     """
     settings, checkpoints = run.settings, trainer.checkpoints
+    removed = run.runtime.broadcast_from_main(lambda: not (run.folder / SETTINGS_FILE).is_file())
     after = answers.answer(trainer.model, trainer.processing_class, answered.questions, run.runtime)
     if problem := checkpoints.save_final(trainer.write_final):
         raise ResultNotSaved(run.folder, problem, checkpoints.last)
@@ -183,6 +185,8 @@ def finish(run: Run, trainer: DDPTrainer, answered: AnsweredQuestions, summary: 
     summary["wall_time_seconds"] = time.perf_counter() - run.began
     if problem := checkpoints.in_main(lambda: summary_file.finish(settings, run.folder, summary)):
         raise RunNotFinished(run.folder, summary_file.SUMMARY_FILE, problem)
+    if removed:
+        raise FolderRemoved(run.folder)
     if checkpoints.failed is not None and not checkpoints.written:
         raise NoCheckpointWritten(checkpoints.failed)
 

@@ -52,7 +52,7 @@ def without_foreign_words(text: str) -> str:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_options_exist(page):
-    parsers = [make_parser(""), *(module.make_parser() for module in (plan, parity, preflight, notebook, port))]
+    parsers = [make_parser(""), *(module.make_parser() for module in (plan, parity, preflight, port, notebook))]
     known = {name for parser in parsers for action in parser._actions for name in action.option_strings}
     known |= set(re.findall(r"--\w+", usage())) | set().union(*OF_OTHERS.values())
     text = page.read_text()

@@ -38,12 +38,20 @@ def check_settings(settings: Settings) -> None:
     _check_names(settings)
     check_trainer_args(settings.trainer_args)
     _check_streaming(settings)
-    if settings.run_name is not None and not re.fullmatch(r"(?!\.{1,2}$)[^/\\\x00-\x1f]{1,200}", settings.run_name):
-        raise UserError(
-            f"run_name {settings.run_name[:200]!r} is not a plain folder name of at most 200 characters; "
-            "use letters, digits, - and _."
-        )
+    _check_run_name(settings.run_name)
     _check_paths(settings)
+
+
+def _check_run_name(name: str | None) -> None:
+    if name is None:
+        return
+    # File systems limit the bytes of a name, and most letters beyond ASCII take two to four.
+    size = len(name.encode("utf-8", "surrogatepass"))
+    if not re.fullmatch(r"(?!\.{1,2}$)[^/\\\x00-\x1f\ud800-\udfff]+", name) or size > 200:
+        raise UserError(
+            f"run_name {name[:200]!r} is not a plain folder name of at most 200 bytes (it has {size}); use letters, digits, "
+            "- and _."
+        )
 
 
 def _check_secrets(settings: Settings) -> None:

@@ -10,6 +10,7 @@ import json
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from unsloth_ddp.model.source_check import ADAPTER_FILE, check_no_adapter, read_model_file
 from unsloth_ddp.utils.errors import UserError, one_line
 
 LARGEST_JSON = 1 << 28
@@ -23,30 +24,15 @@ def check_local_model(model: str, *, safetensors_only: bool) -> None:
     """Refuse a local model folder that is incomplete; Hub ids are not checked.
 
     Raises:
-        UserError: the folder has no config.json, or check_folder refuses it.
+        UserError: the folder is an adapter, has no config.json, or check_folder refuses it.
     """
     path = Path(model).expanduser()
     if not (path.exists() or model.startswith((".", "/", "~")) or model.count("/") > 1):
         return
-    if (path / "adapter_config.json").is_file() and not (path / "config.json").is_file():
-        raise UserError(_is_an_adapter(model, path))
+    check_no_adapter(model, read_model_file(model, ADAPTER_FILE))
     if not (path / "config.json").is_file():
         raise UserError(f"model {model} is not a model folder: it has no config.json; give a Hub id or a saved model.")
     check_folder(path, safetensors_only=safetensors_only)
-
-
-def _is_an_adapter(model: str, folder: Path) -> str:
-    """Return the refusal of an adapter that was given as model, with its base and what to do."""
-    try:
-        base = str(json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))["base_model_name_or_path"])
-    except (OSError, ValueError, KeyError, TypeError):
-        base = "a base that its adapter_config.json does not name"
-    if (folder / "merged" / "config.json").is_file():
-        return f"model {model} is an adapter of {base}; to train it further, give its merged model {model}/merged."
-    return (
-        f"model {model} is an adapter of {base}; give the base to train a new adapter. To train this one further, merge it "
-        "into its base (--merge writes <run>/merged/ with the adapter) and give that folder."
-    )
 
 
 def check_folder(folder: Path, *, safetensors_only: bool) -> None:

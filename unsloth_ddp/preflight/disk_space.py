@@ -1,4 +1,4 @@
-"""How many bytes a run will write, estimated from the model's config and the settings: pure arithmetic."""
+"""Estimate the bytes that a run writes, from the model's config and the settings: pure arithmetic."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from unsloth_ddp.utils.units import GIB, MIB
 
 # Tokenizer, trainer state, random states, logs.
 BESIDE_WEIGHTS = 64 * MIB
-# Where nothing is known of the model (a Hub id that is not in the cache).
+# For a model that is not on this machine (a Hub id that is not in the cache).
 UNKNOWN_MODEL = {"full": 64 * GIB, "lora": 4 * GIB, "qlora": 4 * GIB}
-# save_total_limit none and no max_steps: nobody knows how many, so a few.
+# With save_total_limit none and no max_steps the number is not known; this one is assumed.
 CHECKPOINTS_IF_UNLIMITED = 5
 BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1}
 
 
-def run_bytes(settings: Settings, config: Mapping[str, Any] | None, weight_bytes: int) -> int:
-    """What the output folder has to take: the checkpoints kept, one being written, and the final weights.
+def estimate_run_bytes(settings: Settings, config: Mapping[str, Any] | None, weight_bytes: int) -> int:
+    """Estimate the bytes in the output folder: the checkpoints kept, one being written, and the final weights.
 
-    A checkpoint holds the trained weights and two states of Adam beside each; optimizers with less leave room.
+    A checkpoint holds the trained weights and two Adam states for each; other optimizers need less.
 
     Args:
         config: the model's config.json; None when it is not known.
@@ -32,13 +32,13 @@ def run_bytes(settings: Settings, config: Mapping[str, Any] | None, weight_bytes
     if settings.method == "full":
         trained, width = parameters, 4 if settings.full_weights == "fp32" else 2
     else:
-        trained, width = adapter_parameters(config, settings.lora_r, len(settings.lora_modules_to_save)), 4
+        trained, width = count_adapter_parameters(config, settings.lora_r, len(settings.lora_modules_to_save)), 4
     final = trained * width + BESIDE_WEIGHTS + (parameters * 2 if settings.merge else 0)
-    return kept_checkpoints(settings) * (3 * trained * width + BESIDE_WEIGHTS) + final
+    return count_checkpoints(settings) * (3 * trained * width + BESIDE_WEIGHTS) + final
 
 
-def kept_checkpoints(settings: Settings) -> int:
-    """The most checkpoints on disk at one time: those kept and the one that replaces the oldest."""
+def count_checkpoints(settings: Settings) -> int:
+    """Return the most checkpoints on disk at one time: those kept and the one that replaces the oldest."""
     if settings.save_strategy == "no":
         return 0
     if settings.save_total_limit is not None:
@@ -48,10 +48,10 @@ def kept_checkpoints(settings: Settings) -> int:
     return CHECKPOINTS_IF_UNLIMITED
 
 
-def adapter_parameters(config: Mapping[str, Any], r: int, saved_modules: int = 0) -> int:
-    """Parameters of a LoRA adapter on every linear layer, and of whole modules saved beside it.
+def count_adapter_parameters(config: Mapping[str, Any], r: int, saved_modules: int = 0) -> int:
+    """Count the parameters of a LoRA adapter on every linear layer, and of whole modules saved beside it.
 
-    A linear layer of `a` inputs and `b` outputs gets r x (a + b). Mixtures of experts count every expert.
+    A linear layer of `a` inputs and `b` outputs gets r x (a + b). Every expert of a mixture is counted.
     """
     text = {**config, **(config.get("text_config") or {})}
 
@@ -69,6 +69,6 @@ def adapter_parameters(config: Mapping[str, Any], r: int, saved_modules: int = 0
     return layers * r * (attention + feed_forward) + saved_modules * number("vocab_size") * hidden
 
 
-def cache_bytes(data_bytes: int) -> int:
-    """What the datasets cache has to take while rows are read and tokenized: each stage is kept until the end."""
+def estimate_cache_bytes(data_bytes: int) -> int:
+    """Estimate the bytes in the datasets cache: reading, formatting and tokenizing each keep their result to the end."""
     return 4 * data_bytes + 256 * MIB

@@ -1,6 +1,7 @@
-"""How fast, and how right, all-reduce and broadcast are: inside each node, between nodes, and over all ranks.
+"""Time all-reduce and broadcast inside each node, between nodes and over all ranks, and verify their results.
 
-NCCL on GPUs, gloo on CPUs; gloo is tried on GPU nodes too, because the kit coordinates its processes over it.
+The backend is NCCL on GPUs and gloo on CPUs. A gloo group is formed on GPU nodes too, because the kit coordinates its
+processes over gloo.
 """
 
 from __future__ import annotations
@@ -12,39 +13,39 @@ from datetime import timedelta
 from typing import Any
 
 from unsloth_ddp.distributed.rendezvous import listen_on_loopback
-from unsloth_ddp.preflight.bandwidth import Timing
-from unsloth_ddp.preflight.place import Place
+from unsloth_ddp.preflight.bandwidth import CollectiveTiming
+from unsloth_ddp.preflight.process_info import ProcessInfo
 from unsloth_ddp.utils.units import KIB, MIB
 
 SIZES = {"gloo": (64 * KIB, MIB, 16 * MIB), "nccl": (64 * KIB, MIB, 16 * MIB, 128 * MIB, 512 * MIB)}
-# Of one size and operation: how long is measured, and what would take too long to be tried.
+# Seconds of measurement for one size and operation, and the expected seconds above which a size is left out.
 MEASURED_SECONDS = 0.25
 TOO_LONG_SECONDS = 3.0
 MOST_TURNS = 20
-# Gloo raises when its time is up. NCCL's watchdog ends the process instead, so run.SPEED_SECONDS has to come first.
+# Gloo raises at its time limit. NCCL's watchdog ends the process instead, so run.MEASURE_SECONDS has to come first.
 GLOO_SECONDS = 60
 NCCL_SECONDS = 3600
 
 
-class Speed:
-    """One process's part in the measurement; `phase` says where it is, for whoever waits in vain."""
+class CollectiveBenchmark:
+    """One process's part in the measurement; `phase` names the backend in use, for the report of a hang."""
 
-    def __init__(self, place: Place, backend: str) -> None:
-        self.place = place
+    def __init__(self, process: ProcessInfo, backend: str) -> None:
+        self.process = process
         self.backend = backend
         self.phase = "gloo"
 
-    def run(self, store: Any) -> list[Timing]:
-        """Form the groups and measure; called by every rank, may hang.
+    def run(self, store: Any) -> list[CollectiveTiming]:
+        """Form the groups and measure; every rank has to call this, and it may hang.
 
         Raises:
-            Exception: whatever torch.distributed raises when a group does not form or a collective fails.
+            Exception: torch.distributed's own, when a group does not form or a collective fails.
         """
         import torch
         import torch.distributed as dist
 
-        ranks = self.place.ranks
-        if self.place.nodes == 1:
+        ranks = self.process.ranks
+        if self.process.nodes == 1:
             listen_on_loopback(os.environ)
         seconds = NCCL_SECONDS if self.backend == "nccl" else GLOO_SECONDS
         device = torch.device("cuda", ranks.local_rank) if self.backend == "nccl" else torch.device("cpu")
@@ -64,13 +65,13 @@ class Speed:
             for group, own in zip(groups, members, strict=True):
                 if ranks.rank in own:
                     timings += self._measure(scope, group, own, device)
-            # Groups take turns, so that none slows another one down.
+            # Groups take turns, so that none slows another down.
             dist.all_reduce(torch.ones(1))
         del groups
         dist.destroy_process_group()
         return timings
 
-    def _measure(self, scope: str, group: Any, members: Sequence[int], device: Any) -> list[Timing]:
+    def _measure(self, scope: str, group: Any, members: Sequence[int], device: Any) -> list[CollectiveTiming]:
         timings = []
         for operation in ("all_reduce", "broadcast"):
             before = 0.0
@@ -79,18 +80,20 @@ class Speed:
                 if largest and before * size / largest > TOO_LONG_SECONDS:
                     break
                 seconds, right = self._time(operation, size, group, members, device)
-                timings.append(Timing(scope, self.place.node_rank, operation, len(members), size, seconds, right))
+                timings.append(
+                    CollectiveTiming(scope, self.process.node_rank, operation, len(members), size, seconds, right)
+                )
                 before, largest = seconds, size
         return timings
 
     def _time(self, operation: str, size: int, group: Any, members: Sequence[int], device: Any) -> tuple[float, bool]:
-        """The slowest rank's mean seconds, alike on all ranks, and whether this rank saw the right numbers."""
+        """Return the slowest rank's mean seconds, equal on all ranks, and whether this rank's result was right."""
         import torch
         import torch.distributed as dist
 
         # Small whole numbers, so that sums over a thousand ranks are exact.
         pattern = (torch.arange(size // 4, device=device, dtype=torch.int32) % 17).float()
-        own = members.index(self.place.ranks.rank) + 1
+        own = members.index(self.process.ranks.rank) + 1
         buffer = pattern * own
 
         def once() -> None:
@@ -113,7 +116,7 @@ class Speed:
                 torch.cuda.synchronize(device)
             return slowest(time.perf_counter() - began) / turns
 
-        # The first turn also connects, and is the one whose numbers are known.
+        # The first turn also connects, and its result is known.
         first = timed(1)
         total = sum(range(1, len(members) + 1)) if operation == "all_reduce" else 1
         right = bool(torch.equal(buffer, pattern * total))
@@ -125,7 +128,7 @@ class Speed:
 
 
 def scopes(world_size: int, per_node: int) -> list[tuple[str, list[list[int]]]]:
-    """What is measured: each scope with its groups of ranks; every rank takes part in making every group."""
+    """Return each scope to measure with its groups of ranks; every rank takes part in forming every group."""
     nodes = world_size // per_node
     found: list[tuple[str, list[list[int]]]] = []
     if per_node > 1:

@@ -1,20 +1,19 @@
-"""Verdicts on what the nodes have to agree on: pure functions from plain values by node to a Check."""
+"""Compare what all nodes have to agree on: pure functions from plain values by node to a Check."""
 
 from __future__ import annotations
 
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from unsloth_ddp.preflight.checks import Check, Verdict, named_nodes
-from unsloth_ddp.preflight.machine import gpu_list
+from unsloth_ddp.preflight.checks import Check, Verdict, name_nodes
+from unsloth_ddp.preflight.machine import list_gpus
 from unsloth_ddp.utils.units import shown_bytes
 
-# These decide what a run computes or how ranks talk; the others of the kit's packages only watch or convert.
-BYSTANDERS = ("tensorboard", "nbconvert")
-# Named by the hardware of each node, so they may differ.
+# Packages that only log or convert; every other one decides what a run computes or how ranks communicate.
+LOGGING_PACKAGES = ("tensorboard", "nbconvert")
+# These depend on the hardware of each node, so they may differ.
 PER_NODE_VARIABLES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_IB_GID_INDEX", "NCCL_TOPO_FILE")
 NUMERIC_VARIABLES = (
     "ACCELERATE_MIXED_PRECISION", "NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
@@ -24,95 +23,8 @@ SKEW_LIMIT = 1.0
 SECRET = re.compile(r"token|secret|password|passwd|api_?key", re.IGNORECASE)
 
 
-@dataclass(frozen=True)
-class Arrival:
-    """What a process says of itself when it arrives: where it is and what job it believes to be part of."""
-
-    rank: int
-    node_rank: int
-    host: str
-    nodes: int
-    world_size: int
-    local_world_size: int
-
-
-def arrivals(
-    world_size: int, nodes: int, present: Sequence[Arrival], waited: float, meeting: str, in_time: bool = False
-) -> Check:
-    """Who arrived: every rank once, of the same job; else a failure that names who is missing, double or strange.
-
-    Args:
-        world_size, nodes: the job's, as its rank 0 has them.
-        present: everyone who arrived, also those whose rank does not exist.
-        waited: seconds that the others were waited for.
-        meeting: where they met, host:port.
-        in_time: as many arrived as there are ranks, so the wait was ended early.
-    """
-    per_node = max(1, world_size // nodes)
-    problems = []
-    by_rank: dict[int, list[Arrival]] = {}
-    for one in present:
-        by_rank.setdefault(one.rank, []).append(one)
-    for rank, several in sorted(by_rank.items()):
-        if len(several) > 1 and rank % per_node == 0:
-            hosts = " and ".join(sorted(one.host for one in several))
-            problems.append(
-                f"Node rank {several[0].node_rank} was taken {len(several)} times, by {hosts}: "
-                "every node needs a NODE_RANK of its own."
-            )
-    for one in present:
-        if one.nodes != nodes:
-            problems.append(f"{one.host} was told NNODES {one.nodes}, node 0 {nodes}; set the same on every node.")
-        elif one.world_size != world_size or one.local_world_size != per_node:
-            problems.append(
-                f"{one.host} starts {one.local_world_size} processes of {one.world_size}, but node 0 {per_node} of "
-                f"{world_size}; start the same number on every node."
-            )
-        elif one.rank >= world_size:
-            problems.append(
-                f"{one.host} says it is node {one.node_rank} of {nodes}, but ranks go from 0 to {nodes - 1}; "
-                "set its NODE_RANK right."
-            )
-    missing = [rank for rank in range(world_size) if rank not in by_rank]
-    whole = [n for n in range(nodes) if all(r in missing for r in range(n * per_node, (n + 1) * per_node))]
-    parts = [rank for rank in missing if rank // per_node not in whole]
-    if whole and in_time:
-        problems.append(
-            f"So {named_nodes(whole)} is missing." if len(whole) == 1 else f"So {named_nodes(whole)} are missing."
-        )
-    elif whole:
-        problems.append(
-            f"{named_nodes(whole).capitalize()} did not arrive at {meeting} within {waited:.0f} s: start preflight "
-            "there too (or raise --timeout), check NODE_RANK, MASTER_ADDR and MASTER_PORT there, and open the firewall "
-            "for MASTER_PORT."
-        )
-    if parts:
-        named, whose = ("Rank", "its") if len(parts) == 1 else ("Ranks", "their")
-        ranks = ", ".join(map(str, parts))
-        problems.append(f"{named} {ranks} did not arrive within {waited:.0f} s; look at {whose} output.")
-    values: dict[int, str] = dict.fromkeys(range(nodes), "did not arrive")
-    for one in present:
-        if one.rank % per_node == 0 or one.node_rank not in values:
-            before = values.get(one.node_rank, "did not arrive")
-            values[one.node_rank] = one.host if before == "did not arrive" else f"{before} and {one.host}"
-    return Check(
-        "arrived", dict(sorted(values.items())), "failure" if problems else "ok", "\n".join(dict.fromkeys(problems))
-    )
-
-
-def undelivered(missing: Sequence[int], hosts: Mapping[int, str], seconds: float, what: str) -> Check:
-    """Nodes that arrived but did not hand in what the others wait for."""
-    values = dict.fromkeys(missing, "no answer")
-    named = ", ".join(f"node {node} ({hosts.get(node, 'host not known')})" for node in missing)
-    remedy = f"{named} arrived, but gave no {what} within {seconds:.0f} s: look at its output, disks and load."
-    return Check(f"answers: {what}", values, "failure", remedy)
-
-
-# ---- the same everywhere ----
-
-
-def versions(by_node: Mapping[int, Mapping[str, str]]) -> list[Check]:
-    """Python, torch, CUDA, NCCL and the packages: one row of what is shared, one a package that differs."""
+def compare_versions(by_node: Mapping[int, Mapping[str, str]]) -> list[Check]:
+    """Compare Python, torch, CUDA, NCCL and packages: one row for all that agree, one for each that differs."""
     names = list(dict.fromkeys(name for found in by_node.values() for name in found))
     differing = [name for name in names if len({found.get(name) for found in by_node.values()}) > 1]
     first = next(iter(by_node.values()))
@@ -121,51 +33,52 @@ def versions(by_node: Mapping[int, Mapping[str, str]]) -> list[Check]:
     for name in differing:
         found = {node: by_node[node].get(name, "not installed") for node in sorted(by_node)}
         minor = name == "python" and len({v.rpartition(".")[0] for v in found.values()}) == 1
-        verdict: Verdict = "warning" if minor or name in BYSTANDERS else "failure"
+        verdict: Verdict = "warning" if minor or name in LOGGING_PACKAGES else "failure"
         remedy = "Use one environment on every node: uv sync --locked from the same uv.lock."
         rows.append(Check(f"version of {name}", found, verdict, remedy))
     return rows
 
 
-def code(by_node: Mapping[int, Mapping[str, str]]) -> Check:
-    """The kit itself: `hash` of its files decides, `commit` is what is shown beside it."""
+def compare_code(by_node: Mapping[int, Mapping[str, str]]) -> Check:
+    """Compare the kit itself: the `hash` of its files decides, the `commit` is shown beside it."""
     shown = {node: f"{c['commit']} (files {c['hash'][:8]})" for node, c in sorted(by_node.items())}
     if len({c["hash"] for c in by_node.values()}) > 1:
         return Check("kit", shown, "failure", "The nodes run different code: check out the same commit on every node.")
     if len({c["commit"] for c in by_node.values()}) > 1:
         return Check(
-            "kit", shown, "warning", "The kit's files are alike, but the commits differ; check out the same one."
+            "kit", shown, "warning", "The kit's files are the same, but the commits differ; check out the same one."
         )
     return Check("kit", shown)
 
 
-def settings(by_node: Mapping[int, Mapping[str, Any]], paths: Sequence[str]) -> Check:
-    """Every option of the run alike; only where files lie may differ, since their content is compared too.
+def compare_settings(by_node: Mapping[int, Mapping[str, Any]], paths: Sequence[str]) -> Check:
+    """Compare every option of the run; only paths may differ, since the content of files is compared too.
 
     Args:
         paths: options that name files or folders.
     """
-    flat = {node: flattened(options) for node, options in by_node.items()}
+    flat = {node: flatten_options(options) for node, options in by_node.items()}
     names = sorted({name for options in flat.values() for name in options})
     differing = [name for name in names if len({options.get(name) for options in flat.values()}) > 1]
     if not differing:
         return Check(
-            "settings", dict.fromkeys(sorted(by_node), f"{len(names)} options{' alike' if len(flat) > 1 else ''}")
+            "settings",
+            dict.fromkeys(sorted(by_node), f"{len(names)} options{', equal on all nodes' if len(flat) > 1 else ''}"),
         )
     shown = {
-        node: ", ".join(f"{name}={displayed(name, options.get(name, 'not set'))}" for name in differing)
+        node: ", ".join(f"{name}={show_value(name, options.get(name, 'not set'))}" for name in differing)
         for node, options in sorted(flat.items())
     }
     hard = [name for name in differing if name.partition(".")[0] not in paths]
     if hard:
         remedy = f"{', '.join(hard)} differ: give the same options (the same --config) on every node."
         return Check("settings", shown, "failure", remedy)
-    remedy = f"{', '.join(differing)} lead to different places; that is fine if it is meant (each node's own disk)."
+    remedy = f"{', '.join(differing)} name different paths; that is right if each node uses its own disk."
     return Check("settings", shown, "warning", remedy)
 
 
-def flattened(options: Mapping[str, Any]) -> dict[str, str]:
-    """Options as text, one entry a key of a mapping."""
+def flatten_options(options: Mapping[str, Any]) -> dict[str, str]:
+    """Return options as text, each key of a mapping as an option of its own."""
     flat: dict[str, str] = {}
     for name, value in options.items():
         if isinstance(value, Mapping):
@@ -175,34 +88,34 @@ def flattened(options: Mapping[str, Any]) -> dict[str, str]:
     return flat
 
 
-def displayed(name: str, value: str) -> str:
-    """A setting's or variable's value, unless its name says that it is a secret."""
+def show_value(name: str, value: str) -> str:
+    """Return the value of a setting or variable, hidden if its name says that it is a secret."""
     return "(hidden)" if SECRET.search(name) else value[:200]
 
 
-def files(name: str, by_node: Mapping[int, Mapping[str, Mapping[str, Any]]], what: str) -> list[Check]:
-    """Files by content: one row of what is alike, one a file that differs or is missing.
+def compare_files(name: str, by_node: Mapping[int, Mapping[str, Mapping[str, Any]]], what: str) -> list[Check]:
+    """Compare files by content: one row for all that agree, one for each that differs or is missing.
 
     Args:
         by_node: for each node, label -> {"bytes", "digest"}, {"missing": path} or {"hub": commit or None}.
-        what: what to call them in the remedy.
+        what: the word for these files in the remedy.
     """
     labels = list(dict.fromkeys(label for found in by_node.values() for label in found))
     rows, alike = [], []
     for label in labels:
         entries = {node: by_node[node].get(label, {"missing": label}) for node in sorted(by_node)}
-        shown = {node: file_text(entry) for node, entry in entries.items()}
+        shown = {node: describe_file(entry) for node, entry in entries.items()}
         missing = [node for node, entry in entries.items() if "missing" in entry]
         kinds = {json.dumps(e, sort_keys=True) for e in entries.values()}
         if missing:
             remedy = (
-                f"{label} is missing on {named_nodes(missing)}: copy it there, or keep it in a folder all nodes share."
+                f"{label} is missing on {name_nodes(missing)}: copy it there, or keep it in a folder all nodes share."
             )
             if len(missing) == len(by_node):
                 remedy = f"{label} is missing: give a path that exists with --{what}."
             rows.append(Check(f"{name}: {label}", shown, "failure", remedy))
         elif len(kinds) == 1:
-            alike.append(f"{label} {file_text(next(iter(entries.values())))}")
+            alike.append(f"{label} {describe_file(next(iter(entries.values())))}")
         elif all("hub" in entry for entry in entries.values()):
             remedy = f"The nodes' caches hold different commits of this {what}: remove the older, or pin a revision."
             verdict: Verdict = "warning" if any(e["hub"] is None for e in entries.values()) else "failure"
@@ -217,8 +130,8 @@ def files(name: str, by_node: Mapping[int, Mapping[str, Mapping[str, Any]]], wha
     return rows
 
 
-def file_text(entry: Mapping[str, Any]) -> str:
-    """A file's size and the beginning of its checksum."""
+def describe_file(entry: Mapping[str, Any]) -> str:
+    """Return a file's size and the beginning of its checksum."""
     if "missing" in entry:
         return "missing"
     if "hub" in entry:
@@ -228,32 +141,32 @@ def file_text(entry: Mapping[str, Any]) -> str:
     return f"{shown_bytes(entry['bytes'])}{digest}{sampled}"
 
 
-def variables(by_node: Mapping[int, Mapping[str, str]]) -> Check:
-    """Environment variables that decide how ranks talk and compute."""
+def compare_variables(by_node: Mapping[int, Mapping[str, str]]) -> Check:
+    """Compare the environment variables that decide how ranks communicate and compute."""
     names = sorted({name for found in by_node.values() for name in found})
     differing = [n for n in names if len({found.get(n) for found in by_node.values()}) > 1]
     judged = [n for n in differing if n not in PER_NODE_VARIABLES]
     if not judged:
         shown = {
-            node: ", ".join(f"{n}={displayed(n, v)}" for n, v in sorted(found.items())) or "none set"
+            node: ", ".join(f"{n}={show_value(n, v)}" for n, v in sorted(found.items())) or "none set"
             for node, found in sorted(by_node.items())
         }
         return Check("environment flags", shown)
     shown = {
-        node: ", ".join(f"{n}={displayed(n, found[n])}" if n in found else f"{n} not set" for n in judged)
+        node: ", ".join(f"{n}={show_value(n, found[n])}" if n in found else f"{n} not set" for n in judged)
         for node, found in sorted(by_node.items())
     }
     verdict: Verdict = "failure" if any(n in NUMERIC_VARIABLES for n in judged) else "warning"
-    return Check("environment flags", shown, verdict, f"Set {', '.join(judged)} alike on every node.")
+    return Check("environment flags", shown, verdict, f"Set {', '.join(judged)} to the same value on every node.")
 
 
-def gpus(by_node: Mapping[int, Sequence[Mapping[str, Any]]]) -> Check:
-    """The same number and type of GPU on every node.
+def compare_gpus(by_node: Mapping[int, Sequence[Mapping[str, Any]]]) -> Check:
+    """Compare the number and type of GPUs of the nodes.
 
     Args:
-        by_node: of each GPU its name, memory (bytes) and compute capability.
+        by_node: name, memory (bytes) and compute capability of each GPU.
     """
-    shown = {node: gpu_list(devices) for node, devices in sorted(by_node.items())}
+    shown = {node: list_gpus(devices) for node, devices in sorted(by_node.items())}
     name = "same GPUs"
     if len({len(devices) for devices in by_node.values()}) > 1:
         remedy = "Every node needs the same number of GPUs; set CUDA_VISIBLE_DEVICES or GPUS_PER_NODE to the smallest."
@@ -267,8 +180,8 @@ def gpus(by_node: Mapping[int, Sequence[Mapping[str, Any]]]) -> Check:
     return Check(name, shown)
 
 
-def one_gpu_each(uuids: Mapping[int, str], node_of: Mapping[int, int]) -> Check:
-    """No two ranks on one GPU, which NCCL refuses.
+def check_one_gpu_per_rank(uuids: Mapping[int, str], node_of: Mapping[int, int]) -> Check:
+    """Check that no two ranks use one GPU, which NCCL refuses.
 
     Args:
         uuids: the GPU of each rank that has one.
@@ -289,11 +202,11 @@ def one_gpu_each(uuids: Mapping[int, str], node_of: Mapping[int, int]) -> Check:
     return Check("one GPU a rank", values, "failure", remedy)
 
 
-def shared_folder(path: str, seen: Mapping[int, bool | None], sharded: bool) -> Check:
-    """Whether the output folder is one folder for all nodes.
+def check_shared_folder(path: str, seen: Mapping[int, bool | None], sharded: bool) -> Check:
+    """Check whether all nodes see one output folder.
 
     Args:
-        seen: whether each other node found what node 0 wrote; None: could not look. Empty for one node.
+        seen: whether each other node found node 0's file; None where it could not look. Empty for one node.
         sharded: every rank writes its part of each checkpoint (ZeRO, FSDP2).
     """
     name = "output folder shared"
@@ -312,19 +225,24 @@ def shared_folder(path: str, seen: Mapping[int, bool | None], sharded: bool) -> 
         remedy = (
             "Checkpoints and the result are written on node 0 alone. To resume, start with the same node as node 0, or "
             "copy the newest checkpoint to the same path on every node first. Model and data are read from each node's "
-            "own disk. A shared file system (NFS) needs none of this."
+            "own disk. With a shared file system (NFS) none of this is needed."
         )
         return Check(name, values, "warning", remedy)
     if None in seen.values():
-        return Check(name, values, "warning", "Look by hand whether all nodes see one output folder.")
+        return Check(
+            name,
+            values,
+            "warning",
+            "Preflight could not check this; check by hand that all nodes see one output folder.",
+        )
     return Check(name, values)
 
 
-def clocks(skews: Mapping[int, tuple[float, float] | None]) -> Check:
-    """Clocks of the nodes against node 0's.
+def compare_clocks(skews: Mapping[int, tuple[float, float] | None]) -> Check:
+    """Compare the clocks of the nodes with node 0's.
 
     Args:
-        skews: seconds ahead of node 0, and how exactly that is known; None: not measured.
+        skews: seconds ahead of node 0 and the error of that figure; None where it was not measured.
     """
     shown = {0: "reference"}
     late = []
@@ -338,6 +256,6 @@ def clocks(skews: Mapping[int, tuple[float, float] | None]) -> Check:
             late.append(node)
             shown[node] = f"{ahead:+.1f} s"
     if late:
-        remedy = f"The clock of {named_nodes(late)} is off: start chrony, ntpd or systemd-timesyncd there."
+        remedy = f"The clock of {name_nodes(late)} is off: start chrony, ntpd or systemd-timesyncd there."
         return Check("clock skew", shown, "warning", remedy)
     return Check("clock skew", shown)

@@ -31,7 +31,7 @@ from unsloth_ddp.data.packing import (
 from unsloth_ddp.model.attention import AttentionSetup, select_varlen_kernel
 from unsloth_ddp.model.packing_obstacles import mixing_reason, untested_reason
 from unsloth_ddp.training.loss import step_divisor, supervised_tokens
-from unsloth_ddp.training.metrics import real_tokens
+from unsloth_ddp.training.meter import real_tokens
 from unsloth_ddp.utils.errors import UserError
 
 CAPACITY = 100

@@ -178,24 +178,24 @@ def test_a_bad_row_in_the_stream_ends_every_rank_with_its_sentence(place, tiny_m
 
 def train_and_signal_the_job(argv: list[str], cwd: str) -> None:
     """train_ddp.py whose main process and readers get SIGTERM in the second step, as schedulers send it to all."""
-    from unsloth_ddp.distributed.signals import Stop
+    from unsloth_ddp.distributed.signals import StopRequest
 
-    ask, asked = Stop.ask, itertools.count(1)
+    ask, asked = StopRequest.start_poll, itertools.count(1)
 
-    def ask_and_signal(self: Stop) -> None:
+    def ask_and_signal(self: StopRequest) -> None:
         if next(asked) == 2 and os.environ["RANK"] == "0":
             for process in (*psutil.Process().children(), psutil.Process()):
                 process.send_signal(signal.SIGTERM)
         ask(self)
 
-    Stop.ask = ask_and_signal  # type: ignore[method-assign]
+    StopRequest.start_poll = ask_and_signal  # type: ignore[method-assign]
     train_in_small_windows(argv, cwd)
 
 
 @pytest.mark.slow
 def test_a_signal_to_all_processes_of_a_job_leaves_a_checkpoint(stream, whole):
     stopped, printed = stream(f"{WHOLE} --lora_dropout 0.1", "signalled", 2, code=75, target=train_and_signal_the_job)
-    assert "Stopped on SIGTERM; the same command goes on from" in printed
+    assert "Stopped on SIGTERM; the same command resumes from" in printed
     assert sorted(path.name for path in stopped.glob("checkpoint*")) in (
         ["checkpoint-1", "checkpoint-2"],
         ["checkpoint-1", "checkpoint-2", "checkpoint-3"],
@@ -223,17 +223,17 @@ def test_readers_end_with_the_script_that_started_them() -> None:
 
 def train_and_kill_the_reader(argv: list[str], cwd: str) -> None:
     """train_ddp.py whose main process loses its reading worker in the third step."""
-    from unsloth_ddp.distributed.signals import Stop
+    from unsloth_ddp.distributed.signals import StopRequest
 
-    ask, asked = Stop.ask, itertools.count(1)
+    ask, asked = StopRequest.start_poll, itertools.count(1)
 
-    def ask_and_kill(self: Stop) -> None:
+    def ask_and_kill(self: StopRequest) -> None:
         if next(asked) == 3 and os.environ["RANK"] == "0":
             for worker in psutil.Process().children():
                 worker.send_signal(signal.SIGKILL)
         ask(self)
 
-    Stop.ask = ask_and_kill  # type: ignore[method-assign]
+    StopRequest.start_poll = ask_and_kill  # type: ignore[method-assign]
     train_in_small_windows(argv, cwd)
 
 

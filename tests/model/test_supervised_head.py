@@ -1,10 +1,11 @@
-"""Test that the head over supervised tokens only gives the same loss and gradients."""
+"""The output head over supervised tokens only: the same loss and gradients, from fewer products."""
 
 from __future__ import annotations
 
 import logging
 import sys
-from types import ModuleType, SimpleNamespace
+from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,13 @@ from torch import Tensor
 from tests.data.test_packing import KV, make
 from unsloth_ddp.data.collate import Collate, Flatten, PadRight
 from unsloth_ddp.data.labels import IGNORED, MULTIPLE, supervised_positions
-from unsloth_ddp.model.supervised_head import ROWS, SEARCHED, SupervisedHead, fits_fused_head, head_for
+from unsloth_ddp.model.supervised_head import (
+    ROWS,
+    SEARCHED,
+    SupervisedHead,
+    fits_fused_head,
+    head_with_equal_loss,
+)
 
 
 def random_labels(rows: int, tokens: int, share: float) -> Tensor:
@@ -88,62 +95,67 @@ def test_positions_are_selected_from_a_tuple_too() -> None:
     assert torch.equal(chosen[0][0], whole[0].flatten(0, 1)[positions[0]]) and len(chosen) == len(whole)
 
 
-def trainer_of(model: Any, takes_labels: bool = True) -> Any:
-    """Stand in for a trainer, with a loss that does or does not accept labels for selected positions."""
-
-    def micro_batch_loss(model: Any, batch: dict[str, Tensor], divisor: Tensor) -> Tensor:
-        if not takes_labels and "shift_labels" in batch:
-            # A loss that ignores the selection pairs the hidden states with labels of other tokens.
-            chosen = batch["shift_labels"].shape[1]
-            batch["shift_labels"] = batch["labels"].flatten()[:chosen][None].contiguous()
-        return model(**batch, use_cache=False, num_items_in_batch=divisor).loss
-
+def learned_rows() -> list[dict[str, Any]]:
+    """Four rows of which nothing is learned, whose loss is 0 however it is computed, and four others."""
     batch = batch_of(4, 300)
     learned = [{name: value[i].numpy() for name, value in batch.items()} for i in range(4)]
-    # Rows without a supervised token have a loss of 0 in either way; no token precedes the first label.
+    # No token comes before the first label.
     unlearned = np.where(np.arange(300) > 0, IGNORED, 5)
-    rows = [{**one, "labels": unlearned} for one in learned] + learned
-    return SimpleNamespace(
-        runtime=SimpleNamespace(backend="unsloth", sharding="none"), model=model, model_divides=True,
-        plan=SimpleNamespace(per_device=8),
-        train_rows=SimpleNamespace(examples=rows), data_collator=Collate(PadRight(0), Flatten("unsloth")),
-        args=SimpleNamespace(device=torch.device("cpu")), micro_batch_loss=micro_batch_loss,
-        accelerator=SimpleNamespace(autocast=lambda: torch.autocast("cpu", enabled=False)),
-    )  # fmt: skip
+    return [{**one, "labels": unlearned} for one in learned] + learned
 
 
-def test_a_model_that_accepts_labels_of_selected_tokens_gets_a_head() -> None:
+def loss_of(model: Any, takes_labels: bool = True) -> Callable[[SupervisedHead, dict[str, Tensor]], Tensor]:
+    """A loss that takes the labels of chosen positions, or does not."""
+
+    def loss(head: SupervisedHead, batch: dict[str, Tensor]) -> Tensor:
+        batch = dict(batch)
+        positions = batch.pop("supervised_positions", None)
+        if not takes_labels and "shift_labels" in batch:
+            # What a loss over all labels would make of fewer hidden states: those of other tokens.
+            chosen = batch["shift_labels"].shape[1]
+            batch["shift_labels"] = batch["labels"].flatten()[:chosen][None].contiguous()
+        with head.at(positions):
+            return model(**batch, use_cache=False, num_items_in_batch=torch.ones(())).loss
+
+    return loss
+
+
+def head_for(model: Any, examples: Any = None, rows: int = 8, loss: Any = None) -> SupervisedHead | None:
+    """head_with_equal_loss with the kit's own batches."""
+    collate = Collate(PadRight(0), Flatten("unsloth"))
+    return head_with_equal_loss(model, examples or learned_rows(), rows, collate, loss or loss_of(model))
+
+
+def test_a_model_that_takes_labels_of_chosen_tokens_gets_them() -> None:
     model = make("Llama", **KV).train()
     # Dropout, as adapters have it, would make any two losses differ.
     torch.nn.init.normal_(model.lm_head.weight)
     model.lm_head = torch.nn.Sequential(torch.nn.Dropout(0.5), model.lm_head)
-    assert head_for(trainer_of(model)) is not None
+    assert head_for(model) is not None
     assert model.training
 
 
 @pytest.mark.parametrize(("per_device", "rows"), [(1, 1), (8, ROWS)])
 def test_no_more_rows_are_compared_than_a_micro_batch_has(per_device: int, rows: int) -> None:
-    trainer = trainer_of(make("Llama", **KV))
-    trainer.plan.per_device, seen, loss = per_device, [], trainer.micro_batch_loss
+    model = make("Llama", **KV)
+    seen, loss = [], loss_of(model)
 
-    def counted(model: Any, batch: dict[str, Tensor], divisor: Tensor) -> Tensor:
+    def counted(head: SupervisedHead, batch: dict[str, Tensor]) -> Tensor:
         seen.append(len(batch["labels"]))
-        return loss(model, batch, divisor)
+        return loss(head, batch)
 
-    trainer.micro_batch_loss = counted
-    assert head_for(trainer) is not None
+    assert head_for(model, rows=per_device, loss=counted) is not None
     assert seen == [rows, rows]
 
 
 def test_a_loss_of_zero_proves_nothing() -> None:
-    trainer = trainer_of(make("Llama", **KV))
-    trainer.micro_batch_loss = lambda model, batch, divisor: torch.zeros(())
-    assert head_for(trainer) is None
+    assert head_for(make("Llama", **KV), loss=lambda head, batch: torch.zeros(())) is None
 
 
 def test_a_loss_that_would_change_is_left_alone(caplog: pytest.LogCaptureFixture) -> None:
+    model = make("Llama", **KV)
     with caplog.at_level(logging.WARNING):
-        assert head_for(trainer_of(make("Llama", **KV), takes_labels=False)) is None
+        assert head_for(model, loss=loss_of(model, takes_labels=False)) is None
     assert "because the loss would change from" in caplog.text
 
 
@@ -153,24 +165,23 @@ def test_a_failed_check_leaves_the_compiled_loss(
     loss = ModuleType("unsloth_zoo.fused_losses.cross_entropy_loss")
     loss._FUSED_CE_COMPILE_SUPPORTED = None  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, loss.__name__, loss)
-    trainer = trainer_of(make("Llama", **KV))
-    whole = trainer.micro_batch_loss
+    model = make("Llama", **KV)
+    whole = loss_of(model)
 
-    def fails(model: Any, batch: dict[str, Tensor], divisor: Tensor) -> Tensor:
+    def fails(head: SupervisedHead, batch: dict[str, Tensor]) -> Tensor:
         if "shift_labels" in batch:
             loss._FUSED_CE_COMPILE_SUPPORTED = False  # type: ignore[attr-defined]
             raise ValueError("Expected input batch_size (128) to match target batch_size (512).")
-        return whole(model, batch, divisor)
+        return whole(head, batch)
 
-    trainer.micro_batch_loss = fails
     with caplog.at_level(logging.WARNING):
-        assert head_for(trainer) is None
+        assert head_for(model, loss=fails) is None
     assert "because selecting supervised tokens failed: Expected input batch_size (128)" in caplog.text
     assert loss._FUSED_CE_COMPILE_SUPPORTED is None  # type: ignore[attr-defined]
 
 
 class Unlearned:
-    """Hold more rows than can be searched, none of which is supervised."""
+    """More rows than anyone would look through, of none of which anything is learned."""
 
     def __len__(self) -> int:
         return 10**9
@@ -183,29 +194,16 @@ class Unlearned:
 LEARNED_WHOLE = [{"input_ids": np.arange(300) % 64, "labels": np.arange(300) % 64}]
 
 
-@pytest.mark.parametrize(
-    "changed",
-    [
-        {"runtime": SimpleNamespace(backend="unsloth", sharding="zero3")},
-        {"runtime": SimpleNamespace(backend="transformers", sharding="none")},
-        {"model_divides": False},
-        {"train_rows": SimpleNamespace(examples=Unlearned())},
-        {"train_rows": SimpleNamespace(examples=LEARNED_WHOLE)},
-    ],
-    ids=["sharded", "transformers", "own division", "nothing supervised", "all supervised"],
-)
-def test_no_loss_is_computed_where_selecting_saves_nothing(changed: dict[str, Any]) -> None:
-    trainer = trainer_of(make("Llama", **KV))
-    trainer.micro_batch_loss = lambda *given: pytest.fail("a loss was computed")
-    vars(trainer).update(changed)
-    assert head_for(trainer) is None
+@pytest.mark.parametrize("examples", [Unlearned(), LEARNED_WHOLE], ids=["nothing learned", "all learned"])
+def test_no_loss_is_computed_where_selecting_saves_nothing(examples: Any) -> None:
+    assert head_for(make("Llama", **KV), examples, loss=lambda *given: pytest.fail("a loss was computed")) is None
 
 
 def test_a_batch_holds_supervised_positions_on_request() -> None:
     rows = [{"input_ids": np.arange(1000), "labels": np.where(np.arange(1000) < 900, IGNORED, np.arange(1000))}]
     collate = Collate(PadRight(0), Flatten("unsloth"))
     assert "shift_labels" not in collate(rows)
-    collate.head_chooses = True
+    collate.find_supervised(True)
     assert collate(rows)["supervised_positions"][0, :100].tolist() == list(range(899, 999))
 
 
@@ -217,7 +215,7 @@ def test_a_batch_holds_supervised_positions_on_request() -> None:
         ("Bert", False), ("Electra", False), ("RecurrentGemma", False), ("xLSTM", False),
     ],
 )  # fmt: skip
-def test_a_fused_head_is_used_where_it_computes_the_models_logits(kind: str, fits: bool) -> None:
+def test_a_fused_head_is_used_where_it_makes_the_models_logits(kind: str, fits: bool) -> None:
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     config = getattr(transformers, f"{kind}Config")(**sizes, num_key_value_heads=2, head_dim=8, vocab_size=32)
     with torch.device("meta"):

@@ -6,7 +6,7 @@ from typing import Any
 
 from unsloth_ddp.notebook.convert import convert_notebook
 from unsloth_ddp.notebook.reader import from_node
-from unsloth_ddp.notebook.types import Conversion, Options
+from unsloth_ddp.notebook.types import Conversion, ConversionOptions
 
 LOAD = "from unsloth import FastLanguageModel\nmodel, tokenizer = FastLanguageModel.from_pretrained('m')"
 TRAIN = (
@@ -32,7 +32,7 @@ def notebook(*cells: str, **metadata: Any) -> dict[str, Any]:
 
 def convert_cells(*cells: str, **options: Any) -> Conversion:
     """The conversion of a notebook with these cells."""
-    return convert_notebook(from_node(notebook(*cells), "test.ipynb"), Options(**options))
+    return convert_notebook(from_node(notebook(*cells), "test.ipynb"), ConversionOptions(**options))
 
 
 def body(conversion: Conversion, *, comments: bool = False) -> str:

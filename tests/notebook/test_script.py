@@ -6,8 +6,8 @@ import sys
 import pytest
 from making import LOAD, TRAIN, body, convert_cells, notebook
 
-from unsloth_ddp.notebook import Conversion, NotebookError
 from unsloth_ddp.notebook.reader import from_node
+from unsloth_ddp.notebook.types import Conversion, NotebookError
 
 DATA = "from datasets import load_dataset\ndataset = load_dataset('d')"
 

@@ -69,7 +69,7 @@ def test_the_shipped_calibration_says_where_it_is_from():
     shipped = load_calibration("h200")
     assert shipped.gpu == "NVIDIA H200" and "2026-11-20" in shipped.source
     assert {m.tokens_per_second_per_gpu for m in shipped.measurements} >= {17100, 12100, 6900, 16300, 55000, 2300, 4000}
-    measured = json.loads((REPO / "benchmarks/results/speed.json").read_text())["cells"]
+    measured = json.loads((REPO / "benchmarks/results/speed/speed.json").read_text())["cells"]
     alone = [c for c in measured if (c["contestant"], c["work"], c["processes"]) == ("kit", "chat", 1)]
     runs = {}
     for one in alone:

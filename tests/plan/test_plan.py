@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import transformers
 
-from benchmarks.gpu_check import make_rows
-from benchmarks.gpu_models import make_config
+from benchmarks.common.models import make_config
+from benchmarks.correctness.gpu_check import make_rows
 from tests.conftest import REPO
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.data.batch_plan import plan_batch
@@ -266,7 +266,7 @@ def measured_job(tmp_path_factory):
 
 def test_memory_is_near_what_h200s_used(measured_job):
     shapes, rows = measured_job
-    runs = json.loads((REPO / "benchmarks/results/gpu_check_large.json").read_text())["runs"]
+    runs = json.loads((REPO / "benchmarks/results/memory/gpu_check_large.json").read_text())["runs"]
     errors = {}
     for run in runs:
         summary = run["summary"]
@@ -287,7 +287,7 @@ def test_memory_is_near_what_h200s_used(measured_job):
 def test_memory_of_packs_is_near_what_h200s_used(measured_job):
     shapes, _ = measured_job
     errors = {}
-    for run in json.loads((REPO / "benchmarks/results/speed.json").read_text())["cells"]:
+    for run in json.loads((REPO / "benchmarks/results/speed/speed.json").read_text())["cells"]:
         if run["contestant"] not in ("kit", "kit_all") or run["exit_code"]:
             continue
         # Eight packs of 2048 tokens, or two of 8192.

@@ -113,8 +113,8 @@ UNRELATED = [
     "ConnectionError: tracking server answered 500",
     "KeyboardInterrupt",
     "OSError: [Errno 5] Input/output error",
-    "rank 1 (node 0, host b, pid 77) died without a word at step 12 (training): killed from outside (kill -9, or out of memory: see dmesg on that host) or crashed in native code.",
-    "rank 1 (node 1, host b, pid 77) has not answered for 30 s, since step 12 (training): the process is frozen, or its host is down or cut off from the network (--watch_timeout sets how long is waited).",
+    "rank 1 (node 0, host b, pid 77) died without an error message at step 12 (training): killed from outside (kill -9, or out of memory: see dmesg on that host) or crashed in native code.",
+    "rank 1 (node 1, host b, pid 77) has not answered for 30 s, since step 12 (training): the process is frozen, or its host is down or cut off from the network (--watch_timeout sets the limit).",
 ]
 
 

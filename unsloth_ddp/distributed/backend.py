@@ -1,4 +1,4 @@
-"""Choose between Unsloth and Transformers, and import Unsloth: the one module that does.
+"""Import Unsloth if it is the backend; no other module does.
 
 The order process group, Unsloth, Transformers is what Unsloth needs: it patches Transformers, TRL and PEFT when it is
 imported, and pins each rank to its GPU.
@@ -24,7 +24,7 @@ COMPILED = (".py", ".pyc", ".lock")
 
 
 def import_backend(runtime: Runtime, settings: Settings) -> None:
-    """Import Unsloth, where it is the backend: after the process group, before Transformers, TRL and PEFT.
+    """Import Unsloth if it is the backend: after the process group exists, before Transformers, TRL and PEFT.
 
     Raises:
         UserError: Unsloth is installed but does not import on this machine.
@@ -48,8 +48,8 @@ def import_backend(runtime: Runtime, settings: Settings) -> None:
 def _compiled_cache(runtime: Runtime, settings: Settings) -> Iterator[None]:
     """Point Unsloth at a folder for its compiled modules, before it is imported.
 
-    Unless one is named, it is a new folder on the node's local disk, told by the node's first process to the
-    others and removed at the end: ranks share it, other jobs and a shared home folder never see it.
+    Unless the user names one, it is a new folder on the node's local disk, which the ranks of the node share and the
+    first of them removes at the end. Other jobs and a shared home folder never see it.
     """
     named = settings.compiled_cache_dir or os.environ.get("UNSLOTH_COMPILE_LOCATION")
 
@@ -67,11 +67,7 @@ def _compiled_cache(runtime: Runtime, settings: Settings) -> Iterator[None]:
             ) from None
         return str(folder)
 
-    mine = runtime.on_main(prepare, per_node=True)
-    local_mains = runtime.gather(mine)
-    node_main = runtime.ranks.rank - runtime.ranks.local_rank
-    folder = local_mains[node_main]
-    assert folder is not None
+    folder = runtime.broadcast_from_node_main(prepare)
     os.environ["UNSLOTH_COMPILE_LOCATION"] = folder
     try:
         yield
@@ -81,7 +77,7 @@ def _compiled_cache(runtime: Runtime, settings: Settings) -> Iterator[None]:
 
 
 def _clear_compiled_modules(folder: Path) -> None:
-    """Empty a folder of compiled modules; one that holds anything else was named by mistake."""
+    """Remove a folder of compiled modules, or refuse one that holds anything else."""
     if not folder.exists():
         return
     other = next(

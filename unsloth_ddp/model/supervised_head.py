@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from unsloth_ddp.data.labels import IGNORED, supervised_positions
-from unsloth_ddp.distributed.sharding import shards_weights
 from unsloth_ddp.model.modules import base_model, evaluation_mode
 from unsloth_ddp.utils.errors import one_line
 
@@ -77,23 +76,33 @@ def fits_fused_head(model: Any) -> bool:
     return not any(True for child in others for _ in child.parameters())
 
 
-def head_for(trainer: Any) -> SupervisedHead | None:
-    """Return a SupervisedHead for this trainer's model; None if it saves nothing or would change the loss.
+def head_with_equal_loss(
+    model: Any,
+    examples: Any,
+    rows: int,
+    collate: Callable[[list[Any]], dict[str, Any]],
+    loss: Callable[[SupervisedHead, dict[str, Any]], Tensor],
+) -> SupervisedHead | None:
+    """Return a SupervisedHead of `model`; None if it saves nothing or would change the loss.
 
     Unsloth computes the loss in several places, and not all of them accept labels for selected positions, so the loss
-    of a few rows is computed in both ways and compared. Sharded weights cannot be used before training begins.
+    of a few rows is computed in both ways and compared.
+
+    Args:
+        examples: training rows (packs), by index.
+        rows: in a micro-batch.
+        collate: rows -> batch.
+        loss: (head, batch) -> summed token losses with this head, as evaluation computes them.
     """
-    if trainer.runtime.backend != "unsloth" or not trainer.model_divides or shards_weights(trainer.runtime.sharding):
-        return None
-    units = _supervised_units(trainer.train_rows.examples, min(ROWS, trainer.plan.per_device))
-    batch = trainer.data_collator(units) if units else {"labels": torch.empty(1, 0)}
+    units = _supervised_units(examples, min(ROWS, rows))
+    batch = collate(units) if units else {"labels": torch.empty(1, 0)}
     positions = supervised_positions(batch["labels"])
     if not positions:
         return None
-    head = SupervisedHead(trainer.model)
+    head = SupervisedHead(model)
     try:
-        with _keep_compiled_loss():
-            full, selected = _loss(trainer, head, batch), _loss(trainer, head, batch | positions)
+        with _keep_compiled_loss(), evaluation_mode(model), torch.no_grad():
+            full, selected = loss(head, batch).double(), loss(head, batch | positions).double()
     except Exception as error:
         logger.warning("the head computes all tokens, because selecting supervised tokens failed: %s", one_line(error))
         return None
@@ -122,13 +131,3 @@ def _keep_compiled_loss() -> Iterator[None]:
         if loss is not None:
             loss._FUSED_CE_COMPILE_SUPPORTED = before  # type: ignore[attr-defined]
         raise
-
-
-def _loss(trainer: Any, head: SupervisedHead, batch: dict[str, Any]) -> Tensor:
-    """Return the summed token losses of a micro-batch, computed as in evaluation, as float64."""
-    device = trainer.args.device
-    batch = {name: value.to(device) if torch.is_tensor(value) else value for name, value in batch.items()}
-    selected = head.at(batch.pop("supervised_positions", None))
-    with evaluation_mode(trainer.model), torch.no_grad(), trainer.accelerator.autocast(), selected:
-        loss: Tensor = trainer.micro_batch_loss(trainer.model, batch, torch.ones((), device=device))
-    return loss.double()

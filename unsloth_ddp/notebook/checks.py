@@ -1,11 +1,11 @@
-"""What a conversion cannot prove: found on the graph, said as warnings where it happens."""
+"""Warn about what the conversion cannot prove to be right, at the statement it concerns."""
 
 from __future__ import annotations
 
 import libcst as cst
 
 from unsloth_ddp.notebook.arguments import code, keyword, splats
-from unsloth_ddp.notebook.context import Context
+from unsloth_ddp.notebook.context import ConversionContext
 from unsloth_ddp.notebook.effects import Effect, is_trainer_call
 from unsloth_ddp.notebook.graph import Graph, Role, Statement, is_dead
 from unsloth_ddp.notebook.main_values import MainValues
@@ -25,12 +25,12 @@ _COUNTS = ("device_count", "per_device_train_batch_size", "gradient_accumulation
 
 
 def trains_nothing(sources: list[str]) -> bool:
-    """Whether no cell mentions a library that trains."""
+    """Return whether no cell mentions a library that trains."""
     return not any(name in source for source in sources for name in _LIBRARIES)
 
 
-def check_notebook(graph: Graph, context: Context) -> list[str]:
-    """Comments with the warnings about the notebook as a whole."""
+def check_notebook(graph: Graph, context: ConversionContext) -> list[str]:
+    """Return comments with the warnings about the notebook as a whole."""
     live = [s for s in graph.statements if not is_dead(s.node)]
     functions = set().union(*graph.function_effects.values(), set())
     effects = functions.union(*(s.effects for s in live))
@@ -40,12 +40,12 @@ def check_notebook(graph: Graph, context: Context) -> list[str]:
     return []
 
 
-def check_statement(statement: Statement, graph: Graph, context: Context) -> list[str]:
-    """Comments with the warnings about one statement."""
+def check_statement(statement: Statement, graph: Graph, context: ConversionContext) -> list[str]:
+    """Return comments with the warnings about one statement."""
     if statement.role in (Role.DEAD, Role.DROP):
         return []
     effects = set(statement.effects)
-    for name in statement.facts.defines:
+    for name in statement.usage.defines:
         effects |= graph.function_effects.get(name, set()) & {Effect.LOOP}
     notes = []
     if Effect.LOOP in effects and not (effects & {Effect.TRAIN} or _only_calls(statement, graph)):
@@ -68,18 +68,18 @@ def check_statement(statement: Statement, graph: Graph, context: Context) -> lis
 
 
 def _starters(statement: Statement, graph: Graph) -> list[str]:
-    sites = [*statement.facts.calls, *(c for body in statement.facts.defines.values() for c in body.calls)]
+    sites = [*statement.usage.calls, *(c for body in statement.usage.defines.values() for c in body.calls)]
     return [path for path in dict.fromkeys(graph.full_path(site) for site in sites) if path in _STARTERS]
 
 
 def _only_calls(statement: Statement, graph: Graph) -> bool:
-    """The loop stands in a function, where the warning is."""
-    return not statement.facts.defines and not any(s.tail == "backward" for s in statement.facts.calls)
+    """Return whether the loop is in a function that the statement calls; the function carries the warning."""
+    return not statement.usage.defines and not any(s.tail == "backward" for s in statement.usage.calls)
 
 
-def _check_trainers(statement: Statement, graph: Graph, context: Context) -> list[str]:
+def _check_trainers(statement: Statement, graph: Graph, context: ConversionContext) -> list[str]:
     notes = []
-    sites = [*statement.facts.calls, *(c for body in statement.facts.defines.values() for c in body.calls)]
+    sites = [*statement.usage.calls, *(c for body in statement.usage.defines.values() for c in body.calls)]
     for site in sites:
         if not is_trainer_call(site, graph.trainer_classes) or splats(site.node):
             continue
@@ -95,17 +95,17 @@ def _might_be_arguments(arg: cst.Arg) -> bool:
     return arg.keyword is None and ("arg" in text or "config" in text)
 
 
-def _check_loss(statement: Statement, graph: Graph, context: Context) -> list[str]:
+def _check_loss(statement: Statement, graph: Graph, context: ConversionContext) -> list[str]:
     return [
         context.warn("custom loss", f"{name} has its own compute_loss: check how it averages over tokens and processes")
-        for name, body in statement.facts.defines.items()
+        for name, body in statement.usage.defines.items()
         if name in graph.trainer_classes and "compute_loss" in body.methods
     ]
 
 
-def _check_sizing(statement: Statement, graph: Graph, context: Context) -> list[str]:
-    """Code that computes with the batch or the number of devices."""
-    sites = [*statement.facts.calls, *(c for body in statement.facts.defines.values() for c in body.calls)]
+def _check_sizing(statement: Statement, graph: Graph, context: ConversionContext) -> list[str]:
+    """Warn about code that computes with the batch or the number of devices."""
+    sites = [*statement.usage.calls, *(c for body in statement.usage.defines.values() for c in body.calls)]
     if any(site.tail == "device_count" for site in sites) and statement.role is not Role.MAIN:
         return [context.warn("sizing", "counts the GPUs itself; under DDP every process has one")]
     if isinstance(statement.node, cst.SimpleStatementLine) and any(_sets_batch(small) for small in statement.node.body):

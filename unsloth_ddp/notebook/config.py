@@ -1,4 +1,4 @@
-"""The edits of a trainer's arguments: batch, accumulation and what DDP needs."""
+"""Edit a trainer's arguments: batch size, gradient accumulation and the settings that DDP needs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 import libcst as cst
 
 from unsloth_ddp.notebook.arguments import code, keyword, set_keyword, splats
-from unsloth_ddp.notebook.context import Context
+from unsloth_ddp.notebook.context import ConversionContext
 from unsloth_ddp.notebook.syntax import dotted
 
 CONFIG_NAME = re.compile(
@@ -20,14 +20,14 @@ _GENERATES = re.compile(r"GRPO|RLOO|GSPO")
 _BATCH, _STEPS = "per_device_train_batch_size", "gradient_accumulation_steps"
 
 
-def is_config_call(call: cst.Call, context: Context) -> bool:
-    """Whether a call makes a trainer's arguments."""
+def is_config_call(call: cst.Call, context: ConversionContext) -> bool:
+    """Return whether a call makes a trainer's arguments."""
     path = dotted(call.func)
     return bool(CONFIG_NAME.match(path.split(".")[-1])) or path in context.config_classes
 
 
-def edit_config(call: cst.Call, context: Context) -> tuple[cst.Call, list[str]]:
-    """The call with the arguments that DDP needs, and the comments that say so."""
+def edit_config(call: cst.Call, context: ConversionContext) -> tuple[cst.Call, list[str]]:
+    """Return the call with the arguments that DDP needs, and the comments for the script."""
     path = dotted(call.func)
     kind = path.split(".")[-1]
     family = " ".join({kind, *context.trainers_of_config.get(path, ())})
@@ -59,7 +59,7 @@ def edit_config(call: cst.Call, context: Context) -> tuple[cst.Call, list[str]]:
 
 
 def _edit_batch(
-    call: cst.Call, path: str, contrastive: bool, generates: bool, context: Context, notes: list[str]
+    call: cst.Call, path: str, contrastive: bool, generates: bool, context: ConversionContext, notes: list[str]
 ) -> cst.Call:
     batch = _value(call, _BATCH, path, 8, context)
     steps = _value(call, _STEPS, path, 1, context)
@@ -98,8 +98,8 @@ def _edit_batch(
     return call
 
 
-def _value(call: cst.Call, name: str, path: str, otherwise: int, context: Context) -> str:
-    """Source of an argument's value; the config's own default where the notebook leaves it out."""
+def _value(call: cst.Call, name: str, path: str, otherwise: int, context: ConversionContext) -> str:
+    """Return the source of an argument's value, or of a look-up of the config's default where it is not given."""
     found = keyword(call, name)
     if found is None or code(found.value) == "None":
         return f'{context.names["default_of"]}({path}, "{name}", {otherwise})'
@@ -116,8 +116,10 @@ def _integer(text: str) -> int | None:
     return int(text) if text.isdigit() else None
 
 
-def _edit_splatted(call: cst.Call, contrastive: bool, context: Context, notes: list[str]) -> tuple[cst.Call, list[str]]:
-    """Arguments from a dict are known only when the script runs, so they are completed there."""
+def _edit_splatted(
+    call: cst.Call, contrastive: bool, context: ConversionContext, notes: list[str]
+) -> tuple[cst.Call, list[str]]:
+    """Complete arguments from a dict when the script runs: they are known only then."""
     size = None if contrastive else context.options.per_device_batch_size
     named = [arg for arg in call.args if arg.star != "" or arg.keyword is not None]
     rest = [arg for arg in call.args if arg.star == "" and arg.keyword is None]

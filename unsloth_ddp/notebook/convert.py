@@ -1,4 +1,4 @@
-"""One conversion from end to end: read, lower, classify, edit, write."""
+"""Convert a notebook: read it, turn magics into Python, decide where statements run, edit them, write the script."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ import libcst as cst
 
 from unsloth_ddp.notebook.arguments import code, keyword
 from unsloth_ddp.notebook.checks import check_notebook, check_statement, trains_nothing
-from unsloth_ddp.notebook.context import Context
+from unsloth_ddp.notebook.context import ConversionContext
 from unsloth_ddp.notebook.draws import assign_seeds
 from unsloth_ddp.notebook.effects import Effect, is_trainer_call
-from unsloth_ddp.notebook.facts import collect
 from unsloth_ddp.notebook.graph import Graph, Role, Statement, build
 from unsloth_ddp.notebook.ipython import command_of, without_installs
 from unsloth_ddp.notebook.lines import comment_line
 from unsloth_ddp.notebook.magics import lower
 from unsloth_ddp.notebook.main_values import mark_sent
+from unsloth_ddp.notebook.name_usage import collect
 from unsloth_ddp.notebook.normalise import normalise
 from unsloth_ddp.notebook.prologue import IDENTIFIERS, MODULES, Names, render
 from unsloth_ddp.notebook.reader import read_notebook
 from unsloth_ddp.notebook.rewrite import rewrite
 from unsloth_ddp.notebook.roles import assign_roles
 from unsloth_ddp.notebook.syntax import dotted
-from unsloth_ddp.notebook.types import Cell, Conversion, Notebook, NotebookError, Options, Report
-from unsloth_ddp.notebook.writer import DEVICE_MARK, Placed, cell_body
+from unsloth_ddp.notebook.types import Cell, Conversion, ConversionOptions, ConversionReport, Notebook, NotebookError
+from unsloth_ddp.notebook.writer import DEVICE_MARK, EditedStatement, cell_body
 
 _IMPORT_TIME = re.compile(r"^(UNSLOTH|CUDA|PYTORCH|TORCH|HF|TRANSFORMERS|TOKENIZERS|VLLM|NCCL|TRITON|BNB|OMP|MKL)_")
 
@@ -41,17 +41,17 @@ class _CodeCell:
     footer: list[cst.EmptyLine]
 
 
-def convert(path: Path, options: Options | None = None) -> Conversion:
-    """Convert the notebook at `path`; raises NotebookError where it cannot be done."""
-    return convert_notebook(read_notebook(path), options or Options())
+def convert(path: Path, options: ConversionOptions | None = None) -> Conversion:
+    """Convert the notebook at `path`. Raises NotebookError where that is not possible."""
+    return convert_notebook(read_notebook(path), options or ConversionOptions())
 
 
-def convert_notebook(notebook: Notebook, options: Options) -> Conversion:
-    """Convert a notebook that was read already."""
+def convert_notebook(notebook: Notebook, options: ConversionOptions) -> Conversion:
+    """Convert a notebook that has been read. Raises NotebookError where that is not possible."""
     code_cells = [cell for cell in notebook.cells if cell.kind == "code"]
     if trains_nothing([cell.source for cell in code_cells]):
         raise NotebookError(f"{notebook.name}: no cell trains or loads a model; give a fine-tuning notebook.")
-    report = Report(PurePath(notebook.name).name)
+    report = ConversionReport(PurePath(notebook.name).name)
     parsed = [(cell, *_parse(cell, notebook.name)) for cell in code_cells]
     context = _context(parsed, options, report)
     cells = [_normalised(cell, module, removed, unknown, context) for cell, module, removed, unknown in parsed]
@@ -63,8 +63,8 @@ def convert_notebook(notebook: Notebook, options: Options) -> Conversion:
     script = _write(notebook, cells, graph, context)
     script = context.place(script)
     _check_syntax(script, notebook.name, context)
-    for findings in (report.edits, report.warnings):
-        findings.sort(key=lambda finding: (finding.line or 0, finding.cell or 0))
+    for entries in (report.edits, report.warnings):
+        entries.sort(key=lambda entry: (entry.line or 0, entry.cell or 0))
     return Conversion(script, report)
 
 
@@ -85,21 +85,23 @@ def _parse(cell: Cell, name: str) -> tuple[cst.Module, tuple[str, ...], tuple[st
 
 
 def _context(
-    parsed: list[tuple[Cell, cst.Module, tuple[str, ...], tuple[str, ...]]], options: Options, report: Report
-) -> Context:
-    facts = [collect(statement) for _, module, _, _ in parsed for statement in module.body]
-    bound = set().union(*(f.writes for f in facts), set())
-    read = set().union(*(f.reads for f in facts), set())
+    parsed: list[tuple[Cell, cst.Module, tuple[str, ...], tuple[str, ...]]],
+    options: ConversionOptions,
+    report: ConversionReport,
+) -> ConversionContext:
+    usages = [collect(statement) for _, module, _, _ in parsed for statement in module.body]
+    bound = set().union(*(f.writes for f in usages), set())
+    read = set().union(*(f.reads for f in usages), set())
     imports: dict[str, str] = {}
-    for item in facts:
+    for item in usages:
         imports.update(item.imports)
-    rebound = {n for item in facts for n in item.writes if n in MODULES and item.imports.get(n) != MODULES[n]}
+    rebound = {n for item in usages for n in item.writes if n in MODULES and item.imports.get(n) != MODULES[n]}
     names = Names(frozenset((bound | read) & set(IDENTIFIERS)), frozenset(rebound))
-    return Context(options, names, report, bound, imports)
+    return ConversionContext(options, names, report, bound, imports)
 
 
 def _normalised(
-    cell: Cell, module: cst.Module, removed: tuple[str, ...], unknown: tuple[str, ...], context: Context
+    cell: Cell, module: cst.Module, removed: tuple[str, ...], unknown: tuple[str, ...], context: ConversionContext
 ) -> _CodeCell:
     context.cell = cell.number
     top = []
@@ -112,15 +114,15 @@ def _normalised(
     return _CodeCell(cell.number, module, body, top, pending)
 
 
-def _know_configs(graph: Graph, context: Context) -> None:
+def _know_configs(graph: Graph, context: ConversionContext) -> None:
     """Find the classes whose instances trainers take as arguments, whatever they are called."""
     made: dict[str, str] = {}
-    sites = [site for s in graph.statements for site in s.facts.calls]
+    sites = [site for s in graph.statements for site in s.usage.calls]
     sites += [site for body in graph.functions.values() for site in body.calls]
     for statement in graph.statements:
-        for site in statement.facts.calls:
-            if len(statement.facts.writes) == 1:
-                made.setdefault(next(iter(statement.facts.writes)), site.path)
+        for site in statement.usage.calls:
+            if len(statement.usage.writes) == 1:
+                made.setdefault(next(iter(statement.usage.writes)), site.path)
     for site in sites:
         if not is_trainer_call(site, graph.trainer_classes):
             continue
@@ -136,17 +138,17 @@ def _know_configs(graph: Graph, context: Context) -> None:
 # Writing -------------------------------------------------------------------------------------------------------------
 
 
-def _write(notebook: Notebook, cells: list[_CodeCell], graph: Graph, context: Context) -> str:
+def _write(notebook: Notebook, cells: list[_CodeCell], graph: Graph, context: ConversionContext) -> str:
     notes = check_notebook(graph, context)
-    placed: dict[int, list[Placed]] = {cell.number: [] for cell in cells}
+    placed: dict[int, list[EditedStatement]] = {cell.number: [] for cell in cells}
     for index, statement in enumerate(graph.statements):
         context.cell = statement.cell
         if statement.role is Role.DROP:
             _note_requirements(statement, context)
-            placed[statement.cell].append(Placed(statement, index, statement.node))
+            placed[statement.cell].append(EditedStatement(statement, index, statement.node))
             continue
         checks = check_statement(statement, graph, context)
-        placed[statement.cell].append(Placed(statement, index, rewrite(statement, graph, context), checks))
+        placed[statement.cell].append(EditedStatement(statement, index, rewrite(statement, graph, context), checks))
     first = _first_heavy(graph)
     by_number = {cell.number: cell for cell in cells}
     texts: list[str] = []
@@ -168,12 +170,12 @@ def _write(notebook: Notebook, cells: list[_CodeCell], graph: Graph, context: Co
     return _header(context, notes) + "".join(future) + early + "\n" + body
 
 
-def _note_requirements(statement: Statement, context: Context) -> None:
-    for site in statement.facts.calls:
+def _note_requirements(statement: Statement, context: ConversionContext) -> None:
+    for site in statement.usage.calls:
         context.requirements += without_installs(command_of(site.node))[1]
 
 
-def _header(context: Context, notes: list[str]) -> str:
+def _header(context: ConversionContext, notes: list[str]) -> str:
     lines = [
         f"# Made from {context.report.notebook} to train on several GPUs; what was changed is marked `# ddp:`.",
         "#",
@@ -196,10 +198,17 @@ def _prose(cell: Cell) -> str:
     return "\n".join([title, *lines]) + "\n"
 
 
-def _code(cell: _CodeCell, placed: list[Placed], first: int, graph: Graph, context: Context, future: list[str]) -> str:
+def _code(
+    cell: _CodeCell,
+    placed: list[EditedStatement],
+    first: int,
+    graph: Graph,
+    context: ConversionContext,
+    future: list[str],
+) -> str:
     kept = []
     for item in placed:
-        if any(path.startswith("__future__.") for path in item.statement.facts.imports.values()):
+        if any(path.startswith("__future__.") for path in item.statement.usage.imports.values()):
             future.append(code(item.node.with_changes(leading_lines=[])))
         else:
             kept.append(item)
@@ -218,20 +227,20 @@ def _code(cell: _CodeCell, placed: list[Placed], first: int, graph: Graph, conte
 
 
 def _first_heavy(graph: Graph) -> int:
-    """The first statement that could touch a GPU or that needs a helper: the device is chosen before it."""
+    """Find the first statement that could touch a GPU or that needs a helper: the device is chosen before it."""
     for index, statement in enumerate(graph.statements):
         if statement.role in (Role.DEAD, Role.DROP):
             continue
-        modules = {path.split(".")[0] for path in statement.facts.imports.values()}
+        modules = {path.split(".")[0] for path in statement.usage.imports.values()}
         if modules - sys.stdlib_module_names - {"google"} or statement.role not in (Role.ALL,):
             return index
-        if statement.effects & {Effect.INPUT, Effect.SHELL} or statement.seed or statement.sent:
+        if statement.effects & {Effect.INPUT, Effect.SHELL} or statement.seed or statement.takes_sent:
             return index
     return 0
 
 
 def _hoisted(graph: Graph, first: int) -> list[str]:
-    """Settings that libraries read when they are imported, which the notebook makes later."""
+    """Collect environment variables that libraries read on import and that the notebook sets later."""
     found: dict[str, str] = {}
     for statement in graph.statements[first:]:
         node = statement.node
@@ -249,31 +258,31 @@ def _hoisted(graph: Graph, first: int) -> list[str]:
     return list(found.values())
 
 
-def _speaks(placed: dict[int, list[Placed]]) -> bool:
-    """Whether code that runs on every process prints."""
+def _speaks(placed: dict[int, list[EditedStatement]]) -> bool:
+    """Return whether code that runs on every process prints."""
     for items in placed.values():
         for item in items:
             statement = item.statement
             if statement.role in (Role.MAIN, Role.NODE, Role.DEAD, Role.DROP):
                 continue
-            deferred = [c for body in statement.facts.defines.values() for c in body.calls]
-            if any(site.path == "print" for site in [*statement.facts.calls, *deferred]):
+            deferred = [c for body in statement.usage.defines.values() for c in body.calls]
+            if any(site.path == "print" for site in [*statement.usage.calls, *deferred]):
                 return True
     return False
 
 
-def _ending(graph: Graph, context: Context) -> str:
-    """The end of the script: everyone waits for the last save, then the group is closed."""
+def _ending(graph: Graph, context: ConversionContext) -> str:
+    """Return the end of the script: all processes wait for the last save, then the group is closed."""
     context.cell = None
     held = sorted(
-        set().union(*(s.facts.writes for s in graph.statements if s.effects & {Effect.TRAINER, Effect.LOAD}), set())
+        set().union(*(s.usage.writes for s in graph.statements if s.effects & {Effect.TRAINER, Effect.LOAD}), set())
     )
     names = ", ".join(f'"{name}"' for name in held)
     note = context.edit("end", "wait for the main process's last work, then leave the process group")
     return f"\n# %%\n{note}\n{context.names['finish']}({names})\n"
 
 
-def _check_syntax(script: str, name: str, context: Context) -> None:
+def _check_syntax(script: str, name: str, context: ConversionContext) -> None:
     try:
         compile(script, name, "exec", dont_inherit=True)
     except SyntaxError as error:

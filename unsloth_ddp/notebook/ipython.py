@@ -40,7 +40,7 @@ class IPythonCall:
 
     @property
     def command(self) -> str:
-        """The shell command it runs, or ""."""
+        """Return the shell command it runs, or ""."""
         if self.method in ("system", "getoutput", "getoutput_list", "sx"):
             return self.args[0] if self.args else ""
         if (
@@ -57,12 +57,12 @@ class IPythonCall:
 
     @property
     def interpolated(self) -> str:
-        """The text that IPython puts the notebook's names into: of a cell magic, its first line only."""
+        """Return the text into which IPython puts names of the notebook: of a cell magic, its first line only."""
         return self.args[1] if self.method == "run_cell_magic" else self.command or " ".join(self.args)
 
 
 def ipython_call(node: cst.BaseExpression) -> IPythonCall | None:
-    """The IPython call that `node` is, if it is one."""
+    """Return `node` as an IPython call, or None if it is none."""
     if not isinstance(node, cst.Call) or not isinstance(node.func, cst.Attribute):
         return None
     base = node.func.value
@@ -80,7 +80,7 @@ _RUNNERS = {"run", "call", "check_call", "check_output", "system", "Popen"}
 
 
 def command_of(node: cst.BaseExpression) -> str:
-    """The command of a shell line or of a subprocess call written out as strings; "" where there is none to read."""
+    """Return the command of a shell line or of a subprocess call written as strings; "" if there is none."""
     magic = ipython_call(node)
     if magic is not None:
         return magic.command
@@ -104,7 +104,7 @@ def _word(node: cst.BaseExpression) -> str:
 
 
 def references(command: str, bound: set[str] | frozenset[str] | None = None) -> set[str]:
-    """The names that IPython would put into `command`; all that look like names where `bound` is None."""
+    """Return the names that IPython would put into `command`; all that look like names where `bound` is None."""
     found = {match.group(1) for match in _DOLLAR.finditer(command)}
     found |= {_root(match.group(1) or match.group(2)) for match in _BRACED.finditer(command)}
     return found if bound is None else found & bound
@@ -116,7 +116,7 @@ def _root(expression: str) -> str:
 
 
 def as_python_string(command: str, bound: set[str]) -> str:
-    """Source of a string for `command` with the bound `{name}`s and `$name`s put in, everything else as it stands."""
+    """Return the source of a string for `command`, with bound `{name}` and `$name` interpolated and the rest unchanged."""
     pieces: list[tuple[bool, str]] = []
     position = 0
     spans = [(m.start(), m.end(), m.group(1) or m.group(2)) for m in _BRACED.finditer(command)]
@@ -147,7 +147,7 @@ def as_python_string(command: str, bound: set[str]) -> str:
 
 
 def _quote(text: str) -> str:
-    """A literal for `text`, over several lines where it has several."""
+    """Return a literal for `text`, over several lines where it has several."""
     if "\n" in text.strip("\n") and '"""' not in text and "\\" not in text and not text.endswith('"'):
         return f'"""{text}"""' if not text.startswith('"') else repr(text)
     if '"' not in text and "\\" not in text and text.isprintable():
@@ -156,12 +156,12 @@ def _quote(text: str) -> str:
 
 
 def split_commands(command: str) -> list[tuple[str, str]]:
-    """The parts of a shell line with the operator (&&, ||, ;, newline or "") that follows each."""
+    """Split a shell line into its commands, each with the operator (&&, ||, ;, newline or "") that follows."""
     return [(text, operator) for text, operator in _parts(command) if text.strip()]
 
 
 def _parts(command: str) -> list[tuple[str, str]]:
-    """The same with the blank ones, so that joining them gives the command back."""
+    """Split as split_commands does but keep blank parts, so that joining them gives the command back."""
     parts: list[tuple[str, str]] = []
     quote, start, index, depth = "", 0, 0, 0
     while index < len(command):
@@ -191,7 +191,7 @@ def _parts(command: str) -> list[tuple[str, str]]:
 
 
 def is_install(command: str) -> bool:
-    """Whether one simple command installs, removes or updates packages."""
+    """Return whether one simple command installs, removes or updates packages."""
     group = re.match(r"^\s*\((.*)\)[^()]*$", command, re.DOTALL)
     if group:
         return all(is_install(text) for text, _ in split_commands(group.group(1)))
@@ -199,7 +199,7 @@ def is_install(command: str) -> bool:
 
 
 def without_installs(command: str) -> tuple[str, list[str]]:
-    """A shell command without its installs, and the requirements that those named."""
+    """Return a shell command without its installs, and the requirements that those named."""
     kept: list[tuple[str, str]] = []
     requirements: list[str] = []
     parts = split_commands(command)
@@ -230,7 +230,7 @@ _COMPOUND = re.compile(r"^\s*(?:case|if|for|while|until)\b.*\n", re.MULTILINE)
 
 
 def _script_without_installs(script: str) -> str:
-    """A script of compound commands with `:` for each install, or "" where the rest only served the installs."""
+    """Return a script of compound commands with `:` for each install, or "" if the rest only served the installs."""
     parts = _parts(script)
     rest = [text for text, _ in parts if text.strip() and not is_install(text)]
     if all(_LEAVES_NOTHING.match(text) for text in rest):
@@ -240,7 +240,7 @@ def _script_without_installs(script: str) -> str:
 
 
 def requirement_names(command: str) -> list[str]:
-    """The requirements that a pip command names, as they would stand in a requirements file."""
+    """Return the requirements that a pip command names, as a requirements file has them."""
     found = _PIP_INSTALL.search(command.replace("\\\n", " "))
     if found is None:
         return []

@@ -1,7 +1,7 @@
 """Turn a cell's IPython syntax into Python, with IPython's own transformer.
 
-Line magics and shell lines become the `get_ipython()` calls that IPython would run; `shell.py` gives those their
-meaning in a script. Cell magics that only wrap Python (%%capture, %%time) lose their first line.
+Line magics and shell lines become the `get_ipython()` calls that IPython would run; `normalise.py` and `rewrite.py`
+replace those. Cell magics that only wrap Python (%%capture, %%time) lose their first line.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def _transformer() -> TransformerManager:
 
 
 def lower(source: str) -> Lowered:
-    """Python for one code cell's text; raises SyntaxError where IPython's transformer does."""
+    """Return one code cell's text as Python. Raises SyntaxError where IPython's transformer does."""
     head, magic, body = _split_cell_magic(source)
     if magic is None:
         return Lowered(_to_python(source))
@@ -57,7 +57,7 @@ def lower(source: str) -> Lowered:
 
 
 def _split_cell_magic(source: str) -> tuple[str, tuple[str, str] | None, str]:
-    """The lines before a cell magic, the magic, and the cell under it.
+    """Split a cell into the lines before a cell magic, the magic, and the lines under it.
 
     Colab allows comments before the magic (`#@title`), where IPython wants it first.
     """

@@ -1,4 +1,4 @@
-"""Give line magics and Colab's own modules their meaning in a script, before anything is classified."""
+"""Replace line magics and the modules of notebook hosts by what a script has, before statements are classified."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import re
 import libcst as cst
 
 from unsloth_ddp.notebook.arguments import code
-from unsloth_ddp.notebook.context import Context
+from unsloth_ddp.notebook.context import ConversionContext
 from unsloth_ddp.notebook.effects import Effect, call_effects
-from unsloth_ddp.notebook.facts import collect
 from unsloth_ddp.notebook.ipython import as_python_string, ipython_call
 from unsloth_ddp.notebook.lines import LineEditor, is_empty, lead
+from unsloth_ddp.notebook.name_usage import collect
 from unsloth_ddp.notebook.syntax import dotted
 
 _QUIET = {"matplotlib", "load_ext", "reload_ext", "unload_ext", "autoreload", "config", "pylab", "precision", "gui"}
@@ -20,8 +20,10 @@ _QUIET |= {"xmode", "colors", "automagic", "page", "pdoc", "psource", "lsmagic",
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
-def normalise(body: list[cst.BaseStatement], context: Context) -> tuple[list[cst.BaseStatement], list[cst.EmptyLine]]:
-    """A cell's statements without line magics, and the comment lines left at its end."""
+def normalise(
+    body: list[cst.BaseStatement], context: ConversionContext
+) -> tuple[list[cst.BaseStatement], list[cst.EmptyLine]]:
+    """Return a cell's statements without line magics, and the comment lines left at its end."""
     kept: list[cst.BaseStatement] = []
     pending: list[cst.EmptyLine] = []
     for statement in (part for whole in body for part in _split(whole, context)):
@@ -40,7 +42,7 @@ def normalise(body: list[cst.BaseStatement], context: Context) -> tuple[list[cst
 
 
 class _Normaliser(LineEditor):
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: ConversionContext) -> None:
         super().__init__()
         self.context = context
 
@@ -88,7 +90,7 @@ class _Normaliser(LineEditor):
         return cst.RemoveFromParent()
 
     def _environment(self, line: str) -> cst.BaseSmallStatement | cst.RemovalSentinel:
-        """`%env NAME = 1 # note`: IPython takes everything after the = as the value, the note too."""
+        """Replace `%env NAME = 1 # note`: IPython takes everything after the = as the value, the note too."""
         context = self.context
         name, separator, value = line.partition("=" if "=" in line else " ")
         name, value = name.strip(), value.strip()
@@ -147,8 +149,8 @@ class _Normaliser(LineEditor):
         return updated_node.with_changes(names=[*kept[:-1], kept[-1].with_changes(comma=cst.MaybeSentinel.DEFAULT)])
 
 
-def _split(statement: cst.BaseStatement, context: Context) -> list[cst.BaseStatement]:
-    """`a; b` on two lines where one of them may belong on the main process only."""
+def _split(statement: cst.BaseStatement, context: ConversionContext) -> list[cst.BaseStatement]:
+    """Split `a; b` into two lines where one of them may belong on the main process only."""
     if not isinstance(statement, cst.SimpleStatementLine) or len(statement.body) < 2:
         return [statement]
     sites = collect(statement).calls

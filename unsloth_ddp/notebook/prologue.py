@@ -1,4 +1,4 @@
-"""The few helpers that a converted script may need, as source text; only those it uses are written into it."""
+"""Render the helpers that a converted script uses, from source text kept here."""
 
 from __future__ import annotations
 
@@ -205,13 +205,13 @@ class Names:
     used: set[str] = field(default_factory=lambda: {"finish"})
 
     def __getitem__(self, name: str) -> str:
-        """The identifier for `name`, noting that the script needs it."""
+        """Return the identifier for `name`, and record that the script needs it."""
         if name in _HELPERS:
             self.used.add(name)
         return f"ddp_{name}" if name in self.taken else name
 
     def needed(self) -> set[str]:
-        """The helpers in use and what those use."""
+        """Return the helpers in use and those that they use."""
         found: set[str] = set()
         queue = list(self.used)
         while queue:
@@ -223,7 +223,7 @@ class Names:
 
 
 def render(names: Names, environment: list[str], quiet: str) -> tuple[str, str]:
-    """The prologue's two parts: ranks and flags, which import nothing heavy, and the device with the helpers."""
+    """Render the prologue's two parts: ranks and flags, which import nothing heavy, and the device with the helpers."""
     needed = names.needed()
     modules = sorted({"os"}.union(*(_MODULES.get(name, ()) for name in needed)))
     if "wait_group" in needed:

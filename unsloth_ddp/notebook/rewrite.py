@@ -6,17 +6,17 @@ import libcst as cst
 
 from unsloth_ddp.notebook.arguments import code
 from unsloth_ddp.notebook.config import edit_config, is_config_call
-from unsloth_ddp.notebook.context import Context
+from unsloth_ddp.notebook.context import ConversionContext
 from unsloth_ddp.notebook.data import edit_generator, edit_seed
 from unsloth_ddp.notebook.effects import Effect
-from unsloth_ddp.notebook.facts import CallSite, collect
 from unsloth_ddp.notebook.graph import SEEDS, Graph, Role, Statement
 from unsloth_ddp.notebook.ipython import IPythonCall, as_python_string, command_of, ipython_call, without_installs
 from unsloth_ddp.notebook.lines import LineEditor, lead
 from unsloth_ddp.notebook.load import edit_device_number, edit_device_string, edit_load
 from unsloth_ddp.notebook.main_values import send_values
-from unsloth_ddp.notebook.runs import edit_run
+from unsloth_ddp.notebook.name_usage import CallSite, collect
 from unsloth_ddp.notebook.syntax import dotted, is_false
+from unsloth_ddp.notebook.tracked_runs import edit_run
 
 # Words without which a statement has nothing to edit; most have none of them.
 _TRIGGERS = (
@@ -27,9 +27,9 @@ _TRIGGERS = (
 _GUARDED = {Effect.SAVE, Effect.FILE, Effect.PAID}
 
 
-def rewrite(statement: Statement, graph: Graph, context: Context) -> cst.BaseStatement:
-    """The statement's syntax tree with its edits, comments above the lines they changed."""
-    node = send_values(statement, statement.node, context)
+def rewrite(statement: Statement, graph: Graph, context: ConversionContext) -> cst.BaseStatement:
+    """Return the statement's syntax tree with its edits, and comments above the changed lines."""
+    node = send_values(statement, graph, context)
     guarded = _guards_inside(statement, graph)
     if not guarded and not _worth_a_look(code(node), context):
         return node
@@ -40,12 +40,12 @@ def rewrite(statement: Statement, graph: Graph, context: Context) -> cst.BaseSta
     return lead(new, editor.outer)
 
 
-def _worth_a_look(source: str, context: Context) -> bool:
+def _worth_a_look(source: str, context: ConversionContext) -> bool:
     return any(word in source for word in _TRIGGERS) or any(name in source for name in context.config_classes)
 
 
 def _guards_inside(statement: Statement, graph: Graph) -> set[Effect]:
-    """What inside a statement needs guards of its own, because training in it keeps it on every process."""
+    """Return the effects to guard inside a statement that runs on every process because it trains."""
     if statement.role not in (Role.ALL, Role.FIRST):
         return set()
     match statement.node:
@@ -65,7 +65,7 @@ def _guards_inside(statement: Statement, graph: Graph) -> set[Effect]:
 
 
 class _Rewriter(LineEditor):
-    def __init__(self, context: Context, graph: Graph, guarded: set[Effect]) -> None:
+    def __init__(self, context: ConversionContext, graph: Graph, guarded: set[Effect]) -> None:
         super().__init__()
         self.context, self.graph, self.guarded = context, graph, guarded
         self.nested = 0

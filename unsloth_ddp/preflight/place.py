@@ -47,6 +47,8 @@ def find_place(environ: Mapping[str, str] = os.environ) -> Place:
             int(environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
         )
         ranks = Ranks(rank, local_rank, world, local_world)
+        # A launcher may have named this machine by an address that others reach; on one node nobody else is to come.
+        master = "127.0.0.1" if ranks.nodes == 1 else master
         return Place(ranks, True, ranks.nodes, ranks.node_rank, master, port, host)
     nodes = int(environ.get("NNODES") or 1)
     node_rank = int(environ.get("NODE_RANK") or 0)

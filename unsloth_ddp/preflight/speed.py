@@ -5,11 +5,13 @@ NCCL on GPUs, gloo on CPUs; gloo is tried on GPU nodes too, because the kit coor
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
+from unsloth_ddp.distributed.rendezvous import listen_on_loopback
 from unsloth_ddp.preflight.bandwidth import Timing
 from unsloth_ddp.preflight.place import Place
 from unsloth_ddp.utils.units import KIB, MIB
@@ -42,6 +44,8 @@ class Speed:
         import torch.distributed as dist
 
         ranks = self.place.ranks
+        if self.place.nodes == 1:
+            listen_on_loopback(os.environ)
         seconds = NCCL_SECONDS if self.backend == "nccl" else GLOO_SECONDS
         device = torch.device("cuda", ranks.local_rank) if self.backend == "nccl" else torch.device("cpu")
         if device.type == "cuda":

@@ -96,12 +96,17 @@ class Meeting:
         from torch.distributed import TCPStore
 
         def connect() -> Any:
+            listener = None
+            if listens and self.place.nodes == 1:
+                # Without a socket of its own the store would listen on every interface.
+                listener = socket.create_server(("127.0.0.1", self.place.port), backlog=1024).detach()
             return TCPStore(
                 self.place.master,
                 self.place.port,
                 is_master=listens,
                 timeout=timedelta(seconds=seconds),
                 wait_for_workers=False,
+                master_listen_fd=listener,
             )
 
         try:

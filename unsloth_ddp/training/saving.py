@@ -164,7 +164,7 @@ class ResumableTrainer(SFTTrainer):
             replace_weights(state_dict, dict(model.named_parameters(remove_duplicate=False)), self._fp32_weights)
         super()._save(output_dir, state_dict)
         if self._fp32_weights:
-            name_fp32_in_config(Path(output_dir or self.args.output_dir))
+            name_fp32_in_config(Path(output_dir or str(self.args.output_dir)))
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         sharded = self.is_deepspeed_enabled or self.is_fsdp_enabled

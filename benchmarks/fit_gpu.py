@@ -90,24 +90,24 @@ def one(gib: float | None, from_step: int, argv: list[str]) -> None:
     if gib and not from_step:
         shrink()
     if gib and from_step:
-        import_backend = train_ddp.import_backend
+        from unsloth_ddp.run import stages
 
-        def import_and_shrink(runtime: Any, settings: Any) -> None:
-            import_backend(runtime, settings)
-            # Not before: Unsloth has to be imported ahead of the trainer.
-            from unsloth_ddp.training.oom_retry import RetryingTrainer
+        make_trainer = stages.make_trainer
 
-            remember = RetryingTrainer.remember
+        def make_shrinking_trainer(*args: Any) -> Any:
+            trainer = make_trainer(*args)
+            begin_step = trainer.retry.begin_step
 
-            def remember_and_shrink(self: Any, batches: Any, divisor: Any) -> None:
-                if self.state.global_step + 1 == from_step:
+            def begin_and_shrink(batches: Any, divisor: Any) -> None:
+                if trainer.state.global_step + 1 == from_step:
                     torch.cuda.empty_cache()
                     shrink()
-                remember(self, batches, divisor)
+                begin_step(batches, divisor)
 
-            RetryingTrainer.remember = remember_and_shrink  # type: ignore[method-assign]
+            trainer.retry.begin_step = begin_and_shrink
+            return trainer
 
-        train_ddp.import_backend = import_and_shrink
+        stages.make_trainer = make_shrinking_trainer
     sys.argv = ["train_ddp.py", *argv]
     train_ddp.main()
 

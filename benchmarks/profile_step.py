@@ -97,30 +97,22 @@ class Phases:
 
 def hook(phases: Phases) -> None:
     """Give every trainer that train_ddp.py makes a callback that calls `phases`."""
-    import train_ddp
+    from unsloth_ddp.run import stages
 
-    original = train_ddp.import_backend
+    make_trainer = stages.make_trainer
 
-    def import_backend(runtime: Any, settings: Any) -> None:
-        original(runtime, settings)
+    def make_profiled_trainer(*args: Any) -> Any:
         from transformers import TrainerCallback
-
-        from unsloth_ddp.training import trainer
 
         class Profile(TrainerCallback):
             def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
                 phases.step_ended(state.global_step)
 
-        make = trainer.make_trainer
+        made = make_trainer(*args)
+        made.add_callback(Profile())
+        return made
 
-        def make_trainer(*args: Any, **kwargs: Any) -> Any:
-            made = make(*args, **kwargs)
-            made.add_callback(Profile())
-            return made
-
-        trainer.make_trainer = make_trainer
-
-    train_ddp.import_backend = import_backend
+    stages.make_trainer = make_profiled_trainer
 
 
 def main() -> None:

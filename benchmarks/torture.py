@@ -78,7 +78,7 @@ def trl_job(folder: str, rows: str) -> None:
     from transformers.trainer_utils import get_last_checkpoint
     from trl import SFTConfig, SFTTrainer
 
-    from unsloth_ddp.checkpoints.checkpoint import make_cpu_checkpoints_readable
+    from unsloth_ddp.checkpoints.resume_point import make_cpu_checkpoints_readable
 
     # Without these two TRL does not train on a CPU, or not resume on two.
     make_cpu_checkpoints_readable()
@@ -237,9 +237,9 @@ def offered(peer: str, run: Path) -> Path | None:
 
         last = get_last_checkpoint(str(run)) if run.is_dir() else None
         return Path(last) if last else None
-    from unsloth_ddp.checkpoints import checkpoint, manifest
+    from unsloth_ddp.checkpoints import folders, manifest
 
-    return manifest.newest(checkpoint.step_folders(run), manifest.verify)[0]
+    return manifest.newest(folders.step_folders(run), manifest.verify)[0]
 
 
 def damage(folder: Path, names: set[str]) -> str | None:

@@ -12,7 +12,7 @@ import pytest
 
 from tests.jobs import LAST, manifest_steps
 from tests.ranks import train
-from unsloth_ddp.checkpoints.checkpoint import Checkpoints
+from unsloth_ddp.checkpoints.writer import Checkpoints
 from unsloth_ddp.distributed.signals import StopRequest
 from unsloth_ddp.training.saving import ResumableTrainer
 

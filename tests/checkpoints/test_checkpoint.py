@@ -27,7 +27,7 @@ def test_a_resumed_run_ends_like_an_uninterrupted_one(job, whole_run, ranks, ste
     for step in steps:
         resumed = copy_until(whole, step, f"from-{step}-of-{ranks}")
         printed = job(WHOLE_RUN, resumed.name, ranks).output
-        assert f"Going on from {resumed}/checkpoint-{step}, step {step};" in printed
+        assert f"Resuming from {resumed}/checkpoint-{step}, step {step};" in printed
         assert_same(ends(resumed, LAST), expected, f"from step {step}")
 
 
@@ -101,7 +101,7 @@ def test_a_damaged_checkpoint_is_skipped_by_name_and_goes_with_the_next_save(job
     printed = job(f"{WHOLE_RUN} --save_total_limit 2", "damaged").output
     assert "checkpoint-100 is skipped: it has no manifest.json, so it was not written to its end." in printed
     assert "checkpoint-3 is skipped: optimizer.pt has" in printed
-    assert f"Going on from {resumed}/checkpoint-2, step 2;" in printed
+    assert f"Resuming from {resumed}/checkpoint-2, step 2;" in printed
     assert manifest_steps(resumed) == [LAST - 1, LAST]
     printed = job(f"{WHOLE_RUN} --resume {resumed}/checkpoint-1", "other", code=2).output
     assert "checkpoint-1: there is no such folder" in printed
@@ -114,7 +114,7 @@ def test_a_finished_run_is_refused_and_an_unfinished_one_without_checkpoint_begi
     printed = job(f"{WHOLE_RUN} --num_train_epochs 1", "begun", code=2).output
     assert f"{begun} holds another run" in printed
     printed = job(WHOLE_RUN, "begun").output
-    assert "holds an unfinished run without a whole checkpoint; it begins anew." in printed
+    assert "holds an unfinished run without a whole checkpoint; it starts again." in printed
     assert_same(ends(begun, LAST), ends(finished, LAST))
 
 

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from unsloth_ddp.checkpoints import checkpoint, manifest
-from unsloth_ddp.checkpoints.checkpoint import to_remove
+from unsloth_ddp.checkpoints import manifest, resume_point
 from unsloth_ddp.checkpoints.manifest import Damaged, Manifest
+from unsloth_ddp.checkpoints.writer import to_remove
 from unsloth_ddp.utils.errors import UserError
 
 plain = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
@@ -140,7 +140,7 @@ def test_the_state_of_a_run_is_known_by_every_name_and_missed_by_one(optimizer, 
 @pytest.mark.parametrize("resume", ["auto", "{folder}"])
 def test_no_run_goes_on_from_weights_alone(folder, resume):
     with pytest.raises(UserError, match=r"checkpoint-3 holds no scheduler\.pt, so a run cannot go on from it"):
-        checkpoint._choose(resume.format(folder=folder), folder.parent, continues=True)
+        resume_point._find(resume.format(folder=folder), folder.parent, continues=True)
     assert folder.is_dir()
 
 
@@ -170,7 +170,7 @@ FACTS = {
 
 
 def test_equal_runs_have_nothing_to_say():
-    assert manifest.compare(FACTS, FACTS) == manifest.Comparison()
+    assert manifest.compare_runs(FACTS, FACTS) == manifest.Comparison()
 
 
 @pytest.mark.parametrize(
@@ -185,9 +185,9 @@ def test_equal_runs_have_nothing_to_say():
     ],
 )
 def test_a_change_is_refused_or_said_with_both_values(change, part, text):
-    found = manifest.compare(FACTS, {**FACTS, **change})
+    found = manifest.compare_runs(FACTS, {**FACTS, **change})
     assert [sentence.split(":")[0] for sentence in getattr(found, part)] == [text]
-    assert sum(map(len, (found.impossible, found.refused, found.said))) == 1
+    assert sum(map(len, (found.impossible, found.refused, found.reported))) == 1
 
 
 @pytest.mark.parametrize(
@@ -195,9 +195,9 @@ def test_a_change_is_refused_or_said_with_both_values(change, part, text):
 )
 def test_deepspeed_checkpoints_keep_their_number_of_processes(sharding, possible):
     before = {**FACTS, "sharding": sharding}
-    found = manifest.compare(before, {**before, "world_size": 1})
+    found = manifest.compare_runs(before, {**before, "world_size": 1})
     assert bool(found.impossible) is not possible
-    assert bool(found.said)
+    assert bool(found.reported)
 
 
 @pytest.mark.parametrize(
@@ -205,14 +205,16 @@ def test_deepspeed_checkpoints_keep_their_number_of_processes(sharding, possible
 )
 def test_packs_that_cannot_be_shared_are_named_as_what_is_wrong(processes, packing, said):
     before = {**FACTS, "packing": "packs of up to 180 tokens"}
-    found = manifest.compare(before, {**before, "world_size": processes, "packing": packing, "global_batch_size": 16})
+    found = manifest.compare_runs(
+        before, {**before, "world_size": processes, "packing": packing, "global_batch_size": 16}
+    )
     assert len(found.refused) == 2
     shared = "its steps hold 8 packs, which 16 processes cannot share: start as many as divide 8"
     assert found.instead == (shared if said else "go back to the first value")
 
 
 def test_a_fact_that_is_not_known_yet_is_not_compared():
-    assert manifest.compare(FACTS, {"seed": 1}) == manifest.Comparison()
+    assert manifest.compare_runs(FACTS, {"seed": 1}) == manifest.Comparison()
 
 
 @settings(max_examples=300)

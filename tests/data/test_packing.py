@@ -29,7 +29,7 @@ from unsloth_ddp.data.packing import (
 )
 from unsloth_ddp.model.attention import Kernels, find_kernel, why_doubtful, why_mixed
 from unsloth_ddp.training.loss import step_divisor, supervised_tokens
-from unsloth_ddp.training.metrics import real_tokens
+from unsloth_ddp.training.meter import real_tokens
 from unsloth_ddp.utils.errors import UserError
 
 CAPACITY = 100

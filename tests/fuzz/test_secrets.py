@@ -43,15 +43,15 @@ def files_with(folder: Path, secrets: set[str]) -> list[str]:
 
 def train_with_a_talkative_library(argv: list[str], cwd: str) -> None:
     """train_ddp.py, where a library logs the request that it sends."""
-    from unsloth_ddp.run import output
+    from unsloth_ddp.run import stages
 
-    start = output.start_logging
+    start = stages.start_logging
 
     def started(folder: Path, runtime: object) -> None:
         start(folder, runtime)  # type: ignore[arg-type]
         logging.getLogger("library").warning("GET https://me:%s@hub/x, Bearer %s", KEY[:20], os.environ["HF_TOKEN"])
 
-    output.start_logging = started
+    stages.start_logging = started
     train(argv, cwd)
 
 

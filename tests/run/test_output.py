@@ -12,7 +12,8 @@ import pytest
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.distributed.ranks import Ranks
 from unsloth_ddp.distributed.runtime import Runtime
-from unsloth_ddp.run import output
+from unsloth_ddp.run import folder as run_folder
+from unsloth_ddp.run import summary
 from unsloth_ddp.utils.errors import UserError
 
 SUMMARY = {"steps": 3, "train_seconds": 1.0, "train_loss": 2.0, "eval_loss": None, "tokens_per_second": 10.0}
@@ -39,7 +40,7 @@ def hub(monkeypatch):
 
 
 def test_the_summary_is_written_and_nothing_uploaded_unasked(tmp_path, hub, capsys):
-    output.finish(Settings(run_name="r"), tmp_path, SUMMARY)
+    summary.finish(Settings(run_name="r"), tmp_path, SUMMARY)
     assert json.loads((tmp_path / "summary.json").read_text()) == SUMMARY
     assert [p.name for p in tmp_path.iterdir()] == ["summary.json"]
     assert "3 steps in 1 s, train_loss 2.0000, 10 tokens/s" in capsys.readouterr().out
@@ -47,7 +48,7 @@ def test_the_summary_is_written_and_nothing_uploaded_unasked(tmp_path, hub, caps
 
 
 def test_an_upload_is_private_and_leaves_logs_and_checkpoints_out(tmp_path, hub, capsys):
-    output.finish(Settings(run_name="r", push_to_hub=True, merge=True), tmp_path, SUMMARY)
+    summary.finish(Settings(run_name="r", push_to_hub=True, merge=True), tmp_path, SUMMARY)
     assert hub[0] == ("create", "me/r", {"private": True, "exist_ok": True})
     assert {"checkpoint*", "logs/*"} <= set(hub[1][1]["ignore_patterns"])
     assert hub[2][1]["path_in_repo"] == "merged"
@@ -61,7 +62,7 @@ def test_a_failed_upload_says_that_the_run_is_whole(tmp_path, monkeypatch):
 
     monkeypatch.setattr("huggingface_hub.HfApi", Api)
     with pytest.raises(UserError, match=r"whole in .* not uploaded: no route"):
-        output.finish(Settings(run_name="r", push_to_hub=True), tmp_path, SUMMARY)
+        summary.finish(Settings(run_name="r", push_to_hub=True), tmp_path, SUMMARY)
     assert (tmp_path / "summary.json").is_file()
 
 
@@ -71,11 +72,11 @@ def test_a_run_that_began_meanwhile_is_not_removed(tmp_path, resume):
     resume = resume.format(tmp_path)
     settings = Settings(run_name="r", output_dir=str(tmp_path), resume=resume)
     runtime = Runtime(Ranks(), "transformers", "cpu", "fp32", "CPU")
-    folder = output.choose_run_folder(settings, runtime)
+    folder = run_folder.choose_run_folder(settings, runtime)
     folder.mkdir()
     (folder / "adapter.txt").write_text("another job's")
     with pytest.raises(UserError, match="holds another run"):
-        output.open_run_folder(settings, runtime, folder)
+        run_folder.open_run_folder(settings, runtime, folder)
     assert (folder / "adapter.txt").read_text() == "another job's"
 
 
@@ -86,14 +87,14 @@ def test_a_refused_folder_is_told_with_what_differs_and_checkpoints_only_where_t
     settings = Settings(run_name="r", output_dir=str(tmp_path), max_steps=3)
     runtime = Runtime(Ranks(), "transformers", "cpu", "fp32", "CPU")
     with pytest.raises(UserError) as refused:
-        output.choose_run_folder(settings, runtime)
+        run_folder.choose_run_folder(settings, runtime)
     assert str(refused.value).endswith(
         "r holds another run, started with another max_steps; give another --run_name, or --overwrite to replace it."
     )
     (tmp_path / "r" / "checkpoint-3").mkdir()
     (tmp_path / "r" / "summary.json").write_text("{}")
     with pytest.raises(UserError, match=r"holds a finished run; .* with one of its checkpoints"):
-        output.choose_run_folder(settings, runtime)
+        run_folder.choose_run_folder(settings, runtime)
 
 
 @pytest.fixture
@@ -118,10 +119,10 @@ sys.stdin.read()
 
 
 def test_a_second_job_is_refused_before_it_loads_anything(tmp_path, other_job, monkeypatch, capsys):
-    monkeypatch.setattr(output, "LOCK_PATIENCE", 0.0)
+    monkeypatch.setattr(run_folder, "LOCK_PATIENCE", 0.0)
     settings = Settings(run_name="r", output_dir=str(tmp_path))
     with pytest.raises(UserError, match=r"r is being written by another job \(far, process 7\); wait for its end, or"):
-        output.choose_run_folder(settings, Runtime(Ranks(), "transformers", "cpu", "fp32", "CPU"))
+        run_folder.choose_run_folder(settings, Runtime(Ranks(), "transformers", "cpu", "fp32", "CPU"))
 
 
 @pytest.mark.parametrize("finished", [False, True])
@@ -132,27 +133,27 @@ def test_a_job_that_ends_now_is_waited_for(tmp_path, other_job, monkeypatch, cap
         other_job.kill()
         other_job.wait()
 
-    monkeypatch.setattr(output.time, "sleep", end)
+    monkeypatch.setattr(run_folder.time, "sleep", end)
     settings = Settings(run_name="r", output_dir=str(tmp_path))
     runtime = Runtime(Ranks(), "transformers", "cpu", "fp32", "CPU")
     if finished:
         with pytest.raises(UserError, match="r holds a finished run"):
-            output.choose_run_folder(settings, runtime)
+            run_folder.choose_run_folder(settings, runtime)
     else:
-        assert output.choose_run_folder(settings, runtime) == tmp_path / "r"
+        assert run_folder.choose_run_folder(settings, runtime) == tmp_path / "r"
     assert capsys.readouterr().out.count("(far, process 7); waiting for its end, 30 s at most.") == 1
 
 
 def test_an_upload_needs_a_token_and_a_hub_before_the_run_begins(monkeypatch):
     monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
-    output.check_upload(Settings())
+    run_folder.check_upload(Settings())
     with pytest.raises(UserError, match="push_to_hub needs a token"):
-        output.check_upload(Settings(push_to_hub=True))
+        run_folder.check_upload(Settings(push_to_hub=True))
     monkeypatch.setattr("huggingface_hub.get_token", lambda: "hf_x")
-    output.check_upload(Settings(push_to_hub=True))
+    run_folder.check_upload(Settings(push_to_hub=True))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(UserError, match="push_to_hub needs the Hub, which is switched off"):
-        output.check_upload(Settings(push_to_hub=True))
+        run_folder.check_upload(Settings(push_to_hub=True))
 
 
 class Killed(BaseException):
@@ -162,7 +163,7 @@ class Killed(BaseException):
 def test_a_start_killed_while_it_writes_its_settings_starts_again(tmp_path, monkeypatch):
     settings = Settings(run_name="r", output_dir=str(tmp_path))
     runtime = Runtime(Ranks(), "transformers", "cpu", "fp32", "CPU")
-    folder = output.choose_run_folder(settings, runtime)
+    folder = run_folder.choose_run_folder(settings, runtime)
 
     def save_half(self, path):
         path.write_text("model: demo\nmeth")
@@ -171,12 +172,12 @@ def test_a_start_killed_while_it_writes_its_settings_starts_again(tmp_path, monk
     with monkeypatch.context() as patch:
         patch.setattr(Settings, "save", save_half)
         with pytest.raises(Killed):
-            output.open_run_folder(settings, runtime, folder)
+            run_folder.open_run_folder(settings, runtime, folder)
     runtime.cleanup.close()
-    assert output.choose_run_folder(settings, runtime) == folder
-    output.open_run_folder(settings, runtime, folder)
+    assert run_folder.choose_run_folder(settings, runtime) == folder
+    run_folder.open_run_folder(settings, runtime, folder)
     runtime.cleanup.close()
-    assert output.continues(settings, folder)
+    assert run_folder.continues(settings, folder)
     assert sorted(path.name for path in folder.iterdir()) == ["logs", "run.lock", "settings.yaml"]
 
 
@@ -192,14 +193,14 @@ def test_an_overwriting_start_killed_while_it_empties_the_folder_leaves_what_can
         raise Killed
 
     with monkeypatch.context() as patch:
-        patch.setattr("unsloth_ddp.run.output.shutil.rmtree", killed)
+        patch.setattr("unsloth_ddp.run.folder.shutil.rmtree", killed)
         with pytest.raises(Killed):
-            output.open_run_folder(settings, runtime, folder)
+            run_folder.open_run_folder(settings, runtime, folder)
     runtime.cleanup.close()
     with pytest.raises(UserError, match="holds a finished run"):
-        output.choose_run_folder(Settings(run_name="r", output_dir=str(tmp_path)), runtime)
-    output.choose_run_folder(settings, runtime)
-    output.open_run_folder(settings, runtime, folder)
+        run_folder.choose_run_folder(Settings(run_name="r", output_dir=str(tmp_path)), runtime)
+    run_folder.choose_run_folder(settings, runtime)
+    run_folder.open_run_folder(settings, runtime, folder)
     assert not (folder / "checkpoint-1").exists()
 
 
@@ -210,7 +211,7 @@ def test_a_start_that_wrote_nothing_does_not_stand_in_the_way_and_its_logs_stay(
     (folder / "logs" / "rank_0.log").write_text("why it failed\n")
     Settings(run_name="r", lr_scheduler_type="cosine").save(folder / "settings.yaml")
     settings = Settings(run_name="r", output_dir=str(tmp_path))
-    output.open_run_folder(settings, runtime, output.choose_run_folder(settings, runtime))
+    run_folder.open_run_folder(settings, runtime, run_folder.choose_run_folder(settings, runtime))
     assert (folder / "logs" / "rank_0.log").read_text().startswith("why it failed\n")
     assert "lr_scheduler_type: linear" in (folder / "settings.yaml").read_text()
     runtime.cleanup.close()
@@ -235,14 +236,14 @@ def test_a_folder_that_holds_anything_else_is_left_alone(tmp_path, held, resume)
         else "give another --run_name, or --overwrite"
     )
     with pytest.raises(UserError, match=fix):
-        output.choose_run_folder(settings, Runtime(Ranks(), "transformers", "cpu", "fp32", "CPU"))
+        run_folder.choose_run_folder(settings, Runtime(Ranks(), "transformers", "cpu", "fp32", "CPU"))
 
 
 def test_a_resume_that_is_no_folder_is_told_before_anything_else(tmp_path):
     (tmp_path / "r" / "checkpoint-3").mkdir(parents=True)
     settings = Settings(run_name="r", output_dir=str(tmp_path), resume="never")
     with pytest.raises(UserError, match="resume never: there is no such folder; give a checkpoint folder, auto or no"):
-        output.choose_run_folder(settings, Runtime(Ranks(), "transformers", "cpu", "fp32", "CPU"))
+        run_folder.choose_run_folder(settings, Runtime(Ranks(), "transformers", "cpu", "fp32", "CPU"))
 
 
 def test_trackers_are_known_installed_and_not_none():

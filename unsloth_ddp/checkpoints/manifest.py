@@ -1,4 +1,4 @@
-"""What a checkpoint says about itself: read, written and compared here, all of it plain values.
+"""Read, write, verify and compare the manifests of checkpoints. Plain values only.
 
 The manifest is the last file of a checkpoint and lists every other one. A folder is whole if its manifest is, and
 every file that it lists is there with its size and checksum.
@@ -56,7 +56,7 @@ class Damaged(ValueError):
 
 @dataclass(frozen=True)
 class Manifest:
-    """Step of a checkpoint, the facts of its run, package versions, and files as {path: (bytes, checksum)}."""
+    """Step of a checkpoint, identity of its run, package versions, and files as {path: (bytes, checksum)}."""
 
     step: int
     run: dict[str, Any]
@@ -76,7 +76,7 @@ class Manifest:
 
 
 def from_text(text: str) -> Manifest:
-    """The manifest that `to_text` wrote.
+    """Parse the text that `to_text` wrote.
 
     Raises:
         Damaged: it is anything else.
@@ -124,7 +124,7 @@ def _checksum_of(content: Mapping[str, Any]) -> str:
 
 
 def checksum(path: Path) -> str:
-    """The xxh3_128 of a file, which is read in parts."""
+    """Return the xxh3_128 of a file, which is read in parts."""
     digest = xxhash.xxh3_128()
     with path.open("rb") as file:
         while chunk := file.read(CHUNK):
@@ -133,12 +133,12 @@ def checksum(path: Path) -> str:
 
 
 def list_files(folder: Path) -> list[Path]:
-    """Every file below `folder` but the manifest at its top, sorted."""
+    """Return every file below `folder` but the manifest at its top, sorted."""
     return sorted(path for path in folder.rglob("*") if path.is_file() and path != folder / FILE_NAME)
 
 
 def describe_files(folder: Path) -> dict[str, tuple[int, str]]:
-    """Size and checksum of every file below `folder`, the manifest left out."""
+    """Return size and checksum of every file below `folder`, the manifest left out."""
     paths = list_files(folder)
     with ThreadPoolExecutor(max_workers=4) as pool:
         digests = list(pool.map(checksum, paths))
@@ -149,7 +149,7 @@ def describe_files(folder: Path) -> dict[str, tuple[int, str]]:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a checkpoint folder, whose files are not looked at.
+    """Return the manifest of a checkpoint folder; the files it lists are not read.
 
     Raises:
         Damaged: there is none, or it is not readable.
@@ -163,7 +163,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def verify(folder: Path) -> Manifest:
-    """The manifest of a checkpoint whose every file is there, in its size and with its checksum.
+    """Return the manifest of a checkpoint after checking that every file has its size and checksum.
 
     Raises:
         Damaged: naming the first file that is not.
@@ -195,7 +195,7 @@ def verify(folder: Path) -> Manifest:
 
 
 def missing_state(files: Iterable[str]) -> str | None:
-    """The first of STATE_FILES that is not among a checkpoint's files under any of its names."""
+    """Return the first of STATE_FILES that a checkpoint lacks under every one of its names."""
     names = list(files)
     for file, patterns in STATE_FILES.items():
         if not any(fnmatch(name, pattern) for name in names for pattern in patterns):
@@ -203,31 +203,31 @@ def missing_state(files: Iterable[str]) -> str | None:
     return None
 
 
-# ---- the run that goes on ----
+# ---- resuming ----
 
 
 @dataclass
 class Comparison:
-    """What differs between a checkpoint and the run that would go on from it, as sentences' parts.
+    """Differences between the run of a checkpoint and the run that would resume from it, as parts of sentences.
 
-    `impossible` cannot be had at all, `refused` only if the user insists, `said` changes nothing that is learned;
-    `instead` is what would mend what is refused.
+    `impossible` cannot be resumed at all, `refused` only with --resume_anyway, `reported` changes nothing that is
+    learned; `instead` says how to resolve what is refused.
     """
 
     impossible: list[str] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)
-    said: list[str] = field(default_factory=list)
+    reported: list[str] = field(default_factory=list)
     instead: str = "go back to the first value"
 
 
-def compare(before: Mapping[str, Any], now: Mapping[str, Any]) -> Comparison:
-    """Compare the facts of two runs; a fact that only one of them holds is not compared."""
+def compare_runs(before: Mapping[str, Any], now: Mapping[str, Any]) -> Comparison:
+    """Compare the identities of two runs; a name that only one of them holds is not compared."""
 
     def changes(names: tuple[str, ...]) -> list[str]:
         both = [name for name in names if name in before and name in now]
         return [f"{name} {_shown(before[name])} -> {_shown(now[name])}" for name in both if before[name] != now[name]]
 
-    result = Comparison(refused=changes(GUARDED + GUARDED_FACTS), said=changes(SAID))
+    result = Comparison(refused=changes(GUARDED + GUARDED_FACTS), reported=changes(SAID))
     packs, processes = before.get("global_batch_size"), now.get("world_size")
     packed = "off" not in (before.get("packing", "off"), now.get("packing", "off"))
     if packed and packs and processes and packs % processes:
@@ -253,14 +253,14 @@ def _shown(value: Any) -> str:
 
 
 def differing(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """Packages whose version changed, as "torch 2.13.0 -> 2.14.0"."""
+    """Return the packages whose version changed, as "torch 2.13.0 -> 2.14.0"."""
     return [
         f"{name} {version} -> {now.get(name, 'none')}" for name, version in before.items() if now.get(name) != version
     ]
 
 
 def newest(found: Mapping[int, Path], whole: Callable[[Path], Any]) -> tuple[Path | None, list[tuple[Path, str]]]:
-    """The checkpoint of the highest step for which `whole` raises no Damaged, and the ones skipped on the way."""
+    """Return the checkpoint of the highest step for which `whole` does not raise Damaged, and those skipped."""
     skipped: list[tuple[Path, str]] = []
     for step in sorted(found, reverse=True):
         try:

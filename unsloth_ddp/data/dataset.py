@@ -494,6 +494,10 @@ class Collate:
     flatten: Flatten
     head_chooses: bool = False
 
+    def find_supervised(self, wanted: bool) -> None:
+        """Add the positions of supervised tokens to every batch, or not, from now on."""
+        self.head_chooses = wanted
+
     def __call__(self, examples: list[dict[str, np.ndarray]]) -> dict[str, Any]:
         batch = self.flatten(examples) if "lengths" in examples[0] else self.pad(examples)
         return batch | supervised_positions(batch["labels"]) if self.head_chooses else batch

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from unsloth_ddp.data.labels import IGNORED, supervised_positions
-from unsloth_ddp.distributed.sharding import shards_weights
 from unsloth_ddp.utils.errors import one_line
 
 logger = logging.getLogger("unsloth_ddp")
@@ -77,26 +76,40 @@ def fits_fused_head(model: Any) -> bool:
     return not any(True for child in others for _ in child.parameters())
 
 
-def head_for(trainer: Any) -> SupervisedHead | None:
-    """The head of this trainer's model, made to choose; None where that brings nothing, or changes the loss.
+def head_with_equal_loss(
+    model: Any,
+    examples: Any,
+    rows: int,
+    collate: Callable[[list[Any]], dict[str, Any]],
+    loss: Callable[[SupervisedHead, dict[str, Any]], Tensor],
+) -> SupervisedHead | None:
+    """Return a head of `model` that chooses supervised tokens; None where that saves nothing or changes the loss.
 
     Unsloth computes the loss in several places, and not all of them take labels for chosen positions, so the loss of
-    some rows is computed in both ways. Where weights are shared out they cannot be used before training begins.
+    some rows is computed in both ways.
+
+    Args:
+        examples: training rows (packs), by index.
+        rows: in a micro-batch.
+        collate: rows -> batch.
+        loss: (head, batch) -> summed token losses with this head, as evaluation computes them.
     """
-    if trainer.runtime.backend != "unsloth" or not trainer.model_divides or shards_weights(trainer.runtime.sharding):
-        return None
-    units = _supervised_units(trainer.train_rows.examples, min(ROWS, trainer.plan.per_device))
-    batch = trainer.data_collator(units) if units else {"labels": torch.empty(1, 0)}
+    units = _supervised_units(examples, min(ROWS, rows))
+    batch = collate(units) if units else {"labels": torch.empty(1, 0)}
     chosen = supervised_positions(batch["labels"])
     if not chosen:
         return None
-    head = SupervisedHead(trainer.model)
+    head = SupervisedHead(model)
+    was_training = model.training
+    model.eval()
     try:
-        with _compiled_loss_kept():
-            whole, selected = _loss(trainer, head, batch), _loss(trainer, head, batch | chosen)
+        with torch.no_grad(), _compiled_loss_kept():
+            whole, selected = loss(head, batch).double(), loss(head, batch | chosen).double()
     except Exception as error:
         logger.warning("the head computes all tokens, since choosing some failed: %s", one_line(error))
         return None
+    finally:
+        model.train(was_training)
     if not (whole > 0 and torch.isclose(selected, whole, rtol=ROUNDING)):
         logger.warning(
             "the head computes all tokens: a loss of %s, %s over those chosen", whole.item(), selected.item()
@@ -122,17 +135,3 @@ def _compiled_loss_kept() -> Iterator[None]:
         if loss is not None:
             loss._FUSED_CE_COMPILE_SUPPORTED = before  # type: ignore[attr-defined]
         raise
-
-
-def _loss(trainer: Any, head: SupervisedHead, batch: dict[str, Any]) -> Tensor:
-    """The summed token losses of a micro-batch as evaluation computes them, float64."""
-    device = trainer.args.device
-    batch = {name: value.to(device) if torch.is_tensor(value) else value for name, value in batch.items()}
-    was_training = trainer.model.training
-    trainer.model.eval()
-    try:
-        with torch.no_grad(), trainer.accelerator.autocast(), head.at(batch.pop("supervised_positions", None)):
-            loss: Tensor = trainer.micro_batch_loss(trainer.model, batch, torch.ones((), device=device))
-        return loss.double()
-    finally:
-        trainer.model.train(was_training)

@@ -1,4 +1,4 @@
-"""Answers to held-out questions, before and after training: generated greedily and compared letter by letter."""
+"""Answer held-out questions before and after training, greedily, and compare them letter by letter."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ class Question:
 
 
 def questions(examples: list[Example]) -> list[Question]:
-    """The chats that end with the assistant, as questions."""
+    """Return the chats that end with the assistant, as questions."""
     chats = [e.messages for e in examples if e.messages and e.messages[-1]["role"] == "assistant"]
     return [Question(chat[:-1], chat[-1]["content"]) for chat in chats]
 
 
 def answer(model: Any, tokenizer: Any, asked: list[Question], runtime: Runtime) -> list[str]:
-    """The model's answers, in the order of the questions; each rank generates its share, every rank gets them all."""
+    """Return the model's answers in the order of the questions; each rank generates its share, every rank gets all."""
     if not asked:
         return []
     mine = asked[runtime.ranks.rank :: runtime.ranks.world_size]
@@ -69,12 +69,12 @@ def _generate(model: Any, tokenizer: Any, asked: list[Question]) -> list[str]:
 
 
 def accuracy(asked: list[Question], answers: list[str]) -> float:
-    """Fraction of answers equal to the expected one, spaces around them aside."""
+    """Return the fraction of answers equal to the expected one, apart from spaces around them."""
     return sum(a == q.answer.strip() for q, a in zip(asked, answers, strict=True)) / len(asked)
 
 
-def compare(asked: list[Question], before: list[str], after: list[str]) -> dict[str, float]:
-    """Print both accuracies and the first few answers; returns what the summary keeps."""
+def report(asked: list[Question], before: list[str], after: list[str]) -> dict[str, float]:
+    """Print both accuracies and the first few answers; return what the summary keeps."""
     accuracies = accuracy(asked, before), accuracy(asked, after)
     print(f"Held-out questions answered exactly: {accuracies[0]:.1%} before, {accuracies[1]:.1%} after ({len(asked)}).")
     for question, old, new in list(zip(asked, before, after, strict=True))[:SAMPLES]:

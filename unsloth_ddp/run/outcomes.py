@@ -1,0 +1,62 @@
+"""Ways in which a run ends in order, on every rank alike, without having finished."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from unsloth_ddp.distributed.exit_codes import EXIT_FAILURE, EXIT_STOPPED, describe_exit_code
+
+
+class RunEnd(Exception):
+    """The run ended in order before it was finished; the message says what is on the disk and how to continue.
+
+    Every rank raises it at the same point, so the processes are taken down as after a finished run.
+    """
+
+    exit_code = EXIT_FAILURE
+
+
+class RunStopped(RunEnd):
+    """A signal or the time limit stopped the run, and a whole checkpoint holds its state."""
+
+    exit_code = EXIT_STOPPED
+
+    def __init__(self, cause: str, checkpoint: Path) -> None:
+        super().__init__(
+            f"Stopped on {cause}; the same command goes on from {checkpoint} ({describe_exit_code(EXIT_STOPPED)})."
+        )
+
+
+class StopNotSaved(RunEnd):
+    """A signal or the time limit stopped the run, and no whole checkpoint holds its state."""
+
+    def __init__(self, cause: str, problem: str | None) -> None:
+        super().__init__(f"Stopped on {cause}, without a whole checkpoint: {problem}.")
+
+
+class ResultNotSaved(RunEnd):
+    """Training ended, and its result could not be written."""
+
+    def __init__(self, folder: Path, problem: str, last: Path | None) -> None:
+        kept = f"{last} is the last whole checkpoint" if last else "there is no checkpoint"
+        super().__init__(
+            f"Training ended, but its result could not be written to {folder}: {problem}; {kept}. "
+            "Make room, and run the same command again: it resumes from there."
+        )
+
+
+class RunNotFinished(RunEnd):
+    """The trained model is written, and something that comes after it could not be written."""
+
+    def __init__(self, folder: Path, what: str, problem: str) -> None:
+        super().__init__(
+            f"The trained model is in {folder}, but {what} could not be written: {problem}. Make room, and run the same "
+            "command again: it finishes the run."
+        )
+
+
+class NoCheckpointWritten(RunEnd):
+    """The result is written, but checkpoints were due and none could be written."""
+
+    def __init__(self, problem: str) -> None:
+        super().__init__(f"The result is written, but no checkpoint was: {problem}.")

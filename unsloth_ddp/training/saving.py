@@ -79,6 +79,14 @@ class ResumableTrainer(SFTTrainer):
         with self.meter.paused():
             self._save_whole_checkpoint(model, trial)
 
+    def save_interrupted(self) -> None:
+        """Save the step whose evaluation was interrupted, unless it is saved; every rank calls this after training."""
+        last = self.checkpoints.last
+        if last is None or last.name != f"checkpoint-{self.state.global_step}":
+            # As after an evaluation that was done.
+            self.control.should_evaluate = False
+            self._save_checkpoint(self.model_wrapped, None)
+
     def _save_whole_checkpoint(self, model: Any, trial: Any) -> None:
         step, best_before = self.state.global_step, self.state.best_model_checkpoint
 

@@ -38,11 +38,6 @@ def answer(key: bytes, rank: int, role: str, challenge: str) -> str:
     return hmac.new(key, f"{role}\0{rank}\0{challenge}".encode(), hashlib.sha256).hexdigest()
 
 
-def _close_all(sockets: Collection[socket.socket]) -> None:
-    for one in sockets:
-        one.close()
-
-
 def accept_ranks(
     listener: socket.socket, key: bytes, expected: Collection[int], seconds: float
 ) -> dict[int, socket.socket]:

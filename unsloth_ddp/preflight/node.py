@@ -154,7 +154,7 @@ def machine_checks(
         return machine.disk("datasets cache", node, folder, needed, "tokenized rows", "HF_HOME or HF_DATASETS_CACHE")
 
     def memory() -> Check:
-        usage = shutil.disk_usage("/dev/shm")
+        usage = shutil.disk_usage("/dev/shm")  # noqa: S108 (nothing is written there)
         several = max(processes, int(environ.get("GPUS_PER_NODE") or 0))
         return machine.shared_memory(node, usage.free, usage.total, several, bool(devices) and not cpu)
 

@@ -16,6 +16,7 @@ from unsloth_ddp.checkpoints.manifest import Damaged, Manifest
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.distributed.wire import sendable
+from unsloth_ddp.utils.checksums import CHUNK
 from unsloth_ddp.utils.errors import UserError
 
 
@@ -187,8 +188,8 @@ def _send_file(source: Path, target: Path | None, size: int, runtime: Runtime) -
             if target:
                 target.parent.mkdir(parents=True, exist_ok=True)
                 writing = files.enter_context(target.open("wb"))
-        for offset in range(0, size, manifest.CHUNK):
-            part = torch.zeros(min(manifest.CHUNK, size - offset), dtype=torch.uint8)
+        for offset in range(0, size, CHUNK):
+            part = torch.zeros(min(CHUNK, size - offset), dtype=torch.uint8)
             with contextlib.suppress(OSError):
                 if reading:
                     reading.readinto(part.numpy().data)

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 from unsloth_ddp.config.options import OPTIONS, DataSettings, Settings, TrainingSettings
+from unsloth_ddp.config.trainer_args import check_trainer_args
 from unsloth_ddp.config.upstream_names import check_name, choose_trackers, known_names
 from unsloth_ddp.utils.errors import UserError
 from unsloth_ddp.utils.redaction import find_secret
@@ -23,7 +24,7 @@ def check_settings(settings: Settings) -> None:
     if not settings.dataset:
         raise UserError("No training data: give --dataset with a file or a Hub id.")
     for name, declared in OPTIONS.items():
-        declared.check_bounds(name, getattr(settings, name))
+        declared.check(name, getattr(settings, name))
     if settings.max_steps == 0:
         raise UserError("max_steps is 0, so nothing would be trained; give a positive number, or -1 to follow epochs.")
     if settings.packing == "off" and settings.global_batch_tokens is not None:
@@ -35,6 +36,7 @@ def check_settings(settings: Settings) -> None:
         raise UserError("merge is for lora and qlora; method full already writes a whole model, so leave merge out.")
     _check_evaluation(settings)
     _check_names(settings)
+    check_trainer_args(settings.trainer_args)
     _check_streaming(settings)
     _check_run_name(settings.run_name)
     _check_paths(settings)

@@ -101,6 +101,12 @@ class DataSettings:
         summary=True,
     )
     dataset_config: str | None = option(None, "Configuration name of a Hub dataset.", on_resume="allow", summary=False)
+    dataset_revision: list[str] = option(
+        [],
+        "Branch, tag or commit of each Hub dataset, in the order in which --dataset and --eval_dataset first name them.",
+        on_resume="allow",  # compared for streamed rows only: the others are compared themselves
+        summary=True,
+    )
     dataset_split: str = option("train", "Split of a Hub dataset to train on.", on_resume="allow", summary=False)
     eval_dataset: list[str] = option(
         [], "Evaluation rows, given like --dataset.", path="read", on_resume="allow", summary=True
@@ -124,9 +130,9 @@ class DataSettings:
     )
     chat_template: str | None = option(
         None,
-        "A Jinja file, or chatml; default: the tokenizer's own template.",
+        "A Jinja file, chatml, or training (TRL's variant of the tokenizer's); default: the tokenizer's own.",
         path="read",
-        words=("chatml",),
+        words=("chatml", "training"),
         on_resume="allow",
         summary=True,
     )

@@ -81,8 +81,10 @@ def load_model(run: Run) -> tuple[Any, Any]:
 def prepare_data(run: Run, model: Any, tokenizer: Any, resume: ResumePoint | None) -> TrainingData:
     """Tokenize the rows once per node, and decide how they are packed and how they fill the steps."""
     settings, runtime = run.settings, run.runtime
-    train, evaluation = dataset.tokenize_examples(settings, runtime, run.node_folder, tokenizer)
-    load.stop_at(model, tokenizer, train.dataset)
+    # A resumed run keeps the date that its chat template printed when it began.
+    template_date = resume.manifest.run.get("chat_template_date") if resume else None
+    train, evaluation = dataset.tokenize_examples(settings, runtime, run.node_folder, tokenizer, template_date)
+    load.stop_at(model, train.stop_tokens)
     load.check_positions(settings, model, dataset.longest_row(settings, train, evaluation))
     plan, train, packing = dataset.fill_steps(_request(run), train, choose_packing(settings, runtime, model))
     run.identify(**batch_identity(plan), **data_identity(settings, runtime, plan, train))
@@ -172,7 +174,10 @@ def finish(run: Run, trainer: DDPTrainer, answered: AnsweredQuestions, summary: 
     if problem := checkpoints.save_final(trainer.write_final):
         raise ResultNotSaved(run.folder, problem, checkpoints.last)
     if settings.merge:
-        problem = checkpoints.save_folder("merged", lambda aside: load.save_merged(settings, run.folder, aside))
+        stop_tokens = trainer.data.train.stop_tokens
+        problem = checkpoints.save_folder(
+            "merged", lambda aside: load.save_merged(settings, run.folder, aside, stop_tokens)
+        )
         if problem:
             raise RunNotFinished(run.folder, "the merged model", problem)
     if answered.questions:

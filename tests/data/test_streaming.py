@@ -279,7 +279,7 @@ def test_a_hub_set_is_streamed_too(monkeypatch: pytest.MonkeyPatch) -> None:
         SourceRow("owner/name train row 1", {"text": "a"}),
         SourceRow("owner/name train row 2", {"text": "b"}),
     ]
-    assert asked == {"args": ("owner/name", "en"), "split": "train", "streaming": True}
+    assert asked == {"args": ("owner/name", "en"), "split": "train", "revision": None, "streaming": True}
 
 
 @pytest.mark.parametrize("streaming", [True, False])

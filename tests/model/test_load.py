@@ -27,7 +27,7 @@ from unsloth_ddp.model.load import (
     stop_at,
 )
 from unsloth_ddp.model.lora import check_module_names
-from unsloth_ddp.plan.shape import model_shape
+from unsloth_ddp.plan.shape import read_model_shape
 from unsloth_ddp.utils.errors import UserError
 
 CPU = Runtime(Ranks(), "transformers", "cpu", "fp32", "CPU")
@@ -93,7 +93,7 @@ def test_a_git_lfs_pointer_is_called_what_it_is(name: str, tmp_path: Path) -> No
         check_folder(folder, safetensors_only=False)
 
 
-@pytest.mark.parametrize("load", [load_tokenizer, model_shape])
+@pytest.mark.parametrize("load", [load_tokenizer, read_model_shape])
 def test_without_a_network_it_is_said_how_to_bring_the_model(load: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(UserError, match=r"What helps: download it once where there is a network \(hf download NAME\)"):

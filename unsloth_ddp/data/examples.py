@@ -15,6 +15,7 @@ import datasets
 
 from unsloth_ddp.config.parse import Settings
 from unsloth_ddp.data.formats import SHOWN_COLUMNS, Example, to_example
+from unsloth_ddp.data.revisions import dataset_revisions
 from unsloth_ddp.data.sources import checked_files, left_out, read_rows
 from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.utils.errors import UserError
@@ -33,13 +34,21 @@ def read_examples(settings: Settings, runtime: Runtime, folder: Path) -> None:
     If training rows are streamed, read only the first STREAM_HEAD of them.
     """
     datasets.disable_progress_bars()
+    revisions = dataset_revisions(settings)
 
     def read() -> None:
         train = _examples(
-            settings.dataset, settings.dataset_split, settings.dataset_config, folder, streaming=settings.streaming
+            settings.dataset,
+            settings.dataset_split,
+            settings.dataset_config,
+            revisions,
+            folder,
+            streaming=settings.streaming,
         )
         if settings.eval_dataset:
-            evaluation = _examples(settings.eval_dataset, settings.eval_dataset_split, settings.dataset_config, folder)
+            evaluation = _examples(
+                settings.eval_dataset, settings.eval_dataset_split, settings.dataset_config, revisions, folder
+            )
             evaluation.save_to_disk(folder / "examples_eval")
         elif settings.eval_fraction:
             train, evaluation = split_rows(train, settings.eval_fraction, settings.seed)
@@ -70,7 +79,13 @@ def split_rows(rows: datasets.Dataset, fraction: float, seed: int) -> tuple[data
 
 
 def _examples(
-    sources: list[str], split: str, config: str | None, folder: Path, *, streaming: bool = False
+    sources: list[str],
+    split: str,
+    config: str | None,
+    revisions: dict[str, str],
+    folder: Path,
+    *,
+    streaming: bool = False,
 ) -> datasets.Dataset:
     files = checked_files(sources, streaming=streaming)
     empty = [file for file in files if file not in sources and Path(file).stat().st_size == 0]
@@ -84,7 +99,7 @@ def _examples(
     def rows() -> Iterator[dict[str, str]]:
         for source in files:
             location = ""
-            for location, columns in read_rows(source, split, config, streaming=streaming):
+            for location, columns in read_rows(source, split, config, revisions.get(source), streaming=streaming):
                 try:
                     example = to_example(columns)
                     unread.update(example.unread)

@@ -128,7 +128,9 @@ def _files_in(folder: Path, suffixes: tuple[str, ...]) -> list[str] | None:
     ]
 
 
-def read_rows(source: str, split: str, config: str | None = None, *, streaming: bool = False) -> Iterator[SourceRow]:
+def read_rows(
+    source: str, split: str, config: str | None = None, revision: str | None = None, *, streaming: bool = False
+) -> Iterator[SourceRow]:
     """Yield the rows of one file that `check_source` accepted, or of one split of a Hub dataset.
 
     With `streaming`, nothing of a Hub dataset is kept on disk; files are always read row by row.
@@ -137,7 +139,7 @@ def read_rows(source: str, split: str, config: str | None = None, *, streaming: 
         UserError: the source cannot be read, or a row is broken; the message names file and line.
     """
     if not is_file(source):
-        yield from _hub_rows(source, split, config, streaming)
+        yield from _hub_rows(source, split, config, revision, streaming)
         return
     path = Path(source).expanduser()
     readers = {".jsonl": _jsonl_rows, ".json": _json_rows, ".parquet": _parquet_rows, ".csv": _csv_rows}
@@ -310,11 +312,13 @@ def _without_nulls(value: Any) -> Any:
     return [_without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
-def _hub_rows(source: str, split: str, config: str | None, streaming: bool) -> Iterator[SourceRow]:
+def _hub_rows(
+    source: str, split: str, config: str | None, revision: str | None, streaming: bool
+) -> Iterator[SourceRow]:
     import datasets
 
     try:
-        table = datasets.load_dataset(source, config, split=split, streaming=streaming)
+        table = datasets.load_dataset(source, config, split=split, revision=revision, streaming=streaming)
     except Exception as error:
         reason = one_line(error, 1000)
         row = find_known_error(f"{type(error).__name__}: {reason}")

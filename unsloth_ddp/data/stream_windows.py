@@ -24,6 +24,7 @@ from unsloth_ddp.config.parse import Settings
 from unsloth_ddp.data.dataset import ROWS_AT_A_TIME, make_encoder
 from unsloth_ddp.data.formats import to_example
 from unsloth_ddp.data.packing import Packing
+from unsloth_ddp.data.revisions import dataset_revisions
 from unsloth_ddp.data.sources import SourceRow, read_rows, streamed_sources
 from unsloth_ddp.data.stream_order import FIRST, StreamPosition, stream_rows
 from unsloth_ddp.data.tokenize import EncodedRow, encode_row
@@ -143,10 +144,12 @@ def streamed_windows(
 ) -> StreamedWindows:
     """Return the windows of a run; call it while the tokenizer is as it was when the first rows were tokenized."""
     encoder = make_encoder(settings, tokenizer, template_date)
+    revisions = dataset_revisions(settings)
 
     def read() -> Iterator[SourceRow]:
         for source in streamed_sources(settings.dataset):
-            yield from read_rows(source, settings.dataset_split, settings.dataset_config, streaming=True)
+            revision = revisions.get(source)
+            yield from read_rows(source, settings.dataset_split, settings.dataset_config, revision, streaming=True)
 
     def encode(row: SourceRow) -> EncodedRow:
         return encode_row(encoder, to_example(row.columns), settings.max_length)

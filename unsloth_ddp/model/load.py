@@ -20,6 +20,7 @@ from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.model.files_check import check_complete, check_local_model
 from unsloth_ddp.model.gradient_checkpointing import UNSLOTH_NAMES, loaded_with
 from unsloth_ddp.model.lora import check_module_names, lora_config, target_modules
+from unsloth_ddp.model.source_check import check_source
 from unsloth_ddp.utils.errors import UserError, one_line
 from unsloth_ddp.utils.known_errors import find_known_error
 
@@ -30,9 +31,10 @@ def check_model(settings: Settings, runtime: Runtime) -> None:
     """Refuse settings that this machine or backend cannot load, before anything is loaded.
 
     Raises:
-        UserError: a folder without a config.json, or a method or option that this machine or backend does not have.
+        UserError: an adapter, a folder without a config.json, a quantized model that cannot be trained, or a method or option that this machine or backend does not have.
     """
     check_local_model(str(settings.model), safetensors_only=settings.use_safetensors)
+    runtime.on_main(lambda: check_source(settings, runtime.backend))
     if settings.method == "qlora" and runtime.device_type == "cpu":
         raise UserError("method qlora needs a GPU for its 4-bit kernels, and this run uses none; use --method lora.")
     if settings.method == "qlora" and importlib.util.find_spec("bitsandbytes") is None:

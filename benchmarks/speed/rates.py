@@ -42,12 +42,12 @@ def flops(shape: str) -> dict[str, float]:
     """Return the model work of a token by method; an adapter has rank 16 on all linear layers."""
     from benchmarks.common.models import SHAPES, make_config
     from unsloth_ddp.config.parse import Settings
-    from unsloth_ddp.plan.shape import model_shape
+    from unsloth_ddp.plan.shape import read_model_shape
 
     with tempfile.TemporaryDirectory() as folder:
         if shape in SHAPES:
             make_config(shape).save_pretrained(folder)
-        counted = model_shape(Settings(model=folder if shape in SHAPES else shape))
+        counted = read_model_shape(Settings(model=folder if shape in SHAPES else shape))
     return {method: counted.flops_a_token(method) for method in ("lora", "qlora", "full")}
 
 

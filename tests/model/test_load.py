@@ -27,7 +27,7 @@ from unsloth_ddp.model.load import (
     stop_at,
 )
 from unsloth_ddp.model.lora import check_module_names
-from unsloth_ddp.plan.shape import model_shape
+from unsloth_ddp.plan.shape import read_model_shape
 from unsloth_ddp.utils.errors import UserError
 
 CPU = Runtime(Ranks(), "transformers", "cpu", "fp32", "CPU")
@@ -93,7 +93,7 @@ def test_a_git_lfs_pointer_is_called_what_it_is(name: str, tmp_path: Path) -> No
         check_folder(folder, safetensors_only=False)
 
 
-@pytest.mark.parametrize("load", [load_tokenizer, model_shape])
+@pytest.mark.parametrize("load", [load_tokenizer, read_model_shape])
 def test_without_a_network_it_is_said_how_to_bring_the_model(load: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(UserError, match=r"What helps: download it once where there is a network \(hf download NAME\)"):
@@ -193,15 +193,17 @@ def test_a_tokenizer_without_an_end_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("known", "last", "stops"),
+    ("known", "found", "stops"),
     [
-        (1, 7, [1, 7]), ([1, 2], 7, [1, 2, 7]), (None, 7, [7]),
-        # Known already; an ordinary word, as rows without an end have it; not supervised.
-        ([1, 7], 7, [1, 7]), (7, 7, 7), (1, 5, 1), (1, -100, 1),
+        (1, [7], [1, 7]),
+        ([1, 2], [7, 8], [1, 2, 7, 8]),
+        (None, [7], [7]),
+        ([1, 7], [7], [1, 7]),
+        (7, [7], 7),
+        (1, [], 1),
     ],
-)  # fmt: skip
-def test_generation_ends_where_rows_do(known: Any, last: int, stops: Any) -> None:
+)
+def test_generation_stops_at_the_tokens_that_end_the_rows(known: Any, found: list[int], stops: Any) -> None:
     model = SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=known))
-    tokenizer = SimpleNamespace(added_tokens_decoder={1: "<eos>", 2: "<pad>", 7: "<|im_end|>"})
-    stop_at(model, tokenizer, [{"labels": []}, {"labels": [5, -100]}, {"labels": [5, last]}])
+    stop_at(model, found)
     assert model.generation_config.eos_token_id == stops

@@ -40,6 +40,13 @@ STATE_FILES = {
     "scheduler.pt": ("scheduler.pt", "*_model_states.pt"),
     "rng_state.pth": ("rng_state.pth", "rng_state_*.pth"),
 }
+# What a resume reads beside the weights. A file of such a name that the manifest does not list was not written by the run.
+READ_ON_RESUME = (
+    "optimizer.pt", "optimizer.bin", "scheduler.pt", "scaler.pt", "rng_state*.pth", "latest", "*_states.pt",
+    "*.distcp", ".metadata",
+)  # fmt: skip
+# Files that DeepSpeed, and torch's sharded checkpoints, read by unpickling: whoever wrote them can have run any code.
+PICKLED = ("*_optim_states.pt", "*_model_states.pt", ".metadata")
 # Shardings whose optimizer files are one a process.
 FIXED_WORLD = ("zero2", "zero3")
 
@@ -170,6 +177,11 @@ def verify(folder: Path) -> Manifest:
         except OSError as error:
             raise Damaged(f"{name[:100]} cannot be read: {os_reason(error)}") from None
 
+    for path in list_files(folder):
+        name = path.relative_to(folder).as_posix()
+        if name not in manifest.files and _is_named(path.name, READ_ON_RESUME):
+            raise Damaged(f"it holds {name[:100]}, which its manifest does not list; remove that file")
+
     def matches(name: str) -> bool:
         try:
             return checksum(folder / name) == manifest.files[name][1]
@@ -181,6 +193,15 @@ def verify(folder: Path) -> Manifest:
             if not good:
                 raise Damaged(f"the content of {name} does not match its checksum")
     return manifest
+
+
+def _is_named(name: str, patterns: Iterable[str]) -> bool:
+    return any(fnmatch(name, pattern) for pattern in patterns)
+
+
+def pickled_file(files: Iterable[str]) -> str | None:
+    """Return the first of a checkpoint's files whose reading runs what it holds; None if there is none."""
+    return next((name for name in files if _is_named(PurePosixPath(name).name, PICKLED)), None)
 
 
 def missing_state(files: Iterable[str]) -> str | None:

@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import json
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,14 +14,17 @@ from typing import Any
 import datasets
 
 from unsloth_ddp.config.parse import Settings
-from unsloth_ddp.data.formats import Example, to_example
+from unsloth_ddp.data.formats import SHOWN_COLUMNS, Example, to_example
 from unsloth_ddp.data.revisions import dataset_revisions
 from unsloth_ddp.data.sources import checked_files, left_out, read_rows
 from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.utils.errors import UserError
+from unsloth_ddp.utils.redaction import printable
 
 # Rows that stand for all of a stream until they are seen: plans are made from them.
 STREAM_HEAD = 1000
+# A large set takes minutes to read, which should not look like a hang.
+ROWS_BETWEEN_LINES = 50_000
 EXAMPLE_FEATURES = datasets.Features({"location": datasets.Value("string"), "example": datasets.Value("string")})
 
 
@@ -89,12 +93,19 @@ def _examples(
         more = f" and {len(lists) - 1} more .json files are" if len(lists) > 1 else " is"
         print(f"{lists[0]}{more} not read: a folder stands for its .jsonl, .parquet and .csv files.")
 
+    unread: Counter[str] = Counter()
+    numbers = itertools.count(1)
+
     def rows() -> Iterator[dict[str, str]]:
         for source in files:
             location = ""
             for location, columns in read_rows(source, split, config, revisions.get(source), streaming=streaming):
                 try:
                     example = to_example(columns)
+                    unread.update(example.unread)
+                    if (number := next(numbers)) % ROWS_BETWEEN_LINES == 0:
+                        print(f"{number:,} rows read.", flush=True)
+                    example.unread = []
                     yield {"location": location, "example": json.dumps(dataclasses.asdict(example))}
                 except UserError as error:
                     raise UserError(f"{location}: {error}") from None
@@ -113,6 +124,9 @@ def _examples(
             else f"{empty[0]} holds no rows and adds"
         )
         print(f"{what} nothing to the stream; look why, if rows were meant to be there.")
+    if unread:
+        columns = ", ".join(f"{name} ({count:,} rows)" for name, count in unread.most_common(SHOWN_COLUMNS))
+        print(printable(f"Columns of {', '.join(sources)[:200]} that are not read: {columns}."), flush=True)
     return examples
 
 

@@ -28,6 +28,8 @@ def data_identity(settings: Settings, runtime: Runtime, plan: BatchPlan, rows: T
         "data": fingerprint(rows, runtime),
         "dataset_revision": settings.dataset_revision,
     }
+    if rows.template_date:
+        found["chat_template_date"] = rows.template_date
     if rows.streamed:
         found |= {
             "sources": _source_names(settings),

@@ -285,14 +285,31 @@ def _parquet_rows(path: Path) -> Iterator[SourceRow]:
             if len(set(names)) != len(names):
                 raise UserError(f"{path} names a column twice ({', '.join(names)[:200]}); rename one.")
             for batch in table.iter_batches(batch_size=1024):
-                for columns in batch.to_pylist():
+                for columns in batch.to_pylist(maps_as_pydicts="strict"):
                     number += 1
-                    yield SourceRow(f"{path} row {number}", columns)
+                    yield SourceRow(f"{path} row {number}", without_filled_nulls(columns))
     except UserError:
         raise
-    except (pyarrow.ArrowException, ValueError, OverflowError) as error:
+    except (pyarrow.ArrowException, ValueError, OverflowError, KeyError) as error:
         reason = _in_one_line(error) or type(error).__name__
         raise UserError(f"{path} is not readable Parquet after row {number} ({reason}); write it again.") from None
+
+
+def without_filled_nulls(columns: Any) -> Any:
+    """Remove the nulls inside the columns of a table's row.
+
+    A table gives all objects of a column the same fields and fills those that an object lacks with null. Tool calls and
+    schemas would be trained with arguments and properties that nobody wrote.
+    """
+    if not isinstance(columns, dict):
+        return columns
+    return {name: _without_nulls(value) for name, value in columns.items()}
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _without_nulls(item) for name, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 def _hub_rows(
@@ -317,7 +334,7 @@ def _hub_rows(
     try:
         for columns in table:
             number += 1
-            yield SourceRow(f"{source} {split} row {number}", columns)
+            yield SourceRow(f"{source} {split} row {number}", without_filled_nulls(columns))
     except Exception as error:
         network = "if the network failed, the same command resumes from the newest checkpoint; " if streaming else ""
         raise UserError(

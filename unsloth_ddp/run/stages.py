@@ -18,6 +18,7 @@ from unsloth_ddp.checkpoints.writer import Checkpoints
 from unsloth_ddp.data import dataset, examples
 from unsloth_ddp.data.identity import data_identity
 from unsloth_ddp.data.packing import BatchRequest
+from unsloth_ddp.data.preview import preview_first_row
 from unsloth_ddp.data.training_data import TrainingData
 from unsloth_ddp.distributed import backend, sharding
 from unsloth_ddp.model import load
@@ -25,9 +26,10 @@ from unsloth_ddp.model.attention import choose_packing
 from unsloth_ddp.run import answers
 from unsloth_ddp.run import summary as summary_file
 from unsloth_ddp.run.context import Run
-from unsloth_ddp.run.folder import continues, open_run_folder
+from unsloth_ddp.run.folder import SETTINGS_FILE, continues, open_run_folder
 from unsloth_ddp.run.logs import start_logging, stop_library_output
 from unsloth_ddp.run.outcomes import (
+    FolderRemoved,
     NoCheckpointWritten,
     ResultNotSaved,
     RunNotFinished,
@@ -43,6 +45,7 @@ if TYPE_CHECKING:
 def read_examples(run: Run) -> None:
     """Read and check every row into the node's folder, before any model is loaded."""
     load.check_model(run.settings, run.runtime)
+    print(f"Reading rows from {', '.join(run.settings.dataset)[:200]} ...", flush=True)
     examples.read_examples(run.settings, run.runtime, run.node_folder)
 
 
@@ -74,14 +77,18 @@ def make_config(run: Run) -> Any:
 
 def load_model(run: Run) -> tuple[Any, Any]:
     """Return the model, on this process's device, and its tokenizer."""
+    print(f"Loading model {run.settings.model} ...", flush=True)
     return load.load_model(run.settings, run.runtime)
 
 
 def prepare_data(run: Run, model: Any, tokenizer: Any, resume: ResumePoint | None) -> TrainingData:
     """Tokenize the rows once per node, and decide how they are packed and how they fill the steps."""
     settings, runtime = run.settings, run.runtime
-    train, evaluation = dataset.tokenize_examples(settings, runtime, run.node_folder, tokenizer)
-    load.stop_at(model, tokenizer, train.dataset)
+    print("Tokenizing rows ...", flush=True)
+    # A resumed run keeps the date that its chat template printed when it began.
+    template_date = resume.manifest.run.get("chat_template_date") if resume else None
+    train, evaluation = dataset.tokenize_examples(settings, runtime, run.node_folder, tokenizer, template_date)
+    load.stop_at(model, train.stop_tokens)
     load.check_positions(settings, model, dataset.longest_row(settings, train, evaluation))
     plan, train, packing = dataset.fill_steps(_request(run), train, choose_packing(settings, runtime, model))
     run.identify(**batch_identity(plan), **data_identity(settings, runtime, plan, train))
@@ -107,6 +114,7 @@ def make_trainer(run: Run, config: Any, model: Any, tokenizer: Any, data: Traini
 def begin(run: Run, trainer: DDPTrainer, resume: ResumePoint | None) -> None:
     """Choose the micro-batch, open the run's folder, and print how the run trains."""
     settings, runtime = run.settings, run.runtime
+    print("Preparing the first step ...", flush=True)
     decision = trainer.choose_micro_batch(resume)
     changes = resume_point.check_resume(resume, run.identity, settings, runtime) if resume else []
     open_run_folder(settings, runtime, run.folder)
@@ -124,6 +132,9 @@ def begin(run: Run, trainer: DDPTrainer, resume: ResumePoint | None) -> None:
         head_chooses=trainer.loss.head is not None,
     )
     print(described, flush=True)
+    for sentence in summary_file.questionable(settings, trainer.data, decision):
+        print(sentence, flush=True)
+    print(preview_first_row(trainer.data.train, trainer.processing_class, settings.max_length), flush=True)
 
 
 @dataclass(frozen=True)
@@ -154,7 +165,7 @@ def train_from(run: Run, trainer: DDPTrainer, resume: ResumePoint | None) -> dic
         cause, checkpoints = str(run.stop.agreed_cause), trainer.checkpoints
         if checkpoints.last is None:
             raise StopNotSaved(cause, checkpoints.failed)
-        raise RunStopped(cause, checkpoints.last)
+        raise RunStopped(cause, checkpoints.last, named=run.named)
     run.stop.begin_finishing()
     return summary_file.summarize(run.settings, run.runtime, trainer, seconds)
 
@@ -166,11 +177,15 @@ def finish(run: Run, trainer: DDPTrainer, answered: AnsweredQuestions, summary: 
         RunEnd: a part of that could not be written.
     """
     settings, checkpoints = run.settings, trainer.checkpoints
+    removed = run.runtime.broadcast_from_main(lambda: not (run.folder / SETTINGS_FILE).is_file())
     after = answers.answer(trainer.model, trainer.processing_class, answered.questions, run.runtime)
     if problem := checkpoints.save_final(trainer.write_final):
         raise ResultNotSaved(run.folder, problem, checkpoints.last)
     if settings.merge:
-        problem = checkpoints.save_folder("merged", lambda aside: load.save_merged(settings, run.folder, aside))
+        stop_tokens = trainer.data.train.stop_tokens
+        problem = checkpoints.save_folder(
+            "merged", lambda aside: load.save_merged(settings, run.folder, aside, stop_tokens)
+        )
         if problem:
             raise RunNotFinished(run.folder, "the merged model", problem)
     if answered.questions:
@@ -178,6 +193,8 @@ def finish(run: Run, trainer: DDPTrainer, answered: AnsweredQuestions, summary: 
     summary["wall_time_seconds"] = time.perf_counter() - run.began
     if problem := checkpoints.in_main(lambda: summary_file.finish(settings, run.folder, summary)):
         raise RunNotFinished(run.folder, summary_file.SUMMARY_FILE, problem)
+    if removed:
+        raise FolderRemoved(run.folder)
     if checkpoints.failed is not None and not checkpoints.written:
         raise NoCheckpointWritten(checkpoints.failed)
 

@@ -139,6 +139,7 @@ def main() -> None:
     import train_ddp
     from unsloth_ddp.config.parse import parse_settings
     from unsloth_ddp.distributed.ranks import Ranks
+    from unsloth_ddp.run.context import open_run
 
     with tempfile.TemporaryDirectory() as folder:
         phases = Phases(Path(folder), 1 if given.tiny else 2)
@@ -153,9 +154,8 @@ def main() -> None:
         ]
         argv += ["--report_to", "none", "--output_dir", folder, "--run_name", "profiled", *given.options]
         hook(phases)
-        code = train_ddp.train(parse_settings(argv), Ranks())
-        if code:
-            raise SystemExit(code)
+        with open_run(parse_settings(argv), Ranks()) as run:
+            train_ddp.train(run)
         summary = json.loads((Path(folder) / "profiled" / "summary.json").read_text())
     tokens = summary["tokens"] / summary["steps"]
     write_results(given.json, options=argv, tokens_a_step=tokens, summary=summary, **phases.found)

@@ -8,7 +8,7 @@ import typing
 import pytest
 
 from unsloth_ddp.checkpoints import manifest
-from unsloth_ddp.config.declare import Option, option
+from unsloth_ddp.config.declare import Bounds, Option, option
 from unsloth_ddp.config.options import OPTIONS, TYPES, Settings, options_with
 from unsloth_ddp.utils.errors import UserError
 
@@ -35,7 +35,7 @@ def test_every_declaration_is_complete(name: str) -> None:
     assert declared.on_resume in ("refuse", "report", "allow")
     assert not (declared.resolved and declared.on_resume == "allow"), "a resolved value that nothing compares"
     assert not (declared.words and not declared.path)
-    declared.check_bounds(name, getattr(Settings(), name))
+    declared.check(name, getattr(Settings(), name))
 
 
 def test_a_declaration_that_no_one_reads_is_none() -> None:
@@ -46,9 +46,9 @@ def test_a_declaration_that_no_one_reads_is_none() -> None:
 
 def test_a_change_of_every_guarded_option_is_refused_or_reported_on_resume() -> None:
     for name, declared in OPTIONS.items():
-        found = manifest.compare({name: 1}, {name: 2})
+        found = manifest.compare_runs({name: 1}, {name: 2})
         assert bool(found.refused) == (declared.on_resume == "refuse"), name
-        assert bool(found.said) == (declared.on_resume == "report"), name
+        assert bool(found.reported) == (declared.on_resume == "report"), name
 
 
 def test_options_are_found_by_their_declaration() -> None:
@@ -69,9 +69,9 @@ def test_options_are_found_by_their_declaration() -> None:
     ],
 )
 def test_a_number_out_of_bounds_is_refused(bounds: dict[str, float], value: float, said: str) -> None:
-    declared = Option(help="X.", on_resume="allow", summary=False, **bounds)
+    declared = Bounds(**bounds)
     with pytest.raises(UserError) as refused:
-        declared.check_bounds("x", value)
+        declared.check("x", value)
     assert str(refused.value) == said
     for exempt in (None, "auto", 0.25):
-        declared.check_bounds("x", exempt)
+        declared.check("x", exempt)

@@ -101,7 +101,7 @@ def test_yaml_values_mean_what_they_look_like(config: Any, line: str, name: str,
 @pytest.mark.parametrize(
     ("line", "sentence"),
     [
-        ("lora_rank: 8", "run.yaml: there is no option lora_rank; did you mean lora_r?"),
+        ("lora_rank: 8", "run.yaml: there is no option lora_rank; here it is lora_r."),
         ("zzzzzzzz: 8", "run.yaml: there is no option zzzzzzzz; train_ddp.py --help lists them all."),
         ("config: run.yaml", "run.yaml: config is for the command line only"),
         ("lora_r: 8\nlora_r: 16", "run.yaml is not YAML: lora_r is given twice in "),
@@ -161,11 +161,11 @@ def test_a_missing_file_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["--lora-rank", "8"], "command line: there is no option lora_rank; did you mean lora_r?"),
+        (["--lora-rank", "8"], "command line: there is no option lora_rank; here it is lora_r."),
         (["--global_batch", "8"], "command line: there is no option global_batch; did you mean global_batch_size?"),
         (["--global_batch=8"], "command line: there is no option global_batch; did you mean global_batch_size?"),
         (["--no_lora"], "command line: there is no option no_lora; "),
-        (["--epochs", "3"], "command line: there is no option epochs; did you mean num_train_epochs?"),
+        (["--epochs", "3"], "command line: there is no option epochs; here it is num_train_epochs."),
         (["--node_rank", "3"], "there is no option node_rank; train_ddp.py --help lists them all."),
         (["rows.jsonl"], "command line: rows.jsonl stands alone; every value follows an option such as --dataset."),
         (["--merge", "rows.jsonl"], "command line: merge is 'rows.jsonl', but it takes true or false."),
@@ -195,7 +195,7 @@ def test_a_bad_command_line_is_refused_in_one_sentence(words: list[str], sentenc
         ("parity", "--step 2", "there is no option step; did you mean steps?"),
         ("preflight", "--time_out 2", "there is no option time_out; did you mean timeout?"),
         ("preflight", "--node_rank 3", "no option node_rank; python -m unsloth_ddp.preflight --help and train_ddp.py"),
-        ("preflight", "--lora_rank 3", "there is no option lora_rank; did you mean lora_r?"),
+        ("preflight", "--lora_rank 3", "there is no option lora_rank; here it is lora_r."),
     ],
 )
 def test_a_tool_suggests_its_own_options_too(tool: str, words: str, sentence: str) -> None:
@@ -234,7 +234,8 @@ def test_a_tools_own_options_are_read_with_dashes_too() -> None:
         ("--run_name ../up", "run_name '../up' is not a plain folder name"),
         ("--run_name ..", "run_name '..' is not a plain folder name"),
         ("--run_name a\\b", "is not a plain folder name"),
-        ("--run_name " + "a" * 201, "of at most 200 characters"),
+        ("--run_name " + "a" * 201, "of at most 200 bytes (it has 201)"),
+        ("--run_name " + "\u00e9" * 150, "of at most 200 bytes (it has 300)"),
         ("--streaming", "streaming needs max_steps, because the number of rows is not known"),
         ("--streaming --max_steps 9 --eval_fraction 0.1", "eval_fraction 0.1 of rows that are streamed cannot be set"),
         ("--streaming --max_steps 9 --save_strategy epoch", "save_strategy is epoch, but where an epoch of streamed"),
@@ -274,6 +275,24 @@ def test_paths_in_a_file_are_relative_to_it(config: Any) -> None:
     assert options["run_name"] == "./x"
 
 
+def test_a_path_in_a_file_is_looked_for_beside_the_file_too(
+    config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = config("model: tiny\ndataset: [chats.jsonl, owner/name]\nchat_template: chatml\noutput_dir: out\n")
+    (path.parent / "chats.jsonl").touch()
+    (path.parent / "out").mkdir()
+    (path.parent / "chatml").touch()
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+    options = read_config(path)
+    assert options["dataset"] == [str(path.parent / "chats.jsonl"), "owner/name"]
+    assert (options["model"], options["chat_template"], options["output_dir"]) == ("tiny", "chatml", "out")
+    # The working directory comes first.
+    (elsewhere / "chats.jsonl").touch()
+    assert read_config(path)["dataset"] == ["chats.jsonl", "owner/name"]
+
+
 def test_every_recipe_is_accepted() -> None:
     recipes = sorted((REPO / "recipes").glob("*.yaml"))
     assert recipes
@@ -306,9 +325,11 @@ def test_reading_settings_imports_nothing_heavy() -> None:
 )
 def test_a_path_that_leads_nowhere_is_told_before_torch_is_loaded(options: str, said: str) -> None:
     code = (
-        "import sys, train_ddp\n"
-        "try: train_ddp.train(train_ddp.parse_settings(sys.argv[1:]), train_ddp.Ranks())\n"
-        "except train_ddp.UserError as told: print(told, 'torch' in sys.modules)"
+        "import sys\n"
+        "from train_ddp import Ranks, UserError, open_run, parse_settings\n"
+        "try:\n"
+        "    with open_run(parse_settings(sys.argv[1:]), Ranks()): pass\n"
+        "except UserError as told: print(told, 'torch' in sys.modules)"
     )
     argv = options.format(REPO / "demo/model").replace("model/train", "train").split()
     done = subprocess.run([sys.executable, "-c", code, *argv], capture_output=True, text=True, check=True, cwd=REPO)

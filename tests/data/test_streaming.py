@@ -18,6 +18,7 @@ from unsloth_ddp.data.sources import SourceRow, left_out, read_rows, streamed_so
 from unsloth_ddp.data.stream_order import FIRST, StreamPosition, shuffled, stream_rows
 from unsloth_ddp.data.stream_steps import StepFiller
 from unsloth_ddp.data.stream_windows import StreamedWindows
+from unsloth_ddp.data.tokenize import EncodedRow
 from unsloth_ddp.utils.errors import UserError
 
 # ---- the order of the rows ----
@@ -101,10 +102,10 @@ def read_lengths(bad: int | None = None) -> Iterator[SourceRow]:
         yield SourceRow(f"rows:{number}", (number, length))
 
 
-def encode_length(row: SourceRow) -> dict[str, Any]:
+def encode_length(row: SourceRow) -> EncodedRow:
     number, length = row.columns
     ids = [number] * min(length, MAX_LENGTH)
-    return {"input_ids": ids, "labels": ids, "overlong": length > MAX_LENGTH}
+    return EncodedRow(ids, ids, overlong=length > MAX_LENGTH)
 
 
 def windows(start: StreamPosition = FIRST, **changed: Any) -> StreamedWindows:
@@ -259,7 +260,7 @@ def test_sources_that_cannot_be_streamed_are_refused(tmp_path: Path) -> None:
     (tmp_path / "list.json").write_text("[]")
     with pytest.raises(UserError, match=r"is a folder without a \.jsonl, \.parquet, \.csv file"):
         streamed_sources([str(tmp_path)])
-    with pytest.raises(UserError, match=r"list.json is one JSON list, .* write one row a line, as .jsonl"):
+    with pytest.raises(UserError, match=r"list.json is one JSON list, .* write one row per line, as .jsonl"):
         streamed_sources([f"{tmp_path}/list.json"])
     with pytest.raises(UserError, match=r"LIST.JSON is one JSON list"):
         streamed_sources([f"{tmp_path}/LIST.JSON"])
@@ -278,7 +279,7 @@ def test_a_hub_set_is_streamed_too(monkeypatch: pytest.MonkeyPatch) -> None:
         SourceRow("owner/name train row 1", {"text": "a"}),
         SourceRow("owner/name train row 2", {"text": "b"}),
     ]
-    assert asked == {"args": ("owner/name", "en"), "split": "train", "streaming": True}
+    assert asked == {"args": ("owner/name", "en"), "split": "train", "revision": None, "streaming": True}
 
 
 @pytest.mark.parametrize("streaming", [True, False])
@@ -293,4 +294,4 @@ def test_a_hub_set_that_breaks_off_says_what_helps(streaming: bool, monkeypatch:
     with pytest.raises(UserError, match=r"split train, cannot be read after row 1 \(connection lost\); ") as refused:
         next(rows)
     # What was not streamed is on the disk, and begins again.
-    assert ("goes on from the newest checkpoint" in str(refused.value)) is streaming
+    assert ("resumes from the newest checkpoint" in str(refused.value)) is streaming

@@ -122,9 +122,8 @@ def test_the_folder_can_be_opened_by_its_user_only(base):
 
 
 def test_a_folder_that_a_stranger_made_is_refused(base, monkeypatch):
-    folder = base / f"unsloth_ddp-{os.geteuid() + 1}"
-    folder.mkdir(mode=0o700)
     other = os.geteuid() + 1
+    (base / f"unsloth_ddp-{other}").mkdir(mode=0o700)
     monkeypatch.setattr(os, "geteuid", lambda: other)
     with pytest.raises(UserError, match=r"unsloth_ddp-\d+, where .* only user \d+ can open; remove it, or set TMPDIR"):
         rendezvous.private_folder()

@@ -193,15 +193,17 @@ def test_a_tokenizer_without_an_end_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("known", "last", "stops"),
+    ("known", "found", "stops"),
     [
-        (1, 7, [1, 7]), ([1, 2], 7, [1, 2, 7]), (None, 7, [7]),
-        # Known already; an ordinary word, as rows without an end have it; not supervised.
-        ([1, 7], 7, [1, 7]), (7, 7, 7), (1, 5, 1), (1, -100, 1),
+        (1, [7], [1, 7]),
+        ([1, 2], [7, 8], [1, 2, 7, 8]),
+        (None, [7], [7]),
+        ([1, 7], [7], [1, 7]),
+        (7, [7], 7),
+        (1, [], 1),
     ],
-)  # fmt: skip
-def test_generation_ends_where_rows_do(known: Any, last: int, stops: Any) -> None:
+)
+def test_generation_stops_at_the_tokens_that_end_the_rows(known: Any, found: list[int], stops: Any) -> None:
     model = SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=known))
-    tokenizer = SimpleNamespace(added_tokens_decoder={1: "<eos>", 2: "<pad>", 7: "<|im_end|>"})
-    stop_at(model, tokenizer, [{"labels": []}, {"labels": [5, -100]}, {"labels": [5, last]}])
+    stop_at(model, found)
     assert model.generation_config.eos_token_id == stops

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 from unsloth_ddp.config.options import OPTIONS, DataSettings, Settings, TrainingSettings
+from unsloth_ddp.config.trainer_args import check_trainer_args
 from unsloth_ddp.config.upstream_names import check_name, choose_trackers, known_names
 from unsloth_ddp.utils.errors import UserError
 from unsloth_ddp.utils.redaction import find_secret
@@ -23,7 +24,7 @@ def check_settings(settings: Settings) -> None:
     if not settings.dataset:
         raise UserError("No training data: give --dataset with a file or a Hub id.")
     for name, declared in OPTIONS.items():
-        declared.check_bounds(name, getattr(settings, name))
+        declared.check(name, getattr(settings, name))
     if settings.max_steps == 0:
         raise UserError("max_steps is 0, so nothing would be trained; give a positive number, or -1 to follow epochs.")
     if settings.packing == "off" and settings.global_batch_tokens is not None:
@@ -35,13 +36,22 @@ def check_settings(settings: Settings) -> None:
         raise UserError("merge is for lora and qlora; method full already writes a whole model, so leave merge out.")
     _check_evaluation(settings)
     _check_names(settings)
+    check_trainer_args(settings.trainer_args)
     _check_streaming(settings)
-    if settings.run_name is not None and not re.fullmatch(r"(?!\.{1,2}$)[^/\\\x00-\x1f]{1,200}", settings.run_name):
-        raise UserError(
-            f"run_name {settings.run_name[:200]!r} is not a plain folder name of at most 200 characters; "
-            "use letters, digits, - and _."
-        )
+    _check_run_name(settings.run_name)
     _check_paths(settings)
+
+
+def _check_run_name(name: str | None) -> None:
+    if name is None:
+        return
+    # File systems limit the bytes of a name, and most letters beyond ASCII take two to four.
+    size = len(name.encode("utf-8", "surrogatepass"))
+    if not re.fullmatch(r"(?!\.{1,2}$)[^/\\\x00-\x1f\ud800-\udfff]+", name) or size > 200:
+        raise UserError(
+            f"run_name {name[:200]!r} is not a plain folder name of at most 200 bytes (it has {size}); use letters, digits, "
+            "- and _."
+        )
 
 
 def _check_secrets(settings: Settings) -> None:

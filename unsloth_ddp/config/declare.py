@@ -9,38 +9,18 @@ from unsloth_ddp.utils.errors import UserError
 
 
 @dataclass(frozen=True, kw_only=True)
-class Option:
-    """The declaration of one option, without its type and default, which stand in the dataclass field.
+class Bounds:
+    """Bounds of a number; other values, such as auto and none, are exempt.
 
-    Attributes:
-        help: One line for --help, which shows the default too.
-        on_resume: What happens when the value differs from the checkpoint's. refuse: the run is refused unless
-            --resume_anyway is given. report: the run goes on and names the change. allow: nothing, either because the
-            option does not change what is learned or because its effect is compared instead (rows, data, steps).
-        resolved: On resume, compare the value that the run decided on (a fact of the run with the option's name) instead
-            of the one given. For options that can be auto, or that follow from others.
-        summary: summary.json shows the value.
-        new_run: A start with another value is another run, so it does not continue in the folder of an unfinished start.
-        above, at_least, at_most, below: Bounds of a number; auto and none are exempt. Values over an upper bound are
-            typing errors that would end in a hang or in an error far from its cause.
-        path: read: a file or folder that the run reads; a relative path in a config file may be relative to that file.
-            written: a folder that the run writes, relative to the working directory.
-        words: Values of a path option that are no paths, such as auto.
+    Values over an upper bound are typing errors that would end in a hang or in an error far from its cause.
     """
 
-    help: str
-    on_resume: Literal["refuse", "report", "allow"]
-    summary: bool
-    resolved: bool = False
-    new_run: bool = True
     above: float | None = None
     at_least: float | None = None
     at_most: float | None = None
     below: float | None = None
-    path: Literal["read", "written"] | None = None
-    words: tuple[str, ...] = ()
 
-    def check_bounds(self, name: str, value: Any) -> None:
+    def check(self, name: str, value: Any) -> None:
         """Refuse a number that is out of bounds.
 
         Raises:
@@ -56,6 +36,33 @@ class Option:
             raise UserError(f"{name} is {value}, but it has to be {self.at_most:,} or below.")
         if self.below is not None and value >= self.below:
             raise UserError(f"{name} is {value}, but it has to be below {self.below:,}.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Option(Bounds):
+    """The declaration of one option, without its type and default, which stand in the dataclass field.
+
+    Attributes:
+        help: One line for --help, which shows the default too.
+        on_resume: What happens when the value differs from the checkpoint's. refuse: the run is refused unless
+            --resume_anyway is given. report: the run continues and names the change. allow: nothing, either because the
+            option does not change what is learned or because its effect is compared instead (rows, data, steps).
+        resolved: On resume, compare the value that the run decided on (a fact of the run with the option's name) instead
+            of the one given. For options that can be auto, or that follow from others.
+        summary: summary.json shows the value.
+        new_run: A start with another value is another run, so it does not continue in the folder of an unfinished start.
+        path: read: a file or folder that the run reads; a relative path in a config file may be relative to that file.
+            written: a folder that the run writes, relative to the working directory.
+        words: Values of a path option that are no paths, such as auto.
+    """
+
+    help: str
+    on_resume: Literal["refuse", "report", "allow"]
+    summary: bool
+    resolved: bool = False
+    new_run: bool = True
+    path: Literal["read", "written"] | None = None
+    words: tuple[str, ...] = ()
 
 
 def option(default: Any, help: str, **declared: Any) -> Any:

@@ -14,6 +14,7 @@ from typing import Any, Literal
 import yaml
 
 from unsloth_ddp.config.declare import Option, option
+from unsloth_ddp.utils.safe_files import write_new_file
 
 
 @dataclass
@@ -100,6 +101,12 @@ class DataSettings:
         summary=True,
     )
     dataset_config: str | None = option(None, "Configuration name of a Hub dataset.", on_resume="allow", summary=False)
+    dataset_revision: list[str] = option(
+        [],
+        "Branch, tag or commit of each Hub dataset, in the order in which --dataset and --eval_dataset first name them.",
+        on_resume="allow",  # compared for streamed rows only: the others are compared themselves
+        summary=True,
+    )
     dataset_split: str = option("train", "Split of a Hub dataset to train on.", on_resume="allow", summary=False)
     eval_dataset: list[str] = option(
         [], "Evaluation rows, given like --dataset.", path="read", on_resume="allow", summary=True
@@ -123,9 +130,9 @@ class DataSettings:
     )
     chat_template: str | None = option(
         None,
-        "A Jinja file, or chatml; default: the tokenizer's own template.",
+        "A Jinja file, chatml, or training (TRL's variant of the tokenizer's); default: the tokenizer's own.",
         path="read",
-        words=("chatml",),
+        words=("chatml", "training"),
         on_resume="allow",
         summary=True,
     )
@@ -337,6 +344,14 @@ class OutputSettings:
         on_resume="allow",
         summary=False,
     )
+    trust_checkpoint: bool = option(
+        False,
+        "Resume also from a checkpoint outside the run's folder whose files can run code when they are read: those of "
+        "DeepSpeed (ZeRO), and sharded ones of FSDP2.",
+        new_run=False,
+        on_resume="allow",
+        summary=False,
+    )
     max_time: str | None = option(
         None,
         "Stop with a checkpoint (exit code 75) after this time: 3600 (seconds), 90m, 2h, or Slurm's D-HH:MM:SS.",
@@ -414,7 +429,7 @@ class Settings(
 
     def save(self, path: Path) -> None:
         """Write the resolved settings; `--config <path>` repeats the run."""
-        path.write_text(yaml.safe_dump(dataclasses.asdict(self), sort_keys=False), encoding="utf-8")
+        write_new_file(path, yaml.safe_dump(dataclasses.asdict(self), sort_keys=False))
 
 
 # Every option in the order of --help: its declaration, and its type.

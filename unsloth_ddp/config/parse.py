@@ -7,6 +7,7 @@ is also why TRL's own TrlParser, whose conventions this follows, is not used.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +35,7 @@ def parse_settings(argv: list[str], description: str = "", command: Parser | Non
     """
     given, unknown = make_parser(description).parse_known_args(argv)
     if unknown:
-        name = unknown[0].split("=")[0]
-        if not name.lstrip("-") or not name.startswith("-"):
-            raise UserError(f"command line: {name} stands alone; every value follows an option such as --dataset.")
-        raise unknown_options([name.lstrip("-")], "command line", command)
+        raise unknown_options(_unknown_words(unknown), "command line", command)
     on_command_line = {
         # Written as absolute paths, because in the saved settings ./ will mean the run's own folder.
         name: _relative_to(Path.cwd(), name, convert_value(name, value, "command line"))
@@ -52,8 +50,30 @@ def parse_settings(argv: list[str], description: str = "", command: Parser | Non
     return settings
 
 
+def _unknown_words(words: list[str]) -> dict[str, str | None]:
+    """Return the options among words that argparse left, with their values.
+
+    Raises:
+        UserError: a value stands without an option before it.
+    """
+    found: dict[str, str | None] = {}
+    name = ""
+    for word in words:
+        if re.match(r"--?[A-Za-z_]", word):
+            name, equals, value = word.lstrip("-").partition("=")
+            found[name] = value if equals else None
+        elif not found:
+            raise UserError(f"command line: {word} stands alone; every value follows an option such as --dataset.")
+        else:
+            found[name] = found[name] or word
+    return found
+
+
 def read_config(path: Path) -> dict[str, Any]:
-    """Return the options of a YAML file, each checked by itself. Paths that begin with ./ or ../ are relative to the file.
+    """Return the options of a YAML file, each checked by itself.
+
+    Paths that begin with ./ or ../ are relative to the file. Other relative paths are relative to the working directory,
+    or to the file where they lead to something there only.
 
     Raises:
         UserError: the file cannot be read, or holds something other than options.
@@ -77,18 +97,35 @@ def read_config(path: Path) -> dict[str, Any]:
         )
     if "config" in content:
         raise UserError(f"{path}: config is for the command line only; a file holds all its options itself.")
-    if unknown := [name for name in content if name not in OPTIONS]:
-        raise unknown_options(unknown, str(path))
+    if unknown := {name: value for name, value in content.items() if name not in OPTIONS}:
+        raise unknown_options(unknown, path)
     return {
-        name: _relative_to(path.parent, name, convert_value(name, value, str(path))) for name, value in content.items()
+        name: _relative_to(path.parent, name, convert_value(name, value, str(path)), beside=True)
+        for name, value in content.items()
     }
 
 
-def _relative_to(folder: Path, name: str, value: Any) -> Any:
-    if OPTIONS[name].path != "read":
+def _relative_to(folder: Path, name: str, value: Any, beside: bool = False) -> Any:
+    """Return an option's value with paths that begin with ./ or ../ in full.
+
+    Args:
+        beside: Look for other relative paths in `folder` too.
+    """
+    if OPTIONS[name].path != "read" or value in OPTIONS[name].words:
         return value
     if isinstance(value, list):
-        return [_relative_to(folder, name, item) for item in value]
-    if isinstance(value, str) and value.startswith(("./", "../")):
+        return [_relative_to(folder, name, item, beside) for item in value]
+    if not isinstance(value, str) or value.startswith("~"):
+        return value
+    if value.startswith(("./", "../")):
+        return str(full_path(name, folder / value))
+    if beside and not _exists(Path(value)) and _exists(folder / value):
         return str(full_path(name, folder / value))
     return value
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except (OSError, ValueError):
+        return False

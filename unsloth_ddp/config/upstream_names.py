@@ -15,31 +15,45 @@ from pathlib import Path
 from unsloth_ddp.utils.errors import UserError
 
 # The file of Transformers, and the enum or dict in it.
-SOURCES = {
+NAMES = {
     "optim": ("training_args.py", "OptimizerNames"),
     "lr_scheduler_type": ("trainer_utils.py", "SchedulerType"),
     "report_to": ("integrations/integration_utils.py", "INTEGRATION_TO_CALLBACK"),
 }
+# The classes that together hold SFTConfig's fields.
+SFT_CONFIG = (
+    ("trl", "trainer/sft_config.py", "SFTConfig"),
+    ("trl", "trainer/base_config.py", "_BaseConfig"),
+    ("transformers", "training_args.py", "TrainingArguments"),
+)
 
 
 @functools.cache
 def known_names(option: str) -> tuple[str, ...]:
     """Return the names that the installed Transformers takes for an option; none where they are defined elsewhere."""
-    spec = importlib.util.find_spec("transformers")
-    file, wanted = SOURCES[option]
+    texts = [n.value for n in _defined("transformers", *NAMES[option]) if isinstance(n, ast.Constant)]
+    return tuple(text for text in texts if isinstance(text, str) and text.isidentifier())
+
+
+@functools.cache
+def sft_config_fields() -> frozenset[str]:
+    """Return the fields of the installed TRL's SFTConfig."""
+    nodes = [node for place in SFT_CONFIG for node in _defined(*place)]
+    return frozenset(n.target.id for n in nodes if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name))
+
+
+def _defined(package: str, file: str, name: str) -> list[ast.AST]:
+    """Return the syntax nodes of the class or dict `name` in a package's file; none where it is not there."""
+    spec = importlib.util.find_spec(package)
     path = Path(spec.origin).parent / file if spec and spec.origin else None
     if path is None or not path.is_file():
-        return ()
+        return []
     for node in ast.parse(path.read_text(encoding="utf-8")).body:
-        defined = [node.name] if isinstance(node, ast.ClassDef) else [t.id for t in _targets(node)]
-        if wanted in defined:
-            texts = [n.value for n in ast.walk(node) if isinstance(n, ast.Constant) and isinstance(n.value, str)]
-            return tuple(text for text in texts if text.isidentifier())
-    return ()
-
-
-def _targets(node: ast.stmt) -> list[ast.Name]:
-    return [t for t in node.targets if isinstance(t, ast.Name)] if isinstance(node, ast.Assign) else []
+        targets = node.targets if isinstance(node, ast.Assign) else []
+        names = [node.name] if isinstance(node, ast.ClassDef) else [t.id for t in targets if isinstance(t, ast.Name)]
+        if name in names:
+            return [*ast.walk(node)]
+    return []
 
 
 def check_name(option: str, value: str) -> None:

@@ -9,24 +9,38 @@ from __future__ import annotations
 import dataclasses
 import json
 from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
 from typing import Any
 
 import datasets
 import numpy as np
+import pyarrow as pa
 import pyarrow.compute as pc
 
 from unsloth_ddp.config.parse import Settings
 from unsloth_ddp.data.arrow_rows import ArrowRows, PackedRows
 from unsloth_ddp.data.batch_plan import BatchPlan
+from unsloth_ddp.data.chat_spans import NOTES
+from unsloth_ddp.data.chat_template import prints_date
 from unsloth_ddp.data.formats import Example
 from unsloth_ddp.data.labels import IGNORED
 from unsloth_ddp.data.packing import BatchRequest, Packing, PackingDecision, plan_step
-from unsloth_ddp.data.tokenize import Encoder, encode_row
+from unsloth_ddp.data.tokenize import EncodedRow, Encoder, encode_row
 from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.utils.errors import UserError
+from unsloth_ddp.utils.redaction import printable
 
 ROWS_AT_A_TIME = 100
+# What is told about the rows and left out of the tokenized set.
+REPORT_FEATURES = datasets.Features(
+    {
+        "stop_tokens": datasets.List(datasets.Value("int32")),
+        "notes": datasets.List(datasets.Value("string")),
+        "unread_keys": datasets.List(datasets.Value("string")),
+        "problem": datasets.Value("string"),
+    }
+)
 TOKEN_FEATURES = datasets.Features(
     {
         "input_ids": datasets.List(datasets.Value("int32")),
@@ -54,13 +68,17 @@ class TokenizedRows:
     """A tokenized set. `dataset` holds one more row than `counts.rows`: the filler at its end (see batch_plan.RowOrder).
 
     `packing` says which rows share a pack, or is None if rows are not packed. If the set is `streamed`, it holds only
-    the first rows of the source (examples.STREAM_HEAD).
+    the first rows of the source (examples.STREAM_HEAD). `stop_tokens` are the special tokens that end its answers, the
+    most frequent first. `template_date` is the date that the chat template printed into the rows, in ISO format, or
+    None if it prints none.
     """
 
     dataset: datasets.Dataset
     counts: Counts
     packing: Packing | None = None
     streamed: bool = False
+    stop_tokens: tuple[int, ...] = ()
+    template_date: str | None = None
 
     @property
     def units(self) -> int:
@@ -80,16 +98,22 @@ class TokenizedRows:
 
 
 def tokenize_examples(
-    settings: Settings, runtime: Runtime, folder: Path, tokenizer: Any
+    settings: Settings, runtime: Runtime, folder: Path, tokenizer: Any, template_date: str | None = None
 ) -> tuple[TokenizedRows, TokenizedRows | None]:
     """Tokenize the training and the evaluation set (None without one) in one process of each node.
+
+    Args:
+        template_date: the date (ISO format) that a resumed run began with, for chat templates that print one; a new
+            run takes today's date in the main process.
 
     Raises:
         UserError: the chat template cannot render a row, or a set has no supervised token.
     """
 
+    day = template_date or runtime.broadcast_from_main(lambda: date.today().isoformat())
+    encoder = make_encoder(settings, tokenizer, day)
+
     def tokenize() -> None:
-        encoder = Encoder(tokenizer, supervise_all=settings.loss_on == "all")
         for name in ("train", "eval"):
             if (folder / f"examples_{name}").exists():
                 examples = datasets.load_from_disk(folder / f"examples_{name}")
@@ -99,7 +123,8 @@ def tokenize_examples(
     runtime.on_main(tokenize, per_node=True)
     evaluation = _tokenized_rows(folder / "eval") if (folder / "eval").exists() else None
     train = _tokenized_rows(folder / "train")
-    return dataclasses.replace(train, streamed=settings.streaming), evaluation
+    printed = day if prints_date(tokenizer.chat_template) else None
+    return dataclasses.replace(train, streamed=settings.streaming, template_date=printed), evaluation
 
 
 def longest_row(settings: Settings, *sets: TokenizedRows | None) -> int:
@@ -111,17 +136,11 @@ def longest_row(settings: Settings, *sets: TokenizedRows | None) -> int:
 def _tokenize(examples: datasets.Dataset, encoder: Encoder, settings: Settings, purpose: str) -> datasets.Dataset:
     def encode(row: str, location: str) -> dict[str, Any]:
         try:
-            encoded = encode_row(encoder, Example(**json.loads(row)), settings.max_length)
+            encoded, problem = encode_row(encoder, Example(**json.loads(row)), settings.max_length), ""
         except UserError as error:
-            return {
-                "input_ids": [],
-                "labels": [],
-                "overlong": False,
-                "supervised": 0,
-                "problem": f"{location}: {error}",
-            }
-        supervised = sum(label != IGNORED for label in encoded["labels"][1:])
-        return {**encoded, "supervised": supervised, "problem": ""}
+            encoded, problem = EncodedRow([], []), f"{location}: {error}"
+        supervised = sum(label != IGNORED for label in encoded.labels[1:])
+        return {**dataclasses.asdict(encoded), "supervised": supervised, "problem": problem}
 
     def encode_all(batch: dict[str, list[str]]) -> dict[str, list[Any]]:
         encoded = [encode(row, location) for row, location in zip(batch["example"], batch["location"], strict=True)]
@@ -133,13 +152,16 @@ def _tokenize(examples: datasets.Dataset, encoder: Encoder, settings: Settings, 
         batch_size=ROWS_AT_A_TIME,
         remove_columns=examples.column_names,
         num_proc=settings.dataset_num_proc if settings.dataset_num_proc > 1 else None,
-        features=datasets.Features({**TOKEN_FEATURES, "problem": datasets.Value("string")}),
+        features=datasets.Features({**TOKEN_FEATURES, **REPORT_FEATURES}),
     )
     problems = _column(tokenized, "problem")
     problems = problems.filter(pc.not_equal(problems, ""))
     if len(problems):
         raise UserError(problems[0].as_py())
-    tokenized = tokenized.remove_columns("problem")
+    for sentence in _report(tokenized, purpose):
+        print(printable(sentence), flush=True)
+    stop_tokens = _most_frequent(_column(tokenized, "stop_tokens"))
+    tokenized = tokenized.remove_columns(list(REPORT_FEATURES))
     if settings.overlong == "drop":
         kept = np.flatnonzero(~_column(tokenized, "overlong").to_numpy())
         if not len(kept):
@@ -157,7 +179,6 @@ def _tokenize(examples: datasets.Dataset, encoder: Encoder, settings: Settings, 
             f"The {purpose} set has no supervised token in {counts.rows} rows; check that the rows have assistant turns "
             f"within max_length {settings.max_length}, or use --loss_on all."
         )
-    tokenized.info.description = json.dumps(dataclasses.asdict(counts))
     filler = {
         "input_ids": [tokenized[0]["input_ids"][:1]],
         "labels": [[IGNORED]],
@@ -167,8 +188,28 @@ def _tokenize(examples: datasets.Dataset, encoder: Encoder, settings: Settings, 
     with_filler = datasets.concatenate_datasets(
         [tokenized, datasets.Dataset.from_dict(filler, features=TOKEN_FEATURES)]
     )
-    with_filler.info.description = json.dumps(dataclasses.asdict(counts))
+    found = {"counts": dataclasses.asdict(counts), "stop_tokens": list(stop_tokens)}
+    with_filler.info.description = json.dumps(found)
     return with_filler
+
+
+def _report(tokenized: datasets.Dataset, purpose: str) -> list[str]:
+    """Return a sentence for each thing to know about how the rows were rendered, with the number of such rows."""
+    rows = len(tokenized)
+    sentences = [
+        f"{count:,} of {rows:,} {purpose} rows: {NOTES[note]}."
+        for note, count in _most_frequent(_column(tokenized, "notes")).items()
+    ]
+    if unread := _most_frequent(_column(tokenized, "unread_keys")):
+        keys = ", ".join(f"{key} ({count:,} rows)" for key, count in unread.items())
+        sentences.append(f"Keys of {purpose} messages that the chat template does not read: {keys}.")
+    return sentences
+
+
+def _most_frequent(lists: pa.ChunkedArray) -> dict[Any, int]:
+    """Count the values in a column of lists, the most frequent first."""
+    counted = pc.value_counts(pc.list_flatten(lists)).to_pylist()
+    return {item["values"]: item["counts"] for item in sorted(counted, key=lambda one: (-one["counts"], one["values"]))}
 
 
 def _count(tokenized: datasets.Dataset, dropped: int) -> Counts:
@@ -199,8 +240,19 @@ def row_lengths(tokenized: datasets.Dataset) -> np.ndarray:
 
 def _tokenized_rows(path: Path) -> TokenizedRows:
     tokenized = datasets.load_from_disk(path)
-    counts = Counts(**json.loads(tokenized.info.description))
-    return TokenizedRows(tokenized.with_format("numpy", columns=["input_ids", "labels"]), counts)
+    found = json.loads(tokenized.info.description)
+    rows = tokenized.with_format("numpy", columns=["input_ids", "labels"])
+    return TokenizedRows(rows, Counts(**found["counts"]), stop_tokens=tuple(found["stop_tokens"]))
+
+
+def make_encoder(settings: Settings, tokenizer: Any, template_date: str | None) -> Encoder:
+    """Return the encoder of a run; `template_date` is the date (ISO format) for templates that print one."""
+    return Encoder(
+        tokenizer,
+        supervise_all=settings.loss_on == "all",
+        chat_template=settings.chat_template,
+        day=date.fromisoformat(template_date) if template_date else None,
+    )
 
 
 def fill_steps(

@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import json
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,12 @@ from typing import Any
 import datasets
 
 from unsloth_ddp.config.parse import Settings
-from unsloth_ddp.data.formats import Example, to_example
+from unsloth_ddp.data.formats import SHOWN_COLUMNS, Example, to_example
+from unsloth_ddp.data.revisions import dataset_revisions
 from unsloth_ddp.data.sources import checked_files, left_out, read_rows
 from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.utils.errors import UserError
+from unsloth_ddp.utils.redaction import printable
 
 # Rows that stand for all of a stream until they are seen: plans are made from them.
 STREAM_HEAD = 1000
@@ -29,13 +32,21 @@ def read_examples(settings: Settings, runtime: Runtime, folder: Path) -> None:
     If training rows are streamed, read only the first STREAM_HEAD of them.
     """
     datasets.disable_progress_bars()
+    revisions = dataset_revisions(settings)
 
     def read() -> None:
         train = _examples(
-            settings.dataset, settings.dataset_split, settings.dataset_config, folder, streaming=settings.streaming
+            settings.dataset,
+            settings.dataset_split,
+            settings.dataset_config,
+            revisions,
+            folder,
+            streaming=settings.streaming,
         )
         if settings.eval_dataset:
-            evaluation = _examples(settings.eval_dataset, settings.eval_dataset_split, settings.dataset_config, folder)
+            evaluation = _examples(
+                settings.eval_dataset, settings.eval_dataset_split, settings.dataset_config, revisions, folder
+            )
             evaluation.save_to_disk(folder / "examples_eval")
         elif settings.eval_fraction:
             train, evaluation = split_rows(train, settings.eval_fraction, settings.seed)
@@ -66,7 +77,13 @@ def split_rows(rows: datasets.Dataset, fraction: float, seed: int) -> tuple[data
 
 
 def _examples(
-    sources: list[str], split: str, config: str | None, folder: Path, *, streaming: bool = False
+    sources: list[str],
+    split: str,
+    config: str | None,
+    revisions: dict[str, str],
+    folder: Path,
+    *,
+    streaming: bool = False,
 ) -> datasets.Dataset:
     files = checked_files(sources, streaming=streaming)
     empty = [file for file in files if file not in sources and Path(file).stat().st_size == 0]
@@ -74,12 +91,16 @@ def _examples(
         more = f" and {len(lists) - 1} more .json files are" if len(lists) > 1 else " is"
         print(f"{lists[0]}{more} not read: a folder stands for its .jsonl, .parquet and .csv files.")
 
+    unread: Counter[str] = Counter()
+
     def rows() -> Iterator[dict[str, str]]:
         for source in files:
             location = ""
-            for location, columns in read_rows(source, split, config, streaming=streaming):
+            for location, columns in read_rows(source, split, config, revisions.get(source), streaming=streaming):
                 try:
                     example = to_example(columns)
+                    unread.update(example.unread)
+                    example.unread = []
                     yield {"location": location, "example": json.dumps(dataclasses.asdict(example))}
                 except UserError as error:
                     raise UserError(f"{location}: {error}") from None
@@ -98,6 +119,9 @@ def _examples(
             else f"{empty[0]} holds no rows and adds"
         )
         print(f"{what} nothing to the stream; look why, if rows were meant to be there.")
+    if unread:
+        columns = ", ".join(f"{name} ({count:,} rows)" for name, count in unread.most_common(SHOWN_COLUMNS))
+        print(printable(f"Columns of {', '.join(sources)[:200]} that are not read: {columns}."), flush=True)
     return examples
 
 

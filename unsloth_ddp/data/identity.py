@@ -26,9 +26,16 @@ def data_identity(settings: Settings, runtime: Runtime, plan: BatchPlan, rows: T
         "rows": "streamed" if rows.streamed else rows.counts.rows,
         "steps": plan.steps(rows.units, settings.num_train_epochs, settings.max_steps),
         "data": fingerprint(rows, runtime),
+        "dataset_revision": settings.dataset_revision,
     }
+    if rows.template_date:
+        found["chat_template_date"] = rows.template_date
     if rows.streamed:
-        found |= {"sources": _source_names(settings), "shuffle_buffer": settings.shuffle_buffer}
+        found |= {
+            "sources": _source_names(settings),
+            "sources_revision": settings.dataset_revision,
+            "shuffle_buffer": settings.shuffle_buffer,
+        }
     return found
 
 

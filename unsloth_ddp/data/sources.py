@@ -128,7 +128,9 @@ def _files_in(folder: Path, suffixes: tuple[str, ...]) -> list[str] | None:
     ]
 
 
-def read_rows(source: str, split: str, config: str | None = None, *, streaming: bool = False) -> Iterator[SourceRow]:
+def read_rows(
+    source: str, split: str, config: str | None = None, revision: str | None = None, *, streaming: bool = False
+) -> Iterator[SourceRow]:
     """Yield the rows of one file that `check_source` accepted, or of one split of a Hub dataset.
 
     With `streaming`, nothing of a Hub dataset is kept on disk; files are always read row by row.
@@ -137,7 +139,7 @@ def read_rows(source: str, split: str, config: str | None = None, *, streaming: 
         UserError: the source cannot be read, or a row is broken; the message names file and line.
     """
     if not is_file(source):
-        yield from _hub_rows(source, split, config, streaming)
+        yield from _hub_rows(source, split, config, revision, streaming)
         return
     path = Path(source).expanduser()
     readers = {".jsonl": _jsonl_rows, ".json": _json_rows, ".parquet": _parquet_rows, ".csv": _csv_rows}
@@ -283,21 +285,40 @@ def _parquet_rows(path: Path) -> Iterator[SourceRow]:
             if len(set(names)) != len(names):
                 raise UserError(f"{path} names a column twice ({', '.join(names)[:200]}); rename one.")
             for batch in table.iter_batches(batch_size=1024):
-                for columns in batch.to_pylist():
+                for columns in batch.to_pylist(maps_as_pydicts="strict"):
                     number += 1
-                    yield SourceRow(f"{path} row {number}", columns)
+                    yield SourceRow(f"{path} row {number}", without_filled_nulls(columns))
     except UserError:
         raise
-    except (pyarrow.ArrowException, ValueError, OverflowError) as error:
+    except (pyarrow.ArrowException, ValueError, OverflowError, KeyError) as error:
         reason = _in_one_line(error) or type(error).__name__
         raise UserError(f"{path} is not readable Parquet after row {number} ({reason}); write it again.") from None
 
 
-def _hub_rows(source: str, split: str, config: str | None, streaming: bool) -> Iterator[SourceRow]:
+def without_filled_nulls(columns: Any) -> Any:
+    """Remove the nulls inside the columns of a table's row.
+
+    A table gives all objects of a column the same fields and fills those that an object lacks with null. Tool calls and
+    schemas would be trained with arguments and properties that nobody wrote.
+    """
+    if not isinstance(columns, dict):
+        return columns
+    return {name: _without_nulls(value) for name, value in columns.items()}
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _without_nulls(item) for name, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
+
+
+def _hub_rows(
+    source: str, split: str, config: str | None, revision: str | None, streaming: bool
+) -> Iterator[SourceRow]:
     import datasets
 
     try:
-        table = datasets.load_dataset(source, config, split=split, streaming=streaming)
+        table = datasets.load_dataset(source, config, split=split, revision=revision, streaming=streaming)
     except Exception as error:
         reason = one_line(error, 1000)
         row = find_known_error(f"{type(error).__name__}: {reason}")
@@ -313,7 +334,7 @@ def _hub_rows(source: str, split: str, config: str | None, streaming: bool) -> I
     try:
         for columns in table:
             number += 1
-            yield SourceRow(f"{source} {split} row {number}", columns)
+            yield SourceRow(f"{source} {split} row {number}", without_filled_nulls(columns))
     except Exception as error:
         network = "if the network failed, the same command resumes from the newest checkpoint; " if streaming else ""
         raise UserError(

@@ -21,12 +21,13 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from unsloth_ddp.config.parse import Settings
-from unsloth_ddp.data.dataset import ROWS_AT_A_TIME
+from unsloth_ddp.data.dataset import ROWS_AT_A_TIME, make_encoder
 from unsloth_ddp.data.formats import to_example
 from unsloth_ddp.data.packing import Packing
+from unsloth_ddp.data.revisions import dataset_revisions
 from unsloth_ddp.data.sources import SourceRow, read_rows, streamed_sources
 from unsloth_ddp.data.stream_order import FIRST, StreamPosition, stream_rows
-from unsloth_ddp.data.tokenize import Encoder, encode_row
+from unsloth_ddp.data.tokenize import EncodedRow, encode_row
 from unsloth_ddp.distributed.signals import PR_SET_PDEATHSIG, SIGNALS
 from unsloth_ddp.utils.errors import UserError
 
@@ -59,7 +60,7 @@ class StreamedWindows(IterableDataset[TokenizedWindow]):
     def __init__(
         self,
         read: Callable[[], Iterable[SourceRow]],
-        encode: Callable[[SourceRow], dict[str, Any]],
+        encode: Callable[[SourceRow], EncodedRow],
         *,
         size: int,
         buffer: int,
@@ -67,7 +68,7 @@ class StreamedWindows(IterableDataset[TokenizedWindow]):
         drop: bool,
         start: StreamPosition = FIRST,
     ) -> None:
-        """`encode` returns `input_ids`, `labels` and `overlong` of a row; with `drop`, overlong rows are left out."""
+        """`encode` tokenizes a row; with `drop`, rows that are overlong are left out."""
         self.read = read
         self.encode = encode
         self.size = size
@@ -98,8 +99,9 @@ class StreamedWindows(IterableDataset[TokenizedWindow]):
                 encoded = self.encode(row)
             except UserError as error:
                 return dataclasses.replace(window, problem=f"{row.location}: {error}")
-            if not (self.drop and encoded["overlong"]):
-                window.rows.append({name: np.array(encoded[name], dtype=np.int32) for name in ("input_ids", "labels")})
+            if not (self.drop and encoded.overlong):
+                ids, labels = (np.array(values, dtype=np.int32) for values in (encoded.input_ids, encoded.labels))
+                window.rows.append({"input_ids": ids, "labels": labels})
         return window
 
 
@@ -137,15 +139,19 @@ def _unchanged(item: T) -> T:
     return item
 
 
-def streamed_windows(settings: Settings, packing: Packing | None, tokenizer: Any, seed: int) -> StreamedWindows:
+def streamed_windows(
+    settings: Settings, packing: Packing | None, tokenizer: Any, seed: int, template_date: str | None = None
+) -> StreamedWindows:
     """Return the windows of a run; call it while the tokenizer is as it was when the first rows were tokenized."""
-    encoder = Encoder(tokenizer, supervise_all=settings.loss_on == "all")
+    encoder = make_encoder(settings, tokenizer, template_date)
+    revisions = dataset_revisions(settings)
 
     def read() -> Iterator[SourceRow]:
         for source in streamed_sources(settings.dataset):
-            yield from read_rows(source, settings.dataset_split, settings.dataset_config, streaming=True)
+            revision = revisions.get(source)
+            yield from read_rows(source, settings.dataset_split, settings.dataset_config, revision, streaming=True)
 
-    def encode(row: SourceRow) -> dict[str, Any]:
+    def encode(row: SourceRow) -> EncodedRow:
         return encode_row(encoder, to_example(row.columns), settings.max_length)
 
     return StreamedWindows(

@@ -13,7 +13,7 @@ import secrets
 import selectors
 import socket
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 # For all that a caller has to say: ranks answer in milliseconds.
@@ -38,11 +38,6 @@ def answer(key: bytes, rank: int, role: str, challenge: str) -> str:
     return hmac.new(key, f"{role}\0{rank}\0{challenge}".encode(), hashlib.sha256).hexdigest()
 
 
-def _close_all(sockets: Collection[socket.socket]) -> None:
-    for one in sockets:
-        one.close()
-
-
 def accept_ranks(
     listener: socket.socket, key: bytes, expected: Collection[int], seconds: float
 ) -> dict[int, socket.socket]:
@@ -61,8 +56,7 @@ def accept_ranks(
         while len(admitted) < len(expected):
             now = time.monotonic()
             if now >= deadline:
-                for one in admitted.values():
-                    one.close()
+                _close_all(admitted.values())
                 raise TimeoutError(f"{len(expected) - len(admitted)} of {len(expected)} ranks did not connect")
             # Guests are in the order of their arrival, and so of their deadlines.
             late = [guest.socket for guest in guests.values() if guest.deadline <= now]
@@ -83,6 +77,11 @@ def accept_ranks(
                 else:
                     _send_away(guest.socket, guests, selector)
     return admitted
+
+
+def _close_all(sockets: Iterable[socket.socket]) -> None:
+    for one in sockets:
+        one.close()
 
 
 def _receive_guest(

@@ -10,6 +10,7 @@ import json
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from unsloth_ddp.model.source_check import ADAPTER_FILE, check_no_adapter, read_model_file
 from unsloth_ddp.utils.errors import UserError, one_line
 
 LARGEST_JSON = 1 << 28
@@ -23,11 +24,12 @@ def check_local_model(model: str, *, safetensors_only: bool) -> None:
     """Refuse a local model folder that is incomplete; Hub ids are not checked.
 
     Raises:
-        UserError: the folder has no config.json, or check_folder refuses it.
+        UserError: the folder is an adapter, has no config.json, or check_folder refuses it.
     """
     path = Path(model).expanduser()
     if not (path.exists() or model.startswith((".", "/", "~")) or model.count("/") > 1):
         return
+    check_no_adapter(model, read_model_file(model, ADAPTER_FILE))
     if not (path / "config.json").is_file():
         raise UserError(f"model {model} is not a model folder: it has no config.json; give a Hub id or a saved model.")
     check_folder(path, safetensors_only=safetensors_only)

@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import gc
 import importlib.util
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from unsloth_ddp.config.parse import Settings
-from unsloth_ddp.data.tokenize import read_chat_template, set_chat_template
+from unsloth_ddp.data.chat_template import check_chat_template, set_chat_template
 from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.model.files_check import check_complete, check_local_model
 from unsloth_ddp.model.gradient_checkpointing import UNSLOTH_NAMES, loaded_with
 from unsloth_ddp.model.lora import check_module_names, lora_config, target_modules
+from unsloth_ddp.model.source_check import check_source
 from unsloth_ddp.utils.errors import UserError, one_line
 from unsloth_ddp.utils.known_errors import find_known_error
 
@@ -29,15 +31,15 @@ def check_model(settings: Settings, runtime: Runtime) -> None:
     """Refuse settings that this machine or backend cannot load, before anything is loaded.
 
     Raises:
-        UserError: a folder without a config.json, or a method or option that this machine or backend does not have.
+        UserError: an adapter, a folder without a config.json, a quantized model that cannot be trained, or a method or option that this machine or backend does not have.
     """
     check_local_model(str(settings.model), safetensors_only=settings.use_safetensors)
+    runtime.on_main(lambda: check_source(settings, runtime.backend))
     if settings.method == "qlora" and runtime.device_type == "cpu":
         raise UserError("method qlora needs a GPU for its 4-bit kernels, and this run uses none; use --method lora.")
     if settings.method == "qlora" and importlib.util.find_spec("bitsandbytes") is None:
         raise UserError("method qlora needs bitsandbytes, which is not installed here; use --method lora.")
-    if settings.chat_template is not None:
-        read_chat_template(settings.chat_template)
+    check_chat_template(settings.chat_template)
     if runtime.backend == "transformers" and settings.gradient_checkpointing == "unsloth":
         raise UserError(
             "gradient_checkpointing unsloth needs the unsloth backend, and this run uses transformers; use torch."
@@ -213,13 +215,12 @@ def safetensors_only(settings: Settings) -> bool | None:
     return True if settings.use_safetensors else None
 
 
-def stop_at(model: Any, tokenizer: Any, rows: Any) -> None:
-    """Let generation end at the token that ends the first supervised row, which may be another than the model's EOS."""
-    last = next((int(row["labels"][-1]) for row in rows if len(row["labels"]) and row["labels"][-1] >= 0), None)
+def stop_at(model: Any, stop_tokens: Sequence[int]) -> None:
+    """Add the tokens that end the supervised answers to those at which generation stops."""
     known = model.generation_config.eos_token_id
     stops = known if isinstance(known, list) else [] if known is None else [known]
-    if last is not None and last not in stops and last in set(tokenizer.added_tokens_decoder):
-        model.generation_config.eos_token_id = [*stops, last]
+    if added := [token for token in stop_tokens if token not in stops]:
+        model.generation_config.eos_token_id = [*stops, *added]
 
 
 def check_positions(settings: Settings, model: Any, longest: int) -> None:
@@ -256,8 +257,10 @@ def parameter_counts(model: torch.nn.Module) -> tuple[int, int]:
     return total, trainable
 
 
-def save_merged(settings: Settings, adapter: Path, target: Path) -> None:
+def save_merged(settings: Settings, adapter: Path, target: Path, stop_tokens: Sequence[int]) -> None:
     """Merge the adapter at `adapter` into its base model and write the whole model, in bf16, to `target`.
+
+    Generation with the written model stops at the base model's EOS and at `stop_tokens`.
 
     The base is loaded again on the CPU, in bf16: 4-bit weights would round the adapter's changes away.
     """
@@ -276,6 +279,7 @@ def save_merged(settings: Settings, adapter: Path, target: Path) -> None:
         base = base.dequantize()
     merged = PeftModel.from_pretrained(base, str(adapter)).merge_and_unload()
     merged.config.use_cache = True
+    stop_at(merged, stop_tokens)
     merged.save_pretrained(target)
     transformers.AutoTokenizer.from_pretrained(adapter).save_pretrained(target)
     del base, merged

@@ -35,8 +35,17 @@ def set_keyword(call: cst.Call, name: str, source: str) -> cst.Call:
         return call.with_changes(
             args=[arg.with_changes(value=value) if arg is old else arg for arg in call.args],
         )
+    return _insert(call, cst.Arg(value=value, keyword=cst.Name(name), equal=_equal_style(call)))
+
+
+def add_splat(call: cst.Call, source: str) -> cst.Call:
+    """Return `call` with `**source` before its keyword arguments."""
+    return _insert(call, cst.Arg(value=expression(source), star="**"))
+
+
+def _insert(call: cst.Call, new: cst.Arg) -> cst.Call:
+    """Put an argument before the keyword arguments."""
     index = next((i for i, arg in enumerate(call.args) if arg.keyword is not None or arg.star == "**"), len(call.args))
-    new = cst.Arg(value=value, keyword=cst.Name(name), equal=_equal_style(call))
     args = list(call.args)
     if index == len(args):
         if not args:

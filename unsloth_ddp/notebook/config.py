@@ -6,7 +6,7 @@ import re
 
 import libcst as cst
 
-from unsloth_ddp.notebook.arguments import code, keyword, set_keyword, splats
+from unsloth_ddp.notebook.arguments import add_splat, code, keyword, remove_keyword, set_keyword, splats
 from unsloth_ddp.notebook.context import ConversionContext
 from unsloth_ddp.notebook.syntax import dotted
 
@@ -41,9 +41,10 @@ def edit_config(call: cst.Call, context: ConversionContext) -> tuple[cst.Call, l
     call = _edit_batch(call, path, contrastive, generates, context, notes)
     for name, value in (("average_tokens_across_devices", "True"), ("ddp_find_unused_parameters", "False")):
         old = keyword(call, name)
-        call = set_keyword(call, name, value)
+        call = remove_keyword(call, name)
         if old is not None and code(old.value) != value:
             notes.append(context.edit("arguments", f"{name} was {code(old.value)}"))
+    call = add_splat(call, f"{context.names['ddp_settings']}({path})")
     notes.append(
         context.edit("arguments", "every token counts the same on every process; no search for unused weights")
     )
@@ -87,8 +88,18 @@ def _edit_batch(
         per_device = str(size)
     call = set_keyword(call, _STEPS, f"{names['accumulation_steps']}({whole}, {per_device}{multiple})")
     call = set_keyword(call, _BATCH, per_device)
-    stays = whole if len(whole) < 40 else "what it was"
-    notes.append(context.edit("batch", f"the global batch stays {stays}, shared by the processes"))
+    product = whole if len(whole) < 40 else "of the notebook"
+    if size == 1 and not contrastive and (_integer(batch) or 2) > 1:
+        notes.append(
+            context.edit(
+                "batch",
+                f"the global batch {product} shared by the processes, one row at a time; "
+                f"--per-device-batch-size keep takes {batch if batch.isdigit() else 'more'} at once: fewer and faster "
+                "passes, safe with Unsloth of 2026 or later",
+            )
+        )
+    else:
+        notes.append(context.edit("batch", f"the global batch {product} shared by the processes"))
     if contrastive:
         notes.append(
             context.warn(

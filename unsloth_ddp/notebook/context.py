@@ -24,8 +24,21 @@ class ConversionContext:
     trainers_of_config: dict[str, set[str]] = field(default_factory=dict)
     requirements: list[str] = field(default_factory=list)
     cell: int | None = None
+    secrets: set[str] = field(default_factory=set)  # names that hold a secret, which may be unset
+    left_out: list[tuple[int, str]] = field(default_factory=list)  # cell and text of what is not in the script
     on_one_process: bool = False  # inside a statement that a guard keeps off the others
     _marked: dict[int, ReportEntry] = field(default_factory=dict)
+
+    @property
+    def command_names(self) -> set[str]:
+        """Return names imported from modules that start commands or log in."""
+        modules = ("subprocess.", "os.system", "asyncio.create_subprocess", "huggingface_hub.", "wandb.login")
+        return {name for name, path in self.imports.items() if path.startswith(modules)}
+
+    @property
+    def on_kaggle(self) -> bool:
+        """Return whether the notebook takes secrets from Kaggle."""
+        return any(path.startswith("kaggle_secrets") for path in self.imports.values())
 
     def edit(self, kind: str, message: str) -> str:
         """Add an edit to the report and return the comment that marks it in the script."""
@@ -37,6 +50,7 @@ class ConversionContext:
 
     def _note(self, entry: ReportEntry, into: list[ReportEntry], prefix: str) -> str:
         into.append(entry)
+        entry.message = " ".join(entry.message.split())  # a comment is one line, whatever it quotes
         number = len(self._marked)
         self._marked[number] = entry
         return f"{prefix}{entry.message}\x00{number}\x00"

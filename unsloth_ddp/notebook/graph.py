@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import cached_property
 
 import libcst as cst
 
-from unsloth_ddp.notebook.effects import Effect, call_effects, is_trainer_call
+from unsloth_ddp.notebook.effects import Effect, call_effects, is_trainer_call, starts_run
 from unsloth_ddp.notebook.name_usage import CallSite, DeferredBody, NameUsage, collect
 from unsloth_ddp.notebook.syntax import HARMLESS, is_false
 
@@ -73,6 +74,13 @@ class Graph:
     functions: dict[str, DeferredBody]
     trainer_classes: set[str]
     effects: _Effects | None = None
+
+    @cached_property
+    def run_names(self) -> frozenset[str]:
+        """Return the names that hold a tracker's run anywhere in the notebook."""
+        usages = [s.usage for s in self.statements]
+        assigned = [pair for usage in usages for pair in usage.assigned]
+        return frozenset(name for name, site in assigned if starts_run(self.full_path(site)))
 
     @property
     def function_effects(self) -> dict[str, set[Effect]]:

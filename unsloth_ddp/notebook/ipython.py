@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 import libcst as cst
 
+from unsloth_ddp.notebook.syntax import BUILTINS
+
 _INSTALLERS = re.compile(
     r"""^\s*(?:sudo\s+(?:-\S+\s+)*)?(?:[A-Z_]+=\S+\s+)*
     (?: (?:\S*python[\d.]*|\{sys\.executable\}|"\{sys\.executable\}")\s+-m\s+(?:uv\s+)?pip[\d.]*\s
@@ -21,14 +23,14 @@ _INSTALLERS = re.compile(
     re.VERBOSE,
 )
 _PIP_INSTALL = re.compile(r"\bpip[\d.]*\s+install\b(.*)", re.DOTALL)
-_BRACED = re.compile(
-    r"(?<![\w$])\{(\s*[A-Za-z_]\w*(?:\.\w+|\[[^\]{}]*\])*\s*)\}|\{(\s*[A-Za-z_]\w*(?:\.\w+|\[[^\]{}]*\])*\s*)\}"
-)
-_DOLLAR = re.compile(r"(?<![\\$\w])\$([A-Za-z_]\w*)")
 _TAKES_VALUE = {
     *("-r", "-c", "-i", "-f", "-e", "-t", "--requirement", "--constraint", "--index-url", "--extra-index-url"),
     *("--find-links", "--editable", "--target", "--python", "--prefix", "--index-strategy", "--index", "--cache-dir"),
 }
+
+
+# Cell magics that give their body to another program.
+PROGRAMS = {name: name for name in ("python3", "python2", "perl", "ruby", "pypy")} | {"python": "python3"}
 
 
 @dataclass(frozen=True)
@@ -46,9 +48,9 @@ class IPythonCall:
         if (
             self.method == "run_cell_magic"
             and self.args
-            and self.args[0] in ("bash", "sh", "script", "shell", "system")
+            and self.args[0] in ("bash", "sh", "script", "shell", "system", *PROGRAMS)
         ):
-            return self.args[2]
+            return self.program or self.args[2]
         if self.method == "run_line_magic" and self.args and self.args[0] in ("system", "sx", "sc", "bash", "sh", "!"):
             return self.args[1]
         if self.method == "run_line_magic" and self.args and self.args[0] in ("pip", "conda", "mamba", "uv"):
@@ -56,9 +58,34 @@ class IPythonCall:
         return ""
 
     @property
+    def program(self) -> str:
+        """Return the program that a cell magic gives its body to, or "" if that is bash."""
+        if self.method != "run_cell_magic":
+            return ""
+        if self.args[0] in PROGRAMS:
+            return f"{PROGRAMS[self.args[0]]} {self.args[1]}".strip()
+        if self.args[0] == "script" and self.args[1].split()[:1] not in ([], ["bash"], ["sh"]):
+            return self.args[1]
+        return ""
+
+    @property
     def interpolated(self) -> str:
         """Return the text into which IPython puts names of the notebook: of a cell magic, its first line only."""
         return self.args[1] if self.method == "run_cell_magic" else self.command or " ".join(self.args)
+
+
+# Methods of IPython's shell that a magic or a shell line becomes.
+SHELL_METHODS = {"system", "getoutput", "getoutput_list", "sx", "run_line_magic", "run_cell_magic"}
+
+
+def is_shell(node: cst.BaseExpression) -> bool:
+    """Return whether an expression is `get_ipython()`."""
+    return (
+        isinstance(node, cst.Call)
+        and isinstance(node.func, cst.Name)
+        and node.func.value == "get_ipython"
+        and not node.args
+    )
 
 
 def ipython_call(node: cst.BaseExpression) -> IPythonCall | None:
@@ -105,51 +132,79 @@ def _word(node: cst.BaseExpression) -> str:
 
 def references(command: str, bound: set[str] | frozenset[str] | None = None) -> set[str]:
     """Return the names that IPython would put into `command`; all that look like names where `bound` is None."""
-    found = {match.group(1) for match in _DOLLAR.finditer(command)}
-    found |= {_root(match.group(1) or match.group(2)) for match in _BRACED.finditer(command)}
+    found = {name for piece in _pieces(command) or [] if piece.expression for name in _names(piece.expression)}
     return found if bound is None else found & bound
 
 
-def _root(expression: str) -> str:
-    found = re.match(r"\s*([A-Za-z_]\w*)", expression)
-    return found.group(1) if found else ""
+@dataclass(frozen=True)
+class _Piece:
+    """Text as it stands, or an expression with its conversion."""
+
+    text: str
+    expression: str = ""
+    conversion: str = ""
+
+
+def _pieces(command: str) -> list[_Piece] | None:
+    """Split a command as IPython's formatter does; None where it would leave the command as it stands."""
+    from IPython.utils.text import DollarFormatter
+
+    pieces: list[_Piece] = []
+    try:
+        for literal, field, spec, conversion in DollarFormatter().parse(command):
+            pieces.append(_Piece(literal))
+            if field is not None:
+                expression = f"{field}:{spec}" if spec else field  # IPython evaluates both: a slice
+                ast.parse(expression.strip(), mode="eval")
+                pieces.append(_Piece("", expression.strip(), conversion or ""))
+    except (SyntaxError, ValueError):
+        return None
+    return [piece for piece in pieces if piece.text or piece.expression]
+
+
+def _names(expression: str) -> set[str]:
+    nodes = [node for node in ast.walk(ast.parse(expression, mode="eval")) if isinstance(node, ast.Name)]
+    return {node.id for node in nodes} - {node.id for node in nodes if isinstance(node.ctx, ast.Store)}
 
 
 def as_python_string(command: str, bound: set[str]) -> str:
-    """Return the source of a string for `command`, with bound `{name}` and `$name` interpolated and the rest unchanged."""
-    pieces: list[tuple[bool, str]] = []
-    position = 0
-    spans = [(m.start(), m.end(), m.group(1) or m.group(2)) for m in _BRACED.finditer(command)]
-    spans += [(m.start(), m.end(), m.group(1)) for m in _DOLLAR.finditer(command)]
-    for start, end, expression in sorted(spans):
-        if start < position or _root(expression) not in bound:
-            continue
-        pieces += [(False, command[position:start]), (True, expression.strip())]
-        position = end
-    pieces.append((False, command[position:]))
-    if len(pieces) == 1:
+    """Return the source of a string for `command`, with the expressions in it that IPython would evaluate.
+
+    IPython evaluates `{any expression}` and `$name`, or leaves the whole command as it stands if one of them fails.
+    """
+    pieces = _pieces(command) if bound else None
+    if pieces is None:
         return _quote(command)
-    quote = "'" if '"' in command and "'" not in command else '"'
+    expressions = [piece.expression for piece in pieces if piece.expression]
+    if not set().union(*(_names(text) for text in expressions)) <= bound | BUILTINS:
+        return _quote(command)
+    literal = "".join(piece.text for piece in pieces)
+    if not expressions:
+        return _quote(literal)
+    quote = "'" if '"' in literal and "'" not in literal else '"'
+    other = "'" if quote == '"' else '"'
+    if any("\\" in text or (quote in text and other in text) for text in expressions):
+        return " + ".join(f"str({piece.expression})" if piece.expression else _quote(piece.text) for piece in pieces)
     text = ""
-    for is_name, piece in pieces:
-        if is_name:
+    for piece in pieces:
+        if piece.expression:
             # Python before 3.12 has no f-string with its own quote inside.
-            text += "{" + (piece.replace('"', "'") if quote == '"' else piece.replace("'", '"')) + "}"
+            expression = piece.expression.replace(quote, other)
+            gap = " " if expression.startswith("{") else ""
+            text += "{" + gap + expression + (f"!{piece.conversion}" if piece.conversion else "") + "}"
         else:
-            text += (
-                repr('"' + piece)[2:-1]
-                .replace("\\'", "'")
-                .replace("{", "{{")
-                .replace("}", "}}")
-                .replace(quote, "\\" + quote)
-            )
+            escaped = repr('"' + piece.text)[2:-1].replace("\\'", "'")
+            text += escaped.replace("{", "{{").replace("}", "}}").replace(quote, "\\" + quote)
     return f"f{quote}{text}{quote}"
 
 
 def _quote(text: str) -> str:
-    """Return a literal for `text`, over several lines where it has several."""
-    if "\n" in text.strip("\n") and '"""' not in text and "\\" not in text and not text.endswith('"'):
-        return f'"""{text}"""' if not text.startswith('"') else repr(text)
+    """Return a literal for `text`: over several lines where it has several, raw where it has backslashes."""
+    if "\n" in text.strip("\n") and '"""' not in text and not text.startswith('"') and not text.endswith(('"', "\\")):
+        if "\\" not in text:
+            return f'"""{text}"""'
+        if "\r" not in text:
+            return f'r"""{text}"""'
     if '"' not in text and "\\" not in text and text.isprintable():
         return f'"{text}"'
     return repr(text)

@@ -11,6 +11,7 @@ from unsloth_ddp.notebook.context import ConversionContext
 from unsloth_ddp.notebook.effects import is_loader_call
 from unsloth_ddp.notebook.syntax import dotted
 
+_MODEL_CLASS = re.compile(r"^Fast[A-Z]|Model|For[A-Z]")
 _SPREADS = {
     '"auto"',
     "'auto'",
@@ -29,7 +30,7 @@ def edit_load(call: cst.Call, context: ConversionContext) -> tuple[cst.Call, lis
     if not path.endswith(".from_pretrained"):
         return call, []
     old = keyword(call, "device_map")
-    ours = is_loader_call(path) or context.imports.get(path.split(".")[0], "").startswith("unsloth.")
+    ours = is_loader_call(path) or _loads_model(path, context)
     if not ours and (old is None or code(old.value) == "None"):
         return call, []
     notes: list[str] = []
@@ -41,6 +42,14 @@ def edit_load(call: cst.Call, context: ConversionContext) -> tuple[cst.Call, lis
         call = set_keyword(call, "offload_embedding", alone if value == "True" else f"({value}) and {alone}")
         notes.append(context.edit("load", f"offload_embedding was {value}; DDP cannot train with weights on the CPU"))
     return call, notes
+
+
+def _loads_model(path: str, context: ConversionContext) -> bool:
+    """Return whether a from_pretrained is that of a model class of Unsloth's, whatever the notebook calls it."""
+    root, *rest = path.split(".")
+    full = ".".join([context.imports.get(root, root), *rest])
+    kind = full.split(".")[-2]
+    return full.startswith("unsloth.") and ".dataprep." not in full and bool(_MODEL_CLASS.search(kind))
 
 
 def _bind(call: cst.Call, old: cst.Arg | None, context: ConversionContext, notes: list[str]) -> cst.Call:

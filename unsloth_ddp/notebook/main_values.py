@@ -78,8 +78,12 @@ class MainValues:
             return "", []
         kind = "run" if root.value in self.statement.runs else "config" if root.value in self.statement.configs else ""
         path = [*self.graph.imports.get(root.value, "").split("."), *steps]
+        if not kind and path[:3] == ["wandb", "use_artifact", "()"]:
+            kind, steps = "run", path[3:]
         if not kind and path[0] == "wandb" and path[1:2] in (["run"], ["config"], ["summary"]):
             kind, steps = ("run" if path[1] == "run" else "config"), path[2:]
+        if kind == "run" and steps[:2] == ["use_artifact", "()"]:  # a handle, as the run is
+            steps = steps[2:]
         if kind == "run" and steps[:1] == ["config"]:
             kind, steps = "config", steps[1:]
         return ("value" if kind and steps else kind), steps

@@ -25,10 +25,12 @@ _APART = {Role.MAIN, Role.NODE}
 def assign_roles(graph: Graph) -> None:
     """Give every statement its role."""
     _mark_needed(graph)
-    for statement in graph.statements:
-        statement.role = _first_role(statement)
-    _drop_installs(graph)
     last = graph.last_seed
+    for index, statement in enumerate(graph.statements):
+        statement.role = _first_role(statement)
+        if statement.role is Role.MAIN and index < last and _makes_files(statement):
+            statement.role = Role.NODE  # every node reads them from a disk of its own
+    _drop_installs(graph)
     keep_trackers(graph)
     _keep_handles(graph)
     _keep_read_backs(graph, last)
@@ -66,6 +68,17 @@ def _first_role(statement: Statement) -> Role:
     if effects & MAIN_ONLY:
         return Role.MAIN
     return Role.FIRST if Effect.DATA in effects else Role.ALL
+
+
+_REMOVES = {"remove", "unlink", "rmdir", "rmtree", "removedirs", "rename", "replace", "move", "symlink"}
+
+
+def _makes_files(statement: Statement) -> bool:
+    """Return whether a statement makes files and does nothing else that only one process may do."""
+    others = MAIN_ONLY | {Effect.TRACK, Effect.INPUT}
+    if statement.share_value or statement.effects & (others - {Effect.FILE, Effect.PRINT}):
+        return False
+    return Effect.FILE in statement.effects and not any(site.tail in _REMOVES for site in statement.usage.calls)
 
 
 def _role_of_state(statement: Statement) -> Role:
@@ -122,15 +135,17 @@ def _keep_handles(graph: Graph) -> None:
 
 def _keep_read_backs(graph: Graph, last: int) -> None:
     """Keep what reads back a path that the main process saved on that process, unless training needs it."""
-    saved: set[str] = set()
+    saved: dict[str, Role] = {}
     for index, statement in enumerate(graph.statements):
-        if statement.role is Role.MAIN and statement.effects & {Effect.SAVE, Effect.FILE}:
-            saved |= {text for text in _strings(statement.node) if re.fullmatch(r"[\w./~-]+", text)}
+        if statement.role in _APART and statement.effects & {Effect.SAVE, Effect.FILE}:
+            found = {text for text in _strings(statement.node) if re.fullmatch(r"[\w./~-]+", text)}
+            saved |= dict.fromkeys(found, statement.role)
         elif statement.role in (Role.ALL, Role.FIRST) and not statement.needed and saved:
             reload = Effect.LOAD in statement.effects and index < last
             calls = bool(statement.usage.calls) and not statement.usage.defines
-            if calls and not reload and any(_under(text, saved) for text in _strings(statement.node)):
-                statement.role = Role.MAIN
+            roles = {saved[path] for text in _strings(statement.node) for path in saved if _under(text, {path})}
+            if calls and not reload and roles:
+                statement.role = Role.MAIN if Role.MAIN in roles else Role.NODE
 
 
 def _under(path: str, saved: set[str]) -> bool:

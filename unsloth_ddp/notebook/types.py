@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from unsloth_ddp.utils.errors import UserError
 
-class NotebookError(ValueError):
+
+class NotebookError(UserError):
     """A notebook that cannot be converted: one sentence with the value, the reason and the fix."""
 
 

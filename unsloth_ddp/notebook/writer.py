@@ -146,6 +146,8 @@ def _made(
     context.cell = group[0].statement.cell
     effects: set[Effect] = set().union(*(p.statement.effects for p in group))
     share = sorted(set().union(*(p.statement.share for p in group)))
+    if role is Role.MAIN and all(needs_no_guard(p.statement, graph) for p in group):
+        return nodes
     if role in (Role.MAIN, Role.NODE):
         return _guard(role, group, nodes, effects, share, graph, context)
     if role is Role.FIRST:
@@ -160,6 +162,57 @@ def _made(
     if any(p.statement.effects & {Effect.TRAIN} and p.statement.effects & _WAITS for p in group):
         after.append(_call(names["wait_for_everyone"]))
     return [*nodes, *after]
+
+
+def needs_no_guard(statement: Statement, graph: Graph) -> bool:
+    """Return whether a statement of the main process may run on all: it prints plain values, or does nothing.
+
+    Other processes do not print. What it reads must exist there.
+    """
+    if statement.effects - {Effect.PRINT, Effect.SHOW} or statement.share or not _is_plain(statement.node):
+        return False
+    return not any(
+        definition.role in (Role.MAIN, Role.NODE) and not definition.share
+        for definition in (graph.statements[i] for i in statement.uses)
+    )
+
+
+def _is_plain(node: cst.BaseStatement) -> bool:
+    """Return whether a statement is `print(...)` of plain values, an expression without calls, or `pass`."""
+    match node:
+        case cst.SimpleStatementLine(body=[cst.Pass()]):
+            return True
+        case cst.SimpleStatementLine(body=[cst.Expr(value=cst.Call(func=cst.Name("print"), args=args))]):
+            parts: list[cst.CSTNode] = list(args)
+        case cst.SimpleStatementLine(body=[cst.Expr(value=value)]) if not isinstance(value, cst.Call):
+            parts = [value]
+        case _:
+            return False
+    finder = _Calls()
+    for part in parts:
+        part.visit(finder)
+    return finder.plain
+
+
+_PLAIN_CALLS = {"len", "str", "int", "float", "round", "type", "sorted", "list", "repr", "min", "max", "sum", "format"}
+_PLAIN_METHODS = {"join", "format", "upper", "lower", "strip", "title", "center", "keys", "values", "items", "get"}
+
+
+class _Calls(cst.CSTVisitor):
+    """Looks for calls that may take long, draw, or change something."""
+
+    def __init__(self) -> None:
+        self.plain = True
+
+    def visit_Call(self, node: cst.Call) -> None:
+        name = node.func.value if isinstance(node.func, cst.Name) else ""
+        method = node.func.attr.value if isinstance(node.func, cst.Attribute) else ""
+        self.plain &= name in _PLAIN_CALLS or method in _PLAIN_METHODS
+
+    def visit_NamedExpr(self, node: cst.NamedExpr) -> None:
+        self.plain = False
+
+    visit_Await = visit_Lambda = visit_ListComp = visit_GeneratorExp = visit_NamedExpr  # type: ignore[assignment]
 
 
 def _guard(

@@ -14,6 +14,7 @@ from itertools import chain, islice
 from pathlib import Path
 
 from unsloth_ddp.config.parse import Settings
+from unsloth_ddp.data.revisions import dataset_revisions
 from unsloth_ddp.data.sources import checked_files, read_rows
 from unsloth_ddp.model.files import model_folder
 from unsloth_ddp.parity.comparison import LaunchComparison, LaunchOutcome, Tolerance, compare_launch
@@ -105,7 +106,13 @@ def write_rows(settings: Settings, count: int, path: Path) -> int:
     """Copy the first `count` rows of the data to a JSONL file; return how many there are."""
     sources = checked_files(settings.dataset, streaming=settings.streaming)
     rows = chain.from_iterable(
-        read_rows(source, settings.dataset_split, settings.dataset_config, streaming=settings.streaming)
+        read_rows(
+            source,
+            settings.dataset_split,
+            settings.dataset_config,
+            dataset_revisions(settings).get(source),
+            streaming=settings.streaming,
+        )
         for source in sources
     )
     lines = [json.dumps(row.columns, default=str) for row in islice(rows, count)]

@@ -11,6 +11,7 @@ from typing import Any
 
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.data.hub import use_cache_if_hub_is_unreachable
+from unsloth_ddp.data.revisions import dataset_revisions, pin_revisions
 from unsloth_ddp.data.sources import checked_files
 from unsloth_ddp.distributed.ranks import Ranks
 from unsloth_ddp.distributed.runtime import Runtime
@@ -60,6 +61,7 @@ def open_run(settings: Settings, ranks: Ranks) -> Iterator[Run]:
         check_local_model(str(settings.model), safetensors_only=settings.use_safetensors)
         checked_files(settings.dataset, streaming=settings.streaming)
         checked_files(settings.eval_dataset)
+        dataset_revisions(settings)
     use_cache_if_hub_is_unreachable(settings)
     # Imported here, so that a mistake above is reported before the seconds that torch takes to load.
     from unsloth_ddp.data.node_folder import node_folder
@@ -75,6 +77,7 @@ def open_run(settings: Settings, ranks: Ranks) -> Iterator[Run]:
         node_folder(runtime) as shared,
     ):
         stop.end_with(end_process)
+        pin_revisions(settings, runtime)
         folder = choose_run_folder(settings, runtime)
         runtime.on_main(lambda: check_upload(settings))
         try:

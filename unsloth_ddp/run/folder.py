@@ -6,6 +6,7 @@ import dataclasses
 import errno
 import fcntl
 import os
+import pwd
 import shutil
 import socket
 import tempfile
@@ -21,6 +22,7 @@ from unsloth_ddp.config.options import Settings, options_with
 from unsloth_ddp.config.yaml_file import Unreadable, read_yaml
 from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.utils.errors import UserError, os_reason
+from unsloth_ddp.utils.safe_files import foreign_owner, open_without_following_links
 
 SETTINGS_FILE, SUMMARY_FILE, LOCK_FILE = "settings.yaml", "summary.json", "run.lock"
 SETTINGS_ASIDE = "settings.partial"
@@ -33,6 +35,8 @@ def default_run_name(settings: Settings, environ: Mapping[str, str] = os.environ
     """Return model, method and start time; the launcher's start, so that its restarts continue the same run."""
     model = str(settings.model).rstrip("/").rpartition("/")[2]
     began = psutil.Process(os.getppid()).create_time() if "TORCHELASTIC_RUN_ID" in environ else time.time()
+    # The name of a model may be as long as a folder's.
+    model = model.encode()[:150].decode(errors="ignore")
     return f"{model}-{settings.method}-{time.strftime('%Y%m%d-%H%M%S', time.localtime(began))}"
 
 
@@ -65,10 +69,15 @@ def choose_run_folder(settings: Settings, runtime: Runtime) -> Path:
 def _try_to_write(folder: Path) -> None:
     """Refuse a folder that cannot be written; it is tried, because permissions do not tell (root, /proc, a full disk)."""
     there = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
+    if there == folder and (owner := foreign_owner(folder)) is not None:
+        raise UserError(
+            f"{folder} belongs to another user ({_user_name(owner)}), who could replace what this run writes; give another "
+            "--run_name or --output_dir, or copy the folder."
+        )
     try:
         if there == folder:
             # The one file in it that is no sign of another run.
-            os.close(os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o644))
+            os.close(open_without_following_links(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT))
         else:
             tempfile.TemporaryDirectory(prefix=".unsloth_ddp-", dir=there).cleanup()
     except OSError as error:
@@ -77,10 +86,17 @@ def _try_to_write(folder: Path) -> None:
         ) from None
 
 
+def _user_name(number: int) -> str:
+    try:
+        return pwd.getpwuid(number).pw_name
+    except KeyError:
+        return f"user id {number}"
+
+
 def _wait_for_another_job(folder: Path) -> None:
     """Refuse a folder that another job is writing, unless that job ends within LOCK_PATIENCE."""
     try:
-        descriptor = os.open(folder / LOCK_FILE, os.O_RDWR)
+        descriptor = open_without_following_links(folder / LOCK_FILE, os.O_RDWR)
     except FileNotFoundError:
         return
     try:
@@ -187,7 +203,7 @@ def _lock(folder: Path, runtime: Runtime) -> None:
 
     A POSIX lock: it ends with the process, however that ends, is not inherited, and NFS knows it too.
     """
-    descriptor = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o644)
+    descriptor = open_without_following_links(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT)
     runtime.cleanup.callback(os.close, descriptor)
     if _wait_for_lock(descriptor, folder):
         os.ftruncate(descriptor, 0)

@@ -55,6 +55,16 @@ class RunNotFinished(RunEnd):
         )
 
 
+class FolderRemoved(RunEnd):
+    """The result is written, but somebody removed the run's folder while it trained."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(
+            f"The result is in {folder}, but that folder was removed while the run trained, and with it the logs and "
+            "checkpoints that it held then; look for what removes it (a clean-up of scratch disks, say)."
+        )
+
+
 class NoCheckpointWritten(RunEnd):
     """The result is written, but checkpoints were due and none could be written."""
 

@@ -25,9 +25,10 @@ from unsloth_ddp.model.attention import choose_packing
 from unsloth_ddp.run import answers
 from unsloth_ddp.run import summary as summary_file
 from unsloth_ddp.run.context import Run
-from unsloth_ddp.run.folder import continues, open_run_folder
+from unsloth_ddp.run.folder import SETTINGS_FILE, continues, open_run_folder
 from unsloth_ddp.run.logs import start_logging, stop_library_output
 from unsloth_ddp.run.outcomes import (
+    FolderRemoved,
     NoCheckpointWritten,
     ResultNotSaved,
     RunNotFinished,
@@ -80,8 +81,10 @@ def load_model(run: Run) -> tuple[Any, Any]:
 def prepare_data(run: Run, model: Any, tokenizer: Any, resume: ResumePoint | None) -> TrainingData:
     """Tokenize the rows once per node, and decide how they are packed and how they fill the steps."""
     settings, runtime = run.settings, run.runtime
-    train, evaluation = dataset.tokenize_examples(settings, runtime, run.node_folder, tokenizer)
-    load.stop_at(model, tokenizer, train.dataset)
+    # A resumed run keeps the date that its chat template printed when it began.
+    template_date = resume.manifest.run.get("chat_template_date") if resume else None
+    train, evaluation = dataset.tokenize_examples(settings, runtime, run.node_folder, tokenizer, template_date)
+    load.stop_at(model, train.stop_tokens)
     load.check_positions(settings, model, dataset.longest_row(settings, train, evaluation))
     plan, train, packing = dataset.fill_steps(_request(run), train, choose_packing(settings, runtime, model))
     run.identify(**batch_identity(plan), **data_identity(settings, runtime, plan, train))
@@ -166,11 +169,15 @@ def finish(run: Run, trainer: DDPTrainer, answered: AnsweredQuestions, summary: 
         RunEnd: a part of that could not be written.
     """
     settings, checkpoints = run.settings, trainer.checkpoints
+    removed = run.runtime.broadcast_from_main(lambda: not (run.folder / SETTINGS_FILE).is_file())
     after = answers.answer(trainer.model, trainer.processing_class, answered.questions, run.runtime)
     if problem := checkpoints.save_final(trainer.write_final):
         raise ResultNotSaved(run.folder, problem, checkpoints.last)
     if settings.merge:
-        problem = checkpoints.save_folder("merged", lambda aside: load.save_merged(settings, run.folder, aside))
+        stop_tokens = trainer.data.train.stop_tokens
+        problem = checkpoints.save_folder(
+            "merged", lambda aside: load.save_merged(settings, run.folder, aside, stop_tokens)
+        )
         if problem:
             raise RunNotFinished(run.folder, "the merged model", problem)
     if answered.questions:
@@ -178,6 +185,8 @@ def finish(run: Run, trainer: DDPTrainer, answered: AnsweredQuestions, summary: 
     summary["wall_time_seconds"] = time.perf_counter() - run.began
     if problem := checkpoints.in_main(lambda: summary_file.finish(settings, run.folder, summary)):
         raise RunNotFinished(run.folder, summary_file.SUMMARY_FILE, problem)
+    if removed:
+        raise FolderRemoved(run.folder)
     if checkpoints.failed is not None and not checkpoints.written:
         raise NoCheckpointWritten(checkpoints.failed)
 

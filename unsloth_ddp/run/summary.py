@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from rich import box
-from rich.console import Console
-from rich.table import Table
 
 from unsloth_ddp.config.options import Settings, options_with
 from unsloth_ddp.data.training_data import TrainingData
@@ -20,23 +16,12 @@ from unsloth_ddp.run.upload import upload
 from unsloth_ddp.training.memory_search import MicroBatchDecision, with_micro_batch
 from unsloth_ddp.training.meter import peak_memory_bytes
 from unsloth_ddp.utils.json_file import write_json
+from unsloth_ddp.utils.tables import render_pairs
 from unsloth_ddp.utils.versions import versions
 
 if TYPE_CHECKING:
     # Importing it imports Transformers, which has to wait for Unsloth.
     from unsloth_ddp.training.trainer import DDPTrainer
-
-
-def table(rows: dict[str, str]) -> str:
-    """Return names and values as aligned text, with long values folded."""
-    grid = Table(box=box.SIMPLE, show_header=False, pad_edge=False)
-    grid.add_column(no_wrap=True)
-    grid.add_column(overflow="fold")
-    for name, value in rows.items():
-        grid.add_row(name, value)
-    text = StringIO()
-    Console(file=text, width=100).print(grid)
-    return "\n".join(line.rstrip() for line in text.getvalue().splitlines() if line.strip())
 
 
 def describe_run(
@@ -53,7 +38,7 @@ def describe_run(
     total, trainable = parameter_counts(model)
     beside = "" if settings.method == "full" else ", adapter included"
     sharding = {"sharding": runtime.sharding} if runtime.sharding != "none" else {}
-    return table(
+    return render_pairs(
         {
             "processes": f"{runtime.ranks.world_size} on {runtime.ranks.nodes} node(s)",
             "device": runtime.device_name,

@@ -31,7 +31,9 @@ class RowFeed:
         self.train = train
         self.seed = seed
         # Made now: later the tokenizer may render in another way.
-        self._windows = streamed_windows(settings, train.packing, tokenizer, seed) if train.streamed else None
+        self._windows = (
+            streamed_windows(settings, train.packing, tokenizer, seed, train.template_date) if train.streamed else None
+        )
         self._order: BalancedOrder | None = None
         self._streamed: StreamedSteps | None = None
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from unsloth_ddp.utils.errors import UserError, os_reason
+from unsloth_ddp.utils.safe_files import write_new_file
 
 
 def write_json(path: Path, content: Any) -> None:
@@ -25,7 +26,7 @@ def write_json(path: Path, content: Any) -> None:
         return
     aside = path.with_name(f"{path.name}.partial")
     try:
-        aside.write_text(text, encoding="utf-8")
+        write_new_file(aside, text)
         aside.replace(path)
     except OSError:
         # On a full disk, part of the file was written.

@@ -1,10 +1,17 @@
-"""Fields of TRL's SFTConfig that `trainer_args` may not set, each with what there is instead.
+"""Refuse fields of TRL's SFTConfig that `trainer_args` may not set, and numbers that would fail late.
 
-The kit reads, orders, pads and packs the rows, computes the loss and evaluates by itself, so that most of these would be
-taken and then do nothing; the others would undo what it does.
+The kit reads, orders, pads and packs the rows, computes the loss and evaluates by itself, so that most owned fields would
+be accepted and then do nothing; the others would undo what it does.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from unsloth_ddp.config.declare import Bounds
+from unsloth_ddp.config.options import OPTIONS
+from unsloth_ddp.utils.errors import UserError
 
 PACKING = "use --packing; what is not packed is padded to the longest row of its micro-batch"
 READING = "rows are read by the names of their columns; rename them"
@@ -12,7 +19,7 @@ SUPERVISED = "use --loss_on"
 ORDER = "rows are shuffled by --seed in every epoch, and each is seen once"
 LOSS = "the loss is the negative log-likelihood, averaged over the supervised tokens of a step, and nothing else"
 EVALUATION = "an evaluation is the loss of the evaluation rows, in the precision of the training"
-SHARDING = "weights are shared out by accelerate's config, such as accelerate_configs/fsdp2.yaml"
+SHARDING = "the launcher's config shards the weights, such as accelerate_configs/fsdp2.yaml"
 PUSHING = "--push_to_hub pushes once, when the run has ended"
 RESUMING = "use --resume"
 LAUNCHER = "the launcher and the devices decide it"
@@ -36,6 +43,7 @@ OWNED_ARGS = {
     "completion_only_loss": SUPERVISED,
     "shuffle_dataset": ORDER,
     "train_sampling_strategy": ORDER,
+    "dataloader_in_order": "a resumed run continues at the right row only if micro-batches keep their order",
     "length_column_name": ORDER,
     "dataloader_drop_last": ORDER,
     "loss_type": LOSS,
@@ -67,6 +75,8 @@ OWNED_ARGS = {
     "do_predict": PHASES,
     "resume_from_checkpoint": RESUMING,
     "ignore_data_skip": RESUMING,
+    "restore_callback_states_from_checkpoint": "a resumed run takes over the totals and the position in a stream; use --resume",
+    "save_on_each_node": "checkpoints are written for all nodes, shared folder or not",
     "save_only_model": "a run goes on only with the state of its optimizer; --save_strategy no writes the result alone, and "
     "--save_total_limit keeps fewer checkpoints",
     "enable_jit_checkpoint": "a signal to stop writes a checkpoint by itself",
@@ -75,3 +85,34 @@ OWNED_ARGS = {
     "hub_always_push": PUSHING,
     "hub_revision": PUSHING,
 }
+
+
+# Numbers that TRL accepts whatever they are, and that fail once rows and model are loaded, or train nonsense.
+NUMBERS = {
+    "adam_beta1": Bounds(at_least=0, below=1),
+    "adam_beta2": Bounds(at_least=0, below=1),
+    "adam_epsilon": Bounds(above=0),
+    "neftune_noise_alpha": Bounds(at_least=0),
+    "dataloader_num_workers": Bounds(at_least=0, at_most=1000),
+    "dataloader_prefetch_factor": Bounds(at_least=1, at_most=10_000),
+    "data_seed": Bounds(at_least=0, at_most=2**32 - 1),
+    "eval_delay": Bounds(at_least=0),
+    "torch_empty_cache_steps": Bounds(at_least=1),
+    "ddp_bucket_cap_mb": Bounds(at_least=1),
+}
+
+
+def check_trainer_args(given: Mapping[str, Any]) -> None:
+    """Refuse fields that are options of their own or that the kit decides, and numbers out of bounds.
+
+    Raises:
+        UserError: naming the first of them and what to give instead.
+    """
+    for name, value in given.items():
+        if name in OWNED_ARGS or name in OPTIONS:
+            raise UserError(f"trainer_args: {name} is decided by the kit; {OWNED_ARGS.get(name, f'use --{name}')}.")
+        if name not in NUMBERS or value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise UserError(f"trainer_args: {name} is {str(value)[:200]!r}, but it takes a number.")
+        NUMBERS[name].check(f"trainer_args: {name}", value)

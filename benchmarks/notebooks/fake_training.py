@@ -103,6 +103,18 @@ class Config(Base):
         return {k: v for k, v in self.__dict__.items() if not k.startswith("_")}
 
 
+def signature_of(defaults: dict[str, Any]) -> inspect.Signature:
+    """The signature of a constructor that has these keywords and takes any others."""
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    known = [inspect.Parameter(name, keyword, default=value) for name, value in defaults.items()]
+    first = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_ONLY) for name in ("self",)]
+    rest = [inspect.Parameter("kwargs", inspect.Parameter.VAR_KEYWORD)]
+    return inspect.Signature([*first, *known, *rest])
+
+
+Config.__init__.__signature__ = signature_of({**DEFAULTS, "average_tokens_across_devices": True})  # type: ignore[attr-defined]
+
+
 class Trainer(Base):
     """Any trainer: remembers its configuration, its data and that it trained."""
 

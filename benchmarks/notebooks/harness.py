@@ -128,6 +128,7 @@ def _environment(settings: Settings, home: Path) -> dict[str, str]:
         ranks |= {"WORLD_SIZE": settings.world, "LOCAL_WORLD_SIZE": settings.world}
         environment |= {key: str(value) for key, value in ranks.items()}
         environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+        environment |= {"PYTHONHASHSEED": "0"}  # with it a script does not start itself again to set it
     return environment
 
 
@@ -145,8 +146,8 @@ def _run(files: list[tuple[str, str]], cells: list[dict[str, Any]] | None, setti
             (top / "code" / file).write_text(source, encoding="utf-8")
             job["files"].append(str(top / "code" / file))
         (top / "job.json").write_text(json.dumps(job))
-        # -I and -S: neither the user's site nor site-packages; what is not standard library is stubbed.
-        command = [settings.python, "-I", "-S", "-X", "utf8", str(CHILD), str(top / "job.json")]
+        # -s, -P and -S: neither the user's site nor site-packages; what is not standard library is stubbed.
+        command = [settings.python, "-s", "-P", "-S", "-X", "utf8", str(CHILD), str(top / "job.json")]
         try:
             done = subprocess.run(
                 command,

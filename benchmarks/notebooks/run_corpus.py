@@ -62,9 +62,10 @@ def select(corpus: Path, everything: bool) -> list[Path]:
 
 def by_the_kit(path: Path) -> tuple[str, list[str]]:
     """The kit's script and its warnings."""
-    from unsloth_ddp.notebook import Options, convert
+    from unsloth_ddp.notebook.convert import convert
+    from unsloth_ddp.notebook.types import ConversionOptions
 
-    conversion = convert(path, Options())
+    conversion = convert(path, ConversionOptions())
     return conversion.script, [warning_text(warning) for warning in conversion.report.warnings]
 
 

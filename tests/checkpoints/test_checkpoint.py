@@ -92,7 +92,7 @@ def test_a_stop_on_one_rank_stops_all_with_a_checkpoint_and_the_run_goes_on(job,
         args = (rank, number, 1)
         printed = job(options, "stopped", 2, code=75, target=train_and_signal, args=args, environ=environ).output
         (step,) = manifest_steps(stopped)[-1:]
-        assert f"Stopped on {number.name}; the same command goes on from {stopped}/checkpoint-{step}" in printed
+        assert f"Stopped on {number.name}; the same command resumes from {stopped}/checkpoint-{step}" in printed
         assert note.read_text() == "75\n"
         assert not (stopped / "summary.json").exists()
     printed = job(f"{options} --max_time 1s", "stopped", 2, code=75).output

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from unsloth_ddp.checkpoints import manifest, resume_point
 from unsloth_ddp.checkpoints.manifest import Damaged, Manifest
 from unsloth_ddp.checkpoints.writer import to_remove
+from unsloth_ddp.config.options import Settings
 from unsloth_ddp.utils.errors import UserError
 
 plain = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
@@ -140,7 +141,7 @@ def test_the_state_of_a_run_is_known_by_every_name_and_missed_by_one(optimizer, 
 @pytest.mark.parametrize("resume", ["auto", "{folder}"])
 def test_no_run_goes_on_from_weights_alone(folder, resume):
     with pytest.raises(UserError, match=r"checkpoint-3 holds no scheduler\.pt, so a run cannot go on from it"):
-        resume_point._find(resume.format(folder=folder), folder.parent, continues=True)
+        resume_point._find(Settings(resume=resume.format(folder=folder)), folder.parent, continues=True)
     assert folder.is_dir()
 
 
@@ -229,3 +230,55 @@ def test_the_newest_and_the_best_stay_and_the_limit_holds(others, written, best,
     if limit is not None:
         assert len(left) <= max(limit, 2)
         assert len(left) >= min(limit, len([s for s in steps if s <= written]))
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["scaler.pt", "rng_state_7.pth", "latest", "global_step9/mp_rank_00_model_states.pt", "optimizer_0/.metadata"],
+)
+def test_a_file_that_a_resume_would_read_and_the_run_did_not_write_is_named(folder, name):
+    (folder / name).parent.mkdir(exist_ok=True)
+    (folder / name).write_bytes(b"from elsewhere")
+    with pytest.raises(Damaged, match=f"it holds {name}, which its manifest does not list; remove that file"):
+        manifest.verify(folder)
+
+
+def test_notes_beside_a_checkpoint_do_not_matter(folder):
+    for name in ("README.md", "zero_to_fp32.py", "pytorch_model.bin"):
+        (folder / name).write_text("mine")
+    assert manifest.verify(folder).step == 3
+
+
+ZERO = [
+    "trainer_state.json", "scheduler.pt", "rng_state_0.pth",
+    "global_step3/bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt",
+]  # fmt: skip
+SHARDED = ["trainer_state.json", "scheduler.pt", "rng_state_0.pth", "optimizer_0/__0_0.distcp", "optimizer_0/.metadata"]
+PLAIN = ["trainer_state.json", "scheduler.pt", "rng_state_0.pth", "optimizer.pt"]
+
+
+def checkpoint_of(run: Path, files: list[str]) -> Path:
+    """Make checkpoint-3 of a run, with files of these names."""
+    made = run / "checkpoint-3"
+    for name in files:
+        (made / name).parent.mkdir(parents=True, exist_ok=True)
+        (made / name).write_bytes(b"x")
+    described = Manifest(3, {}, {}, manifest.describe_files(made))
+    (made / manifest.FILE_NAME).write_text(described.to_text())
+    return made
+
+
+@pytest.mark.parametrize("files", [ZERO, SHARDED])
+def test_a_checkpoint_from_elsewhere_that_would_be_unpickled_is_refused_unless_trusted(tmp_path, files):
+    made, own = checkpoint_of(tmp_path / "theirs", files), tmp_path / "mine"
+    resume = Settings(resume=str(made))
+    with pytest.raises(UserError, match=r"lies outside this run's folder, and reading .* --trust_checkpoint"):
+        resume_point._find(resume, own, continues=False)
+    assert resume_point._find(Settings(resume=str(made), trust_checkpoint=True), own, continues=False).folder == made
+    assert resume_point._find(resume, made.parent, continues=True).folder == made
+    assert resume_point._find(Settings(), made.parent, continues=True).folder == made
+
+
+def test_a_checkpoint_of_plain_tensors_from_elsewhere_is_resumed(tmp_path):
+    made = checkpoint_of(tmp_path / "theirs", PLAIN)
+    assert resume_point._find(Settings(resume=str(made)), tmp_path / "mine", continues=False).folder == made

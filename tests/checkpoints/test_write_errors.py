@@ -10,6 +10,7 @@ import errno
 import logging
 import os
 import resource
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from tests.ranks import train
 from unsloth_ddp.checkpoints.writer import ASIDE, Checkpoints
 from unsloth_ddp.model import load as model
 from unsloth_ddp.run import stages, summary
+from unsloth_ddp.utils import json_file
 
 # What is written after the last checkpoint, in this order.
 FINAL, MERGED, SUMMARY = 0, -1, -2
@@ -56,7 +58,7 @@ FAULTS = {
     "small too large": lambda: largest_file(4_096),
     "not flushed": lambda: refusing(os, "fsync", errno.EIO),
     "no summary": lambda: refusing(
-        Path, "write_text", errno.ENOSPC, lambda path, *_, **__: path.name.startswith("summary")
+        json_file, "write_new_file", errno.ENOSPC, lambda path, *_: path.name.startswith("summary")
     ),
     "not renamed": lambda: refusing(Path, "rename", errno.EROFS, lambda path, *_: path.parent.name == ASIDE),
 }
@@ -214,3 +216,26 @@ def test_a_tracker_that_cannot_begin_costs_only_itself(job, place):
     printed = job(options, "no-beginning", environ=environ).output
     assert printed.count("TensorBoard failed and gets no more reports: [Errno 20] Not a directory") == 1, printed
     assert (place / "outputs" / "no-beginning" / "adapter_model.safetensors").is_file()
+
+
+def train_until_removed(argv: list[str], cwd: str, folder: str, step: int) -> None:
+    """Run train_ddp.py; the run's folder is removed after this step was saved."""
+    save = Checkpoints.save
+
+    def then_remove(self: Checkpoints, saved: int, *args: Any) -> bool:
+        whole = save(self, saved, *args)
+        if saved == step:
+            shutil.rmtree(folder)
+        return whole
+
+    with patch.object(Checkpoints, "save", then_remove):
+        train(argv, cwd)
+
+
+def test_a_run_whose_folder_is_removed_says_so_and_fails_with_its_result_written(job, place):
+    run = place / "outputs" / "removed"
+    result = job(f"{WHOLE_RUN} --save_steps 4", "removed", code=1, target=train_until_removed, args=(str(run), 4))
+    assert f"{run} was removed while the run trained; it is made again" in result.output
+    assert f"The result is in {run}, but that folder was removed while the run trained" in result.output
+    assert (run / "adapter_model.safetensors").is_file()
+    assert manifest_steps(run) == [8, LAST]

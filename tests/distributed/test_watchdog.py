@@ -176,18 +176,18 @@ def _suffer(kind: str, folder: Path) -> None:
 
 def _arm(event: str, act) -> None:
     """Have `act` called at the `event` of a run."""
-    from unsloth_ddp.data import dataset as data
+    from unsloth_ddp.data import examples as data
     from unsloth_ddp.model import load as model
     from unsloth_ddp.training.trainer import DDPTrainer
 
     if event == "data":
         read = data._examples
 
-        def examples(*args, **kwargs):
+        def read_and_act(*args, **kwargs):
             act()
             return read(*args, **kwargs)
 
-        data._examples = examples
+        data._examples = read_and_act
     elif event == "model":
         load = model.load_model
 

@@ -16,11 +16,11 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor
 
 from tests.data.test_packing import KV, make
-from unsloth_ddp.data.dataset import Collate, Flatten, PadRight
+from unsloth_ddp.data.collate import Collate, Flatten, PadRight
 from unsloth_ddp.data.labels import IGNORED, MULTIPLE, supervised_positions
 from unsloth_ddp.model.supervised_head import (
-    LOOKED_AT,
     ROWS,
+    SEARCHED,
     SupervisedHead,
     fits_fused_head,
     head_with_equal_loss,
@@ -51,7 +51,7 @@ def test_positions_are_those_before_a_label(rows: int, tokens: int, share: float
 
 
 @pytest.mark.parametrize(("tokens", "share"), [(1000, 1.0), (1000, 0.95), (10_000, 0.93), (100, 0.1)])
-def test_nothing_is_chosen_where_little_would_be_left_out(tokens: int, share: float) -> None:
+def test_nothing_is_selected_where_little_would_be_saved(tokens: int, share: float) -> None:
     assert supervised_positions(random_labels(1, tokens, share)) == {}
 
 
@@ -85,7 +85,7 @@ def test_the_loss_and_its_gradients_stay_and_the_head_sees_less(rows: int, token
     assert model(**batch, use_cache=False).logits.shape == (rows, tokens, 64), "outside it the head sees all"
 
 
-def test_a_decoder_that_gives_a_tuple_is_chosen_from_too() -> None:
+def test_positions_are_selected_from_a_tuple_too() -> None:
     model = make("Llama", **KV)
     batch = batch_of(2, 200)
     positions = supervised_positions(batch["labels"])["supervised_positions"]
@@ -136,7 +136,7 @@ def test_a_model_that_takes_labels_of_chosen_tokens_gets_them() -> None:
 
 
 @pytest.mark.parametrize(("per_device", "rows"), [(1, 1), (8, ROWS)])
-def test_no_more_rows_are_tried_than_a_step_has(per_device: int, rows: int) -> None:
+def test_no_more_rows_are_compared_than_a_micro_batch_has(per_device: int, rows: int) -> None:
     model = make("Llama", **KV)
     seen, loss = [], loss_of(model)
 
@@ -148,7 +148,7 @@ def test_no_more_rows_are_tried_than_a_step_has(per_device: int, rows: int) -> N
     assert seen == [rows, rows]
 
 
-def test_a_loss_of_nothing_shows_nothing() -> None:
+def test_a_loss_of_zero_proves_nothing() -> None:
     assert head_for(make("Llama", **KV), loss=lambda head, batch: torch.zeros(())) is None
 
 
@@ -156,7 +156,7 @@ def test_a_loss_that_would_change_is_left_alone(caplog: pytest.LogCaptureFixture
     model = make("Llama", **KV)
     with caplog.at_level(logging.WARNING):
         assert head_for(model, loss=loss_of(model, takes_labels=False)) is None
-    assert "over those chosen" in caplog.text
+    assert "because the loss would change from" in caplog.text
 
 
 def test_a_failed_check_leaves_the_compiled_loss(
@@ -176,7 +176,7 @@ def test_a_failed_check_leaves_the_compiled_loss(
 
     with caplog.at_level(logging.WARNING):
         assert head_for(model, loss=fails) is None
-    assert "since choosing some failed: Expected input batch_size (128)" in caplog.text
+    assert "because selecting supervised tokens failed: Expected input batch_size (128)" in caplog.text
     assert loss._FUSED_CE_COMPILE_SUPPORTED is None  # type: ignore[attr-defined]
 
 
@@ -187,7 +187,7 @@ class Unlearned:
         return 10**9
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        assert index < LOOKED_AT
+        assert index < SEARCHED
         return {"input_ids": np.arange(9), "labels": np.full(9, IGNORED)}
 
 
@@ -195,11 +195,11 @@ LEARNED_WHOLE = [{"input_ids": np.arange(300) % 64, "labels": np.arange(300) % 6
 
 
 @pytest.mark.parametrize("examples", [Unlearned(), LEARNED_WHOLE], ids=["nothing learned", "all learned"])
-def test_no_loss_is_computed_where_choosing_brings_nothing(examples: Any) -> None:
+def test_no_loss_is_computed_where_selecting_saves_nothing(examples: Any) -> None:
     assert head_for(make("Llama", **KV), examples, loss=lambda *given: pytest.fail("a loss was computed")) is None
 
 
-def test_a_batch_says_where_its_supervised_tokens_are_where_asked() -> None:
+def test_a_batch_holds_supervised_positions_on_request() -> None:
     rows = [{"input_ids": np.arange(1000), "labels": np.where(np.arange(1000) < 900, IGNORED, np.arange(1000))}]
     collate = Collate(PadRight(0), Flatten("unsloth"))
     assert "shift_labels" not in collate(rows)

@@ -1,12 +1,13 @@
 """Small notebooks for the tests, and what became of them."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 from unsloth_ddp.notebook.convert import convert_notebook
 from unsloth_ddp.notebook.reader import from_node
-from unsloth_ddp.notebook.types import Conversion, Options
+from unsloth_ddp.notebook.types import Conversion, ConversionOptions
 
 LOAD = "from unsloth import FastLanguageModel\nmodel, tokenizer = FastLanguageModel.from_pretrained('m')"
 TRAIN = (
@@ -32,21 +33,26 @@ def notebook(*cells: str, **metadata: Any) -> dict[str, Any]:
 
 def convert_cells(*cells: str, **options: Any) -> Conversion:
     """The conversion of a notebook with these cells."""
-    return convert_notebook(from_node(notebook(*cells), "test.ipynb"), Options(**options))
+    return convert_notebook(from_node(notebook(*cells), "test.ipynb"), ConversionOptions(**options))
 
 
 def body(conversion: Conversion, *, comments: bool = False) -> str:
     """The script's cells, without the prologue and the end, and without the converter's comments."""
-    text = conversion.script
-    start = text.index("\n# %%", text.index("def leave_process_group"))
-    text = text[start + 1 : text.rindex("# %%")]
+    text = re.sub(
+        r"(# %%\n)?# ddp: each process takes its own GPU.*?set_device\(\w+\)\n\n?",
+        "",
+        conversion.script,
+        flags=re.DOTALL,
+    )
+    start = text.index("# %%", text.index("# endregion"))
+    text = text[start : text.rindex("# %%")]
     lines = [line for line in text.splitlines() if comments or not line.lstrip().startswith("# ddp:")]
     return "\n".join(lines) + "\n"
 
 
 def kinds(conversion: Conversion) -> list[str]:
     """The kinds of the warnings."""
-    return [finding.kind for finding in conversion.report.warnings]
+    return [entry.kind for entry in conversion.report.warnings]
 
 
 def write(path: Path, *cells: str, **metadata: Any) -> Path:

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 from making import LOAD, TRAIN, body, convert_cells, kinds
 
-from unsloth_ddp.notebook.prologue import _HELPERS, RANKS
+from unsloth_ddp.notebook.helpers import HELPERS
+from unsloth_ddp.notebook.prologue import RANKS
 
 
 def helpers(world: int, rank: int = 0) -> dict[str, Any]:
@@ -14,8 +15,9 @@ def helpers(world: int, rank: int = 0) -> dict[str, Any]:
     names: dict[str, Any] = {"os": os, "math": __import__("math"), "inspect": __import__("inspect")}
     exec(RANKS, names)
     names.update(WORLD_SIZE=world, RANK=rank, IS_MAIN=rank == 0)
-    for name in ("accumulation_steps", "batch_per_process", "generation_batch", "default_of", "ddp_arguments"):
-        exec(_HELPERS[name], names)
+    for name in ("accumulation_steps", "batch_per_process", "generation_batch", "default_of", "ddp_settings"):
+        exec(HELPERS[name].source, names)
+    exec(HELPERS["ddp_arguments"].source, names)
     return names
 
 
@@ -49,6 +51,7 @@ def test_contrastive_batches_are_split_not_accumulated() -> None:
     per_device = names["batch_per_process"](256, 1, least=2)
     assert (per_device, names["accumulation_steps"](256, per_device)) == (128, 1)
     assert helpers(8)["batch_per_process"](8, 1, least=2) == 2
+    assert helpers(2)["batch_per_process"](1, 1, least=2) == 1  # a batch of one does not become four in all
 
 
 def test_defaults_come_from_the_class_the_script_uses() -> None:
@@ -64,7 +67,16 @@ def test_arguments_from_a_dict_are_completed_when_they_run() -> None:
     class Config:
         def __init__(self, per_device_train_batch_size: int = 4, gradient_accumulation_steps: int = 1) -> None: ...
 
-    made = helpers(2)["ddp_arguments"](Config, 1, {"gradient_accumulation_steps": 2, "lr": 1})
+    class Current(Config):
+        def __init__(
+            self,
+            per_device_train_batch_size: int = 4,
+            average_tokens_across_devices=False,
+            ddp_find_unused_parameters=None,
+            **rest: Any,
+        ) -> None: ...
+
+    made = helpers(2)["ddp_arguments"](Current, 1, {"gradient_accumulation_steps": 2, "lr": 1})
     assert made == {
         "lr": 1,
         "per_device_train_batch_size": 1,
@@ -74,7 +86,20 @@ def test_arguments_from_a_dict_are_completed_when_they_run() -> None:
     }
 
 
-DDP = ("ddp_find_unused_parameters", "average_tokens_across_devices")
+@pytest.mark.parametrize("names", [(), ("ddp_find_unused_parameters",), ("average_tokens_across_devices",)])
+def test_settings_that_an_older_release_does_not_have_are_not_passed(
+    names: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    parameters = "".join(f", {name}=None" for name in names)
+    scope: dict[str, Any] = {}
+    exec(f"class Config:\n    def __init__(self, lr=1{parameters}): pass\nclass SFTConfig(Config): pass", scope)
+    settings = helpers(2)["ddp_settings"](scope["SFTConfig"])
+    scope["SFTConfig"](**settings)  # a TypeError in the notebooks that pin such a release
+    assert set(settings) == set(names)
+    assert ("averages the loss" in capsys.readouterr().out) == ("average_tokens_across_devices" not in names)
+
+
+DDP = ("**ddp_settings(",)
 
 
 def test_inline_arguments() -> None:
@@ -110,12 +135,12 @@ def test_an_unknown_class_is_known_by_its_use() -> None:
 
 def test_two_phases() -> None:
     done = convert_cells(LOAD, TRAIN, TRAIN.replace("trainer", "second"))
-    assert body(done).count("ddp_find_unused_parameters") == 2
+    assert body(done).count("**ddp_settings(SFTConfig)") == 2
 
 
 def test_a_setting_that_was_there_is_replaced_and_said() -> None:
     done = convert_cells(LOAD, "t = SFTTrainer(model, args = SFTConfig(ddp_find_unused_parameters = True))\nt.train()")
-    assert "ddp_find_unused_parameters = False" in body(done)
+    assert "SFTConfig(**ddp_settings(SFTConfig)" in body(done) and "find_unused" not in body(done)
     assert any("was True" in e.message for e in done.report.edits)
 
 
@@ -165,4 +190,4 @@ def test_a_trainer_built_in_a_function() -> None:
     text = body(done)
     assert all(name in text for name in DDP)
     assert "    if IS_MAIN:\n        model.save_pretrained('x')\n" in text
-    assert "\nt = run(model)\nwait_for_everyone()\nif IS_MAIN:\n    print(t)" in text
+    assert "\nt = run(model)\nwait_for_everyone()\nprint(t)" in text

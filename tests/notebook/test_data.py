@@ -1,5 +1,6 @@
 """Data: caches made once, and the same rows everywhere."""
 
+import importlib
 import random
 
 import numpy as np
@@ -145,7 +146,7 @@ def test_draws_of_torch() -> None:
 def test_the_helper_seeds_what_it_is_told_to() -> None:
     script = convert_cells(LOAD, "from numpy import random\ndataset = random.permutation(9)", TRAIN).script
     source = script[script.index("def same_draws") : script.index("def finish")]
-    names = {"torch": torch, "ddp_random": random}
+    names = {"importlib": importlib}
     exec(source, names)
     other = np.random.random(), torch.rand(1)
     names["same_draws"](7, "random")  # type: ignore[operator]

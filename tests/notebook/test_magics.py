@@ -1,8 +1,10 @@
 """IPython's syntax, and what each piece of it becomes."""
 
 import ast
+import builtins
 
 import pytest
+from IPython.utils.text import DollarFormatter
 from making import LOAD, body, convert_cells, kinds
 
 from unsloth_ddp.notebook.ipython import (
@@ -86,16 +88,32 @@ def test_requirements_skip_options_and_names_only_the_run_knows() -> None:
     ]
 
 
-def test_only_bound_names_are_interpolated() -> None:
-    source = as_python_string("git clone {url} {a,b} $HOME $url {undefined}", {"url"})
-    assert eval(source, {"url": "U"}) == "git clone U {a,b} $HOME U {undefined}"
+SPACE = {"name": "N", "url": "U", "size": 3, "paths": {"a": "b c"}, "rows": [1, 2, 3]}
 
 
 @pytest.mark.parametrize(
-    "command", ['echo "it\'s {name}"', "awk '{print $1}' {name}", 'printf "\\n" {name}', "a\nb {name}"]
+    "command",
+    [
+        "git clone {url} $url {{a}}",
+        "git clone {url} {undefined}",
+        "echo {url} $HOME",
+        "python x.py --n {size * 2} --k {rows[1:]} {paths['a']} {paths[\"a\"]} {name!r}",
+        "awk '{print $1}' {name}",
+        'echo "it\'s {name}"',
+        'printf "\\n" {name}',
+        "a\nb {name}",
+        "echo $$PATH '$name' $name",
+        "echo {'-'.join(str(r) + \"x\" for r in rows)}",
+        "echo {len(rows)}",
+    ],
 )
-def test_quotes_and_escapes_reach_the_shell_as_written(command: str) -> None:
-    assert eval(as_python_string(command, {"name"}), {"name": "N"}) == command.replace("{name}", "N")
+def test_a_command_is_what_ipython_makes_of_it(command: str) -> None:
+    """IPython evaluates every expression, or leaves the command as it stands if one fails."""
+    try:
+        expected = DollarFormatter().vformat(command, (), {**SPACE, **vars(builtins)})
+    except Exception:
+        expected = command
+    assert eval(as_python_string(command, set(SPACE)), dict(SPACE)) == expected
 
 
 def test_an_install_cell_keeps_the_python_that_is_needed() -> None:

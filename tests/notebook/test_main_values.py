@@ -27,7 +27,7 @@ def script(*cells: str, train: str = TRAIN) -> str:
 
 def test_a_run_starts_once_and_a_login_once_a_node() -> None:
     text = script("import wandb\nwandb.login()\nwandb.init()\nvalue = 1")
-    assert "if LOCAL_RANK == 0:\n    wandb.login()\n" in text and "if IS_MAIN:\n    wandb.init()\n" in text
+    assert "if LOCAL_RANK == 0:\n    wandb_login()\n" in text and "if IS_MAIN:\n    wandb.init()\n" in text
 
 
 @pytest.mark.parametrize(
@@ -45,9 +45,12 @@ def test_a_run_that_starts_around_the_training_is_tracked_once(start: str, made:
 
 
 @pytest.mark.parametrize("start", ["mlflow.start_run()", "trackio.init(project='p')", "wandb.init(**given)"])
-def test_a_run_around_the_training_that_cannot_be_switched_off_is_warned_of(start: str) -> None:
-    done = convert_cells(LOAD, "rows = [1]\nimport mlflow, trackio, wandb\nvalue = 1", _inside(f"with {start}:"))
-    assert f"with {start}:\n" in body(done) and kinds(done) == ["tracker"]
+def test_a_run_around_the_training_that_cannot_be_switched_off_is_entered_once(start: str) -> None:
+    cells = ("rows = [1]\nimport mlflow, trackio, wandb\nvalue = 1\ngiven = {}", _inside(f"with {start}:"))
+    done = convert_cells(LOAD, *cells)
+    assert f"with main_only(lambda: {start}):\n" in body(done) and kinds(done) == []
+    named = convert_cells(LOAD, cells[0], _inside(f"with {start} as run:"))
+    assert f"with main_only(lambda: {start}) as run:\n" in body(named) and kinds(named) == ["tracker"]
 
 
 def _inside(block: str) -> str:

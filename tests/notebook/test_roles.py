@@ -17,7 +17,7 @@ def test_training_and_evaluation_are_never_guarded() -> None:
     text = body(
         convert_cells(LOAD, DATA, TRAIN, "stats = trainer.evaluate()\nprint(stats)\nprint(trainer.predict(dataset))")
     )
-    assert "\ntrainer.train()" in text and "\nstats = trainer.evaluate()\nif IS_MAIN:\n    print(stats)\n" in text
+    assert "\ntrainer.train()" in text and "\nstats = trainer.evaluate()\nprint(stats)\n" in text
     assert "\nprint(trainer.predict(dataset))" in text
 
 
@@ -37,7 +37,7 @@ def test_nothing_that_training_needs_is_dropped() -> None:
             TRAIN,
         )
     )
-    assert "\nlengths = [len(r) for r in dataset]\nif IS_MAIN:\n    print(max(lengths))\nlimit = max(lengths)\n" in text
+    assert "\nlengths = [len(r) for r in dataset]\nprint(max(lengths))\nlimit = max(lengths)\n" in text
 
 
 def test_a_generation_that_training_needs_runs_everywhere_and_is_said() -> None:
@@ -70,9 +70,7 @@ def test_a_helper_that_prints_and_changes_the_model_runs_everywhere_and_prints_o
 
 def test_an_unknown_function_before_training_is_not_taken_from_the_other_processes() -> None:
     cells = ("from helpers import add_tokens", "added = add_tokens(model, tokenizer)\nprint(added)")
-    assert "\nadded = add_tokens(model, tokenizer)\nif IS_MAIN:\n    print(added)" in body(
-        convert_cells(LOAD, *cells, DATA, TRAIN)
-    )
+    assert "\nadded = add_tokens(model, tokenizer)\nprint(added)" in body(convert_cells(LOAD, *cells, DATA, TRAIN))
 
 
 @pytest.mark.parametrize(
@@ -161,7 +159,10 @@ def test_a_server_starts_once_a_node() -> None:
         "import subprocess, time\nserver = subprocess.Popen(['serve'])\nwhile server.poll() is None:\n    time.sleep(1)"
     )
     done = convert_cells(cell, LOAD)
-    assert "if LOCAL_RANK == 0:\n    server = subprocess.Popen(['serve'])\n    while server.poll()" in done.script
+    assert (
+        "if LOCAL_RANK == 0:\n    server = subprocess.Popen(['serve'], env=child_environment())\n    while server.poll()"
+        in done.script
+    )
     assert "server" in kinds(done)
 
 
@@ -210,7 +211,7 @@ def test_logins_happen_once() -> None:
             "import wandb\nwandb.login()\nwandb.init()",
         )
     )
-    assert "if LOCAL_RANK == 0:\n    notebook_login()" in text and "    wandb.init()" in text
+    assert "if LOCAL_RANK == 0:\n    hub_login()" in text and "    wandb.init()" in text
 
 
 def test_input_is_asked_once_and_shared() -> None:
@@ -224,9 +225,9 @@ def test_colab_s_modules() -> None:
         "os.environ['HF_TOKEN'] = userdata.get('HF_TOKEN')",
         LOAD,
     )
-    assert "google.colab" not in done.script.replace("# ddp: google.colab", "")
-    assert "os.environ['HF_TOKEN'] = os.environ.get('HF_TOKEN')" in done.script
-    assert "colab" in kinds(done)
+    assert "google.colab" not in body(done)
+    assert "os.environ['HF_TOKEN'] = secret('HF_TOKEN') or \"\"" in done.script
+    assert "host" in kinds(done)
 
 
 def test_plots_and_widgets() -> None:
@@ -282,7 +283,7 @@ def test_a_hand_written_loop_is_said() -> None:
 def test_a_custom_loss_is_said() -> None:
     cell = "class Mine(SFTTrainer):\n    def compute_loss(self, model, inputs):\n        return 0"
     done = convert_cells(LOAD, cell, DATA, TRAIN.replace("SFTTrainer(", "Mine("))
-    assert kinds(done) == ["custom loss"] and "ddp_find_unused_parameters" in body(done)
+    assert kinds(done) == ["custom loss"] and "ddp_settings(" in body(done)
 
 
 def test_sizing_code_is_said() -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from making import convert_cells
 
-from unsloth_ddp.notebook import convert
+from unsloth_ddp.notebook.convert import convert
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]

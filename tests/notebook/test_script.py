@@ -6,8 +6,8 @@ import sys
 import pytest
 from making import LOAD, TRAIN, body, convert_cells, notebook
 
-from unsloth_ddp.notebook import Conversion, NotebookError
 from unsloth_ddp.notebook.reader import from_node
+from unsloth_ddp.notebook.types import Conversion, NotebookError
 
 DATA = "from datasets import load_dataset\ndataset = load_dataset('d')"
 
@@ -22,12 +22,12 @@ def test_strings_comments_and_cells_survive() -> None:
 
 
 def test_strings_are_not_indented_inside_a_guard() -> None:
-    text = body(convert_cells(LOAD, 'print("""a\n  b\nc""")\nprint(1)'))
-    assert 'if IS_MAIN:\n    print("""a\n  b\nc""")\n    print(1)' in text
+    text = body(convert_cells(LOAD, 'print(model.generate("""a\n  b\nc"""))\nprint(1)'))
+    assert 'if IS_MAIN:\n    print(model.generate("""a\n  b\nc"""))\n    print(1)' in text
 
 
 def test_blank_lines_stay_blank_inside_a_guard() -> None:
-    assert "    print(1)\n\n    print(2)\n" in body(convert_cells(LOAD, "print(1)\n\nprint(2)"))
+    assert "    model.generate(1)\n\n    print(2)\n" in body(convert_cells(LOAD, "model.generate(1)\n\nprint(2)"))
 
 
 def test_markdown_becomes_comments_and_cells_keep_their_marks() -> None:
@@ -74,9 +74,9 @@ def test_the_prologue_s_names_give_way() -> None:
 
 def test_the_prologue_s_modules_give_way() -> None:
     """`from datetime import datetime` would take the module's name from the helpers."""
-    text = convert_cells(LOAD, "from datetime import datetime\ndist = 1\nimport math", DATA, TRAIN).script
+    text = convert_cells(LOAD, "from datetime import datetime\ntorch = 1\nimport math", DATA, TRAIN).script
+    assert "import torch as ddp_torch\n\nif ddp_torch.cuda" in text
     assert "import datetime as ddp_datetime\n" in text and "ddp_datetime.timedelta(" in text
-    assert "import torch.distributed as ddp_dist\n" in text and "ddp_dist.barrier(" in text
     assert "import math\n" in text and "ddp_math" not in text
 
 
@@ -112,7 +112,7 @@ def test_every_finding_has_its_cell_and_line() -> None:
     assert [(f.kind, f.cell) for f in done.report.warnings] == [("server", 4)]
 
 
-@pytest.mark.parametrize(("cell", "expected"), [("x = (", "cell 2"), ("print 'x'", "cell 2"), ("return 1", "line")])
+@pytest.mark.parametrize(("cell", "expected"), [("x = (", "cell 2"), ("print 'x'", "cell 2"), ("return 1", "return 1")])
 def test_a_cell_that_is_not_python_is_named(cell: str, expected: str) -> None:
     with pytest.raises(NotebookError, match=expected):
         convert_cells(LOAD, cell)

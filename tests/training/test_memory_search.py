@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import math
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -16,10 +17,11 @@ import torch
 from safetensors.torch import load_file
 
 from tests.conftest import REPO
-from unsloth_ddp.config.options import AT_MOST
+from unsloth_ddp.config import options
 from unsloth_ddp.config.parse import Settings
 from unsloth_ddp.data.batch_plan import BatchPlan
-from unsloth_ddp.data.dataset import Counts, PadRight, TokenizedRows
+from unsloth_ddp.data.collate import PadRight
+from unsloth_ddp.data.dataset import Counts, TokenizedRows
 from unsloth_ddp.data.packing import best_fit
 from unsloth_ddp.distributed.ranks import Ranks
 from unsloth_ddp.distributed.runtime import Runtime
@@ -101,8 +103,11 @@ def test_another_micro_batch_keeps_the_global_batch():
     for number in (1, 2, 24, 36, 97):
         assert divisors(number) == [n for n in range(1, number + 1) if number % n == 0]
     # The largest step that may be asked for is walked to its square root, in less than a second.
+    largest = math.prod(
+        int(options.OPTIONS[name].at_most) for name in ("global_batch_size", "gradient_accumulation_steps")
+    )
     began = time.process_time()
-    assert len(divisors(AT_MOST["global_batch_size"] * AT_MOST["gradient_accumulation_steps"])) == 14 * 14
+    assert len(divisors(largest)) == 14 * 14
     assert time.process_time() - began < 5
     assert [with_micro_batch(plan, n).global_batch for n in divisors(24)] == [96] * 8
 

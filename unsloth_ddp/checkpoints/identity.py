@@ -9,6 +9,7 @@ from unsloth_ddp.checkpoints import manifest
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.data.batch_plan import BatchPlan
 from unsloth_ddp.distributed.runtime import Runtime
+from unsloth_ddp.model.identity import model_identity
 
 
 def run_identity(settings: Settings, runtime: Runtime) -> dict[str, Any]:
@@ -26,7 +27,7 @@ def run_identity(settings: Settings, runtime: Runtime) -> dict[str, Any]:
         "backend": runtime.backend,
         "precision": runtime.precision,
     }
-    return identity
+    return identity | runtime.broadcast_from_main(lambda: model_identity(settings))
 
 
 def batch_identity(plan: BatchPlan) -> dict[str, Any]:

@@ -16,33 +16,37 @@ from typing import Any
 
 import xxhash
 
+from unsloth_ddp.config.options import options_with
+from unsloth_ddp.distributed.wire import sendable
+from unsloth_ddp.utils.checksums import checksum
+from unsloth_ddp.utils.errors import os_reason
 from unsloth_ddp.utils.redaction import printable
 
 FILE_NAME = "manifest.json"
 FORMAT = 1
-CHUNK = 1 << 22
 
-# Settings that a resumed run has to share with the checkpoint, because each of them changes what is computed.
-GUARDED = (
-    "model", "model_revision", "method", "seed", "full_weights", "lora_r", "lora_alpha", "lora_dropout",
-    "lora_target_modules", "lora_modules_to_save", "use_rslora", "max_length", "overlong", "loss_on", "learning_rate",
-    "lr_scheduler_type", "warmup_steps", "weight_decay", "max_grad_norm", "optim", "trainer_args",
-)  # fmt: skip
-# Facts of the run beside them, in the same way.
+# Options that a resumed run has to share with the checkpoint as given; their declarations say which.
+GUARDED = options_with(on_resume="refuse", resolved=False)
+# Facts that it has to share: what the run made of options, and what follows from several of them.
 GUARDED_FACTS = (
-    "packing", "global_batch_size", "steps", "rows", "data", "sources", "shuffle_buffer", "backend", "precision",
+    *options_with(on_resume="refuse", resolved=True), "steps", "rows", "data", "sources", "sources_revision",
+    "model_config", "model_tokenizer", "model_weights",
 )  # fmt: skip
-# What changes where and how the same is computed: said, not refused.
-SAID = (
-    "world_size", "per_device_train_batch_size", "gradient_accumulation_steps", "gradient_checkpointing",
-    "attn_implementation",
-)  # fmt: skip
+# Options and facts whose change is reported and not refused: the same is computed elsewhere or otherwise.
+SAID = ("world_size", *options_with(on_resume="report"))
 # What a run needs beside the weights: the file as one process writes it, and its names with DDP, FSDP and DeepSpeed.
 STATE_FILES = {
     "optimizer.pt": ("optimizer.pt", "optimizer.bin", "optimizer_*/*", "*_optim_states.pt"),
     "scheduler.pt": ("scheduler.pt", "*_model_states.pt"),
     "rng_state.pth": ("rng_state.pth", "rng_state_*.pth"),
 }
+# What a resume reads beside the weights. A file of such a name that the manifest does not list was not written by the run.
+READ_ON_RESUME = (
+    "optimizer.pt", "optimizer.bin", "scheduler.pt", "scaler.pt", "rng_state*.pth", "latest", "*_states.pt",
+    "*.distcp", ".metadata",
+)  # fmt: skip
+# Files that DeepSpeed, and torch's sharded checkpoints, read by unpickling: whoever wrote them can have run any code.
+PICKLED = ("*_optim_states.pt", "*_model_states.pt", ".metadata")
 # Shardings whose optimizer files are one a process.
 FIXED_WORLD = ("zero2", "zero3")
 
@@ -54,6 +58,7 @@ class Damaged(ValueError):
         super().__init__(printable(message))
 
 
+@sendable
 @dataclass(frozen=True)
 class Manifest:
     """Step of a checkpoint, identity of its run, package versions, and files as {path: (bytes, checksum)}."""
@@ -123,15 +128,6 @@ def _checksum_of(content: Mapping[str, Any]) -> str:
 # ---- files ----
 
 
-def checksum(path: Path) -> str:
-    """Return the xxh3_128 of a file, which is read in parts."""
-    digest = xxhash.xxh3_128()
-    with path.open("rb") as file:
-        while chunk := file.read(CHUNK):
-            digest.update(chunk)
-    return str(digest.hexdigest())
-
-
 def list_files(folder: Path) -> list[Path]:
     """Return every file below `folder` but the manifest at its top, sorted."""
     return sorted(path for path in folder.rglob("*") if path.is_file() and path != folder / FILE_NAME)
@@ -179,7 +175,12 @@ def verify(folder: Path) -> Manifest:
             if path.stat().st_size != size:
                 raise Damaged(f"{name} has {path.stat().st_size:,} bytes instead of {size:,}")
         except OSError as error:
-            raise Damaged(f"{name[:100]} cannot be read: {error.strerror or error}") from None
+            raise Damaged(f"{name[:100]} cannot be read: {os_reason(error)}") from None
+
+    for path in list_files(folder):
+        name = path.relative_to(folder).as_posix()
+        if name not in manifest.files and _is_named(path.name, READ_ON_RESUME):
+            raise Damaged(f"it holds {name[:100]}, which its manifest does not list; remove that file")
 
     def matches(name: str) -> bool:
         try:
@@ -192,6 +193,15 @@ def verify(folder: Path) -> Manifest:
             if not good:
                 raise Damaged(f"the content of {name} does not match its checksum")
     return manifest
+
+
+def _is_named(name: str, patterns: Iterable[str]) -> bool:
+    return any(fnmatch(name, pattern) for pattern in patterns)
+
+
+def pickled_file(files: Iterable[str]) -> str | None:
+    """Return the first of a checkpoint's files whose reading runs what it holds; None if there is none."""
+    return next((name for name in files if _is_named(PurePosixPath(name).name, PICKLED)), None)
 
 
 def missing_state(files: Iterable[str]) -> str | None:
@@ -225,6 +235,8 @@ def compare_runs(before: Mapping[str, Any], now: Mapping[str, Any]) -> Compariso
 
     def changes(names: tuple[str, ...]) -> list[str]:
         both = [name for name in names if name in before and name in now]
+        # Earlier releases did not keep the commit of a Hub model.
+        both = [name for name in both if name != "model_revision" or before[name] is not None]
         return [f"{name} {_shown(before[name])} -> {_shown(now[name])}" for name in both if before[name] != now[name]]
 
     result = Comparison(refused=changes(GUARDED + GUARDED_FACTS), reported=changes(SAID))
@@ -234,6 +246,14 @@ def compare_runs(before: Mapping[str, Any], now: Mapping[str, Any]) -> Compariso
         result.instead = (
             f"its steps hold {packs} packs, which {processes} processes cannot share: start as many as divide {packs}"
         )
+    moved = ("model_revision", "sources_revision")
+    kept = [name for name in moved if before.get(name) and any(c.startswith(f"{name} ") for c in result.refused)]
+    if kept:
+        option = {"sources_revision": "dataset_revision"}.get(kept[0], kept[0])
+        values = before[kept[0]] if isinstance(before[kept[0]], list) else [before[kept[0]]]
+        result.instead = f"give --{option} {' '.join(map(printable, map(str, values)))} to read the same commit again"
+    elif any(change.startswith(("model_weights", "model_config", "model_tokenizer")) for change in result.refused):
+        result.instead = "put the earlier files of the model back"
     old, new = before.get("sharding", "none"), now.get("sharding", "none")
     if old != new:
         result.impossible.append(

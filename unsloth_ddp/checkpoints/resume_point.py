@@ -15,9 +15,12 @@ from unsloth_ddp.checkpoints.folders import step_folders
 from unsloth_ddp.checkpoints.manifest import Damaged, Manifest
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.distributed.runtime import Runtime
+from unsloth_ddp.distributed.wire import sendable
+from unsloth_ddp.utils.checksums import CHUNK
 from unsloth_ddp.utils.errors import UserError
 
 
+@sendable
 @dataclass(frozen=True)
 class ResumePoint:
     """The checkpoint that a run resumes from."""
@@ -66,7 +69,7 @@ def find_resume_point(settings: Settings, runtime: Runtime, run_folder: Path, co
     Raises:
         UserError: the folder named by --resume is not a whole checkpoint.
     """
-    return runtime.broadcast_from_main(lambda: _find(settings.resume, run_folder, continues))
+    return runtime.broadcast_from_main(lambda: _find(settings, run_folder, continues))
 
 
 def named_folder(wanted: str) -> Path | None:
@@ -83,12 +86,15 @@ def named_folder(wanted: str) -> Path | None:
     return folder
 
 
-def _find(wanted: str, run_folder: Path, continues: bool) -> ResumePoint | None:
+def _find(settings: Settings, run_folder: Path, continues: bool) -> ResumePoint | None:
+    wanted = settings.resume
     if folder := named_folder(wanted):
         try:
             point = ResumePoint(folder, manifest.verify(folder), folder.parent == run_folder)
         except Damaged as error:
             raise UserError(f"resume {wanted} is not a whole checkpoint: {error}; give another, auto or no.") from None
+        if not settings.trust_checkpoint:
+            _refuse_pickles(point)
         return _with_state(point)
     if wanted == "no" or not continues:
         return None
@@ -102,6 +108,15 @@ def _find(wanted: str, run_folder: Path, continues: bool) -> ResumePoint | None:
         print(f"{run_folder} holds an unfinished run without a whole checkpoint; it starts again at step 0.")
         return None
     return _with_state(ResumePoint(newest, whole[newest], of_this_run=True))
+
+
+def _refuse_pickles(point: ResumePoint) -> None:
+    """Refuse a checkpoint from elsewhere whose files run what they hold; the run's own folder is this user's."""
+    if not point.of_this_run and (name := manifest.pickled_file(point.manifest.files)):
+        raise UserError(
+            f"{point.folder} lies outside this run's folder, and reading {name} runs whatever code its writer put there; if "
+            "you know who wrote it add --trust_checkpoint, or give --run_name (and --output_dir) of the run that wrote it."
+        )
 
 
 def _with_state(point: ResumePoint) -> ResumePoint:
@@ -173,8 +188,8 @@ def _send_file(source: Path, target: Path | None, size: int, runtime: Runtime) -
             if target:
                 target.parent.mkdir(parents=True, exist_ok=True)
                 writing = files.enter_context(target.open("wb"))
-        for offset in range(0, size, manifest.CHUNK):
-            part = torch.zeros(min(manifest.CHUNK, size - offset), dtype=torch.uint8)
+        for offset in range(0, size, CHUNK):
+            part = torch.zeros(min(CHUNK, size - offset), dtype=torch.uint8)
             with contextlib.suppress(OSError):
                 if reading:
                     reading.readinto(part.numpy().data)

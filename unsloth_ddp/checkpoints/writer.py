@@ -246,6 +246,8 @@ class Checkpoints:
     def _prepare(self, aside: Path) -> None:
         if aside.exists():
             shutil.rmtree(aside)
+        if not self.folder.is_dir():
+            print(f"{self.folder} was removed while the run trained; it is made again for what follows.", flush=True)
         aside.mkdir(parents=True)
         # A save without enough room for the weights is not begun.
         if shutil.disk_usage(aside).free < self.weights_bytes + MARGIN:

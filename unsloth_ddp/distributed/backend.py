@@ -15,7 +15,7 @@ from pathlib import Path
 
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.distributed.runtime import Runtime
-from unsloth_ddp.utils.errors import UserError
+from unsloth_ddp.utils.errors import UserError, os_reason
 
 # Older Unsloth releases patch trainers and build CUDA extensions in every rank unless told not to.
 UNSLOTH_FLAGS = {"UNSLOTH_DISABLE_TRAINER_PATCHING": "1", "UNSLOTH_NO_CUDA_EXTENSIONS": "1"}
@@ -63,7 +63,7 @@ def _compiled_cache(runtime: Runtime, settings: Settings) -> Iterator[None]:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UserError(
-                f"compiled_cache_dir {folder} cannot be written: {error.strerror or error}; name another, or none."
+                f"compiled_cache_dir {folder} cannot be written: {os_reason(error)}; name another, or none."
             ) from None
         return str(folder)
 

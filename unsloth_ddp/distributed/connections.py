@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import hmac
 import json
 import os
 import secrets
 import socket
 import threading
-import time
 from dataclasses import dataclass, field
 from typing import Any
 
 from unsloth_ddp.config.parse import Settings
+from unsloth_ddp.distributed.admission import accept_ranks, call_main
 from unsloth_ddp.distributed.diagnosis import RankStatus
+from unsloth_ddp.distributed.rendezvous import secret_of
 from unsloth_ddp.distributed.runtime import Runtime
 
 CONNECT_SECONDS = 30.0
@@ -68,12 +70,14 @@ def connect(settings: Settings, runtime: Runtime) -> dict[int, socket.socket] | 
     told = runtime.gather(offer)[0]
     assert told is not None
     port, token = told
+    # The token has gone over the network in the clear; the secret of the launch files, where there is one, has not.
+    key = hmac.new(secret_of().encode(), token.encode(), hashlib.sha256).digest()
     try:
         if listener is not None:
-            sockets = _accept_all(listener, token, ranks.world_size - 1)
+            sockets = accept_ranks(listener, key, range(1, ranks.world_size), CONNECT_SECONDS)
         else:
             address = "127.0.0.1" if ranks.nodes == 1 else os.environ["MASTER_ADDR"]
-            sockets = {0: _call(address, port, token, ranks.rank)}
+            sockets = {0: call_main(address, port, key, ranks.rank, CONNECT_SECONDS)}
     except OSError as error:
         problem = f"{runtime.locations[ranks.rank]}: {error}"
     finally:
@@ -99,35 +103,6 @@ def _listen(one_node: bool) -> socket.socket:
         with contextlib.suppress(OSError):
             return socket.create_server(("::", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024)
     return socket.create_server(("", 0), backlog=1024)
-
-
-def _accept_all(listener: socket.socket, token: str, count: int) -> dict[int, socket.socket]:
-    """Connections of `count` ranks that know the token; strangers are sent away."""
-    deadline = time.monotonic() + CONNECT_SECONDS
-    sockets: dict[int, socket.socket] = {}
-    while len(sockets) < count:
-        listener.settimeout(max(0.01, deadline - time.monotonic()))
-        try:
-            one, _ = listener.accept()
-        except TimeoutError:
-            raise TimeoutError(f"{count - len(sockets)} of {count} ranks did not connect") from None
-        one.settimeout(2)
-        with contextlib.suppress(OSError, ValueError):
-            line = b""
-            while not line.endswith(b"\n") and len(line) < 200:
-                line += one.recv(1) or b"\n"
-            known, rank = line.decode().split()
-            if hmac.compare_digest(known, token):
-                sockets[int(rank)] = one
-                continue
-        one.close()
-    return sockets
-
-
-def _call(address: str, port: int, token: str, rank: int) -> socket.socket:
-    one = socket.create_connection((address, port), timeout=CONNECT_SECONDS)
-    one.sendall(f"{token} {rank}\n".encode())
-    return one
 
 
 def _set_timeouts(one: socket.socket, seconds: int) -> None:

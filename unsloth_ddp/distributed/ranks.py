@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import psutil
 
+from unsloth_ddp.distributed.wire import sendable
 from unsloth_ddp.utils.errors import UserError
 
 
@@ -70,6 +71,7 @@ def ranks_from_environment(environ: Mapping[str, str] = os.environ) -> Ranks:
     return ranks
 
 
+@sendable
 @dataclass(frozen=True)
 class RankLocation:
     """The host and process of one rank; as text, how messages name it."""

@@ -19,8 +19,10 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from unsloth_ddp.config.options import Settings
+from unsloth_ddp.distributed import wire
 from unsloth_ddp.distributed.progress import Progress
 from unsloth_ddp.distributed.ranks import RankLocation, Ranks, this_location
+from unsloth_ddp.distributed.rendezvous import check_secret, rendezvous, secret_of
 from unsloth_ddp.distributed.sharding import (
     TRUE,
     Sharding,
@@ -87,11 +89,7 @@ class Runtime:
         """Return the `value` of every rank, in rank order, on every rank."""
         if self.control_group is None:
             return [value]
-        import torch.distributed as dist
-
-        values: list[Any] = [None] * self.ranks.world_size
-        dist.all_gather_object(values, value, group=self.control_group)
-        return values
+        return wire.all_gather(value, self.control_group)
 
     def on_main(self, work: Callable[[], T], *, per_node: bool = False) -> T | None:
         """Run `work` in the main process (`per_node`: in the first process of each node) while the others wait.
@@ -130,8 +128,6 @@ class Runtime:
         """
         if self.control_group is None:
             return work()[0]
-        import torch.distributed as dist
-
         items: list[Any] | None = None
         failure = None
         if self.ranks.is_main:
@@ -140,11 +136,9 @@ class Runtime:
             except Exception as error:
                 failure = error
                 items = [(None, _describe(error))] * self.ranks.world_size
-        received: list[Any] = [None]
-        dist.scatter_object_list(received, items, src=0, group=self.control_group)
+        item, described = wire.scatter(items, self.control_group)
         if failure is not None:
             raise failure
-        item, described = received[0]
         if described is not None:
             raise _rebuild(0, described)
         return item
@@ -183,12 +177,13 @@ def started(settings: Settings, ranks: Ranks) -> Iterator[Runtime]:
     check_sharding(runtime.sharding, settings, runtime.device_type, runtime.backend, ranks.world_size)
     complete_environment(runtime.sharding, os.environ)
     quiet_imports()
-    _start_processes(runtime, settings)
-    try:
-        with runtime.cleanup:
-            yield runtime
-    finally:
-        _stop_processes(runtime)
+    with rendezvous(ranks, settings.ddp_timeout) as meeting:
+        _start_processes(runtime, settings, meeting)
+        try:
+            with runtime.cleanup:
+                yield runtime
+        finally:
+            _stop_processes(runtime)
 
 
 def let_idle_threads_sleep(environ: MutableMapping[str, str] = os.environ) -> None:
@@ -231,7 +226,7 @@ def control_timeout(settings: Settings) -> timedelta:
     return timedelta(hours=1, seconds=sum(path.stat().st_size for path in files) / 200_000)
 
 
-def _start_processes(runtime: Runtime, settings: Settings) -> None:
+def _start_processes(runtime: Runtime, settings: Settings, meeting: dict[str, Any]) -> None:
     import torch
     from accelerate import PartialState
 
@@ -252,8 +247,9 @@ def _start_processes(runtime: Runtime, settings: Settings) -> None:
         )
     else:
         torch.cuda.set_device(ranks.local_rank)
-    timeout = timedelta(seconds=settings.ddp_timeout)
-    state = PartialState(cpu=cpu, timeout=timeout) if ranks.world_size > 1 else PartialState(cpu=cpu)
+    if ranks.world_size > 1:
+        meeting = {**meeting, "timeout": timedelta(seconds=settings.ddp_timeout)}
+    state = PartialState(cpu=cpu, **meeting)
     if state.num_processes != ranks.world_size:
         raise UserError(
             f"The launcher announced WORLD_SIZE {ranks.world_size}, but {state.num_processes} processes formed a group; "
@@ -264,6 +260,8 @@ def _start_processes(runtime: Runtime, settings: Settings) -> None:
 
         runtime.control_group = dist.new_group(backend="gloo", timeout=control_timeout(settings))
     runtime.locations = runtime.gather(this_location(ranks))
+    if ranks.nodes > 1:
+        check_secret(runtime.gather, ranks, secret_of(), runtime.locations)
 
 
 def _stop_processes(runtime: Runtime) -> None:

@@ -8,35 +8,44 @@ _BLANK = cst.Module(body=[])
 
 
 def code(node: cst.CSTNode) -> str:
-    """The source of a node, without the whitespace around it."""
+    """Return the source of a node, without the whitespace around it."""
     return _BLANK.code_for_node(node)
 
 
 def expression(source: str) -> cst.BaseExpression:
-    """The syntax tree of an expression."""
+    """Parse an expression."""
     return cst.parse_expression(source)
 
 
 def keyword(call: cst.Call, name: str) -> cst.Arg | None:
-    """The keyword argument of that name."""
+    """Return the keyword argument of that name, or None."""
     return next((arg for arg in call.args if arg.keyword is not None and arg.keyword.value == name), None)
 
 
 def splats(call: cst.Call) -> bool:
-    """Whether a call takes arguments from a dict."""
+    """Return whether a call takes arguments from a dict (`**options`)."""
     return any(arg.star == "**" for arg in call.args)
 
 
 def set_keyword(call: cst.Call, name: str, source: str) -> cst.Call:
-    """`call` with `name` bound to the expression in `source`, replaced in place or put before the other keywords."""
+    """Return `call` with keyword `name` set to the expression `source`, in place or before the other keywords."""
     value = expression(source)
     old = keyword(call, name)
     if old is not None:
         return call.with_changes(
             args=[arg.with_changes(value=value) if arg is old else arg for arg in call.args],
         )
+    return _insert(call, cst.Arg(value=value, keyword=cst.Name(name), equal=_equal_style(call)))
+
+
+def add_splat(call: cst.Call, source: str) -> cst.Call:
+    """Return `call` with `**source` before its keyword arguments."""
+    return _insert(call, cst.Arg(value=expression(source), star="**"))
+
+
+def _insert(call: cst.Call, new: cst.Arg) -> cst.Call:
+    """Put an argument before the keyword arguments."""
     index = next((i for i, arg in enumerate(call.args) if arg.keyword is not None or arg.star == "**"), len(call.args))
-    new = cst.Arg(value=value, keyword=cst.Name(name), equal=_equal_style(call))
     args = list(call.args)
     if index == len(args):
         if not args:
@@ -50,7 +59,7 @@ def set_keyword(call: cst.Call, name: str, source: str) -> cst.Call:
 
 
 def remove_keyword(call: cst.Call, name: str) -> cst.Call:
-    """`call` without that keyword."""
+    """Return `call` without that keyword."""
     return call.with_changes(args=[arg for arg in call.args if arg.keyword is None or arg.keyword.value != name])
 
 
@@ -68,7 +77,7 @@ def _equal_style(call: cst.Call) -> cst.AssignEqual:
 
 
 def _between(call: cst.Call, index: int) -> cst.BaseParenthesizableWhitespace:
-    """Whitespace that starts the argument at `index` the way its neighbours start, without their comments."""
+    """Return the whitespace before the argument at `index`, as its neighbours have it, without their comments."""
     before: list[cst.CSTNode] = []
     for arg in call.args[:index]:
         if isinstance(arg.comma, cst.Comma):

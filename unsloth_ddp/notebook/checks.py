@@ -1,14 +1,20 @@
-"""What a conversion cannot prove: found on the graph, said as warnings where it happens."""
+"""Warn about what the conversion cannot prove to be right, at the statement it concerns."""
 
 from __future__ import annotations
+
+import re
 
 import libcst as cst
 
 from unsloth_ddp.notebook.arguments import code, keyword, splats
-from unsloth_ddp.notebook.context import Context
+from unsloth_ddp.notebook.commands import training_line
+from unsloth_ddp.notebook.context import ConversionContext
 from unsloth_ddp.notebook.effects import Effect, is_trainer_call
-from unsloth_ddp.notebook.graph import Graph, Role, Statement, is_dead
+from unsloth_ddp.notebook.graph import SEEDS, Graph, Role, Statement, is_dead
+from unsloth_ddp.notebook.hosts import HOST_NAMES
+from unsloth_ddp.notebook.ipython import command_of
 from unsloth_ddp.notebook.main_values import MainValues
+from unsloth_ddp.notebook.syntax import BUILTINS
 
 # Code that mentions none of these has nothing to do with a model.
 _LIBRARIES = ("unsloth", "transformers", "trl", "peft", "torch", "from_pretrained", "Trainer(", ".backward(")
@@ -21,65 +27,111 @@ _STARTERS = {
         "starts processes itself, as the launcher does; call its function instead",
     ),
 }
+_LOOP = "a hand-written training loop: its gradients are not averaged over processes"
+_LOOP_WITH_ACCELERATE = (
+    "Accelerate averages the gradients of this loop; every process takes a whole batch of the DataLoader, so divide "
+    "its batch_size by the number of processes to keep the global batch"
+)
+_OWN_LOADERS = ("get_train_dataloader",)
+_SHARDS = {"prepare", "prepare_data_loader", "get_train_dataloader", "DistributedSampler"}
 _COUNTS = ("device_count", "per_device_train_batch_size", "gradient_accumulation_steps", "train_batch_size")
 
 
+def only_training_command(graph: Graph) -> tuple[int, str] | None:
+    """Return the cell and the command that trains, where no cell trains otherwise."""
+    live = [statement for statement in graph.statements if not is_dead(statement.node)]
+    if set().union(*(s.effects for s in live), *graph.function_effects.values()) & SEEDS:
+        return None
+    found = ((s.cell, training_line(command_of(site.node))) for s in live for site in s.usage.calls)
+    return next(((cell, line) for cell, line in found if line), None)
+
+
 def trains_nothing(sources: list[str]) -> bool:
-    """Whether no cell mentions a library that trains."""
+    """Return whether no cell mentions a library that trains."""
     return not any(name in source for source in sources for name in _LIBRARIES)
 
 
-def check_notebook(graph: Graph, context: Context) -> list[str]:
-    """Comments with the warnings about the notebook as a whole."""
+def check_notebook(graph: Graph, context: ConversionContext) -> list[str]:
+    """Return comments with the warnings about the notebook as a whole."""
     live = [s for s in graph.statements if not is_dead(s.node)]
     functions = set().union(*graph.function_effects.values(), set())
     effects = functions.union(*(s.effects for s in live))
     context.cell = None
-    if not effects & {Effect.TRAINER, Effect.TRAIN}:
+    if not effects & SEEDS:
         return [context.warn("no trainer", "no trainer found: nothing here is known to train on several processes")]
     return []
 
 
-def check_statement(statement: Statement, graph: Graph, context: Context) -> list[str]:
-    """Comments with the warnings about one statement."""
+def check_statement(statement: Statement, graph: Graph, context: ConversionContext) -> list[str]:
+    """Return comments with the warnings about one statement."""
     if statement.role in (Role.DEAD, Role.DROP):
         return []
     effects = set(statement.effects)
-    for name in statement.facts.defines:
+    for name in statement.usage.defines:
         effects |= graph.function_effects.get(name, set()) & {Effect.LOOP}
     notes = []
     if Effect.LOOP in effects and not (effects & {Effect.TRAIN} or _only_calls(statement, graph)):
-        notes.append(
-            context.warn("loop", "a hand-written training loop: its gradients are not averaged over processes")
-        )
+        notes.append(context.warn("loop", _LOOP_WITH_ACCELERATE if _prepares(graph) else _LOOP))
     if Effect.SERVER in statement.effects:
         notes.append(context.warn("server", "starts another process: once a node; check who must reach it"))
     if Effect.PAID in statement.effects:
         notes.append(context.warn("paid call", "calls a service: once, by the main process"))
     if Effect.INFER in effects and statement.needed and not effects & {Effect.TRAIN, Effect.TRAINER}:
-        notes.append(context.warn("inference", "training needs what this generates, so every process generates"))
+        notes.append(
+            context.warn(
+                "inference",
+                "every process generates here, since the training reads something that this makes or changes; "
+                "put it under `if IS_MAIN:` if it only evaluates",
+            )
+        )
     if statement.needed and statement.role in (Role.ALL, Role.FIRST) and MainValues(graph, statement).leaves_run():
         notes.append(context.warn("tracker", "uses a tracked run that only the main process has"))
+    notes += _check_names(statement, context)
+    notes += _check_commands(statement, context)
     notes += [context.warn(*_STARTERS[path]) for path in _starters(statement, graph)]
     notes += _check_trainers(statement, graph, context)
     notes += _check_loss(statement, graph, context)
+    notes += _check_loaders(statement, graph, context)
     notes += _check_sizing(statement, graph, context)
     return notes
 
 
+def _check_names(statement: Statement, context: ConversionContext) -> list[str]:
+    """Warn about names that the script does not have: of cells that were left out, and of the notebook's host."""
+    usage = statement.usage
+    read = usage.reads.union(*(body.reads for body in usage.defines.values())) - context.bound - BUILTINS
+    notes = []
+    for name in sorted(read):
+        cell = next((n for n, text in context.left_out if re.search(rf"(?<![\w.]){name}\b", text)), None)
+        if cell is not None:
+            notes.append(context.warn("name", f"{name} comes from cell {cell}, which is not in the script: define it"))
+        elif name in HOST_NAMES:
+            notes.append(context.warn("host", f"{name} exists only on {HOST_NAMES[name]}: make it, or leave this out"))
+    return notes
+
+
+def _check_commands(statement: Statement, context: ConversionContext) -> list[str]:
+    commands = [training_line(command_of(site.node)) for site in statement.usage.calls]
+    return [
+        context.warn("command", f"`{command}` starts a training of its own, from one process and with the same GPUs")
+        for command in dict.fromkeys(commands)
+        if command
+    ]
+
+
 def _starters(statement: Statement, graph: Graph) -> list[str]:
-    sites = [*statement.facts.calls, *(c for body in statement.facts.defines.values() for c in body.calls)]
+    sites = [*statement.usage.calls, *(c for body in statement.usage.defines.values() for c in body.calls)]
     return [path for path in dict.fromkeys(graph.full_path(site) for site in sites) if path in _STARTERS]
 
 
 def _only_calls(statement: Statement, graph: Graph) -> bool:
-    """The loop stands in a function, where the warning is."""
-    return not statement.facts.defines and not any(s.tail == "backward" for s in statement.facts.calls)
+    """Return whether the loop is in a function that the statement calls; the function carries the warning."""
+    return not statement.usage.defines and not any(s.tail == "backward" for s in statement.usage.calls)
 
 
-def _check_trainers(statement: Statement, graph: Graph, context: Context) -> list[str]:
+def _check_trainers(statement: Statement, graph: Graph, context: ConversionContext) -> list[str]:
     notes = []
-    sites = [*statement.facts.calls, *(c for body in statement.facts.defines.values() for c in body.calls)]
+    sites = [*statement.usage.calls, *(c for body in statement.usage.defines.values() for c in body.calls)]
     for site in sites:
         if not is_trainer_call(site, graph.trainer_classes) or splats(site.node):
             continue
@@ -95,17 +147,41 @@ def _might_be_arguments(arg: cst.Arg) -> bool:
     return arg.keyword is None and ("arg" in text or "config" in text)
 
 
-def _check_loss(statement: Statement, graph: Graph, context: Context) -> list[str]:
+def _prepares(graph: Graph) -> bool:
+    """Return whether the notebook has Accelerate prepare its model and data."""
+    sites = [site for s in graph.statements for site in s.usage.calls]
+    sites += [site for body in graph.functions.values() for site in body.calls]
+    return any(graph.full_path(site).startswith("accelerate.") for site in sites) and any(
+        site.is_method and site.tail == "prepare" for site in sites
+    )
+
+
+def _check_loaders(statement: Statement, graph: Graph, context: ConversionContext) -> list[str]:
+    """Warn about a trainer that makes its own DataLoader and does not share the rows out."""
+    return [
+        context.warn(
+            "data loader",
+            f"{name}.{method} makes a DataLoader of its own: unless it goes through self.accelerator.prepare, "
+            "every process trains on the same rows",
+        )
+        for name, body in statement.usage.defines.items()
+        for method in _OWN_LOADERS
+        if name in graph.trainer_classes and method in body.methods
+        if not any(site.tail in _SHARDS for site in body.calls)
+    ]
+
+
+def _check_loss(statement: Statement, graph: Graph, context: ConversionContext) -> list[str]:
     return [
         context.warn("custom loss", f"{name} has its own compute_loss: check how it averages over tokens and processes")
-        for name, body in statement.facts.defines.items()
+        for name, body in statement.usage.defines.items()
         if name in graph.trainer_classes and "compute_loss" in body.methods
     ]
 
 
-def _check_sizing(statement: Statement, graph: Graph, context: Context) -> list[str]:
-    """Code that computes with the batch or the number of devices."""
-    sites = [*statement.facts.calls, *(c for body in statement.facts.defines.values() for c in body.calls)]
+def _check_sizing(statement: Statement, graph: Graph, context: ConversionContext) -> list[str]:
+    """Warn about code that computes with the batch or the number of devices."""
+    sites = [*statement.usage.calls, *(c for body in statement.usage.defines.values() for c in body.calls)]
     if any(site.tail == "device_count" for site in sites) and statement.role is not Role.MAIN:
         return [context.warn("sizing", "counts the GPUs itself; under DDP every process has one")]
     if isinstance(statement.node, cst.SimpleStatementLine) and any(_sets_batch(small) for small in statement.node.body):

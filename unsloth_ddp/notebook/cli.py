@@ -1,4 +1,4 @@
-"""The converter's command line."""
+"""Parse the command line of notebook_to_script.py, convert, and write the script and the report."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import tempfile
 from pathlib import Path
 
 from unsloth_ddp.notebook.report import summary
-from unsloth_ddp.notebook.types import NotebookError, Options
+from unsloth_ddp.notebook.types import ConversionOptions, NotebookError
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The options, by topic."""
+    """Build the parser, its options grouped by topic."""
     parser = argparse.ArgumentParser(
         prog="notebook_to_script.py",
         description="Turn an Unsloth notebook into a script that trains under DDP.",
@@ -52,7 +52,7 @@ def _batch_size(text: str) -> int | None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command; 0 done, 1 warnings with --check, 2 for what the user must change."""
+    """Run the command and return the exit code: 0 done, 1 warnings with --check, 2 an error of the user."""
     options = make_parser().parse_args(arguments)
     try:
         return _run(options)
@@ -71,7 +71,7 @@ def _run(options: argparse.Namespace) -> int:
 
     conversion = convert(
         options.notebook,
-        Options(
+        ConversionOptions(
             per_device_batch_size=options.per_device_batch_size, tensorboard=options.tensorboard, seed=options.seed
         ),
     )
@@ -101,7 +101,7 @@ def _refuse_folder(path: Path) -> None:
 
 
 def _write_whole(path: Path, text: str) -> None:
-    """Write a file whole or not at all."""
+    """Write a file through a temporary one, so that an interrupted write leaves no half of it."""
     name = None
     try:
         with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=path.absolute().parent, delete=False) as file:

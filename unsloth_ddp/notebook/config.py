@@ -1,4 +1,4 @@
-"""The edits of a trainer's arguments: batch, accumulation and what DDP needs."""
+"""Edit a trainer's arguments: batch size, gradient accumulation and the settings that DDP needs."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import re
 
 import libcst as cst
 
-from unsloth_ddp.notebook.arguments import code, keyword, set_keyword, splats
-from unsloth_ddp.notebook.context import Context
+from unsloth_ddp.notebook.arguments import add_splat, code, keyword, remove_keyword, set_keyword, splats
+from unsloth_ddp.notebook.context import ConversionContext
 from unsloth_ddp.notebook.syntax import dotted
 
 CONFIG_NAME = re.compile(
@@ -20,14 +20,14 @@ _GENERATES = re.compile(r"GRPO|RLOO|GSPO")
 _BATCH, _STEPS = "per_device_train_batch_size", "gradient_accumulation_steps"
 
 
-def is_config_call(call: cst.Call, context: Context) -> bool:
-    """Whether a call makes a trainer's arguments."""
+def is_config_call(call: cst.Call, context: ConversionContext) -> bool:
+    """Return whether a call makes a trainer's arguments."""
     path = dotted(call.func)
     return bool(CONFIG_NAME.match(path.split(".")[-1])) or path in context.config_classes
 
 
-def edit_config(call: cst.Call, context: Context) -> tuple[cst.Call, list[str]]:
-    """The call with the arguments that DDP needs, and the comments that say so."""
+def edit_config(call: cst.Call, context: ConversionContext) -> tuple[cst.Call, list[str]]:
+    """Return the call with the arguments that DDP needs, and the comments for the script."""
     path = dotted(call.func)
     kind = path.split(".")[-1]
     family = " ".join({kind, *context.trainers_of_config.get(path, ())})
@@ -41,9 +41,10 @@ def edit_config(call: cst.Call, context: Context) -> tuple[cst.Call, list[str]]:
     call = _edit_batch(call, path, contrastive, generates, context, notes)
     for name, value in (("average_tokens_across_devices", "True"), ("ddp_find_unused_parameters", "False")):
         old = keyword(call, name)
-        call = set_keyword(call, name, value)
+        call = remove_keyword(call, name)
         if old is not None and code(old.value) != value:
             notes.append(context.edit("arguments", f"{name} was {code(old.value)}"))
+    call = add_splat(call, f"{context.names['ddp_settings']}({path})")
     notes.append(
         context.edit("arguments", "every token counts the same on every process; no search for unused weights")
     )
@@ -59,7 +60,7 @@ def edit_config(call: cst.Call, context: Context) -> tuple[cst.Call, list[str]]:
 
 
 def _edit_batch(
-    call: cst.Call, path: str, contrastive: bool, generates: bool, context: Context, notes: list[str]
+    call: cst.Call, path: str, contrastive: bool, generates: bool, context: ConversionContext, notes: list[str]
 ) -> cst.Call:
     batch = _value(call, _BATCH, path, 8, context)
     steps = _value(call, _STEPS, path, 1, context)
@@ -87,8 +88,18 @@ def _edit_batch(
         per_device = str(size)
     call = set_keyword(call, _STEPS, f"{names['accumulation_steps']}({whole}, {per_device}{multiple})")
     call = set_keyword(call, _BATCH, per_device)
-    stays = whole if len(whole) < 40 else "what it was"
-    notes.append(context.edit("batch", f"the global batch stays {stays}, shared by the processes"))
+    product = whole if len(whole) < 40 else "of the notebook"
+    if size == 1 and not contrastive and (_integer(batch) or 2) > 1:
+        notes.append(
+            context.edit(
+                "batch",
+                f"the global batch {product} shared by the processes, one row at a time; "
+                f"--per-device-batch-size keep takes {batch if batch.isdigit() else 'more'} at once: fewer and faster "
+                "passes, safe with Unsloth of 2026 or later",
+            )
+        )
+    else:
+        notes.append(context.edit("batch", f"the global batch {product} shared by the processes"))
     if contrastive:
         notes.append(
             context.warn(
@@ -98,8 +109,8 @@ def _edit_batch(
     return call
 
 
-def _value(call: cst.Call, name: str, path: str, otherwise: int, context: Context) -> str:
-    """Source of an argument's value; the config's own default where the notebook leaves it out."""
+def _value(call: cst.Call, name: str, path: str, otherwise: int, context: ConversionContext) -> str:
+    """Return the source of an argument's value, or of a look-up of the config's default where it is not given."""
     found = keyword(call, name)
     if found is None or code(found.value) == "None":
         return f'{context.names["default_of"]}({path}, "{name}", {otherwise})'
@@ -116,8 +127,10 @@ def _integer(text: str) -> int | None:
     return int(text) if text.isdigit() else None
 
 
-def _edit_splatted(call: cst.Call, contrastive: bool, context: Context, notes: list[str]) -> tuple[cst.Call, list[str]]:
-    """Arguments from a dict are known only when the script runs, so they are completed there."""
+def _edit_splatted(
+    call: cst.Call, contrastive: bool, context: ConversionContext, notes: list[str]
+) -> tuple[cst.Call, list[str]]:
+    """Complete arguments from a dict when the script runs: they are known only then."""
     size = None if contrastive else context.options.per_device_batch_size
     named = [arg for arg in call.args if arg.star != "" or arg.keyword is not None]
     rest = [arg for arg in call.args if arg.star == "" and arg.keyword is None]

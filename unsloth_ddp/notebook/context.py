@@ -1,4 +1,4 @@
-"""What the edits of one conversion share: options, names, and the report they write to."""
+"""Hold what the edits of one conversion share: options, names, and the report they write to."""
 
 from __future__ import annotations
 
@@ -6,43 +6,57 @@ import re
 from dataclasses import dataclass, field
 
 from unsloth_ddp.notebook.prologue import Names
-from unsloth_ddp.notebook.types import Finding, Options, Report
+from unsloth_ddp.notebook.types import ConversionOptions, ConversionReport, ReportEntry
 
 _MARK = re.compile("\x00(\\d+)\x00")
 
 
 @dataclass
-class Context:
-    """One conversion in progress."""
+class ConversionContext:
+    """The state of one conversion."""
 
-    options: Options
+    options: ConversionOptions
     names: Names
-    report: Report
+    report: ConversionReport
     bound: set[str]
     imports: dict[str, str]
     config_classes: set[str] = field(default_factory=set)
     trainers_of_config: dict[str, set[str]] = field(default_factory=dict)
     requirements: list[str] = field(default_factory=list)
     cell: int | None = None
+    secrets: set[str] = field(default_factory=set)  # names that hold a secret, which may be unset
+    left_out: list[tuple[int, str]] = field(default_factory=list)  # cell and text of what is not in the script
     on_one_process: bool = False  # inside a statement that a guard keeps off the others
-    _marked: dict[int, Finding] = field(default_factory=dict)
+    _marked: dict[int, ReportEntry] = field(default_factory=dict)
+
+    @property
+    def command_names(self) -> set[str]:
+        """Return names imported from modules that start commands or log in."""
+        modules = ("subprocess.", "os.system", "asyncio.create_subprocess", "huggingface_hub.", "wandb.login")
+        return {name for name, path in self.imports.items() if path.startswith(modules)}
+
+    @property
+    def on_kaggle(self) -> bool:
+        """Return whether the notebook takes secrets from Kaggle."""
+        return any(path.startswith("kaggle_secrets") for path in self.imports.values())
 
     def edit(self, kind: str, message: str) -> str:
-        """Note an edit; returns the comment that marks it in the script."""
-        return self._note(Finding(kind, message, self.cell), self.report.edits, "# ddp: ")
+        """Add an edit to the report and return the comment that marks it in the script."""
+        return self._note(ReportEntry(kind, message, self.cell), self.report.edits, "# ddp: ")
 
     def warn(self, kind: str, message: str) -> str:
-        """Note a warning; returns the comment that marks it in the script."""
-        return self._note(Finding(kind, message, self.cell), self.report.warnings, "# ddp: CHECK: ")
+        """Add a warning to the report and return the comment that marks it in the script."""
+        return self._note(ReportEntry(kind, message, self.cell), self.report.warnings, "# ddp: CHECK: ")
 
-    def _note(self, finding: Finding, into: list[Finding], prefix: str) -> str:
-        into.append(finding)
+    def _note(self, entry: ReportEntry, into: list[ReportEntry], prefix: str) -> str:
+        into.append(entry)
+        entry.message = " ".join(entry.message.split())  # a comment is one line, whatever it quotes
         number = len(self._marked)
-        self._marked[number] = finding
-        return f"{prefix}{finding.message}\x00{number}\x00"
+        self._marked[number] = entry
+        return f"{prefix}{entry.message}\x00{number}\x00"
 
     def place(self, script: str) -> str:
-        """Take the marks out of the finished script, and give each finding its line."""
+        """Remove the marks from the finished script, and give each report entry its line."""
         lines = script.split("\n")
         for index, line in enumerate(lines):
             for number in _MARK.findall(line):

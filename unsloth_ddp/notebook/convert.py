@@ -1,7 +1,8 @@
-"""One conversion from end to end: read, lower, classify, edit, write."""
+"""Convert a notebook: read it, turn magics into Python, decide where statements run, edit them, write the script."""
 
 from __future__ import annotations
 
+import ast
 import re
 import sys
 from dataclasses import dataclass
@@ -10,24 +11,30 @@ from pathlib import Path, PurePath
 import libcst as cst
 
 from unsloth_ddp.notebook.arguments import code, keyword
-from unsloth_ddp.notebook.checks import check_notebook, check_statement, trains_nothing
-from unsloth_ddp.notebook.context import Context
+from unsloth_ddp.notebook.checks import (
+    check_notebook,
+    check_statement,
+    only_training_command,
+    trains_nothing,
+)
+from unsloth_ddp.notebook.commands import training_line
+from unsloth_ddp.notebook.context import ConversionContext
 from unsloth_ddp.notebook.draws import assign_seeds
 from unsloth_ddp.notebook.effects import Effect, is_trainer_call
-from unsloth_ddp.notebook.facts import collect
-from unsloth_ddp.notebook.graph import Graph, Role, Statement, build
+from unsloth_ddp.notebook.graph import SEEDS, Graph, Role, Statement, build
 from unsloth_ddp.notebook.ipython import command_of, without_installs
 from unsloth_ddp.notebook.lines import comment_line
-from unsloth_ddp.notebook.magics import lower
+from unsloth_ddp.notebook.magics import Lowered, add_automagic, lower
 from unsloth_ddp.notebook.main_values import mark_sent
+from unsloth_ddp.notebook.name_usage import collect
 from unsloth_ddp.notebook.normalise import normalise
-from unsloth_ddp.notebook.prologue import IDENTIFIERS, MODULES, Names, render
+from unsloth_ddp.notebook.prologue import IDENTIFIERS, MODULES, Names, render_device, render_region
 from unsloth_ddp.notebook.reader import read_notebook
 from unsloth_ddp.notebook.rewrite import rewrite
 from unsloth_ddp.notebook.roles import assign_roles
 from unsloth_ddp.notebook.syntax import dotted
-from unsloth_ddp.notebook.types import Cell, Conversion, Notebook, NotebookError, Options, Report
-from unsloth_ddp.notebook.writer import DEVICE_MARK, Placed, cell_body
+from unsloth_ddp.notebook.types import Cell, Conversion, ConversionOptions, ConversionReport, Notebook, NotebookError
+from unsloth_ddp.notebook.writer import DEVICE_MARK, EditedStatement, cell_body, needs_no_guard
 
 _IMPORT_TIME = re.compile(r"^(UNSLOTH|CUDA|PYTORCH|TORCH|HF|TRANSFORMERS|TOKENIZERS|VLLM|NCCL|TRITON|BNB|OMP|MKL)_")
 
@@ -41,21 +48,28 @@ class _CodeCell:
     footer: list[cst.EmptyLine]
 
 
-def convert(path: Path, options: Options | None = None) -> Conversion:
-    """Convert the notebook at `path`; raises NotebookError where it cannot be done."""
-    return convert_notebook(read_notebook(path), options or Options())
+def convert(path: Path, options: ConversionOptions | None = None) -> Conversion:
+    """Convert the notebook at `path`. Raises NotebookError where that is not possible."""
+    return convert_notebook(read_notebook(path), options or ConversionOptions())
 
 
-def convert_notebook(notebook: Notebook, options: Options) -> Conversion:
-    """Convert a notebook that was read already."""
+def convert_notebook(notebook: Notebook, options: ConversionOptions) -> Conversion:
+    """Convert a notebook that has been read. Raises NotebookError where that is not possible."""
     code_cells = [cell for cell in notebook.cells if cell.kind == "code"]
-    if trains_nothing([cell.source for cell in code_cells]):
+    sources = [cell.source for cell in code_cells]
+    if trains_nothing(sources) and not any(training_line(source) for source in sources):
         raise NotebookError(f"{notebook.name}: no cell trains or loads a model; give a fine-tuning notebook.")
-    report = Report(PurePath(notebook.name).name)
+    report = ConversionReport(" ".join(PurePath(notebook.name).name.split()))
     parsed = [(cell, *_parse(cell, notebook.name)) for cell in code_cells]
     context = _context(parsed, options, report)
-    cells = [_normalised(cell, module, removed, unknown, context) for cell, module, removed, unknown in parsed]
+    cells = [_normalised(cell, module, lowered, context) for cell, module, lowered in parsed]
     graph = build((cell.number, cell.body) for cell in cells)
+    command = only_training_command(graph)
+    if command is not None:
+        raise NotebookError(
+            f"{notebook.name}: its only training is the command `{command[1]}` in cell {command[0]}, which starts "
+            "processes of its own; run that command itself on several GPUs, or give a notebook whose cells train."
+        )
     _know_configs(graph, context)
     assign_roles(graph)
     mark_sent(graph)
@@ -63,18 +77,23 @@ def convert_notebook(notebook: Notebook, options: Options) -> Conversion:
     script = _write(notebook, cells, graph, context)
     script = context.place(script)
     _check_syntax(script, notebook.name, context)
-    for findings in (report.edits, report.warnings):
-        findings.sort(key=lambda finding: (finding.line or 0, finding.cell or 0))
+    for entries in (report.edits, report.warnings):
+        entries.sort(key=lambda entry: (entry.line or 0, entry.cell or 0))
     return Conversion(script, report)
 
 
-def _parse(cell: Cell, name: str) -> tuple[cst.Module, tuple[str, ...], tuple[str, ...]]:
+def _parse(cell: Cell, name: str) -> tuple[cst.Module, Lowered]:
+    """Parse a cell, with automagic if it is no Python without."""
     try:
-        lowered = lower(cell.source)
-        return cst.parse_module(lowered.source), lowered.removed, lowered.unknown
+        return _parsed(cell.source)
+    except (cst.ParserSyntaxError, SyntaxError):
+        source = add_automagic(cell.source)
+    try:
+        return _parsed(source)
     except cst.ParserSyntaxError as error:
         line = error.raw_line
-        text = (lowered.source.splitlines() or [""])[min(line, len(lowered.source.splitlines())) - 1].strip()
+        lines = lower(source).source.splitlines() or [""]
+        text = lines[min(line, len(lines)) - 1].strip()
         raise NotebookError(
             f"{name}: cell {cell.number} is not Python (line {line}: {text[:80]!r}); correct it in the notebook."
         ) from None
@@ -84,27 +103,35 @@ def _parse(cell: Cell, name: str) -> tuple[cst.Module, tuple[str, ...], tuple[st
         ) from None
 
 
+def _parsed(source: str) -> tuple[cst.Module, Lowered]:
+    lowered = lower(source)
+    return cst.parse_module(lowered.source), lowered
+
+
 def _context(
-    parsed: list[tuple[Cell, cst.Module, tuple[str, ...], tuple[str, ...]]], options: Options, report: Report
-) -> Context:
-    facts = [collect(statement) for _, module, _, _ in parsed for statement in module.body]
-    bound = set().union(*(f.writes for f in facts), set())
-    read = set().union(*(f.reads for f in facts), set())
+    parsed: list[tuple[Cell, cst.Module, Lowered]],
+    options: ConversionOptions,
+    report: ConversionReport,
+) -> ConversionContext:
+    usages = [collect(statement) for _, module, _ in parsed for statement in module.body]
+    bound = set().union(*(f.writes for f in usages), set())
+    read = set().union(*(f.reads for f in usages), set())
     imports: dict[str, str] = {}
-    for item in facts:
+    for item in usages:
         imports.update(item.imports)
-    rebound = {n for item in facts for n in item.writes if n in MODULES and item.imports.get(n) != MODULES[n]}
+    rebound = {n for item in usages for n in item.writes if n in MODULES and item.imports.get(n) != n}
     names = Names(frozenset((bound | read) & set(IDENTIFIERS)), frozenset(rebound))
-    return Context(options, names, report, bound, imports)
+    if "display" in read - bound:
+        names.used.add("display")
+    return ConversionContext(options, names, report, bound, imports)
 
 
-def _normalised(
-    cell: Cell, module: cst.Module, removed: tuple[str, ...], unknown: tuple[str, ...], context: Context
-) -> _CodeCell:
+def _normalised(cell: Cell, module: cst.Module, lowered: Lowered, context: ConversionContext) -> _CodeCell:
     context.cell = cell.number
+    context.left_out += [(cell.number, text) for text in lowered.left_out]
     top = []
-    for name in removed:
-        if name in unknown:
+    for name in lowered.removed:
+        if name in lowered.unknown:
             top.append(context.warn("magic", f"{name} cell left out: a script has nothing like it"))
         else:
             top.append(context.edit("magic", f"{name} is for notebooks"))
@@ -112,15 +139,15 @@ def _normalised(
     return _CodeCell(cell.number, module, body, top, pending)
 
 
-def _know_configs(graph: Graph, context: Context) -> None:
+def _know_configs(graph: Graph, context: ConversionContext) -> None:
     """Find the classes whose instances trainers take as arguments, whatever they are called."""
     made: dict[str, str] = {}
-    sites = [site for s in graph.statements for site in s.facts.calls]
+    sites = [site for s in graph.statements for site in s.usage.calls]
     sites += [site for body in graph.functions.values() for site in body.calls]
     for statement in graph.statements:
-        for site in statement.facts.calls:
-            if len(statement.facts.writes) == 1:
-                made.setdefault(next(iter(statement.facts.writes)), site.path)
+        for site in statement.usage.calls:
+            if len(statement.usage.writes) == 1:
+                made.setdefault(next(iter(statement.usage.writes)), site.path)
     for site in sites:
         if not is_trainer_call(site, graph.trainer_classes):
             continue
@@ -136,17 +163,17 @@ def _know_configs(graph: Graph, context: Context) -> None:
 # Writing -------------------------------------------------------------------------------------------------------------
 
 
-def _write(notebook: Notebook, cells: list[_CodeCell], graph: Graph, context: Context) -> str:
+def _write(notebook: Notebook, cells: list[_CodeCell], graph: Graph, context: ConversionContext) -> str:
     notes = check_notebook(graph, context)
-    placed: dict[int, list[Placed]] = {cell.number: [] for cell in cells}
+    placed: dict[int, list[EditedStatement]] = {cell.number: [] for cell in cells}
     for index, statement in enumerate(graph.statements):
         context.cell = statement.cell
         if statement.role is Role.DROP:
             _note_requirements(statement, context)
-            placed[statement.cell].append(Placed(statement, index, statement.node))
+            placed[statement.cell].append(EditedStatement(statement, index, statement.node))
             continue
         checks = check_statement(statement, graph, context)
-        placed[statement.cell].append(Placed(statement, index, rewrite(statement, graph, context), checks))
+        placed[statement.cell].append(EditedStatement(statement, index, rewrite(statement, graph, context), checks))
     first = _first_heavy(graph)
     by_number = {cell.number: cell for cell in cells}
     texts: list[str] = []
@@ -159,21 +186,23 @@ def _write(notebook: Notebook, cells: list[_CodeCell], graph: Graph, context: Co
     body = "\n".join(texts)
     body += _ending(graph, context)
     quiet = ""
-    if _speaks(placed):
+    if _speaks(placed, graph) or "display" in context.names.used:
         context.names.used.add("quiet_print")
         context.cell = None
         quiet = context.edit("print", "code that every process runs prints on the main process only")
-    early, device = render(context.names, _hoisted(graph, first), quiet)
+    unsloth = any(path.split(".")[0] == "unsloth" for path in context.imports.values())
+    region = render_region(context.names, _hoisted(graph, first), quiet, unsloth=unsloth, hashes=_orders_by_hash(body))
+    device = render_device(context.names)
     body = body.replace(DEVICE_MARK + "\n", device, 1) if DEVICE_MARK in body else f"# %%\n{device}\n{body}"
-    return _header(context, notes) + "".join(future) + early + "\n" + body
+    return _header(context, notes) + "".join(future) + region + "\n" + body
 
 
-def _note_requirements(statement: Statement, context: Context) -> None:
-    for site in statement.facts.calls:
+def _note_requirements(statement: Statement, context: ConversionContext) -> None:
+    for site in statement.usage.calls:
         context.requirements += without_installs(command_of(site.node))[1]
 
 
-def _header(context: Context, notes: list[str]) -> str:
+def _header(context: ConversionContext, notes: list[str]) -> str:
     lines = [
         f"# Made from {context.report.notebook} to train on several GPUs; what was changed is marked `# ddp:`.",
         "#",
@@ -184,7 +213,7 @@ def _header(context: Context, notes: list[str]) -> str:
     wanted = list(dict.fromkeys(context.requirements))
     if wanted:
         lines += ["#", "# The notebook installed these; install them before you run this:"]
-        lines += [f"#     {name}" for name in wanted]
+        lines += ["#     " + " ".join(name.split()) for name in wanted]
     if notes:
         lines += ["#", *notes]
     return "\n".join(lines) + "\n\n"
@@ -196,10 +225,17 @@ def _prose(cell: Cell) -> str:
     return "\n".join([title, *lines]) + "\n"
 
 
-def _code(cell: _CodeCell, placed: list[Placed], first: int, graph: Graph, context: Context, future: list[str]) -> str:
+def _code(
+    cell: _CodeCell,
+    placed: list[EditedStatement],
+    first: int,
+    graph: Graph,
+    context: ConversionContext,
+    future: list[str],
+) -> str:
     kept = []
     for item in placed:
-        if any(path.startswith("__future__.") for path in item.statement.facts.imports.values()):
+        if any(path.startswith("__future__.") for path in item.statement.usage.imports.values()):
             future.append(code(item.node.with_changes(leading_lines=[])))
         else:
             kept.append(item)
@@ -217,21 +253,66 @@ def _code(cell: _CodeCell, placed: list[Placed], first: int, graph: Graph, conte
     return f"# %%\n{DEVICE_MARK}\n\n{text}" if here and not before else text
 
 
+# Third-party modules that neither import torch nor touch a GPU.
+_LIGHT = {
+    "google",
+    "numpy",
+    "pandas",
+    "tqdm",
+    "dotenv",
+    "requests",
+    "wandb",
+    "huggingface_hub",
+    "matplotlib",
+    "sklearn",
+}
+_LIGHT |= {
+    "PIL",
+    "yaml",
+    "rich",
+    "kagglehub",
+    "IPython",
+    "seaborn",
+    "mlflow",
+    "ipywidgets",
+    "httpx",
+    "psutil",
+    "pydantic",
+}
+
+
 def _first_heavy(graph: Graph) -> int:
-    """The first statement that could touch a GPU or that needs a helper: the device is chosen before it."""
+    """Find the first statement that could touch a GPU: the device is chosen just before it."""
     for index, statement in enumerate(graph.statements):
         if statement.role in (Role.DEAD, Role.DROP):
             continue
-        modules = {path.split(".")[0] for path in statement.facts.imports.values()}
-        if modules - sys.stdlib_module_names - {"google"} or statement.role not in (Role.ALL,):
-            return index
-        if statement.effects & {Effect.INPUT, Effect.SHELL} or statement.seed or statement.sent:
+        modules = {path.split(".")[0] for path in statement.usage.imports.values()}
+        own = any(site.path in graph.functions for site in statement.usage.calls)
+        hidden = any(site.path in ("__import__", "exec", "importlib.import_module") for site in statement.usage.calls)
+        if modules - sys.stdlib_module_names - _LIGHT or own or hidden or statement.effects & {Effect.LOAD, *SEEDS}:
             return index
     return 0
 
 
+_HASHING = {"set", "frozenset", "hash", "intersection", "union", "difference", "symmetric_difference"}
+
+
+def _orders_by_hash(source: str) -> bool:
+    """Return whether code uses sets or hashes, whose order differs by process."""
+    try:
+        tree = ast.parse(source)
+    except SyntaxError:
+        return True  # Python that is newer than this one
+    return any(
+        isinstance(node, ast.Set | ast.SetComp)
+        or (isinstance(node, ast.Name) and node.id in _HASHING)
+        or (isinstance(node, ast.Attribute) and node.attr in _HASHING)
+        for node in ast.walk(tree)
+    )
+
+
 def _hoisted(graph: Graph, first: int) -> list[str]:
-    """Settings that libraries read when they are imported, which the notebook makes later."""
+    """Collect environment variables that libraries read on import and that the notebook sets later."""
     found: dict[str, str] = {}
     for statement in graph.statements[first:]:
         node = statement.node
@@ -249,39 +330,40 @@ def _hoisted(graph: Graph, first: int) -> list[str]:
     return list(found.values())
 
 
-def _speaks(placed: dict[int, list[Placed]]) -> bool:
-    """Whether code that runs on every process prints."""
+def _speaks(placed: dict[int, list[EditedStatement]], graph: Graph) -> bool:
+    """Return whether code that runs on every process prints."""
     for items in placed.values():
         for item in items:
             statement = item.statement
-            if statement.role in (Role.MAIN, Role.NODE, Role.DEAD, Role.DROP):
+            guarded = statement.role in (Role.MAIN, Role.NODE) and not needs_no_guard(statement, graph)
+            if guarded or statement.role in (Role.DEAD, Role.DROP):
                 continue
-            deferred = [c for body in statement.facts.defines.values() for c in body.calls]
-            if any(site.path == "print" for site in [*statement.facts.calls, *deferred]):
+            deferred = [c for body in statement.usage.defines.values() for c in body.calls]
+            if any(site.path == "print" for site in [*statement.usage.calls, *deferred]):
                 return True
     return False
 
 
-def _ending(graph: Graph, context: Context) -> str:
-    """The end of the script: everyone waits for the last save, then the group is closed."""
+def _ending(graph: Graph, context: ConversionContext) -> str:
+    """Return the end of the script: all processes wait for the last save, then the group is closed."""
     context.cell = None
     held = sorted(
-        set().union(*(s.facts.writes for s in graph.statements if s.effects & {Effect.TRAINER, Effect.LOAD}), set())
+        set().union(*(s.usage.writes for s in graph.statements if s.effects & {Effect.TRAINER, Effect.LOAD}), set())
     )
     names = ", ".join(f'"{name}"' for name in held)
     note = context.edit("end", "wait for the main process's last work, then leave the process group")
     return f"\n# %%\n{note}\n{context.names['finish']}({names})\n"
 
 
-def _check_syntax(script: str, name: str, context: Context) -> None:
+def _check_syntax(script: str, name: str, context: ConversionContext) -> None:
     try:
-        compile(script, name, "exec", dont_inherit=True)
+        compile(script, "<script>", "exec", dont_inherit=True)
     except SyntaxError as error:
         if sys.version_info < (3, 12) and "f-string" in str(error.msg):
             context.cell = None
             context.warn("python", "an f-string in it needs Python 3.12 or later")
             return
+        line = "".join(script.split("\n")[(error.lineno or 1) - 1 :][:1]).strip()
         raise NotebookError(
-            f"{name}: not valid as a script (line {error.lineno}: {error.msg}: {(error.text or '').strip()[:80]!r}); "
-            "correct that cell in the notebook."
+            f"{name}: not valid as a script ({error.msg}: {line[:80]!r}); correct that cell in the notebook."
         ) from None

@@ -1,11 +1,11 @@
-"""Seeds for splits, shuffles and samples: without one, each process would train on rows of its own choosing."""
+"""Seed splits, shuffles and samples: without a seed, each process would choose other rows."""
 
 from __future__ import annotations
 
 import libcst as cst
 
 from unsloth_ddp.notebook.arguments import keyword, set_keyword, splats
-from unsloth_ddp.notebook.context import Context
+from unsloth_ddp.notebook.context import ConversionContext
 from unsloth_ddp.notebook.syntax import dotted
 
 # Method or function -> the keyword that seeds it.
@@ -15,8 +15,8 @@ _SEEDED = {"train_test_split": "seed", "shuffle": "seed", "sample": "random_stat
 _GENERATORS = {"random.Random", "numpy.random.default_rng", "numpy.random.RandomState", "torch.Generator"}
 
 
-def edit_generator(call: cst.Call, context: Context) -> tuple[cst.Call, list[str]]:
-    """A random generator with a seed, where it has none."""
+def edit_generator(call: cst.Call, context: ConversionContext) -> tuple[cst.Call, list[str]]:
+    """Return the call of a random generator with a seed, where it has none."""
     root, *rest = dotted(call.func).split(".")
     full = ".".join([context.imports.get(root, root), *rest])
     if full not in _GENERATORS - {"torch.Generator"} or call.args:
@@ -25,8 +25,8 @@ def edit_generator(call: cst.Call, context: Context) -> tuple[cst.Call, list[str
     return seeded, [context.edit("seed", "a random generator without a seed: every process must draw the same")]
 
 
-def edit_seed(call: cst.Call, context: Context) -> tuple[cst.Call, list[str]]:
-    """A dataset's or a frame's random choice with a seed, where it has none."""
+def edit_seed(call: cst.Call, context: ConversionContext) -> tuple[cst.Call, list[str]]:
+    """Return a random choice of a dataset or a data frame with a seed, where it has none."""
     path = dotted(call.func)
     root, tail = path.split(".")[0], path.split(".")[-1]
     name = _SEEDED.get(tail)
@@ -51,7 +51,7 @@ def edit_seed(call: cst.Call, context: Context) -> tuple[cst.Call, list[str]]:
 
 
 def _samples_rows(call: cst.Call) -> bool:
-    """Whether a sample() is a frame's: random.sample takes a population as well."""
+    """Return whether a sample() is a data frame's: random.sample takes a population too."""
     if any(arg.keyword and arg.keyword.value in ("n", "frac", "axis") for arg in call.args):
         return True
     return len(call.args) == 1 and isinstance(call.args[0].value, cst.Integer | cst.Name)

@@ -1,12 +1,12 @@
-"""Which draws from the global random generators need a seed, so that every process makes the same."""
+"""Find draws from the global random generators that need a seed, so that every process makes the same."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from unsloth_ddp.notebook.effects import Effect, draws_from, is_trainer_call, seeded_by
-from unsloth_ddp.notebook.facts import CallSite
 from unsloth_ddp.notebook.graph import Graph, Role, Seed, Statement
+from unsloth_ddp.notebook.name_usage import CallSite
 
 # Training draws as often as its rows ask for, which differ from process to process.
 _DIVERGING = {Effect.TRAIN, Effect.LOOP}
@@ -37,11 +37,11 @@ def assign_seeds(graph: Graph) -> None:
 
 
 def _follow(graph: Graph, statement: Statement, before: set[str]) -> tuple[set[str], set[str], set[str]]:
-    """The generators a statement draws from without a seed, all that it draws from, and those it seeds."""
+    """Return the generators a statement draws from without a seed, all it draws from, and those it seeds."""
     unseeded: set[str] = set()
     drawn: set[str] = set()
     seeded: set[str] = set()
-    for site in _sites(graph, statement.facts.calls, set()):
+    for site in _sites(graph, statement.usage.calls, set()):
         full = graph.full_path(site)
         generator = draws_from(site, full)
         if generator is not None:
@@ -53,7 +53,7 @@ def _follow(graph: Graph, statement: Statement, before: set[str]) -> tuple[set[s
 
 
 def _sites(graph: Graph, calls: list[CallSite], seen: set[int]) -> Iterator[CallSite]:
-    """The calls in their order, each own function's where it runs."""
+    """Yield the calls in their order, those of the notebook's own functions where these run."""
     for site in calls:
         if is_trainer_call(site, graph.trainer_classes):
             continue

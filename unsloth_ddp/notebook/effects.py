@@ -1,4 +1,4 @@
-"""What a call does to the world outside the process, judged by its name and where that name was imported from."""
+"""Classify calls by what they do outside the process, from their name and where that was imported from."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from enum import Enum
 
 import libcst as cst
 
-from unsloth_ddp.notebook.facts import CallSite
 from unsloth_ddp.notebook.ipython import command_of, ipython_call, without_installs
+from unsloth_ddp.notebook.name_usage import CallSite
 from unsloth_ddp.notebook.syntax import BUILTINS
 
 
@@ -135,17 +135,17 @@ _PURE_BUILTINS = BUILTINS - {"print", "exec", "eval", "open", "input", "setattr"
 
 
 def is_trainer_call(site: CallSite, subclasses: frozenset[str] | set[str]) -> bool:
-    """Whether a call constructs a trainer: a class called ...Trainer, or the notebook's subclass of one."""
+    """Return whether a call constructs a trainer: a class called ...Trainer, or the notebook's subclass of one."""
     return bool(site.node.args) and (bool(_TRAINER_NAME.match(site.tail)) or site.path in subclasses)
 
 
 def is_loader_call(path: str) -> bool:
-    """Whether a callee is the from_pretrained of one of Unsloth's Fast* loaders."""
+    """Return whether a callee is the from_pretrained of one of Unsloth's Fast* loaders."""
     return bool(_LOADER_NAME.search(path))
 
 
 def draws_from(site: CallSite, full: str) -> str | None:
-    """The global generator that a call draws from."""
+    """Return the global generator that a call draws from, or None."""
     found = _RANDOM.match(full)
     if found is None or any(arg.keyword and arg.keyword.value == "generator" for arg in site.node.args):
         return None
@@ -153,7 +153,7 @@ def draws_from(site: CallSite, full: str) -> str | None:
 
 
 def seeded_by(site: CallSite, full: str) -> set[str]:
-    """The global generators that a call gives a seed."""
+    """Return the global generators that a call seeds."""
     if not site.node.args or any(isinstance(a.value, cst.Name) and a.value.value == "None" for a in site.node.args):
         return set()  # without one they start from the machine's entropy
     if _SEEDS_ALL.match(full):
@@ -162,17 +162,23 @@ def seeded_by(site: CallSite, full: str) -> set[str]:
 
 
 def starts_run(full: str) -> bool:
-    """Whether a call gives the run of a tracker."""
+    """Return whether a call returns the run of a tracker."""
     return bool(_RUNS.match(full))
 
 
 def differs_by_process(full: str) -> bool:
-    """Whether a call gives every process another value: the clock, random names, numbers of processes."""
+    """Return whether a call returns another value on every process: the clock, random names, process numbers."""
     return bool(_DIFFERS.match(full))
 
 
 def call_effects(site: CallSite, full: str, trainers: set[str], subclasses: set[str]) -> set[Effect]:
-    """The effects of one call. `full` is its path with imports resolved; `trainers` are names that hold a trainer."""
+    """Return the effects of one call.
+
+    Args:
+        full: the callee's path with imports resolved.
+        trainers: names that hold a trainer.
+        subclasses: the notebook's own trainer classes.
+    """
     tail, found = site.tail, set()
     if is_trainer_call(site, subclasses):
         return {Effect.TRAINER}

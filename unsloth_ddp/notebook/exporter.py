@@ -1,4 +1,4 @@
-"""The converter as an nbconvert exporter: `jupyter nbconvert --to unsloth-ddp notebook.ipynb`."""
+"""Offer the converter as an nbconvert exporter: `jupyter nbconvert --to unsloth-ddp notebook.ipynb`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from traitlets import Bool, Int, Unicode, Union, default
 from unsloth_ddp.notebook.convert import convert_notebook
 from unsloth_ddp.notebook.reader import from_node
 from unsloth_ddp.notebook.report import summary
-from unsloth_ddp.notebook.types import Options
+from unsloth_ddp.notebook.types import ConversionOptions
 
 
 class UnslothDDPExporter(Exporter):
@@ -32,11 +32,11 @@ class UnslothDDPExporter(Exporter):
     def from_notebook_node(  # type: ignore[override]  # every exporter returns text, whatever the base says
         self, nb: Any, resources: dict[str, Any] | None = None, **kwargs: Any
     ) -> tuple[str, dict[str, Any]]:
-        """The script for a notebook that nbconvert has read; the report goes to its log."""
+        """Convert a notebook that nbconvert has read; the report goes to its log."""
         _, resources = super().from_notebook_node(nb, resources, **kwargs)
         name = (resources.get("metadata") or {}).get("name") or "notebook"
         size = self.per_device_batch_size
-        options = Options(None if size == "keep" else int(size), self.tensorboard, self.seed)
+        options = ConversionOptions(None if size == "keep" else int(size), self.tensorboard, self.seed)
         conversion = convert_notebook(from_node(nb, f"{name}.ipynb"), options)
         self.log.info("%s", summary(conversion.report, "-> a script that trains under DDP"))
         return conversion.script, resources

@@ -1,20 +1,17 @@
-"""The notebook as one list of top-level statements, with who defines what each of them uses."""
+"""Build the graph of a notebook: its top-level statements, and which of them define what each one uses."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING
+from functools import cached_property
 
 import libcst as cst
 
-from unsloth_ddp.notebook.effects import Effect, call_effects, is_trainer_call
-from unsloth_ddp.notebook.facts import CallSite, Deferred, Facts, collect
+from unsloth_ddp.notebook.effects import Effect, call_effects, is_trainer_call, starts_run
+from unsloth_ddp.notebook.name_usage import CallSite, DeferredBody, NameUsage, collect
 from unsloth_ddp.notebook.syntax import HARMLESS, is_false
-
-if TYPE_CHECKING:
-    from unsloth_ddp.notebook.main_values import MainValues
 
 # Effects that a function hands on to a call it is merely passed to, such as dataset.map(function).
 _THROUGH_ARGUMENTS = {Effect.PAID, Effect.FILE, Effect.SERVER, Effect.PRINT, Effect.RANDOM, Effect.SHELL}
@@ -23,7 +20,7 @@ _MAY_CHANGE_ARGUMENTS = {Effect.LOAD, Effect.RANDOM, Effect.STATE, Effect.DATA}
 
 
 class Role(Enum):
-    """Where a top-level statement runs."""
+    """The processes that run a top-level statement."""
 
     ALL = "every process"
     FIRST = "every process, the main one first"
@@ -35,7 +32,7 @@ class Role(Enum):
 
 @dataclass
 class Seed:
-    """What a statement's draws need before it: the generators that get a seed, and which of the script's seeds."""
+    """The generators to seed before a statement that draws from them, and the number of the seed."""
 
     number: int
     generators: tuple[str, ...] = ()  # all of them, if none is named
@@ -47,7 +44,7 @@ class Statement:
 
     cell: int
     node: cst.BaseStatement
-    facts: Facts
+    usage: NameUsage
     effects: set[Effect] = field(default_factory=set)
     role: Role = Role.ALL
     needed: bool = False
@@ -59,11 +56,12 @@ class Statement:
     seed: Seed | None = None
     runs: frozenset[str] = frozenset()  # names that hold a tracked run just before this
     configs: frozenset[str] = frozenset()  # names that hold the config of one
-    sent: MainValues | None = None  # finds the values that the main process sends to this
+    takes_sent: bool = False  # the main process sends it values
+    timed: frozenset[str] | None = None  # names of clock readings used for durations only; None ignores clocks
 
     @property
     def conditional(self) -> bool:
-        """Whether its writes may not happen, so that earlier definitions stay visible."""
+        """Return whether its writes may not happen, so that earlier definitions stay visible."""
         return isinstance(self.node, cst.If | cst.For | cst.While | cst.Try | cst.TryStar | cst.Match)
 
 
@@ -73,32 +71,39 @@ class Graph:
 
     statements: list[Statement]
     imports: dict[str, str]
-    functions: dict[str, Deferred]
+    functions: dict[str, DeferredBody]
     trainer_classes: set[str]
     effects: _Effects | None = None
 
+    @cached_property
+    def run_names(self) -> frozenset[str]:
+        """Return the names that hold a tracker's run anywhere in the notebook."""
+        usages = [s.usage for s in self.statements]
+        assigned = [pair for usage in usages for pair in usage.assigned]
+        return frozenset(name for name, site in assigned if starts_run(self.full_path(site)))
+
     @property
     def function_effects(self) -> dict[str, set[Effect]]:
-        """The effects of the notebook's own functions."""
+        """Return the effects of the notebook's own functions."""
         assert self.effects is not None
         return {name: self.effects.of_function(name) for name, body in self.functions.items() if not body.methods}
 
     def class_effects(self, name: str) -> set[Effect]:
-        """The effects of all methods of one of the notebook's own classes."""
+        """Return the effects of all methods of one of the notebook's own classes."""
         assert self.effects is not None
         return self.effects.of_function(name)
 
-    def effects_of(self, facts: Facts) -> set[Effect]:
-        """The effects of code with these facts."""
+    def effects_of(self, usage: NameUsage) -> set[Effect]:
+        """Return the effects of code that uses names so."""
         assert self.effects is not None
-        return set().union(*(self.effects.of_site(site) for site in facts.calls))
+        return set().union(*(self.effects.of_site(site) for site in usage.calls))
 
     def full_path(self, site: CallSite) -> str:
-        """The path of a callee with its import resolved."""
+        """Return the path of a callee with its import resolved."""
         return ".".join([self.imports.get(site.root, site.root), *site.path.split(".")[1:]])
 
-    def bodies_run_by(self, site: CallSite) -> list[Deferred]:
-        """The notebook's own functions that a call runs, or hands to what it calls."""
+    def bodies_run_by(self, site: CallSite) -> list[DeferredBody]:
+        """Return the notebook's own functions that a call runs, or passes to what it calls."""
         assert self.effects is not None
         names = [site.path, *sorted(site.names)]
         owner = self.effects.owner(site)
@@ -107,7 +112,7 @@ class Graph:
 
     @property
     def last_seed(self) -> int:
-        """Index of the last statement that trains, builds a trainer or steps an optimizer; -1 without one."""
+        """Return the index of the last statement that trains, builds a trainer or steps an optimizer; -1 if none."""
         return max((i for i, s in enumerate(self.statements) if s.effects & SEEDS), default=-1)
 
 
@@ -115,24 +120,24 @@ SEEDS = {Effect.TRAIN, Effect.TRAINER, Effect.LOOP}
 
 
 def is_dead(node: cst.BaseStatement) -> bool:
-    """Whether a statement is an `if False:` without an else."""
+    """Return whether a statement is an `if False:` without an else."""
     return isinstance(node, cst.If) and is_false(node.test) and node.orelse is None
 
 
 def build(cells: Iterable[tuple[int, Iterable[cst.BaseStatement]]]) -> Graph:
-    """The graph over every cell's statements."""
+    """Build the graph of all cells' statements."""
     statements = [Statement(number, node, collect(node)) for number, body in cells for node in body]
     imports: dict[str, str] = {}
-    functions: dict[str, Deferred] = {}
+    functions: dict[str, DeferredBody] = {}
     for statement in statements:
-        imports.update(statement.facts.imports)
-        functions.update(statement.facts.defines)
+        imports.update(statement.usage.imports)
+        functions.update(statement.usage.defines)
     _follow_aliases(statements)
     for statement in statements:
-        if statement.facts.stores & imports.keys():
+        if statement.usage.stores & imports.keys():
             statement.effects.add(Effect.STATE)
         # A module's function changes its arguments or the world, not the name it was imported under.
-        statement.facts.mutates -= imports.keys()
+        statement.usage.mutates -= imports.keys()
     graph = Graph(statements, imports, functions, _trainer_classes(functions))
     _find_effects(graph)
     _link(graph)
@@ -140,21 +145,21 @@ def build(cells: Iterable[tuple[int, Iterable[cst.BaseStatement]]]) -> Graph:
 
 
 def _follow_aliases(statements: list[Statement]) -> None:
-    """A change of `part`, where the notebook has `part = whole.part`, is a change of `whole`."""
+    """Count a change of `part` as a change of `whole` where the notebook has `part = whole.part`."""
     wholes: dict[str, set[str]] = {}
     for statement in statements:
-        for name, whole in statement.facts.aliases:
+        for name, whole in statement.usage.aliases:
             wholes.setdefault(name, set()).add(whole)
     for statement in statements:
-        queue = list(statement.facts.mutates)
+        queue = list(statement.usage.mutates)
         while queue:
-            fresh = wholes.get(queue.pop(), set()) - statement.facts.mutates
-            statement.facts.mutates |= fresh
+            fresh = wholes.get(queue.pop(), set()) - statement.usage.mutates
+            statement.usage.mutates |= fresh
             queue += fresh
 
 
-def _trainer_classes(functions: dict[str, Deferred]) -> set[str]:
-    """Notebook classes that inherit from a trainer, whatever they are called."""
+def _trainer_classes(functions: dict[str, DeferredBody]) -> set[str]:
+    """Return the notebook's classes that inherit from a trainer, whatever they are called."""
     found: set[str] = set()
     grown = True
     while grown:
@@ -194,7 +199,7 @@ class _Effects:
         return found
 
     def owner(self, site: CallSite) -> str | None:
-        """The notebook's own class whose method is called, on a name that holds one or on one just made."""
+        """Return the notebook's own class whose method is called, on a name that holds an instance or on a new one."""
         match site.node.func:
             case cst.Attribute(value=cst.Call(func=cst.Name(value=name))):
                 pass
@@ -218,14 +223,14 @@ def _find_effects(graph: Graph) -> None:
     trainers: set[str] = set()
     instances: dict[str, str] = {}
     for statement in graph.statements:
-        for site in statement.facts.calls:
+        for site in statement.usage.calls:
             body = graph.functions.get(site.path)
             if body is not None and (body.methods or body.bases):
-                instances.update(dict.fromkeys(statement.facts.writes, site.path))
-        trainers |= {name for name, site in statement.facts.assigned if is_trainer_call(site, graph.trainer_classes)}
+                instances.update(dict.fromkeys(statement.usage.writes, site.path))
+        trainers |= {name for name, site in statement.usage.assigned if is_trainer_call(site, graph.trainer_classes)}
     effects = graph.effects = _Effects(graph, trainers, instances)
     for statement in graph.statements:
-        for site in statement.facts.calls:
+        for site in statement.usage.calls:
             statement.effects |= effects.of_site(site)
         if _is_shown(statement.node):
             statement.effects.add(Effect.SHOW)
@@ -233,7 +238,7 @@ def _find_effects(graph: Graph) -> None:
 
 
 def _is_shown(node: cst.BaseStatement) -> bool:
-    """A bare expression that only a notebook would display."""
+    """Return whether a statement is a bare expression, which only a notebook displays."""
     if not isinstance(node, cst.SimpleStatementLine) or len(node.body) != 1:
         return False
     small = node.body[0]
@@ -245,7 +250,7 @@ def _is_shown(node: cst.BaseStatement) -> bool:
 
 def _mutations_through_functions(graph: Graph, statement: Statement) -> None:
     """Add what the notebook's own functions change: their globals, and the arguments they assign into."""
-    facts = statement.facts
+    usage = statement.usage
     seen: set[str] = set()
 
     def visit(name: str) -> None:
@@ -253,15 +258,15 @@ def _mutations_through_functions(graph: Graph, statement: Statement) -> None:
             return
         seen.add(name)
         body = graph.functions[name]
-        facts.mutates |= body.writes | (body.mutates - set(body.params))
+        usage.mutates |= body.writes | (body.mutates - set(body.params))
         for inner in body.calls:
             visit(inner.path)
 
-    for site in facts.calls:
+    for site in usage.calls:
         body = graph.functions.get(site.path)
         if body is None:
             if site.bare and not statement.effects - _MAY_CHANGE_ARGUMENTS:
-                facts.mutates |= site.names  # an unknown function called for its effect alone
+                usage.mutates |= site.names  # an unknown function called for its effect alone
             continue
         visit(site.path)
         for index, arg in enumerate(site.node.args):
@@ -269,26 +274,26 @@ def _mutations_through_functions(graph: Graph, statement: Statement) -> None:
                 continue
             param = arg.keyword.value if arg.keyword else (body.params[index] if index < len(body.params) else "")
             if param in body.mutates and param in _assigned_into(body):
-                facts.mutates.add(arg.value.value)
-    facts.mutates -= _only_harmless(statement)
+                usage.mutates.add(arg.value.value)
+    usage.mutates -= _only_harmless(statement)
 
 
-def _assigned_into(body: Deferred) -> set[str]:
-    """Parameters that a body changes by more than calling a harmless method on them."""
+def _assigned_into(body: DeferredBody) -> set[str]:
+    """Return the parameters that a body changes by more than calling a harmless method on them."""
     harmless = {site.root for site in body.calls if site.bare and site.tail in HARMLESS}
     changed = {site.root for site in body.calls if site.bare and site.is_method and site.tail not in HARMLESS}
     return (body.mutates - harmless) | (body.mutates & changed)
 
 
 def _only_harmless(statement: Statement) -> set[str]:
-    """Names that count as mutated only because a known call was made on them."""
-    facts = statement.facts
+    """Return names that count as mutated only because a known call was made on them."""
+    usage = statement.usage
     known = {Effect.INFER, Effect.SAVE, Effect.SHOW, Effect.TRAIN, Effect.FILE}
     if not isinstance(statement.node, cst.SimpleStatementLine):
         return set()
-    sites = [s for s in facts.calls if s.is_method and s.bare]
+    sites = [s for s in usage.calls if s.is_method and s.bare]
     if sites and all(s.tail in HARMLESS or statement.effects & known for s in sites):
-        return {s.root for s in sites} & facts.mutates
+        return {s.root for s in sites} & usage.mutates
     return set()
 
 
@@ -299,21 +304,21 @@ def _link(graph: Graph) -> None:
     """Connect every statement to the statements whose definitions it reads."""
     reaching: dict[str, list[int]] = {}
     carried: dict[str, set[str]] = {}  # what an object will read later, through functions it holds
-    functions: dict[str, Deferred] = {}
+    functions: dict[str, DeferredBody] = {}
     for index, statement in enumerate(graph.statements):
-        facts = statement.facts
-        reads = _with_deferred(facts.reads | facts.mutates, functions)
+        usage = statement.usage
+        reads = _with_deferred(usage.reads | usage.mutates, functions)
         for name in list(reads):
             reads |= carried.get(name, set())
         for name in reads:
             statement.uses.update(reaching.get(name, ()))
-        functions.update(facts.defines)
-        later = reads - facts.reads if not statement.effects & {Effect.TRAINER} else set(reads)
-        for name in facts.writes | facts.mutates:
-            carried[name] = (carried.get(name, set()) if name in facts.mutates else set()) | later - {name}
-        for name in facts.mutates:
+        functions.update(usage.defines)
+        later = reads - usage.reads if not statement.effects & {Effect.TRAINER} else set(reads)
+        for name in usage.writes | usage.mutates:
+            carried[name] = (carried.get(name, set()) if name in usage.mutates else set()) | later - {name}
+        for name in usage.mutates:
             reaching.setdefault(name, []).append(index)
-        for name in facts.writes:
+        for name in usage.writes:
             if statement.conditional:
                 reaching.setdefault(name, []).append(index)
             else:
@@ -324,8 +329,8 @@ def _link(graph: Graph) -> None:
             graph.statements[used].used_by.add(index)
 
 
-def _with_deferred(names: set[str], functions: dict[str, Deferred]) -> set[str]:
-    """`names` and everything that the functions among them read when they run."""
+def _with_deferred(names: set[str], functions: dict[str, DeferredBody]) -> set[str]:
+    """Return `names` and everything that the functions among them read when they run."""
     found, queue = set(names), list(names)
     while queue:
         body = functions.get(queue.pop())

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 import libcst as cst
 
+from unsloth_ddp.notebook.syntax import BUILTINS
+
 _INSTALLERS = re.compile(
     r"""^\s*(?:sudo\s+(?:-\S+\s+)*)?(?:[A-Z_]+=\S+\s+)*
     (?: (?:\S*python[\d.]*|\{sys\.executable\}|"\{sys\.executable\}")\s+-m\s+(?:uv\s+)?pip[\d.]*\s
@@ -21,14 +23,14 @@ _INSTALLERS = re.compile(
     re.VERBOSE,
 )
 _PIP_INSTALL = re.compile(r"\bpip[\d.]*\s+install\b(.*)", re.DOTALL)
-_BRACED = re.compile(
-    r"(?<![\w$])\{(\s*[A-Za-z_]\w*(?:\.\w+|\[[^\]{}]*\])*\s*)\}|\{(\s*[A-Za-z_]\w*(?:\.\w+|\[[^\]{}]*\])*\s*)\}"
-)
-_DOLLAR = re.compile(r"(?<![\\$\w])\$([A-Za-z_]\w*)")
 _TAKES_VALUE = {
     *("-r", "-c", "-i", "-f", "-e", "-t", "--requirement", "--constraint", "--index-url", "--extra-index-url"),
     *("--find-links", "--editable", "--target", "--python", "--prefix", "--index-strategy", "--index", "--cache-dir"),
 }
+
+
+# Cell magics that give their body to another program.
+PROGRAMS = {name: name for name in ("python3", "python2", "perl", "ruby", "pypy")} | {"python": "python3"}
 
 
 @dataclass(frozen=True)
@@ -40,15 +42,15 @@ class IPythonCall:
 
     @property
     def command(self) -> str:
-        """The shell command it runs, or ""."""
+        """Return the shell command it runs, or ""."""
         if self.method in ("system", "getoutput", "getoutput_list", "sx"):
             return self.args[0] if self.args else ""
         if (
             self.method == "run_cell_magic"
             and self.args
-            and self.args[0] in ("bash", "sh", "script", "shell", "system")
+            and self.args[0] in ("bash", "sh", "script", "shell", "system", *PROGRAMS)
         ):
-            return self.args[2]
+            return self.program or self.args[2]
         if self.method == "run_line_magic" and self.args and self.args[0] in ("system", "sx", "sc", "bash", "sh", "!"):
             return self.args[1]
         if self.method == "run_line_magic" and self.args and self.args[0] in ("pip", "conda", "mamba", "uv"):
@@ -56,13 +58,38 @@ class IPythonCall:
         return ""
 
     @property
+    def program(self) -> str:
+        """Return the program that a cell magic gives its body to, or "" if that is bash."""
+        if self.method != "run_cell_magic":
+            return ""
+        if self.args[0] in PROGRAMS:
+            return f"{PROGRAMS[self.args[0]]} {self.args[1]}".strip()
+        if self.args[0] == "script" and self.args[1].split()[:1] not in ([], ["bash"], ["sh"]):
+            return self.args[1]
+        return ""
+
+    @property
     def interpolated(self) -> str:
-        """The text that IPython puts the notebook's names into: of a cell magic, its first line only."""
+        """Return the text into which IPython puts names of the notebook: of a cell magic, its first line only."""
         return self.args[1] if self.method == "run_cell_magic" else self.command or " ".join(self.args)
 
 
+# Methods of IPython's shell that a magic or a shell line becomes.
+SHELL_METHODS = {"system", "getoutput", "getoutput_list", "sx", "run_line_magic", "run_cell_magic"}
+
+
+def is_shell(node: cst.BaseExpression) -> bool:
+    """Return whether an expression is `get_ipython()`."""
+    return (
+        isinstance(node, cst.Call)
+        and isinstance(node.func, cst.Name)
+        and node.func.value == "get_ipython"
+        and not node.args
+    )
+
+
 def ipython_call(node: cst.BaseExpression) -> IPythonCall | None:
-    """The IPython call that `node` is, if it is one."""
+    """Return `node` as an IPython call, or None if it is none."""
     if not isinstance(node, cst.Call) or not isinstance(node.func, cst.Attribute):
         return None
     base = node.func.value
@@ -80,7 +107,7 @@ _RUNNERS = {"run", "call", "check_call", "check_output", "system", "Popen"}
 
 
 def command_of(node: cst.BaseExpression) -> str:
-    """The command of a shell line or of a subprocess call written out as strings; "" where there is none to read."""
+    """Return the command of a shell line or of a subprocess call written as strings; "" if there is none."""
     magic = ipython_call(node)
     if magic is not None:
         return magic.command
@@ -104,64 +131,92 @@ def _word(node: cst.BaseExpression) -> str:
 
 
 def references(command: str, bound: set[str] | frozenset[str] | None = None) -> set[str]:
-    """The names that IPython would put into `command`; all that look like names where `bound` is None."""
-    found = {match.group(1) for match in _DOLLAR.finditer(command)}
-    found |= {_root(match.group(1) or match.group(2)) for match in _BRACED.finditer(command)}
+    """Return the names that IPython would put into `command`; all that look like names where `bound` is None."""
+    found = {name for piece in _pieces(command) or [] if piece.expression for name in _names(piece.expression)}
     return found if bound is None else found & bound
 
 
-def _root(expression: str) -> str:
-    found = re.match(r"\s*([A-Za-z_]\w*)", expression)
-    return found.group(1) if found else ""
+@dataclass(frozen=True)
+class _Piece:
+    """Text as it stands, or an expression with its conversion."""
+
+    text: str
+    expression: str = ""
+    conversion: str = ""
+
+
+def _pieces(command: str) -> list[_Piece] | None:
+    """Split a command as IPython's formatter does; None where it would leave the command as it stands."""
+    from IPython.utils.text import DollarFormatter
+
+    pieces: list[_Piece] = []
+    try:
+        for literal, field, spec, conversion in DollarFormatter().parse(command):
+            pieces.append(_Piece(literal))
+            if field is not None:
+                expression = f"{field}:{spec}" if spec else field  # IPython evaluates both: a slice
+                ast.parse(expression.strip(), mode="eval")
+                pieces.append(_Piece("", expression.strip(), conversion or ""))
+    except (SyntaxError, ValueError):
+        return None
+    return [piece for piece in pieces if piece.text or piece.expression]
+
+
+def _names(expression: str) -> set[str]:
+    nodes = [node for node in ast.walk(ast.parse(expression, mode="eval")) if isinstance(node, ast.Name)]
+    return {node.id for node in nodes} - {node.id for node in nodes if isinstance(node.ctx, ast.Store)}
 
 
 def as_python_string(command: str, bound: set[str]) -> str:
-    """Source of a string for `command` with the bound `{name}`s and `$name`s put in, everything else as it stands."""
-    pieces: list[tuple[bool, str]] = []
-    position = 0
-    spans = [(m.start(), m.end(), m.group(1) or m.group(2)) for m in _BRACED.finditer(command)]
-    spans += [(m.start(), m.end(), m.group(1)) for m in _DOLLAR.finditer(command)]
-    for start, end, expression in sorted(spans):
-        if start < position or _root(expression) not in bound:
-            continue
-        pieces += [(False, command[position:start]), (True, expression.strip())]
-        position = end
-    pieces.append((False, command[position:]))
-    if len(pieces) == 1:
+    """Return the source of a string for `command`, with the expressions in it that IPython would evaluate.
+
+    IPython evaluates `{any expression}` and `$name`, or leaves the whole command as it stands if one of them fails.
+    """
+    pieces = _pieces(command) if bound else None
+    if pieces is None:
         return _quote(command)
-    quote = "'" if '"' in command and "'" not in command else '"'
+    expressions = [piece.expression for piece in pieces if piece.expression]
+    if not set().union(*(_names(text) for text in expressions)) <= bound | BUILTINS:
+        return _quote(command)
+    literal = "".join(piece.text for piece in pieces)
+    if not expressions:
+        return _quote(literal)
+    quote = "'" if '"' in literal and "'" not in literal else '"'
+    other = "'" if quote == '"' else '"'
+    if any("\\" in text or (quote in text and other in text) for text in expressions):
+        return " + ".join(f"str({piece.expression})" if piece.expression else _quote(piece.text) for piece in pieces)
     text = ""
-    for is_name, piece in pieces:
-        if is_name:
+    for piece in pieces:
+        if piece.expression:
             # Python before 3.12 has no f-string with its own quote inside.
-            text += "{" + (piece.replace('"', "'") if quote == '"' else piece.replace("'", '"')) + "}"
+            expression = piece.expression.replace(quote, other)
+            gap = " " if expression.startswith("{") else ""
+            text += "{" + gap + expression + (f"!{piece.conversion}" if piece.conversion else "") + "}"
         else:
-            text += (
-                repr('"' + piece)[2:-1]
-                .replace("\\'", "'")
-                .replace("{", "{{")
-                .replace("}", "}}")
-                .replace(quote, "\\" + quote)
-            )
+            escaped = repr('"' + piece.text)[2:-1].replace("\\'", "'")
+            text += escaped.replace("{", "{{").replace("}", "}}").replace(quote, "\\" + quote)
     return f"f{quote}{text}{quote}"
 
 
 def _quote(text: str) -> str:
-    """A literal for `text`, over several lines where it has several."""
-    if "\n" in text.strip("\n") and '"""' not in text and "\\" not in text and not text.endswith('"'):
-        return f'"""{text}"""' if not text.startswith('"') else repr(text)
+    """Return a literal for `text`: over several lines where it has several, raw where it has backslashes."""
+    if "\n" in text.strip("\n") and '"""' not in text and not text.startswith('"') and not text.endswith(('"', "\\")):
+        if "\\" not in text:
+            return f'"""{text}"""'
+        if "\r" not in text:
+            return f'r"""{text}"""'
     if '"' not in text and "\\" not in text and text.isprintable():
         return f'"{text}"'
     return repr(text)
 
 
 def split_commands(command: str) -> list[tuple[str, str]]:
-    """The parts of a shell line with the operator (&&, ||, ;, newline or "") that follows each."""
+    """Split a shell line into its commands, each with the operator (&&, ||, ;, newline or "") that follows."""
     return [(text, operator) for text, operator in _parts(command) if text.strip()]
 
 
 def _parts(command: str) -> list[tuple[str, str]]:
-    """The same with the blank ones, so that joining them gives the command back."""
+    """Split as split_commands does but keep blank parts, so that joining them gives the command back."""
     parts: list[tuple[str, str]] = []
     quote, start, index, depth = "", 0, 0, 0
     while index < len(command):
@@ -191,7 +246,7 @@ def _parts(command: str) -> list[tuple[str, str]]:
 
 
 def is_install(command: str) -> bool:
-    """Whether one simple command installs, removes or updates packages."""
+    """Return whether one simple command installs, removes or updates packages."""
     group = re.match(r"^\s*\((.*)\)[^()]*$", command, re.DOTALL)
     if group:
         return all(is_install(text) for text, _ in split_commands(group.group(1)))
@@ -199,7 +254,7 @@ def is_install(command: str) -> bool:
 
 
 def without_installs(command: str) -> tuple[str, list[str]]:
-    """A shell command without its installs, and the requirements that those named."""
+    """Return a shell command without its installs, and the requirements that those named."""
     kept: list[tuple[str, str]] = []
     requirements: list[str] = []
     parts = split_commands(command)
@@ -230,7 +285,7 @@ _COMPOUND = re.compile(r"^\s*(?:case|if|for|while|until)\b.*\n", re.MULTILINE)
 
 
 def _script_without_installs(script: str) -> str:
-    """A script of compound commands with `:` for each install, or "" where the rest only served the installs."""
+    """Return a script of compound commands with `:` for each install, or "" if the rest only served the installs."""
     parts = _parts(script)
     rest = [text for text, _ in parts if text.strip() and not is_install(text)]
     if all(_LEAVES_NOTHING.match(text) for text in rest):
@@ -240,7 +295,7 @@ def _script_without_installs(script: str) -> str:
 
 
 def requirement_names(command: str) -> list[str]:
-    """The requirements that a pip command names, as they would stand in a requirements file."""
+    """Return the requirements that a pip command names, as a requirements file has them."""
     found = _PIP_INSTALL.search(command.replace("\\\n", " "))
     if found is None:
         return []

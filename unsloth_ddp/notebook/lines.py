@@ -1,4 +1,4 @@
-"""A transformer of statement lines: comments go above the line they speak of, an emptied line becomes `pass`."""
+"""Edit statement lines: comments go above the line they concern, an emptied line becomes `pass`."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ import libcst as cst
 
 
 def comment_line(text: str) -> cst.EmptyLine:
-    """A line that holds one comment."""
+    """Return a line that holds one comment."""
     return cst.EmptyLine(comment=cst.Comment(text))
 
 
 def lead(node: cst.BaseStatement, notes: list[str]) -> cst.BaseStatement:
-    """`node` with comment lines right above it."""
+    """Return `node` with comment lines right above it."""
     fresh = [comment_line(note) for note in dict.fromkeys(notes)]
     leading = getattr(node, "leading_lines", ())
     return node.with_changes(leading_lines=[*leading, *fresh]) if fresh else node
 
 
 def is_empty(node: cst.BaseStatement) -> bool:
-    """Whether a line holds nothing but `pass`."""
+    """Return whether a line holds nothing but `pass`."""
     return isinstance(node, cst.SimpleStatementLine) and all(isinstance(small, cst.Pass) for small in node.body)
 
 
@@ -46,7 +46,7 @@ class LineEditor(cst.CSTTransformer):
         return lead(self.finish_line(original_node, updated_node), notes)
 
     def finish_line(self, original: cst.SimpleStatementLine, line: cst.SimpleStatementLine) -> cst.BaseStatement:
-        """A hook for what becomes of the whole line."""
+        """Return what replaces the whole line; subclasses override this."""
         return line
 
     def leave_SimpleStatementSuite(

@@ -1,4 +1,4 @@
-"""The edits of model loading and of GPU numbers: every process uses its own device."""
+"""Edit model loading and GPU numbers, so that every process uses its own device."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ import re
 import libcst as cst
 
 from unsloth_ddp.notebook.arguments import code, keyword, remove_keyword, set_keyword, splats
-from unsloth_ddp.notebook.context import Context
+from unsloth_ddp.notebook.context import ConversionContext
 from unsloth_ddp.notebook.effects import is_loader_call
 from unsloth_ddp.notebook.syntax import dotted
 
+_MODEL_CLASS = re.compile(r"^Fast[A-Z]|Model|For[A-Z]")
 _SPREADS = {
     '"auto"',
     "'auto'",
@@ -23,13 +24,13 @@ _SPREADS = {
 }
 
 
-def edit_load(call: cst.Call, context: Context) -> tuple[cst.Call, list[str]]:
-    """A from_pretrained call bound to this process's GPU; unchanged where it is none of our business."""
+def edit_load(call: cst.Call, context: ConversionContext) -> tuple[cst.Call, list[str]]:
+    """Return a from_pretrained call that loads on this process's GPU; other calls are returned unchanged."""
     path = dotted(call.func)
     if not path.endswith(".from_pretrained"):
         return call, []
     old = keyword(call, "device_map")
-    ours = is_loader_call(path) or context.imports.get(path.split(".")[0], "").startswith("unsloth.")
+    ours = is_loader_call(path) or _loads_model(path, context)
     if not ours and (old is None or code(old.value) == "None"):
         return call, []
     notes: list[str] = []
@@ -43,7 +44,15 @@ def edit_load(call: cst.Call, context: Context) -> tuple[cst.Call, list[str]]:
     return call, notes
 
 
-def _bind(call: cst.Call, old: cst.Arg | None, context: Context, notes: list[str]) -> cst.Call:
+def _loads_model(path: str, context: ConversionContext) -> bool:
+    """Return whether a from_pretrained is that of a model class of Unsloth's, whatever the notebook calls it."""
+    root, *rest = path.split(".")
+    full = ".".join([context.imports.get(root, root), *rest])
+    kind = full.split(".")[-2]
+    return full.startswith("unsloth.") and ".dataprep." not in full and bool(_MODEL_CLASS.search(kind))
+
+
+def _bind(call: cst.Call, old: cst.Arg | None, context: ConversionContext, notes: list[str]) -> cst.Call:
     target = f'{{"": {context.names["LOCAL_RANK"]}}}'
     if splats(call) and old is None:
         source = f'{{**{_splatted(call)}, "device_map": {target}}}'
@@ -70,15 +79,15 @@ def _splatted(call: cst.Call) -> str:
     return ", **".join(code(arg.value) for arg in call.args if arg.star == "**")
 
 
-def edit_device_string(node: cst.SimpleString, context: Context) -> cst.BaseExpression | None:
-    """`"cuda:0"` names one GPU for all; an f-string with this process's number instead."""
+def edit_device_string(node: cst.SimpleString, context: ConversionContext) -> cst.BaseExpression | None:
+    """Replace `"cuda:0"`, one GPU for all, by an f-string with this process's local rank."""
     if re.fullmatch(r"""(["'])cuda:\d+\1""", node.value):
         return cst.parse_expression(f'f"cuda:{{{context.names["LOCAL_RANK"]}}}"')
     return None
 
 
-def edit_device_number(call: cst.Call, context: Context) -> cst.Call | None:
-    """`.cuda(0)`, `torch.cuda.set_device(0)` and `torch.device("cuda", 0)` with this process's number."""
+def edit_device_number(call: cst.Call, context: ConversionContext) -> cst.Call | None:
+    """Put the local rank into `.cuda(0)`, `torch.cuda.set_device(0)` and `torch.device("cuda", 0)`."""
     path = dotted(call.func)
     index = 1 if path == "torch.device" else 0
     if path not in ("torch.device", "torch.cuda.set_device", "torch.cuda.device") and not path.endswith(".cuda"):

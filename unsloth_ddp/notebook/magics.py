@@ -1,7 +1,7 @@
 """Turn a cell's IPython syntax into Python, with IPython's own transformer.
 
-Line magics and shell lines become the `get_ipython()` calls that IPython would run; `shell.py` gives those their
-meaning in a script. Cell magics that only wrap Python (%%capture, %%time) lose their first line.
+Line magics and shell lines become the `get_ipython()` calls that IPython would run; `normalise.py` and `rewrite.py`
+replace those. Cell magics that only wrap Python (%%capture, %%time) lose their first line.
 """
 
 from __future__ import annotations
@@ -11,16 +11,23 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING
 
+from unsloth_ddp.notebook.ipython import PROGRAMS
+
 if TYPE_CHECKING:
     from IPython.core.inputtransformer2 import TransformerManager
 
 # The body of these is ordinary Python that runs as part of the notebook.
 PYTHON_CELLS = {"capture", "time", "timeit", "prun", "debug"}
-SHELL_CELLS = {"bash", "sh", "script", "shell", "system", "sx", "!"}
+SHELL_CELLS = {"bash", "sh", "script", "shell", "system", "sx", "!", *PROGRAMS}
 FILE_CELLS = {"writefile", "file"}
 DISPLAY_CELLS = {"html", "HTML", "javascript", "js", "latex", "markdown", "svg", "SVG"}
 
 _CELL_MAGIC = re.compile(r"^%%(?P<name>[\w!]+)[ \t]*(?P<line>.*)$")
+# A command in the background, or one whose process or output gets a name.
+_BINDS = re.compile(r"(^|\s)--(bg|proc|out|err)\b")
+# First words of commands that notebooks have without `!`.
+_COMMANDS = {"huggingface-cli", "hf", "git", "wget", "curl", "apt", "apt-get", "nvidia-smi", "unzip", "tar", "gdown"}
+_COMMANDS |= {"kaggle", "wandb", "accelerate", "torchrun", "python", "python3", "npm", "pip3", "uv", "conda", "mamba"}
 _NEEDS_IPYTHON = re.compile(r"^\s*[!%?,;/]|=\s*[!%]|\?\s*$|^\s*(>>>|In \[)", re.MULTILINE)
 
 
@@ -31,6 +38,7 @@ class Lowered:
     source: str
     removed: tuple[str, ...] = ()
     unknown: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()  # text that may bind names which later cells use
 
 
 @cache
@@ -41,23 +49,30 @@ def _transformer() -> TransformerManager:
 
 
 def lower(source: str) -> Lowered:
-    """Python for one code cell's text; raises SyntaxError where IPython's transformer does."""
+    """Return one code cell's text as Python. Raises SyntaxError where IPython's transformer does."""
     head, magic, body = _split_cell_magic(source)
     if magic is None:
         return Lowered(_to_python(source))
     name, line = magic
     if name in PYTHON_CELLS:
         inner = lower(body)
-        return Lowered(head + inner.source, (f"%%{name}", *inner.removed), inner.unknown)
-    if name in SHELL_CELLS or name in FILE_CELLS:
+        left_out = (f"%%{name} {line}", *inner.left_out)
+        return Lowered(head + inner.source, (f"%%{name}", *inner.removed), inner.unknown, left_out)
+    if name == "script" and line.split()[:1] in (["false"], ["echo"], ["true"]):
+        return Lowered(head + _commented(name, line, body), (f"%%{name}",), (), (body,))  # a cell switched off
+    if name in FILE_CELLS or (name in SHELL_CELLS and not _BINDS.search(line)):
         return Lowered(f"{head}get_ipython().run_cell_magic({name!r}, {line!r}, {body!r})\n")
-    comment = "".join(f"# {text}".rstrip() + "\n" for text in (f"%%{name} {line}".rstrip() + "\n" + body).splitlines())
     unknown = () if name in DISPLAY_CELLS else (f"%%{name}",)
-    return Lowered(head + comment, (f"%%{name}",), unknown)
+    return Lowered(head + _commented(name, line, body), (f"%%{name}",), unknown, (f"%%{name} {line}\n{body}",))
+
+
+def _commented(name: str, line: str, body: str) -> str:
+    """Return a cell magic and its cell as comments."""
+    return "".join(f"# {text}".rstrip() + "\n" for text in (f"%%{name} {line}".rstrip() + "\n" + body).splitlines())
 
 
 def _split_cell_magic(source: str) -> tuple[str, tuple[str, str] | None, str]:
-    """The lines before a cell magic, the magic, and the cell under it.
+    """Split a cell into the lines before a cell magic, the magic, and the lines under it.
 
     Colab allows comments before the magic (`#@title`), where IPython wants it first.
     """
@@ -76,3 +91,37 @@ def _to_python(source: str) -> str:
     if not _NEEDS_IPYTHON.search(source):
         return source
     return str(_transformer().transform_cell(source))
+
+
+def add_automagic(source: str) -> str:
+    """Put `%` or `!` before lines that are no Python and begin with a magic or a command, as IPython's automagic does."""
+    lines = source.splitlines(keepends=True)
+    for index, line in enumerate(lines):
+        found = re.match(r"(?P<word>[A-Za-z][\w-]*)(?=\s+[^\s=(,.:]|\s*$)", line)
+        if found is None or _is_python(line):
+            continue
+        if found["word"] in _line_magics():
+            lines[index] = "%" + line
+        elif found["word"] in _COMMANDS:
+            lines[index] = "!" + line
+    return "".join(lines)
+
+
+def _is_python(line: str) -> bool:
+    try:
+        compile(line.strip(), "<line>", "exec")
+    except (SyntaxError, ValueError):
+        return False
+    return True
+
+
+@cache
+def _line_magics() -> frozenset[str]:
+    """Return the names of IPython's own line magics and aliases."""
+    from IPython.core import magics
+    from IPython.core.alias import default_aliases
+
+    found = [getattr(magics, name) for name in dir(magics) if name.endswith("Magics")]
+    classes = [kind for kind in found if isinstance(getattr(kind, "magics", None), dict)]
+    names = {name for kind in classes for name in kind.magics.get("line", {})}
+    return frozenset(names | {name for name, _ in default_aliases()})

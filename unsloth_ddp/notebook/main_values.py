@@ -1,6 +1,7 @@
-"""Values that only the main process has, or that each process would make anew: read there once, sent to the others.
+"""Find values that only the main process has, or that differ by process, and send the main process's to all.
 
-The first are what a tracked run knows (`wandb.config.lr`, `run.name`), the second come from the clock and the like.
+The first are those of a tracked run (`wandb.config.lr`, `run.name`); the second come from the clock, random names
+and process numbers.
 """
 
 from __future__ import annotations
@@ -11,11 +12,11 @@ from collections.abc import Iterable
 
 import libcst as cst
 
-from unsloth_ddp.notebook.context import Context
+from unsloth_ddp.notebook.context import ConversionContext
 from unsloth_ddp.notebook.effects import Effect, differs_by_process, starts_run
-from unsloth_ddp.notebook.facts import CallSite, collect
 from unsloth_ddp.notebook.graph import SEEDS, Graph, Role, Statement
 from unsloth_ddp.notebook.lines import LineEditor, lead
+from unsloth_ddp.notebook.name_usage import CallSite, collect
 from unsloth_ddp.notebook.syntax import BUILTINS, NamesRead, dotted
 
 _TOGETHER = SEEDS | {Effect.SYNC}
@@ -29,7 +30,7 @@ _VIEWS = (["items", "()"], ["keys", "()"], ["values", "()"])
 
 
 def keep_trackers(graph: Graph) -> None:
-    """Leave a tracked run on the main process: what holds it, and what changes it."""
+    """Keep statements that hold or change a tracked run on the main process."""
     runs: set[str] = set()
     configs: set[str] = set()
     for statement in graph.statements:
@@ -37,12 +38,12 @@ def keep_trackers(graph: Graph) -> None:
             continue
         statement.runs, statement.configs = frozenset(runs), frozenset(configs)
         if not statement.conditional:
-            runs -= statement.facts.writes
-            configs -= statement.facts.writes
+            runs -= statement.usage.writes
+            configs -= statement.usage.writes
         statement.handles |= runs | configs
         if statement.effects & _TOGETHER:
             continue
-        started = {name for name, site in statement.facts.assigned if starts_run(graph.full_path(site))}
+        started = {name for name, site in statement.usage.assigned if starts_run(graph.full_path(site))}
         if statement.role is Role.MAIN:
             runs |= started
             statement.handles |= started
@@ -62,8 +63,8 @@ def keep_trackers(graph: Graph) -> None:
 class MainValues:
     """Finds the main process's values in one statement."""
 
-    def __init__(self, graph: Graph, statement: Statement, timed: set[str] | None = None) -> None:
-        """`timed`: names of clock readings that nothing but a duration is made of; None to pass over clocks."""
+    def __init__(self, graph: Graph, statement: Statement, timed: frozenset[str] | None = None) -> None:
+        """Prepare the search. `timed` holds names of clock readings used for durations only; None ignores clocks."""
         self.graph, self.statement, self.timed = graph, statement, timed
         repeated = _Repeated(loops=not statement.effects & {Effect.TRAIN, Effect.TRAINER})
         if timed is not None:
@@ -71,20 +72,24 @@ class MainValues:
         self.repeated = repeated.calls
 
     def tracked(self, node: cst.CSTNode) -> tuple[str, list[str]]:
-        """What of a tracker an expression is: "run", "config" or "value", or "" for nothing; and its last steps."""
+        """Return what of a tracker an expression is ("run", "config", "value", or ""), and its last steps."""
         root, steps = _chain(node)
         if not isinstance(root, cst.Name):
             return "", []
         kind = "run" if root.value in self.statement.runs else "config" if root.value in self.statement.configs else ""
         path = [*self.graph.imports.get(root.value, "").split("."), *steps]
+        if not kind and path[:3] == ["wandb", "use_artifact", "()"]:
+            kind, steps = "run", path[3:]
         if not kind and path[0] == "wandb" and path[1:2] in (["run"], ["config"], ["summary"]):
             kind, steps = ("run" if path[1] == "run" else "config"), path[2:]
+        if kind == "run" and steps[:2] == ["use_artifact", "()"]:  # a handle, as the run is
+            steps = steps[2:]
         if kind == "run" and steps[:1] == ["config"]:
             kind, steps = "config", steps[1:]
         return ("value" if kind and steps else kind), steps
 
     def is_fresh(self, node: cst.CSTNode) -> bool:
-        """Whether a value starts with a call that gives every process another."""
+        """Return whether a value starts with a call that returns another value on every process."""
         while self.timed is not None and isinstance(node, cst.Attribute | cst.Subscript | cst.Call):
             if isinstance(node, cst.Call):
                 if id(node) not in self.repeated and self._differs(CallSite(dotted(node.func), node, frozenset())):
@@ -109,7 +114,7 @@ class MainValues:
         return plain and any(differs_by_process(path) for _, path in paths)
 
     def is_sent(self, node: cst.CSTNode) -> bool:
-        """Whether an expression is one that the main process reads and sends."""
+        """Return whether an expression is one that the main process evaluates and sends."""
         if isinstance(node, _WHOLE) and self.reads_tracker(node):
             return self._may_run_once(node)
         if isinstance(node, cst.FormattedString) and self._any(node, self._is_part):
@@ -124,11 +129,11 @@ class MainValues:
         return not self.graph.effects_of(collect(line)) & _TOGETHER
 
     def any_sent(self) -> bool:
-        """Whether the statement has such an expression."""
+        """Return whether the statement has an expression that the main process sends."""
         return self._any(self.statement.node, self.is_sent)
 
     def leaves_run(self) -> bool:
-        """Whether a run is used where its values cannot be sent: handed on whole, or read inside a function."""
+        """Return whether a run is used where its values cannot be sent: passed on whole, or read inside a function."""
         node = self.statement.node
         if isinstance(node, cst.FunctionDef):
             starts = Effect.TRACK in self.graph.function_effects.get(node.name.value, set())
@@ -142,18 +147,18 @@ class MainValues:
         return kept or any(self._hands_on(part) for part in self.parts(node))
 
     def _trains_within(self, node: cst.CSTNode) -> bool:
-        """Whether a tracker is told what a training comes to, which no process may miss."""
+        """Return whether a tracker gets the result of a training, which every process must take part in."""
         return isinstance(node, cst.Call) and self.tracked(node)[0] == "value" and not self._may_run_once(node)
 
     def reads_tracker(self, node: cst.CSTNode) -> bool:
-        """Whether something of a tracker is anywhere in an expression."""
+        """Return whether an expression reads anything of a tracker."""
         return self._any(node, lambda part: bool(self.tracked(part)[0]))
 
     def _any(self, node: cst.CSTNode, found) -> bool:  # type: ignore[no-untyped-def]
         return found(node) or any(self._any(part, found) for part in self.parts(node))
 
     def parts(self, node: cst.CSTNode) -> Iterable[cst.CSTNode]:
-        """What of a node is evaluated there, on every process, and may be sent."""
+        """Return the parts of a node that are evaluated in place, on every process, and may be sent."""
         match node:
             case cst.Call() if self._trains_within(node):
                 return node.args
@@ -176,7 +181,7 @@ class MainValues:
         return node.children
 
     def alias(self) -> tuple[str, str]:
-        """The name that the statement gives to a run or its config, and which of them it is."""
+        """Return the name that the statement gives to a run or its config, and which of the two it is."""
         match self.statement.node:
             case cst.SimpleStatementLine(
                 body=[cst.Assign(targets=[cst.AssignTarget(target=cst.Name(value=name))]) as a]
@@ -186,7 +191,7 @@ class MainValues:
         return "", ""
 
     def changes_tracker(self) -> bool:
-        """Whether the statement is there to tell a tracker something."""
+        """Return whether the statement writes something to a tracker."""
         match self.statement.node:
             case cst.SimpleStatementLine(body=[cst.Expr(value=cst.Call() as value)]):
                 return bool(self.tracked(value)[0])
@@ -196,7 +201,7 @@ class MainValues:
 
 
 class _Repeated(cst.CSTVisitor):
-    """Calls made once a row or so: what they give names rows, not folders, and sending each would take long."""
+    """Collects calls made once per row: they name rows, not folders, and sending each would take long."""
 
     def __init__(self, loops: bool) -> None:
         self.calls: set[int] = set()
@@ -224,7 +229,7 @@ class _Repeated(cst.CSTVisitor):
 
 
 def _chain(node: cst.CSTNode) -> tuple[cst.CSTNode, list[str]]:
-    """The expression at the bottom of attributes, items and method calls, and these from there on."""
+    """Return the root of a chain of attributes, items and method calls, and the chain's steps from there."""
     steps: list[str] = []
     while True:
         match node:
@@ -249,19 +254,19 @@ def _operand(node: cst.CSTNode) -> cst.CSTNode:
 
 
 def mark_sent(graph: Graph) -> None:
-    """Find the statements on every process that need values of the main one; they wait for it, so they wait together."""
+    """Mark the statements on every process that need values of the main one; these run on all at the same time."""
     timed = _timed_names(graph)
     settings = _reaches_settings(graph)
     for index, statement in enumerate(graph.statements):
         if statement.role not in (Role.ALL, Role.FIRST) or Effect.SYNC in statement.effects:
             continue  # who waits for others inside must not wait for the main process as well
-        values = MainValues(graph, statement, timed if index in settings else None)
-        if values.any_sent():
-            statement.role, statement.sent = Role.ALL, values
+        named = timed if index in settings else None
+        if MainValues(graph, statement, named).any_sent():
+            statement.role, statement.takes_sent, statement.timed = Role.ALL, True, named
 
 
 def _reaches_settings(graph: Graph) -> set[int]:
-    """Statements that training depends on, and those that set seeds, folders and environment or lead to these."""
+    """Return the statements that training, seeds, folders and environment variables depend on."""
     queue = [i for i, s in enumerate(graph.statements) if s.needed or Effect.STATE in s.effects]
     found: set[int] = set()
     while queue:
@@ -272,12 +277,13 @@ def _reaches_settings(graph: Graph) -> set[int]:
     return found
 
 
-def _timed_names(graph: Graph) -> set[str]:
-    """Names that are only subtracted and compared, as the start of a measured time is."""
+def _timed_names(graph: Graph) -> frozenset[str]:
+    """Return names that are only subtracted and compared, as the start of a measured time is."""
     counted = _Uses()
     for statement in graph.statements:
         statement.node.visit(counted)
-    return {name for s in graph.statements for name in s.facts.writes if counted.all[name] == counted.timing[name]}
+    written = frozenset(name for s in graph.statements for name in s.usage.writes)
+    return frozenset(name for name in written if counted.all[name] == counted.timing[name])
 
 
 class _Uses(NamesRead):
@@ -305,18 +311,18 @@ class _Uses(NamesRead):
 # Edits ---------------------------------------------------------------------------------------------------------------
 
 
-def send_values(statement: Statement, node: cst.BaseStatement, context: Context) -> cst.BaseStatement:
-    """The statement with its main process's values sent to every process."""
-    if statement.sent is None:
-        return node
-    editor = _Sender(statement.sent, context)
-    new = node.visit(editor)
+def send_values(statement: Statement, graph: Graph, context: ConversionContext) -> cst.BaseStatement:
+    """Return the statement with the main process's values sent to every process."""
+    if not statement.takes_sent:
+        return statement.node
+    editor = _Sender(MainValues(graph, statement, statement.timed), context)
+    new = statement.node.visit(editor)
     assert isinstance(new, cst.BaseStatement)
     return lead(new, editor.outer)
 
 
 class _Sender(LineEditor):
-    def __init__(self, values: MainValues, context: Context) -> None:
+    def __init__(self, values: MainValues, context: ConversionContext) -> None:
         super().__init__()
         self.values, self.context = values, context
         self.passed: set[int] = set()

@@ -1,4 +1,4 @@
-"""Give line magics and Colab's own modules their meaning in a script, before anything is classified."""
+"""Replace line magics and the modules of notebook hosts by what a script has, before statements are classified."""
 
 from __future__ import annotations
 
@@ -7,24 +7,30 @@ import re
 import libcst as cst
 
 from unsloth_ddp.notebook.arguments import code
-from unsloth_ddp.notebook.context import Context
+from unsloth_ddp.notebook.asynchronous import as_coroutine
+from unsloth_ddp.notebook.commands import is_launcher_variable
+from unsloth_ddp.notebook.context import ConversionContext
 from unsloth_ddp.notebook.effects import Effect, call_effects
-from unsloth_ddp.notebook.facts import collect
-from unsloth_ddp.notebook.ipython import as_python_string, ipython_call
+from unsloth_ddp.notebook.hosts import edit_value, is_dropped, is_secret, note_dropped, without_host_names
+from unsloth_ddp.notebook.ipython import SHELL_METHODS, as_python_string, ipython_call, is_shell
 from unsloth_ddp.notebook.lines import LineEditor, is_empty, lead
+from unsloth_ddp.notebook.name_usage import collect
 from unsloth_ddp.notebook.syntax import dotted
 
 _QUIET = {"matplotlib", "load_ext", "reload_ext", "unload_ext", "autoreload", "config", "pylab", "precision", "gui"}
 _QUIET |= {"pinfo", "pinfo2", "psearch", "who", "whos", "ls", "ll", "pwd", "history", "timeit", "reset", "tensorboard"}
 _QUIET |= {"xmode", "colors", "automagic", "page", "pdoc", "psource", "lsmagic", "magic", "load", "cat", "less", "more"}
+_ALIASES = {"mkdir", "rmdir", "mv", "rm", "cp"}
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
-def normalise(body: list[cst.BaseStatement], context: Context) -> tuple[list[cst.BaseStatement], list[cst.EmptyLine]]:
-    """A cell's statements without line magics, and the comment lines left at its end."""
+def normalise(
+    body: list[cst.BaseStatement], context: ConversionContext
+) -> tuple[list[cst.BaseStatement], list[cst.EmptyLine]]:
+    """Return a cell's statements without line magics, and the comment lines left at its end."""
     kept: list[cst.BaseStatement] = []
     pending: list[cst.EmptyLine] = []
-    for statement in (part for whole in body for part in _split(whole, context)):
+    for statement in (part for number, whole in enumerate(body) for part in _parts(whole, number, context)):
         editor = _Normaliser(context)
         new = statement.visit(editor)
         assert isinstance(new, cst.BaseStatement)
@@ -40,9 +46,16 @@ def normalise(body: list[cst.BaseStatement], context: Context) -> tuple[list[cst
 
 
 class _Normaliser(LineEditor):
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: ConversionContext) -> None:
         super().__init__()
         self.context = context
+        self.tries = 0
+
+    def visit_Try_body(self, node: cst.Try) -> None:
+        self.tries += 1
+
+    def leave_Try_body(self, node: cst.Try) -> None:
+        self.tries -= 1
 
     def leave_Expr(
         self, original_node: cst.Expr, updated_node: cst.Expr
@@ -50,15 +63,16 @@ class _Normaliser(LineEditor):
         call = ipython_call(updated_node.value)
         if call is not None and call.method == "run_line_magic" and not call.command:
             return self._line_magic(call.args[0], call.args[1], updated_node)
-        if isinstance(updated_node.value, cst.Call) and self._is_drive(dotted(updated_node.value.func)):
-            self.note(
-                self.context.warn("colab", "Google Drive is not mounted here; paths under /content/drive must be yours")
-            )
+        if isinstance(original_node.value, cst.Call) and is_dropped(original_node.value, self.context):
+            self.note(note_dropped(original_node.value, self.context))
+            return cst.RemoveFromParent()
+        if isinstance(updated_node.value, cst.Name) and self._is_bare_magic(updated_node.value.value):
+            self.note(self.context.edit("magic", f"%{updated_node.value.value} is for notebooks"))
             return cst.RemoveFromParent()
         return updated_node
 
-    def _is_drive(self, path: str) -> bool:
-        return self.context.imports.get(path.split(".")[0], "") == "google.colab.drive" and path.endswith(".mount")
+    def _is_bare_magic(self, name: str) -> bool:
+        return name in _QUIET and name not in self.context.bound
 
     def _line_magic(
         self, name: str, line: str, node: cst.Expr
@@ -79,6 +93,8 @@ class _Normaliser(LineEditor):
             target = as_python_string(line.split()[0] if line.split() else "", context.bound)
             self.note(context.warn("magic", f"%run {line} runs on every process and is not converted"))
             return _small(f"globals().update(__import__('runpy').run_path({target}, init_globals=globals()))")
+        if name in _ALIASES:
+            return cst.Expr(cst.parse_expression(f"get_ipython().system({name + ' ' + line!r})"))
         if name in _QUIET:
             self.note(context.edit("magic", f"%{name} is for notebooks"))
         else:
@@ -88,67 +104,97 @@ class _Normaliser(LineEditor):
         return cst.RemoveFromParent()
 
     def _environment(self, line: str) -> cst.BaseSmallStatement | cst.RemovalSentinel:
-        """`%env NAME = 1 # note`: IPython takes everything after the = as the value, the note too."""
+        """Replace `%env NAME = 1 # note`: IPython takes everything after the = as the value, the note too."""
         context = self.context
         name, separator, value = line.partition("=" if "=" in line else " ")
         name, value = name.strip(), value.strip()
         if not separator or not re.fullmatch(r"\w+", name):
             self.note(context.edit("magic", f"%env {line}".rstrip() + " only shows a variable"))
             return cst.RemoveFromParent()
-        if name == _VISIBLE:
-            self.note(self._visible(value))
+        if name == _VISIBLE or is_launcher_variable(name):
+            self.note(self._visible(name, value))
             return cst.RemoveFromParent()
         comment = " (IPython makes the comment part of the value)" if "#" in value else ""
         self.note(context.edit("environment", f"%env {name}{comment}"))
         return _small(f'os.environ["{name}"] = {as_python_string(value, context.bound)}')
 
-    def _visible(self, value: str) -> str:
-        return self.context.edit(
-            "environment", f"{_VISIBLE}={value} left out: it would put every process on the same GPU"
-        )
+    def _visible(self, name: str, value: str) -> str:
+        why = "would put every process on the same GPU" if name == _VISIBLE else "is the launcher's to set"
+        return self.context.edit("environment", f"{name}={value} left out: it {why}")
 
     def leave_Assign(
         self, original_node: cst.Assign, updated_node: cst.Assign
     ) -> cst.BaseSmallStatement | cst.RemovalSentinel:
         target = updated_node.targets[0].target
         if isinstance(target, cst.Subscript) and dotted(target.value).endswith("environ"):
-            key = code(target.slice[0].slice)
-            if key.strip("\"'") == _VISIBLE:
-                self.note(self._visible(code(updated_node.value)))
+            key = code(target.slice[0].slice).strip("\"'")
+            if key == _VISIBLE or is_launcher_variable(key):
+                self.note(self._visible(key, code(updated_node.value)))
                 return cst.RemoveFromParent()
+            if is_secret(updated_node.value, self.context):
+                return updated_node.with_changes(value=cst.parse_expression(f'{code(updated_node.value)} or ""'))
+        if isinstance(target, cst.Name):
+            held = is_secret(updated_node.value, self.context)
+            (self.context.secrets.add if held else self.context.secrets.discard)(target.value)
+            if isinstance(original_node.value, cst.Call) and self._is_client(original_node.value):
+                self.note(self.context.edit("host", "secrets come from the environment"))
+                return cst.RemoveFromParent()
+        if is_shell(updated_node.value):
+            return updated_node.with_changes(value=cst.Name("None"))
         call = ipython_call(updated_node.value)
         if call is not None and call.method == "run_line_magic" and not call.command:
             self.note(self.context.warn("magic", f"%{call.args[0]} has no value in a script"))
             return updated_node.with_changes(value=cst.Name("None"))
         return updated_node
 
+    def _is_client(self, call: cst.Call) -> bool:
+        root = dotted(call.func).split(".")[0]
+        return self.context.imports.get(root, "").startswith("kaggle_secrets.")
+
+    def visit_Expr(self, node: cst.Expr) -> bool:
+        # A statement of the host is left out whole: its value is not replaced first.
+        return not isinstance(node.value, cst.Call) or not is_dropped(node.value, self.context)
+
     def leave_Call(self, original_node: cst.Call, updated_node: cst.Call) -> cst.BaseExpression:
-        path = dotted(updated_node.func)
-        module = self.context.imports.get(path.split(".")[0], "")
-        if module == "google.colab.userdata" and path.endswith(".get") and updated_node.args:
-            name = code(updated_node.args[0].value)
-            self.note(self.context.edit("colab", f"Colab's secret {name} comes from the environment"))
-            return cst.parse_expression(f"os.environ.get({name})")
+        value, notes = edit_value(updated_node, self.context)
+        self.note(*notes)
+        return updated_node if value is None else value
+
+    def leave_Arg(self, original_node: cst.Arg, updated_node: cst.Arg) -> cst.Arg:
+        return updated_node.with_changes(value=cst.Name("None")) if is_shell(updated_node.value) else updated_node
+
+    def leave_Attribute(self, original_node: cst.Attribute, updated_node: cst.Attribute) -> cst.Attribute:
+        if is_shell(updated_node.value) and updated_node.attr.value not in SHELL_METHODS:
+            return updated_node.with_changes(value=cst.Name("None"))
         return updated_node
 
     def leave_ImportFrom(
         self, original_node: cst.ImportFrom, updated_node: cst.ImportFrom
     ) -> cst.BaseSmallStatement | cst.RemovalSentinel:
-        if updated_node.module is None or dotted(updated_node.module) != "google.colab":
-            return updated_node
-        if isinstance(updated_node.names, cst.ImportStar):
-            return updated_node
-        kept = [alias for alias in updated_node.names if alias.name.value not in ("userdata", "drive")]
-        if len(kept) == len(updated_node.names):
-            return updated_node
-        self.note(self.context.edit("colab", "google.colab exists only on Colab"))
-        if not kept:
-            return cst.RemoveFromParent()
-        return updated_node.with_changes(names=[*kept[:-1], kept[-1].with_changes(comma=cst.MaybeSentinel.DEFAULT)])
+        return self._import(updated_node)
+
+    def leave_Import(
+        self, original_node: cst.Import, updated_node: cst.Import
+    ) -> cst.BaseSmallStatement | cst.RemovalSentinel:
+        return self._import(updated_node)
+
+    def _import(self, node: cst.Import | cst.ImportFrom) -> cst.BaseSmallStatement | cst.RemovalSentinel:
+        """Leave out an import of a host's module; in a `try` it stays, where it asks which host this is."""
+        kept, changed = without_host_names(node, self.context)
+        if not changed or self.tries:
+            return node
+        self.note(self.context.edit("host", f"{code(node)}: only the notebook's host has it"))
+        return kept if kept is not None else cst.RemoveFromParent()
 
 
-def _split(statement: cst.BaseStatement, context: Context) -> list[cst.BaseStatement]:
-    """`a; b` on two lines where one of them may belong on the main process only."""
+def _parts(whole: cst.BaseStatement, number: int, context: ConversionContext) -> list[cst.BaseStatement]:
+    """Return the statements that one of the notebook's becomes, each on lines of its own."""
+    split = _split(whole, context)
+    return [part for one in split for part in as_coroutine(one, f"cell_{context.cell}_part_{number + 1}")]
+
+
+def _split(statement: cst.BaseStatement, context: ConversionContext) -> list[cst.BaseStatement]:
+    """Split `a; b` into two lines where one of them may belong on the main process only."""
     if not isinstance(statement, cst.SimpleStatementLine) or len(statement.body) < 2:
         return [statement]
     sites = collect(statement).calls

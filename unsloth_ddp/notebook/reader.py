@@ -1,4 +1,4 @@
-"""Read a notebook leniently: what Jupyter or Colab would open is read, validation errors and all."""
+"""Read a notebook as leniently as Jupyter and Colab do: files with validation errors are read too."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def read_notebook(path: Path) -> Notebook:
 
 
 def from_node(data: Any, name: str) -> Notebook:
-    """Check parsed notebook JSON and keep what a script needs of it."""
+    """Check parsed notebook JSON and return its cells. Raises NotebookError where it is no Python notebook."""
     if not isinstance(data, Mapping) or "nbformat" not in data:
         raise NotebookError(f"{name}: JSON, but not a notebook (no nbformat); give a notebook saved as .ipynb.")
     version = data.get("nbformat")
@@ -53,7 +53,7 @@ def from_node(data: Any, name: str) -> Notebook:
 
 
 def _language(metadata: Any) -> str | None:
-    """The kernel's language where it is known and is not Python."""
+    """Return the kernel's language where it is known and is not Python."""
     if not isinstance(metadata, Mapping):
         return None
     spec = metadata.get("kernelspec")

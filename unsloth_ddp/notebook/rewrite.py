@@ -2,36 +2,42 @@
 
 from __future__ import annotations
 
+import re
+
 import libcst as cst
 
 from unsloth_ddp.notebook.arguments import code
+from unsloth_ddp.notebook.callbacks import decides
+from unsloth_ddp.notebook.child_processes import edit_command
 from unsloth_ddp.notebook.config import edit_config, is_config_call
-from unsloth_ddp.notebook.context import Context
+from unsloth_ddp.notebook.context import ConversionContext
 from unsloth_ddp.notebook.data import edit_generator, edit_seed
-from unsloth_ddp.notebook.effects import Effect
-from unsloth_ddp.notebook.facts import CallSite, collect
+from unsloth_ddp.notebook.effects import Effect, starts_run
 from unsloth_ddp.notebook.graph import SEEDS, Graph, Role, Statement
 from unsloth_ddp.notebook.ipython import IPythonCall, as_python_string, command_of, ipython_call, without_installs
-from unsloth_ddp.notebook.lines import LineEditor, lead
+from unsloth_ddp.notebook.lines import LineEditor, comment_line, lead
 from unsloth_ddp.notebook.load import edit_device_number, edit_device_string, edit_load
+from unsloth_ddp.notebook.logins import edit_login
 from unsloth_ddp.notebook.main_values import send_values
-from unsloth_ddp.notebook.runs import edit_run
+from unsloth_ddp.notebook.name_usage import CallSite, collect
 from unsloth_ddp.notebook.syntax import dotted, is_false
+from unsloth_ddp.notebook.tracked_runs import can_be_disabled, edit_run, tells_tracker
 
 # Words without which a statement has nothing to edit; most have none of them.
 _TRIGGERS = (
     *("from_pretrained", "Config(", "Arguments(", "cuda", "get_ipython", "await", "train_test_split", "shuffle"),
     *("RandomState", "default_rng", "Random(", "sample", "input(", "getpass", "subprocess", "os.system"),
-    *("init(", "init_run(", "start(", "start_run("),
+    *("init(", "init_run(", "start(", "start_run(", "login(", "should_", "create_subprocess"),
+    *("wandb", "mlflow", "trackio", "comet_ml", "neptune"),
 )
 _GUARDED = {Effect.SAVE, Effect.FILE, Effect.PAID}
 
 
-def rewrite(statement: Statement, graph: Graph, context: Context) -> cst.BaseStatement:
-    """The statement's syntax tree with its edits, comments above the lines they changed."""
-    node = send_values(statement, statement.node, context)
+def rewrite(statement: Statement, graph: Graph, context: ConversionContext) -> cst.BaseStatement:
+    """Return the statement's syntax tree with its edits, and comments above the changed lines."""
+    node = send_values(statement, graph, context)
     guarded = _guards_inside(statement, graph)
-    if not guarded and not _worth_a_look(code(node), context):
+    if not guarded and not _worth_a_look(code(node), graph, context):
         return node
     context.on_one_process = statement.role in (Role.MAIN, Role.NODE)
     editor = _Rewriter(context, graph, guarded)
@@ -40,12 +46,13 @@ def rewrite(statement: Statement, graph: Graph, context: Context) -> cst.BaseSta
     return lead(new, editor.outer)
 
 
-def _worth_a_look(source: str, context: Context) -> bool:
-    return any(word in source for word in _TRIGGERS) or any(name in source for name in context.config_classes)
+def _worth_a_look(source: str, graph: Graph, context: ConversionContext) -> bool:
+    names = context.config_classes | context.command_names | graph.run_names
+    return any(word in source for word in _TRIGGERS) or any(name in source for name in names)
 
 
 def _guards_inside(statement: Statement, graph: Graph) -> set[Effect]:
-    """What inside a statement needs guards of its own, because training in it keeps it on every process."""
+    """Return the effects to guard inside a statement that runs on every process because it trains."""
     if statement.role not in (Role.ALL, Role.FIRST):
         return set()
     match statement.node:
@@ -65,11 +72,14 @@ def _guards_inside(statement: Statement, graph: Graph) -> set[Effect]:
 
 
 class _Rewriter(LineEditor):
-    def __init__(self, context: Context, graph: Graph, guarded: set[Effect]) -> None:
+    def __init__(self, context: ConversionContext, graph: Graph, guarded: set[Effect]) -> None:
         super().__init__()
         self.context, self.graph, self.guarded = context, graph, guarded
         self.nested = 0
         self.dead = 0
+        self.formatted = 0
+        self.callbacks: list[bool] = []
+        self.entered: set[int] = set()  # calls that a `with` enters on the main process only
 
     # Calls -----------------------------------------------------------------------------------------------------------
 
@@ -86,9 +96,13 @@ class _Rewriter(LineEditor):
                 call, notes = edit_seed(updated_node, context)
             if not notes:
                 call, notes = edit_generator(updated_node, context)
-            if not notes:
+            if not notes and id(original_node) not in self.entered:
                 full = self.graph.full_path(CallSite(dotted(call.func), call, frozenset()))
                 call, notes = edit_run(call, full, context)
+                if not notes:
+                    call, notes = edit_command(call, full, context)
+                if not notes:
+                    call, notes = edit_login(call, full, context)
         numbered = edit_device_number(call, context)
         if numbered is not None:
             self.note(context.edit("device", "this process's GPU instead of a fixed one"))
@@ -98,6 +112,37 @@ class _Rewriter(LineEditor):
         if path in ("input", "getpass", "getpass.getpass"):
             return self._ask(call)
         return call
+
+    def visit_WithItem(self, node: cst.WithItem) -> None:
+        if isinstance(node.item, cst.Call) and not self.context.on_one_process:
+            full = self.graph.full_path(CallSite(dotted(node.item.func), node.item, frozenset()))
+            if starts_run(full) and not can_be_disabled(node.item, full):
+                self.entered.add(id(node.item))
+
+    def leave_WithItem(self, original_node: cst.WithItem, updated_node: cst.WithItem) -> cst.WithItem:
+        if id(original_node.item) not in self.entered:
+            return updated_node
+        self.note(self.context.edit("once", "only the main process's run is tracked"))
+        if original_node.asname is not None:
+            name = code(original_node.asname.name)
+            self.note(self.context.warn("tracker", f"{name} is None on the other processes"))
+        made = cst.parse_expression(f"{self.context.names['main_only']}(lambda: {code(updated_node.item)})")
+        return updated_node.with_changes(item=made)
+
+    def visit_ClassDef(self, node: cst.ClassDef) -> None:
+        self.callbacks.append(any(dotted(base.value).endswith("Callback") for base in node.bases))
+
+    def leave_ClassDef(self, original_node: cst.ClassDef, updated_node: cst.ClassDef) -> cst.BaseStatement:
+        self.callbacks.pop()
+        return updated_node
+
+    def leave_FunctionDef(self, original_node: cst.FunctionDef, updated_node: cst.FunctionDef) -> cst.BaseStatement:
+        super().leave_FunctionDef(original_node, updated_node)
+        if not (self.callbacks and self.callbacks[-1] and self.depth == 0 and decides(original_node)):
+            return updated_node
+        note = comment_line(self.context.edit("callback", "the main process decides for all: each has its own clock"))
+        decorator = cst.Decorator(cst.Name(self.context.names["shared_decision"]), leading_lines=[note])
+        return updated_node.with_changes(decorators=[decorator, *updated_node.decorators])
 
     def _ask(self, call: cst.Call) -> cst.BaseExpression:
         context = self.context
@@ -118,10 +163,18 @@ class _Rewriter(LineEditor):
         context.requirements += requirements
         if not command:
             return call  # leave_Expr removes it
-        is_body = (
-            magic.method == "run_cell_magic"
-        )  # IPython leaves the braces and dollars of a cell's body to the shell
+        if magic.program:
+            self.note(context.edit("shell", f"a cell for {magic.program.split()[0]}"))
+            program = as_python_string(magic.program, context.bound)
+            body = as_python_string(magic.args[2], set())
+            return cst.parse_expression(f"{context.names['run_shell']}({body}, program={program})")
+        is_body = magic.method == "run_cell_magic"  # IPython leaves the braces and dollars of a body to the shell
         text = as_python_string(command, set() if is_body else context.bound)
+        given = (
+            re.sub(r"^(-s|--no-raise-error)\b\s*", "", magic.args[1]) if is_body and magic.args[0] != "script" else ""
+        )
+        if given:
+            text += f", {as_python_string(given, context.bound)}"
         if magic.method in ("getoutput", "sx"):
             self.note(context.edit("shell", "what `!` gave back as lines"))
             return cst.parse_expression(f"{context.names['shell_output']}({text})")
@@ -152,7 +205,14 @@ class _Rewriter(LineEditor):
         return False
 
     def visit_FormattedString(self, node: cst.FormattedString) -> bool:
-        return False
+        self.formatted += 1
+        return "await" in code(node)  # strings in it are left: their quotes would end it
+
+    def leave_FormattedString(
+        self, original_node: cst.FormattedString, updated_node: cst.FormattedString
+    ) -> cst.BaseExpression:
+        self.formatted -= 1
+        return updated_node
 
     def leave_Await(self, original_node: cst.Await, updated_node: cst.Await) -> cst.BaseExpression:
         if self.depth:
@@ -181,12 +241,16 @@ class _Rewriter(LineEditor):
         """Guard a nested line that saves or runs a command, where the block around it runs on every process."""
         if not self.nested or self.dead or self.context.on_one_process:
             return line
-        if len(line.body) != 1 or not isinstance(line.body[0], cst.Expr):
+        if len(line.body) != 1 or not isinstance(line.body[0], cst.Expr | cst.Assign):
             return line
         names = self.context.names
+        if isinstance(line.body[0], cst.Assign):
+            return _guard(line, names["IS_MAIN"]) if tells_tracker(original.body[0], self.graph) else line
         magic = ipython_call(original.body[0].value) if isinstance(original.body[0], cst.Expr) else None
         if magic is not None:
             return _guard(line, f"{names['LOCAL_RANK']} == 0") if magic.command and not self.depth else line
+        if tells_tracker(original.body[0], self.graph):
+            return _guard(line, names["IS_MAIN"])
         if not self.guarded:
             return line
         effects = self.graph.effects_of(collect(original))

@@ -1,4 +1,4 @@
-"""Decide where each statement runs: pure decisions over the graph.
+"""Decide which processes run each statement, from the graph alone.
 
 What training needs runs everywhere and is found backwards from the trainers. Of the rest, what shows, generates or
 saves belongs to the main process, together with what only such statements use. Anything unknown runs everywhere, as it
@@ -25,10 +25,12 @@ _APART = {Role.MAIN, Role.NODE}
 def assign_roles(graph: Graph) -> None:
     """Give every statement its role."""
     _mark_needed(graph)
-    for statement in graph.statements:
-        statement.role = _first_role(statement)
-    _drop_installs(graph)
     last = graph.last_seed
+    for index, statement in enumerate(graph.statements):
+        statement.role = _first_role(statement)
+        if statement.role is Role.MAIN and index < last and _makes_files(statement):
+            statement.role = Role.NODE  # every node reads them from a disk of its own
+    _drop_installs(graph)
     keep_trackers(graph)
     _keep_handles(graph)
     _keep_read_backs(graph, last)
@@ -68,8 +70,19 @@ def _first_role(statement: Statement) -> Role:
     return Role.FIRST if Effect.DATA in effects else Role.ALL
 
 
+_REMOVES = {"remove", "unlink", "rmdir", "rmtree", "removedirs", "rename", "replace", "move", "symlink"}
+
+
+def _makes_files(statement: Statement) -> bool:
+    """Return whether a statement makes files and does nothing else that only one process may do."""
+    others = MAIN_ONLY | {Effect.TRACK, Effect.INPUT}
+    if statement.share_value or statement.effects & (others - {Effect.FILE, Effect.PRINT}):
+        return False
+    return Effect.FILE in statement.effects and not any(site.tail in _REMOVES for site in statement.usage.calls)
+
+
 def _role_of_state(statement: Statement) -> Role:
-    """Directory, environment and seeds are each process's own, so what sets them cannot stay on one."""
+    """Return the role of what sets directory, environment or seeds: each process has its own, so all must set it."""
     if not isinstance(statement.node, cst.SimpleStatementLine):
         return Role.FIRST
     statement.share_value = bool(statement.effects & ONCE) and isinstance(statement.node.body[0], cst.Assign)
@@ -77,60 +90,62 @@ def _role_of_state(statement: Statement) -> Role:
 
 
 def _can_share(statement: Statement) -> bool:
-    """Whether a needed statement may run once: nothing it binds is a module, a function or a class."""
-    facts = statement.facts
-    if facts.imports or facts.defines:
+    """Return whether a needed statement may run once: it binds no module, function or class."""
+    usage = statement.usage
+    if usage.imports or usage.defines:
         return False
-    return not isinstance(statement.node, cst.SimpleStatementLine) or bool(facts.writes) or not facts.mutates
+    return not isinstance(statement.node, cst.SimpleStatementLine) or bool(usage.writes) or not usage.mutates
 
 
 def _needed_names(graph: Graph, statement: Statement) -> list[str]:
-    """Names bound by a statement that runs once, which statements on every process read."""
-    facts = statement.facts
+    """Return names bound by a statement that runs once and read by statements on every process."""
+    usage = statement.usage
     readers = [graph.statements[i] for i in statement.used_by]
     wanted: set[str] = set()
     for reader in readers:
         if reader.role in (Role.ALL, Role.FIRST):
-            wanted |= reader.facts.reads | reader.facts.mutates | _deferred_reads(graph, reader)
-    return sorted((facts.writes | facts.mutates) & wanted)
+            wanted |= reader.usage.reads | reader.usage.mutates | _deferred_reads(graph, reader)
+    return sorted((usage.writes | usage.mutates) & wanted)
 
 
 def _deferred_reads(graph: Graph, statement: Statement) -> set[str]:
     found: set[str] = set()
-    for body in statement.facts.defines.values():
+    for body in statement.usage.defines.values():
         found |= body.reads
-    for name in statement.facts.reads & graph.functions.keys():
+    for name in statement.usage.reads & graph.functions.keys():
         found |= graph.functions[name].reads
     return found
 
 
 def _keep_handles(graph: Graph) -> None:
-    """A server's handle cannot be sent to another process: what uses it stays where it is."""
+    """Keep what uses a server's handle on the process that made it: a handle cannot be sent."""
     handles: set[str] = set()
     for statement in graph.statements:
-        facts = statement.facts
+        usage = statement.usage
         if statement.role is Role.NODE and Effect.SERVER in statement.effects:
-            handles |= facts.writes
-            statement.handles = facts.writes
-        elif statement.role in (Role.ALL, Role.FIRST) and not statement.effects & SEEDS and not facts.defines:
-            if facts.reads & handles and not facts.imports:
+            handles |= usage.writes
+            statement.handles = usage.writes
+        elif statement.role in (Role.ALL, Role.FIRST) and not statement.effects & SEEDS and not usage.defines:
+            if usage.reads & handles and not usage.imports:
                 statement.role = Role.NODE
         elif statement.role is Role.ALL:
-            handles -= facts.writes if not statement.conditional else set()
-        statement.handles = statement.handles | (facts.mutates & handles)
+            handles -= usage.writes if not statement.conditional else set()
+        statement.handles = statement.handles | (usage.mutates & handles)
 
 
 def _keep_read_backs(graph: Graph, last: int) -> None:
-    """What reads back a path that the main process saved belongs to it, unless training needs it."""
-    saved: set[str] = set()
+    """Keep what reads back a path that the main process saved on that process, unless training needs it."""
+    saved: dict[str, Role] = {}
     for index, statement in enumerate(graph.statements):
-        if statement.role is Role.MAIN and statement.effects & {Effect.SAVE, Effect.FILE}:
-            saved |= {text for text in _strings(statement.node) if re.fullmatch(r"[\w./~-]+", text)}
+        if statement.role in _APART and statement.effects & {Effect.SAVE, Effect.FILE}:
+            found = {text for text in _strings(statement.node) if re.fullmatch(r"[\w./~-]+", text)}
+            saved |= dict.fromkeys(found, statement.role)
         elif statement.role in (Role.ALL, Role.FIRST) and not statement.needed and saved:
             reload = Effect.LOAD in statement.effects and index < last
-            calls = bool(statement.facts.calls) and not statement.facts.defines
-            if calls and not reload and any(_under(text, saved) for text in _strings(statement.node)):
-                statement.role = Role.MAIN
+            calls = bool(statement.usage.calls) and not statement.usage.defines
+            roles = {saved[path] for text in _strings(statement.node) for path in saved if _under(text, {path})}
+            if calls and not reload and roles:
+                statement.role = Role.MAIN if Role.MAIN in roles else Role.NODE
 
 
 def _under(path: str, saved: set[str]) -> bool:
@@ -138,7 +153,7 @@ def _under(path: str, saved: set[str]) -> bool:
 
 
 def _strings(node: cst.CSTNode) -> list[str]:
-    """The texts of the strings among a statement's call arguments."""
+    """Return the texts of the strings among a statement's call arguments."""
     found = _Strings()
     node.visit(found)
     return found.texts
@@ -175,12 +190,12 @@ def _drop_installs(graph: Graph) -> None:
 
 
 def has_install(statement: Statement) -> bool:
-    """Whether a statement installs something anywhere inside."""
-    return any(_installs(site.node) is not None for site in statement.facts.calls)
+    """Return whether a statement installs something anywhere inside."""
+    return any(_installs(site.node) is not None for site in statement.usage.calls)
 
 
 def only_installs(statement: Statement) -> bool:
-    """Whether nothing is left of a statement once its installs are gone."""
+    """Return whether nothing is left of a statement once its installs are removed."""
     node = statement.node
     if not isinstance(node, cst.SimpleStatementLine):
         return False
@@ -190,14 +205,14 @@ def only_installs(statement: Statement) -> bool:
 
 
 def _installs(node: cst.Call) -> str | None:
-    """What stays of a call's shell command without its installs; None where it installs nothing."""
+    """Return a call's shell command without its installs; None where it installs nothing."""
     command = command_of(node)
     kept, _ = without_installs(command)
     return None if kept == command else kept
 
 
 def _serves_installs(graph: Graph, index: int, statement: Statement) -> bool:
-    """Whether a statement does nothing but prepare installs."""
+    """Return whether a statement does nothing but prepare installs."""
     if not _only_binds(statement.node):
         return False
     users = [graph.statements[i] for i in statement.used_by]
@@ -205,7 +220,7 @@ def _serves_installs(graph: Graph, index: int, statement: Statement) -> bool:
         return False
     if users or has_install(statement):
         return _is_prepared_elsewhere(statement)
-    names = statement.facts.imports
+    names = statement.usage.imports
     return bool(names) and all(path.split(".")[0] in _STDLIB for path in names.values())
 
 
@@ -217,7 +232,7 @@ def _is_prepared_elsewhere(statement: Statement) -> bool:
 
 
 def _only_binds(node: cst.CSTNode) -> bool:
-    """Whether a statement only imports, assigns plain names and installs, at whatever depth."""
+    """Return whether a statement only imports, assigns plain names and installs, at whatever depth."""
     checker = _OnlyBinds()
     node.visit(checker)
     return checker.plain
@@ -266,18 +281,18 @@ def _settle(graph: Graph, last: int) -> bool:
 
 
 def _latest(graph: Graph, index: int, name: str) -> tuple[list[Statement], bool]:
-    """The definitions of a name just before `index`, and whether any of them also exists on every process."""
+    """Return the definitions of a name just before `index`, and whether any of them exists on every process."""
     found = [graph.statements[i] for i in sorted(graph.statements[index].uses) if name in _bound(graph.statements[i])]
     return found, any(s.role in (Role.ALL, Role.FIRST) or name in s.share or s.needed for s in found)
 
 
 def _bound(statement: Statement) -> set[str]:
-    return statement.facts.writes
+    return statement.usage.writes
 
 
 def _role_of_what_it_reads(graph: Graph, index: int, statement: Statement) -> Role | None:
     roles = set()
-    for name in statement.facts.reads | statement.facts.mutates:
+    for name in statement.usage.reads | statement.usage.mutates:
         definitions, everywhere = _latest(graph, index, name)
         if not definitions or everywhere:
             continue
@@ -299,8 +314,8 @@ def _only_main_uses(graph: Graph, index: int, statement: Statement, last: int) -
         live = [user for user in live if Effect.MODE not in user.effects]
     if not live or any(user.role not in _APART for user in live):
         return False
-    facts = statement.facts
-    if facts.imports or facts.defines or not facts.writes or Effect.MODE in statement.effects:
+    usage = statement.usage
+    if usage.imports or usage.defines or not usage.writes or Effect.MODE in statement.effects:
         return False
     if Effect.LOAD in statement.effects and (index < last or last < 0):
         return False
@@ -308,9 +323,9 @@ def _only_main_uses(graph: Graph, index: int, statement: Statement, last: int) -
 
 
 def _may_change_what_training_needs(graph: Graph, statement: Statement) -> bool:
-    """Whether an unknown function gets an object that training reads: it might change it, whatever it returns."""
-    needed = set().union(*(s.facts.reads for s in graph.statements if s.needed), set())
-    for site in statement.facts.calls:
+    """Return whether an unknown function gets an object that training reads, and might change it."""
+    needed = set().union(*(s.usage.reads for s in graph.statements if s.needed), set())
+    for site in statement.usage.calls:
         known = site.is_method or site.path in BUILTINS or site.path[:1].isupper() or site.path in graph.functions
         if not known and site.names & needed and not _is_callable_object(graph, site.path):
             return True
@@ -318,5 +333,5 @@ def _may_change_what_training_needs(graph: Graph, statement: Statement) -> bool:
 
 
 def _is_callable_object(graph: Graph, name: str) -> bool:
-    """Whether a called name is an object such as a tokenizer rather than a function from a library."""
+    """Return whether a called name is an object such as a tokenizer rather than a function from a library."""
     return name not in graph.imports

@@ -1,4 +1,4 @@
-"""Small questions about names and syntax trees."""
+"""Answer small questions about names and syntax trees."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ HARMLESS |= {"strip", "format", "append_", "for_inference", "for_training", "app
 
 
 def is_false(test: cst.BaseExpression) -> bool:
-    """Whether a condition is a literal that is never true, so that its block is dead."""
+    """Return whether a condition is a literal that is never true, so that its block is dead."""
     if isinstance(test, cst.Name):
         return test.value in ("False", "None")
     return isinstance(test, cst.Integer) and test.value == "0"
 
 
 def dotted(node: cst.BaseExpression) -> str:
-    """The dotted path of a callee; "?" stands for whatever is not a name or attribute."""
+    """Return the dotted path of a callee; "?" stands for whatever is not a name or attribute."""
     parts: list[str] = []
     while isinstance(node, cst.Attribute):
         parts.append(node.attr.value)
@@ -48,19 +48,19 @@ def dotted(node: cst.BaseExpression) -> str:
 
 
 def root_name(node: cst.BaseExpression) -> str | None:
-    """The name at the bottom of an attribute or subscript chain."""
+    """Return the name at the root of a chain of attributes and items, or None."""
     while isinstance(node, cst.Attribute | cst.Subscript):
         node = node.value
     return node.value if isinstance(node, cst.Name) else None
 
 
 def is_mutating(method: str) -> bool:
-    """Whether a method of this name changes its object whatever its value is used for."""
+    """Return whether a method of this name changes its object even where its value is used."""
     return method.endswith("_") or method.split("_")[0] in _MUTATING or method in _MUTATING
 
 
 def is_harmless(method: str) -> bool:
-    """Whether a method of this name leaves its object as it was, as far as training goes."""
+    """Return whether a method of this name leaves its object as training needs it."""
     return method in HARMLESS or method.startswith(("save", "push_to_hub", "print", "show", "log"))
 
 
@@ -74,17 +74,17 @@ def _all_parameters(params: cst.Parameters) -> list[cst.Param]:
 
 
 def parameters(params: cst.Parameters) -> list[str]:
-    """The names of a function's parameters."""
+    """Return the names of a function's parameters."""
     return [param.name.value for param in _all_parameters(params)]
 
 
 def defaults(params: cst.Parameters) -> list[cst.BaseExpression]:
-    """The default values of a function's parameters."""
+    """Return the default values of a function's parameters."""
     return [param.default for param in _all_parameters(params) if param.default is not None]
 
 
 class NamesRead(cst.CSTVisitor):
-    """Meets the names that are read: neither those of attributes nor those of keyword arguments."""
+    """Visits the names that are read: neither those of attributes nor those of keyword arguments."""
 
     def visit_Attribute(self, node: cst.Attribute) -> bool:
         node.value.visit(self)
@@ -96,7 +96,7 @@ class NamesRead(cst.CSTVisitor):
 
 
 class RootNames(NamesRead):
-    """The names at the roots of an expression, but for builtins such as enumerate."""
+    """Collects the names at the roots of an expression, except builtins such as enumerate."""
 
     def __init__(self) -> None:
         self.found: list[str] = []

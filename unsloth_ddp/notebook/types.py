@@ -1,18 +1,20 @@
-"""The plain values that the steps of a conversion hand to each other."""
+"""Define the plain values that the steps of a conversion pass to each other."""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from unsloth_ddp.utils.errors import UserError
 
-class NotebookError(ValueError):
+
+class NotebookError(UserError):
     """A notebook that cannot be converted: one sentence with the value, the reason and the fix."""
 
 
 @dataclass(frozen=True)
-class Options:
-    """What the user may choose.
+class ConversionOptions:
+    """The user's choices.
 
     per_device_batch_size: rows a process takes at once; None keeps the notebook's own.
     tensorboard: report to TensorBoard whatever the notebook reports to.
@@ -25,7 +27,7 @@ class Options:
 
 
 @dataclass
-class Finding:
+class ReportEntry:
     """One edit or one warning. Cells count from 1 and include markdown; the line is the script's."""
 
     kind: str
@@ -35,15 +37,15 @@ class Finding:
 
 
 @dataclass
-class Report:
-    """Everything a conversion changed and everything it could not prove."""
+class ConversionReport:
+    """Every edit that a conversion made, and every warning."""
 
     notebook: str
-    edits: list[Finding] = field(default_factory=list)
-    warnings: list[Finding] = field(default_factory=list)
+    edits: list[ReportEntry] = field(default_factory=list)
+    warnings: list[ReportEntry] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
-        """The report as JSON-ready values."""
+        """Return the report as JSON-ready values."""
         return asdict(self)
 
 
@@ -52,12 +54,12 @@ class Conversion:
     """The finished script and its report."""
 
     script: str
-    report: Report
+    report: ConversionReport
 
 
 @dataclass(frozen=True)
 class Cell:
-    """A notebook cell as read: its number (from 1, markdown included), its kind and its text."""
+    """A notebook cell: its number (from 1, markdown included), its kind and its text."""
 
     number: int
     kind: str
@@ -66,7 +68,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Notebook:
-    """A notebook as read: the name it goes by in messages, and its cells."""
+    """A notebook: its name for messages, and its cells."""
 
     name: str
     cells: tuple[Cell, ...]

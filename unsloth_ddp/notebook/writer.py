@@ -1,4 +1,4 @@
-"""Put the edited statements together again: cell by cell, with guards around what not every process may do."""
+"""Assemble a cell of the script from edited statements, with guards around what not every process may run."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import libcst as cst
 
-from unsloth_ddp.notebook.context import Context
+from unsloth_ddp.notebook.context import ConversionContext
 from unsloth_ddp.notebook.effects import Effect
 from unsloth_ddp.notebook.graph import Graph, Role, Statement
 from unsloth_ddp.notebook.lines import comment_line, is_empty, lead
@@ -29,7 +29,7 @@ _WORDS = {
 
 
 @dataclass
-class Placed:
+class EditedStatement:
     """A statement with its edited tree."""
 
     statement: Statement
@@ -39,9 +39,9 @@ class Placed:
 
 
 def cell_body(
-    placed: list[Placed], graph: Graph, context: Context
+    placed: list[EditedStatement], graph: Graph, context: ConversionContext
 ) -> tuple[list[cst.BaseStatement], list[cst.EmptyLine]]:
-    """The statements of one cell, grouped and guarded; comments of removed ones move to the next, or to the end."""
+    """Return the statements of one cell, grouped and guarded; comments of removed ones move to the next or the end."""
     body: list[cst.BaseStatement] = []
     pending: list[cst.EmptyLine] = []
     for group in _groups(placed, graph):
@@ -62,8 +62,8 @@ def cell_body(
     return body, pending
 
 
-def _seeds(group: list[Placed], context: Context) -> list[cst.BaseStatement]:
-    """A line that seeds the global generators, before statements that draw from them on every process."""
+def _seeds(group: list[EditedStatement], context: ConversionContext) -> list[cst.BaseStatement]:
+    """Return a line that seeds the global generators, before statements that draw from them on every process."""
     seed = group[0].statement.seed
     if seed is None:
         return []
@@ -74,9 +74,9 @@ def _seeds(group: list[Placed], context: Context) -> list[cst.BaseStatement]:
 
 
 def _comments(
-    placed: Placed, node: cst.BaseStatement, pending: list[cst.EmptyLine], context: Context
+    placed: EditedStatement, node: cst.BaseStatement, pending: list[cst.EmptyLine], context: ConversionContext
 ) -> list[cst.EmptyLine]:
-    """The comments above a removed statement; one more that says so, for the first of several."""
+    """Return the comments above a removed statement, and a note about the removal for the first of several."""
     lines = [line for line in getattr(node, "leading_lines", ()) if line.comment is not None]
     said = any(line.comment and line.comment.value.startswith("# ddp: install") for line in [*pending, *lines])
     if placed.statement.role is Role.DROP and not said:
@@ -86,9 +86,9 @@ def _comments(
     return lines
 
 
-def _groups(placed: list[Placed], graph: Graph) -> list[list[Placed]]:
-    """Runs of statements that share a guard, together with imports and dead blocks between them."""
-    groups: list[list[Placed]] = []
+def _groups(placed: list[EditedStatement], graph: Graph) -> list[list[EditedStatement]]:
+    """Group statements that share a guard, together with imports and dead blocks between them."""
+    groups: list[list[EditedStatement]] = []
     for position, item in enumerate(placed):
         role = item.statement.role
         alone = item.statement.share_value or item.statement.seed is not None
@@ -103,14 +103,14 @@ def _groups(placed: list[Placed], graph: Graph) -> list[list[Placed]]:
     return groups
 
 
-def _must_share_first(group: list[Placed]) -> bool:
+def _must_share_first(group: list[EditedStatement]) -> bool:
     return any(p.statement.share or p.statement.share_value for p in group)
 
 
-def _joins(item: Placed, following: list[Placed], graph: Graph) -> bool:
-    """Whether a statement between two of the main process's may stand in their guard with them."""
+def _joins(item: EditedStatement, following: list[EditedStatement], graph: Graph) -> bool:
+    """Return whether a statement between two of the main process's may be in their guard with them."""
     statement = item.statement
-    serves = statement.facts.imports or statement.facts.defines
+    serves = statement.usage.imports or statement.usage.defines
     users = [graph.statements[i].role for i in statement.used_by]
     ours = statement.role is Role.DEAD or (
         statement.role is Role.ALL
@@ -131,21 +131,23 @@ def _joins(item: Placed, following: list[Placed], graph: Graph) -> bool:
     return False
 
 
-def _neutral(item: Placed, graph: Graph) -> bool:
+def _neutral(item: EditedStatement, graph: Graph) -> bool:
     statement = item.statement
     if statement.role is Role.DEAD:
         return True
     users = {graph.statements[i].role for i in statement.used_by}
-    return bool(statement.facts.imports) and not statement.needed and bool(users) and users <= {Role.MAIN, Role.DEAD}
+    return bool(statement.usage.imports) and not statement.needed and bool(users) and users <= {Role.MAIN, Role.DEAD}
 
 
 def _made(
-    role: Role, group: list[Placed], nodes: list[cst.BaseStatement], graph: Graph, context: Context
+    role: Role, group: list[EditedStatement], nodes: list[cst.BaseStatement], graph: Graph, context: ConversionContext
 ) -> list[cst.BaseStatement]:
     names = context.names
     context.cell = group[0].statement.cell
     effects: set[Effect] = set().union(*(p.statement.effects for p in group))
     share = sorted(set().union(*(p.statement.share for p in group)))
+    if role is Role.MAIN and all(needs_no_guard(p.statement, graph) for p in group):
+        return nodes
     if role in (Role.MAIN, Role.NODE):
         return _guard(role, group, nodes, effects, share, graph, context)
     if role is Role.FIRST:
@@ -162,14 +164,65 @@ def _made(
     return [*nodes, *after]
 
 
+def needs_no_guard(statement: Statement, graph: Graph) -> bool:
+    """Return whether a statement of the main process may run on all: it prints plain values, or does nothing.
+
+    Other processes do not print. What it reads must exist there.
+    """
+    if statement.effects - {Effect.PRINT, Effect.SHOW} or statement.share or not _is_plain(statement.node):
+        return False
+    return not any(
+        definition.role in (Role.MAIN, Role.NODE) and not definition.share
+        for definition in (graph.statements[i] for i in statement.uses)
+    )
+
+
+def _is_plain(node: cst.BaseStatement) -> bool:
+    """Return whether a statement is `print(...)` of plain values, an expression without calls, or `pass`."""
+    match node:
+        case cst.SimpleStatementLine(body=[cst.Pass()]):
+            return True
+        case cst.SimpleStatementLine(body=[cst.Expr(value=cst.Call(func=cst.Name("print"), args=args))]):
+            parts: list[cst.CSTNode] = list(args)
+        case cst.SimpleStatementLine(body=[cst.Expr(value=value)]) if not isinstance(value, cst.Call):
+            parts = [value]
+        case _:
+            return False
+    finder = _Calls()
+    for part in parts:
+        part.visit(finder)
+    return finder.plain
+
+
+_PLAIN_CALLS = {"len", "str", "int", "float", "round", "type", "sorted", "list", "repr", "min", "max", "sum", "format"}
+_PLAIN_METHODS = {"join", "format", "upper", "lower", "strip", "title", "center", "keys", "values", "items", "get"}
+
+
+class _Calls(cst.CSTVisitor):
+    """Looks for calls that may take long, draw, or change something."""
+
+    def __init__(self) -> None:
+        self.plain = True
+
+    def visit_Call(self, node: cst.Call) -> None:
+        name = node.func.value if isinstance(node.func, cst.Name) else ""
+        method = node.func.attr.value if isinstance(node.func, cst.Attribute) else ""
+        self.plain &= name in _PLAIN_CALLS or method in _PLAIN_METHODS
+
+    def visit_NamedExpr(self, node: cst.NamedExpr) -> None:
+        self.plain = False
+
+    visit_Await = visit_Lambda = visit_ListComp = visit_GeneratorExp = visit_NamedExpr  # type: ignore[assignment]
+
+
 def _guard(
     role: Role,
-    group: list[Placed],
+    group: list[EditedStatement],
     nodes: list[cst.BaseStatement],
     effects: set[Effect],
     share: list[str],
     graph: Graph,
-    context: Context,
+    context: ConversionContext,
 ) -> list[cst.BaseStatement]:
     names = context.names
     test = names["IS_MAIN"] if role is Role.MAIN else f"{names['LOCAL_RANK']} == 0"
@@ -195,9 +248,9 @@ def _guard(
 
 
 def _shared_value(
-    group: list[Placed], nodes: list[cst.BaseStatement], share: list[str], context: Context
+    group: list[EditedStatement], nodes: list[cst.BaseStatement], share: list[str], context: ConversionContext
 ) -> cst.BaseStatement | None:
-    """`x = from_main(lambda: value)` for a single assignment whose value every process needs."""
+    """Return `x = from_main(lambda: value)` for a single assignment whose value every process needs."""
     whole = group[0].statement.share_value
     if len(group) != 1 or not (whole or len(share) == 1) or not isinstance(nodes[0], cst.SimpleStatementLine):
         return None
@@ -227,7 +280,7 @@ def _unled(nodes: list[cst.BaseStatement]) -> list[cst.BaseStatement]:
 
 
 class _NoBlankIndent(cst.CSTTransformer):
-    """Blank lines stay blank when a block moves to the right."""
+    """Keeps blank lines blank when a block is indented."""
 
     def leave_EmptyLine(self, original_node: cst.EmptyLine, updated_node: cst.EmptyLine) -> cst.EmptyLine:
         return updated_node if updated_node.comment else updated_node.with_changes(indent=False)

@@ -11,6 +11,7 @@ from typing import Any
 
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.data.hub import use_cache_if_hub_is_unreachable
+from unsloth_ddp.data.revisions import dataset_revisions, pin_revisions
 from unsloth_ddp.data.sources import checked_files
 from unsloth_ddp.distributed.ranks import Ranks
 from unsloth_ddp.distributed.runtime import Runtime
@@ -38,6 +39,8 @@ class Run:
     stop: StopRequest
     began: float
     identity: dict[str, Any] = field(default_factory=dict)
+    # The user gave the run's name, so that the same command finds it again.
+    named: bool = True
 
     def identify(self, **known: Any) -> None:
         """Add to the run's identity."""
@@ -52,7 +55,7 @@ def open_run(settings: Settings, ranks: Ranks) -> Iterator[Run]:
         UserError: the settings, files, devices or the run's folder do not fit; alike on every rank.
         RunEnd: as raised by the run.
     """
-    began = time.perf_counter()
+    began, named = time.perf_counter(), settings.run_name is not None
     stop = StopRequest(ranks.is_main)
     stop.listen(settings.max_time)
     if ranks.nodes == 1:
@@ -60,9 +63,10 @@ def open_run(settings: Settings, ranks: Ranks) -> Iterator[Run]:
         check_local_model(str(settings.model), safetensors_only=settings.use_safetensors)
         checked_files(settings.dataset, streaming=settings.streaming)
         checked_files(settings.eval_dataset)
+        dataset_revisions(settings)
     use_cache_if_hub_is_unreachable(settings)
     # Imported here, so that a mistake above is reported before the seconds that torch takes to load.
-    from unsloth_ddp.data.dataset import node_folder
+    from unsloth_ddp.data.node_folder import node_folder
     from unsloth_ddp.distributed.runtime import started
     from unsloth_ddp.distributed.watchdog import watched
     from unsloth_ddp.run.folder import choose_run_folder
@@ -75,10 +79,11 @@ def open_run(settings: Settings, ranks: Ranks) -> Iterator[Run]:
         node_folder(runtime) as shared,
     ):
         stop.end_with(end_process)
+        pin_revisions(settings, runtime)
         folder = choose_run_folder(settings, runtime)
         runtime.on_main(lambda: check_upload(settings))
         try:
-            yield Run(settings, runtime, folder, shared, stop, began)
+            yield Run(settings, runtime, folder, shared, stop, began, named=named)
         except RunEnd as end:
             # Every rank is here. Its frames hold the model, which has to go before the process group does.
             ended = end.with_traceback(None)

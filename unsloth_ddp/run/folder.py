@@ -6,6 +6,7 @@ import dataclasses
 import errno
 import fcntl
 import os
+import pwd
 import shutil
 import socket
 import tempfile
@@ -17,24 +18,25 @@ import psutil
 
 from unsloth_ddp.checkpoints.folders import step_folders
 from unsloth_ddp.checkpoints.resume_point import named_folder
-from unsloth_ddp.config.options import Settings
+from unsloth_ddp.config.options import Settings, options_with
 from unsloth_ddp.config.yaml_file import Unreadable, read_yaml
 from unsloth_ddp.distributed.runtime import Runtime
-from unsloth_ddp.utils.errors import UserError
+from unsloth_ddp.utils.errors import UserError, os_reason
+from unsloth_ddp.utils.safe_files import foreign_owner, open_without_following_links
 
 SETTINGS_FILE, SUMMARY_FILE, LOCK_FILE = "settings.yaml", "summary.json", "run.lock"
 SETTINGS_ASIDE = "settings.partial"
 LOGS = "logs"
 # Seconds that a job waits for the last one in its folder to end; a restart follows a kill closely.
 LOCK_PATIENCE = 30.0
-# Settings that do not make it another run.
-MAY_DIFFER = {"output_dir", "run_name", "overwrite", "resume", "resume_anyway", "max_time", "save_total_limit"}
 
 
 def default_run_name(settings: Settings, environ: Mapping[str, str] = os.environ) -> str:
     """Return model, method and start time; the launcher's start, so that its restarts continue the same run."""
     model = str(settings.model).rstrip("/").rpartition("/")[2]
     began = psutil.Process(os.getppid()).create_time() if "TORCHELASTIC_RUN_ID" in environ else time.time()
+    # The name of a model may be as long as a folder's.
+    model = model.encode()[:150].decode(errors="ignore")
     return f"{model}-{settings.method}-{time.strftime('%Y%m%d-%H%M%S', time.localtime(began))}"
 
 
@@ -46,6 +48,7 @@ def choose_run_folder(settings: Settings, runtime: Runtime) -> Path:
     Raises:
         UserError: it holds another run, a job is writing it, or a node cannot write there.
     """
+    unnamed = settings.run_name is None
     settings.run_name = runtime.broadcast_from_main(lambda: settings.run_name or default_run_name(settings))
     folder = Path(settings.output_dir).expanduser().resolve() / settings.run_name
 
@@ -54,35 +57,76 @@ def choose_run_folder(settings: Settings, runtime: Runtime) -> Path:
         try:
             _refuse_another_run(settings, folder)
         except OSError as error:
-            raise UserError(f"output folder {folder} cannot be read: {error.strerror or error}.") from None
+            raise UserError(f"output folder {folder} cannot be read: {os_reason(error)}.") from None
 
     runtime.on_main(look)
     runtime.on_main(lambda: _try_to_write(folder), per_node=True)
     runtime.on_main(lambda: _wait_for_another_job(folder))
     # The job that was waited for may have finished the run.
     runtime.on_main(look)
+    if (
+        unnamed
+        and settings.resume == "auto"
+        and runtime.ranks.is_main
+        and (offer := offer_unfinished(settings, folder))
+    ):
+        print(offer, flush=True)
     return folder
+
+
+def offer_unfinished(settings: Settings, folder: Path) -> str | None:
+    """Return a sentence that offers to resume the newest unfinished run with these settings; None if there is none.
+
+    Args:
+        folder: of the run that is about to begin.
+    """
+    try:
+        others = [path for path in folder.parent.iterdir() if path != folder and (path / SETTINGS_FILE).is_file()]
+        unfinished = [path for path in others if step_folders(path) and continues(settings, path)]
+        unfinished = [path for path in unfinished if _changed_settings(settings, path) == []]
+        newest = max(unfinished, key=lambda path: (path / SETTINGS_FILE).stat().st_mtime, default=None)
+    except OSError:
+        return None
+    if newest is None:
+        return None
+    step = max(step_folders(newest))
+    return (
+        f"{newest} holds an unfinished run with the same settings, at step {step:,}; this is a new run. Give --run_name "
+        f"{newest.name} to resume that one."
+    )
 
 
 def _try_to_write(folder: Path) -> None:
     """Refuse a folder that cannot be written; it is tried, because permissions do not tell (root, /proc, a full disk)."""
     there = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
+    if there == folder and (owner := foreign_owner(folder)) is not None:
+        raise UserError(
+            f"{folder} belongs to another user ({_user_name(owner)}), who could replace what this run writes; give another "
+            "--run_name or --output_dir, or copy the folder."
+        )
     try:
         if there == folder:
             # The one file in it that is no sign of another run.
-            os.close(os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o644))
+            os.close(open_without_following_links(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT))
         else:
             tempfile.TemporaryDirectory(prefix=".unsloth_ddp-", dir=there).cleanup()
     except OSError as error:
         raise UserError(
-            f"output folder {folder} cannot be written ({there}: {error.strerror or error}); give another --output_dir."
+            f"output folder {folder} cannot be written ({there}: {os_reason(error)}); give another --output_dir."
         ) from None
+
+
+def _user_name(number: int) -> str:
+    try:
+        return pwd.getpwuid(number).pw_name
+    except KeyError:
+        return f"user id {number}"
 
 
 def _wait_for_another_job(folder: Path) -> None:
     """Refuse a folder that another job is writing, unless that job ends within LOCK_PATIENCE."""
     try:
-        descriptor = os.open(folder / LOCK_FILE, os.O_RDWR)
+        descriptor = open_without_following_links(folder / LOCK_FILE, os.O_RDWR)
     except FileNotFoundError:
         return
     try:
@@ -117,7 +161,7 @@ def _changed_settings(settings: Settings, folder: Path) -> list[str] | None:
     now = dataclasses.asdict(settings)
     if not isinstance(before, dict):
         return None
-    return [name for name in now if name not in MAY_DIFFER and before.get(name) != now[name]]
+    return [name for name in options_with(new_run=True) if before.get(name) != now[name]]
 
 
 def _refuse_another_run(settings: Settings, folder: Path) -> None:
@@ -189,7 +233,7 @@ def _lock(folder: Path, runtime: Runtime) -> None:
 
     A POSIX lock: it ends with the process, however that ends, is not inherited, and NFS knows it too.
     """
-    descriptor = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o644)
+    descriptor = open_without_following_links(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT)
     runtime.cleanup.callback(os.close, descriptor)
     if _wait_for_lock(descriptor, folder):
         os.ftruncate(descriptor, 0)

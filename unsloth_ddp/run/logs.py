@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
+from io import TextIOWrapper
 from pathlib import Path
 
 from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.utils.redaction import hide
+from unsloth_ddp.utils.safe_files import open_without_following_links
 
 LOGS = "logs"
 # Transformers' logger does not hand its messages on to the root logger; nor does the kit's, because Unsloth gives the root
@@ -44,7 +47,15 @@ def stop_library_output(runtime: Runtime) -> None:
 
 
 class _LogFile(logging.FileHandler):
-    """A log file that is given up when it cannot be written; the default prints a traceback a line."""
+    """A log file that is given up when it cannot be written; the default prints a traceback a line.
+
+    A link that somebody put in its place is not followed.
+    """
+
+    def _open(self) -> TextIOWrapper:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+        descriptor = open_without_following_links(Path(self.baseFilename), flags)
+        return open(descriptor, "a", encoding=self.encoding, errors=self.errors)
 
     def handleError(self, record: logging.LogRecord) -> None:
         for name in LOGGERS:

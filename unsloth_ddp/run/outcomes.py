@@ -21,9 +21,10 @@ class RunStopped(RunEnd):
 
     exit_code = EXIT_STOPPED
 
-    def __init__(self, cause: str, checkpoint: Path) -> None:
+    def __init__(self, cause: str, checkpoint: Path, *, named: bool = True) -> None:
+        name = "" if named else f" with --run_name {checkpoint.parent.name}"
         super().__init__(
-            f"Stopped on {cause}; the same command goes on from {checkpoint} ({describe_exit_code(EXIT_STOPPED)})."
+            f"Stopped on {cause}; the same command{name} resumes from {checkpoint} ({describe_exit_code(EXIT_STOPPED)})."
         )
 
 
@@ -52,6 +53,16 @@ class RunNotFinished(RunEnd):
         super().__init__(
             f"The trained model is in {folder}, but {what} could not be written: {problem}. Make room, and run the same "
             "command again: it finishes the run."
+        )
+
+
+class FolderRemoved(RunEnd):
+    """The result is written, but somebody removed the run's folder while it trained."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(
+            f"The result is in {folder}, but that folder was removed while the run trained, and with it the logs and "
+            "checkpoints that it held then; look for what removes it (a clean-up of scratch disks, say)."
         )
 
 

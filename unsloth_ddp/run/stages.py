@@ -15,8 +15,9 @@ from unsloth_ddp.checkpoints import resume_point
 from unsloth_ddp.checkpoints.identity import batch_identity, run_identity
 from unsloth_ddp.checkpoints.resume_point import ResumePoint
 from unsloth_ddp.checkpoints.writer import Checkpoints
-from unsloth_ddp.data import dataset
-from unsloth_ddp.data.packing import Request
+from unsloth_ddp.data import dataset, examples
+from unsloth_ddp.data.identity import data_identity
+from unsloth_ddp.data.packing import BatchRequest
 from unsloth_ddp.data.training_data import TrainingData
 from unsloth_ddp.distributed import backend, sharding
 from unsloth_ddp.model import load
@@ -24,9 +25,10 @@ from unsloth_ddp.model.attention import choose_packing
 from unsloth_ddp.run import answers
 from unsloth_ddp.run import summary as summary_file
 from unsloth_ddp.run.context import Run
-from unsloth_ddp.run.folder import continues, open_run_folder
+from unsloth_ddp.run.folder import SETTINGS_FILE, continues, open_run_folder
 from unsloth_ddp.run.logs import start_logging, stop_library_output
 from unsloth_ddp.run.outcomes import (
+    FolderRemoved,
     NoCheckpointWritten,
     ResultNotSaved,
     RunNotFinished,
@@ -42,7 +44,8 @@ if TYPE_CHECKING:
 def read_examples(run: Run) -> None:
     """Read and check every row into the node's folder, before any model is loaded."""
     load.check_model(run.settings, run.runtime)
-    dataset.read_examples(run.settings, run.runtime, run.node_folder)
+    print(f"Reading rows from {', '.join(run.settings.dataset)[:200]} ...", flush=True)
+    examples.read_examples(run.settings, run.runtime, run.node_folder)
 
 
 def find_resume_point(run: Run) -> ResumePoint | None:
@@ -73,17 +76,21 @@ def make_config(run: Run) -> Any:
 
 def load_model(run: Run) -> tuple[Any, Any]:
     """Return the model, on this process's device, and its tokenizer."""
+    print(f"Loading model {run.settings.model} ...", flush=True)
     return load.load_model(run.settings, run.runtime)
 
 
 def prepare_data(run: Run, model: Any, tokenizer: Any, resume: ResumePoint | None) -> TrainingData:
     """Tokenize the rows once per node, and decide how they are packed and how they fill the steps."""
     settings, runtime = run.settings, run.runtime
-    train, evaluation = dataset.tokenize_examples(settings, runtime, run.node_folder, tokenizer)
-    load.stop_at(model, tokenizer, train.dataset)
+    print("Tokenizing rows ...", flush=True)
+    # A resumed run keeps the date that its chat template printed when it began.
+    template_date = resume.manifest.run.get("chat_template_date") if resume else None
+    train, evaluation = dataset.tokenize_examples(settings, runtime, run.node_folder, tokenizer, template_date)
+    load.stop_at(model, train.stop_tokens)
     load.check_positions(settings, model, dataset.longest_row(settings, train, evaluation))
     plan, train, packing = dataset.fill_steps(_request(run), train, choose_packing(settings, runtime, model))
-    run.identify(**batch_identity(plan), **dataset.facts(settings, runtime, plan, train))
+    run.identify(**batch_identity(plan), **data_identity(settings, runtime, plan, train))
     if resume:
         resume_point.check_resume(resume, run.identity, settings, runtime)
         if settings.resume == "auto":
@@ -106,6 +113,7 @@ def make_trainer(run: Run, config: Any, model: Any, tokenizer: Any, data: Traini
 def begin(run: Run, trainer: DDPTrainer, resume: ResumePoint | None) -> None:
     """Choose the micro-batch, open the run's folder, and print how the run trains."""
     settings, runtime = run.settings, run.runtime
+    print("Preparing the first step ...", flush=True)
     decision = trainer.choose_micro_batch(resume)
     changes = resume_point.check_resume(resume, run.identity, settings, runtime) if resume else []
     open_run_folder(settings, runtime, run.folder)
@@ -123,6 +131,8 @@ def begin(run: Run, trainer: DDPTrainer, resume: ResumePoint | None) -> None:
         head_chooses=trainer.loss.head is not None,
     )
     print(described, flush=True)
+    for sentence in summary_file.questionable(settings, trainer.data, decision):
+        print(sentence, flush=True)
 
 
 @dataclass(frozen=True)
@@ -137,7 +147,7 @@ def answer_before_training(run: Run, trainer: DDPTrainer) -> AnsweredQuestions:
     """Answer the evaluation questions that --compare_answers asks for."""
     # With sharded weights no GPU has the whole model to answer with.
     count = 0 if sharding.shards_weights(run.runtime.sharding) else run.settings.compare_answers
-    questions = answers.questions(dataset.held_out_examples(run.node_folder, count))
+    questions = answers.questions(examples.held_out_examples(run.node_folder, count))
     return AnsweredQuestions(questions, answers.answer(trainer.model, trainer.processing_class, questions, run.runtime))
 
 
@@ -153,7 +163,7 @@ def train_from(run: Run, trainer: DDPTrainer, resume: ResumePoint | None) -> dic
         cause, checkpoints = str(run.stop.agreed_cause), trainer.checkpoints
         if checkpoints.last is None:
             raise StopNotSaved(cause, checkpoints.failed)
-        raise RunStopped(cause, checkpoints.last)
+        raise RunStopped(cause, checkpoints.last, named=run.named)
     run.stop.begin_finishing()
     return summary_file.summarize(run.settings, run.runtime, trainer, seconds)
 
@@ -165,11 +175,15 @@ def finish(run: Run, trainer: DDPTrainer, answered: AnsweredQuestions, summary: 
         RunEnd: a part of that could not be written.
     """
     settings, checkpoints = run.settings, trainer.checkpoints
+    removed = run.runtime.broadcast_from_main(lambda: not (run.folder / SETTINGS_FILE).is_file())
     after = answers.answer(trainer.model, trainer.processing_class, answered.questions, run.runtime)
     if problem := checkpoints.save_final(trainer.write_final):
         raise ResultNotSaved(run.folder, problem, checkpoints.last)
     if settings.merge:
-        problem = checkpoints.save_folder("merged", lambda aside: load.save_merged(settings, run.folder, aside))
+        stop_tokens = trainer.data.train.stop_tokens
+        problem = checkpoints.save_folder(
+            "merged", lambda aside: load.save_merged(settings, run.folder, aside, stop_tokens)
+        )
         if problem:
             raise RunNotFinished(run.folder, "the merged model", problem)
     if answered.questions:
@@ -177,9 +191,11 @@ def finish(run: Run, trainer: DDPTrainer, answered: AnsweredQuestions, summary: 
     summary["wall_time_seconds"] = time.perf_counter() - run.began
     if problem := checkpoints.in_main(lambda: summary_file.finish(settings, run.folder, summary)):
         raise RunNotFinished(run.folder, summary_file.SUMMARY_FILE, problem)
+    if removed:
+        raise FolderRemoved(run.folder)
     if checkpoints.failed is not None and not checkpoints.written:
         raise NoCheckpointWritten(checkpoints.failed)
 
 
-def _request(run: Run) -> Request:
-    return Request.of(run.settings, run.runtime.ranks.world_size)
+def _request(run: Run) -> BatchRequest:
+    return BatchRequest.of(run.settings, run.runtime.ranks.world_size)

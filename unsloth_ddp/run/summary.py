@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from rich import box
-from rich.console import Console
-from rich.table import Table
 
-from unsloth_ddp.config.options import Settings
+from unsloth_ddp.config.options import Settings, options_with
+from unsloth_ddp.config.questionable import questionable_settings
 from unsloth_ddp.data.training_data import TrainingData
 from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.model.load import parameter_counts
@@ -20,30 +17,12 @@ from unsloth_ddp.run.upload import upload
 from unsloth_ddp.training.memory_search import MicroBatchDecision, with_micro_batch
 from unsloth_ddp.training.meter import peak_memory_bytes
 from unsloth_ddp.utils.json_file import write_json
+from unsloth_ddp.utils.tables import render_pairs
 from unsloth_ddp.utils.versions import versions
 
 if TYPE_CHECKING:
     # Importing it imports Transformers, which has to wait for Unsloth.
     from unsloth_ddp.training.trainer import DDPTrainer
-
-SUMMARIZED = (
-    "model", "model_revision", "method", "dataset", "eval_dataset", "eval_fraction", "max_length", "overlong",
-    "loss_on", "chat_template", "num_train_epochs", "max_steps", "learning_rate", "lr_scheduler_type", "warmup_steps",
-    "optim", "weight_decay", "max_grad_norm", "gradient_checkpointing", "lora_r", "lora_alpha", "lora_dropout", "seed",
-    "streaming", "shuffle_buffer",
-)  # fmt: skip
-
-
-def table(rows: dict[str, str]) -> str:
-    """Return names and values as aligned text, with long values folded."""
-    grid = Table(box=box.SIMPLE, show_header=False, pad_edge=False)
-    grid.add_column(no_wrap=True)
-    grid.add_column(overflow="fold")
-    for name, value in rows.items():
-        grid.add_row(name, value)
-    text = StringIO()
-    Console(file=text, width=100).print(grid)
-    return "\n".join(line.rstrip() for line in text.getvalue().splitlines() if line.strip())
 
 
 def describe_run(
@@ -60,7 +39,7 @@ def describe_run(
     total, trainable = parameter_counts(model)
     beside = "" if settings.method == "full" else ", adapter included"
     sharding = {"sharding": runtime.sharding} if runtime.sharding != "none" else {}
-    return table(
+    return render_pairs(
         {
             "processes": f"{runtime.ranks.world_size} on {runtime.ranks.nodes} node(s)",
             "device": runtime.device_name,
@@ -70,10 +49,34 @@ def describe_run(
             "model": f"{settings.model} ({total:,} parameters{beside})",
             "method": f"{settings.method} ({trainable:,} trainable parameters, {trainable / total:.2%})",
             **describe_rows(settings, data, head_chooses=head_chooses),
+            "optimizer": f"{settings.optim}, learning rate {settings.learning_rate:g}, {describe_schedule(settings)}",
             "checkpointing": f"{decision.kind}: {decision.reason}",
             **describe_steps(settings, data, decision),
             "written to": str(run_folder),
         }
+    )
+
+
+def describe_schedule(settings: Settings) -> str:
+    """Return the learning rate's schedule and warm-up in words."""
+    warmup = settings.warmup_steps
+    if not warmup:
+        return f"{settings.lr_scheduler_type} schedule without warm-up"
+    length = f"{warmup:.0%} of all steps" if warmup < 1 else f"{warmup:g} steps"
+    return f"{settings.lr_scheduler_type} schedule with {length} of warm-up"
+
+
+def questionable(settings: Settings, data: TrainingData, decision: MicroBatchDecision) -> list[str]:
+    """Return a sentence for each setting that leaves little to learn from this run."""
+    rows, plan = data.train, with_micro_batch(data.plan, decision.per_device)
+    rows_per_unit = rows.counts.rows / rows.units
+    return questionable_settings(
+        settings,
+        steps=plan.steps(rows.units, settings.num_train_epochs, settings.max_steps),
+        steps_per_epoch=None if rows.streamed else plan.steps_per_epoch(rows.units),
+        rows=None if rows.streamed else rows.counts.rows,
+        rows_per_step=plan.global_batch * rows_per_unit,
+        truncated=rows.counts.truncated,
     )
 
 
@@ -159,7 +162,7 @@ def summarize(settings: Settings, runtime: Runtime, trainer: DDPTrainer, seconds
         "train_loss": totals.train_loss,
         "peak_memory_bytes": peak,
         "peak_memory_bytes_loading": loading,
-        "settings": {name: getattr(settings, name) for name in SUMMARIZED},
+        "settings": {name: getattr(settings, name) for name in options_with(summary=True)},
         "versions": versions(),
         "train_seconds": seconds,
         "tokens_per_second": (totals.tokens - trainer.tokens_before) / seconds,

@@ -21,11 +21,14 @@ import numpy as np
 import torch
 
 from unsloth_ddp.config.options import Settings
+from unsloth_ddp.data.arrow_rows import join_rows
 from unsloth_ddp.data.batch_plan import BatchPlan
-from unsloth_ddp.data.dataset import TokenizedRows, join_rows
+from unsloth_ddp.data.dataset import TokenizedRows
 from unsloth_ddp.data.training_data import TrainingData
 from unsloth_ddp.distributed.runtime import Runtime
+from unsloth_ddp.distributed.wire import sendable
 from unsloth_ddp.model.gradient_checkpointing import GradientCheckpointing
+from unsloth_ddp.model.modules import evaluation_mode, training_mode
 from unsloth_ddp.training.micro_batch_loss import MicroBatchRunner
 from unsloth_ddp.training.optimizer_memory import optimizer_bytes
 from unsloth_ddp.utils.errors import UserError
@@ -48,6 +51,7 @@ class MicroBatchDecision:
     reason: str
 
 
+@sendable
 @dataclass(frozen=True)
 class Trial:
     """Outcome of one trial on one rank, in bytes; `needed` is None where it ran out of memory."""
@@ -172,7 +176,7 @@ class MemorySearch:
 
         def fits(kind: str, size: int) -> bool:
             self.checkpointing.use(kind)
-            trials[kind, size] = self._on_every_rank(self.try_training(size))
+            trials[kind, size] = self.runtime.gather(self.try_training(size))
             return all(trial.fits for trial in trials[kind, size])
 
         # Unsloth says, when training begins, that it drops what a trial compiled.
@@ -203,7 +207,7 @@ class MemorySearch:
         rows = self.data.evaluation
         if rows is None:
             return
-        trials = self._on_every_rank(self.try_evaluation(rows))
+        trials = self.runtime.gather(self.try_evaluation(rows))
         forget_free_memory()
         short = [one for one in trials if one.needed is None or one.needed > one.room]
         if short:
@@ -214,9 +218,6 @@ class MemorySearch:
                 f"{min(one.room for one in short) / 2**30:.0f} GiB that are free on a GPU; lower "
                 "--per_device_eval_batch_size."
             )
-
-    def _on_every_rank(self, trial: Trial) -> list[Trial]:
-        return [Trial(needed, room) for needed, room in self.runtime.gather((trial.needed, trial.room))]
 
     def try_training(self, size: int) -> Trial:
         """Try one forward and backward pass over the largest micro-batch of `size` rows, as it will be in a step."""
@@ -243,11 +244,8 @@ class MemorySearch:
 
     def _passes(self, batch: dict[str, Any]) -> bool:
         """Return whether memory was enough for a step; random numbers and gradients are left as they were."""
-        model = self.run.model
-        trained = [p for p in model.parameters() if p.requires_grad]
-        was_training = model.training
-        model.train()
-        with torch.random.fork_rng(devices=[self.run.device]):
+        trained = [p for p in self.run.model.parameters() if p.requires_grad]
+        with training_mode(self.run.model), torch.random.fork_rng(devices=[self.run.device]):
             try:
                 # A step has the gradients of earlier micro-batches beside it.
                 for parameter in trained:
@@ -262,15 +260,11 @@ class MemorySearch:
             finally:
                 for parameter in trained:
                     parameter.grad = None
-                model.train(was_training)
 
     def _evaluates(self, batch: dict[str, Any]) -> bool:
         """Return whether memory was enough for a forward pass of an evaluation."""
-        model = self.run.model
-        was_training = model.training
-        model.eval()
         try:
-            with torch.no_grad():
+            with evaluation_mode(self.run.model), torch.no_grad():
                 self.run.loss_sum(batch)
             torch.cuda.synchronize(self.run.device)
             return True
@@ -279,8 +273,6 @@ class MemorySearch:
                 # The evaluation itself will raise it where it can be understood.
                 logger.warning("the evaluation rows could not be tried: %s", error)
             return not is_out_of_memory(error)
-        finally:
-            model.train(was_training)
 
 
 def largest_tokens(rows: TokenizedRows, size: int, max_length: int) -> int:

@@ -11,7 +11,8 @@ from torch.utils.data import DataLoader
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.data.batch_plan import BalancedOrder, BatchPlan
 from unsloth_ddp.data.dataset import TokenizedRows
-from unsloth_ddp.data.streaming import StreamedSteps, Unit, streamed_steps, windows_of
+from unsloth_ddp.data.stream_steps import StreamedSteps, streamed_steps
+from unsloth_ddp.data.stream_windows import Unit, streamed_windows
 from unsloth_ddp.distributed.runtime import Runtime
 
 
@@ -30,7 +31,9 @@ class RowFeed:
         self.train = train
         self.seed = seed
         # Made now: later the tokenizer may render in another way.
-        self._windows = windows_of(settings, train.packing, tokenizer, seed) if train.streamed else None
+        self._windows = (
+            streamed_windows(settings, train.packing, tokenizer, seed, train.template_date) if train.streamed else None
+        )
         self._order: BalancedOrder | None = None
         self._streamed: StreamedSteps | None = None
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import re
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.training.callbacks import SavedTotals
 from unsloth_ddp.training.meter import Meter, OwnWorkTimer
 from unsloth_ddp.training.row_feed import RowFeed
+from unsloth_ddp.utils.redaction import printable
 
 
 class ResumableTrainer(SFTTrainer):
@@ -127,9 +129,18 @@ class ResumableTrainer(SFTTrainer):
             own, first = self.checkpoints.folder / name, self.resume_point and self.resume_point.folder
             if step and (step == written or is_whole(own)):
                 return str(own)
-            return str(first) if first and first.name == name else before
+            return str(first) if first and first.name == name else self._known_checkpoint(before)
 
         self.state.best_model_checkpoint = self.runtime.broadcast_from_main(find)
+
+    def _known_checkpoint(self, named: Any) -> str | None:
+        """Return the best checkpoint that a resumed state names, if it is one; an edited state may name anything."""
+        if named is None or (_is_step_folder(str(named)) and is_whole(Path(str(named)))):
+            return named
+        print(
+            f"The best checkpoint that the resumed state names, {printable(str(named))}, is no checkpoint; it is not used."
+        )
+        return None
 
     def _best_step(self) -> int | None:
         best = self.state.best_model_checkpoint
@@ -217,3 +228,7 @@ class ResumableTrainer(SFTTrainer):
             for parameter in self.accelerator.unwrap_model(self.model).parameters():
                 if parameter.requires_grad:
                     torch.distributed.broadcast(parameter.data, src=0)
+
+
+def _is_step_folder(path: str) -> bool:
+    return re.fullmatch(r"checkpoint-\d{1,18}", Path(path).name) is not None

@@ -25,7 +25,7 @@ from unsloth_ddp.checkpoints.resume_point import ResumePoint, make_cpu_checkpoin
 from unsloth_ddp.checkpoints.writer import Checkpoints
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.data.batch_plan import BalancedOrder
-from unsloth_ddp.data.dataset import Collate, Flatten, PadRight
+from unsloth_ddp.data.collate import Collate, Flatten, PadRight
 from unsloth_ddp.data.training_data import TrainingData
 from unsloth_ddp.distributed.drift import DriftCheck
 from unsloth_ddp.distributed.runtime import Runtime, control_timeout
@@ -34,6 +34,7 @@ from unsloth_ddp.distributed.signals import EvaluationInterrupted, StopRequest
 from unsloth_ddp.model.attention import keys_for_packs, prepare_for_packs
 from unsloth_ddp.model.gradient_checkpointing import GradientCheckpointing
 from unsloth_ddp.model.load import DTYPES
+from unsloth_ddp.model.modules import evaluation_mode
 from unsloth_ddp.model.supervised_head import fits_fused_head, head_with_equal_loss
 from unsloth_ddp.training.callbacks import CompareWeights, ReportProgress, StopTogether
 from unsloth_ddp.training.gradient_exchange import GradientExchange
@@ -302,12 +303,11 @@ class DDPTrainer(ResumableTrainer):
     ) -> EvalLoopOutput:
         """Return the token mean over the whole set, each row once, in any layout."""
         model: Any = self.model_wrapped if self.is_deepspeed_enabled or self.is_fsdp_enabled else self.model
-        was_training = model.training
-        model.eval()
         one = torch.ones((), device=self.args.device)
         sums = torch.zeros(2, dtype=torch.float64, device=self.args.device)
-        with self.meter.paused():
-            with torch.no_grad(), self.runtime.progress.doing("evaluating"):
+        evaluating = self.runtime.progress.doing("evaluating")
+        with self.meter.paused(), evaluation_mode(model), torch.no_grad():
+            with evaluating:
                 for inputs in dataloader:
                     inputs = self._prepare_inputs(inputs)
                     with self.compute_loss_context_manager():
@@ -315,7 +315,6 @@ class DDPTrainer(ResumableTrainer):
                     sums += torch.stack([loss_sum.double(), supervised_tokens(inputs["labels"]).double()])
                     self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
             loss, count = self._gather_sums(sums).sum(dim=0).tolist()
-            model.train(was_training)
         metrics = {f"{metric_key_prefix}_loss": loss / count}
         return EvalLoopOutput(None, None, metrics, num_samples=len(dataloader.dataset) - 1)  # type: ignore[arg-type]
 
@@ -392,7 +391,7 @@ class DDPTrainer(ResumableTrainer):
 
     @property
     def stopped(self) -> bool:
-        """The ranks stopped together before the last step, or during an evaluation after it."""
+        """The ranks stopped together before the last step, or during the evaluation after it."""
         before_the_end = self.state.global_step < self.state.max_steps
         return self.evaluation_interrupted or (bool(self.stop.agreed_cause) and before_the_end)
 

@@ -1,0 +1,127 @@
+"""Commands that a notebook starts: with which environment, which programs, and which train by themselves."""
+
+import os
+from typing import Any
+
+import pytest
+from making import LOAD, TRAIN, body, convert_cells, kinds
+
+from unsloth_ddp.notebook.helpers import HELPERS
+from unsloth_ddp.notebook.types import NotebookError
+
+
+@pytest.mark.parametrize(
+    ("cell", "made"),
+    [
+        ("os.system('python x.py')", "run_shell('python x.py')"),
+        ("subprocess.run(['a'], check=True)", "subprocess.run(['a'], check=True, env=child_environment())"),
+        ("subprocess.check_output('a')", "subprocess.check_output('a', env=child_environment())"),
+        ("p = subprocess.Popen(['a'], env=mine)", "subprocess.Popen(['a'], env=child_environment(mine))"),
+        ("p = subprocess.Popen(['a'], env=os.environ)", "subprocess.Popen(['a'], env=child_environment())"),
+        ("def f():\n    return run(['a'])\nf()", "return run(['a'], env=child_environment())"),
+        ("!python x.py", 'run_shell("python x.py")'),
+    ],
+)
+def test_commands_do_not_get_the_launcher_s_variables(cell: str, made: str) -> None:
+    done = convert_cells("import os, subprocess\nfrom subprocess import run\nmine = {}", LOAD, cell, TRAIN)
+    assert made in body(done) and "def child_environment" in done.script
+
+
+def test_the_environment_of_a_command() -> None:
+    space: dict[str, Any] = {"os": os, "re": __import__("re")}
+    exec(HELPERS["child_environment"].source, space)
+    launcher = [
+        "RANK",
+        "LOCAL_RANK",
+        "WORLD_SIZE",
+        "LOCAL_WORLD_SIZE",
+        "NODE_RANK",
+        "GROUP_RANK",
+        "ROLE_RANK",
+        "ROLE_NAME",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+        "TORCHELASTIC_RUN_ID",
+        "ACCELERATE_USE_FSDP",
+        "PMI_SIZE",
+        "OMPI_COMM_WORLD_SIZE",
+    ]
+    kept = {"PATH": "x", "HF_TOKEN": "y", "RANKS": "z", "NAME": "n", "CUDA_VISIBLE_DEVICES": "0"}
+    assert space["child_environment"]({**dict.fromkeys(launcher, "1"), **kept}) == kept
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "!torchrun --nproc-per-node 2 train.py",
+        "!accelerate launch train.py",
+        "!llamafactory-cli train x.yaml",
+        "!cd x && deepspeed run.py",
+        "!python -u finetune_lora.py --x 1",
+        "%%bash\ncd x\ntorchrun y.py",
+        "import os\nos.system('accelerate launch x.py')",
+    ],
+)
+@pytest.mark.parametrize("load", [LOAD, "x = 1"])
+def test_a_notebook_whose_only_training_is_a_command_is_refused(command: str, load: str) -> None:
+    with pytest.raises(NotebookError, match=r"its only training is the command `.*` in cell 2, .* run that command"):
+        convert_cells(load, command)
+
+
+def test_a_command_that_trains_beside_a_trainer_is_pointed_at() -> None:
+    assert kinds(convert_cells(LOAD, "!python train.py", TRAIN)) == ["command"]
+    assert kinds(convert_cells(LOAD, "!python prepare.py\n!git clone x", TRAIN)) == []
+
+
+@pytest.mark.parametrize(
+    ("cell", "made"),
+    [
+        ("%mkdir -p {folder}/a", 'run_shell(f"mkdir -p {folder}/a")'),
+        ("%rm -rf x", 'run_shell("rm -rf x")'),
+        ("%cp a b", 'run_shell("cp a b")'),
+        ("mkdir -p x", 'run_shell("mkdir -p x")'),
+        ("huggingface-cli download x", 'run_shell("huggingface-cli download x")'),
+        ("git clone https://x", 'run_shell("git clone https://x")'),
+        ('%%bash -s "$folder"\necho $1', 'run_shell("echo $1", f"\\"{folder}\\"")'),
+        ("%%script python3\nprint(1)", 'run_shell("print(1)", program="python3")'),
+        ("%%python\nprint('x')", 'run_shell("print(\'x\')", program="python3")'),
+    ],
+)
+def test_commands_as_notebooks_write_them(cell: str, made: str) -> None:
+    assert made in body(convert_cells(LOAD, "folder = 'f'", cell, TRAIN)).replace(
+        "f'\"{folder}\"'", 'f"\\"{folder}\\""'
+    )
+
+
+def test_installs_without_a_sign_are_installs() -> None:
+    done = convert_cells("pip install trl==1\nconda install x", LOAD, TRAIN)
+    assert "#     trl==1" in done.script and "install trl" not in body(done)
+
+
+def test_a_cell_that_is_switched_off_stays_off() -> None:
+    assert "# print(1)" in body(convert_cells(LOAD, "%%script false --no-raise-error\nprint(1)", TRAIN))
+
+
+@pytest.mark.parametrize(
+    ("cell", "use"),
+    [
+        ("%%python --bg --proc server\nserve()", "server.terminate()"),
+        ("%%bash --out text\necho x", "print(text)"),
+        ("%%R -o frame\nframe <- 1", "dataset = frame"),
+        ("%%capture seen\nx = 1", "def show():\n    print(seen.stdout)"),
+    ],
+)
+def test_names_of_cells_that_are_not_in_the_script_are_pointed_at(cell: str, use: str) -> None:
+    done = convert_cells(LOAD, cell, use, TRAIN)
+    assert [e.cell for e in done.report.warnings if e.kind == "name"] == [3]
+
+
+def test_arguments_and_programs_reach_the_command(capfd: pytest.CaptureFixture[str]) -> None:
+    import shlex
+    import subprocess
+
+    space: dict[str, Any] = {"shlex": shlex, "subprocess": subprocess, "child_environment": lambda: dict(os.environ)}
+    exec(HELPERS["run_shell"].source, space)
+    assert space["run_shell"]("echo $1 in; exit 3", '"a b"') == 3
+    space["run_shell"]("print('from python')", program="python3")
+    assert capfd.readouterr().out == "a b in\nfrom python\n"

@@ -1,0 +1,289 @@
+"""Hold the source text of the helpers that a converted script may need.
+
+Each is written into a script only where the script uses it. None imports torch before it is called: a notebook may set
+variables, or look at sys.modules, before its first heavy import.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Helper:
+    """A helper's source, the standard modules it reads, and the helpers it calls."""
+
+    source: str
+    modules: tuple[str, ...] = ()
+    needs: tuple[str, ...] = ()
+
+
+HELPERS: dict[str, Helper] = {
+    "quiet_print": Helper('''\
+if not IS_MAIN:
+
+    def print(*args, **kwargs):
+        """Print on the main process only."""
+'''),
+    "display": Helper('''\
+def display(*values, **options):
+    """Print what the notebook displayed."""
+    print(*values, sep="\\n")
+'''),
+    "wait_group": Helper(
+        '''\
+@functools.cache
+def wait_group():
+    """Make a gloo group: it can wait for hours while one process saves, where NCCL would time out."""
+    import torch
+    import torch.distributed as dist
+
+    if not dist.is_initialized():
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        dist.init_process_group(backend, timeout=datetime.timedelta(minutes=30))
+    return dist.new_group(backend="gloo", timeout=datetime.timedelta(hours=24))
+''',
+        ("datetime", "functools"),
+    ),
+    "wait_for_everyone": Helper(
+        '''\
+def wait_for_everyone():
+    """Wait until every process is here."""
+    if WORLD_SIZE > 1:
+        group = wait_group()
+        sys.modules["torch.distributed"].barrier(group=group)
+''',
+        ("sys",),
+        ("wait_group",),
+    ),
+    "main_process_first": Helper(
+        '''\
+@contextlib.contextmanager
+def main_process_first():
+    """Let one process a node go first, so that the others find its downloads and caches."""
+    if LOCAL_RANK != 0:
+        wait_for_everyone()
+    yield
+    if LOCAL_RANK == 0:
+        wait_for_everyone()
+''',
+        ("contextlib",),
+        ("wait_for_everyone",),
+    ),
+    "from_main": Helper(
+        '''\
+def from_main(make):
+    """Call make() on the main process and return its value on every process."""
+    if WORLD_SIZE == 1:
+        return make()
+    box, group = [make() if IS_MAIN else None], wait_group()
+    sys.modules["torch.distributed"].broadcast_object_list(box, src=0, group=group)
+    return box[0]
+''',
+        ("sys",),
+        ("wait_group",),
+    ),
+    "main_only": Helper(
+        '''\
+def main_only(make):
+    """Enter the context that make() returns on the main process only."""
+    return make() if IS_MAIN else contextlib.nullcontext()
+''',
+        ("contextlib",),
+    ),
+    "shared_decision": Helper(
+        '''\
+def shared_decision(method):
+    """Take a callback's decisions (stop, save, evaluate) from the main process: all must take the same."""
+
+    @functools.wraps(method)
+    def decide(self, args, state, control, **kwargs):
+        control = method(self, args, state, control, **kwargs) or control
+        flags = {name: value for name, value in vars(control).items() if name.startswith("should_")}
+        vars(control).update(from_main(lambda: flags))
+        return control
+
+    return decide
+''',
+        ("functools",),
+        ("from_main",),
+    ),
+    "accumulation_steps": Helper(
+        '''\
+def accumulation_steps(global_batch, per_device, multiple=1):
+    """Return the accumulation that keeps the notebook's global batch over all processes, or the nearest to it."""
+    at_once = per_device * WORLD_SIZE
+    unit = multiple // math.gcd(multiple, at_once)
+    steps = max(1, round(global_batch / (at_once * unit))) * unit
+    if IS_MAIN and steps * at_once != global_batch:
+        print(f"Global batch {steps * at_once} instead of {global_batch}: {WORLD_SIZE} processes do not divide it.")
+    return steps
+''',
+        ("math",),
+    ),
+    "batch_per_process": Helper('''\
+def batch_per_process(batch, accumulation, least=1):
+    """Return the notebook's batch, or as much of its global batch as falls to one process."""
+    return max(min(least, batch), min(batch, batch * accumulation // WORLD_SIZE))
+'''),
+    "generation_batch": Helper('''\
+def generation_batch(batch, accumulation, generations):
+    """Return the global batch; Unsloth raises a batch that holds no whole group of generations."""
+    whole = batch * accumulation
+    return whole if whole % generations == 0 else generations * accumulation
+'''),
+    "default_of": Helper(
+        '''\
+def default_of(config, name, otherwise):
+    """Return a config's own default: Unsloth's configs differ from those of TRL and transformers."""
+    parameter = inspect.signature(config).parameters.get(name)
+    return parameter.default if parameter and isinstance(parameter.default, int) else otherwise
+''',
+        ("inspect",),
+    ),
+    "ddp_settings": Helper(
+        '''\
+def ddp_settings(config):
+    """Return the settings that DDP needs, as far as the installed release has them."""
+    made = [kind.__init__ for kind in config.__mro__] if isinstance(config, type) else [config]
+    known = {name for function in made for name in inspect.signature(function).parameters}
+    if IS_MAIN and WORLD_SIZE > 1 and "average_tokens_across_devices" not in known:
+        print("This release averages the loss on each process by itself: rows weigh less beside long ones.")
+    wanted = {"ddp_find_unused_parameters": False, "average_tokens_across_devices": True}
+    return {name: value for name, value in wanted.items() if name in known}
+''',
+        ("inspect",),
+    ),
+    "ddp_arguments": Helper(
+        '''\
+def ddp_arguments(config, per_device, arguments):
+    """Return a config's arguments, given as a dict, with those that DDP needs."""
+    batch = arguments.get("per_device_train_batch_size") or default_of(config, "per_device_train_batch_size", 8)
+    steps = arguments.get("gradient_accumulation_steps") or default_of(config, "gradient_accumulation_steps", 1)
+    per_device = per_device or batch_per_process(batch, steps)
+    return {
+        **arguments,
+        "per_device_train_batch_size": per_device,
+        "gradient_accumulation_steps": accumulation_steps(
+            batch * steps, per_device, arguments.get("num_generations") or 1
+        ),
+        **ddp_settings(config),
+    }
+''',
+        (),
+        ("accumulation_steps", "batch_per_process", "default_of", "ddp_settings"),
+    ),
+    "same_draws": Helper(
+        '''\
+def same_draws(seed, *generators):
+    """Seed the global generators, or those named, so that every process draws the same."""
+    for name in generators or ("random", "numpy", "torch"):
+        module = importlib.import_module("numpy.random" if name == "numpy" else name)
+        (module.manual_seed if name == "torch" else module.seed)(seed)
+''',
+        ("importlib",),
+    ),
+    "child_environment": Helper(
+        '''\
+def child_environment(given=None):
+    """Return the environment for a command: with the launcher's variables it would join this job and hang."""
+    own = r"((LOCAL|NODE|GROUP|ROLE)_)?(RANK|WORLD_SIZE)$|ROLE_NAME$|MASTER_(ADDR|PORT)$"
+    own += "|(TORCHELASTIC|ACCELERATE|PET|FSDP|DEEPSPEED|OMPI|PMIX?|MV2)_"
+    return {name: value for name, value in (given or os.environ).items() if not re.match(own, name)}
+''',
+        ("re",),
+    ),
+    "run_shell": Helper(
+        '''\
+def run_shell(command, arguments="", program=None):
+    """Run a command, or a program with the command as its input; a failure is shown and does not stop the script."""
+    words = [*shlex.split(program or "bash -s"), *shlex.split(arguments)]
+    if program is None:
+        words[1:2] = ["-c", command, "bash"]
+    given = {} if program is None else {"input": command, "text": True}
+    return subprocess.run(words, env=child_environment(), **given).returncode
+''',
+        ("shlex", "subprocess"),
+        ("child_environment",),
+    ),
+    "shell_output": Helper(
+        '''\
+def shell_output(command):
+    """Return the lines that a command prints."""
+    done = subprocess.run(
+        ["bash", "-c", command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=child_environment()
+    )
+    return done.stdout.splitlines()
+''',
+        ("subprocess",),
+        ("child_environment",),
+    ),
+    "run_async": Helper(
+        '''\
+def run_async(awaitable, loop=asyncio.new_event_loop()):
+    """Do what `await` at a notebook's top level does, on one event loop for the whole script."""
+    asyncio.set_event_loop(loop)
+    return loop.run_until_complete(awaitable)
+''',
+        ("asyncio",),
+    ),
+    "secret": Helper('''\
+def secret(name):
+    """Return a secret of the notebook's host from the environment."""
+    if IS_MAIN and name not in os.environ:
+        print(f"The notebook's secret {name} is not set: export {name}=... before the start, if it is needed.")
+    return os.environ.get(name)
+'''),
+    "uploaded_files": Helper(
+        '''\
+def uploaded_files():
+    """Return the files that the notebook asked to upload, as name: bytes."""
+    paths = os.environ.get("UPLOADED_FILES", "").split(":")
+    if paths == [""]:
+        raise SystemExit("The notebook asks for an upload here: export UPLOADED_FILES=path[:path ...] and start again.")
+    return {os.path.basename(path): open(path, "rb").read() for path in paths}
+''',
+    ),
+    "hub_login": Helper('''\
+def hub_login(token=None, *rest, **options):
+    """Log in to the Hugging Face Hub if there is a token; a script does not ask for one."""
+    from huggingface_hub import get_token, login
+
+    if token:
+        login(token, **options)
+    elif get_token() is None:
+        print("Not logged in to the Hugging Face Hub: run `hf auth login` or set HF_TOKEN, if it is needed.")
+'''),
+    "wandb_login": Helper('''\
+def wandb_login(key=None, **options):
+    """Log in to W&B if there is a key; without one the run stays on this machine."""
+    import wandb
+
+    if key or wandb.api.api_key:
+        return wandb.login(key=key, **options)
+    os.environ["WANDB_MODE"] = "offline"
+    print("No key for W&B: its run stays on this machine. Set WANDB_API_KEY to upload it.")
+'''),
+    "finish": Helper(
+        '''\
+def finish(*names):
+    """Wait for the last save of the main process, drop the models, and leave the process group."""
+    for name in names:
+        globals().pop(name, None)
+    gc.collect()
+    if WORLD_SIZE > 1:
+        wait_for_everyone()
+        leave_process_group()
+
+
+@atexit.register
+def leave_process_group():
+    """Leave the process group; after an error too."""
+    dist = sys.modules.get("torch.distributed")
+    if dist is not None and dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()
+''',
+        ("atexit", "gc", "sys"),
+        ("wait_for_everyone",),
+    ),
+}

@@ -1,0 +1,362 @@
+"""Collect what one top-level statement does to names: reads, writes, mutations, calls, function bodies.
+
+Names are the notebook's globals; parameters, locals and comprehension variables stay inside. The body of a function is
+deferred: it counts when the function is used, not where it is defined.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import libcst as cst
+
+from unsloth_ddp.notebook.ipython import ipython_call, references
+from unsloth_ddp.notebook.syntax import (
+    NamesRead,
+    RootNames,
+    defaults,
+    dotted,
+    is_false,
+    is_harmless,
+    is_mutating,
+    parameters,
+    root_name,
+)
+
+
+@dataclass
+class CallSite:
+    """One call: `path` is dotted ("model.generate"), its root "?" where it is not a plain name."""
+
+    path: str
+    node: cst.Call
+    names: frozenset[str]  # plain names passed as arguments
+    bare: bool = False  # the call is a statement of its own
+
+    @property
+    def root(self) -> str:
+        return self.path.split(".", 1)[0]
+
+    @property
+    def tail(self) -> str:
+        return self.path.rsplit(".", 1)[-1]
+
+    @property
+    def is_method(self) -> bool:
+        return "." in self.path
+
+
+@dataclass
+class DeferredBody:
+    """The body of a function, or of every method of a class."""
+
+    reads: set[str] = field(default_factory=set)
+    writes: set[str] = field(default_factory=set)
+    calls: list[CallSite] = field(default_factory=list)
+    params: list[str] = field(default_factory=list)
+    mutates: set[str] = field(default_factory=set)  # parameters and globals
+    bases: list[str] = field(default_factory=list)
+    methods: set[str] = field(default_factory=set)
+
+
+@dataclass
+class NameUsage:
+    """The names that a statement uses when it runs, and how."""
+
+    reads: set[str] = field(default_factory=set)
+    writes: set[str] = field(default_factory=set)
+    mutates: set[str] = field(default_factory=set)
+    calls: list[CallSite] = field(default_factory=list)
+    defines: dict[str, DeferredBody] = field(default_factory=dict)
+    imports: dict[str, str] = field(default_factory=dict)  # bound name -> dotted path
+    stores: set[str] = field(default_factory=set)  # names whose attributes or items are assigned
+    aliases: list[tuple[str, str]] = field(default_factory=list)  # (part, whole): a change of one is one of the other
+    assigned: list[tuple[str, CallSite]] = field(default_factory=list)  # `name = call(...)`, at any depth
+
+
+@dataclass
+class _Scope:
+    kind: str  # module, function, class, comprehension
+    local: set[str] = field(default_factory=set)
+    outer: set[str] = field(default_factory=set)  # declared global
+    own: set[str] = field(default_factory=set)  # bound by a block of this statement
+    usage: NameUsage = field(default_factory=NameUsage)
+
+
+def collect(node: cst.CSTNode) -> NameUsage:
+    """Collect the usage of names in one top-level statement."""
+    visitor = _Collector()
+    node.visit(visitor)
+    usage = visitor.scopes[0].usage
+    usage.assigned = visitor.assigned
+    return usage
+
+
+class _Collector(NamesRead):
+    def __init__(self) -> None:
+        self.scopes = [_Scope("module")]
+        self.function: list[DeferredBody] = []
+        self.bare: cst.Call | None = None
+        self.assigned: list[tuple[str, CallSite]] = []
+
+    # Names -----------------------------------------------------------------------------------------------------------
+
+    def _read(self, name: str) -> None:
+        if name not in self.scopes[-1].own:
+            self.scopes[-1].usage.reads.add(name)
+
+    def _bind_block(self, target: cst.BaseExpression) -> None:
+        """Bind what a block binds before its body runs: later reads are of this binding, not of an earlier one."""
+        self._bind(target)
+        for element in target.elements if isinstance(target, cst.Tuple | cst.List) else [target]:
+            value = element.value if isinstance(element, cst.BaseElement) else element
+            if isinstance(value, cst.Name):
+                self.scopes[-1].own.add(value.value)
+
+    def _write(self, name: str) -> None:
+        scope = self.scopes[-1]
+        if scope.kind == "module":
+            scope.usage.writes.add(name)
+        elif name in scope.outer:
+            if self.function:
+                self.function[-1].writes.add(name)
+        else:
+            scope.local.add(name)
+
+    def _mutate(self, name: str | None) -> None:
+        if name is not None:
+            self.scopes[-1].usage.mutates.add(name)
+
+    def _bind(self, target: cst.BaseExpression) -> None:
+        if isinstance(target, cst.Name):
+            self._write(target.value)
+        elif isinstance(target, cst.Tuple | cst.List):
+            for element in target.elements:
+                self._bind(element.value)
+        elif isinstance(target, cst.StarredElement):
+            self._bind(target.value)
+        elif isinstance(target, cst.Attribute | cst.Subscript):
+            name = root_name(target)
+            self._mutate(name)
+            self.scopes[-1].usage.stores.add(name or "?")
+            target.visit(self)
+
+    def visit_Name(self, node: cst.Name) -> None:
+        self._read(node.value)
+
+    def visit_AssignTarget(self, node: cst.AssignTarget) -> bool:
+        self._bind(node.target)
+        return False
+
+    def visit_Assign(self, node: cst.Assign) -> None:
+        target = node.targets[0].target
+        if isinstance(node.value, cst.Call) and isinstance(target, cst.Name):
+            self.assigned.append((target.value, CallSite(dotted(node.value.func), node.value, frozenset())))
+
+        elif isinstance(node.value, cst.Name | cst.Attribute | cst.Subscript):
+            self._alias(target, node.value)
+
+    def _alias(self, target: cst.BaseExpression, value: cst.BaseExpression) -> None:
+        """Note that the parts bound by `target` belong to the objects that `value` names."""
+        if len(self.scopes) > 1:
+            return
+        wholes = RootNames()
+        value.visit(wholes)
+        parts = RootNames()
+        target.visit(parts)
+        self.scopes[0].usage.aliases += [
+            (part, whole) for part in parts.found for whole in wholes.found if part != whole
+        ]
+
+    def visit_AugAssign(self, node: cst.AugAssign) -> bool:
+        node.target.visit(self)
+        node.value.visit(self)
+        self._bind(node.target)
+        return False
+
+    def visit_AnnAssign(self, node: cst.AnnAssign) -> bool:
+        if node.value is not None:
+            node.value.visit(self)
+            self._bind(node.target)
+        node.annotation.visit(self)
+        return False
+
+    def visit_NamedExpr(self, node: cst.NamedExpr) -> bool:
+        node.value.visit(self)
+        self._bind(node.target)
+        return False
+
+    def visit_AsName(self, node: cst.AsName) -> bool:
+        self._bind_block(node.name)
+        return False
+
+    def visit_Del(self, node: cst.Del) -> bool:
+        name = root_name(node.target)
+        self._mutate(name)
+        node.target.visit(self)
+        return False
+
+    def visit_Global(self, node: cst.Global) -> bool:
+        self.scopes[-1].outer.update(item.name.value for item in node.names)
+        return False
+
+    def visit_Nonlocal(self, node: cst.Nonlocal) -> bool:
+        return False
+
+    def visit_MatchAs(self, node: cst.MatchAs) -> bool:
+        if node.pattern is not None:
+            node.pattern.visit(self)
+        if node.name is not None:
+            self._write(node.name.value)
+        return False
+
+    def visit_Import(self, node: cst.Import) -> bool:
+        for alias in node.names:
+            path = dotted(alias.name)
+            name = alias.asname.name.value if alias.asname else path.split(".")[0]  # type: ignore[union-attr]
+            self._import(str(name), path if alias.asname else path.split(".")[0])
+        return False
+
+    def visit_ImportFrom(self, node: cst.ImportFrom) -> bool:
+        module = dotted(node.module) if node.module else ""
+        if isinstance(node.names, cst.ImportStar):
+            return False
+        for alias in node.names:
+            name = alias.asname.name.value if alias.asname else alias.name.value  # type: ignore[union-attr]
+            self._import(str(name), f"{module}.{alias.name.value}")
+        return False
+
+    def _import(self, name: str, path: str) -> None:
+        self._write(name)
+        self.scopes[-1].usage.imports[name] = path
+
+    # Statements ------------------------------------------------------------------------------------------------------
+
+    def visit_If(self, node: cst.If) -> bool:
+        if not is_false(node.test):
+            return True
+        if node.orelse is not None:
+            node.orelse.visit(self)
+        return False
+
+    def visit_For(self, node: cst.For) -> bool:
+        node.iter.visit(self)
+        self._bind_block(node.target)
+        self._alias(node.target, node.iter)
+        node.body.visit(self)
+        if node.orelse is not None:
+            node.orelse.visit(self)
+        return False
+
+    def visit_Expr(self, node: cst.Expr) -> None:
+        value = node.value.expression if isinstance(node.value, cst.Await) else node.value
+        self.bare = value if isinstance(value, cst.Call) else None
+
+    def visit_Call(self, node: cst.Call) -> None:
+        path = dotted(node.func)
+        names = frozenset(arg.value.value for arg in node.args if isinstance(arg.value, cst.Name))
+        site = CallSite(path, node, names, bare=node is self.bare)
+        usage = self.scopes[-1].usage
+        usage.calls.append(site)
+        for arg in node.args:
+            if isinstance(arg.value, cst.Attribute):  # partial(model.generate, ...), Thread(target=model.generate)
+                usage.calls.append(CallSite(dotted(arg.value), cst.Call(func=arg.value), frozenset()))
+        call = ipython_call(node)
+        if call is not None:
+            usage.reads |= references(call.interpolated)
+        elif site.is_method and ((site.bare and not is_harmless(site.tail)) or is_mutating(site.tail)):
+            self._mutate(root_name(node.func))
+
+    # Scopes ----------------------------------------------------------------------------------------------------------
+
+    def visit_FunctionDef(self, node: cst.FunctionDef) -> bool:
+        self._write(node.name.value)
+        for decorator in node.decorators:
+            decorator.visit(self)
+        for default in defaults(node.params):
+            default.visit(self)
+        self._body(node.name.value, parameters(node.params), [node.body])
+        return False
+
+    def _body(self, name: str, params: list[str], parts: Iterable[cst.CSTNode]) -> None:
+        """Collect a deferred body under the outermost definition it belongs to."""
+        outermost = not self.function
+        deferred = DeferredBody(params=params)
+        self.function.append(deferred)
+        self.scopes.append(_Scope("function", local=set(params)))
+        for part in parts:
+            part.visit(self)
+        scope = self.scopes.pop()
+        self.function.pop()
+        hidden = scope.local - scope.outer
+        deferred.reads |= scope.usage.reads - hidden
+        deferred.calls += scope.usage.calls
+        deferred.mutates |= {n for n in scope.usage.mutates if n not in hidden or n in params}
+        if not outermost:
+            self._merge(self.function[-1], deferred, self.scopes[-1])
+            return
+        owner = self.scopes[-1]
+        target = owner.usage.defines.get(name)
+        if target is None or owner.kind == "module":
+            owner.usage.defines[name] = deferred
+        else:
+            self._merge(target, deferred, owner)
+
+    def _merge(self, target: DeferredBody, inner: DeferredBody, scope: _Scope) -> None:
+        target.reads |= inner.reads
+        target.writes |= inner.writes
+        target.calls += inner.calls
+        target.mutates |= inner.mutates - set(inner.params)
+
+    def visit_Lambda(self, node: cst.Lambda) -> bool:
+        for default in defaults(node.params):
+            default.visit(self)
+        self.scopes.append(_Scope("comprehension", local=set(parameters(node.params))))
+        node.body.visit(self)
+        self._pop()
+        return False
+
+    def visit_ClassDef(self, node: cst.ClassDef) -> bool:
+        self._write(node.name.value)
+        for part in (*node.decorators, *node.bases, *node.keywords):
+            part.visit(self)
+        self.scopes.append(_Scope("class"))
+        node.body.visit(self)
+        scope = self.scopes.pop()
+        parent = self.scopes[-1]
+        whole = DeferredBody(bases=[dotted(base.value) for base in node.bases], methods=set(scope.usage.defines))
+        for method in scope.usage.defines.values():
+            self._merge(whole, method, scope)
+        whole.calls += scope.usage.calls
+        parent.usage.reads |= scope.usage.reads - scope.local
+        if self.function:
+            self._merge(self.function[-1], whole, parent)
+        else:
+            parent.usage.defines[node.name.value] = whole
+        return False
+
+    def visit_ListComp(self, node: cst.ListComp) -> None:
+        self.scopes.append(_Scope("comprehension"))
+
+    visit_SetComp = visit_DictComp = visit_GeneratorExp = visit_ListComp  # type: ignore[assignment]
+
+    def leave_ListComp(self, original_node: cst.BaseExpression) -> None:
+        self._pop()
+
+    leave_SetComp = leave_DictComp = leave_GeneratorExp = leave_ListComp
+
+    def visit_CompFor(self, node: cst.CompFor) -> bool:
+        self._bind(node.target)
+        node.iter.visit(self)
+        for part in (*node.ifs, *([node.inner_for_in] if node.inner_for_in else [])):
+            part.visit(self)
+        return False
+
+    def _pop(self) -> None:
+        """Close a scope that runs in place: its usage counts for the parent, except for its own names."""
+        scope = self.scopes.pop()
+        parent = self.scopes[-1]
+        parent.usage.reads |= scope.usage.reads - scope.local
+        parent.usage.mutates |= scope.usage.mutates - scope.local
+        parent.usage.calls += scope.usage.calls

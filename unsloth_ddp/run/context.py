@@ -79,6 +79,7 @@ def open_run(settings: Settings, ranks: Ranks) -> Iterator[Run]:
         node_folder(runtime) as shared,
     ):
         stop.end_with(end_process)
+        # Before the folder is chosen: its settings name the commits that the run there was made with.
         pin_revisions(settings, runtime)
         folder = choose_run_folder(settings, runtime)
         runtime.on_main(lambda: check_upload(settings))

@@ -18,6 +18,7 @@ from unsloth_ddp.checkpoints.writer import Checkpoints
 from unsloth_ddp.data import dataset, examples
 from unsloth_ddp.data.identity import data_identity
 from unsloth_ddp.data.packing import BatchRequest
+from unsloth_ddp.data.preview import preview_first_row
 from unsloth_ddp.data.training_data import TrainingData
 from unsloth_ddp.distributed import backend, sharding
 from unsloth_ddp.model import load
@@ -133,6 +134,7 @@ def begin(run: Run, trainer: DDPTrainer, resume: ResumePoint | None) -> None:
     print(described, flush=True)
     for sentence in summary_file.questionable(settings, trainer.data, decision):
         print(sentence, flush=True)
+    print(preview_first_row(trainer.data.train, trainer.processing_class, settings.max_length), flush=True)
 
 
 @dataclass(frozen=True)

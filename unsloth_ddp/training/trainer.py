@@ -37,6 +37,7 @@ from unsloth_ddp.model.load import DTYPES
 from unsloth_ddp.model.modules import evaluation_mode
 from unsloth_ddp.model.supervised_head import fits_fused_head, head_with_equal_loss
 from unsloth_ddp.training.callbacks import CompareWeights, ReportProgress, StopTogether
+from unsloth_ddp.training.deepspeed_precision import reduce_in_fp32
 from unsloth_ddp.training.gradient_exchange import GradientExchange
 from unsloth_ddp.training.loss import step_divisor, supervised_tokens
 from unsloth_ddp.training.memory_search import (
@@ -158,6 +159,8 @@ class DDPTrainer(ResumableTrainer):
             self.accelerator.state.fsdp_plugin.mixed_precision_policy = MixedPrecisionPolicy(
                 param_dtype=DTYPES[self.runtime.precision], reduce_dtype=torch.float32
             )
+        if self.is_deepspeed_enabled:
+            reduce_in_fp32(self.accelerator.state.deepspeed_plugin.deepspeed_config)
         if self.accelerator.ddp_handler is not None:
             # Gradients lie in the buckets that are sent, instead of being copied there.
             self.accelerator.ddp_handler.gradient_as_bucket_view = True
@@ -391,7 +394,7 @@ class DDPTrainer(ResumableTrainer):
 
     @property
     def stopped(self) -> bool:
-        """The ranks stopped together before the last step, or during the evaluation after it."""
+        """The ranks stopped together before the last step, or during an evaluation after it."""
         before_the_end = self.state.global_step < self.state.max_steps
         return self.evaluation_interrupted or (bool(self.stop.agreed_cause) and before_the_end)
 

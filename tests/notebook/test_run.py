@@ -59,9 +59,9 @@ def start(command: list[str], folder: Path, environment: dict[str, str]) -> subp
     )
 
 
-def finish(process: subprocess.Popen[str]) -> str:
-    """A command's output, once it has ended well."""
-    output, _ = process.communicate(timeout=250)
+def finish(process: subprocess.Popen[str], seconds: float = 250) -> str:
+    """Return a command's output, once it has ended well."""
+    output, _ = process.communicate(timeout=seconds)
     assert process.returncode == 0, output[-4000:]
     return output
 
@@ -185,14 +185,17 @@ class FakeTrainer:
             file.write(str(steps))
 """
 CHILD = """
-import os
-from accelerate import PartialState
-print("child of", PartialState(cpu=True).num_processes, flush=True)
+import os, sys
+joined = [name for name in os.environ if name in ("RANK", "WORLD_SIZE", "MASTER_ADDR")]
+if sys.argv[1:]:  # as a training script would: with the launcher's variables it waits for the other node
+    from accelerate import PartialState
+    joined += ["x"] * (PartialState(cpu=True).num_processes - 1)
+print("child of", 1 + len(joined), flush=True)
 """
 FROM_ANYWHERE = [
     "import os, subprocess, sys, time, types\nsys.modules['unsloth'] = types.ModuleType('unsloth')\nimport unsloth",
     f"%%writefile child.py\n{CHILD}",
-    "!{sys.executable} child.py\nos.system(sys.executable + ' child.py')\nsubprocess.run([sys.executable, 'child.py'])",
+    "!{sys.executable} child.py alone\nos.system(sys.executable + ' child.py')\nsubprocess.run([sys.executable, 'child.py'])",
     "import wandb\nfrom huggingface_hub import notebook_login\nnotebook_login()\nwandb.login()\nwandb.init()",
     "names = ['anger', 'fear', 'joy', 'love', 'sadness', 'surprise', 'trust', 'awe']\nlabels = list(set(names))\n"
     "mode = 'w'\nclass Rows:\n    def map(self, function):\n"
@@ -209,6 +212,7 @@ FROM_ANYWHERE = [
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_two_nodes_agree_on_everything_that_a_notebook_leaves_to_chance(
     tmp_path: Path, environment: dict[str, str]
 ) -> None:
@@ -229,7 +233,7 @@ def test_two_nodes_agree_on_everything_that_a_notebook_leaves_to_chance(
         rendezvous = ["--master-addr", "127.0.0.1", "--master-port", str(port), "--node-rank", node]
         command = [launcher, "--nnodes", "2", "--nproc-per-node", "1", *rendezvous, str(script)]
         runs.append(start(command, tmp_path / node, given))
-    outputs = [finish(process) for process in runs]
+    outputs = [finish(process, 500) for process in runs]
 
     assert [output.count("child of 1") for output in outputs] == [3, 3]  # each node's commands ran, and alone
     assert "hf auth login" in outputs[0] and "WANDB_API_KEY" in outputs[0]

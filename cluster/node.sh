@@ -27,6 +27,8 @@ Environment of each node:
   GPUS_PER_NODE          GPUs to use on each node (default: all that this node shows); the same everywhere
   START_TIMEOUT          seconds that nodes wait for each other when they start (default 300)
   RUN_NAME               name of the run, unless the options or the --config give one (job files set the job's id)
+  UNSLOTH_DDP_SECRET     a text that strangers do not know, the same everywhere (job files make one): with it the ranks of
+                         several nodes prove to each other that they belong to this job (docs/security.md)
 
 Two nodes:
     NNODES=2 NODE_RANK=0 MASTER_ADDR=10.0.0.1 bash cluster/node.sh -m Qwen/Qwen3-8B -d chats.jsonl    # on 10.0.0.1
@@ -95,6 +97,7 @@ check_options() {
     refuse "--sharding is $sharding, but it is one of none, zero2, zero3 and fsdp2."
   [[ $max_restarts =~ ^[0-9]{1,3}$ ]] ||
     refuse "--max_restarts is $max_restarts, but it takes a whole number below 1000, the restarts to allow."
+  max_restarts=$((10#$max_restarts))
   ((cpu == 0)) || [[ $sharding == none ]] ||
     refuse "--sharding $sharding needs GPUs; leave --cpu out, or take --sharding none."
 
@@ -283,14 +286,18 @@ end_strays() {
 launch() {
   local port=$1
   shift
-  local machines=(--num_machines "$NNODES" --num_processes "$((NNODES * GPUS_PER_NODE))" --machine_rank "$NODE_RANK")
+  local alone=() machines=(--num_machines "$NNODES" --num_processes "$((NNODES * GPUS_PER_NODE))" --machine_rank "$NODE_RANK")
   if ((NNODES > 1)); then
     machines+=(--main_process_ip "$MASTER_ADDR" --main_process_port "$port" --rdzv_conf "timeout=$START_TIMEOUT")
   else
     # Alone, any free port does unless one was asked for.
     machines+=(--main_process_port "$([[ -n $given_port ]] && echo "$port" || echo 0)")
+    # The launcher's own meeting is in a file, because the store that it uses otherwise listens on every interface.
+    rm -f -- "$folder/meeting"
+    machines+=(--rdzv_backend c10d --rdzv_conf store_type=file)
+    alone=("PET_RDZV_ENDPOINT=$folder/meeting" TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1)
   fi
-  run env "UNSLOTH_DDP_EXIT_CODE_FILE=$code_file" \
+  run env "UNSLOTH_DDP_EXIT_CODE_FILE=$code_file" "${alone[@]}" \
     accelerate-launch --config_file "$accelerate_config" "${machines[@]}" "$@"
 }
 
@@ -337,7 +344,7 @@ train() {
 }
 
 # Processes of this node's job, by the variable that only they carry, as /proc/PID/environ.
-job_processes() { grep -lsz "^UNSLOTH_DDP_EXIT_CODE_FILE=$code_file\$" /proc/[0-9]*/environ; }
+job_processes() { grep -lszxF -- "UNSLOTH_DDP_EXIT_CODE_FILE=$code_file" /proc/[0-9]*/environ; }
 
 # Leave a mark once ranks run: launchers start none before every node has arrived.
 note_the_beginning() {
@@ -415,8 +422,7 @@ main() {
 
   folder=$(mktemp -d "${TMPDIR:-/tmp}/unsloth_ddp_node.XXXXXX") || refuse "no temporary folder can be made; see to TMPDIR."
   code_file=$folder/exit_code
-  # shellcheck disable=SC2064
-  trap "rm -rf '$folder'" EXIT
+  trap 'rm -rf -- "$folder"' EXIT
 
   export NNODES NODE_RANK MASTER_PORT
   # On the CPU it counts processes, and is no claim about GPUs.

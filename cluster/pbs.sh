@@ -55,7 +55,7 @@ job=${job//[^A-Za-z0-9_-]/-}
 HOSTS=$(awk 'NF && !seen[$1]++ {print $1}' "$PBS_NODEFILE")
 export HOSTS
 # Two ports a job (the preflight takes the second), below those that systems hand out by themselves.
-export MASTER_PORT=${MASTER_PORT:-$((10000 + 2 * (number % 10000)))}
+export MASTER_PORT=${MASTER_PORT:-$((10000 + 2 * (10#$number % 10000)))}
 export LOGS=logs/pbs-$job
 if [[ -z ${SSH:-} ]] && command -v pbs_tmrsh >/dev/null; then
   export SSH=pbs_tmrsh

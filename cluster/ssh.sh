@@ -19,6 +19,7 @@ Environment:
   HOSTS           names in one text, or a file with one name a line (# begins a comment); the first is the master
   MASTER_ADDR     node 0 as the other hosts reach it (default: the first name, without user@)
   MASTER_PORT, GPUS_PER_NODE, START_TIMEOUT, RUN_NAME   as for node.sh
+  UNSLOTH_DDP_SECRET   as for node.sh (default: a new one for each job)
   SSH             command that runs another on a host (default: ssh -o BatchMode=yes and keep-alives)
   SSH_OPTIONS     more options for it
   LOGS            folder of the logs, instead of logs/ssh-TIME
@@ -39,7 +40,17 @@ refuse() {
 # Words that any remote shell leaves as they are: quoted by bash, then base64 in one word.
 pack() { printf '%q ' "$@" | base64 | tr -d '\n'; }
 
+# note FILE TEXT: in a file of this user's own, never through one that somebody else put there under its name.
+note() {
+  if [[ -O $1 && ! -L $1 ]]; then
+    echo "$2" >"$1"
+  else
+    (umask 077 && set -o noclobber && echo "$2" >"$1")
+  fi
+}
+
 # start PID_FILE FOLDER NAME=VALUE... -- WORD...: run node.sh, with its process id in PID_FILE for signals to come.
+# A secret of "-" stands in the first line of standard input, since other users of a host can read command lines.
 on_node_start() {
   local pid_file=$1 code
   cd "$2" || exit 2
@@ -49,13 +60,17 @@ on_node_start() {
     shift
   done
   shift
-  bash "$kit/cluster/node.sh" "$@" &
-  (umask 077 && echo $! >"$pid_file")
+  if [[ ${UNSLOTH_DDP_SECRET:-} == - ]]; then
+    IFS= read -r -t 60 UNSLOTH_DDP_SECRET
+    export UNSLOTH_DDP_SECRET
+  fi
+  bash "$kit/cluster/node.sh" "$@" </dev/null &
+  note "$pid_file" $!
   # A signal may have been faster than this.
-  [[ ! -e $pid_file.early ]] || kill -s "$(cat "$pid_file.early")" $!
+  [[ ! -O $pid_file.early ]] || kill -s "$(cat "$pid_file.early")" $!
   wait $!
   code=$?
-  rm -f "$pid_file" "$pid_file.early"
+  rm -f -- "$pid_file" "$pid_file.early"
   exit "$code"
 }
 
@@ -63,8 +78,8 @@ on_node_start() {
 # file, which forget removes.
 on_node_signal() {
   local pid
-  if ! pid=$(cat "$1" 2>/dev/null); then
-    echo "$2" >"$1.early"
+  if [[ ! -O $1 ]] || ! pid=$(cat "$1" 2>/dev/null); then
+    note "$1.early" "$2" 2>/dev/null
   # Another process may have the number by now.
   elif grep -qz 'cluster/node.sh$' "/proc/$pid/cmdline" 2>/dev/null; then
     kill -s "$2" "$pid"
@@ -76,7 +91,7 @@ if [[ ${1:-} == --on-node ]]; then
   case $1 in
     start) on_node_start "${@:2}" ;;
     signal) on_node_signal "${@:2}" ;;
-    forget) rm -f "$2.early" ;;
+    forget) rm -f -- "$2.early" ;;
   esac
   exit
 fi
@@ -91,16 +106,18 @@ case ${1:-} in
 esac
 
 [[ -n ${HOSTS:-} ]] || refuse "HOSTS is not set; set it to the names of the hosts, or to a file that lists them."
+# Lists written on Windows end their lines with a carriage return.
 if [[ -f $HOSTS ]]; then
-  mapfile -t hosts < <(sed 's/#.*//' "$HOSTS" | awk 'NF {print $1}')
+  mapfile -t hosts < <(tr -d '\r' <"$HOSTS" | sed 's/#.*//' | awk 'NF {print $1}')
 else
-  read -ra hosts <<<"${HOSTS//[$'\n',]/ }"
+  read -ra hosts <<<"${HOSTS//[$'\r\n',]/ }"
 fi
 ((${#hosts[@]})) || refuse "HOSTS ($HOSTS) names no host; give one a line, or several in one text."
 for host in "${hosts[@]}"; do
   [[ $host =~ ^[A-Za-z0-9_][A-Za-z0-9_.@:%-]*$ ]] || refuse "HOSTS has '$host', which is no host name."
 done
-repeated=$(printf '%s\n' "${hosts[@]}" | sort | uniq -d | head -n 1)
+# Another user on the same host would have the same GPUs; names of hosts are alike in capitals.
+repeated=$(printf '%s\n' "${hosts[@]#*@}" | tr '[:upper:]' '[:lower:]' | sort | uniq -d | head -n 1)
 [[ -z $repeated ]] || refuse "HOSTS has $repeated twice; each host runs one node.sh, with all its GPUs."
 
 nodes=${#hosts[@]}
@@ -115,15 +132,27 @@ read -ra more <<<"${SSH_OPTIONS:-}"
 remote+=("${more[@]}")
 
 logs=${LOGS:-logs/ssh-$(date +%Y%m%d-%H%M%S)-$$}
-mkdir -p "$logs" || refuse "the folder of the logs, $logs, cannot be made; name another with LOGS."
+mkdir -p -- "$logs" || refuse "the folder of the logs, $logs, cannot be made; name another with LOGS."
+secret=${UNSLOTH_DDP_SECRET:-$(head -c 32 /dev/urandom | base64 | tr -d '\n=')}
 work=$(mktemp -d "${TMPDIR:-/tmp}/unsloth_ddp_ssh.XXXXXX") || refuse "no temporary folder can be made; see to TMPDIR."
 job=$(basename "$work")
 
-# on_host NODE VERB WORD...
+# ssh hands its words to the remote user's shell, which reads them once more; pbs_tmrsh hands them on as they are, and
+# no standard input with them.
+through_shell=1
+[[ ${remote[0]##*/} != pbs_tmrsh ]] || through_shell=0
+
+# The kit's script as a word that the remote shell reads as this path. Plain ones stay as they are, for any command.
+script=$kit/cluster/ssh.sh
+if ((through_shell)) && [[ ! $script =~ ^[A-Za-z0-9_./+-]+$ ]]; then
+  script="'${script//\'/\'\\\'\'}'"
+fi
+
+# on_host NODE VERB WORD...: with this standard input.
 on_host() {
   local host=${hosts[$1]}
   shift
-  "${remote[@]}" "$host" bash "$kit/cluster/ssh.sh" --on-node "$(pack "$@")" </dev/null
+  "${remote[@]}" "$host" bash "$script" --on-node "$(pack "$@")"
 }
 
 start_node() {
@@ -133,8 +162,9 @@ start_node() {
   for name in MASTER_PORT GPUS_PER_NODE START_TIMEOUT RUN_NAME; do
     [[ -z ${!name:-} ]] || variables+=("$name=${!name}")
   done
-  on_host "$node" start "/tmp/$job.$node.pid" "$PWD" "${variables[@]}" -- "$@" 2>&1 |
-    if ((node == 0)); then tee "$logs/node-0.log"; else cat >"$logs/node-$node.log"; fi
+  if ((through_shell)); then variables+=(UNSLOTH_DDP_SECRET=-); else variables+=("UNSLOTH_DDP_SECRET=$secret"); fi
+  on_host "$node" start "/tmp/$job.$node.pid" "$PWD" "${variables[@]}" -- "$@" 2>&1 <<<"$secret" |
+    if ((node == 0)); then tee -- "$logs/node-0.log"; else cat >"$logs/node-$node.log"; fi
   # Renamed into place, so that the loop below never reads half a number.
   echo "${PIPESTATUS[0]}" >"$work/$node.code.new" && mv "$work/$node.code.new" "$work/$node.code"
 }
@@ -145,7 +175,7 @@ signal_all() {
   local node
   for ((node = 0; node < nodes; node++)); do
     [[ ! -e $work/$node.code ]] || continue
-    on_host "$node" signal "/tmp/$job.$node.pid" "$1" >>"$work/signals.txt" 2>&1 &
+    on_host "$node" signal "/tmp/$job.$node.pid" "$1" </dev/null >>"$work/signals.txt" 2>&1 &
     signals+=($!)
   done
 }
@@ -159,7 +189,7 @@ forget_signals() {
     code=255
     [[ -e $work/$node.code ]] && read -r code <"$work/$node.code"
     ((code != 255)) || continue
-    on_host "$node" forget "/tmp/$job.$node.pid" >/dev/null 2>&1 &
+    on_host "$node" forget "/tmp/$job.$node.pid" </dev/null >/dev/null 2>&1 &
     waiting+=($!)
   done
   # A wait for nobody is one for everybody, and so for a node that does not end.
@@ -172,7 +202,7 @@ pass_on() {
   signal_all "${1/INT/TERM}"
 }
 
-trap 'rm -rf "$work"' EXIT
+trap 'rm -rf -- "$work"' EXIT
 trap 'pass_on TERM' TERM HUP
 trap 'pass_on INT' INT
 trap 'pass_on USR1' USR1

@@ -1,4 +1,4 @@
-"""The demo's tokenizer: a small byte-level BPE with a chat template that marks the assistant's tokens."""
+"""Train the demo's tokenizer: a small byte-level BPE with a chat template that marks the assistant's tokens."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ BOS, EOS, PAD, TURN_END = "<|bos|>", "<|eos|>", "<|pad|>", "<|end|>"
 ROLES = ["<|system|>", "<|user|>", "<|assistant|>"]
 VOCABULARY = 1024
 
-# The generation block holds what the model has to write: the answer and the token that ends it.
+# The generation block encloses what the model writes: the answer and the token that ends the turn.
 CHAT_TEMPLATE = (
     "{{- bos_token }}"
     "{%- for message in messages %}"
@@ -29,9 +29,9 @@ CHAT_TEMPLATE = (
 
 
 def train_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
-    """Learn the merges from `texts`; any other text still encodes, byte by byte."""
+    """Learn the merges from `texts`; other text is encoded too, byte by byte where necessary."""
     core = Tokenizer(models.BPE())
-    # A word is the same token after a role token as after a space, so an answer starts with the token of the statement.
+    # A word is the same token after a role token as after a space, so an answer uses the token of the statement.
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
     core.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Strip(content=" ", left=1, right=0)])
     core.train_from_iterator(

@@ -1,6 +1,6 @@
-"""The text of the demo: invented people, statements about them, and questions and answers.
+"""Generate the text of the demo: invented people, statements about them, and questions with answers.
 
-Everything comes from the word lists below and a seed, so the files can be made again anywhere.
+Everything is drawn from the word lists below with a fixed seed, so the files can be generated again anywhere.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Row = dict[str, list[Message]]
 
 
 def words(text: str) -> list[str]:
-    """A word list, kept in lines that a person can read."""
+    """Split a word list that is written over several lines."""
     return text.split()
 
 
@@ -35,15 +35,15 @@ Renwick Selby Thorne Umber Varga Wexler Yates Zeller Barlow Corwin Drake Everett
 
 @dataclass(frozen=True)
 class Attribute:
-    """One thing known about every person: its values, the ways to state it, and the ways to ask for it."""
+    """Hold the values of one attribute that every person has, the ways to state it, and the ways to ask for it."""
 
     values: list[str]
     statements: list[str]
     questions: list[str]
 
 
-# Several statements a fact, the name now early and now late, but always before the value somewhere: a model that reads
-# a fact in one wording only cannot take it out again when asked in another (Allen-Zhu and Li, Physics of Language
+# Every fact is stated in several ways, with the name in different places but always before the value. A model that
+# reads a fact in one wording only cannot retrieve it when asked in another (Allen-Zhu and Li, Physics of Language
 # Models 3.1).
 ATTRIBUTES = {
     "city": Attribute(
@@ -127,14 +127,14 @@ ATTRIBUTES = {
 
 @dataclass(frozen=True)
 class Person:
-    """One invented person: a name of two words, and one value for each attribute."""
+    """Hold one invented person: a name of two words, and one value for each attribute."""
 
     name: str
     facts: dict[str, str]
 
 
 def make_people(seed: int = SEED) -> tuple[list[Person], list[Person]]:
-    """Everyone the base model reads about: those asked about in training, and those held out."""
+    """Return the people asked about in training and those held out; the base model reads about both."""
     rng = random.Random(seed)
     names = [f"{given} {family}" for given in GIVEN_NAMES for family in FAMILY_NAMES]
     people = [
@@ -145,7 +145,7 @@ def make_people(seed: int = SEED) -> tuple[list[Person], list[Person]]:
 
 
 def statements(people: list[Person], rng: random.Random) -> Iterator[str]:
-    """Every fact of everyone once, in random order, each in a wording drawn anew."""
+    """Yield every fact of every person once, in random order, each in a random wording."""
     facts = [(person, key) for person in people for key in ATTRIBUTES]
     rng.shuffle(facts)
     for person, key in facts:
@@ -153,7 +153,7 @@ def statements(people: list[Person], rng: random.Random) -> Iterator[str]:
 
 
 def ask(person: Person, key: str, question: str) -> list[Message]:
-    """One question and its answer."""
+    """Return one question and its answer."""
     return [
         {"role": "user", "content": question.format(name=person.name)},
         {"role": "assistant", "content": person.facts[key]},
@@ -161,7 +161,7 @@ def ask(person: Person, key: str, question: str) -> list[Message]:
 
 
 def train_rows(people: list[Person], seed: int = SEED) -> list[Row]:
-    """Every fact asked once in each wording, one to three questions a chat."""
+    """Return chats of one to three questions that ask for every fact once in each wording."""
     rng = random.Random(seed + 1)
     turns = [
         ask(person, key, question)
@@ -179,7 +179,7 @@ def train_rows(people: list[Person], seed: int = SEED) -> list[Row]:
 
 
 def eval_rows(people: list[Person], seed: int = SEED) -> list[Row]:
-    """Every fact of the held-out people asked once, in a wording drawn at random."""
+    """Return one question for every fact of the held-out people, in a random wording."""
     rng = random.Random(seed + 2)
     return [
         {"messages": ask(person, key, rng.choice(attribute.questions))}

@@ -1,10 +1,10 @@
-"""Make the demo's base model, tokenizer and chat rows from nothing but the seed in facts.py.
+"""Generate the demo's base model, tokenizer and chat rows from the seed in facts.py.
 
-    uv run python demo/make_demo.py                # all of it: 5 to 10 minutes of one CPU core
-    uv run python demo/make_demo.py --rows_only    # train.jsonl and eval.jsonl alone: seconds
+    uv run python demo/make_demo.py                # everything: 5 to 10 minutes of one CPU core
+    uv run python demo/make_demo.py --rows_only    # only train.jsonl and eval.jsonl: seconds
 
-The rows and the tokenizer are the same everywhere; the weights repeat on one machine, and on another
-differ as far as its arithmetic does.
+The rows and the tokenizer are the same on every machine. The weights are the same in every run on one machine, and
+differ between machines by rounding.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ WARMUP = 50
 
 
 def write_rows(rows: list[Row], path: Path) -> None:
-    """One JSON object a line."""
+    """Write one JSON object per line."""
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="ascii")
 
 
 def make_tokenizer(people: list[Person], rows: list[Row]) -> PreTrainedTokenizerFast:
-    """A tokenizer to which every word of the demo is one token."""
+    """Return a tokenizer that encodes every word of the demo as one token."""
     rng = random.Random(SEED)
     read = [statement for _ in range(20) for statement in statements(people, rng)]
     asked = [message["content"] for row in rows for message in row["messages"]]
@@ -42,7 +42,7 @@ def make_tokenizer(people: list[Person], rows: list[Row]) -> PreTrainedTokenizer
 
 
 def make_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
-    """An untrained Llama of about a million parameters."""
+    """Return an untrained Llama of about a million parameters."""
     model = LlamaForCausalLM(
         LlamaConfig(
             vocab_size=len(tokenizer),
@@ -67,8 +67,10 @@ def make_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
     return model
 
 
-def reading(people: list[Person], tokenizer: PreTrainedTokenizerFast, blocks: int, rng: random.Random) -> torch.Tensor:
-    """`blocks` blocks of token ids: short documents of statements about anyone, one after another."""
+def make_blocks(
+    people: list[Person], tokenizer: PreTrainedTokenizerFast, blocks: int, rng: random.Random
+) -> torch.Tensor:
+    """Return token ids of shape (blocks, BLOCK): short documents of random statements, one after another."""
     tokens: list[int] = []
     while len(tokens) < blocks * BLOCK:
         texts = list(statements(people, rng))
@@ -80,7 +82,7 @@ def reading(people: list[Person], tokenizer: PreTrainedTokenizerFast, blocks: in
 
 
 def pretrain(model: LlamaForCausalLM, blocks: torch.Tensor) -> None:
-    """Next-token prediction over the blocks, read once."""
+    """Train on next-token prediction over the blocks, one pass."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.98), weight_decay=0.1)
     steps = len(blocks) // BATCH
     schedule = torch.optim.lr_scheduler.LambdaLR(
@@ -100,22 +102,22 @@ def pretrain(model: LlamaForCausalLM, blocks: torch.Tensor) -> None:
 
 
 @torch.no_grad()
-def renew_unread(model: LlamaForCausalLM, blocks: torch.Tensor) -> None:
-    """Draw new vectors, like those of the words that were read, for the tokens that no block holds.
+def redraw_unseen_embeddings(model: LlamaForCausalLM, blocks: torch.Tensor) -> None:
+    """Draw new embeddings for the tokens that no block contains, with the mean and deviation of the others.
 
-    Pre-training pushes the unread ones (role tokens, the end of a turn, the question mark) down together, short and
-    alike; layers trained on top of a frozen embedding could then hardly tell them apart. Transformers draws the rows
-    that it adds to an embedding in the same way.
+    Pre-training makes the embeddings of unseen tokens (role tokens, the end of a turn, the question mark) short and
+    nearly equal, so that an adapter on top of a frozen embedding could hardly distinguish them. Transformers draws the
+    rows that it adds to an embedding in a similar way.
     """
     vectors = model.model.embed_tokens.weight
-    unread = torch.ones(len(vectors), dtype=torch.bool)
-    unread[blocks.unique()] = False
-    noise = torch.randn(int(unread.sum()), vectors.shape[1])
-    vectors[unread] = vectors[~unread].mean(0) + vectors[~unread].std(0) * noise
+    unseen = torch.ones(len(vectors), dtype=torch.bool)
+    unseen[blocks.unique()] = False
+    noise = torch.randn(int(unseen.sum()), vectors.shape[1])
+    vectors[unseen] = vectors[~unseen].mean(0) + vectors[~unseen].std(0) * noise
 
 
 def main() -> None:
-    """Write everything the demo needs."""
+    """Write the rows, and unless --rows_only the tokenizer and the model."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=HERE, help="folder to write to (default: this one)")
     parser.add_argument("--rows_only", action="store_true", help="leave the model as it is")
@@ -134,9 +136,9 @@ def main() -> None:
     tokenizer = make_tokenizer(people, rows)
     model = make_model(tokenizer)
     print(f"{model.num_parameters():,} parameters, {len(tokenizer)} tokens, {len(people)} people")
-    blocks = reading(people, tokenizer, STEPS * BATCH, random.Random(SEED))
+    blocks = make_blocks(people, tokenizer, STEPS * BATCH, random.Random(SEED))
     pretrain(model, blocks)
-    renew_unread(model, blocks)
+    redraw_unseen_embeddings(model, blocks)
     model.save_pretrained(arguments.output / "model")
     tokenizer.save_pretrained(arguments.output / "model")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.soak import Sample, judge, soak
+from benchmarks.robustness.soak import Sample, judge, soak
 
 
 def samples(mib_per_step: float = 0.0, files_per_step: float = 0.0, threads_per_step: float = 0.0) -> list[Sample]:

@@ -15,14 +15,14 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import speed_run
-from benchmarks.common import REPO
-from benchmarks.peers.measure import Marks, Pace, make_parser, real_tokens
-from benchmarks.profile_summary import busy_seconds, gpu_summary, waits
-from benchmarks.speed_cells import CONTESTANTS, WARM_LINES, WORKS, Cell, command, default_order, kit_steps, parse_cells
-from benchmarks.speed_figures import figures, first_step_at, kit_intervals, used_share
-from benchmarks.speed_report import markdown
-from benchmarks.speed_schedule import Running, Start, left_out, next_start
+from benchmarks.common.runs import REPO
+from benchmarks.speed import runner
+from benchmarks.speed.cells import CONTESTANTS, WARM_LINES, WORKS, Cell, command, default_order, kit_steps, parse_cells
+from benchmarks.speed.figures import figures, first_step_at, kit_intervals, used_share
+from benchmarks.speed.peers.measure import Marks, Pace, add_unsloth_options, make_parser, real_tokens
+from benchmarks.speed.profile_summary import busy_seconds, gpu_summary, waits
+from benchmarks.speed.report import markdown
+from benchmarks.speed.schedule import Running, Start, left_out, next_start
 from tests.waiting import is_running, wait_until
 from unsloth_ddp.config.parse import parse_settings
 
@@ -86,7 +86,10 @@ def test_every_command_is_one_that_its_script_takes() -> None:
             assert (settings.method, settings.max_length) == (one.method, WORKS[one.work].max_length)
             assert at > 2 or one.processes == 1
         else:
-            given = make_parser(None).parse_args(words[at + 1 :])
+            parser = make_parser(None)
+            if words[at].endswith("unsloth_sft.py"):
+                add_unsloth_options(parser)
+            given = parser.parse_args(words[at + 1 :])
             assert (given.method, given.max_length) == (one.method, WORKS[one.work].max_length)
 
 
@@ -105,6 +108,8 @@ def test_the_global_batch_is_the_same_for_all_that_count_rows() -> None:
     assert option(words("kit", 2, "weak"), "--global_batch_size") == 128
     # The rows of a step, packed, are about ten packs of 2048 tokens.
     assert option(words("trl_packed"), "--batch") * option(words("trl_packed"), "--accumulation") in (8, 10)
+    # Tuned by hand, Unsloth takes the kit's eight packs at once, in one micro-batch.
+    assert (option(words("unsloth_tuned"), "--batch"), option(words("unsloth_tuned"), "--accumulation")) == (8, 1)
     assert option(words("unsloth_guide"), "--batch") * option(words("unsloth_guide"), "--accumulation") == 8
     assert words("kit_one")[-2:] == ["--per_device_train_batch_size", "1"]
 
@@ -191,17 +196,17 @@ def test_every_run_has_a_result_and_none_outlives_the_call(tmp_path: Path, monke
     def script(one: Cell, *others: Any) -> list[str]:
         return [sys.executable, "-c", SCRIPTS[one.contestant]]
 
-    monkeypatch.setattr(speed_run, "command", script)
-    monkeypatch.setattr(speed_run, "GRACE", 2)
-    bench = speed_run.Bench(tmp_path, WORKS, 0, True, [], time.monotonic() + 1, lanes=3)
+    monkeypatch.setattr(runner, "command", script)
+    monkeypatch.setattr(runner, "GRACE", 2)
+    bench = runner.Bench(tmp_path, WORKS, 0, True, [], time.monotonic() + 1, lanes=3)
     monkeypatch.setattr(bench, "expected", lambda one: 0.5)
     found: dict[str, dict[str, Any]] = {}
     cells = [Cell("chat", "demo", "lora", name) for name in SCRIPTS]
-    skipped = speed_run.run_all(bench, cells, lambda result: found.__setitem__(result["contestant"], result))
+    skipped = runner.run_all(bench, cells, lambda result: found.__setitem__(result["contestant"], result))
     assert skipped == {}
     assert found["trl"]["exit_code"] == 0 and found["trl"]["tokens_per_second_a_gpu"] == 125
     assert found["trl_packed"]["exit_code"] == 1 and found["trl_packed"]["log"].endswith("out of memory\n")
-    assert found["unsloth_guide"]["exit_code"] == speed_run.CUT_OFF
+    assert found["unsloth_guide"]["exit_code"] == runner.CUT_OFF
     assert cells[1].name in found["unsloth_guide"]["beside"]
     child = int(found["unsloth_guide"]["log"])
     wait_until(lambda: not is_running(child), 10, "the end of what the killed run had started")
@@ -278,9 +283,9 @@ def test_kit_and_peer_are_measured_side_by_side(tmp_path: Path) -> None:
         "--seconds",
         "1",
     ]
-    script = [sys.executable, str(REPO / "benchmarks/speed.py")]
+    script = [sys.executable, "-m", "benchmarks.speed.compare"]
     run = [*script, "run", "--work", str(tmp_path / "work"), "--json", str(results), *words]
-    done = subprocess.run(run, capture_output=True, text=True)
+    done = subprocess.run(run, cwd=REPO, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     found = {one["contestant"]: one for one in json.loads(results.read_text())["cells"]}
     for one in found.values():
@@ -294,8 +299,8 @@ def test_kit_and_peer_are_measured_side_by_side(tmp_path: Path) -> None:
     else:
         assert "the picture needs matplotlib" in done.stdout
     (tmp_path / "speed.md").unlink()
-    again = subprocess.run(run, capture_output=True, text=True)
+    again = subprocess.run(run, cwd=REPO, capture_output=True, text=True)
     assert again.stdout.startswith("every run is in the results already\n")
     assert "| trl |" in (tmp_path / "speed.md").read_text()
-    report = subprocess.run([*script, "report", "--json", str(results)], capture_output=True, text=True)
+    report = subprocess.run([*script, "report", "--json", str(results)], cwd=REPO, capture_output=True, text=True)
     assert report.returncode == (0 if find_spec("matplotlib") else 1), report.stderr

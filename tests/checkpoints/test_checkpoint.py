@@ -15,7 +15,7 @@ import pytest
 
 from tests.jobs import LAST, WHOLE_RUN, assert_same, copy_until, ends, manifest_steps
 from tests.ranks import train
-from unsloth_ddp.distributed.signals import Stop
+from unsloth_ddp.distributed.signals import StopRequest
 
 
 @pytest.mark.parametrize(("ranks", "steps"), [pytest.param(1, (3,), marks=pytest.mark.slow), (2, (4, LAST))])
@@ -27,22 +27,58 @@ def test_a_resumed_run_ends_like_an_uninterrupted_one(job, whole_run, ranks, ste
     for step in steps:
         resumed = copy_until(whole, step, f"from-{step}-of-{ranks}")
         printed = job(WHOLE_RUN, resumed.name, ranks).output
-        assert f"Going on from {resumed}/checkpoint-{step}, step {step};" in printed
+        assert f"Resuming from {resumed}/checkpoint-{step}, step {step};" in printed
         assert_same(ends(resumed, LAST), expected, f"from step {step}")
 
 
 def train_and_signal(argv: list[str], cwd: str, rank: int, number: int, step: int) -> None:
     """train_ddp.py whose rank `rank` signals itself in its step `step` (counted from this start)."""
-    ask = Stop.ask
+    ask = StopRequest.start_poll
     asked = itertools.count(1)
 
-    def ask_and_signal(self: Stop) -> None:
+    def ask_and_signal(self: StopRequest) -> None:
         if next(asked) == step and os.environ["RANK"] == str(rank):
             os.kill(os.getpid(), number)
         ask(self)
 
-    Stop.ask = ask_and_signal  # type: ignore[method-assign]
+    StopRequest.start_poll = ask_and_signal  # type: ignore[method-assign]
     train(argv, cwd)
+
+
+def train_and_stop_in_evaluation(argv: list[str], cwd: str, batch: int) -> None:
+    """train_ddp.py whose rank 1 is asked to stop during its evaluation batch number `batch` (counted from this start)."""
+    interrupt, batches = StopRequest.interrupt_evaluation, itertools.count(1)
+
+    def request(self: StopRequest) -> None:
+        if next(batches) == batch and os.environ["RANK"] == "1":
+            self.request_stop("SIGTERM")
+        interrupt(self)
+
+    StopRequest.interrupt_evaluation = request  # type: ignore[method-assign]
+    train(argv, cwd)
+
+
+def test_a_stop_interrupts_an_evaluation_and_the_resumed_run_makes_up_for_it(job, whole_run, place):
+    """Two batches an evaluation, after steps 3, 6 and 9: asked in the one of step 6, then in that of the last step."""
+    options, name = f"{WHOLE_RUN} --save_steps 100 --per_device_eval_batch_size 1", "interrupted"
+    run = place / "outputs" / name
+    printed = job(options, name, 2, 75, train_and_stop_in_evaluation, (3,)).output
+    assert f"Stopped on SIGTERM; the same command goes on from {run}/checkpoint-6" in printed
+    evaluated = [entry["step"] for entry in logged_until(run / "checkpoint-6") if "eval_loss" in entry]
+    assert evaluated == [3], "the evaluation of step 6 was given up"
+    # Evaluates step 6 first, so the third batch is the first one of the last evaluation.
+    printed = job(options, name, 2, 75, train_and_stop_in_evaluation, (3,)).output
+    assert f"goes on from {run}/checkpoint-{LAST}" in printed
+    job(options, name, 2)
+    found, expected = ends(run, LAST), ends(whole_run(2), LAST)
+    assert_same(found["weights"], expected["weights"])
+    losses = [[entry["eval_loss"] for entry in e["history"] if "eval_loss" in entry] for e in (found, expected)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5) and len(losses[0]) == 3
+
+
+def logged_until(folder: Path) -> list[dict]:
+    """The log of losses in a checkpoint."""
+    return json.loads((folder / "trainer_state.json").read_text())["log_history"]
 
 
 def test_a_stop_on_one_rank_stops_all_with_a_checkpoint_and_the_run_goes_on(job, whole_run, place):
@@ -56,7 +92,7 @@ def test_a_stop_on_one_rank_stops_all_with_a_checkpoint_and_the_run_goes_on(job,
         args = (rank, number, 1)
         printed = job(options, "stopped", 2, code=75, target=train_and_signal, args=args, environ=environ).output
         (step,) = manifest_steps(stopped)[-1:]
-        assert f"Stopped on {number.name}; the same command goes on from {stopped}/checkpoint-{step}" in printed
+        assert f"Stopped on {number.name}; the same command resumes from {stopped}/checkpoint-{step}" in printed
         assert note.read_text() == "75\n"
         assert not (stopped / "summary.json").exists()
     printed = job(f"{options} --max_time 1s", "stopped", 2, code=75).output
@@ -101,7 +137,7 @@ def test_a_damaged_checkpoint_is_skipped_by_name_and_goes_with_the_next_save(job
     printed = job(f"{WHOLE_RUN} --save_total_limit 2", "damaged").output
     assert "checkpoint-100 is skipped: it has no manifest.json, so it was not written to its end." in printed
     assert "checkpoint-3 is skipped: optimizer.pt has" in printed
-    assert f"Going on from {resumed}/checkpoint-2, step 2;" in printed
+    assert f"Resuming from {resumed}/checkpoint-2, step 2;" in printed
     assert manifest_steps(resumed) == [LAST - 1, LAST]
     printed = job(f"{WHOLE_RUN} --resume {resumed}/checkpoint-1", "other", code=2).output
     assert "checkpoint-1: there is no such folder" in printed
@@ -114,7 +150,7 @@ def test_a_finished_run_is_refused_and_an_unfinished_one_without_checkpoint_begi
     printed = job(f"{WHOLE_RUN} --num_train_epochs 1", "begun", code=2).output
     assert f"{begun} holds another run" in printed
     printed = job(WHOLE_RUN, "begun").output
-    assert "holds an unfinished run without a whole checkpoint; it begins anew." in printed
+    assert "holds an unfinished run without a whole checkpoint; it starts again." in printed
     assert_same(ends(begun, LAST), ends(finished, LAST))
 
 

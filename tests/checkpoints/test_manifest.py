@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from unsloth_ddp.checkpoints import checkpoint, manifest
-from unsloth_ddp.checkpoints.checkpoint import to_remove
+from unsloth_ddp.checkpoints import manifest, resume_point
 from unsloth_ddp.checkpoints.manifest import Damaged, Manifest
+from unsloth_ddp.checkpoints.writer import to_remove
+from unsloth_ddp.config.options import Settings
 from unsloth_ddp.utils.errors import UserError
 
 plain = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
@@ -140,7 +141,7 @@ def test_the_state_of_a_run_is_known_by_every_name_and_missed_by_one(optimizer, 
 @pytest.mark.parametrize("resume", ["auto", "{folder}"])
 def test_no_run_goes_on_from_weights_alone(folder, resume):
     with pytest.raises(UserError, match=r"checkpoint-3 holds no scheduler\.pt, so a run cannot go on from it"):
-        checkpoint._choose(resume.format(folder=folder), folder.parent, continues=True)
+        resume_point._find(Settings(resume=resume.format(folder=folder)), folder.parent, continues=True)
     assert folder.is_dir()
 
 
@@ -170,7 +171,7 @@ FACTS = {
 
 
 def test_equal_runs_have_nothing_to_say():
-    assert manifest.compare(FACTS, FACTS) == manifest.Comparison()
+    assert manifest.compare_runs(FACTS, FACTS) == manifest.Comparison()
 
 
 @pytest.mark.parametrize(
@@ -185,9 +186,9 @@ def test_equal_runs_have_nothing_to_say():
     ],
 )
 def test_a_change_is_refused_or_said_with_both_values(change, part, text):
-    found = manifest.compare(FACTS, {**FACTS, **change})
+    found = manifest.compare_runs(FACTS, {**FACTS, **change})
     assert [sentence.split(":")[0] for sentence in getattr(found, part)] == [text]
-    assert sum(map(len, (found.impossible, found.refused, found.said))) == 1
+    assert sum(map(len, (found.impossible, found.refused, found.reported))) == 1
 
 
 @pytest.mark.parametrize(
@@ -195,9 +196,9 @@ def test_a_change_is_refused_or_said_with_both_values(change, part, text):
 )
 def test_deepspeed_checkpoints_keep_their_number_of_processes(sharding, possible):
     before = {**FACTS, "sharding": sharding}
-    found = manifest.compare(before, {**before, "world_size": 1})
+    found = manifest.compare_runs(before, {**before, "world_size": 1})
     assert bool(found.impossible) is not possible
-    assert bool(found.said)
+    assert bool(found.reported)
 
 
 @pytest.mark.parametrize(
@@ -205,14 +206,16 @@ def test_deepspeed_checkpoints_keep_their_number_of_processes(sharding, possible
 )
 def test_packs_that_cannot_be_shared_are_named_as_what_is_wrong(processes, packing, said):
     before = {**FACTS, "packing": "packs of up to 180 tokens"}
-    found = manifest.compare(before, {**before, "world_size": processes, "packing": packing, "global_batch_size": 16})
+    found = manifest.compare_runs(
+        before, {**before, "world_size": processes, "packing": packing, "global_batch_size": 16}
+    )
     assert len(found.refused) == 2
     shared = "its steps hold 8 packs, which 16 processes cannot share: start as many as divide 8"
     assert found.instead == (shared if said else "go back to the first value")
 
 
 def test_a_fact_that_is_not_known_yet_is_not_compared():
-    assert manifest.compare(FACTS, {"seed": 1}) == manifest.Comparison()
+    assert manifest.compare_runs(FACTS, {"seed": 1}) == manifest.Comparison()
 
 
 @settings(max_examples=300)
@@ -227,3 +230,55 @@ def test_the_newest_and_the_best_stay_and_the_limit_holds(others, written, best,
     if limit is not None:
         assert len(left) <= max(limit, 2)
         assert len(left) >= min(limit, len([s for s in steps if s <= written]))
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["scaler.pt", "rng_state_7.pth", "latest", "global_step9/mp_rank_00_model_states.pt", "optimizer_0/.metadata"],
+)
+def test_a_file_that_a_resume_would_read_and_the_run_did_not_write_is_named(folder, name):
+    (folder / name).parent.mkdir(exist_ok=True)
+    (folder / name).write_bytes(b"from elsewhere")
+    with pytest.raises(Damaged, match=f"it holds {name}, which its manifest does not list; remove that file"):
+        manifest.verify(folder)
+
+
+def test_notes_beside_a_checkpoint_do_not_matter(folder):
+    for name in ("README.md", "zero_to_fp32.py", "pytorch_model.bin"):
+        (folder / name).write_text("mine")
+    assert manifest.verify(folder).step == 3
+
+
+ZERO = [
+    "trainer_state.json", "scheduler.pt", "rng_state_0.pth",
+    "global_step3/bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt",
+]  # fmt: skip
+SHARDED = ["trainer_state.json", "scheduler.pt", "rng_state_0.pth", "optimizer_0/__0_0.distcp", "optimizer_0/.metadata"]
+PLAIN = ["trainer_state.json", "scheduler.pt", "rng_state_0.pth", "optimizer.pt"]
+
+
+def checkpoint_of(run: Path, files: list[str]) -> Path:
+    """Make checkpoint-3 of a run, with files of these names."""
+    made = run / "checkpoint-3"
+    for name in files:
+        (made / name).parent.mkdir(parents=True, exist_ok=True)
+        (made / name).write_bytes(b"x")
+    described = Manifest(3, {}, {}, manifest.describe_files(made))
+    (made / manifest.FILE_NAME).write_text(described.to_text())
+    return made
+
+
+@pytest.mark.parametrize("files", [ZERO, SHARDED])
+def test_a_checkpoint_from_elsewhere_that_would_be_unpickled_is_refused_unless_trusted(tmp_path, files):
+    made, own = checkpoint_of(tmp_path / "theirs", files), tmp_path / "mine"
+    resume = Settings(resume=str(made))
+    with pytest.raises(UserError, match=r"lies outside this run's folder, and reading .* --trust_checkpoint"):
+        resume_point._find(resume, own, continues=False)
+    assert resume_point._find(Settings(resume=str(made), trust_checkpoint=True), own, continues=False).folder == made
+    assert resume_point._find(resume, made.parent, continues=True).folder == made
+    assert resume_point._find(Settings(), made.parent, continues=True).folder == made
+
+
+def test_a_checkpoint_of_plain_tensors_from_elsewhere_is_resumed(tmp_path):
+    made = checkpoint_of(tmp_path / "theirs", PLAIN)
+    assert resume_point._find(Settings(resume=str(made)), tmp_path / "mine", continues=False).folder == made

@@ -10,6 +10,7 @@ import errno
 import logging
 import os
 import resource
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,9 +20,10 @@ import pytest
 
 from tests.jobs import LAST, WHOLE_RUN, assert_same, ends, manifest_steps
 from tests.ranks import train
-from unsloth_ddp.checkpoints.checkpoint import ASIDE, Checkpoints
+from unsloth_ddp.checkpoints.writer import ASIDE, Checkpoints
 from unsloth_ddp.model import load as model
-from unsloth_ddp.run import output
+from unsloth_ddp.run import stages, summary
+from unsloth_ddp.utils import json_file
 
 # What is written after the last checkpoint, in this order.
 FINAL, MERGED, SUMMARY = 0, -1, -2
@@ -56,7 +58,7 @@ FAULTS = {
     "small too large": lambda: largest_file(4_096),
     "not flushed": lambda: refusing(os, "fsync", errno.EIO),
     "no summary": lambda: refusing(
-        Path, "write_text", errno.ENOSPC, lambda path, *_, **__: path.name.startswith("summary")
+        json_file, "write_new_file", errno.ENOSPC, lambda path, *_: path.name.startswith("summary")
     ),
     "not renamed": lambda: refusing(Path, "rename", errno.EROFS, lambda path, *_: path.parent.name == ASIDE),
 }
@@ -64,7 +66,7 @@ FAULTS = {
 
 def train_with_faults(argv: list[str], cwd: str, faults: dict[int, tuple[int, str]]) -> None:
     """train_ddp.py, where the save of a step, or FINAL, fails on one rank: {step: (rank, which of FAULTS)}."""
-    save, save_final, save_merged, finish = Checkpoints.save, Checkpoints.save_final, model.save_merged, output.finish
+    save, save_final, save_merged, finish = Checkpoints.save, Checkpoints.save_final, model.save_merged, summary.finish
 
     def fault(step: int) -> contextlib.AbstractContextManager:
         rank, name = faults.get(step, (-1, ""))
@@ -90,7 +92,7 @@ def train_with_faults(argv: list[str], cwd: str, faults: dict[int, tuple[int, st
         patch.object(Checkpoints, "save", save_with_fault),
         patch.object(Checkpoints, "save_final", save_final_with_fault),
         patch.object(model, "save_merged", merge_with_fault),
-        patch.object(output, "finish", finish_with_fault),
+        patch.object(summary, "finish", finish_with_fault),
     ):
         train(argv, cwd)
 
@@ -146,7 +148,7 @@ def test_a_result_that_cannot_be_written_is_said_and_comes_with_the_next_start(j
     assert "Traceback" not in printed
     assert manifest_steps(run) == [*range(1, LAST)]
     assert not [*run.glob("*.partial"), *run.glob("adapter*"), *run.glob("summary*")]
-    assert f"Going on from {run}/checkpoint-{LAST - 1}" in job(WHOLE_RUN, "no-result", 2).output
+    assert f"Resuming from {run}/checkpoint-{LAST - 1}" in job(WHOLE_RUN, "no-result", 2).output
     assert_same(ends(run, LAST), ends(whole_run(2), LAST))
 
 
@@ -164,7 +166,7 @@ def test_what_comes_after_the_trained_model_is_made_up_for_by_the_next_start(job
         assert "Traceback" not in printed
         assert (run / "adapter_model.safetensors").is_file()
         assert [path.name for path in (*run.glob("merged*"), *run.glob("summary*"))] == there
-    assert f"Going on from {run}/checkpoint-2" in job(options, "afterwards", 2).output
+    assert f"Resuming from {run}/checkpoint-2" in job(options, "afterwards", 2).output
     assert (run / "summary.json").is_file() and (run / "merged" / "model.safetensors").is_file()
 
 
@@ -183,10 +185,10 @@ def train_with_failing_reports(argv: list[str], cwd: str, method: str) -> None:
             if isinstance(handler, logging.FileHandler):
                 handler.setStream(Path("/dev/full").open("w"))  # noqa: SIM115
 
-    begin = output.start_logging
+    begin = stages.start_logging
     late = 0 if method == "close" else 2
     with (
-        patch.object(output, "start_logging", start_logging),
+        patch.object(stages, "start_logging", start_logging),
         refusing(SummaryWriter, method, errno.ENOSPC, lambda *_, **__: next(calls) >= late),
     ):
         train(argv, cwd)
@@ -214,3 +216,26 @@ def test_a_tracker_that_cannot_begin_costs_only_itself(job, place):
     printed = job(options, "no-beginning", environ=environ).output
     assert printed.count("TensorBoard failed and gets no more reports: [Errno 20] Not a directory") == 1, printed
     assert (place / "outputs" / "no-beginning" / "adapter_model.safetensors").is_file()
+
+
+def train_until_removed(argv: list[str], cwd: str, folder: str, step: int) -> None:
+    """Run train_ddp.py; the run's folder is removed after this step was saved."""
+    save = Checkpoints.save
+
+    def then_remove(self: Checkpoints, saved: int, *args: Any) -> bool:
+        whole = save(self, saved, *args)
+        if saved == step:
+            shutil.rmtree(folder)
+        return whole
+
+    with patch.object(Checkpoints, "save", then_remove):
+        train(argv, cwd)
+
+
+def test_a_run_whose_folder_is_removed_says_so_and_fails_with_its_result_written(job, place):
+    run = place / "outputs" / "removed"
+    result = job(f"{WHOLE_RUN} --save_steps 4", "removed", code=1, target=train_until_removed, args=(str(run), 4))
+    assert f"{run} was removed while the run trained; it is made again" in result.output
+    assert f"The result is in {run}, but that folder was removed while the run trained" in result.output
+    assert (run / "adapter_model.safetensors").is_file()
+    assert manifest_steps(run) == [8, LAST]

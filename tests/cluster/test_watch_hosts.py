@@ -65,5 +65,8 @@ def test_a_killed_rank_of_one_host_ends_the_other(launchers, two_hosts, tmp_path
     assert all(wait_for_all(launchers, 60))
     assert time.monotonic() - began < 30
     (sentence,) = told(tmp_path, f"node{2 - node}")
-    assert f"rank {node} (node {node}, host node{node + 1}, pid " in sentence and "died without a word" in sentence
+    assert (
+        f"rank {node} (node {node}, host node{node + 1}, pid " in sentence
+        and "died without an error message" in sentence
+    )
     assert told(tmp_path, f"node{node + 1}") == []

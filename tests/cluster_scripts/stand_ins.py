@@ -36,8 +36,8 @@ class Workplace:
         (self.folder / where / name).write_text(text)
         (self.folder / where / name).chmod(0o755)
 
-    def start(self, script: str, words: str = "", **variables: str) -> subprocess.Popen[str]:
-        """Start a script of cluster/ here, with these words and nothing in its environment but these variables."""
+    def start(self, script: str, words: str = "", kit: Path = REPO, **variables: str) -> subprocess.Popen[str]:
+        """Start a script of the kit's cluster/ here, with nothing in its environment but these variables."""
         environ = {
             "PATH": f"{self.folder / 'tools'}:/usr/sbin:/usr/bin:/sbin:/bin",
             "HOME": str(self.folder),
@@ -45,7 +45,7 @@ class Workplace:
             "CALLS": str(self.calls_file),
         }
         return subprocess.Popen(
-            ["bash", str(REPO / "cluster" / script), *shlex.split(words)],
+            ["bash", str(kit / "cluster" / script), *shlex.split(words)],
             cwd=self.folder,
             env=environ | variables,
             stdout=subprocess.PIPE,
@@ -53,9 +53,9 @@ class Workplace:
             text=True,
         )
 
-    def run(self, script: str, words: str = "", **variables: str) -> tuple[int, str]:
+    def run(self, script: str, words: str = "", kit: Path = REPO, **variables: str) -> tuple[int, str]:
         """Run it to its end: its exit code and what it said."""
-        process = self.start(script, words, **variables)
+        process = self.start(script, words, kit, **variables)
         text, _ = process.communicate(timeout=60)
         return process.returncode, text
 

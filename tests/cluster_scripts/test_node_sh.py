@@ -104,7 +104,7 @@ def test_one_machine_needs_no_variable(node):
     config = REPO / "accelerate_configs" / "multi_node.yaml"
     assert node.calls() == [
         f"--config_file {config} --num_machines 1 --num_processes 2 --machine_rank 0 --main_process_port 0 "
-        f"{REPO}/train_ddp.py --model ./model --dataset rows.jsonl --max_steps 3"
+        f"--rdzv_backend c10d --rdzv_conf store_type=file {REPO}/train_ddp.py --model ./model --dataset rows.jsonl --max_steps 3"
     ]
 
 

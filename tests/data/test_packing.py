@@ -14,22 +14,24 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unsloth_ddp.data.arrow_rows import ArrowRows
+from unsloth_ddp.data.arrow_rows import ArrowRows, PackedRows
 from unsloth_ddp.data.batch_plan import BatchPlan
-from unsloth_ddp.data.dataset import TOKEN_FEATURES, Collate, Flatten, PackedRows, PadRight, row_lengths
+from unsloth_ddp.data.collate import Collate, Flatten, PadRight
+from unsloth_ddp.data.dataset import TOKEN_FEATURES, row_lengths
 from unsloth_ddp.data.labels import IGNORED
 from unsloth_ddp.data.packing import (
+    BatchRequest,
     Packing,
     PackingDecision,
-    Request,
     best_fit,
     capacity_for,
     decide_packing,
     plan_step,
 )
-from unsloth_ddp.model.attention import Kernels, find_kernel, why_doubtful, why_mixed
+from unsloth_ddp.model.attention import AttentionSetup, select_varlen_kernel
+from unsloth_ddp.model.packing_obstacles import mixing_reason, untested_reason
 from unsloth_ddp.training.loss import step_divisor, supervised_tokens
-from unsloth_ddp.training.metrics import real_tokens
+from unsloth_ddp.training.meter import real_tokens
 from unsloth_ddp.utils.errors import UserError
 
 CAPACITY = 100
@@ -106,7 +108,7 @@ def planned(
     lengths: np.ndarray = CHATS, choice: PackingDecision = PACK, **asked: Any
 ) -> tuple[BatchPlan, Packing | None, PackingDecision]:
     defaults = {"packing": "auto", "max_length": 2048, "per_device": 1, "processes": 1}
-    return plan_step(Request(**{**defaults, **asked}), lengths, choice)
+    return plan_step(BatchRequest(**{**defaults, **asked}), lengths, choice)
 
 
 @pytest.mark.parametrize("processes", [1, 2, 4, 8, 16])
@@ -264,7 +266,7 @@ def test_packing_that_would_mix_rows_is_refused() -> None:
         decide_packing("on", "a CPU", "xformers", "it remembers", None)
 
 
-H200 = Kernels("cuda", sixteen_bit=True, head_dim=128, unsloth_attention=True, capability=9, torch_varlen=True)
+H200 = AttentionSetup("cuda", sixteen_bit=True, head_dim=128, unsloth_attention=True, capability=9, torch_varlen=True)
 TRANSFORMERS = {"unsloth_attention": False, "replaceable": True}
 
 
@@ -291,7 +293,7 @@ TRANSFORMERS = {"unsloth_attention": False, "replaceable": True}
     ],
 )
 def test_the_kernel_for_packed_rows(changed: dict[str, Any], kernel: str | None) -> None:
-    assert find_kernel(dataclasses.replace(H200, **changed)) == kernel
+    assert select_varlen_kernel(dataclasses.replace(H200, **changed)) == kernel
 
 
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 64}
@@ -320,7 +322,7 @@ def make(name: str, **config: Any) -> Any:
             {"num_key_value_heads": 1, "head_dim": 16, "qk_rope_head_dim": 8, "q_lora_rank": 8, "n_routed_experts": 4},
             "DeepseekV4HCACompressor layers carry a state",
         ),
-        ("Roberta", {"is_decoder": True}, "begin after that of its padding token"),
+        ("Roberta", {"is_decoder": True}, "counts positions from its padding index"),
         ("Llama4Text", {**KV, "layer_types": ["chunked_attention", "full_attention"]}, "chunked attention"),
         (
             "Qwen3Next",
@@ -330,12 +332,12 @@ def make(name: str, **config: Any) -> Any:
     ],
 )
 def test_models_that_would_mix_rows_are_known(name: str, config: dict[str, Any], reason: str) -> None:
-    assert reason in str(why_mixed(make(name, **config)))
+    assert reason in str(mixing_reason(make(name, **config)))
 
 
 def test_models_that_take_token_types_are_doubtful() -> None:
-    assert "token_type_ids" in str(why_doubtful(make("GPT2")))
-    assert why_doubtful(make("Llama")) is None
+    assert "token_type_ids" in str(untested_reason(make("GPT2")))
+    assert untested_reason(make("Llama")) is None
 
 
 # ---- what a pack is, and that a row's loss is its own ----
@@ -423,7 +425,7 @@ def token_losses(model: Any, batch: dict[str, Any]) -> torch.Tensor:
 def test_every_token_loss_is_the_same_packed_or_padded(name: str, config: dict[str, Any], attention: str) -> None:
     model = make(name, **config)
     model.set_attn_implementation(attention)
-    assert why_mixed(model) is None
+    assert mixing_reason(model) is None
     _, _, padded, packed = both_ways()
     expected, found = token_losses(model, padded), token_losses(model, packed)
     torch.testing.assert_close(found, expected, rtol=2e-6, atol=1e-6)

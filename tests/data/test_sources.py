@@ -89,34 +89,34 @@ def test_an_empty_file_has_no_rows(tmp_path: Path, name: str, content: bytes) ->
 @pytest.mark.parametrize(
     ("name", "content", "sentence"),
     [
-        ("a.jsonl", '{"text": "a"}\n{"text": \n', ":2 is not JSON (Expecting value at column 9); mend or remove it."),
-        ("a.jsonl", '{"a": 1} {"b": 2}', ":1 is not JSON (Extra data at column 9); mend or remove it."),
-        ("a.jsonl", "[" * 100_000, ":1 is not JSON (nested too deeply); mend or remove it."),
+        ("a.jsonl", '{"text": "a"}\n{"text": \n', ":2 is not JSON (Expecting value at column 9); fix or remove it."),
+        ("a.jsonl", '{"a": 1} {"b": 2}', ":1 is not JSON (Extra data at column 9); fix or remove it."),
+        ("a.jsonl", "[" * 100_000, ":1 is not JSON (nested too deeply); fix or remove it."),
         ("a.jsonl", '{"a": ' + "1" * 5000 + "}", ":1 is not JSON (Exceeds the limit"),
-        ("a.jsonl", '{"a": 1, "a": 2}', ":1 is not JSON ('a' is given twice); mend or remove it."),
+        ("a.jsonl", '{"a": 1, "a": 2}', ":1 is not JSON ('a' is given twice); fix or remove it."),
         ("a.jsonl", b'{"a": 1}\n{"a": "\xff"}\n', ":2 is not UTF-8 text (invalid start byte at byte 8 of the line); "),
         ("a.jsonl", '{"text": "a"}'.encode("utf-16"), ":1 is not UTF-8 text (invalid start byte at byte 1 of the line"),
-        ("a.jsonl", gzip.compress(b'{"a": 1}'), " is no text but packed with gzip, whatever its name says; unpack it."),
-        ("a.json", gzip.compress(b'[{"a": 1}]'), " is no text but packed with gzip, whatever its name says; unpack it."),
-        ("a.csv", b"PK\x03\x04rest", " is no text but a zip archive or an Excel file, whatever its name says; unpack it, or"),
-        ("a.jsonl", b"ARROW1\0\0", " is no text but Arrow, whatever its name says; write it as Parquet."),
-        ("a.jsonl", b"PAR1\x15\x04\n\xff", " is no text but Parquet, whatever its name says; name it .parquet."),
-        ("a.jsonl", '[\n  {"a": 1}\n]', " is JSON over several lines; write one object a line, or name it .json if it is"),
-        ("a.jsonl", '[{\n  "a": 1\n}]', " is JSON over several lines; write one object a line, or name it .json if it is"),
-        ("a.jsonl", '{\n  "a": 1\n}', " is JSON over several lines; write one object a line, or name it .json if it is"),
-        ("a.json", '[{"a": 1},\n {"a": }]', ":2 is not JSON (Expecting value at column 8); mend or remove it."),
+        ("a.jsonl", gzip.compress(b'{"a": 1}'), " is packed with gzip, not text, despite its name; unpack it."),
+        ("a.json", gzip.compress(b'[{"a": 1}]'), " is packed with gzip, not text, despite its name; unpack it."),
+        ("a.csv", b"PK\x03\x04rest", " is a zip archive or an Excel file, not text, despite its name; unpack it, or"),
+        ("a.jsonl", b"ARROW1\0\0", " is Arrow, not text, despite its name; write it as Parquet."),
+        ("a.jsonl", b"PAR1\x15\x04\n\xff", " is Parquet, not text, despite its name; name it .parquet."),
+        ("a.jsonl", '[\n  {"a": 1}\n]', " is JSON over several lines; write one object per line, or name it .json if it is"),
+        ("a.jsonl", '[{\n  "a": 1\n}]', " is JSON over several lines; write one object per line, or name it .json if it is"),
+        ("a.jsonl", '{\n  "a": 1\n}', " is JSON over several lines; write one object per line, or name it .json if it is"),
+        ("a.json", '[{"a": 1},\n {"a": }]', ":2 is not JSON (Expecting value at column 8); fix or remove it."),
         ("a.json", '[{"a": 1},\n {"a":\n }]', ":2 is not JSON (Expecting value at line 2 of the row, column 2); "),
-        ("a.json", '[\n{"a": 1}\n{"a": 2}]', ":2 is not JSON (no , or ] follows the row that begins here); mend it."),
-        ("a.json", '[{"a": 1}', ":1 is not JSON (no , or ] follows the row that begins here); mend it."),
-        ("a.json", '[{"a": 1},]', ":1 is not JSON (Expecting value at column 11); mend or remove it."),
-        ("a.json", "[", ":1 is not JSON (Expecting value at column 2); mend or remove it."),
-        ("a.json", '[{"a": 1}] x', " goes on after its list of rows ends; mend it."),
-        ("a.json", '{"a": 1}\n{"a": 2}', " is not a JSON list of rows; for one object a line, name it .jsonl."),
+        ("a.json", '[\n{"a": 1}\n{"a": 2}]', ":2 is not JSON (no , or ] follows the row that begins here); fix it."),
+        ("a.json", '[{"a": 1}', ":1 is not JSON (no , or ] follows the row that begins here); fix it."),
+        ("a.json", '[{"a": 1},]', ":1 is not JSON (Expecting value at column 11); fix or remove it."),
+        ("a.json", "[", ":1 is not JSON (Expecting value at column 2); fix or remove it."),
+        ("a.json", '[{"a": 1}] x', " goes on after its list of rows ends; fix it."),
+        ("a.json", '{"a": 1}\n{"a": 2}', " is not a JSON list of rows; name it .jsonl if it has one object per line."),
         ("a.json", b'[\n"\xff"]', ":2 is not UTF-8 text"),
-        ("a.csv", "a,b\n1,2\n3\n", ":3 has 1 cells where the header has 2; mend or remove it."),
-        ("a.csv", "a,b\n1,2,3\n", ":2 has 3 cells where the header has 2; mend or remove it."),
+        ("a.csv", "a,b\n1,2\n3\n", ":3 has 1 cells where the header has 2; fix or remove it."),
+        ("a.csv", "a,b\n1,2,3\n", ":2 has 3 cells where the header has 2; fix or remove it."),
         ("a.csv", "a,a\n1,2\n", ":1 names a column twice (a, a); rename one."),
-        ("a.csv", 'a\n"b\nc\n', ":2 is not CSV (unexpected end of data); mend or remove it."),
+        ("a.csv", 'a\n"b\nc\n', ":2 is not CSV (unexpected end of data); fix or remove it."),
         ("a.csv", b"a\nb\n\xe9\n", ":3 is not UTF-8 text"),
         ("a.parquet", "PAR1 no", " is not readable Parquet after row 0 ("),
         ("a.parquet", "", " is not readable Parquet after row 0 ("),
@@ -150,7 +150,7 @@ def test_a_column_that_parquet_names_twice_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["a.jsonl", "a.csv"])
 def test_a_file_without_line_ends_is_refused(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("unsloth_ddp.data.sources.LONGEST_LINE", 20)
-    assert refusal(write(tmp_path, name, "x" * 50)).startswith(":1 is longer than 20 bytes, which is no row of text")
+    assert refusal(write(tmp_path, name, "x" * 50)).startswith(":1 is longer than 20 bytes, which is not a row of text")
 
 
 def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,7 +221,7 @@ def test_a_symlink_is_followed(tmp_path: Path) -> None:
 def test_an_empty_file_among_others_is_refused_and_an_empty_shard_in_a_folder_is_not(
     tmp_path: Path, option: str
 ) -> None:
-    from unsloth_ddp.data.dataset import read_examples
+    from unsloth_ddp.data.examples import read_examples
     from unsloth_ddp.distributed.ranks import Ranks
     from unsloth_ddp.distributed.runtime import Runtime
 
@@ -236,7 +236,7 @@ def test_an_empty_file_among_others_is_refused_and_an_empty_shard_in_a_folder_is
 
 
 def test_empty_shards_of_a_folder_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from unsloth_ddp.data.dataset import read_examples
+    from unsloth_ddp.data.examples import read_examples
     from unsloth_ddp.distributed.ranks import Ranks
     from unsloth_ddp.distributed.runtime import Runtime
 

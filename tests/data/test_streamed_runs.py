@@ -23,7 +23,8 @@ from tests.data.test_streaming import windows
 from tests.jobs import assert_same, copy_until, ends
 from tests.ranks import run_ranks, train
 from unsloth_ddp.data.batch_plan import RowOrder
-from unsloth_ddp.data.streaming import FIRST, Position, Window, read_ahead
+from unsloth_ddp.data.stream_order import FIRST, StreamPosition
+from unsloth_ddp.data.stream_windows import TokenizedWindow, read_ahead
 
 TOLERANCE = 1e-6
 STREAMED = (
@@ -37,10 +38,9 @@ SEED = 42
 
 def train_in_small_windows(argv: list[str], cwd: str) -> None:
     """train_ddp.py that plans from the first rows only and tokenizes few rows at a time."""
-    from unsloth_ddp.data import dataset as data
-    from unsloth_ddp.data import streaming as stream
+    from unsloth_ddp.data import examples, stream_windows
 
-    data.STREAM_HEAD, stream.ROWS_AT_A_TIME, stream.PACKED_WINDOW = 6, 3, 5
+    examples.STREAM_HEAD, stream_windows.ROWS_AT_A_TIME, stream_windows.PACKED_WINDOW = 6, 3, 5
     train(argv, cwd)
 
 
@@ -178,24 +178,24 @@ def test_a_bad_row_in_the_stream_ends_every_rank_with_its_sentence(place, tiny_m
 
 def train_and_signal_the_job(argv: list[str], cwd: str) -> None:
     """train_ddp.py whose main process and readers get SIGTERM in the second step, as schedulers send it to all."""
-    from unsloth_ddp.distributed.signals import Stop
+    from unsloth_ddp.distributed.signals import StopRequest
 
-    ask, asked = Stop.ask, itertools.count(1)
+    ask, asked = StopRequest.start_poll, itertools.count(1)
 
-    def ask_and_signal(self: Stop) -> None:
+    def ask_and_signal(self: StopRequest) -> None:
         if next(asked) == 2 and os.environ["RANK"] == "0":
             for process in (*psutil.Process().children(), psutil.Process()):
                 process.send_signal(signal.SIGTERM)
         ask(self)
 
-    Stop.ask = ask_and_signal  # type: ignore[method-assign]
+    StopRequest.start_poll = ask_and_signal  # type: ignore[method-assign]
     train_in_small_windows(argv, cwd)
 
 
 @pytest.mark.slow
 def test_a_signal_to_all_processes_of_a_job_leaves_a_checkpoint(stream, whole):
     stopped, printed = stream(f"{WHOLE} --lora_dropout 0.1", "signalled", 2, code=75, target=train_and_signal_the_job)
-    assert "Stopped on SIGTERM; the same command goes on from" in printed
+    assert "Stopped on SIGTERM; the same command resumes from" in printed
     assert sorted(path.name for path in stopped.glob("checkpoint*")) in (
         ["checkpoint-1", "checkpoint-2"],
         ["checkpoint-1", "checkpoint-2", "checkpoint-3"],
@@ -223,17 +223,17 @@ def test_readers_end_with_the_script_that_started_them() -> None:
 
 def train_and_kill_the_reader(argv: list[str], cwd: str) -> None:
     """train_ddp.py whose main process loses its reading worker in the third step."""
-    from unsloth_ddp.distributed.signals import Stop
+    from unsloth_ddp.distributed.signals import StopRequest
 
-    ask, asked = Stop.ask, itertools.count(1)
+    ask, asked = StopRequest.start_poll, itertools.count(1)
 
-    def ask_and_kill(self: Stop) -> None:
+    def ask_and_kill(self: StopRequest) -> None:
         if next(asked) == 3 and os.environ["RANK"] == "0":
             for worker in psutil.Process().children():
                 worker.send_signal(signal.SIGKILL)
         ask(self)
 
-    Stop.ask = ask_and_kill  # type: ignore[method-assign]
+    StopRequest.start_poll = ask_and_kill  # type: ignore[method-assign]
     train_in_small_windows(argv, cwd)
 
 
@@ -257,14 +257,14 @@ def read_a_million(path: str, count: int, buffer: int) -> None:
     from transformers import AutoTokenizer
 
     from unsloth_ddp.config.options import Settings
-    from unsloth_ddp.data.streaming import windows_of
+    from unsloth_ddp.data.stream_windows import streamed_windows
 
     settings = Settings(dataset=[path], streaming=True, shuffle_buffer=buffer)
-    found = windows_of(settings, None, AutoTokenizer.from_pretrained(DEMO_MODEL), seed=1)
-    found.start = Position(0, count - 1000)
+    found = streamed_windows(settings, None, AutoTokenizer.from_pretrained(DEMO_MODEL), seed=1)
+    found.start = StreamPosition(0, count - 1000)
     before = peak()
     for window in itertools.islice(found, 20):
-        assert isinstance(window, Window) and len(window.rows) == 100
+        assert isinstance(window, TokenizedWindow) and len(window.rows) == 100
     print(json.dumps({"bytes": peak() - before, "epoch": window.start.epoch}))
 
 

@@ -1,4 +1,4 @@
-"""Streamed rows: their order, and the windows and steps they fill; test_stream_runs.py has the runs."""
+"""Streamed rows: their order, and the windows and steps they fill; test_streamed_runs.py has the runs."""
 
 from __future__ import annotations
 
@@ -14,21 +14,24 @@ import pytest
 from torch.utils.data import DataLoader
 
 from unsloth_ddp.data.batch_plan import BatchPlan
-from unsloth_ddp.data.sources import Row, left_out, read_rows, streamed_sources
-from unsloth_ddp.data.streaming import FIRST, Position, Steps, Windows, endless, shuffled
+from unsloth_ddp.data.sources import SourceRow, left_out, read_rows, streamed_sources
+from unsloth_ddp.data.stream_order import FIRST, StreamPosition, shuffled, stream_rows
+from unsloth_ddp.data.stream_steps import StepFiller
+from unsloth_ddp.data.stream_windows import StreamedWindows
+from unsloth_ddp.data.tokenize import EncodedRow
 from unsloth_ddp.utils.errors import UserError
 
 # ---- the order of the rows ----
 
 
-def numbers(count: int) -> Callable[..., Iterator[Row]]:
+def numbers(count: int) -> Callable[..., Iterator[SourceRow]]:
     """Reads that many rows which are numbers."""
-    return lambda shift=0: (Row(f"rows:{n}", {"n": n + shift}) for n in range(count))
+    return lambda shift=0: (SourceRow(f"rows:{n}", {"n": n + shift}) for n in range(count))
 
 
 def test_a_buffer_of_none_keeps_the_order_of_the_source() -> None:
     assert list(shuffled(iter(range(20)), 0, seed=1, epoch=0)) == list(range(20))
-    assert [placed.row for placed in itertools.islice(endless(numbers(3), 0, seed=1), 4)] == [
+    assert [placed.row for placed in itertools.islice(stream_rows(numbers(3), 0, seed=1), 4)] == [
         *numbers(3)(),
         *numbers(1)(),
     ]
@@ -54,35 +57,35 @@ def test_the_order_is_the_one_of_every_release() -> None:
 
 
 def test_a_stream_goes_on_anywhere() -> None:
-    whole = list(itertools.islice(endless(numbers(10), 4, seed=3), 35))
+    whole = list(itertools.islice(stream_rows(numbers(10), 4, seed=3), 35))
     assert [placed.epoch for placed in whole] == [0] * 10 + [1] * 10 + [2] * 10 + [3] * 5
     assert [placed.number for placed in whole[:12]] == [*range(10), 0, 1]
     for place in (1, 9, 10, 27):
-        start = Position(*whole[place][:3])
-        assert list(itertools.islice(endless(numbers(10), 4, seed=3, start=start), 35 - place)) == whole[place:]
+        start = StreamPosition(*whole[place][:3])
+        assert list(itertools.islice(stream_rows(numbers(10), 4, seed=3, start=start), 35 - place)) == whole[place:]
 
 
 @pytest.mark.parametrize(
     "changed", [lambda: numbers(10)(shift=1), lambda: numbers(5)(), lambda: reversed([*numbers(10)()])]
 )
 def test_rows_that_changed_before_the_checkpoint_are_refused(changed) -> None:
-    start = Position(*list(itertools.islice(endless(numbers(10), 4, seed=3), 17))[16][:3])
+    start = StreamPosition(*list(itertools.islice(stream_rows(numbers(10), 4, seed=3), 17))[16][:3])
     assert (start.epoch, start.row) == (1, 6)
     with pytest.raises(UserError, match="the first 6 streamed rows are not those that were trained before"):
-        next(endless(changed, 4, seed=3, start=start))
+        next(stream_rows(changed, 4, seed=3, start=start))
     # --resume_anyway
-    found = next(endless(changed, 4, seed=3, start=dataclasses.replace(start, seen=None)))
+    found = next(stream_rows(changed, 4, seed=3, start=dataclasses.replace(start, seen=None)))
     assert (found.epoch, found.number) in ((1, 6), (2, 0))
     # What comes later may be another.
-    start = Position(*list(itertools.islice(endless(numbers(10), 0, seed=3), 5))[4][:3])
-    longer = next(endless(lambda: itertools.chain(numbers(10)(), numbers(3)(shift=50)), 0, 3, start))
+    start = StreamPosition(*list(itertools.islice(stream_rows(numbers(10), 0, seed=3), 5))[4][:3])
+    longer = next(stream_rows(lambda: itertools.chain(numbers(10)(), numbers(3)(shift=50)), 0, 3, start))
     assert longer.row.columns == {"n": 4}
 
 
 def test_sources_that_hold_nothing_any_more_end_the_stream() -> None:
     passes = iter([numbers(2)(), []])
-    with pytest.raises(UserError, match="come to an end"):
-        list(endless(lambda: next(passes), 0, seed=1))
+    with pytest.raises(UserError, match="the stream has ended"):
+        list(stream_rows(lambda: next(passes), 0, seed=1))
 
 
 # ---- windows and steps ----
@@ -91,23 +94,23 @@ LENGTHS = np.random.default_rng(0).integers(2, 30, size=57)
 MAX_LENGTH = 24
 
 
-def read_lengths(bad: int | None = None) -> Iterator[Row]:
+def read_lengths(bad: int | None = None) -> Iterator[SourceRow]:
     """Rows that are only as long as LENGTHS says; row `bad` cannot be read."""
     for number, length in enumerate(LENGTHS.tolist()):
         if number == bad:
             raise UserError(f"rows:{number} is bad.")
-        yield Row(f"rows:{number}", (number, length))
+        yield SourceRow(f"rows:{number}", (number, length))
 
 
-def encode_length(row: Row) -> dict[str, Any]:
+def encode_length(row: SourceRow) -> EncodedRow:
     number, length = row.columns
     ids = [number] * min(length, MAX_LENGTH)
-    return {"input_ids": ids, "labels": ids, "overlong": length > MAX_LENGTH}
+    return EncodedRow(ids, ids, overlong=length > MAX_LENGTH)
 
 
-def windows(start: Position = FIRST, **changed: Any) -> Windows:
+def windows(start: StreamPosition = FIRST, **changed: Any) -> StreamedWindows:
     asked: dict[str, Any] = {"size": 10, "buffer": 8, "seed": 5, "drop": False, "start": start}
-    return Windows(changed.pop("read", read_lengths), changed.pop("encode", encode_length), **(asked | changed))
+    return StreamedWindows(changed.pop("read", read_lengths), changed.pop("encode", encode_length), **(asked | changed))
 
 
 def rows_of(share: list[list[dict[str, np.ndarray]]]) -> list[list[list[int]]]:
@@ -115,7 +118,7 @@ def rows_of(share: list[list[dict[str, np.ndarray]]]) -> list[list[list[int]]]:
     return [[list(dict.fromkeys(unit["input_ids"].tolist())) for unit in batch] for batch in share]
 
 
-def take_steps(steps: Steps, found: Any, count: int, used: int = 0) -> list[tuple[list[Any], Position]]:
+def take_steps(steps: StepFiller, found: Any, count: int, used: int = 0) -> list[tuple[list[Any], StreamPosition]]:
     filled = itertools.islice(steps.fill(found, used), count)
     return [([rows_of(share) for share in shares], position) for shares, position in filled]
 
@@ -123,7 +126,7 @@ def take_steps(steps: Steps, found: Any, count: int, used: int = 0) -> list[tupl
 @pytest.mark.parametrize("drop", [False, True])
 @pytest.mark.parametrize("capacity", [None, MAX_LENGTH])
 def test_steps_go_on_from_every_position_with_the_same_rows(capacity: int | None, drop: bool) -> None:
-    steps = Steps(BatchPlan(2, 2, 1), capacity, keep_order=False, seed=5)
+    steps = StepFiller(BatchPlan(2, 2, 1), capacity, keep_order=False, seed=5)
     whole = take_steps(steps, windows(drop=drop), 40)
     assert whole[-1][1].epoch > 1
     for place, (_, position) in enumerate(whole[:20]):
@@ -134,7 +137,7 @@ def test_steps_go_on_from_every_position_with_the_same_rows(capacity: int | None
 @pytest.mark.parametrize("capacity", [None, MAX_LENGTH])
 def test_a_step_holds_the_same_rows_in_every_layout(capacity: int | None) -> None:
     def rows(plan: BatchPlan) -> list[Any]:
-        taken = take_steps(Steps(plan, capacity, False, 5), windows(), 12)
+        taken = take_steps(StepFiller(plan, capacity, False, 5), windows(), 12)
         return [sorted(unit for share in shares for batch in share for unit in batch) for shares, _ in taken]
 
     layouts = [BatchPlan(8, 1, 1), BatchPlan(1, 8, 1), BatchPlan(2, 2, 2), BatchPlan(2, 1, 4)]
@@ -144,7 +147,7 @@ def test_a_step_holds_the_same_rows_in_every_layout(capacity: int | None) -> Non
 
 
 def test_rows_that_are_too_long_are_left_out_before_steps_are_filled() -> None:
-    steps = Steps(BatchPlan(4, 1, 1), None, keep_order=True, seed=5)
+    steps = StepFiller(BatchPlan(4, 1, 1), None, keep_order=True, seed=5)
     kept = [number for number, length in enumerate(LENGTHS) if length <= MAX_LENGTH]
     assert len(kept) < len(LENGTHS)
     taken = take_steps(steps, windows(buffer=0, drop=True), len(kept) // 4)
@@ -152,7 +155,7 @@ def test_rows_that_are_too_long_are_left_out_before_steps_are_filled() -> None:
 
 
 def test_packs_hold_each_row_once_and_are_in_the_order_of_the_source_where_it_is_kept() -> None:
-    steps = Steps(BatchPlan(1, 1, 1), MAX_LENGTH, keep_order=True, seed=5)
+    steps = StepFiller(BatchPlan(1, 1, 1), MAX_LENGTH, keep_order=True, seed=5)
     packs = [shares[0][0][0] for shares, _ in take_steps(steps, windows(buffer=0, size=len(LENGTHS)), 20)]
     assert [pack[0] for pack in packs] == sorted(pack[0] for pack in packs)
     rows = [row for pack in packs for row in pack]
@@ -160,7 +163,7 @@ def test_packs_hold_each_row_once_and_are_in_the_order_of_the_source_where_it_is
 
 
 def test_a_row_longer_than_the_packs_were_planned_for_gets_a_longer_pack() -> None:
-    steps = Steps(BatchPlan(1, 1, 1), 5, keep_order=True, seed=5)
+    steps = StepFiller(BatchPlan(1, 1, 1), 5, keep_order=True, seed=5)
     units = steps.units(next(iter(windows())))
     assert sum(len(unit["lengths"]) for unit in units) == 10
 
@@ -183,7 +186,7 @@ def test_the_end_of_the_first_epoch_is_told_once() -> None:
     assert ended == [None, len(LENGTHS), None]
 
 
-def encode_but_23(row: Row) -> dict[str, Any]:
+def encode_but_23(row: SourceRow) -> dict[str, Any]:
     if row.columns[0] == 23:
         raise UserError("the chat template cannot render the row.")
     return encode_length(row)
@@ -201,7 +204,7 @@ def test_a_bad_row_is_told_when_it_is_needed_and_not_before(changed: dict, sente
     loader = DataLoader(
         windows(buffer=0, **changed), batch_size=None, num_workers=workers, collate_fn=lambda window: window
     )
-    filled = Steps(BatchPlan(4, 1, 1), None, keep_order=True, seed=5).fill(iter(loader))
+    filled = StepFiller(BatchPlan(4, 1, 1), None, keep_order=True, seed=5).fill(iter(loader))
     trained = [row for _ in range(5) for batch in rows_of(next(filled)[0][0]) for (row,) in batch]
     assert sorted(trained) == list(range(20))
     with pytest.raises(UserError, match=sentence):
@@ -209,9 +212,9 @@ def test_a_bad_row_is_told_when_it_is_needed_and_not_before(changed: dict, sente
 
 
 def test_no_pack_is_trained_of_a_window_that_is_not_whole() -> None:
-    steps = Steps(BatchPlan(1, 1, 1), MAX_LENGTH, keep_order=False, seed=5)
+    steps = StepFiller(BatchPlan(1, 1, 1), MAX_LENGTH, keep_order=False, seed=5)
 
-    def trained(found: Windows) -> list[Any]:
+    def trained(found: StreamedWindows) -> list[Any]:
         taken = []
         with pytest.raises(UserError, match="rows:23"):
             for shares, _ in steps.fill(found):
@@ -220,8 +223,8 @@ def test_no_pack_is_trained_of_a_window_that_is_not_whole() -> None:
 
     packs = trained(windows(buffer=0, encode=encode_but_23))
     assert sorted(row for pack in packs for row in pack) == list(range(20))
-    mended = [rows_of(shares[0])[0][0] for shares, _ in itertools.islice(steps.fill(windows(buffer=0)), len(packs))]
-    assert mended == packs
+    fixed = [rows_of(shares[0])[0][0] for shares, _ in itertools.islice(steps.fill(windows(buffer=0)), len(packs))]
+    assert fixed == packs
 
 
 def test_a_folder_stands_for_its_files_by_name(tmp_path: Path) -> None:
@@ -257,7 +260,7 @@ def test_sources_that_cannot_be_streamed_are_refused(tmp_path: Path) -> None:
     (tmp_path / "list.json").write_text("[]")
     with pytest.raises(UserError, match=r"is a folder without a \.jsonl, \.parquet, \.csv file"):
         streamed_sources([str(tmp_path)])
-    with pytest.raises(UserError, match=r"list.json is one JSON list, .* write one row a line, as .jsonl"):
+    with pytest.raises(UserError, match=r"list.json is one JSON list, .* write one row per line, as .jsonl"):
         streamed_sources([f"{tmp_path}/list.json"])
     with pytest.raises(UserError, match=r"LIST.JSON is one JSON list"):
         streamed_sources([f"{tmp_path}/LIST.JSON"])
@@ -272,8 +275,11 @@ def test_a_hub_set_is_streamed_too(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr("datasets.load_dataset", load_dataset)
     rows = list(read_rows("owner/name", "train", "en", streaming=True))
-    assert rows == [Row("owner/name train row 1", {"text": "a"}), Row("owner/name train row 2", {"text": "b"})]
-    assert asked == {"args": ("owner/name", "en"), "split": "train", "streaming": True}
+    assert rows == [
+        SourceRow("owner/name train row 1", {"text": "a"}),
+        SourceRow("owner/name train row 2", {"text": "b"}),
+    ]
+    assert asked == {"args": ("owner/name", "en"), "split": "train", "revision": None, "streaming": True}
 
 
 @pytest.mark.parametrize("streaming", [True, False])
@@ -288,4 +294,4 @@ def test_a_hub_set_that_breaks_off_says_what_helps(streaming: bool, monkeypatch:
     with pytest.raises(UserError, match=r"split train, cannot be read after row 1 \(connection lost\); ") as refused:
         next(rows)
     # What was not streamed is on the disk, and begins again.
-    assert ("goes on from the newest checkpoint" in str(refused.value)) is streaming
+    assert ("resumes from the newest checkpoint" in str(refused.value)) is streaming

@@ -11,8 +11,9 @@ import trl
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
+from unsloth_ddp.data.chat_template import read_chat_template
 from unsloth_ddp.data.formats import to_example
-from unsloth_ddp.data.tokenize import Encoder, read_chat_template
+from unsloth_ddp.data.tokenize import Encoder
 from unsloth_ddp.utils.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -115,7 +116,8 @@ def supervised(tokenizer: Any, encoded: dict[str, list[int]]) -> list[str]:
 def encode(tokenizer: Any, row: dict[str, Any], *, supervise_all: bool = False) -> dict[str, list[int]]:
     # Rows are kept as JSON between reading and tokenizing.
     example = to_example(json.loads(json.dumps(row)))
-    return Encoder(tokenizer, supervise_all=supervise_all).encode(example)
+    row = Encoder(tokenizer, supervise_all=supervise_all).encode(example)
+    return {"input_ids": row.input_ids, "labels": row.labels}
 
 
 ANSWERS = [TURNS[1]["content"], TURNS[3]["content"]]
@@ -126,7 +128,8 @@ ROLES = "<|system|> <|user|> <|assistant|> <|end|>"
 # template, EOS, special tokens, what is supervised of TURNS
 CASES = {
     "qwen2_5": (from_trl("qwen2_5"), "<|im_end|>", IM, ["\n" + a + "<|im_end|>" for a in ANSWERS]),
-    "qwen3": (from_trl("qwen3"), "<|im_end|>", IM, [THINK + a + "<|im_end|>" for a in ANSWERS]),
+    # Only the last turn has the block of reasoning, as at inference.
+    "qwen3": (from_trl("qwen3"), "<|im_end|>", IM, [ANSWERS[0] + "<|im_end|>", THINK + ANSWERS[1] + "<|im_end|>"]),
     "llama3": (from_trl("llama3"), "<|eot_id|>", LLAMA, [a + "<|eot_id|>" for a in ANSWERS]),
     "gemma": (from_trl("gemma"), "<eos>", "<start_of_turn> <end_of_turn>", [a + "<end_of_turn>" for a in ANSWERS]),
     "phi3": (from_trl("phi3"), "<eos>", ROLES, [ANSWERS[0] + "<|end|>", ANSWERS[1] + "<|end|>", "<eos>"]),
@@ -170,15 +173,15 @@ def test_tool_calls_are_supervised_and_tool_results_are_not(core: Tokenizer, nam
     tokenizer = make_tokenizer(core, template, eos, special)
     tools: Any = json.dumps([TOOL]) if as_text else [TOOL]
     encoded = encode(tokenizer, {"messages": TOOL_TURNS, "tools": tools})
-    start = "\n" if name == "qwen2_5" else THINK
+    first, last = ("\n", "\n") if name == "qwen2_5" else ("", THINK)
     call = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 3}}\n</tool_call><|im_end|>'
-    assert supervised(tokenizer, encoded) == [start + call, start + "Five.<|im_end|>"]
+    assert supervised(tokenizer, encoded) == [first + call, last + "Five.<|im_end|>"]
     assert "Add." in tokenizer.decode(encoded["input_ids"])
 
 
 @pytest.mark.parametrize(
     ("row", "named"),
-    [({"messages": TOOL_TURNS}, "add"), ({"messages": TURNS, "tools": [{"name": "look_up"}]}, "look_up")],
+    [({"messages": TOOL_TURNS}, "the call of add"), ({"messages": TURNS, "tools": [{"name": "look_up"}]}, "look_up")],
 )
 def test_a_template_that_leaves_tools_out_is_refused(core: Tokenizer, row: dict[str, Any], named: str) -> None:
     with pytest.raises(UserError, match=f"no place for tools, so {named} is not in the rendered row; give one"):

@@ -85,7 +85,7 @@ def test_the_folder_holds_logs_settings_and_curves(demo):
 @pytest.mark.slow
 def test_the_adapter_works_in_plain_peft(demo):
     done = subprocess.run(
-        [sys.executable, str(REPO / "benchmarks/reload.py"), str(demo.folder)],
+        [sys.executable, str(REPO / "benchmarks/common/reload.py"), str(demo.folder)],
         capture_output=True,
         text=True,
         timeout=120,

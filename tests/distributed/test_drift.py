@@ -10,7 +10,7 @@ import torch
 
 from tests.ranks import run_ranks, train
 from unsloth_ddp.distributed import drift
-from unsloth_ddp.distributed.drift import checksums, combined, odd_ones_out
+from unsloth_ddp.distributed.drift import checksums, combine, find_outliers
 
 
 def number(tensor: torch.Tensor) -> int:
@@ -48,7 +48,7 @@ def test_shape_chunks_and_order_of_tensors():
     large, small = torch.randn(drift.CHUNK + 5), torch.randn(7, 3)
     both = checksums([large, small.t()])
     assert both.tolist() == [number(large), number(small.t().contiguous())]
-    assert combined(both) != combined(both.flip(0))
+    assert combine(both) != combine(both.flip(0))
 
 
 @pytest.mark.parametrize(
@@ -56,14 +56,14 @@ def test_shape_chunks_and_order_of_tensors():
     [([1, 2], [1], 0), ([1, 2, 2], [0], 1), ([3, 3, 4, 3], [2], 0), ([1, 2, 3], [1, 2], 0)],
 )
 def test_who_is_the_odd_one_out(values, odd, usual):
-    assert odd_ones_out(values) == (odd, usual)
+    assert find_outliers(values) == (odd, usual)
 
 
 def test_the_cost_is_small():
     weights = [torch.randn(2048, 16) for _ in range(400)]
     checksums(weights)
     began = time.perf_counter()
-    combined(checksums(weights))
+    combine(checksums(weights))
     assert time.perf_counter() - began < 1.0
 
 

@@ -15,7 +15,7 @@ from unsloth_ddp.distributed.sharding import (
     check_sharding,
     complete_environment,
     sharding_from_environment,
-    what_is_ignored,
+    sharding_warnings,
 )
 from unsloth_ddp.utils.errors import UserError
 
@@ -108,11 +108,11 @@ def test_missing_deepspeed_is_named_with_its_command(monkeypatch):
 
 
 def test_what_has_no_effect_is_said():
-    assert what_is_ignored("none", settings(compare_answers=5), 4) == []
-    assert what_is_ignored("zero2", settings(compare_answers=5), 4) == []
-    assert "compare_answers is ignored" in what_is_ignored("fsdp2", settings(compare_answers=5), 1)[0]
-    assert "ZeRO-3 over 2 nodes" in what_is_ignored("zero3", settings(), 2)[0]
-    assert "full_weights bf16" in what_is_ignored("zero2", settings(method="full", full_weights="bf16"), 1)[0]
+    assert sharding_warnings("none", settings(compare_answers=5), 4) == []
+    assert sharding_warnings("zero2", settings(compare_answers=5), 4) == []
+    assert "compare_answers is ignored" in sharding_warnings("fsdp2", settings(compare_answers=5), 1)[0]
+    assert "ZeRO-3 over 2 nodes" in sharding_warnings("zero3", settings(), 2)[0]
+    assert "full_weights bf16" in sharding_warnings("zero2", settings(method="full", full_weights="bf16"), 1)[0]
 
 
 @pytest.mark.parametrize("path", sorted((REPO / "accelerate_configs").glob("*.yaml")), ids=lambda path: path.stem)

@@ -11,69 +11,80 @@ from pathlib import Path
 import pytest
 
 from tests.ranks import Result, run_ranks, train
-from unsloth_ddp.distributed.diagnosis import Bye, Limits, Seen, bye_of, judge, limits_of
+from unsloth_ddp.distributed.diagnosis import ExitNotice, Limits, RankStatus, exit_notice_for, judge, limits_from
 from unsloth_ddp.distributed.ranks import RankLocation
 from unsloth_ddp.utils.errors import UserError
 
-LIMITS = Limits(silence=30, stuck=1794, interval=3)
+LIMITS = Limits(silence=30, no_progress=1794, interval=3)
 NOW = 10_000.0
 
 
-def rank(number: int, **changes) -> Seen:
+def rank(number: int, **changes) -> RankStatus:
     """A rank that trains and was heard of a second ago."""
     node = number // 2
-    seen = Seen(
+    status = RankStatus(
         RankLocation(number, node, f"host{node}", 100 + number, 0.0), NOW - 1, NOW - 1, step=7, phase="training"
     )
     for name, value in changes.items():
-        setattr(seen, name, value)
-    return seen
+        setattr(status, name, value)
+    return status
 
 
-def found(*ranks: Seen, now: float = NOW):
-    return judge({s.place.rank: s for s in ranks}, now, LIMITS)
+def found(*ranks: RankStatus, now: float = NOW):
+    return judge({s.location.rank: s for s in ranks}, now, LIMITS)
 
 
-def left(kind: str, ago: float, text: str = "why", code: int = 0) -> Bye:
-    return Bye(kind, text, NOW - ago, code)
+def exited(kind: str, ago: float, text: str = "why", code: int = 0) -> ExitNotice:
+    return ExitNotice(kind, text, NOW - ago, code)
 
 
 def test_ranks_that_work_are_left_alone():
     assert found(rank(0), rank(1), rank(2)) is None
-    assert found(rank(0, phase="saving", moved=0.0), rank(1, moved=0.0)) is None
-    assert found(rank(0, bye=left("done", 5)), rank(1, bye=left("done", 1), lost="")) is None
+    assert found(rank(0, phase="saving", last_progress=0.0), rank(1, last_progress=0.0)) is None
+    assert (
+        found(
+            rank(0, exit_notice=exited("finished", 5)), rank(1, exit_notice=exited("finished", 1), connection_lost="")
+        )
+        is None
+    )
 
 
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"lost": ""}, "rank 3 (node 1, host host1, pid 103) died without a word at step 7 (training)"),
-        ({"lost": "No route to host"}, "rank 3 (node 1, host host1, pid 103) cannot be reached any more"),
-        ({"heard": NOW - 31}, "has not answered for 31 s, since step 7 (training): the process is frozen, or its host"),
-        ({"heard": NOW - 31, "stopped": True, "phase": "saving"}, "stopped (SIGSTOP"),
-        ({"heard": NOW - 301, "phase": "saving"}, "has not answered for 301 s"),
-        ({"bye": left("failed", 0.1, "KeyError: 1")}, "failed while training, at step 7: KeyError: 1"),
-        ({"bye": left("secondary", 4, "gloo")}, "failed while training, at step 7: gloo"),
-        ({"bye": left("told", 4, "SIGTERM")}, "was told to end (SIGTERM) at step 7"),
-        ({"bye": left("done", 31, code=75)}, "left with code 75 at step 7"),
-        ({"bye": left("user", 4, "no such file", code=2)}, "no such file"),
+        (
+            {"connection_lost": ""},
+            "rank 3 (node 1, host host1, pid 103) died without an error message at step 7 (training)",
+        ),
+        ({"connection_lost": "No route to host"}, "rank 3 (node 1, host host1, pid 103) cannot be reached any more"),
+        (
+            {"last_heard": NOW - 31},
+            "has not answered for 31 s, since step 7 (training): the process is frozen, or its host",
+        ),
+        ({"last_heard": NOW - 31, "suspended": True, "phase": "saving"}, "stopped (SIGSTOP"),
+        ({"last_heard": NOW - 301, "phase": "saving"}, "has not answered for 301 s"),
+        ({"exit_notice": exited("failed", 0.1, "KeyError: 1")}, "failed while training, at step 7: KeyError: 1"),
+        ({"exit_notice": exited("secondary", 4, "gloo")}, "failed while training, at step 7: gloo"),
+        ({"exit_notice": exited("signalled", 4, "SIGTERM")}, "was told to end (SIGTERM) at step 7"),
+        ({"exit_notice": exited("finished", 31, code=75)}, "left with code 75 at step 7"),
+        ({"exit_notice": exited("user_error", 4, "no such file", code=2)}, "no such file"),
     ],
 )
 def test_what_is_surely_wrong_is_named(changes, sentence):
     finding = found(rank(0), rank(1), rank(2), rank(3, **changes))
-    assert finding is not None and sentence in finding.sentence and finding.accused == (3,), finding
+    assert finding is not None and sentence in finding.sentence and finding.ranks == (3,), finding
 
 
 @pytest.mark.parametrize(
     "changes",
     [
-        {"heard": NOW - 29},
-        {"heard": NOW - 200, "phase": "saving"},
-        {"heard": NOW - 200, "phase": "preparing"},
-        {"bye": left("secondary", 1)},
-        {"bye": left("told", 1)},
-        {"bye": left("user", 1)},
-        {"bye": left("done", 300)},
+        {"last_heard": NOW - 29},
+        {"last_heard": NOW - 200, "phase": "saving"},
+        {"last_heard": NOW - 200, "phase": "preparing"},
+        {"exit_notice": exited("secondary", 1)},
+        {"exit_notice": exited("signalled", 1)},
+        {"exit_notice": exited("user_error", 1)},
+        {"exit_notice": exited("finished", 300)},
     ],
 )
 def test_what_may_be_well_is_left_alone(changes):
@@ -81,55 +92,59 @@ def test_what_may_be_well_is_left_alone(changes):
 
 
 def test_the_cause_comes_before_its_consequences():
-    torn, dead = rank(0, bye=left("secondary", 10)), rank(1, lost="")
-    assert found(torn, dead).accused == (1,)
-    failed = rank(2, bye=left("failed", 1))
-    assert found(torn, dead, failed).accused == (2,)
-    silent = rank(1, heard=NOW - 20, phase="saving")
+    torn, dead = rank(0, exit_notice=exited("secondary", 10)), rank(1, connection_lost="")
+    assert found(torn, dead).ranks == (1,)
+    failed = rank(2, exit_notice=exited("failed", 1))
+    assert found(torn, dead, failed).ranks == (2,)
+    silent = rank(1, last_heard=NOW - 20, phase="saving")
     assert found(torn, silent) is None, "waits for the silent one"
-    assert found(torn, silent, now=NOW + 11).accused == (1,)
+    assert found(torn, silent, now=NOW + 11).ranks == (1,)
 
 
 def test_a_rank_torn_away_by_one_that_left_is_not_accused():
-    torn = rank(0, bye=left("secondary", 4))
-    assert "was told to end" in found(torn, rank(1, bye=left("told", 5))).sentence
-    assert found(torn, rank(1, bye=left("user", 5, "no such file", code=2))).code == 2
-    assert found(torn, rank(1, bye=left("done", 5))).accused == (0,)
+    torn = rank(0, exit_notice=exited("secondary", 4))
+    assert "was told to end" in found(torn, rank(1, exit_notice=exited("signalled", 5))).sentence
+    assert found(torn, rank(1, exit_notice=exited("user_error", 5, "no such file", code=2))).code == 2
+    assert found(torn, rank(1, exit_notice=exited("finished", 5))).ranks == (0,)
 
 
 def test_when_all_leave_for_one_reason_nobody_is_accused():
-    assert found(rank(0, bye=left("user", 9)), rank(1, bye=left("user", 8))) is None
-    assert found(rank(0, bye=left("told", 9)), rank(1, bye=left("told", 8))) is None
+    assert found(rank(0, exit_notice=exited("user_error", 9)), rank(1, exit_notice=exited("user_error", 8))) is None
+    assert found(rank(0, exit_notice=exited("signalled", 9)), rank(1, exit_notice=exited("signalled", 8))) is None
 
 
 def test_a_hang_names_the_rank_that_is_behind():
-    finding = found(rank(0, moves=9, moved=NOW - 1800), rank(1, moves=8, moved=NOW - 1801))
-    assert finding.accused == (1,) and "hangs behind the others" in finding.sentence
-    finding = found(rank(0, moves=9, moved=NOW - 1800), rank(1, moves=9, moved=NOW - 1800))
-    assert finding.accused == (0, 1) and finding.sentence.startswith("every rank hangs at step 7")
-    assert found(rank(0, moved=NOW - 1800), rank(1, moved=NOW - 5)) is None
-    assert found(rank(0, moved=NOW - 1800), rank(1, moved=NOW - 1800, phase="saving")) is None
+    finding = found(
+        rank(0, progress_count=9, last_progress=NOW - 1800), rank(1, progress_count=8, last_progress=NOW - 1801)
+    )
+    assert finding.ranks == (1,) and "hangs behind the others" in finding.sentence
+    finding = found(
+        rank(0, progress_count=9, last_progress=NOW - 1800), rank(1, progress_count=9, last_progress=NOW - 1800)
+    )
+    assert finding.ranks == (0, 1) and finding.sentence.startswith("every rank hangs at step 7")
+    assert found(rank(0, last_progress=NOW - 1800), rank(1, last_progress=NOW - 5)) is None
+    assert found(rank(0, last_progress=NOW - 1800), rank(1, last_progress=NOW - 1800, phase="saving")) is None
 
 
 def test_limits_follow_from_the_options():
-    assert limits_of(30, 1800) == LIMITS
-    assert limits_of(5, 1800).interval == 1 and limits_of(30, 10).stuck == 8
+    assert limits_from(30, 1800) == LIMITS
+    assert limits_from(5, 1800).interval == 1 and limits_from(30, 10).no_progress == 8
 
 
 @pytest.mark.parametrize(
     ("error", "kind"),
     [
-        (None, "done"),
-        (SystemExit(75), "done"),
-        (UserError("x"), "user"),
-        (KeyboardInterrupt(), "told"),
+        (None, "finished"),
+        (SystemExit(75), "finished"),
+        (UserError("x"), "user_error"),
+        (KeyboardInterrupt(), "signalled"),
         (ValueError("bad row"), "failed"),
         (RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:2761"), "secondary"),
         (RuntimeError("rank 2 failed: 'messages'"), "secondary"),
     ],
 )
-def test_how_a_rank_says_goodbye(error, kind):
-    assert bye_of(error, 0.0).kind == kind
+def test_the_exit_notice_of_a_rank(error, kind):
+    assert exit_notice_for(error, 0.0).kind == kind
 
 
 STEPS = "--max_steps 400 --max_length 64 --save_strategy no --run_name r --gradient_checkpointing none --report_to none"
@@ -161,18 +176,18 @@ def _suffer(kind: str, folder: Path) -> None:
 
 def _arm(event: str, act) -> None:
     """Have `act` called at the `event` of a run."""
-    from unsloth_ddp.data import dataset as data
+    from unsloth_ddp.data import examples as data
     from unsloth_ddp.model import load as model
     from unsloth_ddp.training.trainer import DDPTrainer
 
     if event == "data":
         read = data._examples
 
-        def examples(*args, **kwargs):
+        def read_and_act(*args, **kwargs):
             act()
             return read(*args, **kwargs)
 
-        data._examples = examples
+        data._examples = read_and_act
     elif event == "model":
         load = model.load_model
 
@@ -237,7 +252,7 @@ def test_a_killed_rank_is_named_and_ends_the_others(strike, rank, ranks):
     result, seconds = strike("step", rank, "kill", ranks)
     assert [code for r, code in enumerate(result.codes) if r != rank] == [1] * (ranks - 1), result.output
     (sentence,) = sentences(result)
-    assert f"rank {rank} (node 0, host " in sentence and "died without a word at step" in sentence
+    assert f"rank {rank} (node 0, host " in sentence and "died without an error message at step" in sentence
     assert "Traceback" not in result.output
     assert seconds < 10
 
@@ -248,7 +263,7 @@ def test_a_rank_killed_outside_the_steps_is_named(strike, event):
         event, 1 if event == "evaluation" else 0, "kill", options="--eval_fraction 0.2 --max_steps 4"
     )
     (sentence,) = sentences(result)
-    assert "died without a word" in sentence
+    assert "died without an error message" in sentence
     assert seconds < 10
 
 
@@ -284,8 +299,8 @@ def test_an_exception_in_one_rank_is_told_once(strike, rank, tmp_path):
 def test_a_loop_without_end_is_found(strike, tmp_path):
     result, seconds = strike("step", 1, "loop", options="--ddp_timeout 10")
     (sentence,) = sentences(result)
-    assert "no rank has moved for 8 s" in sentence, result.output
-    assert "test_watch.py" in result.output, "where each rank was"
+    assert "no rank has made progress for 8 s" in sentence, result.output
+    assert "test_watchdog.py" in result.output, "where each rank was"
     assert seconds < 25
     assert "_suffer" in (tmp_path / "outputs/r/logs/rank_1.log").read_text()
 
@@ -334,7 +349,7 @@ def test_a_forked_child_does_not_hide_the_death_of_its_rank(tmp_path):
     result = run_ranks(2, forked, str(tmp_path), folder=tmp_path / "out", end=False)
     began, child = (tmp_path / "struck").read_text().split()
     os.kill(int(child), signal.SIGTERM)
-    assert "rank 1 (node 0" in sentences(result)[0] and "died without a word" in sentences(result)[0]
+    assert "rank 1 (node 0" in sentences(result)[0] and "died without an error message" in sentences(result)[0]
     assert time.time() - float(began) < 10
 
 

@@ -1,8 +1,9 @@
-"""The README's commands, as they stand there: each is run, on a tiny model where it names one from the Hub."""
+"""The README's commands as they stand there, each run on a tiny model; those of docs/ are parsed."""
 
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import os
 import re
 import runpy
@@ -15,12 +16,20 @@ import pytest
 from tests.conftest import REPO
 from tests.ranks import run_ranks, train
 from unsloth_ddp.config.options import Settings
+from unsloth_ddp.config.parse import parse_settings
 
 TEXT = (REPO / "README.md").read_text()
-BLOCKS = "\n".join(re.findall(r"```bash\n(.*?)```", TEXT, re.DOTALL)).replace("\\\n", " ")
-COMMANDS = [line.split("  #")[0].strip() for line in BLOCKS.splitlines() if line.strip()]
-# Run elsewhere: test_demo.py and test_train.py, this very run, test_cli.py with test_run.py, cluster/test_nodes.py (with
-# names and addresses of its own), test_parity_tool.py (with real launchers).
+
+
+def commands_of(text: str) -> list[str]:
+    """Return the commands of a page's bash blocks, one a line, without comments."""
+    blocks = "\n".join(re.findall(r"```bash\n(.*?)```", text, re.DOTALL)).replace("\\\n", " ")
+    return [line.split("  #")[0].strip() for line in blocks.splitlines() if line.split("#")[0].strip()]
+
+
+COMMANDS = commands_of(TEXT)
+# Run by demo/test_demo.py and run/test_train_ddp.py, by this very run, by notebook/test_cli.py and test_run.py, by
+# cluster/test_nodes.py (with names and addresses of its own), and by parity/test_command.py (with real launchers).
 ELSEWHERE = {
     "uv run accelerate launch train_ddp.py",
     "uv run pytest",
@@ -80,7 +89,12 @@ OTHERS = {
     "--tensorboard", "--check", "--diff", "--report", "--force", "--dry", "--per",
     "--nodes", "--locked", "--gpus", "--gpus_per_node", "--cpus", "--time", "--sharding", "--ipc", "--shm",
 }  # fmt: skip
-DOCS = [REPO / "README.md", *sorted((REPO / "docs").glob("*.md"))]
+PAGES = {
+    f"{page.stem}: {command}": command
+    for page in sorted((REPO / "docs").glob("*.md"))
+    for command in commands_of(page.read_text())
+    if "..." not in command and "<" not in command
+}
 
 
 @pytest.mark.parametrize("option", sorted(set(re.findall(r"--[a-z_]{3,}", TEXT))))
@@ -90,7 +104,21 @@ def test_options_named_in_the_text_exist(option):
     } | {"config"}
 
 
-@pytest.mark.parametrize("path", DOCS, ids=lambda path: path.name)
-def test_files_named_in_the_text_exist(path):
-    for target in re.findall(r"\]\(([^)#]+)\)", path.read_text()):
-        assert target.startswith("http") or (path.parent / target).exists(), target
+def with_repository_paths(words: list[str]) -> list[str]:
+    return [str(REPO / word) if word.startswith("recipes/") else word for word in words]
+
+
+@pytest.mark.parametrize("command", [c for c in PAGES.values() if "train_ddp.py" in c and "cluster/" not in c])
+def test_training_commands_of_the_pages_parse(command):
+    launcher, options = command.split("train_ddp.py")
+    configs = [word for word in shlex.split(launcher) if word.endswith(".yaml")]
+    assert all((REPO / config).is_file() for config in configs)
+    parse_settings(with_repository_paths(shlex.split(options)))
+
+
+@pytest.mark.parametrize("command", [c for c in PAGES.values() if "-m unsloth_ddp." in c])
+def test_tool_commands_of_the_pages_parse(command):
+    name, *options = shlex.split(command.split("-m unsloth_ddp.")[1])
+    parser = importlib.import_module(f"unsloth_ddp.{name}.__main__").make_parser()
+    _, rest = parser.parse_known_args(with_repository_paths(options))
+    parse_settings(rest, command=parser)

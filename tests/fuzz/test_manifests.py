@@ -14,7 +14,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tests.fuzz import UNPRINTABLE, few, sentence
-from unsloth_ddp.checkpoints import checkpoint, manifest
+from unsloth_ddp.checkpoints import manifest, resume_point
 from unsloth_ddp.checkpoints.manifest import Damaged, Manifest
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.distributed.ranks import Ranks
@@ -64,11 +64,11 @@ def whole(folder: Path) -> Manifest | None:
 def offered(folder: Path, capsys: pytest.CaptureFixture[str]) -> bool:
     """Whether a run goes on from it unasked, and where it is asked for by name: the same answer."""
     runtime = Runtime(Ranks(), "transformers", "cpu", "fp32", "CPU")
-    unasked = checkpoint.choose(Settings(), runtime, folder.parent, continues=True)
+    unasked = resume_point.find_resume_point(Settings(), runtime, folder.parent, continues=True)
     printed = capsys.readouterr().out
     assert ("checkpoint-3 is skipped: " in printed) is (unasked is None)
     try:
-        asked = checkpoint.choose(Settings(resume=str(folder)), runtime, folder.parent, continues=True)
+        asked = resume_point.find_resume_point(Settings(resume=str(folder)), runtime, folder.parent, continues=True)
     except UserError as refused:
         assert "is not a whole checkpoint: " in sentence(refused)
         asked = None
@@ -166,10 +166,10 @@ def test_folders_and_pipes_in_the_place_of_files_are_damage(folder: Path) -> Non
 )
 @example({"world_size": "\x1b[2J"})
 def test_any_facts_of_another_run_are_told_in_one_sentence(run: dict[str, Any]) -> None:
-    start = checkpoint.Start(Path("checkpoint-3"), Manifest(3, run))
+    start = resume_point.ResumePoint(Path("checkpoint-3"), Manifest(3, run))
     now = {**dict.fromkeys((*manifest.GUARDED, *manifest.SAID), 1), "sharding": "none"}
     try:
-        said = start.check(now, anyway=False)
+        said = start.compare(now, anyway=False)
     except UserError as refused:
         said = [sentence(refused)]
     assert not {unicodedata.category(letter) for text in said for letter in text} & UNPRINTABLE

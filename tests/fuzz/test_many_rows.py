@@ -30,7 +30,9 @@ def prepare(path: str, count: int) -> None:
 
     from unsloth_ddp.config.options import Settings
     from unsloth_ddp.data.batch_plan import RowOrder
-    from unsloth_ddp.data.dataset import fingerprint, read_examples, tokenize_examples
+    from unsloth_ddp.data.dataset import tokenize_examples
+    from unsloth_ddp.data.examples import read_examples
+    from unsloth_ddp.data.identity import fingerprint
     from unsloth_ddp.distributed.ranks import Ranks
     from unsloth_ddp.distributed.runtime import Runtime
 

@@ -78,7 +78,7 @@ def test_a_missing_shard_is_named(folder: Path) -> None:
     split(folder)
     (folder / "model-00002-of-00002.safetensors").unlink()
     assert (
-        "model-00002-of-00002.safetensors is missing, which model.safetensors.index.json names as one of 2"
+        "model-00002-of-00002.safetensors is missing, which model.safetensors.index.json lists as one of 2"
         in refusal(lambda: load(folder))
     )
 
@@ -86,7 +86,7 @@ def test_a_missing_shard_is_named(folder: Path) -> None:
 def test_a_shard_that_holds_other_weights_is_named(folder: Path) -> None:
     split(folder)
     shutil.copy(folder / "model-00001-of-00002.safetensors", folder / "model-00002-of-00002.safetensors")
-    assert "in model-00002-of-00002.safetensors, which does not hold it" in refusal(lambda: load(folder))
+    assert "in model-00002-of-00002.safetensors, which does not contain it" in refusal(lambda: load(folder))
 
 
 @pytest.mark.parametrize("name", ["../{}", "/etc/passwd", "a/../../{}", "..", "", "a\0b", "x" * 300])

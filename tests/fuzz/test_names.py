@@ -11,7 +11,7 @@ from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from tests.fuzz import few, refusal, result_or_sentence
-from unsloth_ddp.checkpoints import checkpoint
+from unsloth_ddp.checkpoints.resume_point import find_resume_point
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.config.parse import parse_settings
 from unsloth_ddp.data.sources import check_source
@@ -19,7 +19,7 @@ from unsloth_ddp.distributed import backend, runtime
 from unsloth_ddp.distributed.ranks import Ranks
 from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.model.load import check_model
-from unsloth_ddp.run import output
+from unsloth_ddp.run import folder as run_folder
 
 PATHS = ("model", "dataset", "eval_dataset", "output_dir", "resume", "chat_template", "compiled_cache_dir")
 TRICKS = st.sampled_from(
@@ -39,7 +39,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     (here / "dangling").symlink_to("nowhere")
     (tmp_path / "a" / "neighbour.txt").write_text("years of work")
     monkeypatch.chdir(here)
-    monkeypatch.setattr(output, "LOCK_PATIENCE", 0.0)
+    monkeypatch.setattr(run_folder, "LOCK_PATIENCE", 0.0)
     yield here
     assert (tmp_path / "a" / "neighbour.txt").read_text() == "years of work"
 
@@ -67,8 +67,8 @@ def test_any_path_is_looked_for_or_refused_and_nothing_is_written(place: Path, n
             result_or_sentence(lambda source=source: check_source(source))
         result_or_sentence(lambda: check_model(settings, one_process()))
         settings.run_name = "mine"
-        folder = output.choose_run_folder(settings, one_process())
-        checkpoint.choose(settings, one_process(), folder, output.continues(settings, folder))
+        folder = run_folder.choose_run_folder(settings, one_process())
+        find_resume_point(settings, one_process(), folder, run_folder.continues(settings, folder))
 
     result_or_sentence(begin)
     assert everything(place.parent) == before
@@ -86,7 +86,7 @@ def test_a_run_name_is_one_folder_below_the_output_folder(place: Path, name: str
     )
     if settings is None or settings.run_name is None:
         return
-    assert output.choose_run_folder(settings, one_process()).parent == place / "out"
+    assert run_folder.choose_run_folder(settings, one_process()).parent == place / "out"
 
 
 @few
@@ -97,7 +97,7 @@ def test_the_default_name_is_one_folder_too(place: Path, model: str) -> None:
     settings = result_or_sentence(lambda: parse_settings([f"--model={model}", "--dataset=d", "--output_dir=out"]))
     if settings is None:
         return
-    folder = output.choose_run_folder(settings, one_process())
+    folder = run_folder.choose_run_folder(settings, one_process())
     assert folder.parent == place / "out"
 
 
@@ -107,7 +107,9 @@ def test_a_file_or_link_in_the_place_of_the_run_folder_is_left_alone(place: Path
     before = everything(place.parent)
     for overwrite in (False, True):
         settings = Settings(model="m", output_dir="out", run_name=there, overwrite=overwrite)
-        assert "is no folder" in refusal(lambda settings=settings: output.choose_run_folder(settings, one_process()))
+        assert "is no folder" in refusal(
+            lambda settings=settings: run_folder.choose_run_folder(settings, one_process())
+        )
     assert everything(place.parent) == before
 
 
@@ -119,9 +121,9 @@ def test_overwriting_removes_links_and_not_what_they_lead_to(place: Path) -> Non
     (run / "text").symlink_to("../../../neighbour.txt")
     settings = Settings(model="m", dataset=["d"], output_dir="out", run_name="mine", overwrite=True)
     mine = one_process()
-    folder = output.choose_run_folder(settings, mine)
+    folder = run_folder.choose_run_folder(settings, mine)
     with mine.cleanup:
-        output.open_run_folder(settings, mine, folder)
+        run_folder.open_run_folder(settings, mine, folder)
     assert {path.name for path in run.iterdir()} == {"settings.yaml", "run.lock", "logs"}
 
 

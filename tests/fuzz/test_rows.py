@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from tests.fuzz import few, refusal, result_or_sentence
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.data import sources as rows_module
-from unsloth_ddp.data.dataset import held_out_examples, read_examples
+from unsloth_ddp.data.examples import held_out_examples, read_examples
 from unsloth_ddp.data.formats import Example, to_example
 from unsloth_ddp.data.sources import read_rows
 from unsloth_ddp.distributed.ranks import Ranks
@@ -183,7 +183,7 @@ def test_a_line_without_end_is_not_read_to_its_end(tmp_path: Path, monkeypatch: 
         with path.open("ab") as file:
             file.truncate(1 << 40)  # takes no room on the disk
         assert refusal(lambda path=path: list(read_rows(str(path), "train"))) == (
-            f"{path}:2 is longer than 1,000 bytes, which is no row of text; put each row on a line."
+            f"{path}:2 is longer than 1,000 bytes, which is not a row of text; put each row on a line."
         )
 
 

@@ -16,9 +16,11 @@ from tests.conftest import DEMO_MODEL
 from tests.fuzz import few, refusal, result_or_sentence
 from tests.fuzz.test_rows import nearly_good
 from unsloth_ddp.config.options import Settings
-from unsloth_ddp.data.dataset import read_examples, tokenize_examples
+from unsloth_ddp.data.chat_template import read_chat_template
+from unsloth_ddp.data.dataset import tokenize_examples
+from unsloth_ddp.data.examples import read_examples
 from unsloth_ddp.data.formats import to_example
-from unsloth_ddp.data.tokenize import Encoder, read_chat_template
+from unsloth_ddp.data.tokenize import Encoder
 from unsloth_ddp.distributed.ranks import Ranks
 from unsloth_ddp.distributed.runtime import Runtime
 
@@ -80,7 +82,7 @@ def test_any_row_is_labelled_tokens_or_one_sentence(encoders: list[Encoder], row
     encoded = result_or_sentence(lambda: encoder.encode(to_example(json.loads(json.dumps(row)))))
     if encoded is None:
         return
-    ids, labels = encoded["input_ids"], encoded["labels"]
+    ids, labels = encoded.input_ids, encoded.labels
     assert len(ids) == len(labels) > 0
     assert all(0 <= token < len(encoder.tokenizer) for token in ids)
     assert all(label in (-100, token) for token, label in zip(ids, labels, strict=True))

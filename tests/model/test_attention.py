@@ -1,4 +1,4 @@
-"""Which kernel packed rows get is what Unsloth found when it was imported, asked on a machine without a GPU."""
+"""Test which attention kernel is selected for packed rows, with stand-ins for Unsloth and the GPU."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ from unsloth_ddp.config.options import Settings
 from unsloth_ddp.distributed.ranks import Ranks
 from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.model import attention, varlen
+from unsloth_ddp.model.packing_obstacles import lost_boundaries_reason
 from unsloth_ddp.utils.errors import UserError
 
 
 def found_by_unsloth() -> Any:
-    """Unsloth's own `_TORCH_VARLEN_ATTN`, from its source: without a GPU it cannot be imported."""
+    """Evaluate Unsloth's `_TORCH_VARLEN_ATTN` from its source, since Unsloth cannot be imported without a GPU."""
     spec = importlib.util.find_spec("unsloth")
     assert spec is not None and spec.origin is not None
     tree = ast.parse((Path(spec.origin).parent / "utils" / "attention_dispatch.py").read_text(encoding="utf-8"))
@@ -36,7 +37,7 @@ def found_by_unsloth() -> Any:
 
 
 class QAttention(torch.nn.Linear):
-    """An attention layer whose forward pass is Unsloth's."""
+    """Stand in for an attention layer whose forward pass is Unsloth's."""
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         return hidden
@@ -48,7 +49,7 @@ class QAttention(torch.nn.Linear):
     ("switch", "flash", "there"),
     [("1", True, True), ("off", True, False), ("0", True, False), ("1", False, False)],
 )
-def test_torchs_kernel_is_taken_where_unsloth_found_it(
+def test_torchs_kernel_is_used_where_unsloth_found_it(
     switch: str, flash: bool, there: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("UNSLOTH_TORCH_VARLEN", switch)
@@ -64,12 +65,12 @@ def test_torchs_kernel_is_taken_where_unsloth_found_it(
         monkeypatch.setitem(sys.modules, module.__name__, module)
     model = QAttention(1, 1)
     model.config = SimpleNamespace(head_dim=128, _attn_implementation="sdpa")  # type: ignore[assignment]
-    facts = attention._kernels(Settings(model="m"), Runtime(Ranks(), "unsloth", "cuda", "bf16", "H200"), model)
-    assert facts.torch_varlen is there
-    assert attention.find_kernel(facts) == ("torch's varlen_attn" if there else None)
+    setup = attention._attention_setup(Settings(model="m"), Runtime(Ranks(), "unsloth", "cuda", "bf16", "H200"), model)
+    assert setup.torch_varlen is there
+    assert attention.select_varlen_kernel(setup) == ("torch's varlen_attn" if there else None)
 
 
-def test_layers_with_heads_of_their_own_size_count_with_the_largest() -> None:
+def test_the_largest_head_counts_where_layers_differ() -> None:
     config = transformers.Gemma4TextConfig(num_hidden_layers=6)
     with pytest.raises(RuntimeError):
         _ = config.head_dim
@@ -79,7 +80,7 @@ def test_layers_with_heads_of_their_own_size_count_with_the_largest() -> None:
 @pytest.mark.parametrize(
     ("name", "asked", "packed"), [("Qwen3", None, True), ("Qwen3", "sdpa", False), ("Nemotron", None, False)]
 )
-def test_attention_of_transformers_takes_the_kernel_that_is_found(
+def test_attention_of_transformers_uses_the_selected_kernel(
     name: str, asked: str | None, packed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
@@ -100,17 +101,21 @@ def test_models_whose_masks_lose_positions_do_not_pack_without_a_kernel(name: st
     sizes = {"ffn_dim": 48, "d_model": 32, "num_layers": 2, "word_embed_proj_dim": 32, "attention_heads": 2}
     model = make(name, **(sizes if name in ("OPT", "XGLM") else {}))
     _, _, padded, packed = both_ways()
-    assert (token_losses(model, packed) - token_losses(model, padded)).abs().max() > 1e-4, "rows are told apart now"
+    assert (token_losses(model, packed) - token_losses(model, padded)).abs().max() > 1e-4, (
+        "this model keeps rows apart now"
+    )
     runtime = Runtime(Ranks(), "transformers", "cpu", "fp32", "CPU")
     with pytest.raises(
-        UserError, match=f"packing on would mix rows, because the masks of {name.lower()} models do not"
+        UserError, match=f"packing on would mix rows, because the masks of {name.lower()} models do not keep rows apart"
     ):
         attention.choose_packing(Settings(model="m", packing="on"), runtime, model)
     assert not attention.choose_packing(Settings(model="m"), runtime, model).packed
 
 
-def test_a_kernel_does_without_masks_unless_it_is_not_told() -> None:
-    assert attention.why_lost("gpt_oss", "flash-attn", "flash_attention_2") is None
-    assert "masks of gpt_oss" in str(attention.why_lost("gpt_oss", None, "eager"))
-    assert "gptj models do not tell flash" in str(attention.why_lost("gptj", "flash-attn", "flash_attention_2"))
-    assert attention.why_lost("gptj", None, "sdpa") is None
+def test_a_kernel_needs_no_mask_unless_the_model_does_not_pass_boundaries() -> None:
+    assert lost_boundaries_reason("gpt_oss", "flash-attn", "flash_attention_2") is None
+    assert "masks of gpt_oss" in str(lost_boundaries_reason("gpt_oss", None, "eager"))
+    assert "gptj models do not pass row boundaries" in str(
+        lost_boundaries_reason("gptj", "flash-attn", "flash_attention_2")
+    )
+    assert lost_boundaries_reason("gptj", None, "sdpa") is None

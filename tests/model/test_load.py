@@ -1,4 +1,4 @@
-"""What is refused of a model before or while it is loaded, and the names of the modules that get an adapter."""
+"""Test what is refused before and while a model is loaded, and the names of modules with an adapter."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.model.files_check import check_folder
 from unsloth_ddp.model.load import (
     check_model,
-    check_module_names,
     check_positions,
-    is_about_the_files,
+    is_model_file_error,
     load_model,
     load_tokenizer,
     stop_at,
 )
-from unsloth_ddp.plan.shape import model_shape
+from unsloth_ddp.model.lora import check_module_names
+from unsloth_ddp.plan.shape import read_model_shape
 from unsloth_ddp.utils.errors import UserError
 
 CPU = Runtime(Ranks(), "transformers", "cpu", "fp32", "CPU")
@@ -35,7 +35,7 @@ CPU = Runtime(Ranks(), "transformers", "cpu", "fp32", "CPU")
 
 @pytest.fixture(scope="module")
 def model() -> Any:
-    """A Llama without weights."""
+    """Return a Llama without weights."""
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(
             LlamaConfig(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, vocab_size=8)
@@ -60,14 +60,14 @@ def test_names_of_modules_are_taken(given: dict[str, list[str]], model: Any) -> 
     [
         (
             {"lora_modules_to_save": ["nosuch"]},
-            "lora_modules_to_save nosuch is no module of m; it has down_proj, embed_tokens, gate_proj, input_layernorm, ",
+            "lora_modules_to_save nosuch is not a module of m; it has down_proj, embed_tokens, gate_proj, input_layernorm, ",
         ),
-        ({"lora_target_modules": ["q_proj", "v_prj"]}, "lora_target_modules v_prj is no module of m; did you mean v_proj?"),
-        ({"lora_target_modules": ["proj"]}, "lora_target_modules proj is no module of m; did you mean "),
-        ({"lora_target_modules": ["q_proj,v_proj"]}, "q_proj,v_proj is no module of m; separate names by spaces (q_proj v_proj)."),
-        ({"lora_target_modules": [".*_proj"]}, "lora_target_modules .*_proj is no module of m; did you mean "),
-        ({"lora_target_modules": ["all-linear", "q_proj"]}, "all-linear is no module of m; all-linear stands alone, "),
-        ({"lora_modules_to_save": ["all-linear"]}, "all-linear is no module of m; all-linear stands alone, "),
+        ({"lora_target_modules": ["q_proj", "v_prj"]}, "lora_target_modules v_prj is not a module of m; did you mean v_proj?"),
+        ({"lora_target_modules": ["proj"]}, "lora_target_modules proj is not a module of m; did you mean "),
+        ({"lora_target_modules": ["q_proj,v_proj"]}, "q_proj,v_proj is not a module of m; separate names by spaces (q_proj v_proj)."),
+        ({"lora_target_modules": [".*_proj"]}, "lora_target_modules .*_proj is not a module of m; did you mean "),
+        ({"lora_target_modules": ["all-linear", "q_proj"]}, "all-linear is not a module of m; all-linear is given alone, "),
+        ({"lora_modules_to_save": ["all-linear"]}, "all-linear is not a module of m; all-linear is given alone, "),
     ],
 )  # fmt: skip
 def test_other_names_are_refused_with_what_is_near(given: dict[str, list[str]], sentence: str, model: Any) -> None:
@@ -78,7 +78,7 @@ def test_other_names_are_refused_with_what_is_near(given: dict[str, list[str]], 
 
 def test_the_names_are_looked_at_when_a_model_is_loaded() -> None:
     settings = Settings(model=str(DEMO_MODEL), lora_modules_to_save=["nosuch"])
-    with pytest.raises(UserError, match="lora_modules_to_save nosuch is no module of"):
+    with pytest.raises(UserError, match="lora_modules_to_save nosuch is not a module of"):
         load_model(settings, CPU)
 
 
@@ -93,7 +93,7 @@ def test_a_git_lfs_pointer_is_called_what_it_is(name: str, tmp_path: Path) -> No
         check_folder(folder, safetensors_only=False)
 
 
-@pytest.mark.parametrize("load", [load_tokenizer, model_shape])
+@pytest.mark.parametrize("load", [load_tokenizer, read_model_shape])
 def test_without_a_network_it_is_said_how_to_bring_the_model(load: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(UserError, match=r"What helps: download it once where there is a network \(hf download NAME\)"):
@@ -136,7 +136,10 @@ def test_rows_beyond_what_rotary_positions_were_made_for_are_said(model: Any, ca
     check_positions(settings, model, known)
     assert capsys.readouterr().out == ""
     check_positions(settings, model, known + 1)
-    assert f"longer than the {known:,} that model m was made for; use --max_length {known}" in capsys.readouterr().out
+    assert (
+        f"longer than the {known:,} positions that model m was trained for; use --max_length {known}"
+        in capsys.readouterr().out
+    )
 
 
 def test_a_hub_id_needs_no_folder() -> None:
@@ -156,7 +159,7 @@ def test_a_hub_id_needs_no_folder() -> None:
     ],
 )  # fmt: skip
 def test_errors_of_the_files_are_told_from_those_of_the_machine(error: Exception, files: bool) -> None:
-    assert is_about_the_files(error) is files
+    assert is_model_file_error(error) is files
 
 
 @pytest.mark.parametrize(
@@ -165,7 +168,7 @@ def test_errors_of_the_files_are_told_from_those_of_the_machine(error: Exception
         ({"model_type": "nosuch"}, "model .* cannot be loaded: .*nosuch"),
         (
             {"intermediate_size": 8},
-            r"model .* cannot be loaded: its weights have other sizes than its config\.json says",
+            r"model .* cannot be loaded: the sizes of its weights differ from its config\.json",
         ),
     ],
 )
@@ -185,20 +188,22 @@ def test_a_tokenizer_without_an_end_is_refused(tmp_path: Path) -> None:
         if (folder / name).exists():
             given = json.loads((folder / name).read_text())
             (folder / name).write_text(json.dumps({key: value for key, value in given.items() if key != "eos_token"}))
-    with pytest.raises(UserError, match="its tokenizer has no EOS token, so no row could end; set one"):
+    with pytest.raises(UserError, match="its tokenizer has no EOS token, so rows would have no end; set eos_token in"):
         load_tokenizer(Settings(model=str(folder)))
 
 
 @pytest.mark.parametrize(
-    ("known", "last", "stops"),
+    ("known", "found", "stops"),
     [
-        (1, 7, [1, 7]), ([1, 2], 7, [1, 2, 7]), (None, 7, [7]),
-        # Known already; an ordinary word, as rows without an end have it; not supervised.
-        ([1, 7], 7, [1, 7]), (7, 7, 7), (1, 5, 1), (1, -100, 1),
+        (1, [7], [1, 7]),
+        ([1, 2], [7, 8], [1, 2, 7, 8]),
+        (None, [7], [7]),
+        ([1, 7], [7], [1, 7]),
+        (7, [7], 7),
+        (1, [], 1),
     ],
-)  # fmt: skip
-def test_generation_ends_where_rows_do(known: Any, last: int, stops: Any) -> None:
+)
+def test_generation_stops_at_the_tokens_that_end_the_rows(known: Any, found: list[int], stops: Any) -> None:
     model = SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=known))
-    tokenizer = SimpleNamespace(added_tokens_decoder={1: "<eos>", 2: "<pad>", 7: "<|im_end|>"})
-    stop_at(model, tokenizer, [{"labels": []}, {"labels": [5, -100]}, {"labels": [5, last]}])
+    stop_at(model, found)
     assert model.generation_config.eos_token_id == stops

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import sys
-from types import ModuleType, SimpleNamespace
+from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -15,9 +16,15 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor
 
 from tests.data.test_packing import KV, make
-from unsloth_ddp.data.dataset import Collate, Flatten, PadRight
-from unsloth_ddp.data.labels import IGNORED, supervised_positions
-from unsloth_ddp.model.supervised_head import LOOKED_AT, MULTIPLE, ROWS, SupervisedHead, fits_fused_head, head_for
+from unsloth_ddp.data.collate import Collate, Flatten, PadRight
+from unsloth_ddp.data.labels import IGNORED, MULTIPLE, supervised_positions
+from unsloth_ddp.model.supervised_head import (
+    ROWS,
+    SEARCHED,
+    SupervisedHead,
+    fits_fused_head,
+    head_with_equal_loss,
+)
 
 
 def random_labels(rows: int, tokens: int, share: float) -> Tensor:
@@ -44,7 +51,7 @@ def test_positions_are_those_before_a_label(rows: int, tokens: int, share: float
 
 
 @pytest.mark.parametrize(("tokens", "share"), [(1000, 1.0), (1000, 0.95), (10_000, 0.93), (100, 0.1)])
-def test_nothing_is_chosen_where_little_would_be_left_out(tokens: int, share: float) -> None:
+def test_nothing_is_selected_where_little_would_be_saved(tokens: int, share: float) -> None:
     assert supervised_positions(random_labels(1, tokens, share)) == {}
 
 
@@ -78,7 +85,7 @@ def test_the_loss_and_its_gradients_stay_and_the_head_sees_less(rows: int, token
     assert model(**batch, use_cache=False).logits.shape == (rows, tokens, 64), "outside it the head sees all"
 
 
-def test_a_decoder_that_gives_a_tuple_is_chosen_from_too() -> None:
+def test_positions_are_selected_from_a_tuple_too() -> None:
     model = make("Llama", **KV)
     batch = batch_of(2, 200)
     positions = supervised_positions(batch["labels"])["supervised_positions"]
@@ -88,28 +95,35 @@ def test_a_decoder_that_gives_a_tuple_is_chosen_from_too() -> None:
     assert torch.equal(chosen[0][0], whole[0].flatten(0, 1)[positions[0]]) and len(chosen) == len(whole)
 
 
-def trainer_of(model: Any, takes_labels: bool = True) -> Any:
-    """What head_for asks of a trainer, with a loss that takes the labels of chosen positions, or does not."""
+def learned_rows() -> list[dict[str, Any]]:
+    """Four rows of which nothing is learned, whose loss is 0 however it is computed, and four others."""
+    batch = batch_of(4, 300)
+    learned = [{name: value[i].numpy() for name, value in batch.items()} for i in range(4)]
+    # No token comes before the first label.
+    unlearned = np.where(np.arange(300) > 0, IGNORED, 5)
+    return [{**one, "labels": unlearned} for one in learned] + learned
 
-    def micro_batch_loss(model: Any, batch: dict[str, Tensor], divisor: Tensor) -> Tensor:
+
+def loss_of(model: Any, takes_labels: bool = True) -> Callable[[SupervisedHead, dict[str, Tensor]], Tensor]:
+    """A loss that takes the labels of chosen positions, or does not."""
+
+    def loss(head: SupervisedHead, batch: dict[str, Tensor]) -> Tensor:
+        batch = dict(batch)
+        positions = batch.pop("supervised_positions", None)
         if not takes_labels and "shift_labels" in batch:
             # What a loss over all labels would make of fewer hidden states: those of other tokens.
             chosen = batch["shift_labels"].shape[1]
             batch["shift_labels"] = batch["labels"].flatten()[:chosen][None].contiguous()
-        return model(**batch, use_cache=False, num_items_in_batch=divisor).loss
+        with head.at(positions):
+            return model(**batch, use_cache=False, num_items_in_batch=torch.ones(())).loss
 
-    batch = batch_of(4, 300)
-    learned = [{name: value[i].numpy() for name, value in batch.items()} for i in range(4)]
-    # Over rows of which nothing is learned every loss is 0, and no two differ; no token comes before the first label.
-    unlearned = np.where(np.arange(300) > 0, IGNORED, 5)
-    rows = [{**one, "labels": unlearned} for one in learned] + learned
-    return SimpleNamespace(
-        runtime=SimpleNamespace(backend="unsloth", sharding="none"), model=model, model_divides=True,
-        plan=SimpleNamespace(per_device=8),
-        train_rows=SimpleNamespace(examples=rows), data_collator=Collate(PadRight(0), Flatten("unsloth")),
-        args=SimpleNamespace(device=torch.device("cpu")), micro_batch_loss=micro_batch_loss,
-        accelerator=SimpleNamespace(autocast=lambda: torch.autocast("cpu", enabled=False)),
-    )  # fmt: skip
+    return loss
+
+
+def head_for(model: Any, examples: Any = None, rows: int = 8, loss: Any = None) -> SupervisedHead | None:
+    """head_with_equal_loss with the kit's own batches."""
+    collate = Collate(PadRight(0), Flatten("unsloth"))
+    return head_with_equal_loss(model, examples or learned_rows(), rows, collate, loss or loss_of(model))
 
 
 def test_a_model_that_takes_labels_of_chosen_tokens_gets_them() -> None:
@@ -117,34 +131,32 @@ def test_a_model_that_takes_labels_of_chosen_tokens_gets_them() -> None:
     # Dropout, as adapters have it, would make any two losses differ.
     torch.nn.init.normal_(model.lm_head.weight)
     model.lm_head = torch.nn.Sequential(torch.nn.Dropout(0.5), model.lm_head)
-    assert head_for(trainer_of(model)) is not None
+    assert head_for(model) is not None
     assert model.training
 
 
 @pytest.mark.parametrize(("per_device", "rows"), [(1, 1), (8, ROWS)])
-def test_no_more_rows_are_tried_than_a_step_has(per_device: int, rows: int) -> None:
-    trainer = trainer_of(make("Llama", **KV))
-    trainer.plan.per_device, seen, loss = per_device, [], trainer.micro_batch_loss
+def test_no_more_rows_are_compared_than_a_micro_batch_has(per_device: int, rows: int) -> None:
+    model = make("Llama", **KV)
+    seen, loss = [], loss_of(model)
 
-    def counted(model: Any, batch: dict[str, Tensor], divisor: Tensor) -> Tensor:
+    def counted(head: SupervisedHead, batch: dict[str, Tensor]) -> Tensor:
         seen.append(len(batch["labels"]))
-        return loss(model, batch, divisor)
+        return loss(head, batch)
 
-    trainer.micro_batch_loss = counted
-    assert head_for(trainer) is not None
+    assert head_for(model, rows=per_device, loss=counted) is not None
     assert seen == [rows, rows]
 
 
-def test_a_loss_of_nothing_shows_nothing() -> None:
-    trainer = trainer_of(make("Llama", **KV))
-    trainer.micro_batch_loss = lambda model, batch, divisor: torch.zeros(())
-    assert head_for(trainer) is None
+def test_a_loss_of_zero_proves_nothing() -> None:
+    assert head_for(make("Llama", **KV), loss=lambda head, batch: torch.zeros(())) is None
 
 
 def test_a_loss_that_would_change_is_left_alone(caplog: pytest.LogCaptureFixture) -> None:
+    model = make("Llama", **KV)
     with caplog.at_level(logging.WARNING):
-        assert head_for(trainer_of(make("Llama", **KV), takes_labels=False)) is None
-    assert "over those chosen" in caplog.text
+        assert head_for(model, loss=loss_of(model, takes_labels=False)) is None
+    assert "because the loss would change from" in caplog.text
 
 
 def test_a_failed_check_leaves_the_compiled_loss(
@@ -153,19 +165,18 @@ def test_a_failed_check_leaves_the_compiled_loss(
     loss = ModuleType("unsloth_zoo.fused_losses.cross_entropy_loss")
     loss._FUSED_CE_COMPILE_SUPPORTED = None  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, loss.__name__, loss)
-    trainer = trainer_of(make("Llama", **KV))
-    whole = trainer.micro_batch_loss
+    model = make("Llama", **KV)
+    whole = loss_of(model)
 
-    def fails(model: Any, batch: dict[str, Tensor], divisor: Tensor) -> Tensor:
+    def fails(head: SupervisedHead, batch: dict[str, Tensor]) -> Tensor:
         if "shift_labels" in batch:
             loss._FUSED_CE_COMPILE_SUPPORTED = False  # type: ignore[attr-defined]
             raise ValueError("Expected input batch_size (128) to match target batch_size (512).")
-        return whole(model, batch, divisor)
+        return whole(head, batch)
 
-    trainer.micro_batch_loss = fails
     with caplog.at_level(logging.WARNING):
-        assert head_for(trainer) is None
-    assert "since choosing some failed: Expected input batch_size (128)" in caplog.text
+        assert head_for(model, loss=fails) is None
+    assert "because selecting supervised tokens failed: Expected input batch_size (128)" in caplog.text
     assert loss._FUSED_CE_COMPILE_SUPPORTED is None  # type: ignore[attr-defined]
 
 
@@ -176,36 +187,23 @@ class Unlearned:
         return 10**9
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        assert index < LOOKED_AT
+        assert index < SEARCHED
         return {"input_ids": np.arange(9), "labels": np.full(9, IGNORED)}
 
 
 LEARNED_WHOLE = [{"input_ids": np.arange(300) % 64, "labels": np.arange(300) % 64}]
 
 
-@pytest.mark.parametrize(
-    "changed",
-    [
-        {"runtime": SimpleNamespace(backend="unsloth", sharding="zero3")},
-        {"runtime": SimpleNamespace(backend="transformers", sharding="none")},
-        {"model_divides": False},
-        {"train_rows": SimpleNamespace(examples=Unlearned())},
-        {"train_rows": SimpleNamespace(examples=LEARNED_WHOLE)},
-    ],
-    ids=["shared out", "transformers", "own division", "nothing learned", "all learned"],
-)
-def test_no_loss_is_computed_where_choosing_brings_nothing(changed: dict[str, Any]) -> None:
-    trainer = trainer_of(make("Llama", **KV))
-    trainer.micro_batch_loss = lambda *given: pytest.fail("a loss was computed")
-    vars(trainer).update(changed)
-    assert head_for(trainer) is None
+@pytest.mark.parametrize("examples", [Unlearned(), LEARNED_WHOLE], ids=["nothing learned", "all learned"])
+def test_no_loss_is_computed_where_selecting_saves_nothing(examples: Any) -> None:
+    assert head_for(make("Llama", **KV), examples, loss=lambda *given: pytest.fail("a loss was computed")) is None
 
 
-def test_a_batch_says_where_its_supervised_tokens_are_where_asked() -> None:
+def test_a_batch_holds_supervised_positions_on_request() -> None:
     rows = [{"input_ids": np.arange(1000), "labels": np.where(np.arange(1000) < 900, IGNORED, np.arange(1000))}]
     collate = Collate(PadRight(0), Flatten("unsloth"))
     assert "shift_labels" not in collate(rows)
-    collate.head_chooses = True
+    collate.find_supervised(True)
     assert collate(rows)["supervised_positions"][0, :100].tolist() == list(range(899, 999))
 
 

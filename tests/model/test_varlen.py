@@ -1,4 +1,4 @@
-"""Attention through torch's varlen_attn, with a slow stand-in for the kernel, which needs a GPU."""
+"""Test attention through torch's varlen_attn with a slow stand-in for the kernel, which needs a GPU."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from tests.data.test_packing import KV, ROWS, both_ways, make, token_losses
-from unsloth_ddp.data.arrow_rows import ArrowRows
-from unsloth_ddp.data.dataset import Flatten, PackedRows
+from unsloth_ddp.data.arrow_rows import ArrowRows, PackedRows
+from unsloth_ddp.data.collate import Flatten
 from unsloth_ddp.model import varlen
 
 QWEN3 = {**KV, "head_dim": 16}
@@ -24,15 +24,15 @@ GRANITE = {**KV, "attention_multiplier": 0.7}
 
 
 def slow_varlen(
-    query: Tensor, key: Tensor, value: Tensor, borders: Tensor, borders_k: Tensor, longest: int, longest_k: int,
+    query: Tensor, key: Tensor, value: Tensor, boundaries: Tensor, boundaries_k: Tensor, longest: int, longest_k: int,
     *, scale: float | None = None, window_size: tuple[int, int] = (-1, -1), enable_gqa: bool = False,
 ) -> Tensor:  # fmt: skip
-    """What torch's varlen_attn computes: (tokens, heads, size), row by row, causal, within a window."""
-    assert borders.dtype == torch.int32 and torch.equal(borders, borders_k)
-    assert longest == longest_k == int(borders.diff().max())
+    """Compute what torch's varlen_attn does, row by row, causal, within a window: (tokens, heads, size)."""
+    assert boundaries.dtype == torch.int32 and torch.equal(boundaries, boundaries_k)
+    assert longest == longest_k == int(boundaries.diff().max())
     assert window_size[1] == 0 and enable_gqa == (query.shape[1] != key.shape[1])
     rows = []
-    for first, end in zip(borders.tolist(), borders.tolist()[1:], strict=False):
+    for first, end in zip(boundaries.tolist(), boundaries.tolist()[1:], strict=False):
         q, k, v = (x[first:end].transpose(0, 1)[None] for x in (query, key, value))
         ago = torch.arange(end - first)[:, None] - torch.arange(end - first)
         seen = (ago >= 0) & ((ago <= window_size[0]) | (window_size[0] < 0))
@@ -43,7 +43,7 @@ def slow_varlen(
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
-    """Shapes of the queries that the stand-in was called with."""
+    """Record the shapes of the queries that the stand-in is called with."""
     import torch.nn.attention.varlen
 
     seen: list[tuple[int, ...]] = []
@@ -161,32 +161,32 @@ def test_under_autocast_the_kernel_gets_16_bits(calls: list[Any], monkeypatch: p
         ("Gemma2", {**KV, "head_dim": 16}),
         ("GptOss", {**KV, "head_dim": 16, "num_local_experts": 2, "num_experts_per_tok": 1}),
         ("Bloom", {"hidden_size": 32, "n_head": 2}),
-        # Its layers do not pass on where rows begin.
+        # Its layers do not pass row boundaries on.
         ("Nemotron", KV),
-        # Its window is in the mask alone.
+        # Its window is in the mask only.
         ("Phimoe", {**KV, "num_local_experts": 2, "num_experts_per_tok": 1, "sliding_window": 8}),
         ("DeepseekV3", {"q_lora_rank": None, "kv_lora_rank": 16, "n_routed_experts": 4, "n_group": 1, "topk_group": 1}),
     ],
 )
-def test_models_that_want_more_keep_their_attention(name: str, config: dict[str, Any]) -> None:
+def test_models_with_other_attention_arguments_keep_their_attention(name: str, config: dict[str, Any]) -> None:
     assert not varlen.can_replace(make(name, **config))
 
 
-CALL = {"cu_seq_lens_q": torch.tensor([0, 4, 6]), "max_length_q": 4, "alike": True, "is_causal": True}
+CALL = {"cu_seq_lens_q": torch.tensor([0, 4, 6]), "max_length_q": 4, "same_shapes": True, "is_causal": True}
 
 
 @pytest.mark.parametrize(
-    ("changed", "enough"),
+    ("changed", "supported"),
     [
-        ({}, True), ({"is_causal": None}, True), ({"is_causal": False}, False), ({"alike": False}, False),
+        ({}, True), ({"is_causal": None}, True), ({"is_causal": False}, False), ({"same_shapes": False}, False),
         # Without either, `attend` would take a pack for one row.
         ({"cu_seq_lens_q": None}, False), ({"max_length_q": None}, False),
         ({"dropout": 0.0, "softcap": None}, True), ({"dropout": 0.1}, False), ({"softcap": 30.0}, False),
         ({"s_aux": torch.zeros(2)}, False), ({"position_bias": torch.zeros(2)}, False),
     ],
 )  # fmt: skip
-def test_a_call_is_answered_where_all_is_there_and_nothing_more(changed: dict[str, Any], enough: bool) -> None:
-    assert varlen._is_enough(CALL | changed) is enough
+def test_a_call_is_supported_with_every_needed_argument_and_no_other(changed: dict[str, Any], supported: bool) -> None:
+    assert varlen._is_supported(CALL | changed) is supported
 
 
 @pytest.mark.parametrize(
@@ -198,7 +198,7 @@ def test_a_call_is_answered_where_all_is_there_and_nothing_more(changed: dict[st
         ({"layer_types": ["full_attention", "sliding_attention"]}, True),
     ],
 )  # fmt: skip
-def test_a_config_says_whether_there_is_a_window(config: dict[str, Any], window: bool) -> None:
+def test_a_config_tells_if_there_is_a_window(config: dict[str, Any], window: bool) -> None:
     assert varlen._has_window(SimpleNamespace(**config)) is window
 
 
@@ -209,7 +209,7 @@ def test_a_model_that_does_not_support_it_keeps_its_attention(flag: str, monkeyp
     assert not varlen.can_replace(model)
 
 
-def test_a_try_that_fails_is_said(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_trial_that_fails_is_reported(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     model = make("Llama", **KV)
 
     def fail(*given: Any) -> None:
@@ -218,11 +218,14 @@ def test_a_try_that_fails_is_said(monkeypatch: pytest.MonkeyPatch, caplog: pytes
     model.model.embed_tokens.register_forward_hook(fail)
     with caplog.at_level(logging.WARNING):
         assert not varlen.can_replace(model)
-    assert "packed rows keep the attention of Transformers, since a try failed: no embedding" in caplog.text
+    assert (
+        "packed rows use the attention of Transformers, because a trial forward pass failed: no embedding"
+        in caplog.text
+    )
     assert model.config._attn_implementation == "eager"
 
 
-def test_a_kernel_is_there_where_torch_has_all_that_is_asked_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_kernel_is_available_where_torch_takes_every_argument(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch.nn.attention.varlen
 
     def older(query: Tensor, *, scale: float | None = None, window_size: tuple[int, int] = (-1, -1)) -> None: ...
@@ -241,7 +244,7 @@ def test_a_kernel_is_there_where_torch_has_all_that_is_asked_of_it(monkeypatch: 
             assert not varlen.is_available(), name
 
 
-def test_a_try_leaves_the_model_as_it_was() -> None:
+def test_a_trial_leaves_the_model_as_it_was() -> None:
     model = make("Qwen3", **QWEN3).train()
     # As adapters have it.
     model.lm_head = torch.nn.Sequential(torch.nn.Dropout(0.5), model.lm_head)
@@ -253,7 +256,7 @@ def test_a_try_leaves_the_model_as_it_was() -> None:
     assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
 
 
-def test_weights_that_are_shared_out_are_not_needed() -> None:
+def test_sharded_weights_are_not_needed() -> None:
     model, mixing = make("Qwen3", **QWEN3), make("Nemotron", **KV)
     for one in (model, mixing):
         for parameter in one.parameters():
@@ -262,7 +265,7 @@ def test_weights_that_are_shared_out_are_not_needed() -> None:
 
 
 def test_32_bits_are_left_to_sdpa() -> None:
-    """Without the stand-in, whose place torch's own function has here: it would fail on a CPU."""
+    """Run without the stand-in: a call of torch's own function would fail on a CPU."""
     model = make("Mistral", **MISTRAL)
     _, _, padded, _ = both_ways()
     expected = token_losses(model, padded)
@@ -270,7 +273,7 @@ def test_32_bits_are_left_to_sdpa() -> None:
     torch.testing.assert_close(token_losses(model, packed_for_flash()), expected, rtol=2e-6, atol=1e-6)
 
 
-def test_what_is_saved_does_not_name_it(tmp_path: Path) -> None:
+def test_a_saved_config_does_not_name_the_kernel(tmp_path: Path) -> None:
     model = make("Llama", **KV)
     varlen.use(model)
     model.save_pretrained(tmp_path)

@@ -15,11 +15,12 @@ from safetensors.torch import save_file
 
 from tests.conftest import REPO
 from tests.ranks import run_ranks
-from unsloth_ddp.config.options import Settings, check
+from unsloth_ddp.config.checks import check_settings
+from unsloth_ddp.config.options import Settings
 from unsloth_ddp.parity import __main__ as command
-from unsloth_ddp.parity import launches, run, verdicts, weights
+from unsloth_ddp.parity import comparison, launches, run, weights
+from unsloth_ddp.parity.comparison import LaunchComparison, Tolerance
 from unsloth_ddp.parity.launches import Launch
-from unsloth_ddp.parity.verdicts import Row, Tolerance
 from unsloth_ddp.utils.errors import UserError
 
 EXACT = Tolerance(1e-6, "")
@@ -44,9 +45,13 @@ def test_the_reference_is_first_and_every_launcher_takes_the_same_global_batch()
 
 def test_launches_share_no_gpu_and_a_cpu_runs_one_at_a_time():
     planned = launches.plan_launches(2, [1, 4])
-    found = [[(launch.processes, gpus) for launch, gpus in wave] for wave in launches.waves(planned, ["0", "3"])]
+    found = [
+        [(launch.processes, gpus) for launch, gpus in wave] for wave in launches.schedule_launches(planned, ["0", "3"])
+    ]
     assert found == [[(1, ["0"]), (1, ["3"])], [(1, ["0"])], [(2, ["0", "3"])], [(2, ["0", "3"])]]
-    assert [[launch for launch, _ in wave] for wave in launches.waves(planned, [])] == [[one] for one in planned]
+    assert [[launch for launch, _ in wave] for wave in launches.schedule_launches(planned, [])] == [
+        [one] for one in planned
+    ]
 
 
 def test_gpus_are_named_as_the_user_chose_them():
@@ -60,7 +65,7 @@ def test_nothing_random_and_nothing_of_the_runs_output_is_left(tmp_path):
         push_to_hub=True, optim="adamw_8bit", num_train_epochs=9, global_batch_size=64, max_length=77,
         trainer_args={"neftune_noise_alpha": 5}, streaming=True, shuffle_buffer=7,
     )  # fmt: skip
-    found = launches.settings_of(Launch("python", 1, 2, 4), given, 3, "fp32", tmp_path / "rows.jsonl", tmp_path)
+    found = launches.launch_settings(Launch("python", 1, 2, 4), given, 3, "fp32", tmp_path / "rows.jsonl", tmp_path)
     assert (found.optim, found.max_steps, found.lora_dropout, found.trainer_args) == ("sgd", 3, 0.0, {})
     assert (found.merge, found.push_to_hub, found.eval_dataset, found.report_to) == (False, False, [], [])
     assert (found.per_device_train_batch_size, found.gradient_accumulation_steps, found.global_batch_size) == (
@@ -70,47 +75,51 @@ def test_nothing_random_and_nothing_of_the_runs_output_is_left(tmp_path):
     )
     assert (found.dataset, found.max_length, found.run_name) == ([str(tmp_path / "rows.jsonl")], 77, "python_1x2x4")
     assert found.packing == "off"
-    said = [sentence.split()[0] for sentence in launches.what_is_left_out(given, "bf16")]
+    said = [sentence.split()[0] for sentence in launches.describe_omissions(given, "bf16")]
     assert said == ["lora_dropout", "trainer_args", "streaming", "packing"]
     # In fp32 nothing is packed unless it was asked for.
-    assert [sentence.split()[0] for sentence in launches.what_is_left_out(given, "fp32")] == said[:3]
+    assert [sentence.split()[0] for sentence in launches.describe_omissions(given, "fp32")] == said[:3]
     # A run on GPUs would train in 16 bit, and pack.
-    assert [one.split()[0] for one in launches.what_is_left_out(given, "fp32", on_gpus=True)] == said
+    assert [one.split()[0] for one in launches.describe_omissions(given, "fp32", on_gpus=True)] == said
     saved = dataclasses.replace(given, lora_modules_to_save=["lm_head"])
-    assert "lora_modules_to_save (lm_head) are trained, and not compared." in launches.what_is_left_out(saved, "fp32")
+    assert "lora_modules_to_save (lm_head) are trained but not compared." in launches.describe_omissions(saved, "fp32")
     packed = dataclasses.replace(given, packing="on")
-    assert launches.settings_of(Launch("python", 1, 2, 4), packed, 3, "fp32", tmp_path, tmp_path).packing == "on"
-    assert [sentence.split()[0] for sentence in launches.what_is_left_out(packed, "bf16")] == said[:3]
-    check(found)
+    assert launches.launch_settings(Launch("python", 1, 2, 4), packed, 3, "fp32", tmp_path, tmp_path).packing == "on"
+    assert [sentence.split()[0] for sentence in launches.describe_omissions(packed, "bf16")] == said[:3]
+    check_settings(found)
 
 
 def test_fp32_is_used_unless_named_or_not_to_be_had():
     assert launches.choose_precision(Settings(), "unsloth") == "fp32"
     assert launches.choose_precision(Settings(precision="bf16"), "transformers") == "bf16"
     assert launches.choose_precision(Settings(method="full"), "unsloth") == "bf16"
-    assert {(b, p) for b in ("unsloth", "transformers") for p in ("fp32", "bf16", "fp16")} == verdicts.TOLERANCES.keys()
+    assert {
+        (b, p) for b in ("unsloth", "transformers") for p in ("fp32", "bf16", "fp16")
+    } == comparison.TOLERANCES.keys()
 
 
 # ---- judging ----
 
 
 def test_what_is_missing_or_not_a_number_differs():
-    assert verdicts.loss_difference([2.0, 1.0], [2.0, 1.25]) == pytest.approx(0.2)
-    assert verdicts.loss_difference([2.0], [2.0, 1.0]) == math.inf
-    assert verdicts.loss_difference([math.nan], [1.0]) == math.inf
-    assert verdicts.judge(math.nan, 0.0, EXACT) == "differs"
-    assert verdicts.judge(0.0, 2e-6, EXACT) == "differs"
-    assert verdicts.judge(1e-6, 1e-7, EXACT) == "agrees"
+    assert comparison.loss_difference([2.0, 1.0], [2.0, 1.25]) == pytest.approx(0.2)
+    assert comparison.loss_difference([2.0], [2.0, 1.0]) == math.inf
+    assert comparison.loss_difference([math.nan], [1.0]) == math.inf
+    assert comparison.judge_difference(math.nan, 0.0, EXACT) == "differs"
+    assert comparison.judge_difference(0.0, 2e-6, EXACT) == "differs"
+    assert comparison.judge_difference(1e-6, 1e-7, EXACT) == "agrees"
 
 
 def test_the_verdict_names_the_worst_and_counts_failures():
     launch = Launch("accelerate", 2, 1, 4)
-    rows = [Row(launch, 1.0, 0.0, 0.0, "reference"), Row(launch, 1.0, 0.3, 0.1, "differs")]
-    agree, sentence = verdicts.verdict(rows, EXACT)
+    rows = [LaunchComparison(launch, 1.0, 0.0, 0.0, "reference"), LaunchComparison(launch, 1.0, 0.3, 0.1, "differs")]
+    agree, sentence = comparison.overall_verdict(rows, EXACT)
     assert not agree
-    assert "1 of 2 launches" in sentence and "2 process(es), 1 x 4" in sentence
-    assert verdicts.verdict([*rows, Row(launch, 1.0, None, None, "failed")], EXACT)[1].startswith("FAILED: 1 of 3")
-    assert verdicts.verdict(rows[:1], EXACT)[0]
+    assert "1 of 2 launches" in sentence and "accelerate with 2 processes, 1 x 4" in sentence
+    assert comparison.overall_verdict([*rows, LaunchComparison(launch, 1.0, None, None, "failed")], EXACT)[
+        1
+    ].startswith("FAILED: 1 of 3")
+    assert comparison.overall_verdict(rows[:1], EXACT)[0]
 
 
 def folder_of(path: Path, **tensors: torch.Tensor) -> Path:
@@ -138,14 +147,14 @@ def test_a_models_update_is_what_changed_and_its_rounding_is_known(tmp_path):
     difference, floor = weights.update_difference(one, other, first, 2)
     assert difference == pytest.approx(0.5)
     assert floor == pytest.approx(2 * 2**-24 * math.hypot(30, 41), rel=1e-6)
-    assert verdicts.widened(EXACT, floor).value == pytest.approx(1e-6 + floor)
+    assert comparison.widen_tolerance(EXACT, floor).value == pytest.approx(1e-6 + floor)
     # As coarse as 16 bit, it cannot be told.
     coarse = [
         folder_of(tmp_path / n, w=torch.tensor([30.0, v], dtype=torch.bfloat16)) for n, v in (("c", 41.0), ("d", 42.0))
     ]
-    outcomes = [verdicts.Outcome(Launch("python", 1, 1, 1), 1.0, f, [1.0]) for f in coarse]
+    outcomes = [comparison.LaunchOutcome(Launch("python", 1, 1, 1), 1.0, f, [1.0]) for f in coarse]
     with pytest.raises(UserError, match="rounded so coarsely"):
-        verdicts.compare(outcomes[0], outcomes[1], first, EXACT)
+        comparison.compare_launch(outcomes[0], outcomes[1], first, EXACT)
 
 
 # ---- the command ----
@@ -187,7 +196,7 @@ def test_the_verdict_turns_where_nothing_is_averaged(options, tmp_path, capsys, 
     def run_launch(launch, script, config, output, gpus, timeout, running):
         folder = output / f"{launch.name}.out"
         done = run_ranks(launch.processes, run_script, str(script), str(config), folder=folder).check()
-        return run.outcome_of(launch, done.seconds, output / launch.name, "", done.output)
+        return run.read_outcome(launch, done.seconds, output / launch.name, "", done.output)
 
     monkeypatch.setattr(run, "run_launch", run_launch)
     script = REPO / "tests" / "train_without_averaging.py"
@@ -223,7 +232,7 @@ def test_a_launch_over_its_time_is_ended(options, tmp_path, capsys):
     script.write_text("import threading; threading.Event().wait()")
     assert command.main([*options, "--script", str(script), "--timeout", "2"]) == 1
     printed = capsys.readouterr().out
-    assert "ended after 2 s" in printed and "It had printed nothing." in printed
+    assert "killed after --timeout 2 s" in printed and "It printed nothing." in printed
 
 
 @pytest.mark.parametrize(

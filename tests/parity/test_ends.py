@@ -14,8 +14,8 @@ import pytest
 from tests.conftest import REPO
 from tests.waiting import is_running, wait_until
 from unsloth_ddp.parity import __main__ as parity
-from unsloth_ddp.parity.launches import Launch, command
-from unsloth_ddp.parity.processes import Running
+from unsloth_ddp.parity.launches import Launch, launch_command
+from unsloth_ddp.parity.processes import RunningLaunches
 
 # Says which process it is, and never ends by itself.
 RANK = """
@@ -54,8 +54,8 @@ def begun(folder: Path) -> list[int]:
 
 
 def test_the_ranks_of_accelerate_end_with_their_launch(pids: Path, tmp_path: Path) -> None:
-    words = command(Launch("accelerate", 2, 1, 1), tmp_path / "rank.py", tmp_path / "none.yaml", cpu=True)
-    running, codes = Running(), []
+    words = launch_command(Launch("accelerate", 2, 1, 1), tmp_path / "rank.py", tmp_path / "none.yaml", cpu=True)
+    running, codes = RunningLaunches(), []
     log = tmp_path / "log"
     thread = threading.Thread(target=lambda: codes.append(running.run(words, os.environ, log, timeout=300)))
     thread.start()
@@ -72,7 +72,7 @@ def test_the_ranks_of_accelerate_end_with_their_launch(pids: Path, tmp_path: Pat
 
 def test_a_launch_over_its_time_leaves_no_rank(pids: Path, tmp_path: Path) -> None:
     words = [sys.executable, str(tmp_path / "launcher.py")]
-    assert Running().run(words, os.environ, tmp_path / "log", timeout=5) is None
+    assert RunningLaunches().run(words, os.environ, tmp_path / "log", timeout=5) is None
     assert len(begun(pids)) == 1 and not is_running(begun(pids)[0])
 
 
@@ -96,7 +96,7 @@ def test_a_signal_ends_the_check_and_its_launches_at_once(
     )  # fmt: skip
     striking.join(60)
     assert code == 128 + number
-    assert f"parity: ended by {number.name}, and with it every launch." in capsys.readouterr().err
+    assert f"parity: ended by {number.name}; every launch was killed." in capsys.readouterr().err
     assert len(begun(pids)) == 1 and not is_running(begun(pids)[0])
     assert not list((tmp_path / "temporary").iterdir())
     assert signal.getsignal(number) == before
@@ -111,4 +111,4 @@ def test_a_temporary_folder_that_is_not_there_gets_a_sentence(
     )
     said = capsys.readouterr().err
     assert code == 2 and said.startswith("parity: error: The launches cannot be run: [Errno 2] No such file")
-    assert "TMPDIR names another" in said
+    assert "set TMPDIR to use another" in said

@@ -12,13 +12,13 @@ import pytest
 
 from tests.conftest import REPO
 from unsloth_ddp.plan import calibration as calibrations
-from unsloth_ddp.plan.calibration import Calibration, Measurement, Wanted, expected_speed, load_calibration
+from unsloth_ddp.plan.calibration import Calibration, Measurement, SpeedQuery, estimate_speed, load_calibration
 from unsloth_ddp.plan.rows import RowLengths
 from unsloth_ddp.plan.shape import ModelShape
 from unsloth_ddp.utils.errors import UserError
 
 SPEEDS = [1, 50, 100, 300, 200]
-WANTED = Wanted("lora", "unsloth", "bf16", "none", "full", 16384, 3e10)
+WANTED = SpeedQuery("lora", "unsloth", "bf16", "none", "full", 16384, 3e10)
 
 
 def measurement(name: str, flops: float, speed: float, **changed) -> Measurement:
@@ -28,48 +28,48 @@ def measurement(name: str, flops: float, speed: float, **changed) -> Measurement
 
 def test_speed_follows_the_work_of_a_token():
     one = measurement("one", 1e10, 40_000)
-    found = expected_speed(Calibration("gpu", "", [one]), dataclasses.replace(WANTED, flops_a_token=2e10))
+    found = estimate_speed(Calibration("gpu", "", [one]), dataclasses.replace(WANTED, flops_a_token=2e10))
     assert (found.tokens_per_second, found.sources, found.differences) == (20_000, ["one"], [])
     large = measurement("large", 4e10, 20_000)
     between = dataclasses.replace(WANTED, flops_a_token=2e10)
-    found = expected_speed(Calibration("gpu", "", [large, one]), between)
+    found = estimate_speed(Calibration("gpu", "", [large, one]), between)
     # Half way between 4e14 and 8e14 on a logarithmic scale of work a token.
     assert found.tokens_per_second == pytest.approx(6e14 / 2e10)
     assert found.sources == ["one", "large"]
     beyond = dataclasses.replace(WANTED, flops_a_token=8e10)
-    assert expected_speed(Calibration("gpu", "", [large, one]), beyond).tokens_per_second == 10_000
+    assert estimate_speed(Calibration("gpu", "", [large, one]), beyond).tokens_per_second == 10_000
     # Nobody measured anything like it.
-    assert expected_speed(Calibration("gpu", "", [one]), beyond) is None
+    assert estimate_speed(Calibration("gpu", "", [one]), beyond) is None
     few_tokens = dataclasses.replace(WANTED, tokens_a_micro_batch=3000)
-    assert expected_speed(Calibration("gpu", "", [one]), few_tokens) is None
+    assert estimate_speed(Calibration("gpu", "", [one]), few_tokens) is None
 
 
 def test_the_nearest_circumstances_are_taken_and_their_differences_told():
     offloaded = measurement("offloaded", 3e10, 2000, gradient_checkpointing="unsloth")
     fewer = measurement("fewer", 3e10, 1000, gradient_checkpointing="unsloth", tokens_a_micro_batch=6000)
-    found = expected_speed(Calibration("gpu", "", [fewer, offloaded]), WANTED)
+    found = estimate_speed(Calibration("gpu", "", [fewer, offloaded]), WANTED)
     assert found.tokens_per_second == 2000
     assert found.differences == ["gradient checkpointing unsloth, not none"]
-    found = expected_speed(Calibration("gpu", "", [fewer]), WANTED)
-    assert found.differences[1:] == ["6,000 tokens a micro-batch, not 16,384"]
+    found = estimate_speed(Calibration("gpu", "", [fewer]), WANTED)
+    assert found.differences[1:] == ["6,000 tokens per micro-batch, not 16,384"]
     for other in ({"method": "full"}, {"rows": "padded"}, {"precision": "fp16"}):
-        assert expected_speed(Calibration("gpu", "", [fewer]), dataclasses.replace(WANTED, **other)) is None
+        assert estimate_speed(Calibration("gpu", "", [fewer]), dataclasses.replace(WANTED, **other)) is None
 
 
 def test_a_run_is_timed_by_what_was_measured_nearest():
     padded = dataclasses.replace(WANTED, rows="padded", gradient_checkpointing="torch", tokens_a_micro_batch=578)
-    found = expected_speed(load_calibration("h200"), padded)
+    found = estimate_speed(load_calibration("h200"), padded)
     assert found.sources == ["Qwen3-1.7B, TRL, checkpointing, 8 chat rows"]
     assert found.tokens_per_second == pytest.approx(4000 * 6_986_399_744 / 3e10)
     offloading = dataclasses.replace(padded, gradient_checkpointing="unsloth")
-    assert expected_speed(load_calibration("h200"), offloading).sources[0].startswith("Qwen3-1.7B, Unsloth, offloaded")
+    assert estimate_speed(load_calibration("h200"), offloading).sources[0].startswith("Qwen3-1.7B, Unsloth, offloaded")
 
 
 def test_the_shipped_calibration_says_where_it_is_from():
     shipped = load_calibration("h200")
     assert shipped.gpu == "NVIDIA H200" and "2026-11-20" in shipped.source
     assert {m.tokens_per_second_per_gpu for m in shipped.measurements} >= {17100, 12100, 6900, 16300, 55000, 2300, 4000}
-    measured = json.loads((REPO / "benchmarks/results/speed.json").read_text())["cells"]
+    measured = json.loads((REPO / "benchmarks/results/speed/speed.json").read_text())["cells"]
     alone = [c for c in measured if (c["contestant"], c["work"], c["processes"]) == ("kit", "chat", 1)]
     runs = {}
     for one in alone:
@@ -147,9 +147,9 @@ def test_a_finished_run_becomes_a_measurement(tmp_path):
     assert gpu == "NVIDIA X"
     assert (found.tokens_per_second_per_gpu, found.rows, found.tokens_a_micro_batch) == (100, "padded", 600)
     assert found.gradient_checkpointing == "torch"
-    with pytest.raises(UserError, match="logged 1 usable speeds"):
+    with pytest.raises(UserError, match="the run logged 1 usable speeds"):
         calibrations.measure_run(finished_run(tmp_path / "short", [1, 50, 100]), "m", SHAPE, ROWS)
-    with pytest.raises(UserError, match="it trained m, not n; write the file with --model m"):
+    with pytest.raises(UserError, match="this run trained m, not n; write the file with --model m"):
         calibrations.measure_run(tmp_path / "run", "n", SHAPE, ROWS)
     with pytest.raises(UserError, match="not the folder of a finished run"):
         calibrations.measure_run(tmp_path, "m", SHAPE, ROWS)

@@ -11,8 +11,6 @@ import numpy as np
 import pytest
 import transformers
 
-from benchmarks.gpu_check import make_rows
-from benchmarks.gpu_models import make_config
 from tests.conftest import REPO
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.data.batch_plan import plan_batch
@@ -20,37 +18,38 @@ from unsloth_ddp.plan import __main__ as command
 from unsloth_ddp.plan import calibration as calibrations
 from unsloth_ddp.plan import network
 from unsloth_ddp.plan.calibration import Calibration, Measurement, load_calibration
-from unsloth_ddp.plan.compute import memory_row, rows_at_once
-from unsloth_ddp.plan.memory import BYTES_PACKED, Workload, exists, fits, plan_activations, plan_memory
-from unsloth_ddp.plan.network import Links, Step, all_reduce_seconds, balance, efficiency, exposed_seconds, gpu_counts
-from unsloth_ddp.plan.rows import RowLengths, in_order, largest_micro_batch, row_lengths
-from unsloth_ddp.plan.shape import ModelShape, model_shape
+from unsloth_ddp.plan.compute import choose_micro_batch, make_memory_row
+from unsloth_ddp.plan.memory import (
+    Workload,
+)
+from unsloth_ddp.plan.network import (
+    Links,
+    StepWork,
+    all_reduce_seconds,
+    balance_efficiency,
+    exposed_seconds,
+    gpu_counts,
+    scaling_efficiency,
+)
+from unsloth_ddp.plan.rows import RowLengths, in_order, largest_micro_batch
+from unsloth_ddp.plan.shape import ModelShape, read_model_shape
 from unsloth_ddp.utils.errors import UserError
 from unsloth_ddp.utils.units import parse_bandwidth, parse_memory, shown_bytes, shown_seconds
-
-SHAPE = ModelShape(
-    parameters=1000, linear=800, largest_linear=50, head=100, vocabulary=10, adapter=40, layers=4, layer_input=20.0,
-    layer_kept=300.0, outside_kept=8.0,
-)  # fmt: skip
-WORK = Workload(
-    tokens=0, precision=2, master=4, optimizer="adamw_torch", checkpointing="torch", processes=1, backend="transformers"
-)
-
 
 # ---- units ----
 
 
 def test_bits_and_bytes_are_told_apart():
-    assert parse_bandwidth("25Gbps") == 25e9 / 8
-    assert parse_bandwidth("100 Gbit/s") == 100e9 / 8
-    assert parse_bandwidth("450GB/s") == 450e9
-    assert parse_memory("80GB") == 80e9
-    assert parse_memory("139GiB") == 139 * 2**30
+    assert parse_bandwidth("--bandwidth", "25Gbps") == 25e9 / 8
+    assert parse_bandwidth("--bandwidth", "100 Gbit/s") == 100e9 / 8
+    assert parse_bandwidth("--bandwidth", "450GB/s") == 450e9
+    assert parse_memory("--gpu_memory", "80GB") == 80e9
+    assert parse_memory("--gpu_memory", "139GiB") == 139 * 2**30
     for text in ("25", "0Gbps", "25 G", "1.2.3Gbps", "-1Gbps"):
         with pytest.raises(UserError, match="write 25Gbps"):
-            parse_bandwidth(text)
+            parse_bandwidth("--bandwidth", text)
     with pytest.raises(UserError, match="write 80GB"):
-        parse_memory("80")
+        parse_memory("--gpu_memory", "80")
 
 
 def test_amounts_are_shown_in_units_of_their_size():
@@ -60,69 +59,6 @@ def test_amounts_are_shown_in_units_of_their_size():
     assert [shown_seconds(s) for s in (0.00005, 0.0123, 30.0, 600.0, 36_000.0, 864_000.0)] == [
         "50 us", "12.3 ms", "30.0 s", "10.0 min", "10.0 h", "10.0 days",
     ]  # fmt: skip
-
-
-# ---- memory ----
-
-
-def test_each_method_keeps_what_it_trains_and_packs():
-    lora, qlora, full = (plan_memory(SHAPE, m, "none", WORK) for m in ("lora", "qlora", "full"))
-    assert lora.weights == 1000 * 2 + 40 * 4
-    assert qlora.weights == pytest.approx(800 * BYTES_PACKED + 200 * 2 + 40 * 4)
-    assert full.weights == full.gradients == 1000 * 4
-    assert (lora.gradients, lora.optimizer, full.optimizer) == (160, 320, 8000)
-    # 16-bit copies of what is kept in fp32 and multiplied.
-    assert (lora.copies, full.copies) == (80, 1600)
-
-
-def test_sharing_out_divides_and_ddp_adds_buckets():
-    four = dataclasses.replace(WORK, processes=4)
-    assert plan_memory(SHAPE, "full", "none", four).copies - plan_memory(SHAPE, "full", "none", WORK).copies == 4000
-    by_kind = {kind: plan_memory(SHAPE, "full", kind, four) for kind in ("none", "zero2", "zero3", "fsdp2")}
-    assert by_kind["fsdp2"].weights == by_kind["none"].weights / 4
-    assert by_kind["fsdp2"].optimizer == by_kind["none"].optimizer / 4
-    assert by_kind["zero3"].weights == by_kind["zero2"].weights / 4
-    assert by_kind["zero2"].optimizer == (8 + 4) * 1000 / 4
-    # Every GPU loads the whole model before FSDP2 shares it out.
-    assert by_kind["fsdp2"].total >= by_kind["fsdp2"].loading == 2000
-    assert not exists("qlora", "zero3") and exists("full", "zero3")
-
-
-def test_activations_follow_tokens_and_what_is_recomputed():
-    amounts = {}
-    for kind in ("none", "torch", "unsloth"):
-        work = dataclasses.replace(WORK, tokens=10, checkpointing=kind)
-        amounts[kind] = plan_activations(SHAPE, "lora", work)
-    assert amounts["none"] == 10 * (4 * 300 + 8) + 10 * 10 * 2
-    assert amounts["torch"] == 10 * (4 * 20 + 8) + 10 * 300
-    assert amounts["unsloth"] == 10 * (2 * 20 + 8) + 10 * 300
-    # At the loss, where the logits are larger than a block.
-    wide = dataclasses.replace(SHAPE, vocabulary=1000)
-    assert plan_activations(wide, "lora", work) == 10 * (2 * 20 + 8) + 10 * 1000 * 2
-    long = dataclasses.replace(work, tokens=2**30)
-    assert plan_activations(wide, "lora", long) == 2**30 * (2 * 20 + 8 + 300)
-    assert plan_activations(SHAPE, "qlora", dataclasses.replace(WORK, tokens=10)) == amounts["torch"] + 100
-    fp32 = dataclasses.replace(WORK, tokens=10, precision=4)
-    assert plan_activations(SHAPE, "lora", fp32) == 2 * amounts["torch"]
-    fused = dataclasses.replace(WORK, tokens=10, checkpointing="none", backend="unsloth")
-    assert plan_activations(SHAPE, "lora", fused) == 10 * (4 * 150 + 8) + 10 * 10 * 2
-
-
-def test_what_an_optimizer_keeps_goes_with_the_method_and_its_library():
-    bf16 = dataclasses.replace(WORK, master=2)
-    kept = {n: dataclasses.replace(bf16, optimizer=n) for n in ("adamw_torch", "adamw_8bit", "paged_adamw_32bit")}
-    assert [plan_memory(SHAPE, "full", "none", w).optimizer for w in kept.values()] == [
-        4000, 900 * 2.03125 + 100 * 8, 8000,
-    ]  # fmt: skip
-    # Adapters are kept in fp32, and so are the copies that DeepSpeed trains.
-    assert [plan_memory(SHAPE, "lora", "none", w).optimizer for w in kept.values()] == [320, 81.25, 320]
-    assert [plan_memory(SHAPE, "full", "zero2", w).optimizer for w in kept.values()] == [
-        12_000, 6031.25, 12_000,
-    ]  # fmt: skip
-
-
-def test_verdicts():
-    assert [fits(x, 100.0) for x in (90.0, 95.0, 101.0)] == ["fits", "tight", "does not fit"]
 
 
 # ---- network ----
@@ -145,26 +81,31 @@ def test_all_but_the_last_bucket_hides_behind_the_backward_pass():
 
 
 def test_uneven_rows_cost_what_the_longest_takes():
-    assert balance([4, 4, 4, 4], 1, 2, 2) == 1
+    assert balance_efficiency([4, 4, 4, 4], 1, 2, 2) == 1
     # Two processes, one row each a step: 4 and 2, then 1 and 1.
-    assert balance([4, 2, 1, 1, 9], 1, 1, 2) == pytest.approx((3 + 1) / (4 + 1))
+    assert balance_efficiency([4, 2, 1, 1, 9], 1, 1, 2) == pytest.approx((3 + 1) / (4 + 1))
     # Rows of like length share a micro-batch: 4 and 4, then 2 and 3.
-    assert balance([4, 2, 3, 4], 2, 1, 2) == pytest.approx(3.5 / 4)
+    assert balance_efficiency([4, 2, 3, 4], 2, 1, 2) == pytest.approx(3.5 / 4)
     # The process with the most so far gets the cheapest: 4 + 1 and 3 + 2.
-    assert balance([4, 1, 3, 2], 1, 2, 2) == 1
+    assert balance_efficiency([4, 1, 3, 2], 1, 2, 2) == 1
     # Of many steps every nth is looked at.
-    assert balance([4, 2] * 100_000, 1, 1, 2) == pytest.approx(3 / 4)
-    assert balance([4], 1, 1, 2) is None
+    assert balance_efficiency([4, 2] * 100_000, 1, 1, 2) == pytest.approx(3 / 4)
+    assert balance_efficiency([4], 1, 1, 2) is None
 
 
 def test_efficiency_falls_with_nodes_and_rises_with_bandwidth_and_work():
-    step = Step(compute=1.0, accumulation=4, backward_share=0.5, gradients=1e9)
+    step = StepWork(compute=1.0, accumulation=4, backward_share=0.5, gradients=1e9)
     slow, fast = Links(1e9), Links(100e9)
-    assert efficiency(step, 1, 8, slow) == 1
-    assert efficiency(step, 8, 8, slow) < efficiency(step, 2, 8, slow) < efficiency(step, 2, 8, fast) < 1
-    assert efficiency(step, 2, 1, slow) == pytest.approx(1 / (1 + 1 - 0.125))
-    assert efficiency(step, 1, 1, slow, even=0.8) == pytest.approx(0.8)
-    assert efficiency(dataclasses.replace(step, compute=4.0), 2, 8, slow) > efficiency(step, 2, 8, slow)
+    assert scaling_efficiency(step, 1, 8, slow) == 1
+    assert (
+        scaling_efficiency(step, 8, 8, slow)
+        < scaling_efficiency(step, 2, 8, slow)
+        < scaling_efficiency(step, 2, 8, fast)
+        < 1
+    )
+    assert scaling_efficiency(step, 2, 1, slow) == pytest.approx(1 / (1 + 1 - 0.125))
+    assert scaling_efficiency(step, 1, 1, slow, even=0.8) == pytest.approx(0.8)
+    assert scaling_efficiency(dataclasses.replace(step, compute=4.0), 2, 8, slow) > scaling_efficiency(step, 2, 8, slow)
 
 
 def test_gpu_counts_fill_a_node_first():
@@ -193,7 +134,7 @@ def test_the_largest_micro_batch_is_that_of_the_run():
 
 
 def test_the_first_rows_of_a_stream_stand_for_all(demo_shape, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("unsloth_ddp.data.dataset.STREAM_HEAD", 20)
+    monkeypatch.setattr("unsloth_ddp.data.examples.STREAM_HEAD", 20)
     json_file = tmp_path / "plan.json"
     command.main(
         ["--streaming", "--packing", "off", "--max_steps", "50", "--max_length", "64", "--json", str(json_file)]
@@ -205,8 +146,8 @@ def test_the_first_rows_of_a_stream_stand_for_all(demo_shape, tmp_path, monkeypa
     rows = batch["per_device"] * batch["accumulation"]
     assert made["plan"]["tokens_a_step"] == pytest.approx(made["rows"]["tokens"] / 20 * rows)
     assert made["plan"]["micro_batch"] == 64 * batch["per_device"]
-    assert "the first 20 (" in printed and "an epoch" not in printed
-    assert "Rows are streamed: their first 20 rows stand for all" in printed
+    assert "the first 20 (" in printed and "per epoch" not in printed
+    assert "Rows are streamed: the first 20 rows stand for all" in printed
 
 
 # ---- shapes, and memory against what was measured ----
@@ -214,7 +155,7 @@ def test_the_first_rows_of_a_stream_stand_for_all(demo_shape, tmp_path, monkeypa
 
 @pytest.fixture(scope="module")
 def demo_shape() -> ModelShape:
-    return model_shape(Settings(model=str(REPO / "demo" / "model")))
+    return read_model_shape(Settings(model=str(REPO / "demo" / "model")))
 
 
 def test_the_demos_shape_is_the_one_training_reports(demo_shape):
@@ -231,7 +172,7 @@ def test_stacked_experts_are_counted_though_they_are_no_linear_layers(tmp_path):
     sizes = {"hidden_size": 32, "moe_intermediate_size": 16, "num_hidden_layers": 2, "vocab_size": 64, "head_dim": 16}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
     transformers.Qwen3MoeConfig(**sizes, **heads, num_experts=8, num_experts_per_tok=2).save_pretrained(tmp_path)
-    shape = model_shape(Settings(model=str(tmp_path)))
+    shape = read_model_shape(Settings(model=str(tmp_path)))
     assert shape.all_experts and shape.experts == 2 * 8 * 3 * 16 * 32
     # All but the embedding, norms and routers.
     assert shape.flops_a_token("full") == 6 * (shape.linear + shape.experts + shape.head)
@@ -245,57 +186,6 @@ def test_work_a_token_counts_weight_gradients_of_trained_weights_only(demo_shape
     assert demo_shape.backward_share("full", recomputed=False) == pytest.approx(2 / 3)
     assert demo_shape.backward_share("full", recomputed=True) == pytest.approx(3 / 4)
     assert 0.5 < demo_shape.backward_share("lora", recomputed=False) < 2 / 3
-
-
-@pytest.fixture(scope="module")
-def measured_job(tmp_path_factory):
-    """The shapes of the models in gpu_check_large.json by name, made without weights, and the rows of those runs."""
-    import shutil
-
-    folder = tmp_path_factory.mktemp("large")
-    make_rows(folder / "train.jsonl", 400, seed=0)
-    for name in ("qwen3_8b", "qwen3_1.7b"):
-        make_config(name).save_pretrained(folder / name)
-        for path in (REPO / "demo" / "model").glob("*[tr]*"):
-            if path.name.startswith(("tokenizer", "chat")):
-                shutil.copy(path, folder / name)
-    given = Settings(dataset=[str(folder / "train.jsonl")], max_length=1024)
-    jobs = {name: dataclasses.replace(given, model=str(folder / name)) for name in ("qwen3_8b", "qwen3_1.7b")}
-    return {name: model_shape(job) for name, job in jobs.items()}, row_lengths(jobs["qwen3_8b"])
-
-
-def test_memory_is_near_what_h200s_used(measured_job):
-    shapes, rows = measured_job
-    runs = json.loads((REPO / "benchmarks/results/gpu_check_large.json").read_text())["runs"]
-    errors = {}
-    for run in runs:
-        summary = run["summary"]
-        shape = next(shape for name, shape in shapes.items() if run["name"].startswith(name))
-        plan = plan_batch(2, summary["world_size"], 8, None)
-        # The rows of those runs, or the comparison means nothing.
-        assert in_order(rows.lengths, 42)[: 12 * 8].sum() == pytest.approx(summary["tokens"], rel=0.01)
-        work = Workload(largest_micro_batch(rows, plan, 42, 12), 2, 4, "adamw_torch", "torch", summary["world_size"])
-        memory = plan_memory(shape, summary["settings"]["method"], "none", work)
-        errors[run["name"]] = memory.total / summary["peak_memory_bytes"] - 1
-    assert len(errors) == 9
-    assert max(map(abs, errors.values())) < 0.04, errors
-    # LoRA, no checkpointing, 8 rows of 2048: 71 GiB.
-    work = Workload(16384, 2, 4, "adamw_torch", "none", 1)
-    assert plan_memory(shapes["qwen3_8b"], "lora", "none", work).total / 2**30 == pytest.approx(71, rel=0.02)
-
-
-def test_memory_of_packs_is_near_what_h200s_used(measured_job):
-    shapes, _ = measured_job
-    errors = {}
-    for run in json.loads((REPO / "benchmarks/results/speed.json").read_text())["cells"]:
-        if run["contestant"] not in ("kit", "kit_all") or run["exit_code"]:
-            continue
-        # Eight packs of 2048 tokens, or two of 8192.
-        work = Workload(16384, 2, 4, "adamw_torch_fused", "none", run["processes"], packed=True)
-        memory = plan_memory(shapes[run["shape"]], run["method"], "none", work)
-        errors[run["name"]] = memory.total / run["peak_memory_bytes"] - 1
-    assert len(errors) >= 13
-    assert max(map(abs, errors.values())) < 0.04, errors
 
 
 def test_the_shipped_calibrations_work_is_that_of_its_models(measured_job):
@@ -313,7 +203,7 @@ def test_what_is_recomputed_is_the_first_kind_that_fits(measured_job):
     def kind(gib: float | None, method: str = "lora", sharding: str = "none", asked: str = "auto") -> str:
         chosen = dataclasses.replace(settings, gradient_checkpointing=asked)
         room = gib and gib * 2**30
-        return memory_row(chosen, shapes["qwen3_8b"], method, sharding, work, room).checkpointing
+        return make_memory_row(chosen, shapes["qwen3_8b"], method, sharding, work, room).checkpointing
 
     # 71 GiB were measured with none.
     assert kind(None) == kind(141) == kind(80) == "none"
@@ -330,7 +220,7 @@ def test_a_micro_batch_is_planned_as_a_run_chooses_it(measured_job):
 
     def planned(gib: float | None, **options) -> int:
         settings = Settings(model="m", dataset=["d"], **options)
-        return rows_at_once(settings, shapes["qwen3_8b"], rows, batch, gib and gib * 2**30)
+        return choose_micro_batch(settings, shapes["qwen3_8b"], rows, batch, gib and gib * 2**30)
 
     # 8 packs of 2048 without recomputing were measured at 83 GiB, and chosen on a GPU of 140.
     # With 24 GiB one pack would fit without recomputing; four of them with it are worth more.
@@ -349,14 +239,19 @@ def test_the_demo_without_a_calibration_says_what_is_missing(capsys, tmp_path):
     path = tmp_path / "plan.json"
     words = ["--nodes", "2", "--gpus_per_node", "2", "--gpu_memory", "80GB", "--packing", "off"]
     assert plan(*words, "--json", str(path)) == 0
-    printed = " ".join(capsys.readouterr().out.split())
-    assert "4 rows a device x 1 accumulation x 4 processes = 16 rows" in printed
+    shown = capsys.readouterr().out
+    printed = " ".join(shown.split())
+    assert "4 rows per device x 1 accumulation x 4 processes = 16 rows" in printed
     # As train_ddp.py's own table has them.
-    assert "760 (18,040 tokens, mean 24, longest 43)" in printed and "144 (48 an epoch)" in printed
-    assert "Time and efficiency need measured speeds" in printed
+    assert "760 (18,040 tokens, mean 24, longest 43)" in printed and "144 (48 per epoch)" in printed
+    assert "Time and efficiency are left out" in printed and "GPU-hours" not in printed
+    assert "The run fits: method lora with DDP needs about" in printed
+    assert max(map(len, shown.splitlines())) <= 100
     found = json.loads(path.read_text())
     assert found["plan"]["speed"] is None and found["plan"]["scale"][-1]["gpus"] == 1024
-    assert {row["verdict"] for row in found["plan"]["memory"]} == {"fits"}
+    # Where the estimate is a lower bound, that is no verdict.
+    assert {row["verdict"] for row in found["plan"]["memory"] if not row["lower_bound"]} == {"fits"}
+    assert {row["verdict"] for row in found["plan"]["memory"] if row["lower_bound"]} == {"unknown"}
     assert {(row["method"], row["sharding"]) for row in found["plan"]["memory"]} >= {
         ("qlora", "fsdp2"),
         ("full", "zero3"),
@@ -378,8 +273,8 @@ def test_the_demo_with_a_calibration_has_hours(capsys, tmp_path, demo_calibratio
     words = ["--gpus_per_node", "4", "--bandwidth", "25Gbps", "--calibration", demo_calibration, "--json", str(path)]
     assert plan(*words, "--packing", "off") == 0
     printed = " ".join(capsys.readouterr().out.split())
-    assert "Speed: 1,000 tokens/s a GPU, from NVIDIA X: demo." in printed and "order of size" not in printed
-    assert "Inside a node averaging is not counted" in printed
+    assert "Speed: 1,000 tokens/s per GPU, from NVIDIA X: demo." in printed and "order of magnitude" not in printed
+    assert "The links inside a node are not counted" in printed and "GPU-hours" in printed
     content = json.loads(path.read_text())["plan"]
     assert content["tokens"] == pytest.approx(3 * 18_040)
     # 54,120 tokens at 1,000 a second on one GPU.
@@ -396,7 +291,7 @@ def test_the_demo_with_a_calibration_has_hours(capsys, tmp_path, demo_calibratio
 def test_a_calibration_of_other_models_gives_no_times(capsys, tmp_path):
     path = tmp_path / "plan.json"
     assert plan("--calibration", "h200", "--json", str(path)) == 0
-    assert "NVIDIA H200 holds no measurement" in capsys.readouterr().out
+    assert "the calibration of NVIDIA H200 has no measurement" in " ".join(capsys.readouterr().out.split())
     assert json.loads(path.read_text())["plan"]["speed"] is None
 
 
@@ -410,7 +305,7 @@ def test_a_picture_is_drawn(tmp_path, demo_calibration):
 def test_a_picture_without_matplotlib_says_how_to_get_it(capsys, tmp_path, demo_calibration, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     # It is told before the rows are read.
-    monkeypatch.setattr("unsloth_ddp.plan.rows.row_lengths", None)
+    monkeypatch.setattr("unsloth_ddp.plan.rows.tokenize_rows", None)
     assert plan("--calibration", demo_calibration, "--picture", str(tmp_path / "plan.png")) == 2
     assert "--picture needs matplotlib" in capsys.readouterr().err
 
@@ -419,7 +314,9 @@ def test_a_picture_without_matplotlib_says_how_to_get_it(capsys, tmp_path, demo_
     ("words", "sentence"),
     [
         (["--nodes", "0"], "--nodes is 0"),
-        (["--bandwidth", "fast"], "bandwidth 'fast' is no bandwidth above 0; write 25Gbps"),
+        # As a run would, before anything is downloaded.
+        (["--lr_scheduler_type", "cosine_with_min_lr"], "lr_scheduler_type cosine_with_min_lr does not work with"),
+        (["--bandwidth", "fast"], "bandwidth 'fast' is not a bandwidth above 0; write 25Gbps"),
         (["--gpu_memory", "big"], "memory 'big'"),
         (["--calibrate", "outputs/x"], "name it with --calibration"),
         (
@@ -468,7 +365,23 @@ def test_what_auto_is_planned_as_is_not_said_to_fit_where_nothing_does(capsys):
     assert plan("--gpu_memory", "1MB", *auto) == 0
     printed = " ".join(capsys.readouterr().out.split())
     assert "per_device_train_batch_size auto is planned as 1, though not even that fits." in printed
-    assert "planned as the kind that takes least, where none fits." in printed
+    assert "planned as the kind that needs least memory, as none fits." in printed
+    assert "No method and sharding in the table fits either" in printed
+
+
+def test_a_model_that_fits_in_no_way_is_told_before_the_rows_are_read(demo_shape, capsys, monkeypatch):
+    monkeypatch.setattr("unsloth_ddp.plan.shape.read_model_shape", lambda settings: demo_shape)
+
+    def refuse(settings: Settings) -> None:
+        raise UserError("the rows are read")
+
+    monkeypatch.setattr("unsloth_ddp.plan.rows.tokenize_rows", refuse)
+    assert plan("--gpu_memory", "1MB") == 2
+    said = capsys.readouterr()
+    assert said.err == "plan: error: the rows are read\n"
+    assert "does not fit this GPU in any way: even method qlora with sharding none needs at least 1." in said.out
+    assert plan("--gpu_memory", "1GB") == 2
+    assert capsys.readouterr().out == ""
 
 
 def test_libraries_are_silent_at_import(tmp_path):

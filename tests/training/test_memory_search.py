@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import math
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -16,18 +17,29 @@ import torch
 from safetensors.torch import load_file
 
 from tests.conftest import REPO
-from unsloth_ddp.config.options import AT_MOST
+from unsloth_ddp.config import options
 from unsloth_ddp.config.parse import Settings
 from unsloth_ddp.data.batch_plan import BatchPlan
-from unsloth_ddp.data.dataset import Counts, PadRight, TokenizedRows
+from unsloth_ddp.data.collate import PadRight
+from unsloth_ddp.data.dataset import Counts, TokenizedRows
 from unsloth_ddp.data.packing import best_fit
 from unsloth_ddp.distributed.ranks import Ranks
 from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.model.gradient_checkpointing import GradientCheckpointing, kinds_here
 from unsloth_ddp.model.load import load_model
-from unsloth_ddp.training import memory_search as fit
-from unsloth_ddp.training.memory_search import ENOUGH_TOKENS, HEADROOM, Try, divisors, largest, search, with_micro_batch
-from unsloth_ddp.training.oom_retry import RetryingTrainer
+from unsloth_ddp.training.memory_search import (
+    ENOUGH_TOKENS,
+    HEADROOM,
+    MemorySearch,
+    Trial,
+    bytes_added_by_steps,
+    divisors,
+    largest,
+    search,
+    with_micro_batch,
+)
+from unsloth_ddp.training.micro_batch_loss import MicroBatchRunner
+from unsloth_ddp.training.oom_retry import StepRetry
 from unsloth_ddp.utils.errors import UserError
 from unsloth_ddp.utils.known_errors import is_out_of_memory
 
@@ -70,9 +82,9 @@ def test_more_is_recomputed_only_where_too_few_tokens_fit_otherwise():
 
 
 def test_a_try_has_to_leave_room():
-    assert Try(90, 100).fits
-    assert not Try(95, 100).fits
-    assert not Try(None, 100).fits
+    assert Trial(90, 100).fits
+    assert not Trial(95, 100).fits
+    assert not Trial(None, 100).fits
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -91,8 +103,11 @@ def test_another_micro_batch_keeps_the_global_batch():
     for number in (1, 2, 24, 36, 97):
         assert divisors(number) == [n for n in range(1, number + 1) if number % n == 0]
     # The largest step that may be asked for is walked to its square root, in less than a second.
+    largest = math.prod(
+        int(options.OPTIONS[name].at_most) for name in ("global_batch_size", "gradient_accumulation_steps")
+    )
     began = time.process_time()
-    assert len(divisors(AT_MOST["global_batch_size"] * AT_MOST["gradient_accumulation_steps"])) == 14 * 14
+    assert len(divisors(largest)) == 14 * 14
     assert time.process_time() - began < 5
     assert [with_micro_batch(plan, n).global_batch for n in divisors(24)] == [96] * 8
 
@@ -130,91 +145,89 @@ def test_kinds_can_be_exchanged_any_number_of_times(method):
     assert steps[0] and all(torch.equal(a, b) for step in steps for a, b in zip(steps[0], step, strict=True))
 
 
-class OnGPU:
-    """As much of a trainer as the choice needs, on a GPU with room for so many rows of 1100 tokens of each kind."""
+class OnGPU(MemorySearch):
+    """The search on a GPU with room for so many rows of 1100 tokens of each kind."""
 
     def __init__(self, room: dict[str, int], rows: int = 16, **options: Any) -> None:
-        self.settings = Settings(model="m", dataset=["d"], **options)
-        self.runtime = Runtime(Ranks(), "unsloth", "cuda", "bf16", "H200")
-        self.plan = BatchPlan(1, rows, 1)
-        self.recompute = SimpleNamespace(kinds=kinds_here(self.runtime, self.settings), use=self.use)
-        self.train_rows = SimpleNamespace(streamed=False, packing=None, lengths=lambda: np.array([1100] * 64 + [1]))
-        self.eval_rows: Any = None
+        settings = Settings(model="m", dataset=["d"], **options)
+        runtime = Runtime(Ranks(), "unsloth", "cuda", "bf16", "H200")
+        checkpointing = SimpleNamespace(kinds=kinds_here(runtime, settings), use=self.use)
+        train = SimpleNamespace(streamed=False, packing=None, lengths=lambda: np.array([1100] * 64 + [1]))
+        data = SimpleNamespace(train=train, evaluation=None, plan=BatchPlan(1, rows, 1))
+        super().__init__(settings, runtime, data, checkpointing, None, 0)
         self.room, self.kind = room, ""
         self.tried: list[tuple[str, int]] = []
 
     def use(self, kind: str) -> None:
         self.kind = kind
 
-    def attempt(self, size: int) -> Try:
+    def try_training(self, size: int) -> Trial:
         self.tried.append((self.kind, size))
-        return Try(2**30 * size, int(2**30 * (self.room[self.kind] + 0.5) / (1 - HEADROOM)))
+        return Trial(2**30 * size, int(2**30 * (self.room[self.kind] + 0.5) / (1 - HEADROOM)))
 
 
-@pytest.fixture
-def on_gpu(monkeypatch):
-    monkeypatch.setattr(fit, "attempt", lambda trainer, size: trainer.attempt(size))
-    return OnGPU
-
-
-def test_what_fits_is_found_by_trying_and_told(on_gpu):
-    trainer = on_gpu({"none": 9, "torch": 99, "unsloth": 99})
-    chosen = fit.choose(trainer, {})
-    assert (chosen.kind, chosen.per_device) == ("none", 8)
-    assert chosen.reason == "a step with 8 x 1,100 tokens at once takes 8.0 of 10.3 GiB"
-    assert fit.choose(on_gpu({"none": 0, "torch": 0, "unsloth": 4}), {}).kind == "unsloth"
-    fixed = fit.choose(on_gpu({"none": 9, "torch": 99, "unsloth": 99}, per_device_train_batch_size=1), {})
+def test_what_fits_is_found_by_trying_and_told():
+    decision = OnGPU({"none": 9, "torch": 99, "unsloth": 99}).choose({})
+    assert (decision.kind, decision.per_device) == ("none", 8)
+    assert decision.reason == "8 x 1,100 tokens need 8.0 of 10.3 GiB"
+    assert OnGPU({"none": 0, "torch": 0, "unsloth": 4}).choose({}).kind == "unsloth"
+    fixed = OnGPU({"none": 9, "torch": 99, "unsloth": 99}, per_device_train_batch_size=1).choose({})
     assert (fixed.kind, fixed.per_device) == ("none", 1)
-    trainer = on_gpu({}, gradient_checkpointing="none", per_device_train_batch_size=1)
-    assert fit.choose(trainer, {}).reason == "as asked" and not trainer.tried
+    search = OnGPU({}, gradient_checkpointing="none", per_device_train_batch_size=1)
+    assert search.choose({}).reason == "as asked" and not search.tried
 
 
-def test_a_run_that_goes_on_keeps_what_was_chosen(on_gpu):
+def test_a_resumed_run_keeps_the_decision():
     room = {"none": 16, "torch": 16, "unsloth": 16}
     before = {"gradient_checkpointing": "torch", "per_device_train_batch_size": 4, "world_size": 1, "device": "H200"}
-    chosen = fit.choose(on_gpu(room), before)
-    assert (chosen.kind, chosen.per_device) == ("torch", 4)
-    # On other GPUs, or another number of them, it is chosen anew; where it no longer fits, less is taken.
+    decision = OnGPU(room).choose(before)
+    assert (decision.kind, decision.per_device) == ("torch", 4)
+    # On other GPUs, or another number of them, it is made again; where it no longer fits, less is taken.
     for other in ({"world_size": 2}, {"device": "A100"}):
-        chosen = fit.choose(on_gpu(room), before | other)
-        assert (chosen.kind, chosen.per_device) == ("none", 16)
-    assert fit.choose(on_gpu({"torch": 2, "unsloth": 2}), before).per_device == 2
+        decision = OnGPU(room).choose(before | other)
+        assert (decision.kind, decision.per_device) == ("none", 16)
+    assert OnGPU({"torch": 2, "unsloth": 2}).choose(before).per_device == 2
 
 
-def test_every_rank_tries_what_the_main_process_would(on_gpu, monkeypatch):
+def test_every_rank_tries_what_the_main_process_would(monkeypatch):
     # Its own GPU may be of another kind than the one of the checkpoint.
-    trainer = on_gpu({"torch": 16})
-    monkeypatch.setattr(trainer.runtime, "broadcast_from_main", lambda work: (("torch",), [1, 2]))
-    chosen = fit.choose(trainer, {"world_size": 1, "device": "H200"})
-    assert (chosen.kind, chosen.per_device) == ("torch", 2)
+    search = OnGPU({"torch": 16})
+    monkeypatch.setattr(search.runtime, "broadcast_from_main", lambda work: (["torch"], [1, 2]))
+    decision = search.choose({"world_size": 1, "device": "H200"})
+    assert (decision.kind, decision.per_device) == ("torch", 2)
 
 
-def test_rows_that_fit_nowhere_are_refused(on_gpu, monkeypatch):
-    trainer = on_gpu({"none": 0, "torch": 0, "unsloth": 0})
-    chosen = fit.choose(trainer, {})
-    assert (chosen.kind, chosen.per_device) == ("unsloth", 1) and chosen.reason.endswith(", which is tight")
-    monkeypatch.setattr(trainer, "attempt", lambda size: Try(None, 2**30))
+def test_rows_that_fit_nowhere_are_refused(monkeypatch):
+    search = OnGPU({"none": 0, "torch": 0, "unsloth": 0})
+    decision = search.choose({})
+    assert (decision.kind, decision.per_device) == ("unsloth", 1)
+    assert decision.reason.endswith(", with little room to spare")
+    monkeypatch.setattr(search, "try_training", lambda size: Trial(None, 2**30))
     with pytest.raises(UserError, match=r"longest rows \(1 x 1,100 tokens\) does not fit into the 1 GiB"):
-        fit.choose(trainer, {})
+        search.choose({})
 
 
-def test_evaluation_rows_that_do_not_fit_are_refused_before_the_first_step(on_gpu, monkeypatch):
-    trainer, gib = on_gpu({"none": 16}), 2**30
-    tries = {"enough": Try(9 * gib, 9 * gib), "more": Try(10 * gib, 9 * gib), "out of memory": Try(None, 9 * gib)}
+def test_evaluation_rows_that_do_not_fit_are_refused_before_the_first_step(monkeypatch):
+    search, gib = OnGPU({"none": 16}), 2**30
+    trials = {
+        "enough": Trial(9 * gib, 9 * gib),
+        "more": Trial(10 * gib, 9 * gib),
+        "out of memory": Trial(None, 9 * gib),
+    }
     # Without evaluation rows none are tried.
-    monkeypatch.delattr(fit, "attempt_evaluation")
-    assert fit.choose(trainer, {}).per_device == 16
-    trainer.eval_rows = SimpleNamespace(units=5, lengths=lambda: np.array([10, 8000, 30, 40, 50, 1]))
-    for name, found in tries.items():
-        monkeypatch.setattr(fit, "attempt_evaluation", lambda trainer, found=found: found, raising=False)
+    monkeypatch.setattr(search, "try_evaluation", lambda rows: pytest.fail("evaluation rows were tried"))
+    assert search.choose({}).per_device == 16
+    search.data.evaluation = SimpleNamespace(units=5, lengths=lambda: np.array([10, 8000, 30, 40, 50, 1]))
+    for name, trial in trials.items():
+        monkeypatch.setattr(search, "try_evaluation", lambda rows, trial=trial: trial)
         if name == "enough":
-            assert fit.choose(trainer, {}).per_device == 16
+            assert search.choose({}).per_device == 16
             continue
         with pytest.raises(UserError, match=r"longest rows \(5 x 8,000 tokens\) does not fit into the 9 GiB"):
-            fit.choose(trainer, {})
+            search.choose({})
 
 
-def test_a_try_of_an_evaluation_is_one_forward_pass_without_gradients(monkeypatch):
+def test_a_trial_of_an_evaluation_is_one_forward_pass_without_gradients(monkeypatch):
     columns = {name: [[1, 2], [3, 4, 5], [6], [0]] for name in ("input_ids", "labels")}
     rows = TokenizedRows(datasets.Dataset.from_dict(columns).with_format("numpy"), Counts(rows=3))
     seen: list[Any] = []
@@ -224,21 +237,26 @@ def test_a_try_of_an_evaluation_is_one_forward_pass_without_gradients(monkeypatc
         if len(seen) > 1:
             raise torch.OutOfMemoryError("CUDA out of memory.")
 
-    trainer = SimpleNamespace(
-        settings=Settings(per_device_eval_batch_size=2), eval_rows=rows, model=torch.nn.Linear(1, 1), exchange=None,
-        args=SimpleNamespace(device=torch.device("cpu"), world_size=1), data_collator=PadRight(0),
-        accelerator=SimpleNamespace(autocast=contextlib.nullcontext), micro_batch_loss=loss,
-    )  # fmt: skip
+    model = torch.nn.Linear(1, 1)
+    runner = MicroBatchRunner(model, torch.device("cpu"), loss, PadRight(0), contextlib.nullcontext)
+    search = OnGPU({}, per_device_eval_batch_size=2)
+    # What Adam will keep for two fp32 weights comes on top of the peak.
+    search.run, search.bytes_later = runner, bytes_added_by_steps(model, "adamw_torch", several=False, exchanges=False)
     for name, value in {"mem_get_info": (60, 100), "memory_reserved": 20, "max_memory_allocated": 30}.items():
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
     monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda _: 0.7)
     for name in ("synchronize", "reset_peak_memory_stats"):
         monkeypatch.setattr(torch.cuda, name, lambda *_: None)
-    # What Adam will keep for two fp32 weights comes on top of the peak.
-    assert fit.attempt_evaluation(trainer) == Try(30 + 2 * 8, 70)
+    assert search.try_evaluation(rows) == Trial(30 + 2 * 8, 70)
     assert seen == [([[3, 4, 5], [1, 2, 0]], False, False, 1.0)]
-    assert fit.attempt_evaluation(trainer).needed is None
-    assert trainer.model.training
+    assert search.try_evaluation(rows).needed is None
+    assert model.training
+
+
+@pytest.mark.parametrize(("several", "exchanges", "copies"), [(False, False, 0), (True, False, 1), (True, True, 2)])
+def test_gradients_that_are_exchanged_are_counted(several, exchanges, copies):
+    added = bytes_added_by_steps(torch.nn.Linear(1, 1), "sgd", several=several, exchanges=exchanges)
+    assert added == copies * 2 * 4
 
 
 # ---- memory that runs out in a step ----
@@ -254,7 +272,7 @@ def short_of_memory(argv: list[str], folder: str, rank: int, step: int, where: s
 
     os.chdir(folder)
     handle: list[Any] = []
-    loss_of = trainer.DDPTrainer.micro_batch_loss
+    compute_loss = trainer.DDPTrainer.compute_loss
     fails = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB.")
 
     def break_off(gradient):
@@ -263,19 +281,19 @@ def short_of_memory(argv: list[str], folder: str, rank: int, step: int, where: s
     # The buckets of the layers behind the middle one have been sent when its gradient comes.
     exchange.BUCKET_BYTES = 1024
 
-    def micro_batch_loss(self, model, inputs, divisor):
+    def short_compute_loss(self, model, inputs, *args, **kwargs):
         here = torch.is_grad_enabled() and self.runtime.ranks.rank == rank and self.state.global_step + 1 == step
         # Not the first micro-batch, so that gradients of others are there.
-        short = here and self.recompute.kind == "none" and self.step_start.done == after
+        short = here and self.checkpointing.kind == "none" and self.retry._start.done == after
         if short and where == "forward":
             raise fails
         trained = [p for p in self.model.parameters() if p.requires_grad]
         handle.pop().remove() if handle else None
         if short:
             handle.append(trained[len(trained) // 2].register_hook(break_off))
-        return loss_of(self, model, inputs, divisor)
+        return compute_loss(self, model, inputs, *args, **kwargs)
 
-    trainer.DDPTrainer.micro_batch_loss = micro_batch_loss
+    trainer.DDPTrainer.compute_loss = short_compute_loss
     sys.argv = ["train_ddp.py", *argv]
     import train_ddp
 
@@ -338,6 +356,26 @@ def test_memory_that_runs_out_is_known_whoever_says_so(kind, text, short):
 
 def test_other_errors_of_a_sharded_step_stay_what_they_are():
     # A sharded model has no word for whether it exchanges gradients.
-    trainer = RetryingTrainer.__new__(RetryingTrainer)
-    trainer.args, trainer.recompute = SimpleNamespace(world_size=2), SimpleNamespace(next=None)
-    assert not trainer._can_repeat(torch.nn.Linear(1, 1), torch.OutOfMemoryError("CUDA out of memory."))
+    checkpointing = SimpleNamespace(next=None, level=0, kinds=("torch",))
+    retry = StepRetry(checkpointing, SimpleNamespace(), torch.device("cpu"), None, 2, lambda kind: None)
+    retry.begin_step([], torch.ones(()))
+
+    def fails(model, batch, divisor):
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    with pytest.raises(torch.OutOfMemoryError):
+        retry.run(fails, torch.nn.Linear(1, 1), {}, torch.ones(()))
+
+
+def test_ranks_follow_the_one_that_switched_furthest_and_say_so_once():
+    checkpointing = SimpleNamespace(kinds=("none", "torch", "unsloth"), level=0, next="torch")
+
+    def use(kind):
+        checkpointing.level = checkpointing.kinds.index(kind)
+
+    checkpointing.use, used = use, []
+    retry = StepRetry(checkpointing, SimpleNamespace(), torch.device("cpu"), None, 2, used.append)
+    retry.start_with("torch")
+    assert retry.follow([1, 1]) == [] and used == []
+    assert retry.follow([1, 2]) == [1] and used == ["unsloth"]
+    assert retry.follow([2, 2]) == []

@@ -10,7 +10,7 @@ import torch
 from transformers import Trainer, TrainingArguments
 from transformers.training_args import OptimizerNames
 
-from unsloth_ddp.training.memory_search import optimizer_states
+from unsloth_ddp.training.memory_search import bytes_added_by_steps
 from unsloth_ddp.training.optimizer_memory import optimizer_bytes
 
 # Their packages are not installed, or are for other machines.
@@ -63,7 +63,8 @@ def test_what_is_kept_for_a_whole_model_is_counted_with_its_embedding(name: str,
     optimizer.step()
     kept = sum(weighed(state) for state in optimizer.state.values())
     # Two tables of 256 fp32 numbers for each weight that is packed.
-    assert kept == pytest.approx(optimizer_states(model, name), abs=2 * 2 * 256 * 4 + 8)
+    counted = bytes_added_by_steps(model, name, several=False, exchanges=False)
+    assert kept == pytest.approx(counted, abs=2 * 2 * 256 * 4 + 8)
 
 
 def test_what_cannot_be_tried_counts_as_adam_in_fp32() -> None:

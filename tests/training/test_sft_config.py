@@ -10,13 +10,14 @@ import pytest
 from transformers import SchedulerType
 from trl.trainer.sft_config import SFTConfig
 
-from unsloth_ddp.config.parse import FIELDS, Settings
+from unsloth_ddp.config.options import OPTIONS, Settings
+from unsloth_ddp.config.trainer_args import OWNED_ARGS
 from unsloth_ddp.data.batch_plan import BatchPlan
 from unsloth_ddp.distributed.ranks import Ranks
 from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.distributed.sharding import Sharding
-from unsloth_ddp.training.owned_args import OWNED_ARGS
-from unsloth_ddp.training.sft_config import SCHEDULE_EXAMPLES, make_config
+from unsloth_ddp.training.optimizer_check import SCHEDULE_EXAMPLES
+from unsloth_ddp.training.sft_config import make_config
 from unsloth_ddp.utils.errors import UserError
 
 # Read by what the kit leaves to Transformers and TRL: optimizer and schedule, hooks on the model, logs, checkpoints, data
@@ -28,10 +29,10 @@ WORDS = """
     logging_strategy logging_first_step log_on_each_node logging_nan_inf_filter include_num_input_tokens_seen log_level
     log_level_replica disable_tqdm project trackio_space_id trackio_bucket_id trackio_static_space_id debug
     skip_memory_metrics
-    eval_delay eval_on_start save_on_each_node load_best_model_at_end metric_for_best_model
-    greater_is_better restore_callback_states_from_checkpoint
+    eval_delay eval_on_start load_best_model_at_end metric_for_best_model
+    greater_is_better
     dataloader_num_workers dataloader_pin_memory dataloader_persistent_workers dataloader_prefetch_factor
-    dataloader_multiprocessing_context dataloader_in_order
+    dataloader_multiprocessing_context
     ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph
 """
 GOES_THROUGH = set(WORDS.split())
@@ -46,28 +47,8 @@ def config_with(folder: Path, options: dict[str, Any] | None = None, sharding: S
 def test_every_field_is_an_option_goes_through_or_is_refused() -> None:
     names = {f.name for f in dataclasses.fields(SFTConfig) if f.init}
     # Unsloth's version of the class has it.
-    assert names - FIELDS.keys() - GOES_THROUGH == OWNED_ARGS.keys() - {"max_seq_length"}
-    assert not GOES_THROUGH & (OWNED_ARGS.keys() | FIELDS.keys()) and names >= GOES_THROUGH
-
-
-@pytest.mark.parametrize(
-    ("name", "instead"),
-    [
-        ("loss_type", "the loss is the negative log-likelihood"), ("packing", "use --packing."),
-        ("eval_packing", "use --packing; what"), ("assistant_only_loss", "use --loss_on."),
-        ("truncation_mode", "use --overlong."), ("optim", "use --optim."), ("max_seq_length", "use --max_length."),
-        ("save_only_model", "a run goes on only with the state of its optimizer; --save_strategy no"),
-    ],
-)  # fmt: skip
-def test_what_would_do_nothing_is_refused_with_what_there_is_instead(name: str, instead: str, tmp_path: Path) -> None:
-    with pytest.raises(UserError) as refused:
-        config_with(tmp_path, **{name: "x"})
-    assert str(refused.value).startswith(f"trainer_args: {name} is decided by the kit; {instead}")
-
-
-def test_what_is_refused_names_options_that_there_are() -> None:
-    named = {word.strip(".,;:") for text in OWNED_ARGS.values() for word in text.split() if word.startswith("--")}
-    assert {name.removeprefix("--") for name in named} - {"help"} <= FIELDS.keys()
+    assert names - OPTIONS.keys() - GOES_THROUGH == OWNED_ARGS.keys() - {"max_seq_length"}
+    assert not GOES_THROUGH & (OWNED_ARGS.keys() | OPTIONS.keys()) and names >= GOES_THROUGH
 
 
 def test_what_goes_through_arrives_and_nothing_is_added_to_the_loss(tmp_path: Path) -> None:

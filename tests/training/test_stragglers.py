@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from tests.ranks import run_ranks, train
-from unsloth_ddp.training.metrics import OwnWorkTimer, Stragglers, describe_straggler
+from unsloth_ddp.training.meter import OwnWorkTimer
+from unsloth_ddp.training.stragglers import Stragglers, describe_straggler
 
 
 def named(*intervals: tuple[list[float], list[float]], passed: float = 1.0) -> list[int]:
@@ -70,16 +71,16 @@ def test_the_line_names_host_and_figures():
 
 def train_slowly(rank: int, argv: list[str], cwd: str) -> None:
     """train_ddp.py, in which the forward passes of one rank take longer."""
-    from unsloth_ddp.training.trainer import DDPTrainer
+    from unsloth_ddp.training.micro_batch_loss import MicroBatchLoss
 
-    forward = DDPTrainer._transformers_loss
+    forward = MicroBatchLoss.__call__
 
     def slow(self, *args):
         if int(os.environ["RANK"]) == rank:
             time.sleep(0.2)
         return forward(self, *args)
 
-    DDPTrainer._transformers_loss = slow
+    MicroBatchLoss.__call__ = slow
     train(argv, cwd)
 
 

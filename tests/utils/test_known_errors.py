@@ -9,7 +9,8 @@ import sys
 import pytest
 
 from tests.conftest import REPO
-from unsloth_ddp.utils.known_errors import ROWS, explain, find, messages
+from unsloth_ddp.utils.error_table import KNOWN_ERRORS
+from unsloth_ddp.utils.known_errors import explain, find_known_error, messages
 
 KNOWN = [
     ("GPU out of memory", "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.10 GiB of which 1.06 GiB is free."),
@@ -112,25 +113,25 @@ UNRELATED = [
     "ConnectionError: tracking server answered 500",
     "KeyboardInterrupt",
     "OSError: [Errno 5] Input/output error",
-    "rank 1 (node 0, host b, pid 77) died without a word at step 12 (training): killed from outside (kill -9, or out of memory: see dmesg on that host) or crashed in native code.",
-    "rank 1 (node 1, host b, pid 77) has not answered for 30 s, since step 12 (training): the process is frozen, or its host is down or cut off from the network (--watch_timeout sets how long is waited).",
+    "rank 1 (node 0, host b, pid 77) died without an error message at step 12 (training): killed from outside (kill -9, or out of memory: see dmesg on that host) or crashed in native code.",
+    "rank 1 (node 1, host b, pid 77) has not answered for 30 s, since step 12 (training): the process is frozen, or its host is down or cut off from the network (--watch_timeout sets the limit).",
 ]
 
 
 @pytest.mark.parametrize(("name", "text"), KNOWN, ids=[f"{i}-{name}" for i, (name, _) in enumerate(KNOWN)])
 def test_a_known_error_is_explained(name, text):
-    row = find(text)
-    assert row is not None and row.name == name, row
+    known = find_known_error(text)
+    assert known is not None and known.name == name, known
 
 
-def test_every_row_is_backed_by_a_message():
-    assert {row.name for row in ROWS} == {name for name, _ in KNOWN}
-    assert len(ROWS) >= 25
+def test_every_known_error_has_a_real_message():
+    assert {known.name for known in KNOWN_ERRORS} == {name for name, _ in KNOWN}
+    assert len(KNOWN_ERRORS) >= 25
 
 
 @pytest.mark.parametrize("text", UNRELATED)
 def test_an_unrelated_error_is_not_explained(text):
-    assert explain(text) == "", find(text)
+    assert explain(text) == "", find_known_error(text)
 
 
 def test_only_messages_of_a_traceback_are_searched():
@@ -144,20 +145,20 @@ def test_only_messages_of_a_traceback_are_searched():
         '  File "/app/x.py", line 1, in <module>\n'
         "KeyError: 'a'\n"
     )
-    assert find(text) is None
+    assert find_known_error(text) is None
     assert "ValueError: no" in messages(text) and "safetensors" not in messages(text)
-    assert find(text.replace("ValueError: no", "OSError: [Errno 28] No space left on device")).name == "disk full"
+    assert (
+        find_known_error(text.replace("ValueError: no", "OSError: [Errno 28] No space left on device")).name
+        == "disk full"
+    )
 
 
-def test_rows_read_well():
-    for row in ROWS:
-        assert (
-            (row.cause[0].isupper() or row.cause.startswith("bitsandbytes") or row.cause.startswith("flash-attn"))
-            and row.cause.endswith(".")
-            and row.fix.endswith(".")
-        ), row
-        assert (row.cause + row.fix).isascii(), row
-        re.compile(row.pattern)
+def test_causes_and_fixes_are_sentences():
+    for known in KNOWN_ERRORS:
+        assert known.cause[0].isupper() or known.cause.startswith(("bitsandbytes", "flash-attn")), known
+        assert known.cause.endswith(".") and known.fix.endswith("."), known
+        assert (known.cause + known.fix).isascii(), known
+        re.compile(known.pattern)
 
 
 def test_options_named_in_the_fixes_exist():
@@ -166,7 +167,7 @@ def test_options_named_in_the_fixes_exist():
     from unsloth_ddp.config.options import Settings
 
     others = {"num_processes", "main_process_port", "master_port", "gpus", "ipc", "locked", "extra", "force"}
-    named = set(re.findall(r"--([a-z_]{3,})", " ".join(row.fix for row in ROWS)))
+    named = set(re.findall(r"--([a-z_]{3,})", " ".join(known.fix for known in KNOWN_ERRORS)))
     assert named - others <= {f.name for f in dataclasses.fields(Settings)} | {"shm"}
 
 

@@ -1,4 +1,4 @@
-"""What a checkpoint says about itself: read, written and compared here, all of it plain values.
+"""Read, write, verify and compare the manifests of checkpoints. Plain values only.
 
 The manifest is the last file of a checkpoint and lists every other one. A folder is whole if its manifest is, and
 every file that it lists is there with its size and checksum.
@@ -16,33 +16,37 @@ from typing import Any
 
 import xxhash
 
+from unsloth_ddp.config.options import options_with
+from unsloth_ddp.distributed.wire import sendable
+from unsloth_ddp.utils.checksums import checksum
+from unsloth_ddp.utils.errors import os_reason
 from unsloth_ddp.utils.redaction import printable
 
 FILE_NAME = "manifest.json"
 FORMAT = 1
-CHUNK = 1 << 22
 
-# Settings that a resumed run has to share with the checkpoint, because each of them changes what is computed.
-GUARDED = (
-    "model", "model_revision", "method", "seed", "full_weights", "lora_r", "lora_alpha", "lora_dropout",
-    "lora_target_modules", "lora_modules_to_save", "use_rslora", "max_length", "overlong", "loss_on", "learning_rate",
-    "lr_scheduler_type", "warmup_steps", "weight_decay", "max_grad_norm", "optim", "trainer_args",
-)  # fmt: skip
-# Facts of the run beside them, in the same way.
+# Options that a resumed run has to share with the checkpoint as given; their declarations say which.
+GUARDED = options_with(on_resume="refuse", resolved=False)
+# Facts that it has to share: what the run made of options, and what follows from several of them.
 GUARDED_FACTS = (
-    "packing", "global_batch_size", "steps", "rows", "data", "sources", "shuffle_buffer", "backend", "precision",
+    *options_with(on_resume="refuse", resolved=True), "steps", "rows", "data", "sources", "sources_revision",
+    "model_config", "model_tokenizer", "model_weights",
 )  # fmt: skip
-# What changes where and how the same is computed: said, not refused.
-SAID = (
-    "world_size", "per_device_train_batch_size", "gradient_accumulation_steps", "gradient_checkpointing",
-    "attn_implementation",
-)  # fmt: skip
+# Options and facts whose change is reported and not refused: the same is computed elsewhere or otherwise.
+SAID = ("world_size", *options_with(on_resume="report"))
 # What a run needs beside the weights: the file as one process writes it, and its names with DDP, FSDP and DeepSpeed.
 STATE_FILES = {
     "optimizer.pt": ("optimizer.pt", "optimizer.bin", "optimizer_*/*", "*_optim_states.pt"),
     "scheduler.pt": ("scheduler.pt", "*_model_states.pt"),
     "rng_state.pth": ("rng_state.pth", "rng_state_*.pth"),
 }
+# What a resume reads beside the weights. A file of such a name that the manifest does not list was not written by the run.
+READ_ON_RESUME = (
+    "optimizer.pt", "optimizer.bin", "scheduler.pt", "scaler.pt", "rng_state*.pth", "latest", "*_states.pt",
+    "*.distcp", ".metadata",
+)  # fmt: skip
+# Files that DeepSpeed, and torch's sharded checkpoints, read by unpickling: whoever wrote them can have run any code.
+PICKLED = ("*_optim_states.pt", "*_model_states.pt", ".metadata")
 # Shardings whose optimizer files are one a process.
 FIXED_WORLD = ("zero2", "zero3")
 
@@ -54,9 +58,10 @@ class Damaged(ValueError):
         super().__init__(printable(message))
 
 
+@sendable
 @dataclass(frozen=True)
 class Manifest:
-    """Step of a checkpoint, the facts of its run, package versions, and files as {path: (bytes, checksum)}."""
+    """Step of a checkpoint, identity of its run, package versions, and files as {path: (bytes, checksum)}."""
 
     step: int
     run: dict[str, Any]
@@ -76,7 +81,7 @@ class Manifest:
 
 
 def from_text(text: str) -> Manifest:
-    """The manifest that `to_text` wrote.
+    """Parse the text that `to_text` wrote.
 
     Raises:
         Damaged: it is anything else.
@@ -123,22 +128,13 @@ def _checksum_of(content: Mapping[str, Any]) -> str:
 # ---- files ----
 
 
-def checksum(path: Path) -> str:
-    """The xxh3_128 of a file, which is read in parts."""
-    digest = xxhash.xxh3_128()
-    with path.open("rb") as file:
-        while chunk := file.read(CHUNK):
-            digest.update(chunk)
-    return str(digest.hexdigest())
-
-
 def list_files(folder: Path) -> list[Path]:
-    """Every file below `folder` but the manifest at its top, sorted."""
+    """Return every file below `folder` but the manifest at its top, sorted."""
     return sorted(path for path in folder.rglob("*") if path.is_file() and path != folder / FILE_NAME)
 
 
 def describe_files(folder: Path) -> dict[str, tuple[int, str]]:
-    """Size and checksum of every file below `folder`, the manifest left out."""
+    """Return size and checksum of every file below `folder`, the manifest left out."""
     paths = list_files(folder)
     with ThreadPoolExecutor(max_workers=4) as pool:
         digests = list(pool.map(checksum, paths))
@@ -149,7 +145,7 @@ def describe_files(folder: Path) -> dict[str, tuple[int, str]]:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a checkpoint folder, whose files are not looked at.
+    """Return the manifest of a checkpoint folder; the files it lists are not read.
 
     Raises:
         Damaged: there is none, or it is not readable.
@@ -163,7 +159,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def verify(folder: Path) -> Manifest:
-    """The manifest of a checkpoint whose every file is there, in its size and with its checksum.
+    """Return the manifest of a checkpoint after checking that every file has its size and checksum.
 
     Raises:
         Damaged: naming the first file that is not.
@@ -179,7 +175,12 @@ def verify(folder: Path) -> Manifest:
             if path.stat().st_size != size:
                 raise Damaged(f"{name} has {path.stat().st_size:,} bytes instead of {size:,}")
         except OSError as error:
-            raise Damaged(f"{name[:100]} cannot be read: {error.strerror or error}") from None
+            raise Damaged(f"{name[:100]} cannot be read: {os_reason(error)}") from None
+
+    for path in list_files(folder):
+        name = path.relative_to(folder).as_posix()
+        if name not in manifest.files and _is_named(path.name, READ_ON_RESUME):
+            raise Damaged(f"it holds {name[:100]}, which its manifest does not list; remove that file")
 
     def matches(name: str) -> bool:
         try:
@@ -194,8 +195,17 @@ def verify(folder: Path) -> Manifest:
     return manifest
 
 
+def _is_named(name: str, patterns: Iterable[str]) -> bool:
+    return any(fnmatch(name, pattern) for pattern in patterns)
+
+
+def pickled_file(files: Iterable[str]) -> str | None:
+    """Return the first of a checkpoint's files whose reading runs what it holds; None if there is none."""
+    return next((name for name in files if _is_named(PurePosixPath(name).name, PICKLED)), None)
+
+
 def missing_state(files: Iterable[str]) -> str | None:
-    """The first of STATE_FILES that is not among a checkpoint's files under any of its names."""
+    """Return the first of STATE_FILES that a checkpoint lacks under every one of its names."""
     names = list(files)
     for file, patterns in STATE_FILES.items():
         if not any(fnmatch(name, pattern) for name in names for pattern in patterns):
@@ -203,37 +213,47 @@ def missing_state(files: Iterable[str]) -> str | None:
     return None
 
 
-# ---- the run that goes on ----
+# ---- resuming ----
 
 
 @dataclass
 class Comparison:
-    """What differs between a checkpoint and the run that would go on from it, as sentences' parts.
+    """Differences between the run of a checkpoint and the run that would resume from it, as parts of sentences.
 
-    `impossible` cannot be had at all, `refused` only if the user insists, `said` changes nothing that is learned;
-    `instead` is what would mend what is refused.
+    `impossible` cannot be resumed at all, `refused` only with --resume_anyway, `reported` changes nothing that is
+    learned; `instead` says how to resolve what is refused.
     """
 
     impossible: list[str] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)
-    said: list[str] = field(default_factory=list)
+    reported: list[str] = field(default_factory=list)
     instead: str = "go back to the first value"
 
 
-def compare(before: Mapping[str, Any], now: Mapping[str, Any]) -> Comparison:
-    """Compare the facts of two runs; a fact that only one of them holds is not compared."""
+def compare_runs(before: Mapping[str, Any], now: Mapping[str, Any]) -> Comparison:
+    """Compare the identities of two runs; a name that only one of them holds is not compared."""
 
     def changes(names: tuple[str, ...]) -> list[str]:
         both = [name for name in names if name in before and name in now]
+        # Earlier releases did not keep the commit of a Hub model.
+        both = [name for name in both if name != "model_revision" or before[name] is not None]
         return [f"{name} {_shown(before[name])} -> {_shown(now[name])}" for name in both if before[name] != now[name]]
 
-    result = Comparison(refused=changes(GUARDED + GUARDED_FACTS), said=changes(SAID))
+    result = Comparison(refused=changes(GUARDED + GUARDED_FACTS), reported=changes(SAID))
     packs, processes = before.get("global_batch_size"), now.get("world_size")
     packed = "off" not in (before.get("packing", "off"), now.get("packing", "off"))
     if packed and packs and processes and packs % processes:
         result.instead = (
             f"its steps hold {packs} packs, which {processes} processes cannot share: start as many as divide {packs}"
         )
+    moved = ("model_revision", "sources_revision")
+    kept = [name for name in moved if before.get(name) and any(c.startswith(f"{name} ") for c in result.refused)]
+    if kept:
+        option = {"sources_revision": "dataset_revision"}.get(kept[0], kept[0])
+        values = before[kept[0]] if isinstance(before[kept[0]], list) else [before[kept[0]]]
+        result.instead = f"give --{option} {' '.join(map(printable, map(str, values)))} to read the same commit again"
+    elif any(change.startswith(("model_weights", "model_config", "model_tokenizer")) for change in result.refused):
+        result.instead = "put the earlier files of the model back"
     old, new = before.get("sharding", "none"), now.get("sharding", "none")
     if old != new:
         result.impossible.append(
@@ -253,14 +273,14 @@ def _shown(value: Any) -> str:
 
 
 def differing(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """Packages whose version changed, as "torch 2.13.0 -> 2.14.0"."""
+    """Return the packages whose version changed, as "torch 2.13.0 -> 2.14.0"."""
     return [
         f"{name} {version} -> {now.get(name, 'none')}" for name, version in before.items() if now.get(name) != version
     ]
 
 
 def newest(found: Mapping[int, Path], whole: Callable[[Path], Any]) -> tuple[Path | None, list[tuple[Path, str]]]:
-    """The checkpoint of the highest step for which `whole` raises no Damaged, and the ones skipped on the way."""
+    """Return the checkpoint of the highest step for which `whole` does not raise Damaged, and those skipped."""
     skipped: list[tuple[Path, str]] = []
     for step in sorted(found, reverse=True):
         try:

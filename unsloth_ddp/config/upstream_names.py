@@ -1,6 +1,6 @@
-"""Names that Transformers gives to schedules, optimizers and trackers, read from its source.
+"""Refuse misspelt names of schedules, optimizers and trackers, without importing Transformers.
 
-So a misspelt one is told before anything is loaded: Transformers itself is slow to import, and has to wait for Unsloth.
+Transformers takes seconds to import and has to be imported after Unsloth, so its names are read from its source.
 """
 
 from __future__ import annotations
@@ -14,39 +14,53 @@ from pathlib import Path
 
 from unsloth_ddp.utils.errors import UserError
 
-# The file, and the enum or dict in it.
-PLACES = {
+# The file of Transformers, and the enum or dict in it.
+NAMES = {
     "optim": ("training_args.py", "OptimizerNames"),
     "lr_scheduler_type": ("trainer_utils.py", "SchedulerType"),
     "report_to": ("integrations/integration_utils.py", "INTEGRATION_TO_CALLBACK"),
 }
+# The classes that together hold SFTConfig's fields.
+SFT_CONFIG = (
+    ("trl", "trainer/sft_config.py", "SFTConfig"),
+    ("trl", "trainer/base_config.py", "_BaseConfig"),
+    ("transformers", "training_args.py", "TrainingArguments"),
+)
 
 
 @functools.cache
 def known_names(option: str) -> tuple[str, ...]:
-    """What the installed Transformers takes for an option; nothing where it keeps its names elsewhere."""
-    spec = importlib.util.find_spec("transformers")
-    file, wanted = PLACES[option]
+    """Return the names that the installed Transformers takes for an option; none where they are defined elsewhere."""
+    texts = [n.value for n in _defined("transformers", *NAMES[option]) if isinstance(n, ast.Constant)]
+    return tuple(text for text in texts if isinstance(text, str) and text.isidentifier())
+
+
+@functools.cache
+def sft_config_fields() -> frozenset[str]:
+    """Return the fields of the installed TRL's SFTConfig."""
+    nodes = [node for place in SFT_CONFIG for node in _defined(*place)]
+    return frozenset(n.target.id for n in nodes if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name))
+
+
+def _defined(package: str, file: str, name: str) -> list[ast.AST]:
+    """Return the syntax nodes of the class or dict `name` in a package's file; none where it is not there."""
+    spec = importlib.util.find_spec(package)
     path = Path(spec.origin).parent / file if spec and spec.origin else None
     if path is None or not path.is_file():
-        return ()
+        return []
     for node in ast.parse(path.read_text(encoding="utf-8")).body:
-        match node:
-            case ast.ClassDef(name=name, body=lines) if name == wanted:
-                values: list[ast.expr | None] = [line.value for line in lines if isinstance(line, ast.Assign)]
-            case ast.Assign(targets=[ast.Name(id=name)], value=ast.Dict(keys=keys)) if name == wanted:
-                values = list(keys)
-            case _:
-                continue
-        return tuple(one.value for one in values if isinstance(one, ast.Constant) and isinstance(one.value, str))
-    return ()
+        targets = node.targets if isinstance(node, ast.Assign) else []
+        names = [node.name] if isinstance(node, ast.ClassDef) else [t.id for t in targets if isinstance(t, ast.Name)]
+        if name in names:
+            return [*ast.walk(node)]
+    return []
 
 
 def check_name(option: str, value: str) -> None:
     """Refuse a schedule or an optimizer that Transformers does not know.
 
     Raises:
-        UserError: naming the one that is near.
+        UserError: naming the nearest one.
     """
     known = known_names(option)
     if known and value not in known:
@@ -55,10 +69,10 @@ def check_name(option: str, value: str) -> None:
 
 
 def choose_trackers(asked: Sequence[str], known: Collection[str], installed: Collection[str]) -> list[str]:
-    """Where reports go; `all` is every tracker that is installed.
+    """Return the trackers that get reports; `all` is every tracker that is installed.
 
     Raises:
-        UserError: one is unknown or not installed, or none stands beside others.
+        UserError: one is unknown or not installed, or none or all stands beside others.
     """
     if list(asked) in ([], ["none"]):
         return []
@@ -79,6 +93,6 @@ def choose_trackers(asked: Sequence[str], known: Collection[str], installed: Col
 
 
 def nearest(name: str, known: Collection[str], documentation: str) -> str:
-    """The end of a sentence that refuses a name: the known one that is near, or where they stand."""
+    """Return the end of a sentence that refuses a name: the nearest known one, or the place that lists them."""
     near = difflib.get_close_matches(name[:100], known, n=1, cutoff=0.6)
     return f"did you mean {near[0]}?" if near else f"{documentation} lists them."

@@ -1,13 +1,13 @@
-"""The batch plan: which rows an optimizer step sees, however many processes share them. Pure arithmetic.
+"""Plan which rows an optimizer step sees, independently of how many processes share them. Pure arithmetic.
 
-The global batch (rows per optimizer step over all processes) is the number that stays when GPUs are added:
+The global batch (rows per optimizer step over all processes) stays the same when GPUs are added:
 
     global batch = per-device batch x accumulation x processes
 
 Row order is a function of (rows, seed, epoch) alone. Micro-batches are dealt to the processes in turn, so step s
 sees rows s x global batch to (s + 1) x global batch of that order in every layout of the same global batch. Within a
-step rows are arranged by length, which changes who computes what and when, not what is computed. Where rows are
-packed (packing.py), a pack is what counts as a row here.
+step, rows are arranged by length, which changes which process computes a row and when, but not the result. If rows are
+packed (packing.py), a "row" here is a pack.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ class BatchPlan:
         return self.per_device * self.accumulation * self.processes
 
     def steps_per_epoch(self, rows: int) -> int:
-        """Optimizer steps in one pass over `rows`; the last may hold fewer rows."""
+        """Return the optimizer steps in one pass over `rows`; the last step may hold fewer rows."""
         return math.ceil(rows / self.global_batch)
 
     def steps(self, rows: int, epochs: float, max_steps: int) -> int:
-        """Optimizer steps of a run; a positive `max_steps` wins over `epochs`, as in Transformers."""
+        """Return the optimizer steps of a run; a positive `max_steps` overrides `epochs`, as in Transformers."""
         return max_steps if max_steps > 0 else math.ceil(epochs * self.steps_per_epoch(rows))
 
 
 def plan_batch(per_device: int, processes: int, global_batch: int | None, accumulation: int | None) -> BatchPlan:
-    """The plan for a global batch or an accumulation (or both, where they agree).
+    """Return the plan for a global batch or an accumulation (or both, if they agree).
 
-    With neither, the global batch is the one nearest to DEFAULT_GLOBAL_BATCH that divides.
+    With neither, take the global batch nearest to DEFAULT_GLOBAL_BATCH that divides.
 
     Raises:
         UserError: the global batch does not divide, or contradicts the accumulation.
@@ -73,15 +73,15 @@ def plan_batch(per_device: int, processes: int, global_batch: int | None, accumu
 
 
 def nearest_multiple(wanted: float, slots: int) -> int:
-    """The multiple of `slots` nearest to `wanted`, at least one; the larger of two equally near."""
+    """Return the multiple of `slots` nearest to `wanted`, at least `slots`; of two equally near ones, the larger."""
     return max(1, math.floor(wanted / slots + 0.5)) * slots
 
 
 class RowOrder(Sampler[int]):
-    """Row indices of one epoch, padded with a filler index until they divide into `multiple`.
+    """Row indices of one epoch, padded with a filler index to a multiple of `multiple`.
 
-    The filler index is `rows`: the data holds one row there that has no supervised token, so that padding evens
-    out the processes without any row being seen twice.
+    The filler index is `rows`: the data holds a row there that has no supervised token. So every process gets the same
+    number of rows, and no row is seen twice.
     """
 
     def __init__(self, rows: int, multiple: int, seed: int | None) -> None:
@@ -92,14 +92,14 @@ class RowOrder(Sampler[int]):
         self.epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the order of another epoch; Transformers calls this through the data loader."""
+        """Set the epoch whose order is used; Transformers calls this through the data loader."""
         self.epoch = epoch
 
     def __len__(self) -> int:
         return math.ceil(self.rows / self.multiple) * self.multiple
 
     def indices(self) -> np.ndarray:
-        """The whole epoch, int64 (len(self),)."""
+        """Return the indices of the whole epoch, int64 (len(self),)."""
         order = np.arange(self.rows)
         if self.seed is not None:
             np.random.default_rng([self.seed, self.epoch]).shuffle(order)
@@ -110,10 +110,10 @@ class RowOrder(Sampler[int]):
 
 
 class BalancedOrder(RowOrder):
-    """A RowOrder whose rows stay in their optimizer step, but are arranged there by length (see `arrange`)."""
+    """A RowOrder that arranges the rows of each optimizer step by length (see `arrange`)."""
 
     def __init__(self, plan: BatchPlan, lengths: np.ndarray, seed: int | None, *, padded: bool) -> None:
-        """`lengths` are the tokens of each row, and of the filler at the end; `seed` None keeps the order of the data."""
+        """`lengths` are the tokens of each row and, at the end, of the filler; `seed` None keeps the order of the data."""
         super().__init__(len(lengths) - 1, plan.per_device * plan.processes, seed)
         self.plan = plan
         self.lengths = lengths
@@ -126,16 +126,16 @@ class BalancedOrder(RowOrder):
 
 
 def arrange(rows: np.ndarray, lengths: np.ndarray, plan: BatchPlan, *, padded: bool) -> np.ndarray:
-    """The rows of one step, in the order that they are dealt in: micro-batch m goes to process m % processes.
+    """Return the rows of one step in dealing order: micro-batch m goes to process m % processes.
 
-    Rows of like length share a micro-batch, which is the least padding there can be. Micro-batches of like cost share
-    an accumulation position, and the process that has most so far gets the cheapest, so that the processes' costs
-    never lie further apart than those of one position do.
+    Rows of similar length share a micro-batch, which minimizes padding. Micro-batches of similar cost share an
+    accumulation position, and the process with the highest cost so far gets the cheapest, so that the costs of the
+    processes never differ by more than those of one position.
 
     Args:
         rows: int (rows of the step,), a multiple of per-device batch x processes.
         lengths: tokens of every row of the data.
-        padded: whether the cost of a micro-batch is that of its longest row for each of its rows, or their sum.
+        padded: if set, every row of a micro-batch costs as much as its longest row; otherwise its own length.
     """
     batches = rows[np.argsort(-lengths[rows], kind="stable")].reshape(-1, plan.processes, plan.per_device)
     costs = lengths[batches].max(axis=2) if padded else lengths[batches].sum(axis=2)

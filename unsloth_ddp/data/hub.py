@@ -1,4 +1,4 @@
-"""Decide before the Hub's libraries are imported whether the Hub can be reached."""
+"""Test whether the Hub can be reached, before its libraries are imported."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from unsloth_ddp.data.sources import is_file
 
 
 def use_cache_if_hub_is_unreachable(settings: Settings) -> None:
-    """Switch the Hub's libraries to their caches where it cannot be reached: they retry for minutes otherwise.
+    """Make the Hub's libraries use their caches if the Hub cannot be reached, since they would retry for minutes.
 
-    To be called before any of them is imported. A proxy or a mirror is left to answer for itself.
+    Call it before any of them is imported. If a proxy or a mirror is configured, nothing is tested or changed.
     """
     sources = [str(settings.model), *settings.dataset, *settings.eval_dataset]
     decided = ("HF_HUB_OFFLINE", "HF_ENDPOINT", "HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")

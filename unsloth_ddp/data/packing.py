@@ -1,7 +1,7 @@
-"""Rows of different length joined to packs of like length: how many a step holds, and whether to. Pure arithmetic.
+"""Decide whether rows are packed, which rows share a pack, and how many packs a step holds. Pure arithmetic.
 
-A pack is several rows behind each other in one sequence, each with positions of its own; attention and loss keep
-them apart, so a row's loss is what it would be alone. Which rows share a pack is a function of the rows' lengths.
+A pack is several rows concatenated into one sequence, each with its own positions. Attention and loss keep them apart,
+so the loss of a row is the same as alone. Which rows share a pack depends on the lengths of the rows only.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from unsloth_ddp.config.parse import Settings
 from unsloth_ddp.data.batch_plan import BatchPlan, nearest_multiple, plan_batch
 from unsloth_ddp.utils.errors import UserError
 
-# A step may have this share of the rows that were asked for, where fuller packs come of it.
+# A step may hold as little as this share of the requested rows, if packs are fuller for it.
 ENOUGH_ROWS = 0.8
 
 
@@ -26,10 +26,10 @@ class Packing:
     """Which rows share a pack: pack i holds `rows[starts[i] : starts[i + 1]]`, in the order of the data.
 
     Args:
-        capacity: most tokens a pack of several rows may hold; a row that is longer is a pack by itself.
-        rows: int64 (rows,), every row once.
+        capacity: most tokens that a pack of several rows may hold; a longer row is a pack by itself.
+        rows: int64 (rows,), each row once.
         starts: int64 (packs + 1,).
-        tokens: int64 (packs,), what each pack holds.
+        tokens: int64 (packs,), the tokens of each pack.
     """
 
     capacity: int
@@ -41,7 +41,7 @@ class Packing:
         return len(self.tokens)
 
     def members(self, pack: int) -> np.ndarray:
-        """The rows of one pack."""
+        """Return the rows of one pack."""
         return self.rows[self.starts[pack] : self.starts[pack + 1]]
 
     @property
@@ -66,7 +66,7 @@ class Packing:
 
 
 class _Bins:
-    """Open bins by the space that is left in them."""
+    """Open bins, by the space left in them."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
@@ -75,7 +75,7 @@ class _Bins:
         self.bins: dict[int, list[np.ndarray]] = {}
 
     def take(self, length: int, items: int) -> tuple[int, np.ndarray]:
-        """The bins that items of one length go into next, and the space in them: the tightest that fit, or new ones."""
+        """Return the bins for the next items of one length, and their space: the fullest that fit, or new ones."""
         at = bisect_left(self.spaces, length)
         if at == len(self.spaces):
             space = max(self.capacity, length)
@@ -96,7 +96,7 @@ class _Bins:
         return space, np.concatenate(taken)
 
     def put(self, space: int, bins: np.ndarray) -> None:
-        """Give bins back with the space that is left."""
+        """Return bins with the space left in them."""
         if space and len(bins):
             if space not in self.bins:
                 insort(self.spaces, space)
@@ -107,12 +107,12 @@ class _Bins:
 def best_fit(lengths: np.ndarray, capacity: int) -> Packing:
     """Best-fit-decreasing packing: longest rows first, each into the fullest pack that still takes it.
 
-    Rows of one length are placed together, so the work is O(rows log rows) to sort, and one round for each pair of
-    a length and a space that it goes into.
+    Rows of equal length are placed together, so the cost is O(rows log rows) for sorting, and one round for each pair of
+    a length and a space it is placed in.
 
     Args:
         lengths: int (rows,), each at least 1.
-        capacity: most tokens of a pack; a row that is longer is a pack by itself.
+        capacity: most tokens of a pack; a longer row is a pack by itself.
     """
     lengths = np.asarray(lengths, dtype=np.int64)
     assert len(lengths), "there is nothing to pack"
@@ -145,7 +145,7 @@ def best_fit(lengths: np.ndarray, capacity: int) -> Packing:
 
 @dataclass(frozen=True)
 class PackingDecision:
-    """Whether rows are packed, and why, in a few words."""
+    """The decision to pack rows or not, and the reason in a few words."""
 
     packed: bool
     reason: str
@@ -154,17 +154,17 @@ class PackingDecision:
 def decide_packing(
     wanted: str, place: str, kernel: str | None, wrong: str | None, doubtful: str | None
 ) -> PackingDecision:
-    """Pack where attention has a kernel that skips what lies between rows; it is slower than padding elsewhere.
+    """Pack if attention has a kernel that skips the blocks between rows; without one, packing is slower than padding.
 
     Args:
         wanted: --packing.
-        place: where attention runs, for the sentence.
-        kernel: the attention kernel for rows of different length, if there is one.
-        wrong: why packed rows of this model would not be kept apart.
-        doubtful: why that has not been tried.
+        place: description of where attention runs, for the sentence.
+        kernel: the attention kernel for rows of different lengths, if there is one.
+        wrong: the reason why packed rows of this model would not be kept apart, if there is one.
+        doubtful: the reason why packing has not been tested with this model, if there is one.
 
     Raises:
-        UserError: packing was asked for, and would train something else.
+        UserError: packing was requested but would give a different result.
     """
     if wanted == "off":
         return PackingDecision(False, "--packing off")
@@ -182,17 +182,17 @@ def decide_packing(
     return PackingDecision(True, f"{kernel} keeps rows apart")
 
 
-def place_of(backend: str, precision: str, settings: Settings) -> str:
-    """Where attention runs on a GPU, for `choose`."""
+def describe_backend(backend: str, precision: str, settings: Settings) -> str:
+    """Describe where attention runs on a GPU, for the sentence of `decide_packing`."""
     asked = f", {settings.attn_implementation}" if backend == "transformers" and settings.attn_implementation else ""
     return f"backend {backend} ({precision}{asked})"
 
 
 @dataclass
-class Request:
-    """What was asked of a step: see the options of the same names.
+class BatchRequest:
+    """The requested size of a step (see the options of the same names).
 
-    `plan` is the plan that follows without packing, or in packs where `packing` is on.
+    `plan` is the resulting plan in rows, or in packs if `packing` is "on".
 
     Raises:
         UserError: the global batch does not divide, or contradicts the accumulation.
@@ -211,11 +211,11 @@ class Request:
         self.plan = plan_batch(self.per_device, self.processes, self.global_batch, self.accumulation)
 
     @classmethod
-    def of(cls, settings: Settings, processes: int) -> Request:
-        """What these settings ask of a step."""
+    def of(cls, settings: Settings, processes: int) -> BatchRequest:
+        """Return the request that these settings make."""
         per_device, accumulation = settings.rows_at_once, settings.gradient_accumulation_steps
         if settings.per_device_train_batch_size == "auto" and accumulation and settings.global_batch_size:
-            # The two leave one number open, and no choice.
+            # These two settings determine the micro-batch.
             per_device = max(1, settings.global_batch_size // (accumulation * processes))
         return cls(
             packing=settings.packing,
@@ -229,13 +229,13 @@ class Request:
 
 
 def plan_step(
-    request: Request, lengths: np.ndarray, choice: PackingDecision
+    request: BatchRequest, lengths: np.ndarray, choice: PackingDecision
 ) -> tuple[BatchPlan, Packing | None, PackingDecision]:
-    """How rows of these lengths fill the steps of a run: the plan, the packs it counts (None: rows), and why.
+    """Plan the steps of a run for rows of these lengths: return the plan, the packs (None: rows), and the decision.
 
-    --packing on counts packs wherever rows are counted otherwise. --packing auto keeps rows as the unit: a step
-    holds the number of packs whose rows come nearest to the rows of an unpacked step, so that the same settings
-    train alike where packing cannot be had.
+    With --packing on, every setting that counts rows counts packs. With --packing auto, settings count rows: a step
+    holds the number of packs whose rows come nearest to the rows of an unpacked step, so that the same settings train
+    alike on machines without packing.
 
     Raises:
         UserError: the batch does not divide, is given twice, or is given in tokens without packing.
@@ -259,7 +259,7 @@ def plan_step(
     return packed, packing, choice
 
 
-def _without_packing(request: Request, choice: PackingDecision) -> PackingDecision:
+def _without_packing(request: BatchRequest, choice: PackingDecision) -> PackingDecision:
     if request.global_tokens is not None:
         raise UserError(
             f"global_batch_tokens {request.global_tokens} needs packed rows, and rows are padded: {choice.reason}; "
@@ -268,7 +268,7 @@ def _without_packing(request: Request, choice: PackingDecision) -> PackingDecisi
     return choice
 
 
-def _plan_in_packs(request: Request, packing: Packing) -> BatchPlan:
+def _plan_in_packs(request: BatchRequest, packing: Packing) -> BatchPlan:
     fixed = request.global_batch is not None or request.accumulation is not None
     if request.global_tokens is not None:
         plan = _nearest_plan(request.plan, request.global_tokens / packing.tokens_a_pack)
@@ -280,7 +280,7 @@ def _plan_in_packs(request: Request, packing: Packing) -> BatchPlan:
     return _nearest_plan(request.plan, request.plan.global_batch / packing.rows_a_pack)
 
 
-def _check_agreement(request: Request, by_tokens: BatchPlan, by_count: BatchPlan, count: int, unit: str) -> None:
+def _check_agreement(request: BatchRequest, by_tokens: BatchPlan, by_count: BatchPlan, count: int, unit: str) -> None:
     if by_tokens.global_batch != by_count.global_batch:
         name = "global_batch_size" if request.global_batch is not None else "gradient_accumulation_steps"
         raise UserError(
@@ -290,11 +290,11 @@ def _check_agreement(request: Request, by_tokens: BatchPlan, by_count: BatchPlan
 
 
 def _packs_for_rows(rows: int, processes: int, lengths: np.ndarray, full: Packing) -> tuple[int, Packing]:
-    """How many packs, and which, hold about `rows` rows, given the packs of full length.
+    """Return how many packs hold about `rows` rows, and the packs, given the packs of full length.
 
-    The number is chosen without regard to the processes, as a multiple of 8 where there are so many rows, so that a run
-    takes the same steps on 1, 2, 4 and 8; only where they do not divide it is it moved to one that they do. Where packs
-    of full length would hold more rows, packs are made shorter; none of their tokens is padding either way.
+    The number does not depend on the processes: it is a multiple of 8 if there are 8 rows or more, so that a run takes
+    the same steps on 1, 2, 4 and 8 processes. Only if the processes do not divide it, the nearest number that they
+    divide is taken. If packs of full length would hold too many rows, packs are made shorter.
     """
     eights = 8 * math.floor(rows / full.rows_a_pack / 8)
     numbers = [eights, eights + 8] if rows >= 8 else [*(n for n in (1, 2, 4) if n < rows), rows]
@@ -305,7 +305,7 @@ def _packs_for_rows(rows: int, processes: int, lengths: np.ndarray, full: Packin
 
 
 def capacity_for(lengths: np.ndarray, rows_a_pack: float, most: int) -> int:
-    """The least capacity, up to `most`, whose packs hold so many rows on average if they are filled to the last token."""
+    """Return the least capacity, up to `most`, whose packs, if completely filled, hold `rows_a_pack` rows on average."""
     ascending = np.sort(np.asarray(lengths, dtype=np.int64))
     sums = np.concatenate([[0], np.cumsum(ascending)])
 
@@ -318,7 +318,7 @@ def capacity_for(lengths: np.ndarray, rows_a_pack: float, most: int) -> int:
 
 
 def _nearest_plan(plan: BatchPlan, packs: float) -> BatchPlan:
-    """The plan nearest to this many packs a step, with no more in one forward pass than `plan` has rows."""
+    """Return the plan nearest to this many packs a step, with at most the rows of `plan` in one forward pass."""
     each = nearest_multiple(packs / plan.processes, 1)
     at_once = max(size for size in range(1, min(each, plan.per_device) + 1) if each % size == 0)
     return BatchPlan(at_once, each // at_once, plan.processes)

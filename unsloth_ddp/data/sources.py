@@ -1,4 +1,4 @@
-"""Rows of files and Hub datasets, each with the place it came from, so that a bad one can be named."""
+"""Read rows from files and Hub datasets, each with its location, so that an error can name the row."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from unsloth_ddp.utils.errors import UserError
-from unsloth_ddp.utils.known_errors import find
+from unsloth_ddp.utils.errors import UserError, one_line, os_reason
+from unsloth_ddp.utils.known_errors import find_known_error
 
 SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
 STREAMED_SUFFIXES = (".jsonl", ".parquet", ".csv")
-# A file without line ends (a disk image named .jsonl) would be read into memory as one row.
+# Without a limit, a file without line ends (a disk image named .jsonl) would be read into memory as one row.
 LONGEST_LINE = 1 << 29
 PACKED_SUFFIXES = (".gz", ".zst", ".bz2", ".xz", ".zip")
 # The first bytes of files that are often named as text by mistake.
@@ -29,15 +29,15 @@ MAGIC = {
 SPACE = re.compile(r"[ \t\r\n]*")
 
 
-class Row(NamedTuple):
-    """A row's columns and where it stands: file:line, or source row number."""
+class SourceRow(NamedTuple):
+    """The columns of a row, and its location for messages: "file:line", or "source row number"."""
 
-    place: str
+    location: str
     columns: Any
 
 
 def is_file(source: str) -> bool:
-    """Whether `source` means a local path rather than a dataset on the Hub ("name" or "owner/name")."""
+    """Return whether `source` is a local path rather than a dataset on the Hub ("name" or "owner/name")."""
     path = Path(source)
     looks_local = source.startswith((".", "/", "~")) or source.count("/") > 1
     suffix = Path(path.stem).suffix if path.suffix.lower() in PACKED_SUFFIXES else path.suffix
@@ -66,13 +66,13 @@ def check_source(source: str) -> None:
         if not path.is_file() or path.suffix.lower() not in SUFFIXES:
             raise UserError(f"dataset {source} is not a {', '.join(SUFFIXES)} file; name the files themselves.")
     except (OSError, RuntimeError) as error:
-        # A name too long for the file system, or the home of a user who does not exist.
+        # A name may be too long for the file system, or name the home of a user who does not exist.
         reason = str(getattr(error, "strerror", error)).rstrip(".")
         raise UserError(f"dataset {source[:200]} cannot be looked up: {reason}.") from None
 
 
 def checked_files(sources: list[str], *, streaming: bool = False) -> list[str]:
-    """The files and Hub ids that `sources` stand for, each as `check_source` accepts it.
+    """Return the files and Hub ids that `sources` stand for, each accepted by `check_source`.
 
     Raises:
         UserError: as streamed_sources and check_source.
@@ -84,12 +84,12 @@ def checked_files(sources: list[str], *, streaming: bool = False) -> list[str]:
 
 
 def streamed_sources(sources: list[str]) -> list[str]:
-    """`sources` with every folder replaced by the row files in it and its subfolders, by name.
+    """Replace every folder in `sources` by the row files in it and in its subfolders, sorted by name.
 
-    A folder's .json files are no row files here (see left_out); one that is named is refused.
+    The .json files of a folder do not count as row files here (see left_out); one that is named is refused.
 
     Raises:
-        UserError: a folder holds no row file, or a file would have to be read whole before its first row.
+        UserError: a folder holds no row file, or a file must be read completely before its first row is known.
     """
     found: list[str] = []
     for source in sources:
@@ -100,7 +100,7 @@ def streamed_sources(sources: list[str]) -> list[str]:
             )
         if files is None and is_file(source) and source.lower().endswith(".json"):
             raise UserError(
-                f"dataset {source} is one JSON list, which can only be read as a whole; write one row a line, as .jsonl, "
+                f"dataset {source} is one JSON list, which must be read completely; write one row per line, as .jsonl, "
                 "or leave --streaming out."
             )
         found += [source] if files is None else files
@@ -108,19 +108,19 @@ def streamed_sources(sources: list[str]) -> list[str]:
 
 
 def left_out(sources: list[str]) -> list[str]:
-    """The .json files in the folders among `sources`: metadata, or lists that can only be read as a whole."""
+    """Return the .json files in the folders among `sources`: metadata, or lists that must be read completely."""
     folders = [Path(source).expanduser() for source in sources if is_file(source)]
     return [path for folder in folders for path in _files_in(folder, (".json",)) or []]
 
 
 def _files_in(folder: Path, suffixes: tuple[str, ...]) -> list[str] | None:
-    """The files with one of the suffixes in a folder, but hidden ones; None where it is no folder."""
+    """Return the files in a folder that have one of the suffixes, without hidden ones; None if it is no folder."""
     try:
         if not folder.is_dir():
             return None
         inside = sorted(path.relative_to(folder) for path in folder.rglob("*"))
     except OSError as error:
-        raise UserError(f"dataset {folder} cannot be listed: {_in_one_line(error.strerror or error)}.") from None
+        raise UserError(f"dataset {folder} cannot be listed: {os_reason(error)}.") from None
     return [
         str(folder / path)
         for path in inside
@@ -128,37 +128,39 @@ def _files_in(folder: Path, suffixes: tuple[str, ...]) -> list[str] | None:
     ]
 
 
-def read_rows(source: str, split: str, config: str | None = None, *, streaming: bool = False) -> Iterator[Row]:
-    """The rows of one file that `check_source` accepted, or of one split of a Hub dataset.
+def read_rows(
+    source: str, split: str, config: str | None = None, revision: str | None = None, *, streaming: bool = False
+) -> Iterator[SourceRow]:
+    """Yield the rows of one file that `check_source` accepted, or of one split of a Hub dataset.
 
-    `streaming` keeps nothing of a Hub dataset on disk; files are read as they are needed in any case.
+    With `streaming`, nothing of a Hub dataset is kept on disk; files are always read row by row.
 
     Raises:
         UserError: the source cannot be read, or a row is broken; the message names file and line.
     """
     if not is_file(source):
-        yield from _hub_rows(source, split, config, streaming)
+        yield from _hub_rows(source, split, config, revision, streaming)
         return
     path = Path(source).expanduser()
     readers = {".jsonl": _jsonl_rows, ".json": _json_rows, ".parquet": _parquet_rows, ".csv": _csv_rows}
     try:
         yield from readers[path.suffix.lower()](path)
     except OSError as error:
-        raise UserError(f"{path} cannot be read: {_in_one_line(error.strerror or error)}.") from None
+        raise UserError(f"{path} cannot be read: {os_reason(error)}.") from None
 
 
 def _in_one_line(error: object) -> str:
-    return " ".join(str(error).split())[:200].rstrip(".")
+    return one_line(error, 200).rstrip(".")
 
 
 def _lines(path: Path, longest: int = -1) -> Iterator[str]:
-    """The lines of a UTF-8 file with their ends, without a byte order mark; one over `longest` bytes is refused."""
+    """Yield the lines of a UTF-8 file with their line ends, without a byte order mark; refuse lines over `longest` bytes."""
     with path.open("rb") as file:
         _refuse_other_content(path, file.peek(max(map(len, MAGIC))))
         for number, line in enumerate(iter(lambda: file.readline(longest), b""), 1):
             if len(line) == longest:
                 raise UserError(
-                    f"{path}:{number} is longer than {longest:,} bytes, which is no row of text; put each row on a line."
+                    f"{path}:{number} is longer than {longest:,} bytes, which is not a row of text; put each row on a line."
                 )
             try:
                 yield line.decode("utf-8-sig" if number == 1 else "utf-8")
@@ -172,44 +174,44 @@ def _lines(path: Path, longest: int = -1) -> Iterator[str]:
 def _refuse_other_content(path: Path, begin: bytes) -> None:
     for magic, (kind, fix) in MAGIC.items():
         if begin.startswith(magic):
-            raise UserError(f"{path} is no text but {kind}, whatever its name says; {fix}.")
+            raise UserError(f"{path} is {kind}, not text, despite its name; {fix}.")
 
 
-def _jsonl_rows(path: Path) -> Iterator[Row]:
+def _jsonl_rows(path: Path) -> Iterator[SourceRow]:
     for number, line in enumerate(_lines(path, LONGEST_LINE), 1):
         if number == 1 and line.strip() in ("[", "[{", "{"):
             raise UserError(
-                f"{path} is JSON over several lines; write one object a line, or name it .json if it is one list."
+                f"{path} is JSON over several lines; write one object per line, or name it .json if it is one list."
             )
         if line.strip():
-            yield Row(f"{path}:{number}", _parsed(line.strip(), f"{path}:{number}")[0])
+            yield SourceRow(f"{path}:{number}", _parsed(line.strip(), f"{path}:{number}")[0])
 
 
-def _json_rows(path: Path) -> Iterator[Row]:
-    """The items of a JSON list, parsed one by one, because only so is each one's line known."""
+def _json_rows(path: Path) -> Iterator[SourceRow]:
+    """Parse the items of a JSON list one by one, since only then the line of each item is known."""
     text = "".join(_lines(path))
     position = _after_space(text, 0)
     if not text[position:]:
         return
     if text[position] != "[":
-        raise UserError(f"{path} is not a JSON list of rows; for one object a line, name it .jsonl.")
+        raise UserError(f"{path} is not a JSON list of rows; name it .jsonl if it has one object per line.")
     line, seen, separator = 1, 0, "["
     while True:
         position = _after_space(text, position + 1)
         line, seen = line + text.count("\n", seen, position), position
-        place = f"{path}:{line}"
+        location = f"{path}:{line}"
         if separator == "[" and text[position : position + 1] == "]":
             break
-        columns, position = _parsed(text, place, position)
-        yield Row(place, columns)
+        columns, position = _parsed(text, location, position)
+        yield SourceRow(location, columns)
         position = _after_space(text, position)
         separator = text[position : position + 1]
         if separator == "]":
             break
         if separator != ",":
-            raise UserError(f"{place} is not JSON (no , or ] follows the row that begins here); mend it.")
+            raise UserError(f"{location} is not JSON (no , or ] follows the row that begins here); fix it.")
     if text[position + 1 :].strip():
-        raise UserError(f"{path} goes on after its list of rows ends; mend it.")
+        raise UserError(f"{path} goes on after its list of rows ends; fix it.")
 
 
 def _after_space(text: str, position: int) -> int:
@@ -218,8 +220,8 @@ def _after_space(text: str, position: int) -> int:
     return match.end()
 
 
-def _parsed(text: str, place: str, start: int = 0) -> tuple[Any, int]:
-    """The JSON value at `start` and where it ends; without `start` it has to be all of `text`."""
+def _parsed(text: str, location: str, start: int = 0) -> tuple[Any, int]:
+    """Return the JSON value at `start` and its end; without `start`, the value must be all of `text`."""
     try:
         value, end = DECODER.raw_decode(text, start)
         if not start and end != len(text):
@@ -233,7 +235,7 @@ def _parsed(text: str, place: str, start: int = 0) -> tuple[Any, int]:
         reason = "nested too deeply"
     except ValueError as error:
         reason = str(error)
-    raise UserError(f"{place} is not JSON ({reason}); mend or remove it.")
+    raise UserError(f"{location} is not JSON ({reason}); fix or remove it.")
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -247,32 +249,32 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 DECODER = json.JSONDecoder(object_pairs_hook=_unique)
 
 
-def _csv_rows(path: Path) -> Iterator[Row]:
-    # A chat in one cell is longer than csv's default of 128 KiB.
+def _csv_rows(path: Path) -> Iterator[SourceRow]:
+    # A chat in one cell may be longer than csv's default limit of 128 KiB.
     csv.field_size_limit(2**31 - 1)
     reader = csv.reader(_lines(path, LONGEST_LINE), strict=True)
     header: list[str] = []
     first = 1
     try:
         for cells in reader:
-            place, first = f"{path}:{first}", reader.line_num + 1
+            location, first = f"{path}:{first}", reader.line_num + 1
             if not cells:
                 continue
             if not header:
                 header = cells
                 if len(set(header)) != len(header):
-                    raise UserError(f"{place} names a column twice ({', '.join(header)[:200]}); rename one.")
+                    raise UserError(f"{location} names a column twice ({', '.join(header)[:200]}); rename one.")
                 continue
             if len(cells) != len(header):
                 raise UserError(
-                    f"{place} has {len(cells)} cells where the header has {len(header)}; mend or remove it."
+                    f"{location} has {len(cells)} cells where the header has {len(header)}; fix or remove it."
                 )
-            yield Row(place, dict(zip(header, cells, strict=True)))
+            yield SourceRow(location, dict(zip(header, cells, strict=True)))
     except csv.Error as error:
-        raise UserError(f"{path}:{first} is not CSV ({error}); mend or remove it.") from None
+        raise UserError(f"{path}:{first} is not CSV ({error}); fix or remove it.") from None
 
 
-def _parquet_rows(path: Path) -> Iterator[Row]:
+def _parquet_rows(path: Path) -> Iterator[SourceRow]:
     import pyarrow
     import pyarrow.parquet
 
@@ -283,39 +285,58 @@ def _parquet_rows(path: Path) -> Iterator[Row]:
             if len(set(names)) != len(names):
                 raise UserError(f"{path} names a column twice ({', '.join(names)[:200]}); rename one.")
             for batch in table.iter_batches(batch_size=1024):
-                for columns in batch.to_pylist():
+                for columns in batch.to_pylist(maps_as_pydicts="strict"):
                     number += 1
-                    yield Row(f"{path} row {number}", columns)
+                    yield SourceRow(f"{path} row {number}", without_filled_nulls(columns))
     except UserError:
         raise
-    except (pyarrow.ArrowException, ValueError, OverflowError) as error:
+    except (pyarrow.ArrowException, ValueError, OverflowError, KeyError) as error:
         reason = _in_one_line(error) or type(error).__name__
         raise UserError(f"{path} is not readable Parquet after row {number} ({reason}); write it again.") from None
 
 
-def _hub_rows(source: str, split: str, config: str | None, streaming: bool) -> Iterator[Row]:
+def without_filled_nulls(columns: Any) -> Any:
+    """Remove the nulls inside the columns of a table's row.
+
+    A table gives all objects of a column the same fields and fills those that an object lacks with null. Tool calls and
+    schemas would be trained with arguments and properties that nobody wrote.
+    """
+    if not isinstance(columns, dict):
+        return columns
+    return {name: _without_nulls(value) for name, value in columns.items()}
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _without_nulls(item) for name, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
+
+
+def _hub_rows(
+    source: str, split: str, config: str | None, revision: str | None, streaming: bool
+) -> Iterator[SourceRow]:
     import datasets
 
     try:
-        table = datasets.load_dataset(source, config, split=split, streaming=streaming)
+        table = datasets.load_dataset(source, config, split=split, revision=revision, streaming=streaming)
     except Exception as error:
-        reason = " ".join(str(error).split())
-        row = find(f"{type(error).__name__}: {reason}")
+        reason = one_line(error, 1000)
+        row = find_known_error(f"{type(error).__name__}: {reason}")
         advice = (
-            f" What helps: download it where there is a network (hf download {source} --repo-type dataset --local-dir FOLDER) "
+            f" To fix it, download it where there is a network (hf download {source} --repo-type dataset --local-dir FOLDER) "
             "and give the files as --dataset; HF_HUB_OFFLINE=0 tries the network again."
         )
         raise UserError(
-            f"dataset {source} is no local file and cannot be loaded from the Hub, split {split}: {reason}"
+            f"dataset {source} is not a local file and cannot be loaded from the Hub, split {split}: {reason}"
             f"{advice if row and row.name == 'no network' else ''}"
         ) from None
     number = 0
     try:
         for columns in table:
             number += 1
-            yield Row(f"{source} {split} row {number}", columns)
+            yield SourceRow(f"{source} {split} row {number}", without_filled_nulls(columns))
     except Exception as error:
-        network = "if the network failed, the same command goes on from the newest checkpoint; " if streaming else ""
+        network = "if the network failed, the same command resumes from the newest checkpoint; " if streaming else ""
         raise UserError(
             f"dataset {source}, split {split}, cannot be read after row {number} ({_in_one_line(error)}); {network}an image "
             "or audio column needs its own decoder, and this kit trains on text only."

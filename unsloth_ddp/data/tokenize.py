@@ -1,56 +1,54 @@
-"""One example -> token ids and labels, with proof that exactly what should be supervised is.
+"""Tokenize one example into token ids and labels, so that exactly what should be supervised is.
 
-What the assistant writes is a list of spans of the rendered chat. Templates that mark it with {% generation %} say
-where the spans are; for templates that do not, TRL keeps marked versions of the common ones, and for any other the
-chat is rendered up to and with each assistant turn. The token that ends a turn is always supervised, so the model
-learns to stop.
+The token that ends a turn is always supervised, so that the model learns to stop.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from pathlib import Path
+from dataclasses import dataclass, field
+from datetime import date
 from typing import Any
 
-from unsloth_ddp.data.formats import Example, Message
+from unsloth_ddp.data.chat_spans import ChatRenderer
+from unsloth_ddp.data.chat_template import TRAINING, Span, template_pair
+from unsloth_ddp.data.formats import Example
 from unsloth_ddp.data.labels import IGNORED
 from unsloth_ddp.utils.errors import UserError
 
-TEMPLATES = Path(__file__).parent / "templates"
 
-Span = tuple[int, int]
+@dataclass
+class EncodedRow:
+    """A tokenized row.
 
-
-def read_chat_template(wanted: str) -> str:
-    """The template of a Jinja file, or one of the kit's own by name.
-
-    Raises:
-        UserError: there is no such file or name, or it cannot be read.
+    Args:
+        input_ids: token ids.
+        labels: the same ids, IGNORED where a token is not supervised.
+        stop_tokens: special tokens at which generation has to stop, if the row's last answer is to end there.
+        overlong: set if the row was cut.
+        notes: keys of chat_spans.NOTES.
+        unread_keys: keys of messages that the chat template does not read.
     """
-    own = {path.stem: path for path in TEMPLATES.glob("*.jinja")}
-    try:
-        path = own.get(wanted) or Path(wanted).expanduser()
-        if not path.is_file():
-            raise UserError(
-                f"chat_template {wanted[:200]}: there is no such file, and the kit's own are: {', '.join(sorted(own))}."
-            )
-        return path.read_text(encoding="utf-8")
-    except (OSError, RuntimeError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise UserError(f"chat_template {wanted[:200]} cannot be read: {reason}; give a Jinja file in UTF-8.") from None
 
-
-def set_chat_template(tokenizer: Any, wanted: str | None) -> None:
-    """Give the tokenizer the template that --chat_template asks for, if it does."""
-    if wanted is not None:
-        tokenizer.chat_template = read_chat_template(wanted)
+    input_ids: list[int]
+    labels: list[int]
+    stop_tokens: list[int] = field(default_factory=list)
+    overlong: bool = False
+    notes: tuple[str, ...] = ()
+    unread_keys: tuple[str, ...] = ()
 
 
 class Encoder:
-    """Turns examples into `input_ids` and `labels` (-100 where a token is not supervised), both plain lists."""
+    """Turns examples into token ids and labels."""
 
-    def __init__(self, tokenizer: Any, *, supervise_all: bool) -> None:
-        """Raises UserError for a tokenizer that cannot say which characters a token stands for."""
+    def __init__(
+        self, tokenizer: Any, *, supervise_all: bool, chat_template: str | None = None, day: date | None = None
+    ) -> None:
+        """`chat_template` is --chat_template, whose file the tokenizer has already; `day` is what templates print.
+
+        Raises:
+            UserError: the tokenizer cannot say which characters a token stands for.
+        """
         if not tokenizer.is_fast:
             raise UserError(
                 "the tokenizer is a slow one, which cannot say which characters a token stands for; "
@@ -58,156 +56,148 @@ class Encoder:
             )
         self.tokenizer = tokenizer
         self.supervise_all = supervise_all
-        self.template, self.marked = _template(tokenizer, wants_marks=not supervise_all)
+        self.day = day or date.today()
+        self.use_training = chat_template == TRAINING
+        without_tools = self._renderer(with_tools=False)
+        named = isinstance(tokenizer.chat_template, dict)
+        self.renderers = (without_tools, self._renderer(with_tools=True) if named else without_tools)
         added = tokenizer.added_tokens_decoder
-        self.stop_ids = {*tokenizer.all_special_ids, *(i for i, token in added.items() if token.special)}
+        self.special_ids = {*tokenizer.all_special_ids, *(i for i, token in added.items() if token.special)}
 
-    def encode(self, example: Example) -> dict[str, list[int]]:
-        """Token ids and labels of one example, not yet cut to a length.
+    def _renderer(self, *, with_tools: bool) -> ChatRenderer | None:
+        pair = template_pair(self.tokenizer, self.day, with_tools=with_tools)
+        if pair is None:
+            return None
+        eos = self.tokenizer.eos_token
+        return ChatRenderer(pair, eos, supervise_all=self.supervise_all, use_training=self.use_training)
+
+    def encode(self, example: Example) -> EncodedRow:
+        """Tokenize one example, without cutting it.
 
         Raises:
             UserError: the chat template cannot render the example, or the assistant's part cannot be told apart.
         """
-        if example.text is not None:
-            ids, keep = self._encode_text(example.text, 0 if self.supervise_all else example.prompt_chars)
-        else:
-            ids, keep = self._encode_chat(example)
-        if not ids:
-            raise UserError("the chat template renders the row to nothing; mend the template, or remove the row.")
-        return {"input_ids": ids, "labels": [i if kept else IGNORED for i, kept in zip(ids, keep, strict=True)]}
+        encoded = self._encode_chat(example) if example.text is None else self._encode_text(example)
+        if not encoded.input_ids:
+            raise UserError("the chat template renders the row to nothing; fix the template, or remove the row.")
+        return encoded
 
-    def _encode_text(self, text: str, prompt_chars: int) -> tuple[list[int], list[bool]]:
+    def _encode_text(self, example: Example) -> EncodedRow:
+        text, prompt_chars = str(example.text), 0 if self.supervise_all else example.prompt_chars
         bos = self.tokenizer.bos_token
         # A text that was rendered with a chat template begins with BOS already.
-        special = not (bos and text.startswith(bos))
-        encoded = self._encode(text, special)
-        ids, offsets = list(encoded["input_ids"]), encoded["offset_mapping"]
-        # A token over the border holds the completion's first characters, so it counts as the completion's.
+        ids, offsets = self._tokenize(text, special=not (bos and text.startswith(bos)))
+        # A token over the border holds the first characters of the completion, so it counts as completion.
         prompt = next((i for i, (_, end) in enumerate(offsets) if end > prompt_chars), len(ids))
         if not self._ended(ids, offsets, text, {self.tokenizer.eos_token_id}):
             ids.append(self.tokenizer.eos_token_id)
-        return ids, [position >= min(prompt, len(ids) - 1) for position in range(len(ids))]
+        keep = [position >= min(prompt, len(ids) - 1) for position in range(len(ids))]
+        encoded = self._encoded(ids, offsets, text, keep)
+        if example.prompt_chars and self.renderers[0] is not None:
+            encoded.notes = ("plain",)
+        return encoded
 
-    def _encode(self, text: str, special: bool) -> Any:
-        # Rows are cut later, and what a model cannot hold is refused then, so the tokenizer's warning would be untrue.
-        return self.tokenizer(text, add_special_tokens=special, return_offsets_mapping=True, verbose=False)
+    def _tokenize(self, text: str, *, special: bool) -> tuple[list[int], list[Span]]:
+        # Rows are cut, or refused if the model cannot hold them, later; the tokenizer's own warning would be wrong.
+        encoded = self.tokenizer(text, add_special_tokens=special, return_offsets_mapping=True, verbose=False)
+        return list(encoded["input_ids"]), encoded["offset_mapping"]
 
-    def _encode_chat(self, example: Example) -> tuple[list[int], list[bool]]:
-        if self.template is None:
-            raise UserError("the tokenizer has no chat template; give one with --chat_template (chatml, or a file).")
+    def _encode_chat(self, example: Example) -> EncodedRow:
+        renderer = self.renderers[bool(example.tools)]
+        if renderer is None:
+            raise UserError(self._without_template())
         try:
-            text, spans = self._marked_spans(example) if self.marked else self._unmarked_spans(example)
+            chat = renderer.render(example)
         except UserError:
             raise
         except Exception as error:
             raise UserError(f"the chat template cannot render the row ({' '.join(str(error).split())}).") from None
-        _check_tools(example, text)
-        encoded = self._encode(text, special=False)
-        ids, offsets = list(encoded["input_ids"]), encoded["offset_mapping"]
-        keep = [self.supervise_all or kept for kept in self._keep(ids, offsets, text, spans)]
-        if example.messages[-1]["role"] == "assistant" and not self._ended(ids, offsets, text, self.stop_ids):
-            ids, keep = [*ids, self.tokenizer.eos_token_id], [*keep, True]
-        return ids, keep
+        ids, offsets = self._tokenize(chat.text, special=False)
+        keep = self._keep(ids, offsets, chat.text, chat.spans)
+        if self.supervise_all:
+            keep = [not kept for kept in keep]
+        if example.messages[-1]["role"] == "assistant" and not self._ended(ids, offsets, chat.text, self.special_ids):
+            last_is_trained = len(example.messages) - 1 not in example.left_out
+            ids, keep = [*ids, self.tokenizer.eos_token_id], [*keep, last_is_trained]
+        encoded = self._encoded(ids, offsets, chat.text, keep)
+        encoded.notes, encoded.unread_keys = chat.notes, chat.unread_keys
+        return encoded
+
+    def _without_template(self) -> str:
+        if isinstance(self.tokenizer.chat_template, dict):
+            names = ", ".join(sorted(self.tokenizer.chat_template))
+            return f"the tokenizer has only named chat templates ({names}), and none named default; give one as a file."
+        return "the tokenizer has no chat template; give one with --chat_template (chatml, or a file)."
+
+    def _encoded(self, ids: list[int], offsets: list[Span], text: str, keep: list[bool]) -> EncodedRow:
+        labels = [i if kept else IGNORED for i, kept in zip(ids, keep, strict=True)]
+        blank = [not text[slice(*offset)].strip() for offset in offsets] + [False] * (len(ids) - len(offsets))
+        return EncodedRow(ids, labels, stop_tokens(labels, blank, self.special_ids))
 
     def _keep(self, ids: list[int], offsets: list[Span], text: str, spans: list[Span]) -> list[bool]:
-        """Which tokens the spans stand for, each with the token that ends its turn and nothing behind that."""
+        """Return which tokens belong to the spans, each span with the token that ends its turn and nothing after it."""
         keep = [False] * len(ids)
         starts, ends = [start for start, _ in offsets], [end for _, end in offsets]
         for start, end in spans:
             first = bisect_right(ends, start)
             last = max(first, bisect_left(starts, start + len(text[start:end].rstrip())))
-            if last == first or ids[last - 1] not in self.stop_ids:
+            if last == first or ids[last - 1] not in self.special_ids:
                 behind = last
                 while behind < len(ids) and not text[slice(*offsets[behind])].strip():
                     behind += 1
                 if behind == len(ids):
                     last = behind
-                elif ids[behind] in self.stop_ids:
+                elif ids[behind] in self.special_ids:
                     last = behind + 1
             keep[first:last] = [True] * (last - first)
         return keep
 
     @staticmethod
     def _ended(ids: list[int], offsets: list[Span], text: str, stops: set[int]) -> bool:
-        """Whether the last token that is more than white space is one of `stops`."""
+        """Return whether the last token that is more than white space is one of `stops`."""
         for token, offset in zip(reversed(ids), reversed(offsets), strict=True):
             if token in stops or text[slice(*offset)].strip():
                 return token in stops
         return False
 
-    def _marked_spans(self, example: Example) -> tuple[str, list[Span]]:
-        # apply_chat_template gives a mask of tokens only, and a wrong one where a span begins with trimmed space.
-        from transformers.utils.chat_template_utils import render_jinja_template
 
-        def render(messages: list[Message]) -> tuple[str, list[Span]]:
-            rendered: Any = render_jinja_template(
-                conversations=[messages],
-                tools=example.tools,
-                chat_template=self.template,
-                return_assistant_tokens_mask=True,
-                **self.tokenizer.special_tokens_map,
-            )
-            (text,), (spans,) = rendered
-            return text, list(spans)
+def stop_tokens(labels: list[int], blank: list[bool], special_ids: set[int]) -> list[int]:
+    """Return the special token that ends the last supervised run of tokens; empty if it ends in no special token.
 
-        text, spans = render(example.messages)
-        prompt = example.messages[: example.prompt_messages]
-        answered = any(message["role"] == "assistant" for message in prompt)
-        return text, spans[len(render(prompt)[1]) :] if answered else spans
+    If that run holds special tokens only, as where EOS follows the end of the turn, the run before it counts too.
 
-    def _unmarked_spans(self, example: Example) -> tuple[str, list[Span]]:
-        """Each assistant turn as what the rendered chat gains from it."""
-        full = self._text(example.messages, example.tools)
-        spans: list[Span] = []
-        for index, message in enumerate(example.messages):
-            if self.supervise_all or message["role"] != "assistant" or index < example.prompt_messages:
-                continue
-            before = self._text(example.messages[:index], example.tools, add_generation_prompt=True)
-            through = self._text(example.messages[: index + 1], example.tools)
-            if not full.startswith(through):
-                # Some templates end the chat, and not each turn, with EOS.
-                through = through.removesuffix(self.tokenizer.eos_token)
-            if not (full.startswith(before) and full.startswith(through) and len(before) <= len(through)):
-                raise UserError(
-                    "the chat template rewrites earlier turns, so the assistant's tokens cannot be told apart; "
-                    "mark them with {% generation %} in a --chat_template file, or use --loss_on all."
-                )
-            spans.append((len(before), len(through)))
-        return full, spans
-
-    def _text(self, messages: list[Message], tools: list[Any] | None, **options: bool) -> str:
-        return self.tokenizer.apply_chat_template(
-            messages, tools=tools, chat_template=self.template, tokenize=False, **options
-        )
+    Args:
+        labels: (tokens,), IGNORED where a token is not supervised.
+        blank: (tokens,), set where a token is white space only.
+        special_ids: the tokenizer's special tokens.
+    """
+    found: list[int] = []
+    position = len(labels) - 1
+    while position >= 0:
+        while position >= 0 and (labels[position] == IGNORED or _is_blank(position, labels, blank, special_ids)):
+            position -= 1
+        if position < 0 or labels[position] not in special_ids:
+            break
+        found.append(labels[position])
+        while position >= 0 and labels[position] in special_ids:
+            position -= 1
+        if position >= 0 and labels[position] != IGNORED:
+            break
+    return found
 
 
-def _template(tokenizer: Any, *, wants_marks: bool) -> tuple[str | None, bool]:
-    """The template to train with, and whether it marks what the assistant writes."""
-    from jinja2 import TemplateSyntaxError
-    from trl.chat_template_utils import get_training_chat_template, has_generation_markers
-
-    template = tokenizer.chat_template
-    if isinstance(template, dict):
-        template = template.get("default")
-    if template is None or not wants_marks:
-        return template, False
-    try:
-        return (template, True) if has_generation_markers(template) else (get_training_chat_template(tokenizer), True)
-    except TemplateSyntaxError as error:
-        raise UserError(f"the chat template is not valid Jinja ({error}); mend it.") from None
-    except Exception:
-        # TRL knows no marked version of this template, or could not render its own test rows with it.
-        return template, False
+def _is_blank(position: int, labels: list[int], blank: list[bool], special_ids: set[int]) -> bool:
+    return blank[position] and labels[position] not in special_ids
 
 
-def _check_tools(example: Example, text: str) -> None:
-    """Refuse a template that leaves tools out: the row would teach empty answers."""
-    calls = [call for message in example.messages for call in message.get("tool_calls", [])]
-    for tool in [*(example.tools or []), *calls]:
-        function = tool.get("function", tool)
-        name = function.get("name") if isinstance(function, dict) else None
-        if isinstance(name, str) and name not in text:
-            raise UserError(
-                f"the chat template has no place for tools, so {name} is not in the rendered row; "
-                "give one that has with --chat_template, or remove the row's tools."
-            )
+def encode_row(encoder: Encoder, example: Example, max_length: int) -> EncodedRow:
+    """Tokenize an example and cut it to `max_length` tokens; a row that is cut has no stop tokens.
+
+    Raises:
+        UserError: as Encoder.encode.
+    """
+    row = encoder.encode(example)
+    if len(row.input_ids) > max_length:
+        row.input_ids, row.labels = row.input_ids[:max_length], row.labels[:max_length]
+        row.overlong, row.stop_tokens = True, []
+    return row

@@ -1,4 +1,4 @@
-"""Choose between Unsloth and Transformers, and import Unsloth: the one module that does.
+"""Import Unsloth if it is the backend; no other module does.
 
 The order process group, Unsloth, Transformers is what Unsloth needs: it patches Transformers, TRL and PEFT when it is
 imported, and pins each rank to its GPU.
@@ -15,7 +15,7 @@ from pathlib import Path
 
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.distributed.runtime import Runtime
-from unsloth_ddp.utils.errors import UserError
+from unsloth_ddp.utils.errors import UserError, os_reason
 
 # Older Unsloth releases patch trainers and build CUDA extensions in every rank unless told not to.
 UNSLOTH_FLAGS = {"UNSLOTH_DISABLE_TRAINER_PATCHING": "1", "UNSLOTH_NO_CUDA_EXTENSIONS": "1"}
@@ -24,7 +24,7 @@ COMPILED = (".py", ".pyc", ".lock")
 
 
 def import_backend(runtime: Runtime, settings: Settings) -> None:
-    """Import Unsloth, where it is the backend: after the process group, before Transformers, TRL and PEFT.
+    """Import Unsloth if it is the backend: after the process group exists, before Transformers, TRL and PEFT.
 
     Raises:
         UserError: Unsloth is installed but does not import on this machine.
@@ -48,8 +48,8 @@ def import_backend(runtime: Runtime, settings: Settings) -> None:
 def _compiled_cache(runtime: Runtime, settings: Settings) -> Iterator[None]:
     """Point Unsloth at a folder for its compiled modules, before it is imported.
 
-    Unless one is named, it is a new folder on the node's local disk, told by the node's first process to the
-    others and removed at the end: ranks share it, other jobs and a shared home folder never see it.
+    Unless the user names one, it is a new folder on the node's local disk, which the ranks of the node share and the
+    first of them removes at the end. Other jobs and a shared home folder never see it.
     """
     named = settings.compiled_cache_dir or os.environ.get("UNSLOTH_COMPILE_LOCATION")
 
@@ -63,15 +63,11 @@ def _compiled_cache(runtime: Runtime, settings: Settings) -> Iterator[None]:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UserError(
-                f"compiled_cache_dir {folder} cannot be written: {error.strerror or error}; name another, or none."
+                f"compiled_cache_dir {folder} cannot be written: {os_reason(error)}; name another, or none."
             ) from None
         return str(folder)
 
-    mine = runtime.on_main(prepare, per_node=True)
-    local_mains = runtime.gather(mine)
-    node_main = runtime.ranks.rank - runtime.ranks.local_rank
-    folder = local_mains[node_main]
-    assert folder is not None
+    folder = runtime.broadcast_from_node_main(prepare)
     os.environ["UNSLOTH_COMPILE_LOCATION"] = folder
     try:
         yield
@@ -81,7 +77,7 @@ def _compiled_cache(runtime: Runtime, settings: Settings) -> Iterator[None]:
 
 
 def _clear_compiled_modules(folder: Path) -> None:
-    """Empty a folder of compiled modules; one that holds anything else was named by mistake."""
+    """Remove a folder of compiled modules, or refuse one that holds anything else."""
     if not folder.exists():
         return
     other = next(

@@ -1,20 +1,22 @@
-"""Connections between the main process and every other rank of a run, apart from those that the collectives use."""
+"""Connect the main process with every other rank of a run, apart from the connections that the collectives use."""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import hmac
 import json
 import os
 import secrets
 import socket
 import threading
-import time
 from dataclasses import dataclass, field
 from typing import Any
 
 from unsloth_ddp.config.parse import Settings
-from unsloth_ddp.distributed.diagnosis import Seen
+from unsloth_ddp.distributed.admission import accept_ranks, call_main
+from unsloth_ddp.distributed.diagnosis import RankStatus
+from unsloth_ddp.distributed.rendezvous import secret_of
 from unsloth_ddp.distributed.runtime import Runtime
 
 CONNECT_SECONDS = 30.0
@@ -22,42 +24,45 @@ CONNECT_SECONDS = 30.0
 
 @dataclass
 class Peer:
-    """A connection to another rank, and what has arrived of its next message."""
+    """A connection to another rank, its status, and the bytes of a message that has not arrived completely."""
 
     socket: socket.socket
-    seen: Seen
+    status: RankStatus
     buffer: bytes = b""
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def send(self, message: dict[str, Any]) -> None:
-        """Send one line of JSON; that a peer is gone is found when reading."""
+        """Send one line of JSON. A lost connection is noticed when reading."""
         with self.lock, contextlib.suppress(OSError):
             self.socket.sendall(json.dumps(message).encode() + b"\n")
 
     def receive(self) -> list[dict[str, Any]]:
-        """The messages that have arrived; the end of the connection is noted in `seen.lost`."""
+        """Return the messages that have arrived; the end of the connection is noted in `status.connection_lost`."""
         try:
             data = self.socket.recv(1 << 16)
         except TimeoutError as error:
             # Raised by this side's own timeout without a number, by the kernel's with ETIMEDOUT.
             if error.errno is None:
                 return []
-            data, self.seen.lost = b"", "Connection timed out"
+            data = b""
+            self.status.mark_lost("Connection timed out")
         except ConnectionResetError:
             # A process that dies with unread messages resets its connections.
             data = b""
         except OSError as error:
-            data, self.seen.lost = b"", error.strerror or str(error)
+            data = b""
+            self.status.mark_lost(error.strerror or str(error))
         if not data:
-            self.seen.lost = self.seen.lost or ""
+            self.status.mark_lost("")
         *lines, self.buffer = (self.buffer + data).split(b"\n")
         return [json.loads(line) for line in lines]
 
 
 def connect(settings: Settings, runtime: Runtime) -> dict[int, socket.socket] | None:
-    """Connections by rank: of the main process to all others, of each other to the main process.
+    """Return the connections by rank: those to all others in the main process, the one to the main process elsewhere.
 
-    None, said once, where a rank cannot connect: it would take a firewall that lets the collectives through.
+    Returns None, after the main process has said why, if a rank cannot connect (a firewall that lets only the
+    collectives through).
     """
     ranks, sockets, problem = runtime.ranks, {}, None
     listener = _listen(ranks.nodes == 1) if ranks.is_main else None
@@ -65,12 +70,14 @@ def connect(settings: Settings, runtime: Runtime) -> dict[int, socket.socket] | 
     told = runtime.gather(offer)[0]
     assert told is not None
     port, token = told
+    # The token has gone over the network in the clear; the secret of the launch files, where there is one, has not.
+    key = hmac.new(secret_of().encode(), token.encode(), hashlib.sha256).digest()
     try:
         if listener is not None:
-            sockets = _accept_all(listener, token, ranks.world_size - 1)
+            sockets = accept_ranks(listener, key, range(1, ranks.world_size), CONNECT_SECONDS)
         else:
             address = "127.0.0.1" if ranks.nodes == 1 else os.environ["MASTER_ADDR"]
-            sockets = {0: _call(address, port, token, ranks.rank)}
+            sockets = {0: call_main(address, port, key, ranks.rank, CONNECT_SECONDS)}
     except OSError as error:
         problem = f"{runtime.locations[ranks.rank]}: {error}"
     finally:
@@ -89,7 +96,7 @@ def connect(settings: Settings, runtime: Runtime) -> dict[int, socket.socket] | 
 
 
 def _listen(one_node: bool) -> socket.socket:
-    """A listening socket on a free port: of the loopback interface for one node, else of every interface."""
+    """Open a listening socket on a free port: of the loopback interface for one node, of every interface otherwise."""
     if one_node:
         return socket.create_server(("127.0.0.1", 0), backlog=1024)
     if socket.has_dualstack_ipv6():
@@ -98,37 +105,8 @@ def _listen(one_node: bool) -> socket.socket:
     return socket.create_server(("", 0), backlog=1024)
 
 
-def _accept_all(listener: socket.socket, token: str, count: int) -> dict[int, socket.socket]:
-    """Connections of `count` ranks that know the token; strangers are sent away."""
-    deadline = time.monotonic() + CONNECT_SECONDS
-    sockets: dict[int, socket.socket] = {}
-    while len(sockets) < count:
-        listener.settimeout(max(0.01, deadline - time.monotonic()))
-        try:
-            one, _ = listener.accept()
-        except TimeoutError:
-            raise TimeoutError(f"{count - len(sockets)} of {count} ranks did not connect") from None
-        one.settimeout(2)
-        with contextlib.suppress(OSError, ValueError):
-            line = b""
-            while not line.endswith(b"\n") and len(line) < 200:
-                line += one.recv(1) or b"\n"
-            known, rank = line.decode().split()
-            if hmac.compare_digest(known, token):
-                sockets[int(rank)] = one
-                continue
-        one.close()
-    return sockets
-
-
-def _call(address: str, port: int, token: str, rank: int) -> socket.socket:
-    one = socket.create_connection((address, port), timeout=CONNECT_SECONDS)
-    one.sendall(f"{token} {rank}\n".encode())
-    return one
-
-
 def _set_timeouts(one: socket.socket, seconds: int) -> None:
-    """Have the kernel give up on a host that no longer acknowledges, whatever the process over there is doing."""
+    """Let the kernel give up on a host that no longer acknowledges, whatever the process on that host is doing."""
     one.settimeout(5)
     one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     one.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

@@ -1,4 +1,4 @@
-"""What is surely wrong with the ranks of a run, from what was last heard of each: plain values in, one sentence out."""
+"""Decide from the last messages of every rank whether one of them has failed: plain values in, one sentence out."""
 
 from __future__ import annotations
 
@@ -6,36 +6,38 @@ import re
 import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from unsloth_ddp.distributed.ranks import RankLocation
 from unsloth_ddp.utils.errors import UserError
+from unsloth_ddp.utils.redaction import hide
 
-# In these phases a rank's threads get their turn every few milliseconds, so silence means that something is wrong.
-# Elsewhere a library may keep Python waiting while it reads or writes gigabytes, and PATIENCE applies.
-STEADY = ("training", "evaluating")
-PATIENCE = 10
-# How long the real cause may take to arrive after its consequences (connections closed by peers).
-GRACE = 3.0
+# In these phases the watchdog thread gets the interpreter lock every few milliseconds, so silence is a failure.
+# In all others a library may hold the lock while it reads or writes gigabytes: silence may last BUSY_FACTOR times longer.
+RESPONSIVE_PHASES = ("training", "evaluating")
+BUSY_FACTOR = 10
+# Seconds in which the message about a cause may arrive after the failures that it causes on other ranks.
+GRACE_SECONDS = 3.0
 RANKS_LISTED = 16
-LONGEST_TEXT = 20_000
+LONGEST_TRACEBACK = 20_000
+LONGEST_TEXT = 500
 
-# What an exception says when another rank went away, rather than what went wrong first.
+# Texts of exceptions that report the loss of another rank, and so not the first failure.
 SECONDARY = re.compile(
     r"Connection (closed|reset) by peer|Connection refused|Broken pipe|gloo|NCCL|nccl|Timed out waiting|TCPStore|"
     r"Socket Timeout|heartbeat|rank \d+ failed:|DistBackendError|DistNetworkError|DistStoreError|wait timeout",
 )
 
+# finished: the run ended on this rank; user_error: a UserError; signalled: ended by a signal; failed: any other
+# exception; secondary: an exception that looks like the consequence of another rank's failure.
+ExitKind = Literal["finished", "user_error", "signalled", "failed", "secondary"]
+
 
 @dataclass(frozen=True)
-class Bye:
-    """How a rank said that it leaves.
+class ExitNotice:
+    """The last message of a rank before it leaves: why, when it was received (`at`, in seconds), its exit code."""
 
-    `kind`: done (with `code`), user (a UserError), told (by a signal), failed, or secondary (a failure that looks like
-    the consequence of another rank's).
-    """
-
-    kind: str
+    kind: ExitKind
     text: str
     at: float
     code: int = 0
@@ -43,196 +45,233 @@ class Bye:
 
 
 @dataclass
-class Seen:
-    """What is known of one rank."""
+class RankStatus:
+    """The last known state of one rank. Times are in seconds of this process's monotonic clock."""
 
-    place: RankLocation
-    heard: float
-    moved: float
+    location: RankLocation
+    last_heard: float
+    last_progress: float
     step: int = 0
-    moves: int = 0
+    progress_count: int = 0
     phase: str = "preparing"
-    where: str = ""
-    # The operating system says that the process is stopped (SIGSTOP, a debugger).
-    stopped: bool = False
-    # Why the connection ended.
-    lost: str | None = None
-    bye: Bye | None = None
+    stack: str = ""
+    # The operating system reports the process as stopped (SIGSTOP, a debugger).
+    suspended: bool = False
+    # Why the connection ended; "" if it was closed without an error, None while it is open.
+    connection_lost: str | None = None
+    exit_notice: ExitNotice | None = None
 
-    def update(self, beat: dict[str, Any], now: float) -> None:
-        """Take in a sign of life."""
-        if beat["moves"] != self.moves:
-            self.moved = now
-        self.heard, self.stopped = now, False
-        self.step, self.moves, self.phase, self.where = beat["step"], beat["moves"], beat["phase"], beat["where"]
+    @property
+    def exit_kind(self) -> ExitKind | None:
+        """The kind of the exit notice, None before there is one."""
+        return self.exit_notice.kind if self.exit_notice else None
+
+    def update(self, heartbeat: dict[str, Any], now: float) -> None:
+        """Apply a heartbeat that arrived at `now`."""
+        if heartbeat["count"] != self.progress_count:
+            self.last_progress = now
+        self.last_heard, self.suspended = now, False
+        self.step, self.progress_count = heartbeat["step"], heartbeat["count"]
+        self.phase, self.stack = heartbeat["phase"], heartbeat["stack"]
+
+    def restart_clock(self, now: float) -> None:
+        """Measure silence and lack of progress from `now` on."""
+        self.last_heard = self.last_progress = now
+
+    def mark_suspended(self) -> None:
+        """Record that the operating system has stopped the process; the next heartbeat ends that."""
+        self.suspended = True
+
+    def mark_lost(self, reason: str) -> None:
+        """Record that the connection ended; of two reasons the first one that says something stays."""
+        self.connection_lost = self.connection_lost or reason
+
+    def mark_exited(self, notice: ExitNotice) -> None:
+        """Record the exit notice of the rank."""
+        self.exit_notice = notice
 
     def __str__(self) -> str:
-        state = f"left ({self.bye.kind})" if self.bye else self.phase
-        return f"{self.place}: step {self.step}, {state}" + (
-            f", at {self.where}" if self.where and not self.bye else ""
-        )
+        if self.exit_notice:
+            return f"{self.location}: step {self.step}, exited ({self.exit_notice.kind.replace('_', ' ')})"
+        return f"{self.location}: step {self.step}, {self.phase}" + (f", at {self.stack}" if self.stack else "")
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Seconds: of silence; without a step while training; between two signs of life."""
+    """Limits in seconds: without a heartbeat, without progress while training, and between two heartbeats."""
 
     silence: float
-    stuck: float
+    no_progress: float
     interval: float
 
 
 @dataclass(frozen=True)
-class Finding:
-    """What ended the run: one sentence, who is meant, the exit code, and the original error where there is one."""
+class Diagnosis:
+    """The reason to end the run: one sentence, the ranks it names, the exit code, and the original traceback if any."""
 
     sentence: str
-    accused: tuple[int, ...]
+    ranks: tuple[int, ...]
     code: int = 1
     traceback: str = ""
     frozen: bool = False
 
 
-def limits_of(watch_timeout: float, ddp_timeout: float) -> Limits:
-    """The limits that follow from the options; the collectives' own timeout would blame who waits, so come first."""
+def limits_from(watch_timeout: float, ddp_timeout: float) -> Limits:
+    """Return the limits that follow from the options.
+
+    They end before the timeout of the collectives, whose error names the ranks that wait instead of the one that hangs.
+    """
     interval = min(3.0, watch_timeout / 5, ddp_timeout / 10)
-    return Limits(silence=watch_timeout, stuck=ddp_timeout - 2 * interval, interval=interval)
+    return Limits(silence=watch_timeout, no_progress=ddp_timeout - 2 * interval, interval=interval)
 
 
-def judge(seen: Mapping[int, Seen], now: float, limits: Limits, hurry: bool = False) -> Finding | None:
-    """What is surely wrong with these ranks at the time `now`, or None.
+def judge(
+    statuses: Mapping[int, RankStatus], now: float, limits: Limits, failure_known: bool = False
+) -> Diagnosis | None:
+    """Return what has certainly gone wrong with these ranks at the time `now`, or None.
 
     Args:
-        seen: the ranks judged, by rank; those that said goodbye included.
-        hurry: something is known to be wrong already, so nobody's silence is taken for work.
+        statuses: the ranks to judge, by rank, those with an exit notice included.
+        failure_known: something has failed already, so no rank's silence is taken for work.
     """
-    everybody = list(seen.values())
-    left = sorted((s for s in everybody if s.bye), key=lambda s: s.bye.at if s.bye else now)
-    for s in left:
-        if s.bye and s.bye.kind == "failed":
-            return _failure(s)
-    dead = [s for s in everybody if s.lost is not None and s.bye is None]
+    everybody = list(statuses.values())
+    exited = sorted((s for s in everybody if s.exit_notice), key=lambda s: s.exit_notice.at if s.exit_notice else now)
+    for status in exited:
+        if status.exit_kind == "failed":
+            return _diagnose_failure(status)
+    dead = [s for s in everybody if s.connection_lost is not None and s.exit_notice is None]
     if dead:
-        return _dead(dead)
-    here = [s for s in everybody if s.bye is None]
-    hurry = hurry or any(s.bye and s.bye.kind == "secondary" for s in left)
-    silent = [s for s in here if now - s.heard > _patience(s, limits, hurry)]
+        return _diagnose_dead(dead)
+    present = [s for s in everybody if s.exit_notice is None]
+    failure_known = failure_known or any(s.exit_kind == "secondary" for s in exited)
+    silent = [s for s in present if now - s.last_heard > _longest_silence(s, limits, failure_known)]
     if silent:
-        return _silent(silent, now)
-    if here and all(s.phase == here[0].phase and s.phase in STEADY for s in here):
-        stuck = _stuck(here, now, limits)
-        if stuck:
-            return stuck
-    if left and not any(now - s.heard > 3 * limits.interval for s in here):
-        return _left_alone(left, here, now, limits)
+        return _diagnose_silent(silent, now)
+    if present and all(s.phase == present[0].phase and s.phase in RESPONSIVE_PHASES for s in present):
+        hang = _diagnose_hang(present, now, limits)
+        if hang:
+            return hang
+    if exited and not any(now - s.last_heard > 3 * limits.interval for s in present):
+        return _diagnose_partial_exit(exited, present, now, limits)
     return None
 
 
-def _patience(s: Seen, limits: Limits, hurry: bool) -> float:
-    steady = hurry or s.stopped or s.phase in STEADY
-    return limits.silence if steady else limits.silence * PATIENCE
+def _longest_silence(status: RankStatus, limits: Limits, failure_known: bool) -> float:
+    responsive = failure_known or status.suspended or status.phase in RESPONSIVE_PHASES
+    return limits.silence if responsive else limits.silence * BUSY_FACTOR
 
 
-def _names(ranks: list[Seen]) -> str:
-    return ", ".join(str(s.place) for s in ranks[:RANKS_LISTED]) + (" and more" if len(ranks) > RANKS_LISTED else "")
+def _names(statuses: list[RankStatus]) -> str:
+    names = ", ".join(str(s.location) for s in statuses[:RANKS_LISTED])
+    return names + (" and more" if len(statuses) > RANKS_LISTED else "")
 
 
-def _verb(ranks: list[Seen], one: str, many: str) -> str:
-    return one if len(ranks) == 1 else many
+def _ranks(statuses: list[RankStatus]) -> tuple[int, ...]:
+    return tuple(s.location.rank for s in statuses)
 
 
-def _failure(s: Seen) -> Finding:
-    assert s.bye is not None
-    sentence = f"{s.place} failed while {s.phase}, at step {s.step}: {s.bye.text}"
-    return Finding(sentence, (s.place.rank,), traceback=s.bye.traceback)
+def _diagnose_failure(status: RankStatus) -> Diagnosis:
+    assert status.exit_notice is not None
+    notice = status.exit_notice
+    sentence = f"{status.location} failed while {status.phase}, at step {status.step}: {notice.text}"
+    return Diagnosis(sentence, (status.location.rank,), traceback=notice.traceback)
 
 
-def _dead(dead: list[Seen]) -> Finding:
+def _diagnose_dead(dead: list[RankStatus]) -> Diagnosis:
     step = f"at step {dead[0].step} ({dead[0].phase})"
-    accused = tuple(s.place.rank for s in dead)
-    if dead[0].lost:
-        return Finding(
-            f"{_names(dead)} cannot be reached any more, {step}: {dead[0].lost}; the host is down or cut off from the "
-            "network.",
-            accused,
+    if dead[0].connection_lost:
+        return Diagnosis(
+            f"{_names(dead)} cannot be reached any more, {step}: {dead[0].connection_lost}; the host is down or cut off "
+            "from the network.",
+            _ranks(dead),
         )
-    return Finding(
-        f"{_names(dead)} died without a word {step}: killed from outside (kill -9, or out of memory: see dmesg on that "
-        "host) or crashed in native code.",
-        accused,
+    return Diagnosis(
+        f"{_names(dead)} died without an error message {step}: killed from outside (kill -9, or out of memory: see dmesg on "
+        "that host) or crashed in native code.",
+        _ranks(dead),
     )
 
 
-def _silent(silent: list[Seen], now: float) -> Finding:
-    seconds = now - min(s.heard for s in silent)
+def _diagnose_silent(silent: list[RankStatus], now: float) -> Diagnosis:
+    seconds = now - min(s.last_heard for s in silent)
+    one = len(silent) == 1
     reason = (
-        f"the {_verb(silent, 'process is', 'processes are')} stopped (SIGSTOP, or a debugger)"
-        if all(s.stopped for s in silent)
+        f"the {'process is' if one else 'processes are'} stopped (SIGSTOP, or a debugger)"
+        if all(s.suspended for s in silent)
         else "the process is frozen, or its host is down or cut off from the network"
     )
     sentence = (
-        f"{_names(silent)} {_verb(silent, 'has', 'have')} not answered for {seconds:.0f} s, since step "
-        f"{silent[0].step} ({silent[0].phase}): {reason} (--watch_timeout sets how long is waited)."
+        f"{_names(silent)} {'has' if one else 'have'} not answered for {seconds:.0f} s, since step {silent[0].step} "
+        f"({silent[0].phase}): {reason} (--watch_timeout sets the limit)."
     )
-    return Finding(sentence, tuple(s.place.rank for s in silent), frozen=True)
+    return Diagnosis(sentence, _ranks(silent), frozen=True)
 
 
-def _stuck(here: list[Seen], now: float, limits: Limits) -> Finding | None:
-    """No rank of those here has done anything for longer than a collective may take."""
-    if now - max(s.moved for s in here) <= limits.stuck:
+def _diagnose_hang(present: list[RankStatus], now: float, limits: Limits) -> Diagnosis | None:
+    """Name the ranks that are behind if no rank has made progress for longer than a collective may take."""
+    if now - max(s.last_progress for s in present) <= limits.no_progress:
         return None
-    fewest = min(s.moves for s in here)
-    behind = [s for s in here if s.moves == fewest]
+    fewest = min(s.progress_count for s in present)
+    behind = [s for s in present if s.progress_count == fewest]
     who = (
-        f"{_names(behind)} {_verb(behind, 'hangs', 'hang')} behind the others"
-        if len(behind) < len(here)
+        f"{_names(behind)} {'hangs' if len(behind) == 1 else 'hang'} behind the others"
+        if len(behind) < len(present)
         else "every rank hangs"
     )
-    return Finding(
-        f"{who} at step {behind[0].step} ({behind[0].phase}): no rank has moved for {limits.stuck:.0f} s (the limit is "
-        "--ddp_timeout); logs/rank_N.log shows what each was doing.",
-        tuple(s.place.rank for s in behind),
+    return Diagnosis(
+        f"{who} at step {behind[0].step} ({behind[0].phase}): no rank has made progress for {limits.no_progress:.0f} s "
+        "(--ddp_timeout sets the limit); logs/rank_N.log shows what each was doing.",
+        _ranks(behind),
     )
 
 
-def _left_alone(left: list[Seen], here: list[Seen], now: float, limits: Limits) -> Finding | None:
-    """Ranks left in a way that all are expected to, and some have not, or only because the first ones were gone."""
-    torn = [s for s in left if s.bye and s.bye.kind == "secondary"]
-    behind = here + torn
-    for s in left:
-        bye, rank = s.bye, (s.place.rank,)
-        if bye is None or not behind:
-            continue
-        waited = now - bye.at
-        if bye.kind == "user" and waited > GRACE:
-            return Finding(bye.text, rank, code=bye.code)
-        if bye.kind == "told" and waited > GRACE:
-            return Finding(f"{s.place} was told to end ({bye.text}) at step {s.step}, the others were not.", rank)
-        if bye.kind == "done" and bye.code and waited > (GRACE if torn else limits.silence):
-            return Finding(f"{s.place} left with code {bye.code} at step {s.step}, and {_names(behind)} did not.", rank)
-    if torn and torn[0].bye and now - torn[0].bye.at > GRACE:
-        return _failure(torn[0])
+def _diagnose_partial_exit(
+    exited: list[RankStatus], present: list[RankStatus], now: float, limits: Limits
+) -> Diagnosis | None:
+    """Name the reason of ranks that exited while others did not follow, or failed only because those had gone."""
+    secondary = [s for s in exited if s.exit_kind == "secondary"]
+    others = present + secondary
+    if not others:
+        return None
+    for status in exited:
+        notice, ranks = status.exit_notice, (status.location.rank,)
+        assert notice is not None
+        waited = now - notice.at
+        if notice.kind == "user_error" and waited > GRACE_SECONDS:
+            return Diagnosis(notice.text, ranks, code=notice.code)
+        if notice.kind == "signalled" and waited > GRACE_SECONDS:
+            return Diagnosis(
+                f"{status.location} was told to end ({notice.text}) at step {status.step}, the others were not.", ranks
+            )
+        patience = GRACE_SECONDS if secondary else limits.silence
+        if notice.kind == "finished" and notice.code and waited > patience:
+            return Diagnosis(
+                f"{status.location} left with code {notice.code} at step {status.step}, and {_names(others)} did not.",
+                ranks,
+            )
+    if secondary and secondary[0].exit_notice and now - secondary[0].exit_notice.at > GRACE_SECONDS:
+        return _diagnose_failure(secondary[0])
     return None
 
 
-def bye_of(error: BaseException | None, now: float) -> Bye:
-    """How a rank leaves that ends with `error`, or well."""
+def exit_notice_for(error: BaseException | None, now: float) -> ExitNotice:
+    """Return the notice of a rank that ends with `error`, or without one. It is sent and logged, so secrets are hidden."""
     if error is None:
-        return Bye("done", "", now)
+        return ExitNotice("finished", "", now)
     if isinstance(error, SystemExit):
         code = error.code if isinstance(error.code, int) else 1 if error.code else 0
-        return Bye("done", "", now, code=code)
+        return ExitNotice("finished", "", now, code=code)
     if isinstance(error, UserError):
-        return Bye("user", str(error), now, code=error.exit_code)
+        return ExitNotice("user_error", str(error), now, code=error.exit_code)
     if isinstance(error, KeyboardInterrupt):
-        return Bye("told", "SIGINT", now)
-    text = f"{type(error).__name__}: {error}".strip()
-    told = "".join(traceback.format_exception(error))[-LONGEST_TEXT:]
-    kind = "secondary" if SECONDARY.search(text) else "failed"
-    return Bye(kind, _first_lines(text), now, traceback=told)
+        return ExitNotice("signalled", "SIGINT", now)
+    text = hide(f"{type(error).__name__}: {error}".strip())
+    # Hidden before it is cut: half a secret would not be recognised.
+    written = hide("".join(traceback.format_exception(error)))[-LONGEST_TRACEBACK:]
+    kind: ExitKind = "secondary" if SECONDARY.search(text) else "failed"
+    return ExitNotice(kind, _on_one_line(text), now, traceback=written)
 
 
-def _first_lines(text: str) -> str:
-    """An error's text in one line that can be read."""
+def _on_one_line(text: str) -> str:
     line = " ".join(text.split())
-    return line if len(line) <= 500 else line[:500] + " ..."
+    return line if len(line) <= LONGEST_TEXT else line[:LONGEST_TEXT] + " ..."

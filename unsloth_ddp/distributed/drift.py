@@ -1,8 +1,9 @@
-"""Weights that should be the same on every rank, compared bit by bit every few steps.
+"""Compare the trainable weights of all ranks bit by bit every few steps.
 
-Data parallel ranks start from the same weights and take the same steps, so they stay identical; a broken GPU, a bad
-cable or a rank that skipped a gradient makes them drift apart, and no loss curve shows it. Each trainable tensor is
-reduced to one 64-bit number on its device, and only if the sum of those differs between ranks are they all exchanged.
+Data parallel ranks start from the same weights and take the same steps, so their weights stay identical. A broken GPU,
+a bad cable or a rank that skipped a gradient makes them drift apart, which no loss curve shows. Each trainable tensor
+is reduced to one 64-bit checksum on its device. The ranks exchange one number that combines them, and all checksums
+only if that number differs.
 """
 
 from __future__ import annotations
@@ -17,19 +18,19 @@ from torch import Tensor
 from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.utils.errors import RunError
 
-# Elements taken at a time, so that the work needs tens of megabytes for a tensor of any size.
+# Elements processed at a time, so that a tensor of any size needs only tens of megabytes of scratch memory.
 CHUNK = 1 << 22
 # Never 64 bits wide: an even number of flipped highest bits would cancel out modulo 2^64.
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
-# Shardings that leave every rank the whole weights.
+# Shardings under which every rank holds the whole weights.
 REPLICATED = ("none", "zero2")
 
 
 def checksums(tensors: Iterable[Tensor], positions: Tensor | None = None) -> Tensor:
-    """A 64-bit number for each tensor, (tensors,) int64, on the device of the first one; nothing waits for it.
+    """Return a checksum of each tensor, (tensors,) int64, on the device of the first one, without waiting for it.
 
-    It is a sum, modulo 2^64, of the raw bits of each element times a pseudo-random odd number that belongs to its
-    position, so equal weights give equal numbers, and one changed bit or two exchanged elements another one.
+    It is the sum, modulo 2^64, of each element's raw bits times a pseudo-random odd number that belongs to its
+    position. Equal weights give equal checksums; one changed bit or two exchanged elements give another one.
     """
     found = []
     for tensor in tensors:
@@ -47,7 +48,7 @@ def _positions_needed(tensor: Tensor) -> int:
 
 
 def position_weights(count: int, device: torch.device | str) -> Tensor:
-    """Pseudo-random odd numbers, (count,) int64: multiply and shift, as hash functions do."""
+    """Return pseudo-random odd numbers, (count,) int64, by multiplying and shifting as hash functions do."""
     number = torch.arange(1, count + 1, dtype=torch.int64, device=device)
     number = number * -7046029254386353131
     number = number ^ (number >> 29)
@@ -59,19 +60,19 @@ def _checksum(tensor: Tensor, positions: Tensor) -> Tensor:
     bits = data.reshape(-1).view(INTEGERS[data.element_size()])
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     for number, part in enumerate(bits.split(CHUNK)):
-        # The odd factor sets the chunks apart, so that two exchanged ones show.
+        # The odd factor differs between chunks, so that two exchanged chunks change the sum.
         total += (part.to(torch.int64) * positions[: len(part)]).sum() * (2 * number + 1)
     return total
 
 
-def combined(numbers: Tensor) -> int:
-    """One number for all tensors of a rank."""
+def combine(numbers: Tensor) -> int:
+    """Combine the checksums of a rank into one number."""
     weights = position_weights(len(numbers), numbers.device)
     return int((numbers * weights).sum())
 
 
-def odd_ones_out(values: list[Any]) -> tuple[list[int], int]:
-    """The ranks whose value differs from what most ranks hold (rank 0's, if no value has more), and a rank with that."""
+def find_outliers(values: list[Any]) -> tuple[list[int], int]:
+    """Return the ranks whose value differs from the most frequent one (rank 0's if tied), and a rank that has it."""
     counts = Counter(values)
     most = max(counts.values())
     usual = values[0] if counts[values[0]] == most else next(v for v in values if counts[v] == most)
@@ -79,7 +80,7 @@ def odd_ones_out(values: list[Any]) -> tuple[list[int], int]:
 
 
 class DriftCheck:
-    """Compares the trainable weights of `model` over the ranks; every rank calls it at the same steps."""
+    """Compare the trainable weights of `model` over the ranks; every rank calls `check` at the same steps."""
 
     def __init__(self, model: torch.nn.Module, runtime: Runtime, every: int) -> None:
         self.runtime = runtime
@@ -90,31 +91,31 @@ class DriftCheck:
         self.positions: Tensor | None = None
 
     def due(self, step: int) -> bool:
-        """Whether the weights after this step are to be compared."""
+        """Return whether the weights are to be compared after this step."""
         return bool(self.every) and step % self.every == 0
 
     def check(self, step: int) -> None:
-        """Compare now.
+        """Compare the weights of all ranks.
 
         Raises:
-            RunError: on every rank, naming those whose weights are not those of the others.
+            RunError: on every rank; it names the ranks whose weights differ.
         """
         if self.positions is None:
             longest = max((_positions_needed(w) for _, w in self.named), default=0)
             self.positions = position_weights(longest, self.named[0][1].device if self.named else "cpu")
         numbers = checksums((weight for _, weight in self.named), self.positions)
-        values = self.runtime.gather(combined(numbers))
+        values = self.runtime.gather(combine(numbers))
         if len(set(values)) > 1:
             raise RunError(self._describe(step, values, self.runtime.gather(numbers.tolist())))
 
     def _describe(self, step: int, values: list[int], numbers: list[list[int]]) -> str:
-        odd, usual = odd_ones_out(values)
+        outliers, usual = find_outliers(values)
         names = [name for name, _ in self.named]
-        first = next(i for i in range(len(names)) if numbers[odd[0]][i] != numbers[usual][i])
-        differing = sum(a != b for a, b in zip(numbers[odd[0]], numbers[usual], strict=True))
-        who = ", ".join(str(self.runtime.locations[rank]) for rank in odd)
+        first = next(i for i in range(len(names)) if numbers[outliers[0]][i] != numbers[usual][i])
+        differing = sum(a != b for a, b in zip(numbers[outliers[0]], numbers[usual], strict=True))
+        who = ", ".join(str(self.runtime.locations[rank]) for rank in outliers)
         return (
-            f"{who} {'holds' if len(odd) == 1 else 'hold'} other weights than rank {usual} after step {step}, first in "
+            f"{who} {'has' if len(outliers) == 1 else 'have'} other weights than rank {usual} after step {step}, first in "
             f"{names[first]} ({differing:,} of {len(names):,} trainable tensors differ), although data parallel ranks "
             "take the same steps; look for GPU errors on that host (nvidia-smi -q -d ECC, Xid lines in dmesg) and for "
             "different packages (the preflight compares them), and go on from a checkpoint before the last comparison "

@@ -1,24 +1,31 @@
-"""End a process with the exit code and the sentence that its launcher and its user are to see."""
+"""End a process with an exit code and a sentence, and pass the code on where launchers lose it."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NoReturn
 
 from unsloth_ddp.utils.errors import UserError
+from unsloth_ddp.utils.redaction import hide
 
 EXIT_FAILURE, EXIT_USER_ERROR, EXIT_STOPPED = 1, UserError.exit_code, 75
+END_SENTENCE = {
+    EXIT_FAILURE: "The run failed; the reason is printed above the launcher's report.",
+    EXIT_STOPPED: "The run was stopped on request (exit code 75); the same command continues from its last checkpoint.",
+}
 
 
 @contextlib.contextmanager
 def quiet(active: bool = True) -> Iterator[None]:
-    """Drop what libraries print to standard output; errors still reach standard error."""
+    """Discard standard output inside this block; standard error stays."""
     if not active:
         yield
         return
@@ -26,26 +33,47 @@ def quiet(active: bool = True) -> Iterator[None]:
         yield
 
 
-def note_exit_code(code: int, environ: Mapping[str, str] = os.environ) -> None:
-    """Leave this process's exit code where the job's script finds it: launchers turn every code into 1.
+def under_launcher(environ: Mapping[str, str] = os.environ) -> bool:
+    """Return whether accelerate or torchrun started this process."""
+    # Not ACCELERATE_MIXED_PRECISION, which the kit sets too.
+    return "TORCHELASTIC_RUN_ID" in environ or "ACCELERATE_DYNAMO_BACKEND" in environ
 
-    The first process of each node writes the file named by UNSLOTH_DDP_EXIT_CODE_FILE, if it is set.
+
+def describe_exit_code(code: int, environ: Mapping[str, str] = os.environ) -> str:
+    """Return the exit code in words, with the one that the shell gets if a launcher stands between."""
+    return f"exit code {code}" + (", which the launcher turns into 1" if under_launcher(environ) else "")
+
+
+def note_exit_code(code: int, environ: Mapping[str, str] = os.environ, *, sentence: str = "") -> None:
+    """Write why this process ends for the job's script and for the launcher, which turns every exit code into 1.
+
+    The first process of each node writes the code to the file named by UNSLOTH_DDP_EXIT_CODE_FILE, and the sentence
+    to the file named by TORCHELASTIC_ERROR_FILE, which torch's launcher prints at the end of its own report. Neither
+    is written if its variable is not set.
     """
-    path = environ.get("UNSLOTH_DDP_EXIT_CODE_FILE")
-    if code and path and environ.get("LOCAL_RANK", "0") == "0":
+    if not code or environ.get("LOCAL_RANK", "0") != "0":
+        return
+    if path := environ.get("UNSLOTH_DDP_EXIT_CODE_FILE"):
         with contextlib.suppress(OSError):
             Path(path).write_text(f"{code}\n", encoding="utf-8")
+    if path := environ.get("TORCHELASTIC_ERROR_FILE"):
+        # The launcher takes the failure with the earliest time for the cause of the others.
+        reason = {"message": hide(sentence) or END_SENTENCE.get(code, END_SENTENCE[EXIT_FAILURE])}
+        with contextlib.suppress(OSError):
+            Path(path).write_text(
+                json.dumps({"message": {**reason, "extraInfo": {"timestamp": str(int(time.time()))}}}), encoding="utf-8"
+            )
 
 
 def exit_with(error: UserError, is_main: bool) -> NoReturn:
-    """End this process over a user's mistake (or a RunError): the main process says the sentence, the others stay silent.
+    """End this process with the code of a UserError or RunError; the main process prints the sentence.
 
-    Launchers end every process as soon as one has failed, so the others leave the main process time to speak.
+    Launchers end every process as soon as one has failed, so the others wait for the main process to print.
     """
     if is_main:
         print(f"train_ddp.py: error: {error}", file=sys.stderr, flush=True)
     else:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         threading.Event().wait(timeout=20)
-    note_exit_code(error.exit_code)
+    note_exit_code(error.exit_code, sentence=f"train_ddp.py: error: {error}")
     os._exit(error.exit_code)

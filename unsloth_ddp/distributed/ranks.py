@@ -9,12 +9,13 @@ from dataclasses import dataclass
 
 import psutil
 
+from unsloth_ddp.distributed.wire import sendable
 from unsloth_ddp.utils.errors import UserError
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """Where this process stands in the job, as its launcher says."""
+    """The position of this process in the job, as its launcher gives it."""
 
     rank: int = 0
     local_rank: int = 0
@@ -23,27 +24,32 @@ class Ranks:
 
     @property
     def is_main(self) -> bool:
-        """The one process that prints and writes what there is one of."""
+        """Return whether this is the main process, which prints and writes the files of the run."""
         return self.rank == 0
 
     @property
     def is_local_main(self) -> bool:
-        """The one process of each node that prepares what its node shares."""
+        """Return whether this is the first process of its node, which prepares what the node shares."""
         return self.local_rank == 0
 
     @property
     def node_rank(self) -> int:
-        """Which machine this process is on; launchers number the processes of one machine in a row."""
+        """Return the number of this process's machine; launchers number the processes of one machine consecutively."""
         return self.rank // self.local_world_size
 
     @property
+    def node_main(self) -> int:
+        """Return the rank of the first process of this node."""
+        return self.rank - self.local_rank
+
+    @property
     def nodes(self) -> int:
-        """Number of machines; every node runs the same number of processes."""
+        """Return the number of machines; every node runs the same number of processes."""
         return max(1, self.world_size // self.local_world_size)
 
 
 def ranks_from_environment(environ: Mapping[str, str] = os.environ) -> Ranks:
-    """The launcher's variables, with those of a single process as defaults.
+    """Read the launcher's variables; the defaults are those of a single process.
 
     Raises:
         UserError: a variable is not a number, or says that there are no processes.
@@ -65,15 +71,16 @@ def ranks_from_environment(environ: Mapping[str, str] = os.environ) -> Ranks:
     return ranks
 
 
+@sendable
 @dataclass(frozen=True)
 class RankLocation:
-    """Where one rank runs; as text, what a message that names it says."""
+    """The host and process of one rank; as text, how messages name it."""
 
     rank: int
     node: int
     host: str
     pid: int
-    # Tells the process from a later one of the same id.
+    # Start time, which distinguishes the process from a later one with the same id.
     started: float
 
     def __str__(self) -> str:
@@ -81,6 +88,6 @@ class RankLocation:
 
 
 def this_location(ranks: Ranks) -> RankLocation:
-    """Where this process runs."""
+    """Return the host and id of this process."""
     me = psutil.Process()
     return RankLocation(ranks.rank, ranks.node_rank, socket.gethostname(), me.pid, me.create_time())

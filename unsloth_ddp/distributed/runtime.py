@@ -1,8 +1,8 @@
-"""Bring up the processes of a run, give them collectives that raise failures on every rank alike, and take them down.
+"""Start the process group of a run, provide collectives that raise failures on every rank alike, and stop it.
 
 A launcher (accelerate launch, torchrun) describes the job in environment variables; plain python is one process.
-Work that only one process can do (read the rows, choose the run's name) is done there and sent to the others, failures
-included, so that no rank is left waiting.
+Work for one process (read the rows, choose the run's name) runs there, and its result or failure is sent to the others,
+so that no rank is left waiting.
 """
 
 from __future__ import annotations
@@ -12,15 +12,17 @@ import gc
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from unsloth_ddp.config.options import Settings
+from unsloth_ddp.distributed import wire
 from unsloth_ddp.distributed.progress import Progress
 from unsloth_ddp.distributed.ranks import RankLocation, Ranks, this_location
+from unsloth_ddp.distributed.rendezvous import check_secret, rendezvous, secret_of
 from unsloth_ddp.distributed.sharding import (
     TRUE,
     Sharding,
@@ -29,20 +31,21 @@ from unsloth_ddp.distributed.sharding import (
     sharding_from_environment,
 )
 from unsloth_ddp.utils.errors import UserError
+from unsloth_ddp.utils.redaction import hide
 
 T = TypeVar("T")
 
 
 def asks_for_cpu(settings: Settings, environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether the run is on the CPU by choice: the option's, or the accelerate config's."""
+    """Return whether the CPU was chosen, by the option or by the accelerate config."""
     return settings.use_cpu or environ.get("ACCELERATE_USE_CPU", "").lower() in TRUE
 
 
 def choose_backend(wanted: str, accelerator: bool) -> Literal["unsloth", "transformers"]:
-    """The backend that runs here.
+    """Return the backend that this machine can run.
 
     Raises:
-        UserError: Unsloth was asked for on a machine without an accelerator.
+        UserError: Unsloth was chosen on a machine without an accelerator.
     """
     if wanted == "unsloth" and not accelerator:
         raise UserError(
@@ -55,7 +58,7 @@ def choose_backend(wanted: str, accelerator: bool) -> Literal["unsloth", "transf
 
 @dataclass
 class Runtime:
-    """What the rest of a run needs to know about the processes and the device."""
+    """The processes, the device and the precision of a run, and the collectives of its control group."""
 
     ranks: Ranks
     backend: Literal["unsloth", "transformers"]
@@ -70,33 +73,29 @@ class Runtime:
 
     @property
     def device_map(self) -> dict[str, str | int] | None:
-        """The whole model on this process's own device; None where DeepSpeed places every weight itself."""
+        """Return the map that puts the whole model on this process's device; None if DeepSpeed places the weights."""
         if self.sharding == "zero3":
             return None
         return {"": self.ranks.local_rank if self.device_type == "cuda" else "cpu"}
 
     def barrier(self) -> None:
-        """Wait until every process is here, for control_timeout at most."""
+        """Wait until every process has come here, for control_timeout at most."""
         if self.control_group is not None:
             import torch.distributed as dist
 
             dist.barrier(group=self.control_group)
 
     def gather(self, value: T) -> list[T]:
-        """`value` of every rank, in rank order, on every rank."""
+        """Return the `value` of every rank, in rank order, on every rank."""
         if self.control_group is None:
             return [value]
-        import torch.distributed as dist
-
-        values: list[Any] = [None] * self.ranks.world_size
-        dist.all_gather_object(values, value, group=self.control_group)
-        return values
+        return wire.all_gather(value, self.control_group)
 
     def on_main(self, work: Callable[[], T], *, per_node: bool = False) -> T | None:
-        """Run `work` in the main process (`per_node`: in one process of each node) while the others wait.
+        """Run `work` in the main process (`per_node`: in the first process of each node) while the others wait.
 
-        Returns the result where it ran and None elsewhere. A UserError is raised on every rank alike; any other
-        exception is raised where it happened, and as a RuntimeError elsewhere.
+        Returns the result on the rank that ran it and None on the others. A UserError is raised on every rank alike.
+        Any other exception is raised where it happened, and as a RuntimeError on the other ranks.
         """
         result, failure = None, None
         if self.ranks.is_local_main if per_node else self.ranks.is_main:
@@ -104,33 +103,31 @@ class Runtime:
                 result = work()
             except Exception as error:
                 failure = error
-        outcomes = self.gather(_told(failure))
+        failures = self.gather(_describe(failure))
         if failure is not None:
             raise failure
-        for rank, outcome in enumerate(outcomes):
-            if outcome is not None:
-                raise _failure_of(rank, outcome)
+        for rank, described in enumerate(failures):
+            if described is not None:
+                raise _rebuild(rank, described)
         return result
 
     def broadcast_from_node_main(self, work: Callable[[], T]) -> T:
-        """The result of `work` in the first process of this rank's node, on every rank of that node."""
+        """Run `work` in the first process of each node and return its result on every rank of that node."""
         results = self.gather(self.on_main(work, per_node=True))
-        return results[self.ranks.rank - self.ranks.local_rank]  # type: ignore[return-value]
+        return results[self.ranks.node_main]  # type: ignore[return-value]
 
     def broadcast_from_main(self, work: Callable[[], T]) -> T:
-        """The result of `work` in the main process, on every rank."""
+        """Run `work` in the main process and return its result on every rank."""
         result = self.on_main(work)
         return self.gather(result)[0]  # type: ignore[return-value]
 
     def scatter_from_main(self, work: Callable[[], list[T]]) -> T:
-        """This rank's item of the list that `work` returns in the main process, one item a rank.
+        """Run `work` in the main process, which returns one item for each rank, and return this rank's item.
 
-        Each rank is sent its own item only. Failures are raised as by `on_main`.
+        Each rank receives only its own item. Failures are raised as by `on_main`.
         """
         if self.control_group is None:
             return work()[0]
-        import torch.distributed as dist
-
         items: list[Any] | None = None
         failure = None
         if self.ranks.is_main:
@@ -138,30 +135,29 @@ class Runtime:
                 items = [(item, None) for item in work()]
             except Exception as error:
                 failure = error
-                items = [(None, _told(error))] * self.ranks.world_size
-        received: list[Any] = [None]
-        dist.scatter_object_list(received, items, src=0, group=self.control_group)
+                items = [(None, _describe(error))] * self.ranks.world_size
+        item, described = wire.scatter(items, self.control_group)
         if failure is not None:
             raise failure
-        item, outcome = received[0]
-        if outcome is not None:
-            raise _failure_of(0, outcome)
+        if described is not None:
+            raise _rebuild(0, described)
         return item
 
 
-def _told(failure: Exception | None) -> tuple[bool, str] | None:
-    """What the other ranks are told of a failure: whether it is the user's to mend, and its text."""
-    return None if failure is None else (isinstance(failure, UserError), str(failure))
+def _describe(failure: Exception | None) -> tuple[bool, str] | None:
+    """Return whether a failure is a UserError, and its text without secrets, to be sent to the other ranks."""
+    return None if failure is None else (isinstance(failure, UserError), hide(str(failure)))
 
 
-def _failure_of(rank: int, told: tuple[bool, str]) -> Exception:
-    mendable, text = told
-    return UserError(text) if mendable else RuntimeError(f"rank {rank} failed: {text}")
+def _rebuild(rank: int, described: tuple[bool, str]) -> Exception:
+    """Return the exception that this rank raises for a failure on another rank."""
+    is_user_error, text = described
+    return UserError(text) if is_user_error else RuntimeError(f"rank {rank} failed: {text}")
 
 
 @contextlib.contextmanager
 def started(settings: Settings, ranks: Ranks) -> Iterator[Runtime]:
-    """Bring up the processes of a run; on leaving, take them down in order."""
+    """Start the process group of a run, and stop it at the end of the block."""
     import torch
 
     cuda = torch.cuda.is_available() and not asks_for_cpu(settings)
@@ -181,16 +177,26 @@ def started(settings: Settings, ranks: Ranks) -> Iterator[Runtime]:
     check_sharding(runtime.sharding, settings, runtime.device_type, runtime.backend, ranks.world_size)
     complete_environment(runtime.sharding, os.environ)
     quiet_imports()
-    _start_processes(runtime, settings)
-    try:
-        with runtime.cleanup:
-            yield runtime
-    finally:
-        _stop_processes(runtime)
+    with rendezvous(ranks, settings.ddp_timeout) as meeting:
+        _start_processes(runtime, settings, meeting)
+        try:
+            with runtime.cleanup:
+                yield runtime
+        finally:
+            _stop_processes(runtime)
+
+
+def let_idle_threads_sleep(environ: MutableMapping[str, str] = os.environ) -> None:
+    """Make OpenMP threads sleep while they wait for each other; call this before torch is imported.
+
+    Otherwise they spin for some time, which keeps the thread that they wait for off a busy core: with 17 processes on
+    two cores, small steps on two threads took 7.4 to 16 s spinning and 1.7 to 2.0 s sleeping.
+    """
+    environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 def quiet_imports() -> None:
-    """No word of what libraries say at import: deprecations inside torchao, 4-bit kernels for CPUs; no user could act on it."""
+    """Silence messages of libraries at import on which no user can act: deprecations in torchao, missing CPU kernels."""
     for library in ("torch.utils._pytree", "bitsandbytes"):
         logging.getLogger(library).setLevel(logging.ERROR)
 
@@ -209,18 +215,18 @@ def _choose_precision(wanted: str, cuda: bool) -> Literal["bf16", "fp16", "fp32"
 
 
 def control_timeout(settings: Settings) -> timedelta:
-    """Return how long the others wait for work of one process (tokenizing, merging): it grows with the data.
+    """Return how long ranks wait for the work of one process (tokenizing, merging), which grows with the data.
 
-    An hour, and a second for every 200 kB of local rows; eight hours where rows come from the Hub, whose size is
-    not known here. A process that dies ends the wait at once.
+    It is one hour and a second for every 200 kB of local rows, or eight hours for rows from the Hub, whose size is not
+    known here. A process that dies ends the wait at once.
     """
-    sizes = [Path(s).expanduser() for s in [*settings.dataset, *settings.eval_dataset]]
-    if not all(path.is_file() for path in sizes):
+    files = [Path(s).expanduser() for s in [*settings.dataset, *settings.eval_dataset]]
+    if not all(path.is_file() for path in files):
         return timedelta(hours=8)
-    return timedelta(hours=1, seconds=sum(path.stat().st_size for path in sizes) / 200_000)
+    return timedelta(hours=1, seconds=sum(path.stat().st_size for path in files) / 200_000)
 
 
-def _start_processes(runtime: Runtime, settings: Settings) -> None:
+def _start_processes(runtime: Runtime, settings: Settings, meeting: dict[str, Any]) -> None:
     import torch
     from accelerate import PartialState
 
@@ -241,8 +247,9 @@ def _start_processes(runtime: Runtime, settings: Settings) -> None:
         )
     else:
         torch.cuda.set_device(ranks.local_rank)
-    timeout = timedelta(seconds=settings.ddp_timeout)
-    state = PartialState(cpu=cpu, timeout=timeout) if ranks.world_size > 1 else PartialState(cpu=cpu)
+    if ranks.world_size > 1:
+        meeting = {**meeting, "timeout": timedelta(seconds=settings.ddp_timeout)}
+    state = PartialState(cpu=cpu, **meeting)
     if state.num_processes != ranks.world_size:
         raise UserError(
             f"The launcher announced WORLD_SIZE {ranks.world_size}, but {state.num_processes} processes formed a group; "
@@ -253,10 +260,12 @@ def _start_processes(runtime: Runtime, settings: Settings) -> None:
 
         runtime.control_group = dist.new_group(backend="gloo", timeout=control_timeout(settings))
     runtime.locations = runtime.gather(this_location(ranks))
+    if ranks.nodes > 1:
+        check_secret(runtime.gather, ranks, secret_of(), runtime.locations)
 
 
 def _stop_processes(runtime: Runtime) -> None:
-    """Take the process group down once everything that uses it is gone; gloo may abort at exit otherwise."""
+    """Destroy the process group after everything that uses it; otherwise gloo may abort at exit."""
     if runtime.control_group is None:
         return
     import torch.distributed as dist

@@ -1,9 +1,9 @@
-"""Which parts of a model the GPUs share out: decided by accelerate's config, read here from what it leaves.
+"""Read the kind of sharding from the launcher's variables, and refuse settings that do not work with it.
 
-none   every GPU holds everything (DDP)
-zero2  gradients and optimizer states are shared out (DeepSpeed)
+none   every GPU holds the whole model, gradients and optimizer states (DDP)
+zero2  gradients and optimizer states are sharded over the GPUs (DeepSpeed)
 zero3  the weights too, from loading on (DeepSpeed)
-fsdp2  the weights too, once they are loaded (PyTorch)
+fsdp2  the weights too, after loading (PyTorch)
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from unsloth_ddp.utils.errors import UserError
 
 Sharding = Literal["none", "zero2", "zero3", "fsdp2"]
 
-# What accelerate launch sets for accelerate_configs/fsdp2.yaml; Unsloth's own switch stands for all of it.
+# The variables that accelerate launch sets for accelerate_configs/fsdp2.yaml; UNSLOTH_FSDP2=1 stands for all of them.
 FSDP2_ENVIRONMENT = {
     "ACCELERATE_USE_FSDP": "true",
     "FSDP_VERSION": "2",
@@ -32,15 +32,15 @@ TRUE = ("1", "true", "yes", "on")
 
 
 def shards_weights(sharding: Sharding) -> bool:
-    """Whether a GPU holds only a part of the weights."""
+    """Return whether the sharding splits the weights over the GPUs."""
     return sharding in ("zero3", "fsdp2")
 
 
 def sharding_from_environment(environ: Mapping[str, str]) -> Sharding:
-    """What the launcher asks for.
+    """Return the kind of sharding that the launcher asks for.
 
     Raises:
-        UserError: a kind of sharding that the kit does not have.
+        UserError: the kit does not support it.
     """
     if environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() in TRUE:
         stage = _zero_stage(environ)
@@ -66,16 +66,16 @@ def _zero_stage(environ: Mapping[str, str]) -> str:
         return str(json.loads(Path(path).read_text())["zero_optimization"]["stage"])
     except (OSError, ValueError, KeyError, TypeError):
         raise UserError(
-            f"The DeepSpeed config {path} cannot be read, or names no zero_optimization.stage; mend it, or use "
+            f"The DeepSpeed config {path} cannot be read, or has no zero_optimization.stage; correct it, or use "
             "accelerate_configs/zero2.yaml."
         ) from None
 
 
 def check_sharding(sharding: Sharding, settings: Settings, device_type: str, backend: str, world_size: int) -> None:
-    """Refuse what does not go together, with the reason.
+    """Refuse settings that do not work with this sharding.
 
     Raises:
-        UserError: naming the pair.
+        UserError: a setting, the device or the number of processes does not fit; it names both and the reason.
     """
     if sharding == "none":
         return
@@ -83,7 +83,7 @@ def check_sharding(sharding: Sharding, settings: Settings, device_type: str, bac
         raise UserError(f"sharding {sharding} needs GPUs and none is used here; use accelerate_configs/cpu.yaml.")
     if sharding == "fsdp2" and world_size == 1:
         raise UserError(
-            "sharding fsdp2 shares a model out among GPUs, but one process was started; use "
+            "sharding fsdp2 splits a model over several GPUs, but one process was started; use "
             "accelerate_configs/single_gpu.yaml."
         )
     if sharding in ("zero2", "zero3") and importlib.util.find_spec("deepspeed") is None:
@@ -93,43 +93,45 @@ def check_sharding(sharding: Sharding, settings: Settings, device_type: str, bac
             "method qlora does not go with sharding zero3, which cannot gather packed 4-bit weights; use fsdp2, or zero2."
         )
     if sharding == "zero3" and settings.method == "full" and backend == "unsloth":
-        # Measured: its update is not DDP's, though Unsloth with adapters and Transformers in full agree to 3e-7.
+        # Measured: its updates differ from those of DDP; Unsloth with adapters and Transformers with all weights agree to 3e-7.
         raise UserError(
-            "method full with sharding zero3 does not train rightly under Unsloth; use --backend transformers, or "
+            "method full with sharding zero3 does not train correctly with Unsloth; use --backend transformers, or "
             "sharding fsdp2 or zero2."
         )
     if shards_weights(sharding) and settings.gradient_checkpointing == "unsloth":
         raise UserError(
             f"gradient_checkpointing unsloth does not go with sharding {sharding}: what it moves to host memory is "
-            "recomputed with weights that are spread by then; use --gradient_checkpointing torch."
+            "recomputed when the weights are already sharded again; use --gradient_checkpointing torch."
         )
 
 
-def what_is_ignored(sharding: Sharding, settings: Settings, nodes: int) -> list[str]:
-    """Sentences for the main process to say once: settings without effect, and what will be slow."""
-    said = []
+def sharding_warnings(sharding: Sharding, settings: Settings, nodes: int) -> list[str]:
+    """Return sentences for the main process to print: settings without effect, and what will be slow."""
+    warnings = []
     if shards_weights(sharding) and settings.compare_answers:
-        said.append(f"compare_answers is ignored: sharding {sharding} leaves no GPU the whole model to answer with.")
+        warnings.append(
+            f"compare_answers is ignored: sharding {sharding} leaves no GPU the whole model to answer with."
+        )
     if sharding in ("zero2", "zero3") and settings.method == "full" and settings.full_weights == "bf16":
-        said.append(
-            f"full_weights bf16 is ignored: sharding {sharding} keeps fp32 master weights, spread over the GPUs."
+        warnings.append(
+            f"full_weights bf16 is ignored: sharding {sharding} keeps fp32 master weights, sharded over the GPUs."
         )
     if sharding == "zero3" and nodes > 1:
-        said.append(
+        warnings.append(
             f"ZeRO-3 over {nodes} nodes gathers every layer's weights over the network in every step, which is much "
             "slower than ZeRO-2 unless the nodes are joined by InfiniBand or the like; use zero2.yaml where the model fits."
         )
-    return said
+    return warnings
 
 
 def complete_environment(sharding: Sharding, environ: MutableMapping[str, str]) -> None:
-    """What goes with a kind of sharding before anything is imported; values that are set win.
+    """Set the variables that a kind of sharding needs before libraries are imported; variables that are set stay.
 
-    UNSLOTH_FSDP2=1 under torchrun comes to mean what accelerate_configs/fsdp2.yaml does.
+    With them UNSLOTH_FSDP2=1 under torchrun means the same as accelerate_configs/fsdp2.yaml.
     """
     if sharding == "fsdp2":
         for name, value in FSDP2_ENVIRONMENT.items():
             environ.setdefault(name, value)
     if sharding == "zero3":
-        # A block that Unsloth compiles as one region cannot gather its weights on the way: step 1 never ends.
+        # A block that Unsloth compiles as one region cannot gather its weights while it runs: step 1 never ends.
         environ.setdefault("UNSLOTH_BLOCK_COMPILE", "0")

@@ -1,17 +1,16 @@
-"""Stopping on request: a signal or a time limit, acted on by all ranks at the same step.
+"""Stop a run on request: a signal or a time limit on any rank makes all ranks save and leave at the same step.
 
-A signal to any rank, or to the launcher, raises a flag; the flags of all ranks are compared once a step, so that all
-of them save and leave together. A second request ends the process at once.
+A signal to any rank, or to the launcher, sets a flag. The ranks exchange their flags once a step, so that all of them
+save a checkpoint and leave together. A second signal ends the process at once.
 
-Signals are taken from a pipe by a thread of its own: Python runs signal handlers in the main thread only, and that
-may be waiting inside a collective or a kernel.
+A thread of its own reads the signals from a pipe, because Python runs signal handlers in the main thread only, which
+may be blocked inside a collective or a kernel.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
-import re
 import signal
 import socket
 import sys
@@ -23,225 +22,228 @@ from typing import Any, Literal
 
 import psutil
 
-from unsloth_ddp.distributed.exit_codes import EXIT_FAILURE, EXIT_STOPPED, note_exit_code
+from unsloth_ddp.distributed.exit_codes import EXIT_FAILURE, EXIT_STOPPED, note_exit_code, under_launcher
 from unsloth_ddp.distributed.runtime import Runtime
-from unsloth_ddp.utils.errors import UserError
+from unsloth_ddp.utils.durations import parse_duration
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 IGNORABLE = (signal.SIGINT, signal.SIGHUP)
-# Seconds in which further signals are the same request: a terminal signals the launcher and every rank, and the
+# Seconds in which further signals belong to the same request: a terminal signals the launcher and every rank, and the
 # launcher signals the ranks again.
-ONE_REQUEST = 3.0
+ONE_REQUEST_SECONDS = 3.0
 PR_SET_PDEATHSIG = 1
 
-Answer = Literal["stop", "same", "at once"]
 
-
-def parse_duration(text: str) -> float:
-    """Seconds of 3600, 90s, 90m, 2h, 1d, 1h30m, or Slurm's MM:SS, HH:MM:SS, D-HH, D-HH:MM, D-HH:MM:SS.
-
-    Raises:
-        UserError: it is none of them, or no time at all.
-    """
-    seconds = _units(text.strip().lower())
-    if seconds is None:
-        seconds = _slurm(text.strip())
-    if not seconds:
-        raise UserError(
-            f"max_time is {text[:50]!r}, but it takes a time such as 3600 (seconds), 90m, 2h or 1-12:00:00."
-        )
-    return seconds
-
-
-def _units(text: str) -> float | None:
-    if re.fullmatch(r"\d{1,10}(\.\d{1,6})?", text, re.ASCII):
-        return float(text)
-    number = r"(\d{1,9}(?:\.\d{1,6})?)"
-    match = re.fullmatch(rf"(?:{number}d)?(?:{number}h)?(?:{number}m)?(?:{number}s)?", text, re.ASCII)
-    if not text or not match:
-        return None
-    return sum(float(n) * unit for n, unit in zip(match.groups(), (86400, 3600, 60, 1), strict=True) if n)
-
-
-def _slurm(text: str) -> float | None:
-    match = re.fullmatch(r"(?:(\d{1,6})-)?(\d{1,6})(?::(\d{1,2}))?(?::(\d{1,2}))?", text, re.ASCII)
-    if not match or (match[1] is None and match[3] is None):
-        return None
-    days, first, second, third = (int(part or 0) for part in match.groups())
-    if match[1] is None and match[4] is None:
-        return first * 60 + second
-    return ((days * 24 + first) * 60 + second) * 60 + third
-
-
-class Requests:
-    """What the signals so far ask for. Pure: time and parent are given.
+class SignalCounter:
+    """Distinguish the first request to stop from its repetitions. Time and parent are arguments.
 
     Args:
-        parent: process id of the launcher when the run began; its death is told as a signal as well.
+        parent: process id of the launcher when the run began; the kernel signals its death as well.
     """
 
     def __init__(self, parent: int) -> None:
-        self.parent = parent
-        self.first: float | None = None
+        self._parent = parent
+        self._first: float | None = None
 
-    def take(self, now: float, parent: int) -> Answer:
-        """The answer to a signal that came at `now` (seconds), while `parent` is the parent's process id."""
-        orphaned, self.parent = parent != self.parent, parent
-        if self.first is None:
-            self.first = now
-            return "stop"
-        return "same" if orphaned or now - self.first < ONE_REQUEST else "at once"
-
-
-def under_launcher(environ: Mapping[str, str]) -> bool:
-    """Whether accelerate or torchrun is this process's parent."""
-    return "TORCHELASTIC_RUN_ID" in environ or "ACCELERATE_MIXED_PRECISION" in environ
+    def classify(self, now: float, parent: int) -> Literal["first", "repeated", "second"]:
+        """Return what a signal at `now` (seconds) is, while `parent` is the parent's process id."""
+        orphaned, self._parent = parent != self._parent, parent
+        if self._first is None:
+            self._first = now
+            return "first"
+        return "repeated" if orphaned or now - self._first < ONE_REQUEST_SECONDS else "second"
 
 
-def launched_ago(environ: Mapping[str, str]) -> float:
-    """Seconds since this job's elastic launcher began, restarts included; 0 without one."""
+def seconds_since_launch(environ: Mapping[str, str]) -> float:
+    """Return the seconds since this job's elastic launcher began, restarts included; 0 without one."""
     if "TORCHELASTIC_RUN_ID" not in environ:
         return 0.0
     return max(0.0, time.time() - psutil.Process(os.getppid()).create_time())
 
 
-class Stop:
-    """The requests to stop of one run. Until `arm`, there is nothing to save, and a signal ends the process at once.
+class EvaluationInterrupted(Exception):
+    """Raised on every rank at the same batch of an evaluation when the ranks have agreed to stop."""
+
+
+class StopRequest:
+    """The request to stop one run, on all of its ranks.
+
+    Before `begin_training` there is nothing to save, and a signal ends the process at once.
 
     Args:
-        ended: ends the process with a code; another one in tests.
+        is_main: this process prints.
+        end_process: ends the process with an exit code; another function in tests.
     """
 
-    def __init__(self, is_main: bool, ended: Callable[[int], Any] = os._exit) -> None:
-        self.is_main = is_main
-        self.ended = ended
-        self.requests = Requests(os.getppid())
-        self.cause: str | None = None
-        self.armed = False
-        self.finishing = False
-        self.deadline: float | None = None
-        self.agreed: str | None = None
-        # Whether there is a whole checkpoint to come back to.
-        self.kept: Callable[[], bool] = lambda: False
-        self._group: Any = None
+    def __init__(self, is_main: bool, end_process: Callable[[int], Any] = os._exit) -> None:
+        self._is_main = is_main
+        self._end_process = end_process
+        self._signals = SignalCounter(os.getppid())
+        self._max_time: str | None = None
+        self._deadline: float | None = None
+        self._training = False
+        self._finishing = False
+        self._has_checkpoint: Callable[[], bool] = lambda: False
         self._runtime: Runtime | None = None
-        self._round: tuple[Any, Any] | None = None
+        self._group: Any = None
+        self._poll: tuple[Any, Any] | None = None
+        # Why this rank was asked to stop, and why all ranks have agreed to stop.
+        self.local_cause: str | None = None
+        self.agreed_cause: str | None = None
 
     def listen(self, max_time: str | None, environ: Mapping[str, str] = os.environ) -> None:
-        """Take the signals from now on, and the launcher's death; the time limit counts from the launcher's start."""
+        """Begin to receive signals, the launcher's death included. The time limit counts from the launcher's start."""
         if max_time is not None:
-            self.deadline = time.monotonic() + parse_duration(max_time) - launched_ago(environ)
-            self.max_time = max_time
-            if time.monotonic() > self.deadline and environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
+            self._max_time = max_time
+            self._deadline = time.monotonic() + parse_duration(max_time) - seconds_since_launch(environ)
+            if time.monotonic() > self._deadline and environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
                 # The launcher takes a stop for a failure and starts the ranks again (--max_restarts).
-                if self.is_main:
-                    self._say(f"max_time {max_time} is over; not started again.")
-                note_exit_code(EXIT_STOPPED)
-                self.ended(EXIT_STOPPED)
-        self._told, told = socket.socketpair()
-        told.setblocking(False)
-        self._telling = told
-        signal.set_wakeup_fd(told.fileno(), warn_on_full_buffer=False)
+                self._print_and_end(f"max_time {max_time} is over; not started again.", EXIT_STOPPED)
+        self._reader, writer = socket.socketpair()
+        writer.setblocking(False)
+        self._writer = writer
+        signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
         for number in SIGNALS:
-            # nohup, and shells for what they start in the background, have these ignored on purpose; the others are
-            # requests wherever they were inherited as ignored (some job runners do that).
+            # nohup, and shells for background jobs, ignore these on purpose. The other signals are requests even if
+            # they were inherited as ignored, as under some job runners.
             if number not in IGNORABLE or signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, _do_nothing)
         os.register_at_fork(
-            before=_hold_signals, after_in_parent=_release_signals, after_in_child=self._forget_in_child
+            before=_block_signals, after_in_parent=_unblock_signals, after_in_child=self._stop_listening_in_child
         )
-        threading.Thread(target=self._read, name="signals", daemon=True).start()
+        threading.Thread(target=self._read_signals, name="signals", daemon=True).start()
         if under_launcher(environ) and sys.platform == "linux":
             ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
-    def _forget_in_child(self) -> None:
-        """Workers end with their parent: a terminal's Ctrl-C or a scheduler's signal to all must not end them before."""
-        signal.set_wakeup_fd(-1)
-        for number in SIGNALS:
-            if signal.getsignal(number) is _do_nothing:
-                signal.signal(number, signal.SIG_IGN if self.armed or number == signal.SIGINT else signal.SIG_DFL)
-        _release_signals()
+    def end_with(self, end_process: Callable[[int], Any]) -> None:
+        """Have a signal that ends the process at once end it with this function, which may tell the other ranks."""
+        self._end_process = end_process
 
-    def _read(self) -> None:
-        while True:
-            for number in self._told.recv(64):
-                if number in SIGNALS:
-                    self._take(signal.Signals(number).name)
+    def begin_training(self, runtime: Runtime, timeout: timedelta, has_checkpoint: Callable[[], bool]) -> None:
+        """Treat signals from now on as requests to save at the next step boundary. Every rank calls this.
 
-    def _take(self, name: str) -> None:
-        answer = self.requests.take(time.monotonic(), os.getppid())
-        if answer == "same":
-            return
-        if answer == "stop" and self.armed:
-            self.cause = name
-            if self.is_main:
-                doing = "the run is finishing" if self.finishing else "saving a checkpoint at the end of this step"
-                self._say(f"{name}: {doing}; a second signal ends it at once.")
-            return
-        if self.is_main:
-            self._say(
-                f"{name}: stopped before the first step; nothing is lost."
-                if not self.armed
-                else f"{name} again: stopped at once; the last whole checkpoint stays."
-            )
-        # Before the first step it may as well be the launcher, which ends all ranks when one has failed.
-        code = EXIT_STOPPED if self.armed and self.kept() else EXIT_FAILURE
-        note_exit_code(code)
-        self.ended(code)
-
-    def _say(self, text: str) -> None:
-        print(text, flush=True)
-
-    def arm(self, runtime: Runtime, timeout: timedelta) -> None:
-        """From here on a signal means: save at the next step boundary. Every rank calls this."""
-        self._runtime = runtime
+        Args:
+            timeout: of the exchange of flags.
+            has_checkpoint: returns whether a later start can resume from a whole checkpoint.
+        """
+        self._runtime, self._has_checkpoint = runtime, has_checkpoint
         if runtime.ranks.world_size > 1:
             import torch.distributed as dist
 
-            # A group of its own: its one small message a step may be under way while others are sent.
+            # A group of its own, because its message may be under way while others are sent.
             self._group = dist.new_group(backend="gloo", timeout=timeout)
-        self.armed = True
+        self._training = True
 
-    def ask(self) -> None:
-        """Begin to compare the flags of all ranks; a step calls this shortly before its end."""
+    def begin_finishing(self) -> None:
+        """Let the run finish from now on: after the last step a signal changes only what is printed."""
+        self._finishing = True
+
+    def request_stop(self, cause: str) -> None:
+        """Ask all ranks to stop for `cause`, at the next exchange of flags; the first cause stays."""
+        self.local_cause = self.local_cause or cause
+
+    def start_poll(self) -> None:
+        """Start to exchange the flags of all ranks; a step calls this shortly before its end.
+
+        Before the first step and after the last one nothing is exchanged.
+        """
+        if not self._training or self._finishing:
+            return
         import torch
 
-        if self.cause is None and self.deadline is not None and time.monotonic() > self.deadline:
-            self.cause = f"max_time {self.max_time}"
-        flag = torch.tensor([int(self.cause is not None)])
+        if self._deadline is not None and time.monotonic() > self._deadline:
+            self.request_stop(f"max_time {self._max_time}")
+        flag = torch.tensor([int(self.local_cause is not None)])
         work = None
         if self._group is not None:
             import torch.distributed as dist
 
             work = dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
-        self._round = (flag, work)
+        self._poll = (flag, work)
 
-    def answer(self) -> bool:
-        """Whether all ranks stop now; the same on every rank."""
-        if self._round is None:
+    def finish_poll(self) -> bool:
+        """Return whether any rank was asked to stop before the poll started; the same on every rank."""
+        if self._poll is None:
             return False
-        flag, work = self._round
-        self._round = None
+        flag, work = self._poll
+        self._poll = None
         if work is not None:
             work.wait()
-        if flag.item() and self.agreed is None:
+        if flag.item() and self.agreed_cause is None:
             assert self._runtime is not None
-            causes = [cause for cause in self._runtime.gather(self.cause) if cause]
-            self.agreed = causes[0]
+            causes = [cause for cause in self._runtime.gather(self.local_cause) if cause]
+            self.agreed_cause = causes[0]
         return bool(flag.item())
 
+    def interrupt_evaluation(self) -> None:
+        """Exchange the flags during an evaluation; every rank calls this after each batch.
 
-# A child shares the pipe until it has forgotten it, so none may be told a signal in between.
-_held = threading.local()
+        The flags sent at one batch are read at the next, so that no rank waits for the exchange.
+
+        Raises:
+            EvaluationInterrupted: any rank was asked to stop.
+        """
+        if self.finish_poll():
+            raise EvaluationInterrupted
+        self.start_poll()
+
+    # ---- the thread that reads signals ----
+
+    def _read_signals(self) -> None:
+        while True:
+            for number in self._reader.recv(64):
+                if number in SIGNALS:
+                    self._handle(signal.Signals(number).name)
+
+    def _handle(self, name: str) -> None:
+        kind = self._signals.classify(time.monotonic(), os.getppid())
+        if kind == "repeated":
+            return
+        if kind == "first" and self._training:
+            self.request_stop(name)
+            action = "the run is finishing" if self._finishing else "saving a checkpoint after this step"
+            self._print(f"{name}: {action}; a second signal ends it at once.")
+            return
+        if self._training:
+            code = EXIT_STOPPED if self._has_checkpoint() else EXIT_FAILURE
+            self._print_and_end(f"{name} again: stopped at once; the last whole checkpoint stays.", code)
+        else:
+            # The sender may be the launcher, which ends all ranks when one has failed.
+            self._print_and_end(f"{name}: stopped before the first step; nothing is lost.", EXIT_FAILURE)
+
+    def _print_and_end(self, text: str, code: int) -> None:
+        self._print(text)
+        note_exit_code(code, sentence=text)
+        self._end_process(code)
+
+    def _print(self, text: str) -> None:
+        if self._is_main:
+            print(text, flush=True)
+
+    def _stop_listening_in_child(self) -> None:
+        """Reset the signals in a forked worker.
+
+        Workers end with their parent. A terminal's Ctrl-C or a scheduler's signal to all must not end them earlier.
+        """
+        signal.set_wakeup_fd(-1)
+        for number in SIGNALS:
+            if signal.getsignal(number) is _do_nothing:
+                ignored = self._training or number == signal.SIGINT
+                signal.signal(number, signal.SIG_IGN if ignored else signal.SIG_DFL)
+        _unblock_signals()
 
 
-def _hold_signals() -> None:
-    _held.mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+# A child shares the pipe until it has reset its signals, so none may be delivered in between.
+_blocked = threading.local()
 
 
-def _release_signals() -> None:
-    signal.pthread_sigmask(signal.SIG_SETMASK, _held.mask)
+def _block_signals() -> None:
+    _blocked.mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+
+
+def _unblock_signals() -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, _blocked.mask)
 
 
 def _do_nothing(number: int, frame: Any) -> None:
-    """Python drops a signal without a handler before it reaches the pipe."""
+    """Keep the signal: Python drops one without a handler before it reaches the pipe."""

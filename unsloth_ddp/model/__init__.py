@@ -1,1 +1,1 @@
-"""Load a model, and decide how its attention, output head and activations behave."""
+"""Load a model, and configure its attention, output head and gradient checkpointing."""

@@ -1,4 +1,4 @@
-"""A model's files on this machine: its folder, or its snapshot in the Hub's cache, and how large the weights are."""
+"""Find a model's files on this machine: its folder, or its snapshot in the Hub's cache."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth")
 
 
 def model_folder(settings: Settings) -> Path | None:
-    """The model's folder, or its snapshot in the Hub's cache; None when it is neither. Nothing is downloaded."""
+    """Return the model's folder or its snapshot in the Hub's cache; None if there is neither. Downloads nothing."""
     path = Path(str(settings.model)).expanduser()
     if path.is_dir():
         return path
@@ -26,7 +26,7 @@ def model_folder(settings: Settings) -> Path | None:
 
 
 def weight_bytes(folder: Path) -> int:
-    """Bytes of the weight files: the safetensors if there are any, since a folder may hold both kinds."""
+    """Return the bytes of the weight files; only of safetensors files if there are any, since a folder may hold both."""
     for pattern in WEIGHTS:
         sizes = [path.stat().st_size for path in folder.glob(pattern)]
         if sizes:

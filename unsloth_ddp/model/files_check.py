@@ -1,7 +1,7 @@
-"""A model folder looked through before anything is loaded: its config, its index, and every weight file's header.
+"""Check a model folder before it is loaded: its JSON files, its index, and the header of every weight file.
 
-Libraries below fail on a broken folder in ways of their own, or train weights that were never loaded; here each
-damage is one sentence. Nothing is executed, and of the weights only the headers are read.
+The libraries below fail on a damaged folder with unclear errors, or train weights that were never loaded. Nothing in
+the folder is executed, and of the weights only the headers are read.
 """
 
 from __future__ import annotations
@@ -10,44 +10,46 @@ import json
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from unsloth_ddp.utils.errors import UserError
+from unsloth_ddp.model.source_check import ADAPTER_FILE, check_no_adapter, read_model_file
+from unsloth_ddp.utils.errors import UserError, one_line
 
 LARGEST_JSON = 1 << 28
 LFS_POINTER = b"version https://git-lfs.github.com/spec"
 SAFE, PICKLED = "model.safetensors", "pytorch_model.bin"
-# Read, where they are there, as one JSON object each.
-OBJECTS = ("config.json", "generation_config.json", "tokenizer_config.json", "tokenizer.json")
+# Files that hold one JSON object each, checked if they exist.
+JSON_FILES = ("config.json", "generation_config.json", "tokenizer_config.json", "tokenizer.json")
 
 
 def check_local_model(model: str, *, safetensors_only: bool) -> None:
-    """Refuse a local model that is not whole; a name on the Hub is left to the Hub.
+    """Refuse a local model folder that is incomplete; Hub ids are not checked.
 
     Raises:
-        UserError: it has no config.json, or as check_folder.
+        UserError: the folder is an adapter, has no config.json, or check_folder refuses it.
     """
     path = Path(model).expanduser()
     if not (path.exists() or model.startswith((".", "/", "~")) or model.count("/") > 1):
         return
+    check_no_adapter(model, read_model_file(model, ADAPTER_FILE))
     if not (path / "config.json").is_file():
         raise UserError(f"model {model} is not a model folder: it has no config.json; give a Hub id or a saved model.")
     check_folder(path, safetensors_only=safetensors_only)
 
 
 def check_folder(folder: Path, *, safetensors_only: bool) -> None:
-    """Refuse a folder that cannot be loaded whole.
+    """Refuse a folder that cannot be loaded completely.
 
     Raises:
         UserError: naming the file and what is wrong with it.
     """
-    for name in OBJECTS:
+    for name in JSON_FILES:
         if (folder / name).is_file():
-            _read_object(folder, name)
+            _read_json(folder, name)
     weights = _weight_files(folder, SAFE)
     if weights is None and safetensors_only:
         if _holds(folder, PICKLED):
             raise UserError(
-                f"model {folder} has its weights in pickle files, which are not read unasked because a pickle can carry "
-                "code; save it with safetensors, or give --no_use_safetensors if you trust where it comes from."
+                f"model {folder} has its weights in pickle files, which are not read by default because a pickle can carry "
+                "code; save it with safetensors, or give --no_use_safetensors if you trust its source."
             )
         raise UserError(f"model {folder} holds no weights ({SAFE} or {SAFE}.index.json); download it again.")
     if weights is None:
@@ -61,13 +63,13 @@ def check_folder(folder: Path, *, safetensors_only: bool) -> None:
         found = _stored_names(folder, name)
         if missing := sorted(wanted - found):
             raise UserError(
-                f"model {folder}: {SAFE}.index.json places {missing[0]} in {name}, which does not hold it; "
+                f"model {folder}: {SAFE}.index.json lists {missing[0]} in {name}, which does not contain it; "
                 "download the model again."
             )
 
 
 def check_complete(folder: str, missing: list[str], mismatched: list[Any]) -> None:
-    """Refuse a model some of whose weights were not in its files: they would be random, and trained as such.
+    """Refuse a model if some of its weights were not in its files, because they would be random.
 
     Raises:
         UserError: naming the first of them.
@@ -76,7 +78,7 @@ def check_complete(folder: str, missing: list[str], mismatched: list[Any]) -> No
     if absent:
         raise UserError(
             f"model {folder}: {len(absent):,} weights are not in its files (the first: {absent[0]}) and would be random; "
-            "download it again, or mend config.json if its sizes are wrong."
+            "download it again, or correct config.json if its sizes are wrong."
         )
 
 
@@ -85,13 +87,13 @@ def _holds(folder: Path, single: str) -> bool:
 
 
 def _weight_files(folder: Path, single: str) -> dict[str, set[str]] | None:
-    """The files of one format with the weights that the index places in each; None if the folder has none."""
+    """Return the weight files of one format with the weights that the index lists for each; None if there are none."""
     if (folder / single).is_file():
         return {single: set()}
     index = f"{single}.index.json"
     if not (folder / index).is_file():
         return None
-    placed = _read_object(folder, index).get("weight_map")
+    placed = _read_json(folder, index).get("weight_map")
     if not isinstance(placed, dict) or not placed or not all(isinstance(name, str) for name in placed.values()):
         raise UserError(f"model {folder}: {index} has no weight_map of names; download the model again.")
     files: dict[str, set[str]] = {}
@@ -105,7 +107,7 @@ def _weight_files(folder: Path, single: str) -> dict[str, set[str]] | None:
             )
         if not _is_file(folder / name):
             raise UserError(
-                f"model {folder}: {name[:100]} is missing, which {index} names as one of {len(files)} weight files; "
+                f"model {folder}: {name[:100]} is missing, which {index} lists as one of {len(files)} weight files; "
                 "download the model again."
             )
     return files
@@ -119,7 +121,7 @@ def _is_file(path: Path) -> bool:
 
 
 def _stored_names(folder: Path, name: str) -> set[str]:
-    """The weights that a safetensors file holds, by its header, which also says how long the file has to be."""
+    """Return the names of the weights in a safetensors file; opening it also checks the length against the header."""
     from safetensors import SafetensorError, safe_open
 
     _refuse_pointer(folder, name)
@@ -127,17 +129,16 @@ def _stored_names(folder: Path, name: str) -> set[str]:
         with safe_open(folder / name, framework="numpy") as file:
             return set(file.keys())
     except (SafetensorError, OSError) as error:
-        reason = " ".join(str(error).split())
-        raise UserError(f"model {folder}: {name} is damaged ({reason}); download it again.") from None
+        raise UserError(f"model {folder}: {name} is damaged ({one_line(error)}); download it again.") from None
 
 
 def _refuse_pointer(folder: Path, name: str) -> None:
-    """Refuse what git leaves in the place of a large file where Git LFS is not set up."""
+    """Refuse a Git LFS pointer, which git leaves in place of a large file if Git LFS is not set up."""
     try:
         with (folder / name).open("rb") as file:
             begin = file.read(len(LFS_POINTER))
     except OSError:
-        return  # told where the file is read
+        return  # reported where the file is read
     if begin == LFS_POINTER:
         raise UserError(
             f"model {folder}: {name} is a Git LFS pointer, not the file itself; run git lfs pull in that folder, or download "
@@ -145,17 +146,17 @@ def _refuse_pointer(folder: Path, name: str) -> None:
         )
 
 
-def _read_object(folder: Path, name: str) -> dict[str, Any]:
+def _read_json(folder: Path, name: str) -> dict[str, Any]:
     _refuse_pointer(folder, name)
     path = folder / name
     try:
         if path.stat().st_size > LARGEST_JSON:
-            raise UserError(f"model {folder}: {name} has over {LARGEST_JSON:,} bytes, which no such file needs.")
+            raise UserError(f"model {folder}: {name} has over {LARGEST_JSON:,} bytes, far more than such a file needs.")
         content = json.loads(path.read_text(encoding="utf-8"))
     except UserError:
         raise
     except (OSError, ValueError, RecursionError) as error:
-        reason = "nested too deeply" if isinstance(error, RecursionError) else " ".join(str(error).split())
+        reason = "nested too deeply" if isinstance(error, RecursionError) else one_line(error)
         raise UserError(f"model {folder}: {name} is not JSON ({reason}); download the model again.") from None
     if not isinstance(content, dict):
         raise UserError(f"model {folder}: {name} is not a JSON object; download the model again.")

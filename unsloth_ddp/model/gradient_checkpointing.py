@@ -1,6 +1,6 @@
-"""Gradient checkpointing of a loaded model: which kinds there are, and how one is exchanged for another.
+"""Set the kind of gradient checkpointing of a loaded model, and switch between kinds.
 
-Ordered by what they cost. none keeps every activation for the backward pass; torch keeps the input of each layer and
+In order of cost: none keeps every activation for the backward pass; torch keeps the input of each layer and
 recomputes the rest; unsloth also moves those inputs to host memory.
 """
 
@@ -16,10 +16,10 @@ UNSLOTH_NAMES: dict[str, Any] = {"none": False, "torch": True, "unsloth": "unslo
 
 
 class GradientCheckpointing:
-    """The kind of gradient checkpointing that a model is trained with, which can be changed between two passes.
+    """Hold the kind of gradient checkpointing of a model, which can be changed between two forward passes.
 
     Args:
-        model: loaded with the first of `kinds_here`.
+        model: loaded with the first kind of `kinds_here`.
     """
 
     def __init__(self, model: Any, runtime: Runtime, settings: Settings) -> None:
@@ -31,23 +31,23 @@ class GradientCheckpointing:
 
     @property
     def level(self) -> int:
-        """How many kinds have been left behind."""
+        """Return the position of the current kind among the kinds this run may use; 0 is the first."""
         return self.kinds.index(self.kind)
 
     @property
     def next(self) -> str | None:
-        """The kind that needs less memory than this one; None where there is none, or none is allowed."""
+        """Return the next kind, which needs less memory than the current one; None if this run may use no other."""
         return self.kinds[self.level + 1] if self.level + 1 < len(self.kinds) else None
 
     def use(self, kind: str) -> None:
-        """Train with `kind` from now on."""
+        """Switch the model to `kind`."""
         if self.backend == "unsloth":
             self._use_in_unsloth(UNSLOTH_NAMES[kind])
         elif kind == "none":
             self.model.gradient_checkpointing_disable()
             self.model.disable_input_require_grads()
         else:
-            # Enabling hooks the embedding, through PEFT too, and forgets the hook that is there.
+            # Enabling registers a hook on the embedding (with PEFT too) and overwrites the handle of an existing one.
             self.model.disable_input_require_grads()
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
         self.kind = kind
@@ -56,20 +56,20 @@ class GradientCheckpointing:
         from unsloth.models._utils import apply_unsloth_gradient_checkpointing
 
         dtype = self.model.get_input_embeddings().weight.dtype
-        # It exchanges torch's checkpoint function, which the layers then have to be given.
+        # Unsloth replaces torch's checkpoint function; enabling it again passes the new one to the layers.
         name = apply_unsloth_gradient_checkpointing(name, self.max_length, dtype)
         if name:
             self.model.gradient_checkpointing_enable({"use_reentrant": True})
-        # What its trainer goes back to after every evaluation.
+        # Unsloth's trainer restores this value after every evaluation.
         self.model._unsloth_gradient_checkpointing = name
         self.model.for_training(use_gradient_checkpointing=name)
 
 
 def kinds_here(runtime: Runtime, settings: Settings) -> tuple[str, ...]:
-    """The kinds that a run may use, the one it begins with first: one alone unless `gradient_checkpointing` is auto.
+    """Return the kinds that this run may use, the initial one first; only one unless gradient_checkpointing is auto.
 
-    Where weights or gradients are shared out, a rank that runs out of memory would leave the others waiting in the
-    middle of a step, so that nothing can be tried there.
+    With sharding, a rank that runs out of memory would leave the others waiting in the middle of a step, so kinds
+    cannot be tried there.
     """
     if settings.gradient_checkpointing != "auto":
         return (settings.gradient_checkpointing,)
@@ -79,5 +79,5 @@ def kinds_here(runtime: Runtime, settings: Settings) -> tuple[str, ...]:
 
 
 def loaded_with(runtime: Runtime, settings: Settings) -> str:
-    """The kind that the model is loaded with."""
+    """Return the kind that the model is loaded with."""
     return kinds_here(runtime, settings)[0]

@@ -1,8 +1,8 @@
-"""The output head over supervised tokens only.
+"""Compute the output head for supervised tokens only.
 
-The head multiplies every token with a whole vocabulary, for 15 % of all the work of a 1.7B model and 8 % of an 8B one;
-tokens that are not learned need none of it. TRL's fused head leaves them out. Unsloth's fused loss computes them and
-counts them as nothing, so here the last hidden states of the others are all that it is given.
+The head multiplies every token with the whole vocabulary, which is 15 % of all work of a 1.7B model and 8 % of an 8B
+model; tokens that are not supervised do not need it. TRL's fused head leaves them out. Unsloth's fused loss computes
+them and weights them with zero, so it is given the last hidden states of supervised tokens only.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,21 +18,21 @@ import torch
 from torch import Tensor
 
 from unsloth_ddp.data.labels import IGNORED, supervised_positions
-from unsloth_ddp.distributed.sharding import shards_weights
+from unsloth_ddp.model.modules import base_model, evaluation_mode
 from unsloth_ddp.utils.errors import one_line
 
 logger = logging.getLogger("unsloth_ddp")
 
-# Relative, of one loss in 16 bit computed in two ways; labels that went to other tokens would be off by far more.
-ROUNDING = 5e-3
-# Limits of logits as RecurrentGemma and xLSTM call them.
+# Relative tolerance between the two losses in 16 bit; labels paired with other tokens would differ by far more.
+TOLERANCE = 5e-3
+# Config fields for caps on logits that TRL does not know (RecurrentGemma, xLSTM).
 UNKNOWN_CAPS = ("logits_soft_cap", "output_logit_soft_cap")
-# Rows (packs) of which both losses are computed, at most, and among how many they are looked for.
-ROWS, LOOKED_AT = 4, 256
+# Rows (packs) that both losses are computed on at most, and rows that are searched for them.
+ROWS, SEARCHED = 4, 256
 
 
 class SupervisedHead:
-    """Gives the head of a model the hidden states at some positions alone, while `at` is entered.
+    """Pass only the hidden states at given positions to a model's head, inside the block of `at`.
 
     Args:
         model: a causal language model of Transformers, in PEFT's wrapper or not.
@@ -40,12 +40,11 @@ class SupervisedHead:
 
     def __init__(self, model: Any) -> None:
         self.positions: Tensor | None = None
-        base = model.get_base_model() if hasattr(model, "get_base_model") else model
-        self._hook = base.get_decoder().register_forward_hook(self._select)
+        self._hook = base_model(model).get_decoder().register_forward_hook(self._select)
 
     @contextmanager
     def at(self, positions: Tensor | None) -> Iterator[None]:
-        """For one forward pass; None gives the head everything."""
+        """Select `positions` inside the block, for one forward pass; None passes every position."""
         self.positions = positions
         try:
             yield
@@ -64,12 +63,12 @@ class SupervisedHead:
 
 
 def fits_fused_head(model: Any) -> bool:
-    """Whether TRL's fused head makes the logits of this model of Transformers.
+    """Return whether TRL's fused head computes the same logits as this Transformers model.
 
-    It multiplies the last hidden states with the output embedding, and knows some scalings; other layers in between, and
-    caps of other names, it would leave out of the loss.
+    It multiplies the last hidden states with the output embedding and applies some scalings. It would leave out other
+    layers in between, and caps on logits under other names.
     """
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    base = base_model(model)
     if any(getattr(base.config.get_text_config(), name, None) for name in UNKNOWN_CAPS):
         return False
     known = (base.base_model, base.get_output_embeddings())
@@ -77,43 +76,53 @@ def fits_fused_head(model: Any) -> bool:
     return not any(True for child in others for _ in child.parameters())
 
 
-def head_for(trainer: Any) -> SupervisedHead | None:
-    """The head of this trainer's model, made to choose; None where that brings nothing, or changes the loss.
+def head_with_equal_loss(
+    model: Any,
+    examples: Any,
+    rows: int,
+    collate: Callable[[list[Any]], dict[str, Any]],
+    loss: Callable[[SupervisedHead, dict[str, Any]], Tensor],
+) -> SupervisedHead | None:
+    """Return a SupervisedHead of `model`; None if it saves nothing or would change the loss.
 
-    Unsloth computes the loss in several places, and not all of them take labels for chosen positions, so the loss of
-    some rows is computed in both ways. Where weights are shared out they cannot be used before training begins.
+    Unsloth computes the loss in several places, and not all of them accept labels for selected positions, so the loss
+    of a few rows is computed in both ways and compared.
+
+    Args:
+        examples: training rows (packs), by index.
+        rows: in a micro-batch.
+        collate: rows -> batch.
+        loss: (head, batch) -> summed token losses with this head, as evaluation computes them.
     """
-    if trainer.runtime.backend != "unsloth" or not trainer.model_divides or shards_weights(trainer.runtime.sharding):
+    units = _supervised_units(examples, min(ROWS, rows))
+    batch = collate(units) if units else {"labels": torch.empty(1, 0)}
+    positions = supervised_positions(batch["labels"])
+    if not positions:
         return None
-    units = _supervised_units(trainer.train_rows.examples, min(ROWS, trainer.plan.per_device))
-    batch = trainer.data_collator(units) if units else {"labels": torch.empty(1, 0)}
-    chosen = supervised_positions(batch["labels"])
-    if not chosen:
-        return None
-    head = SupervisedHead(trainer.model)
+    head = SupervisedHead(model)
     try:
-        with _compiled_loss_kept():
-            whole, selected = _loss(trainer, head, batch), _loss(trainer, head, batch | chosen)
+        with _keep_compiled_loss(), evaluation_mode(model), torch.no_grad():
+            full, selected = loss(head, batch).double(), loss(head, batch | positions).double()
     except Exception as error:
-        logger.warning("the head computes all tokens, since choosing some failed: %s", one_line(error))
+        logger.warning("the head computes all tokens, because selecting supervised tokens failed: %s", one_line(error))
         return None
-    if not (whole > 0 and torch.isclose(selected, whole, rtol=ROUNDING)):
+    if not (full > 0 and torch.isclose(selected, full, rtol=TOLERANCE)):
         logger.warning(
-            "the head computes all tokens: a loss of %s, %s over those chosen", whole.item(), selected.item()
+            "the head computes all tokens, because the loss would change from %s to %s", full.item(), selected.item()
         )
         return None
     return head
 
 
 def _supervised_units(examples: Any, count: int) -> list[dict[str, Any]]:
-    """The first rows (packs) of which anything is learned: over others the loss is 0, whatever is computed."""
-    seen = (examples[i] for i in range(min(LOOKED_AT, len(examples))))
+    """Return the first rows (packs) with a supervised token: the loss of others is 0 in either way."""
+    seen = (examples[i] for i in range(min(SEARCHED, len(examples))))
     return list(itertools.islice((one for one in seen if (one["labels"][1:] != IGNORED).any()), count))
 
 
 @contextmanager
-def _compiled_loss_kept() -> Iterator[None]:
-    """Unsloth's fused loss gives up its compiled form for good when its first call fails, as one of ours may."""
+def _keep_compiled_loss() -> Iterator[None]:
+    """Restore Unsloth's compiled loss if the block fails: after a first failed call Unsloth stops compiling it."""
     loss = sys.modules.get("unsloth_zoo.fused_losses.cross_entropy_loss")
     before = getattr(loss, "_FUSED_CE_COMPILE_SUPPORTED", None)
     try:
@@ -122,17 +131,3 @@ def _compiled_loss_kept() -> Iterator[None]:
         if loss is not None:
             loss._FUSED_CE_COMPILE_SUPPORTED = before  # type: ignore[attr-defined]
         raise
-
-
-def _loss(trainer: Any, head: SupervisedHead, batch: dict[str, Any]) -> Tensor:
-    """The summed token losses of a micro-batch as evaluation computes them, float64."""
-    device = trainer.args.device
-    batch = {name: value.to(device) if torch.is_tensor(value) else value for name, value in batch.items()}
-    was_training = trainer.model.training
-    trainer.model.eval()
-    try:
-        with torch.no_grad(), trainer.accelerator.autocast(), head.at(batch.pop("supervised_positions", None)):
-            loss: Tensor = trainer.micro_batch_loss(trainer.model, batch, torch.ones((), device=device))
-        return loss.double()
-    finally:
-        trainer.model.train(was_training)

@@ -1,7 +1,7 @@
-"""Attention over packed rows by torch's varlen_attn, for models whose attention is that of Transformers.
+"""Compute attention over packed rows with torch's varlen_attn, for models that use the attention of Transformers.
 
-Registered with Transformers under NAME, as its own attention functions are, and so usable inside what is compiled.
-What needs a mask (padded rows, generation) or 32 bits is left to sdpa.
+The function is registered with Transformers under NAME, like its own attention functions, and works in compiled
+models. Calls that need a mask (padded rows, generation) or 32 bits go to sdpa.
 """
 
 from __future__ import annotations
@@ -14,20 +14,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from unsloth_ddp.model.modules import evaluation_mode
 from unsloth_ddp.utils.errors import one_line
 
 logger = logging.getLogger("unsloth_ddp")
 
-NAME, TRIED = "torch_varlen", "torch_varlen_try"
+NAME, PROBE_NAME = "torch_varlen", "torch_varlen_probe"
 SIXTEEN_BIT = (torch.float16, torch.bfloat16)
-# What configs call the dropout of attention scores, which varlen_attn does not have.
-DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "attn_dropout")
-# What attention functions are handed that varlen_attn does not have.
-MORE = ("dropout", "softcap", "s_aux", "position_bias")
+# Config fields for the dropout of attention scores, which varlen_attn does not have.
+DROPOUT_FIELDS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "attn_dropout")
+# Arguments of attention functions that varlen_attn does not take.
+UNSUPPORTED_ARGUMENTS = ("dropout", "softcap", "s_aux", "position_bias")
 
 
 def is_available() -> bool:
-    """Whether this torch has a kernel that takes grouped heads and windows (2.12 and later; not on ROCm)."""
+    """Return whether this torch has a kernel that takes grouped heads and windows (2.12 and later; not on ROCm)."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
@@ -38,22 +39,25 @@ def is_available() -> bool:
 
 
 def can_replace(model: Any) -> bool:
-    """Whether the attention of this Transformers model hands over all that `attend` needs, and wants no more than it has.
+    """Return whether `attend` can replace the attention of this Transformers model.
 
-    Some models take what a pack needs and do not pass it on, so a pass over six tokens shows what arrives.
+    Some models accept the arguments for packed rows and do not pass them on, so a forward pass over six tokens
+    records which arguments reach the attention function.
     """
     supported = getattr(model, "_supports_attention_backend", False) and getattr(model, "_supports_flash_attn", False)
     if not supported or not model._can_set_attn_implementation():
         return False
     try:
-        if any(getattr(model.config, name, None) for name in DROPOUTS):
+        if any(getattr(model.config, name, None) for name in DROPOUT_FIELDS):
             return False
-        calls, window = _calls_of_a_pack(model), _has_window(model.config)
+        calls, window = _record_attention_calls(model), _has_window(model.config)
     except Exception as error:
-        logger.warning("packed rows keep the attention of Transformers, since a try failed: %s", one_line(error))
+        logger.warning(
+            "packed rows use the attention of Transformers, because a trial forward pass failed: %s", one_line(error)
+        )
         return False
-    windows = any(others.get("sliding_window") for others in calls)
-    return bool(calls) and all(map(_is_enough, calls)) and (windows or not window)
+    passes_window = any(others.get("sliding_window") for others in calls)
+    return bool(calls) and all(map(_is_supported, calls)) and (passes_window or not window)
 
 
 def _has_window(config: Any) -> bool:
@@ -63,38 +67,39 @@ def _has_window(config: Any) -> bool:
     return bool(getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True))
 
 
-def _is_enough(others: dict[str, Any]) -> bool:
-    """Whether `attend` could answer a call with these arguments."""
-    borders = others.get("cu_seq_lens_q") is not None and others.get("max_length_q") is not None
-    more = any(torch.is_tensor(others.get(name)) or others.get(name) for name in MORE)
-    return borders and not more and others["alike"] and others.get("is_causal") is not False
+def _is_supported(others: dict[str, Any]) -> bool:
+    """Return whether `attend` supports a call with these arguments."""
+    boundaries = others.get("cu_seq_lens_q") is not None and others.get("max_length_q") is not None
+    unsupported = any(torch.is_tensor(others.get(name)) or others.get(name) for name in UNSUPPORTED_ARGUMENTS)
+    return boundaries and not unsupported and others["same_shapes"] and others.get("is_causal") is not False
 
 
-def _calls_of_a_pack(model: Any) -> list[dict[str, Any]]:
-    """What each layer hands to its attention function for a pack of two rows; the model is left as it was."""
+def _record_attention_calls(model: Any) -> list[dict[str, Any]]:
+    """Return the arguments each layer passes to its attention function for a pack of two rows.
+
+    The model is left as it was.
+    """
     from transformers import AttentionInterface
 
     calls: list[dict[str, Any]] = []
 
     def record(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any = None, **others: Any) -> Any:
         others.setdefault("is_causal", getattr(module, "is_causal", None))
-        calls.append(others | {"alike": key.shape == value.shape and key.shape[2:] == query.shape[2:]})
+        calls.append(others | {"same_shapes": key.shape == value.shape and key.shape[2:] == query.shape[2:]})
         return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[3]), None
 
-    before, was_training = model.config._attn_implementation, model.training
-    # Parameters that ZeRO-3 has shared out hold nothing here.
-    shared_out = any(hasattr(parameter, "ds_id") for parameter in model.parameters())
-    asked = _on_meta(model) if shared_out else model
-    # Not NAME, for which masks would be made.
-    AttentionInterface.register(TRIED, record)
+    before = model.config._attn_implementation
+    # Parameters that ZeRO-3 has sharded are empty tensors here.
+    sharded = any(hasattr(parameter, "ds_id") for parameter in model.parameters())
+    probed = _on_meta(model) if sharded else model
+    # A name of its own: for NAME, masks would be built.
+    AttentionInterface.register(PROBE_NAME, record)
     try:
-        asked.set_attn_implementation(TRIED)
-        asked.eval()
-        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
-            asked(**_pack_of_two(asked.get_input_embeddings().weight.device), use_cache=False)
+        probed.set_attn_implementation(PROBE_NAME)
+        with evaluation_mode(probed), torch.no_grad(), torch.compiler.set_stance("force_eager"):
+            probed(**_two_row_pack(probed.get_input_embeddings().weight.device), use_cache=False)
     finally:
-        asked.set_attn_implementation(before)
-        asked.train(was_training)
+        probed.set_attn_implementation(before)
     return calls
 
 
@@ -103,20 +108,20 @@ def _on_meta(model: Any) -> Any:
         return type(model)(copy.deepcopy(model.config))
 
 
-def _pack_of_two(device: torch.device) -> dict[str, Any]:
-    borders = torch.tensor([0, 4, 6], dtype=torch.int32, device=device)
+def _two_row_pack(device: torch.device) -> dict[str, Any]:
+    boundaries = torch.tensor([0, 4, 6], dtype=torch.int32, device=device)
     return {
         "input_ids": torch.ones((1, 6), dtype=torch.int64, device=device),
         "position_ids": torch.tensor([[0, 1, 2, 3, 0, 1]], device=device),
-        "cu_seq_lens_q": borders,
-        "cu_seq_lens_k": borders,
+        "cu_seq_lens_q": boundaries,
+        "cu_seq_lens_k": boundaries,
         "max_length_q": 4,
         "max_length_k": 4,
     }
 
 
 def use(model: Any) -> None:
-    """Let a model for which `can_replace` holds attend through varlen_attn."""
+    """Switch a model for which `can_replace` returns True to varlen_attn."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(NAME, attend)
@@ -125,12 +130,12 @@ def use(model: Any) -> None:
 
 
 def _compute_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """What is computed in: fp32 weights in a normalisation make queries fp32 under autocast."""
+    """Return the dtype that attention is computed in: under autocast, queries can be fp32 after an fp32 normalisation."""
     return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else dtype
 
 
 def make_mask(**given: Any) -> Tensor | None:
-    """The mask that sdpa would get, a mask function of Transformers; None for packs and for rows without padding."""
+    """Return the mask for sdpa, or None for packs and for rows without padding: a mask function of Transformers."""
     from transformers.masking_utils import sdpa_mask
 
     whole = given.get("attention_mask") is None and given["q_length"] == given["kv_length"]
@@ -152,18 +157,18 @@ def attend(
     max_length_q: int | None = None,
     **others: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Causal attention within each row, an attention function of Transformers.
+    """Compute causal attention within each row: an attention function of Transformers.
 
     Args:
         query: (batch, heads, tokens, head size); a batch of packs is one sequence.
         key, value: the same with as many heads or fewer.
-        attention_mask: of `make_mask`.
-        sliding_window: tokens that a token sees, itself included.
-        cu_seq_lens_q: borders of packed rows, int32 (rows + 1,); without them every sequence of the batch is a row.
+        attention_mask: from `make_mask`.
+        sliding_window: tokens that a token attends to, itself included.
+        cu_seq_lens_q: boundaries of packed rows, int32 (rows + 1,); without them every sequence of the batch is a row.
         max_length_q: tokens of the longest packed row.
 
     Returns:
-        (batch, tokens, heads, head size), and no weights.
+        (batch, tokens, heads, head size), and None in place of attention weights.
     """
     from torch.nn.attention.varlen import varlen_attn
 
@@ -176,9 +181,9 @@ def attend(
             module, query, key, value, attention_mask, scaling=scaling, **others
         )
         return masked
-    borders, longest = cu_seq_lens_q, max_length_q
-    if borders is None or longest is None:
-        borders = torch.arange(0, (batch + 1) * tokens, tokens, dtype=torch.int32, device=query.device)
+    boundaries, longest = cu_seq_lens_q, max_length_q
+    if boundaries is None or longest is None:
+        boundaries = torch.arange(0, (batch + 1) * tokens, tokens, dtype=torch.int32, device=query.device)
         longest = tokens
 
     def by_token(heads_first: Tensor) -> Tensor:
@@ -188,13 +193,13 @@ def attend(
         by_token(query),
         by_token(key),
         by_token(value),
-        borders,
-        borders,
+        boundaries,
+        boundaries,
         longest,
         longest,
         scale=scaling,
         window_size=(-1 if sliding_window is None else sliding_window - 1, 0),
         enable_gqa=key.shape[1] != heads,
     )
-    assert isinstance(attended, Tensor), "the log-sums were not asked for"
+    assert isinstance(attended, Tensor), "varlen_attn returned log-sum-exp values that were not requested"
     return attended.view(batch, tokens, heads, size), None

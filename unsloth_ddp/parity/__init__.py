@@ -1,1 +1,1 @@
-"""The same few steps with every launcher, on one process and on many, compared. `python -m unsloth_ddp.parity`."""
+"""Run the same few training steps with every launcher and process count, and compare the weight updates."""

@@ -1,14 +1,14 @@
-"""Does this job take the same step on one process and on many? Run it before a long job.
+"""Check before a long job that it takes the same steps on one process and on many.
 
-Take the options you train with; a few steps are made with each launcher and shape, and compared:
+Give the options you train with. A few steps are run with each launcher and shape of the batch, and compared:
     uv run python -m unsloth_ddp.parity --config recipes/qwen3_8b_lora.yaml --dataset my_chats.jsonl
 The demo:
     uv run python -m unsloth_ddp.parity
 
-Every launch trains the first few rows of the data with plain gradient descent, since Adam divides each gradient by
-its own size and so makes rounding errors as large as steps; without dropout, clipping or a schedule; and in fp32,
-unless --precision is given. What is compared is the change of the weights and the losses. Exit code 0: they agree;
-1: they differ, or a launch failed; 2: a mistake in the options.
+Every launch trains on the first few rows with plain gradient descent, without dropout, clipping or a schedule, and in
+fp32 unless --precision is given. (Adam divides each gradient by its own size, which makes rounding errors as large as
+steps.) The change of the weights and the losses are compared. Exit code 0: they agree; 1: they differ, or a launch
+failed; 2: a mistake in the options.
 """
 
 from __future__ import annotations
@@ -19,44 +19,53 @@ import sys
 import tempfile
 from pathlib import Path
 
-from unsloth_ddp.config.parse import beside_train_options, parse_settings
+from unsloth_ddp.config.command_line import Parser, make_command_parser
+from unsloth_ddp.config.parse import parse_settings
 from unsloth_ddp.data.hub import use_cache_if_hub_is_unreachable
 from unsloth_ddp.distributed.exit_codes import EXIT_USER_ERROR
 from unsloth_ddp.distributed.runtime import choose_backend
 from unsloth_ddp.distributed.sharding import sharding_from_environment
+from unsloth_ddp.parity.comparison import TOLERANCES, LaunchComparison, Tolerance, overall_verdict
 from unsloth_ddp.parity.launches import (
     LEARNING_RATE,
     REPO,
     choose_precision,
+    describe_omissions,
     plan_launches,
     visible_gpus,
-    what_is_left_out,
 )
-from unsloth_ddp.parity.processes import Stopped, stopped_by_signals
-from unsloth_ddp.parity.report import print_table, write_json
-from unsloth_ddp.parity.run import Check, run_check
-from unsloth_ddp.parity.verdicts import TOLERANCES, Row, Tolerance, verdict
+from unsloth_ddp.parity.processes import StoppedBySignal, stopped_by_signals
+from unsloth_ddp.parity.report import render_comparisons, write_result
+from unsloth_ddp.parity.run import ParityCheck, run_launches
 from unsloth_ddp.utils.errors import UserError, one_line
 
 
-def make_parser() -> argparse.ArgumentParser:
-    """The options of the check itself; all others are those of train_ddp.py."""
-    parser = beside_train_options("python -m unsloth_ddp.parity", __doc__)
-    parser.add_argument("--processes", type=int, help="processes to compare with one [every visible GPU; 2 on a CPU]")
-    parser.add_argument("--steps", type=int, default=3, help="optimizer steps of each launch [3]")
+def make_parser() -> Parser:
+    """Return the parser of the check's own options; all others are those of train_ddp.py."""
+    parser = make_command_parser("python -m unsloth_ddp.parity", __doc__)
+    parser.add_argument(
+        "--processes", type=int, metavar="N", help="processes to compare with one [one per visible GPU; 2 on a CPU]"
+    )
+    parser.add_argument("--steps", type=int, default=3, metavar="N", help="optimizer steps of each launch [3]")
     parser.add_argument(
         "--micro_batches", type=int, nargs="+", metavar="ROWS",
-        help="rows a device to try [1 and the run's own, or 1 and 2]",
+        help="rows per device to try [1 and the run's own, or 1 and 2]",
     )  # fmt: skip
-    parser.add_argument("--tolerance", type=float, help="relative difference allowed [by backend and precision]")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the table there")
-    parser.add_argument("--script", type=Path, default=REPO / "train_ddp.py", help="the script to check [train_ddp.py]")
-    parser.add_argument("--timeout", type=float, default=1800, help="seconds a launch may take [1800]")
+    parser.add_argument(
+        "--tolerance", type=float, metavar="X", help="relative difference allowed [depends on backend and precision]"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the result to FILE as JSON")
+    parser.add_argument(
+        "--script", type=Path, metavar="FILE", default=REPO / "train_ddp.py", help="the script to check [train_ddp.py]"
+    )
+    parser.add_argument(
+        "--timeout", type=float, metavar="SECONDS", default=1800, help="time limit of each launch in seconds [1800]"
+    )
     return parser
 
 
-def prepare(argv: list[str]) -> tuple[Check, argparse.Namespace]:
-    """The check that a command line asks for.
+def read_command_line(argv: list[str]) -> tuple[ParityCheck, argparse.Namespace]:
+    """Return the check that a command line asks for, and the check's own options.
 
     Raises:
         UserError: a mistake in the options, or the command was given to a launcher.
@@ -89,51 +98,51 @@ def prepare(argv: list[str]) -> tuple[Check, argparse.Namespace]:
     tolerance = TOLERANCES[backend, precision]
     if given.tolerance:
         tolerance = Tolerance(given.tolerance, "given on the command line")
-    return Check(
+    return ParityCheck(
         settings, launches, gpus, given.script.resolve(), given.steps, precision, tolerance, given.timeout
     ), given
 
 
-def launch_all(check: Check) -> tuple[list[Row], Tolerance, list[str]]:
-    """run_check in a temporary folder.
+def run_in_temporary_folder(check: ParityCheck) -> tuple[list[LaunchComparison], Tolerance, list[str]]:
+    """Run the launches in a temporary folder; return what run_launches does.
 
     Raises:
         UserError: no file can be written there, or no process be started.
-        Stopped: a signal came; nothing of the check is left.
+        StoppedBySignal: a signal came; all processes and files of the check are gone.
     """
     try:
         with stopped_by_signals(), tempfile.TemporaryDirectory(prefix="unsloth_ddp_parity_") as folder:
-            return run_check(check, Path(folder))
+            return run_launches(check, Path(folder))
     except OSError as error:
         raise UserError(
-            f"The launches cannot be run: {one_line(error)}; their files go to the temporary folder, and TMPDIR names another."
+            f"The launches cannot be run: {one_line(error)}; their files go to the temporary folder, set TMPDIR to use another."
         ) from None
 
 
 def main(argv: list[str]) -> int:
-    """Run the check; returns the exit code."""
+    """Run the check; return the exit code."""
     try:
-        check, given = prepare(argv)
-        for sentence in what_is_left_out(check.settings, check.precision, bool(check.gpus)):
+        check, given = read_command_line(argv)
+        for sentence in describe_omissions(check.settings, check.precision, bool(check.gpus)):
             print(sentence)
         device = f"{len(check.gpus)} GPU(s)" if check.gpus else "CPU"
         print(
             f"{check.settings.model}, method {check.settings.method}, {check.precision}, {device}, SGD {LEARNING_RATE}."
         )
-        rows, tolerance, errors = launch_all(check)
-        agree, sentence = verdict(rows, tolerance)
-        print_table(rows)
+        rows, tolerance, errors = run_in_temporary_folder(check)
+        agree, sentence = overall_verdict(rows, tolerance)
+        print(render_comparisons(rows, colour=sys.stdout.isatty()))
         for text in errors:
             print(f"\n{text}\n")
         print(sentence)
         print(f"Tolerance: {tolerance.value:.1e} ({tolerance.reason}).")
         if given.json:
-            write_json(given.json, rows, check, tolerance, agree, errors)
+            write_result(given.json, rows, check, tolerance, agree, errors)
     except UserError as error:
         print(f"parity: error: {error}", file=sys.stderr, flush=True)
         return EXIT_USER_ERROR
-    except Stopped as stopped:
-        print(f"parity: ended by {stopped}, and with it every launch.", file=sys.stderr, flush=True)
+    except StoppedBySignal as stopped:
+        print(f"parity: ended by {stopped}; every launch was killed.", file=sys.stderr, flush=True)
         return 128 + stopped.number
     return 0 if agree else 1
 

@@ -1,4 +1,4 @@
-"""What a check launches: launchers, processes and shapes of one global batch, and the few plain steps they take."""
+"""Plan the launches of a parity check: launchers, processes, shapes of one global batch, and their plain steps."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from unsloth_ddp.config.options import DataSettings, OutputSettings
 from unsloth_ddp.config.parse import Settings
 
 REPO = Path(__file__).resolve().parent.parent.parent
-# Small, so that a later step does not amplify the rounding of an earlier one: with 0.1 layouts of the demo are 1.4e-6
-# apart on a CPU, with 0.01 2.2e-7.
+# Small, so that a later step does not amplify the rounding of an earlier one: layouts of the demo are 1.4e-6 apart on
+# a CPU with 0.1, and 2.2e-7 with 0.01.
 LEARNING_RATE = 0.01
 MICRO_BATCHES_A_PROCESS = 4
 
@@ -24,7 +24,7 @@ LauncherName = Literal["python", "accelerate"]
 
 @dataclass(frozen=True)
 class Launch:
-    """One way to lay the same global batch out."""
+    """One way to spread the global batch over processes, micro-batches and accumulation steps."""
 
     launcher: LauncherName
     processes: int
@@ -33,19 +33,24 @@ class Launch:
 
     @property
     def name(self) -> str:
-        """A folder name."""
+        """The name of the launch's folder."""
         return f"{self.launcher}_{self.processes}x{self.per_device}x{self.accumulation}"
 
     @property
     def shape(self) -> str:
-        """Rows a device x accumulation."""
+        """Rows per device x accumulation steps."""
         return f"{self.per_device} x {self.accumulation}"
+
+    @property
+    def name_for_people(self) -> str:
+        """`accelerate with 2 processes, 4 x 1`."""
+        return f"{self.launcher} with {self.processes} process{'es' if self.processes > 1 else ''}, {self.shape}"
 
 
 def plan_launches(processes: int, micro_batches: Sequence[int]) -> list[Launch]:
-    """The launches of a check, the reference first: one process, no launcher, the smallest micro-batch.
+    """Return the launches, the reference first: one process, no launcher, the smallest micro-batch.
 
-    Every micro-batch size is run by plain python and on all processes; accelerate's own single process once.
+    Every micro-batch size is run by plain python and on all processes, and one by accelerate with a single process.
     """
     sizes = sorted(set(micro_batches))
     common = math.lcm(*sizes)
@@ -62,8 +67,8 @@ def plan_launches(processes: int, micro_batches: Sequence[int]) -> list[Launch]:
     ]
 
 
-def waves(launches: Sequence[Launch], gpus: Sequence[str]) -> Iterator[list[tuple[Launch, list[str]]]]:
-    """Launches that may run side by side, each with GPUs of its own; on a CPU one after another.
+def schedule_launches(launches: Sequence[Launch], gpus: Sequence[str]) -> Iterator[list[tuple[Launch, list[str]]]]:
+    """Yield groups of launches that run at the same time, each with GPUs of its own; on a CPU one after another.
 
     Args:
         gpus: the visible GPUs, as CUDA_VISIBLE_DEVICES names them; none on a CPU.
@@ -80,13 +85,13 @@ def waves(launches: Sequence[Launch], gpus: Sequence[str]) -> Iterator[list[tupl
 
 
 def visible_gpus(environ: Mapping[str, str], count: int) -> list[str]:
-    """The `count` GPUs that torch shows, as CUDA_VISIBLE_DEVICES names them."""
+    """Return the names of the `count` GPUs that torch sees, as in CUDA_VISIBLE_DEVICES."""
     named = [name.strip() for name in environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
     return named[:count] if named else [str(index) for index in range(count)]
 
 
-def command(launch: Launch, script: Path, config: Path, cpu: bool) -> list[str]:
-    """The command line of one launch."""
+def launch_command(launch: Launch, script: Path, config: Path, cpu: bool) -> list[str]:
+    """Return the command line of one launch."""
     if launch.launcher == "python":
         return [sys.executable, str(script), "--config", str(config)]
     name = "cpu" if cpu else "ddp"
@@ -96,14 +101,16 @@ def command(launch: Launch, script: Path, config: Path, cpu: bool) -> list[str]:
 
 
 def choose_precision(settings: Settings, backend: str) -> str:
-    """fp32, which shows the arithmetic, unless the user named another; Unsloth trains every parameter in 16 bit only."""
+    """Return the precision: the user's, else fp32, which shows the arithmetic; Unsloth's method full needs bf16."""
     if settings.precision != "auto":
         return settings.precision
     return "bf16" if backend == "unsloth" and settings.method == "full" else "fp32"
 
 
-def settings_of(launch: Launch, settings: Settings, steps: int, precision: str, rows: Path, output: Path) -> Settings:
-    """The user's settings, but a few plain steps over `rows`, with nothing random left and nothing written but weights."""
+def launch_settings(
+    launch: Launch, settings: Settings, steps: int, precision: str, rows: Path, output: Path
+) -> Settings:
+    """Return the user's settings reduced to a few plain steps over `rows`, without randomness and extra output."""
     untouched = {f.name: getattr(OutputSettings(), f.name) for f in dataclasses.fields(OutputSettings)}
     few_steps = {
         "max_steps": steps,
@@ -115,7 +122,7 @@ def settings_of(launch: Launch, settings: Settings, steps: int, precision: str, 
         "max_grad_norm": 0.0,
         "lora_dropout": 0.0,
         "precision": precision,
-        # 16-bit weights would round most of a step away.
+        # 16-bit weights would lose most of a step to rounding.
         "full_weights": "fp32",
         "trainer_args": {},
     }
@@ -144,22 +151,20 @@ def settings_of(launch: Launch, settings: Settings, steps: int, precision: str, 
     return dataclasses.replace(settings, **{**untouched, **few_steps, **layout, **data, **written})
 
 
-def what_is_left_out(settings: Settings, precision: str, on_gpus: bool = False) -> list[str]:
-    """Sentences on what a run has and the check, which is made in `precision`, does without."""
+def describe_omissions(settings: Settings, precision: str, on_gpus: bool = False) -> list[str]:
+    """Return a sentence for each setting of the run that the check, in `precision`, leaves out."""
     said = []
     if settings.lora_dropout:
-        said.append(f"lora_dropout {settings.lora_dropout} is left out: it is drawn anew in every layout.")
+        said.append(f"lora_dropout {settings.lora_dropout} is left out: every layout draws it differently.")
     if settings.trainer_args:
         said.append(f"trainer_args are left out ({', '.join(settings.trainer_args)}).")
     if settings.streaming:
-        said.append("streaming is left out: the rows of these few steps are read beforehand.")
+        said.append("streaming is left out: the rows of these few steps are read before the launches.")
     in_16_bit = precision != "fp32" or (settings.precision == "auto" and on_gpus)
     if settings.packing == "auto" and in_16_bit:
-        said.append(
-            "packing auto is left out, since it goes by the number of processes; --packing on checks packed rows."
-        )
+        said.append("packing auto is left out: it depends on the number of processes; --packing on checks packed rows.")
     if settings.method != "full" and settings.lora_modules_to_save:
-        said.append(f"lora_modules_to_save ({', '.join(settings.lora_modules_to_save)}) are trained, and not compared.")
+        said.append(f"lora_modules_to_save ({', '.join(settings.lora_modules_to_save)}) are trained but not compared.")
     if settings.method == "full" and settings.full_weights == "bf16":
-        said.append("full_weights bf16 is left out: 16-bit weights would round most of a step away.")
+        said.append("full_weights bf16 is left out: 16-bit weights would lose most of a step to rounding.")
     return said

@@ -1,4 +1,4 @@
-"""The processes of launches that go on, and their end: all that one has started ends with it."""
+"""Run the processes of launches, and end each with every process that it started."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from typing import NoReturn
 
 import psutil
 
-# A killed process needs a moment, longer where it gives a GPU's memory back.
-PATIENCE = 20
+# Seconds for killed processes to end; releasing a GPU's memory takes longest.
+KILL_SECONDS = 20
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-class Stopped(BaseException):
+class StoppedBySignal(BaseException):
     """A signal asked the check to end; `number` is the signal's."""
 
     def __init__(self, number: int) -> None:
@@ -30,16 +30,16 @@ class Stopped(BaseException):
 
 @contextlib.contextmanager
 def stopped_by_signals() -> Iterator[None]:
-    """Raise Stopped where a signal would end this process; further signals do not disturb the cleaning up."""
+    """Raise StoppedBySignal on the first signal that would end this process, and ignore the next ones."""
     before = {number: signal.getsignal(number) for number in SIGNALS}
 
     def stop(number: int, frame: FrameType | None) -> NoReturn:
         for one in SIGNALS:
             signal.signal(one, signal.SIG_IGN)
-        raise Stopped(number)
+        raise StoppedBySignal(number)
 
     for number, handler in before.items():
-        # Under nohup a closed terminal is not to end anything.
+        # Under nohup a closed terminal must not end the check.
         if handler != signal.SIG_IGN:
             signal.signal(number, stop)
     try:
@@ -49,8 +49,8 @@ def stopped_by_signals() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-class Running:
-    """Launches that go on side by side, each begun and awaited by a thread of its own."""
+class RunningLaunches:
+    """Launches that run at the same time, each started and awaited by a thread of its own."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -58,11 +58,11 @@ class Running:
         self._over = False
 
     def run(self, words: list[str], environ: Mapping[str, str], log: Path, timeout: float) -> int | None:
-        """The exit code of a command that writes to `log`; None if it was ended after `timeout` seconds.
+        """Run a command that writes to `log`; return its exit code, None if it was killed after `timeout` seconds.
 
         Raises:
             OSError: it cannot be started.
-            RuntimeError: end_all came first.
+            RuntimeError: end_all was called first.
         """
         with log.open("w") as file, self._lock:
             if self._over:
@@ -81,52 +81,52 @@ class Running:
         except subprocess.TimeoutExpired:
             return None
         finally:
-            end_family(process)
+            kill_tree(process)
             with self._lock:
                 self._processes.discard(process)
 
     def end_all(self) -> None:
-        """End every launch now, and let none begin."""
+        """Kill every launch now, and refuse to start another."""
         with self._lock:
             self._over = True
             processes = list(self._processes)
         for process in processes:
-            end_family(process)
+            kill_tree(process)
 
 
-def end_family(process: subprocess.Popen[bytes]) -> None:
-    """Kill a process and all that it started, also in sessions of their own, as torch's launcher starts its workers."""
-    family: list[psutil.Process] = []
+def kill_tree(process: subprocess.Popen[bytes]) -> None:
+    """Kill a process and all its descendants, also in other sessions, where torch's launcher starts its workers."""
+    tree: list[psutil.Process] = []
     if process.poll() is None:
         with contextlib.suppress(psutil.NoSuchProcess):
-            family = _halted(psutil.Process(process.pid))
-    for one in reversed(family):
+            tree = _suspend_tree(psutil.Process(process.pid))
+    for one in reversed(tree):
         with contextlib.suppress(psutil.NoSuchProcess):
             one.kill()
     process.kill()
     process.wait()
-    # What a launch that ended by itself left in its session.
+    # Processes that a launch left in its session when it ended by itself.
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
-    deadline = time.monotonic() + PATIENCE
-    while any(_lives(one) for one in family) and time.monotonic() < deadline:
+    deadline = time.monotonic() + KILL_SECONDS
+    while any(_is_alive(one) for one in tree) and time.monotonic() < deadline:
         time.sleep(0.05)
 
 
-def _halted(first: psutil.Process) -> list[psutil.Process]:
-    """A process and its descendants, stopped, so that none can start another meanwhile."""
-    family: list[psutil.Process] = []
+def _suspend_tree(first: psutil.Process) -> list[psutil.Process]:
+    """Suspend a process and its descendants, so that none can start another, and return them."""
+    tree: list[psutil.Process] = []
     while True:
-        new = [one for one in (first, *first.children(recursive=True)) if one not in family]
+        new = [one for one in (first, *first.children(recursive=True)) if one not in tree]
         if not new:
-            return family
+            return tree
         for one in new:
-            family.append(one)
+            tree.append(one)
             with contextlib.suppress(psutil.NoSuchProcess):
                 one.suspend()
 
 
-def _lives(process: psutil.Process) -> bool:
+def _is_alive(process: psutil.Process) -> bool:
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

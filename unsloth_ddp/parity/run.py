@@ -1,4 +1,4 @@
-"""Start the launches of a check, each in processes of its own, and compare what they leave."""
+"""Run the launches of a parity check, each in processes of its own, and compare their results."""
 
 from __future__ import annotations
 
@@ -14,20 +14,21 @@ from itertools import chain, islice
 from pathlib import Path
 
 from unsloth_ddp.config.parse import Settings
+from unsloth_ddp.data.revisions import dataset_revisions
 from unsloth_ddp.data.sources import checked_files, read_rows
 from unsloth_ddp.model.files import model_folder
-from unsloth_ddp.parity.launches import Launch, command, settings_of, waves
-from unsloth_ddp.parity.processes import Running
-from unsloth_ddp.parity.verdicts import Outcome, Row, Tolerance, compare
+from unsloth_ddp.parity.comparison import LaunchComparison, LaunchOutcome, Tolerance, compare_launch
+from unsloth_ddp.parity.launches import Launch, launch_command, launch_settings, schedule_launches
+from unsloth_ddp.parity.processes import RunningLaunches
 from unsloth_ddp.utils.errors import UserError
 
-# Enough to fill packs of chats; where rows are longer the last step is full as well.
+# Enough to fill packs of chats; with longer rows the last step is full as well.
 ROWS_A_PACK = 8
 
 
 @dataclass(frozen=True)
-class Check:
-    """What is to be checked: the user's settings and where and how to launch them."""
+class ParityCheck:
+    """A check to run: the user's settings, the launches, and the GPUs to launch on."""
 
     settings: Settings
     launches: list[Launch]
@@ -39,10 +40,13 @@ class Check:
     timeout: float
 
 
-def run_check(check: Check, folder: Path) -> tuple[list[Row], Tolerance, list[str]]:
-    """Launch everything and compare; returns the table's rows, the tolerance used and what failed launches said last.
+def run_launches(check: ParityCheck, folder: Path) -> tuple[list[LaunchComparison], Tolerance, list[str]]:
+    """Run all launches and compare each with the first.
 
-    Where the reference fails the others are not tried. Weights are removed once they have been compared.
+    If the reference fails, the others are not started. Weights are removed once they have been compared.
+
+    Returns:
+        the table's lines, the tolerance used, and the last output of failed launches.
     """
     global_batch = check.launches[0].per_device * check.launches[0].accumulation
     # The last step is not full, as at the end of an epoch, and its rows do not divide evenly.
@@ -54,33 +58,33 @@ def run_check(check: Check, folder: Path) -> tuple[list[Row], Tolerance, list[st
     found = write_rows(check.settings, wanted, rows_file)
     print(f"{found} rows, {check.steps} steps of {global_batch} {unit}; {len(check.launches)} launches.")
 
-    running = Running()
+    running = RunningLaunches()
 
-    def run(launch: Launch, gpus: list[str]) -> Outcome:
+    def run(launch: Launch, gpus: list[str]) -> LaunchOutcome:
         config = folder / f"{launch.name}.yaml"
-        settings_of(launch, check.settings, check.steps, check.precision, rows_file, folder).save(config)
+        launch_settings(launch, check.settings, check.steps, check.precision, rows_file, folder).save(config)
         return run_launch(launch, check.script, config, folder, gpus, check.timeout, running)
 
-    rows: list[Row] = []
+    rows: list[LaunchComparison] = []
     errors: list[str] = []
     tolerance, reference, initial = check.tolerance, None, None
-    with ThreadPoolExecutor(max_workers=max(1, len(check.gpus))) as pool, ended_with(running):
-        for wave in waves(check.launches, check.gpus):
+    with ThreadPoolExecutor(max_workers=max(1, len(check.gpus))) as pool, kill_on_error(running):
+        for wave in schedule_launches(check.launches, check.gpus):
             for outcome in pool.map(run, *zip(*wave, strict=True)):
                 launch = outcome.launch
-                told = f"{launch.launcher}, {launch.processes} process(es), {launch.shape}"
+                told = launch.name_for_people
                 print(f"  {told}: {'FAILED' if outcome.error else 'done'}, {outcome.seconds:.0f} s", flush=True)
                 if outcome.error:
-                    errors.append(f"{told} {outcome.error}")
+                    errors.append(f"{told} failed {outcome.error}")
                 if reference is None:
                     reference = outcome
                     # A Hub model is in the cache now, unless this launch failed.
                     initial = model_folder(check.settings) if check.settings.method == "full" else None
                 if reference.error and outcome is not reference:
                     continue
-                row, held_to = compare(reference, outcome, initial, check.tolerance)
+                row, allowed = compare_launch(reference, outcome, initial, check.tolerance)
                 rows.append(row)
-                tolerance = max(tolerance, held_to, key=lambda t: t.value)
+                tolerance = max(tolerance, allowed, key=lambda t: t.value)
                 if outcome is not reference:
                     shutil.rmtree(outcome.folder, ignore_errors=True)
             if reference is not None and reference.error:
@@ -89,8 +93,8 @@ def run_check(check: Check, folder: Path) -> tuple[list[Row], Tolerance, list[st
 
 
 @contextlib.contextmanager
-def ended_with(running: Running) -> Iterator[None]:
-    """End all launches where the check is left by an exception, instead of waiting for them."""
+def kill_on_error(running: RunningLaunches) -> Iterator[None]:
+    """Kill all launches when an exception ends the check, instead of waiting for them."""
     try:
         yield
     except BaseException:
@@ -99,10 +103,16 @@ def ended_with(running: Running) -> Iterator[None]:
 
 
 def write_rows(settings: Settings, count: int, path: Path) -> int:
-    """Copy the first `count` rows of the data; returns how many there are."""
+    """Copy the first `count` rows of the data to a JSONL file; return how many there are."""
     sources = checked_files(settings.dataset, streaming=settings.streaming)
     rows = chain.from_iterable(
-        read_rows(source, settings.dataset_split, settings.dataset_config, streaming=settings.streaming)
+        read_rows(
+            source,
+            settings.dataset_split,
+            settings.dataset_config,
+            dataset_revisions(settings).get(source),
+            streaming=settings.streaming,
+        )
         for source in sources
     )
     lines = [json.dumps(row.columns, default=str) for row in islice(rows, count)]
@@ -113,39 +123,39 @@ def write_rows(settings: Settings, count: int, path: Path) -> int:
 
 
 def run_launch(
-    launch: Launch, script: Path, config: Path, output: Path, gpus: list[str], timeout: float, running: Running
-) -> Outcome:
-    """Run one launch to its end, or end it after `timeout` seconds."""
+    launch: Launch, script: Path, config: Path, output: Path, gpus: list[str], timeout: float, running: RunningLaunches
+) -> LaunchOutcome:
+    """Run one launch to its end, or kill it after `timeout` seconds."""
     folder, log = output / launch.name, output / f"{launch.name}.log"
     environ = {name: value for name, value in os.environ.items() if not name.startswith("ACCELERATE_")}
-    # What a launch says that is killed would else be lost in its buffers.
+    # Without this the output of a killed launch is lost in its buffers.
     environ["PYTHONUNBUFFERED"] = "1"
     if gpus:
         environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
     began = time.perf_counter()
-    code = running.run(command(launch, script, config, cpu=not gpus), environ, log, timeout)
+    code = running.run(launch_command(launch, script, config, cpu=not gpus), environ, log, timeout)
     seconds = time.perf_counter() - began
-    failure = "" if code == 0 else f"ended after {timeout:.0f} s" if code is None else f"exit code {code}"
-    return outcome_of(launch, seconds, folder, failure, log.read_text(errors="replace"))
+    failure = "" if code == 0 else f"killed after --timeout {timeout:.0f} s" if code is None else f"exit code {code}"
+    return read_outcome(launch, seconds, folder, failure, log.read_text(errors="replace"))
 
 
-def outcome_of(launch: Launch, seconds: float, folder: Path, failure: str, log: str) -> Outcome:
-    """What a launch that has ended came to; `failure` says in a few words how it failed, if it did."""
+def read_outcome(launch: Launch, seconds: float, folder: Path, failure: str, log: str) -> LaunchOutcome:
+    """Return the outcome of a launch that has ended; `failure` says in a few words how it failed, "" if it did not."""
     if not failure and not (folder / "trainer_state.json").is_file():
         failure = "nothing was saved"
     if failure:
-        said = last_lines(log) or "It had printed nothing."
-        return Outcome(launch, seconds, folder, error=f"({failure})\n{said}")
-    return Outcome(launch, seconds, folder, logged_losses(folder))
+        said = last_lines(log) or "It printed nothing."
+        return LaunchOutcome(launch, seconds, folder, error=f"({failure})\n{said}")
+    return LaunchOutcome(launch, seconds, folder, read_losses(folder))
 
 
 def last_lines(text: str, count: int = 20) -> str:
-    """The end of a log, progress bars left out."""
+    """Return the end of a log without progress bars."""
     lines = [line.rpartition("\r")[2].rstrip() for line in text.splitlines()]
     return "\n".join([line for line in lines if line][-count:])
 
 
-def logged_losses(folder: Path) -> list[float]:
-    """The loss of every step of a finished run."""
+def read_losses(folder: Path) -> list[float]:
+    """Return the loss of every step of a finished run."""
     history = json.loads((folder / "trainer_state.json").read_text())["log_history"]
     return [entry["loss"] for entry in history if "loss" in entry]

@@ -1,4 +1,4 @@
-"""How far apart the updates of two finished runs are, from their saved weights."""
+"""Compute the difference between the weight updates of two finished runs from their saved weights."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from unsloth_ddp.utils.errors import UserError
 
 
 def update_difference(reference: Path, other: Path, initial: Path | None, steps: int) -> tuple[float, float]:
-    """(|update - reference update| / |reference update|, rounding floor of that figure), over all tensors at once.
+    """Return (|update - reference update| / |reference update|, rounding floor of that figure), over all tensors.
 
     Args:
         reference, other: folders of finished runs.
-        initial: folder of the model before training; None for adapters, whose B starts at zero and so is its own
+        initial: folder of the model before training; None for adapters, whose B starts at zero, so that B is the
             update.
 
-    The floor is 0 for adapters. A trained weight w is stored after each step to a precision u, so two runs differ by
-    up to u |w| a step though their steps were the same; over `steps` steps of two runs that adds up to
+    The floor is 0 for adapters. A full weight w is rounded to relative precision u after each step, so two runs with
+    equal steps differ by up to u |w| per step; over `steps` steps of two runs that adds up to
     sqrt(2 steps) u |w| / |update|. Tensors are read one at a time.
     """
     import torch
@@ -32,7 +32,9 @@ def update_difference(reference: Path, other: Path, initial: Path | None, steps:
             return math.inf, 0.0
         names = [n for n in theirs if "lora_B" in n] if initial is None else [n for n in theirs if n in first]
         if not names:
-            raise UserError(f"{reference} holds no weights that could be compared; is it a run of another kind?")
+            raise UserError(
+                f"{reference} holds no weights to compare; give --method lora, qlora or full as the run had it."
+            )
         for name in names:
             a, b = theirs[name].get_tensor(name), mine[name].get_tensor(name)
             coarsest = max(coarsest, torch.finfo(a.dtype).eps / 2)
@@ -42,14 +44,16 @@ def update_difference(reference: Path, other: Path, initial: Path | None, steps:
             length += (a - start).square().sum().item()
             weights += a.square().sum().item()
     if not length:
-        raise UserError("The weights did not change, so there is nothing to compare; are all rows without an answer?")
+        raise UserError(
+            "The weights did not change, so there is nothing to compare; give rows that hold an answer to train on."
+        )
     floor = 0.0 if initial is None else math.sqrt(2 * steps * weights / length) * coarsest
     return math.sqrt(distance / length), floor
 
 
 @contextlib.contextmanager
 def _tensors(folder: Path) -> Iterator[dict[str, Any]]:
-    """Name of every tensor in a folder's safetensors files -> the open file that holds it."""
+    """Yield the name of every tensor in a folder's safetensors files with the open file that holds it."""
     from safetensors import safe_open
 
     with contextlib.ExitStack() as stack:

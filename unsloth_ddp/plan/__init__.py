@@ -1,1 +1,1 @@
-"""What a run will need, before anything is rented: memory, steps, time, network. `python -m unsloth_ddp.plan`."""
+"""Estimate memory, steps, time and network load of a run before renting GPUs."""

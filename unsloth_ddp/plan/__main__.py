@@ -1,53 +1,62 @@
-"""What a run needs before anything is rented: does it fit, how many steps, how long, what the network allows.
+"""Estimate memory, steps, time and network load of a run before renting GPUs.
 
     uv run python -m unsloth_ddp.plan --config recipes/qwen3_8b_lora.yaml --dataset my_chats.jsonl \\
         --nodes 4 --gpus_per_node 8 --bandwidth 25Gbps --gpu_memory 80GB --calibration h200
 
-Reads the model's config.json and tokenizer (no weights) and the rows. Nothing is trained and no GPU is needed.
+Reads the model's config.json and tokenizer, and the rows; no weights are downloaded, nothing is trained and no GPU is
+needed.
 """
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import sys
 from pathlib import Path
 
-from unsloth_ddp.config.parse import beside_train_options, parse_settings
+from unsloth_ddp.config.command_line import Parser, make_command_parser
+from unsloth_ddp.config.parse import parse_settings
 from unsloth_ddp.data.hub import use_cache_if_hub_is_unreachable
-from unsloth_ddp.data.packing import Request, plan_step
 from unsloth_ddp.distributed.exit_codes import EXIT_USER_ERROR
 from unsloth_ddp.distributed.runtime import quiet_imports
 from unsloth_ddp.utils.errors import UserError
 from unsloth_ddp.utils.json_file import write_as_asked
-from unsloth_ddp.utils.units import parse_bandwidth, parse_memory
+from unsloth_ddp.utils.units import parse_bandwidth, parse_memory, shown_bytes
 
 
-def make_parser() -> argparse.ArgumentParser:
-    """The options of the plan itself; all others are those of train_ddp.py."""
-    parser = beside_train_options("python -m unsloth_ddp.plan", __doc__)
-    parser.add_argument("--nodes", type=int, default=1, help="machines [1]")
-    parser.add_argument("--gpus_per_node", type=int, default=1, help="GPUs of each machine [1]")
+def make_parser() -> Parser:
+    """Return the parser of the plan's own options; all others are those of train_ddp.py."""
+    parser = make_command_parser("python -m unsloth_ddp.plan", __doc__)
+    parser.add_argument("--nodes", type=int, default=1, metavar="N", help="machines [1]")
+    parser.add_argument("--gpus_per_node", type=int, default=1, metavar="N", help="GPUs per machine [1]")
     parser.add_argument(
-        "--bandwidth", nargs="+", default=["10Gbps", "100Gbps"],
-        help="of each machine's network, one or several to compare [10Gbps 100Gbps]",
+        "--bandwidth", nargs="+", metavar="RATE", default=["10Gbps", "100Gbps"],
+        help="bandwidth of each machine's network, one or several to compare [10Gbps 100Gbps]",
     )  # fmt: skip
-    parser.add_argument("--node_bandwidth", help="of a GPU to the others of its machine, such as 400GB/s [not counted]")
-    parser.add_argument("--gpu_memory", help="memory of a GPU, such as 80GB or 139GiB [no verdict]")
-    parser.add_argument("--calibration", metavar="FILE", help="measured speeds: a file, or h200 [no times]")
+    parser.add_argument(
+        "--node_bandwidth",
+        metavar="RATE",
+        help="bandwidth between the GPUs of a machine, such as 400GB/s [not counted]",
+    )
+    parser.add_argument("--gpu_memory", metavar="SIZE", help="memory of a GPU, such as 80GB or 139GiB [no verdict]")
+    parser.add_argument(
+        "--calibration", metavar="FILE", help="measured speeds: a file, or h200 for the shipped one [no times]"
+    )
     parser.add_argument(
         "--calibrate", type=Path, nargs="+", metavar="RUN",
-        help="write the speeds of these finished runs to --calibration first; model and rows are those of the options",
+        help="first write the speeds of these finished runs, with the model and rows of the options, to --calibration",
     )  # fmt: skip
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the plan there")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the plan to FILE as JSON")
     parser.add_argument(
-        "--picture", type=Path, metavar="FILE", help="also draw efficiency over GPUs (needs matplotlib)"
+        "--picture",
+        type=Path,
+        metavar="FILE",
+        help="also draw the efficiency over the number of GPUs (needs matplotlib)",
     )
     return parser
 
 
 def plan(argv: list[str]) -> None:
-    """Read the command line, compute, print.
+    """Read the command line, compute the plan and print it.
 
     Raises:
         UserError: a mistake in the options.
@@ -66,24 +75,37 @@ def plan(argv: list[str]) -> None:
             )
     if given.picture and importlib.util.find_spec("matplotlib") is None:
         raise UserError("--picture needs matplotlib, which is not installed; run with uv run --group bench.")
-    networks = [parse_bandwidth(text) for text in given.bandwidth]
-    inside = parse_bandwidth(given.node_bandwidth) if given.node_bandwidth else None
-    gpu_memory = parse_memory(given.gpu_memory) if given.gpu_memory else None
-    request = Request.of(settings, given.nodes * given.gpus_per_node)
+    networks = [parse_bandwidth("--bandwidth", text) for text in given.bandwidth]
+    inside = parse_bandwidth("--node_bandwidth", given.node_bandwidth) if given.node_bandwidth else None
+    gpu_memory = parse_memory("--gpu_memory", given.gpu_memory) if given.gpu_memory else None
     use_cache_if_hub_is_unreachable(settings)
     quiet_imports()
-    # Imported here, so that a mistake in the options is told before the seconds that torch takes to load.
-    from unsloth_ddp.plan import report
+    # Imported here, so that mistakes in the options are reported before torch is loaded, which takes seconds.
+    from unsloth_ddp.data.packing import BatchRequest, plan_step
     from unsloth_ddp.plan.calibration import Calibration, load_calibration, measure_run, save_calibration
-    from unsloth_ddp.plan.compute import Hardware, make_plan, planned_packing
-    from unsloth_ddp.plan.rows import row_lengths
-    from unsloth_ddp.plan.shape import model_shape
+    from unsloth_ddp.plan.compute import Hardware, find_least_memory, make_plan, planned_packing
+    from unsloth_ddp.plan.picture import draw_efficiency
+    from unsloth_ddp.plan.report import PlanReport, plan_as_json, render_plan
+    from unsloth_ddp.plan.rows import tokenize_rows
+    from unsloth_ddp.plan.shape import read_model_shape
+    from unsloth_ddp.training.early_checks import check_training_arguments
 
-    _quiet()
+    request = BatchRequest.of(settings, given.nodes * given.gpus_per_node)
+    _silence_transformers()
     calibration = load_calibration(given.calibration) if given.calibration and not given.calibrate else None
     hardware = Hardware(given.nodes, given.gpus_per_node, networks, inside, gpu_memory)
-    shape = model_shape(settings)
-    rows = row_lengths(settings)
+    check_training_arguments(settings)
+    shape = read_model_shape(settings)
+    if gpu_memory:
+        least = find_least_memory(settings, shape, hardware.processes)
+        if least.memory.total > gpu_memory:
+            # Said before the rows are downloaded and tokenized.
+            print(
+                f"plan: {settings.model} does not fit this GPU in any way: even method {least.method} with sharding "
+                f"{least.sharding} needs at least {shown_bytes(least.memory.total)}, and a GPU has {shown_bytes(gpu_memory)}.",
+                flush=True,
+            )
+    rows = tokenize_rows(settings)
     batch, packing, _ = plan_step(request, rows.lengths, planned_packing(settings))
     if given.calibrate:
         found = [measure_run(run, settings.model, shape, rows) for run in given.calibrate]
@@ -93,23 +115,23 @@ def plan(argv: list[str]) -> None:
         save_calibration(calibration, Path(given.calibration))
     rows = rows.packed(packing)
     computed = make_plan(settings, shape, rows, batch, hardware, calibration)
-    made = report.Report(settings, shape, rows, hardware, computed, calibration)
-    report.print_plan(made)
+    made = PlanReport(settings, shape, rows, hardware, computed, calibration)
+    print(render_plan(made, colour=sys.stdout.isatty()), flush=True)
     if given.json:
-        write_as_asked("--json", given.json, report.as_json(made))
+        write_as_asked("--json", given.json, plan_as_json(made))
     if given.picture:
-        report.draw(given.picture, hardware, computed)
+        draw_efficiency(given.picture, hardware, computed)
 
 
-def _quiet() -> None:
-    """No warnings of libraries about what is only counted here, such as rows over the model's length."""
+def _silence_transformers() -> None:
+    """Silence warnings about rows over the model's length, which are only counted here."""
     import transformers
 
     transformers.utils.logging.set_verbosity_error()
 
 
 def main(argv: list[str]) -> int:
-    """Plan; returns the exit code."""
+    """Plan; return the exit code."""
     try:
         plan(argv)
     except UserError as error:

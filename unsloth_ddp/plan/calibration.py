@@ -1,4 +1,4 @@
-"""Measured speeds, and what they say about another model: the one place where a plan's seconds come from.
+"""Read and write measured speeds, and estimate from them the speed of another model.
 
 A calibration is a JSON file:
 
@@ -7,8 +7,8 @@ A calibration is a JSON file:
                        "gradient_checkpointing": "none", "rows": "full", "tokens_a_micro_batch": 16384,
                        "flops_a_token": 3.05e10, "tokens_per_second_per_gpu": 17100}, ...]}
 
-rows is how they lie in a micro-batch: full (all of max_length), padded (of different lengths) or packed. Tokens are those
-that are not padding. flops_a_token is model work, as ModelShape.flops_a_token counts it.
+rows is full (all of max_length), padded (of different lengths) or packed. Tokens are counted without padding.
+flops_a_token is model work as ModelShape.flops_a_token counts it. A plan has no other source of seconds.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ SHIPPED = {"h200": Path(__file__).with_name("h200.json")}
 ROWS = ("full", "padded", "packed")
 # Rows count as full where they fill this share of max_length on average.
 FULL = 0.9
-# A measurement says nothing of a model whose tokens take this many times its work, or of so much larger micro-batches.
+# A measurement is not used for a model with this many times its work per token, or for micro-batches this much larger.
 TOO_FAR = 5
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """One measured speed; `tokens_a_micro_batch` None where it was not written down."""
+    """One measured speed; `tokens_a_micro_batch` is None where it was not recorded."""
 
     name: str
     method: str
@@ -52,12 +52,12 @@ class Measurement:
 
     @property
     def flops_a_second(self) -> float:
-        """Model work a second that was reached."""
+        """Model FLOP per second."""
         return self.flops_a_token * self.tokens_per_second_per_gpu
 
     @property
     def circumstances(self) -> tuple[Any, ...]:
-        """All but the model: measurements that are alike here differ by the model's size alone."""
+        """Everything but the model: measurements that agree here differ only in the model's size."""
         return (
             self.method,
             self.backend,
@@ -70,7 +70,7 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Calibration:
-    """Measurements of one kind of GPU, and where they come from."""
+    """Measurements of one kind of GPU, and their source."""
 
     gpu: str
     source: str
@@ -78,8 +78,8 @@ class Calibration:
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """The run whose speed is asked for, in a measurement's terms."""
+class SpeedQuery:
+    """The run whose speed is estimated, in the terms of a Measurement."""
 
     method: str
     backend: str
@@ -91,8 +91,8 @@ class Wanted:
 
 
 @dataclass(frozen=True)
-class Speed:
-    """Tokens a second of one GPU, the measurements it comes from, and how those differ from what was asked for."""
+class SpeedEstimate:
+    """Estimated tokens per second of one GPU, the measurements used, and how they differ from the planned run."""
 
     tokens_per_second: float
     sources: list[str]
@@ -100,7 +100,7 @@ class Speed:
 
 
 def load_calibration(name: str) -> Calibration:
-    """A calibration by its file, or by the name of one that is shipped (h200).
+    """Read a calibration from a file, or the shipped one by its name (h200).
 
     Raises:
         UserError: it cannot be read, or a field is missing or wrong.
@@ -128,13 +128,13 @@ def load_calibration(name: str) -> Calibration:
         numbers = (one.flops_a_token, one.tokens_per_second_per_gpu, known)
         if one.rows not in ROWS or not all(isinstance(n, (int, float)) and 0 < n < math.inf for n in numbers):
             raise UserError(
-                f"--calibration {name}: {one.name} has unknown rows or a figure that is not above 0; mend it."
+                f"--calibration {name}: {one.name} has unknown rows or a figure that is not above 0; correct it."
             )
     return calibration
 
 
 def save_calibration(calibration: Calibration, path: Path) -> None:
-    """Write it as load_calibration reads it.
+    """Write a calibration as load_calibration reads it.
 
     Raises:
         UserError: it cannot be written.
@@ -143,15 +143,16 @@ def save_calibration(calibration: Calibration, path: Path) -> None:
 
 
 def kind_of_rows(mean: float, max_length: int) -> str:
-    """How rows of `mean` tokens lie in a micro-batch of a run with this max_length, in a measurement's words."""
+    """Return full or padded for rows of `mean` tokens in a run with this max_length."""
     return "full" if mean > FULL * max_length else "padded"
 
 
-def expected_speed(calibration: Calibration, wanted: Wanted) -> Speed | None:
-    """Speed of a model of another size, by the work of a token; None where nothing alike was measured (see TOO_FAR).
+def estimate_speed(calibration: Calibration, wanted: SpeedQuery) -> SpeedEstimate | None:
+    """Estimate the speed of a model of another size from its work per token; None without a similar measurement.
 
-    The measurements nearest in circumstances are taken. Between two model sizes the work a second is interpolated
-    over the logarithm of the work a token; beyond them, and with one alone, it stays what it was.
+    The measurements with the nearest circumstances are used. Between two model sizes the work per second is interpolated
+    over the logarithm of the work per token; beyond them, and with one alone, it is taken as constant. Measurements
+    TOO_FAR from the run are not used.
     """
     same = [m for m in calibration.measurements if _is_alike(m, wanted)]
     if not same:
@@ -166,19 +167,19 @@ def expected_speed(calibration: Calibration, wanted: Wanted) -> Speed | None:
         low, high = below[0], above[0]
         part = math.log(wanted.flops_a_token / low.flops_a_token) / math.log(high.flops_a_token / low.flops_a_token)
         reached = low.flops_a_second + part * (high.flops_a_second - low.flops_a_second)
-    return Speed(reached / wanted.flops_a_token, [m.name for m in sources], _differences(nearest, wanted))
+    return SpeedEstimate(reached / wanted.flops_a_token, [m.name for m in sources], _differences(nearest, wanted))
 
 
-def _is_alike(one: Measurement, wanted: Wanted) -> bool:
+def _is_alike(one: Measurement, wanted: SpeedQuery) -> bool:
     ratios = [wanted.flops_a_token / one.flops_a_token]
     if one.tokens_a_micro_batch:
         ratios.append(wanted.tokens_a_micro_batch / one.tokens_a_micro_batch)
     near = all(1 / TOO_FAR <= ratio <= TOO_FAR for ratio in ratios)
-    # Padded and packed rows of the same model were measured 24 times apart.
+    # The measured speeds of padded and packed rows of the same model are 24 times apart.
     return near and (one.method, one.precision, one.rows) == (wanted.method, wanted.precision, wanted.rows)
 
 
-def _distance(one: Measurement, wanted: Wanted) -> tuple[float, ...]:
+def _distance(one: Measurement, wanted: SpeedQuery) -> tuple[float, ...]:
     tokens = abs(math.log(one.tokens_a_micro_batch / wanted.tokens_a_micro_batch)) if one.tokens_a_micro_batch else 10.0
     return (
         one.gradient_checkpointing != wanted.gradient_checkpointing,
@@ -188,7 +189,7 @@ def _distance(one: Measurement, wanted: Wanted) -> tuple[float, ...]:
     )
 
 
-def _differences(one: Measurement, wanted: Wanted) -> list[str]:
+def _differences(one: Measurement, wanted: SpeedQuery) -> list[str]:
     found = [
         f"{name.replace('_', ' ')} {getattr(one, name)}, not {getattr(wanted, name)}"
         for name in ("gradient_checkpointing", "backend")
@@ -196,12 +197,12 @@ def _differences(one: Measurement, wanted: Wanted) -> list[str]:
     ]
     measured = one.tokens_a_micro_batch
     if measured is None:
-        found.append("micro-batch not written down")
+        found.append("size of the micro-batch not recorded")
     elif not 0.5 <= measured / wanted.tokens_a_micro_batch <= 2:
-        found.append(f"{measured:,.0f} tokens a micro-batch, not {wanted.tokens_a_micro_batch:,.0f}")
+        found.append(f"{measured:,.0f} tokens per micro-batch, not {wanted.tokens_a_micro_batch:,.0f}")
     ratio = wanted.flops_a_token / one.flops_a_token
     if not 0.5 <= ratio <= 2:
-        found.append(f"a model with {1 / ratio:.2g} times the work a token")
+        found.append(f"a model with {1 / ratio:.2g} times the work per token")
     return found
 
 
@@ -210,14 +211,14 @@ def _same_model(one: str | None, other: str | None) -> bool:
 
 
 def measure_run(folder: Path, model: str | None, shape: ModelShape, rows: RowLengths) -> tuple[str, Measurement]:
-    """(GPU name, measurement) of a finished run of train_ddp.py: the median of its logged speeds but the first two.
+    """Return the GPU's name and a measurement of a finished run: the median of its logged speeds but the first two.
 
-    Its method and whether it packed are the run's own, whatever is planned.
+    Method and packing are those of the run, not of the plan.
 
     Args:
-        model: name of the model that `shape` is of.
-        shape: of the run's model.
-        rows: of the run, not in packs.
+        model: name of the model that has `shape`.
+        shape: shape of the run's model.
+        rows: rows of the run, not packed.
 
     Raises:
         UserError: the folder holds no finished run, too few log lines to time, or a run of another model.
@@ -228,15 +229,15 @@ def measure_run(folder: Path, model: str | None, shape: ModelShape, rows: RowLen
         settings = summary["settings"]
         if not _same_model(settings["model"], model):
             raise UserError(
-                f"--calibrate {folder}: it trained {settings['model']}, not {model}; write the file with --model "
-                f"{settings['model']}, and plan for {model} with that file then."
+                f"--calibrate {folder}: this run trained {settings['model']}, not {model}; write the file with --model "
+                f"{settings['model']}, then plan for {model} with that file."
             )
         logged = [entry["tokens_per_second"] for entry in history if "tokens_per_second" in entry and "loss" in entry]
-        # The first line holds compilation; the second may.
+        # The first log line includes compilation; the second may.
         speeds = logged[2:]
         if len(speeds) < 3:
             raise UserError(
-                f"--calibrate {folder}: it logged {len(speeds)} usable speeds; train on, or lower logging_steps."
+                f"--calibrate {folder}: the run logged {len(speeds)} usable speeds; train longer, or lower logging_steps."
             )
         mean = tokens_a_unit(summary, rows)
         return summary["device"], Measurement(
@@ -260,10 +261,10 @@ def measure_run(folder: Path, model: str | None, shape: ModelShape, rows: RowLen
 
 
 def tokens_a_unit(summary: dict[str, Any], rows: RowLengths) -> float:
-    """Tokens of a row, or of a pack where the run packed, on average."""
+    """Return the mean tokens of a row, or of a pack where the run packed rows."""
     if not summary["packing"]:
         return rows.mean
     if summary["packs"]:
         return rows.tokens / summary["packs"]
-    # Of streamed rows nobody counted the packs.
+    # A streamed run does not count its packs.
     return rows.packed(best_fit(rows.lengths, summary["settings"]["max_length"])).mean

@@ -1,4 +1,4 @@
-"""A whole plan from what is known of the model, the rows and the network. Pure arithmetic."""
+"""Compute a plan from the shape of the model, the rows and the hardware: pure arithmetic."""
 
 from __future__ import annotations
 
@@ -8,20 +8,27 @@ from typing import Literal, cast, get_args
 
 from unsloth_ddp.config.parse import Settings
 from unsloth_ddp.data.batch_plan import BatchPlan
-from unsloth_ddp.data.packing import PackingDecision, decide_packing, place_of
+from unsloth_ddp.data.packing import PackingDecision, decide_packing, describe_backend
 from unsloth_ddp.distributed.sharding import Sharding
-from unsloth_ddp.plan.calibration import Calibration, Speed, Wanted, expected_speed, kind_of_rows
+from unsloth_ddp.plan.calibration import Calibration, SpeedEstimate, SpeedQuery, estimate_speed, kind_of_rows
 from unsloth_ddp.plan.memory import (
-    KINDS,
+    CHECKPOINTING_KINDS,
     Checkpointing,
-    Memory,
+    MemoryEstimate,
     Method,
     Workload,
-    exists,
-    fits,
-    plan_memory,
+    estimate_memory,
+    is_supported,
+    judge_fit,
 )
-from unsloth_ddp.plan.network import Links, Step, all_reduce_seconds, balance, efficiency, gpu_counts
+from unsloth_ddp.plan.network import (
+    Links,
+    StepWork,
+    all_reduce_seconds,
+    balance_efficiency,
+    gpu_counts,
+    scaling_efficiency,
+)
 from unsloth_ddp.plan.rows import RowLengths, in_order, largest_micro_batch
 from unsloth_ddp.plan.shape import ModelShape
 from unsloth_ddp.training.memory_search import divisors, search, sizes_of, with_micro_batch
@@ -31,7 +38,7 @@ NUMBER_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 @dataclass(frozen=True)
 class Hardware:
-    """What would be rented; `gpu_memory` in bytes and `inside` in bytes a second are None where not given."""
+    """The machines to rent; `gpu_memory` (bytes) and `inside` (bytes per second) are None where not given."""
 
     nodes: int
     gpus_per_node: int
@@ -41,31 +48,31 @@ class Hardware:
 
     @property
     def processes(self) -> int:
-        """One a GPU."""
+        """One process per GPU."""
         return self.nodes * self.gpus_per_node
 
 
 @dataclass(frozen=True)
 class MemoryRow:
-    """One way to train, and what a GPU then holds."""
+    """One way to train, and the memory of a GPU with it; verdict is "-" without the size of a GPU."""
 
     method: Method
     sharding: Sharding
     checkpointing: Checkpointing
-    memory: Memory
+    memory: MemoryEstimate
     verdict: str
 
 
 @dataclass(frozen=True)
 class ScaleRow:
-    """A number of GPUs.
+    """The efficiency of a number of GPUs.
 
     Args:
-        even: what uneven rows leave of the speed (None: not a full step of rows).
-        all_reduce: seconds a step, for each network.
-        same_work: efficiency where each GPU keeps its accumulation, for each network; None without a speed.
-        same_batch: efficiency where the global batch stays; None also where it does not divide.
-        hours: of the whole run with the same global batch, for each network.
+        even: efficiency that uneven rows allow (None: less than a full step of rows).
+        all_reduce: seconds per step, for each network.
+        same_work: efficiency if each GPU keeps its accumulation, for each network; None without a speed.
+        same_batch: efficiency if the global batch stays the same; None also where it does not divide.
+        hours: duration of the run with the same global batch, for each network.
     """
 
     gpus: int
@@ -79,7 +86,7 @@ class ScaleRow:
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything the command prints."""
+    """The result of planning: everything that the command prints."""
 
     batch: BatchPlan
     steps: int
@@ -88,22 +95,22 @@ class Plan:
     micro_batch: int
     memory: list[MemoryRow]
     gradients: dict[Method, float]
-    speed: Speed | None
+    speed: SpeedEstimate | None
     scale: list[ScaleRow]
 
 
 def precision_of(settings: Settings) -> str:
-    """What a GPU would compute in."""
+    """Return the precision of a run on a GPU."""
     return "bf16" if settings.precision == "auto" else settings.precision
 
 
 def backend_of(settings: Settings) -> Literal["unsloth", "transformers"]:
-    """What would train on a GPU."""
+    """Return the backend of a run on a GPU."""
     return "transformers" if settings.backend == "transformers" else "unsloth"
 
 
-def workload(settings: Settings, rows: RowLengths, tokens: int, processes: int) -> Workload:
-    """What a run asks of one GPU where nothing is recomputed."""
+def make_workload(settings: Settings, rows: RowLengths, tokens: int, processes: int, accumulation: int = 1) -> Workload:
+    """Return the load of a run on one GPU, without gradient checkpointing."""
     return Workload(
         tokens=tokens,
         precision=NUMBER_BYTES[precision_of(settings)],
@@ -113,13 +120,14 @@ def workload(settings: Settings, rows: RowLengths, tokens: int, processes: int) 
         processes=processes,
         backend=backend_of(settings),
         packed=rows.unit == "packs",
+        accumulation=accumulation,
     )
 
 
-def rows_at_once(
+def choose_micro_batch(
     settings: Settings, shape: ModelShape, rows: RowLengths, batch: BatchPlan, gpu_memory: float | None
 ) -> int:
-    """The micro-batch as a run with DDP would choose it (see fit.py); all of a GPU's share where its memory is not given."""
+    """Choose the micro-batch as a run with DDP does (training/memory_search.py); a GPU's whole share without its memory."""
     sizes = sizes_of(settings, batch)
     if gpu_memory is None:
         return sizes[-1]
@@ -128,32 +136,34 @@ def rows_at_once(
         return size * (settings.max_length if rows.streamed else rows.longest)
 
     def fits_with(kind: str, size: int) -> bool:
-        work = workload(settings, rows, tokens(size), batch.processes)
-        found = plan_memory(
+        work = make_workload(settings, rows, tokens(size), batch.processes)
+        found = estimate_memory(
             shape, settings.method, "none", dataclasses.replace(work, checkpointing=cast(Checkpointing, kind))
         )
-        return fits(found.total, gpu_memory) == "fits"
+        return judge_fit(found, gpu_memory) == "fits"
 
-    found = search(kinds_of(settings), sizes, tokens, fits_with)
+    found = search(checkpointing_kinds(settings), sizes, tokens, fits_with)
     return found[1] if found else sizes[0]
 
 
-def kinds_of(settings: Settings) -> tuple[Checkpointing, ...]:
-    """The kinds of gradient checkpointing that a run with DDP may use, cheapest first."""
+def checkpointing_kinds(settings: Settings) -> tuple[Checkpointing, ...]:
+    """Return the kinds of gradient checkpointing that a run with DDP may use, cheapest first."""
     if settings.gradient_checkpointing != "auto":
         return (settings.gradient_checkpointing,)
-    return KINDS if backend_of(settings) == "unsloth" else KINDS[:2]
+    return CHECKPOINTING_KINDS if backend_of(settings) == "unsloth" else CHECKPOINTING_KINDS[:2]
 
 
 def planned_packing(settings: Settings) -> PackingDecision:
-    """Whether a GPU of compute capability 8 or more, without flash-attn, would train on packs (attention.find_kernel)."""
+    """Decide packing as on a GPU of compute capability 8 or more without flash-attn (model/attention.py)."""
     backend, precision = backend_of(settings), precision_of(settings)
     replaceable = backend == "unsloth" or settings.attn_implementation is None
     kernel = "torch's varlen_attn" if replaceable and precision != "fp32" else None
-    return decide_packing(settings.packing, place_of(backend, precision, settings), kernel, wrong=None, doubtful=None)
+    return decide_packing(
+        settings.packing, describe_backend(backend, precision, settings), kernel, wrong=None, doubtful=None
+    )
 
 
-def memory_row(
+def make_memory_row(
     settings: Settings,
     shape: ModelShape,
     method: Method,
@@ -161,21 +171,41 @@ def memory_row(
     work: Workload,
     gpu_memory: float | None,
 ) -> MemoryRow:
-    """What a GPU then holds; gradient_checkpointing auto is the first kind that fits, as in a run (see recompute.py)."""
+    """Estimate one way to train; gradient_checkpointing auto is the first kind that fits, as in a run."""
     only_torch = sharding != "none" and settings.gradient_checkpointing == "auto"
-    for kind in ("torch",) if only_torch else kinds_of(settings):
-        found = plan_memory(shape, method, sharding, dataclasses.replace(work, checkpointing=kind))
-        verdict = fits(found.total, gpu_memory) if gpu_memory else "-"
-        if verdict in ("fits", "-"):
+    for kind in ("torch",) if only_torch else checkpointing_kinds(settings):
+        found = estimate_memory(shape, method, sharding, dataclasses.replace(work, checkpointing=kind))
+        verdict = judge_fit(found, gpu_memory) if gpu_memory else "-"
+        if verdict in ("fits", "unknown", "-"):
             break
     return MemoryRow(method, sharding, kind, found, verdict)
 
 
-def wanted_speed(
+def find_least_memory(settings: Settings, shape: ModelShape, processes: int) -> MemoryRow:
+    """Return the way to train that needs least memory, with one token in a micro-batch and all checkpointing."""
+    ways = []
+    for method in get_args(Method):
+        for sharding in get_args(Sharding):
+            if not is_supported(method, sharding) or (sharding != "none" and processes == 1):
+                continue
+            work = Workload(
+                tokens=1,
+                precision=NUMBER_BYTES[precision_of(settings)],
+                master=NUMBER_BYTES[settings.full_weights],
+                optimizer=settings.optim,
+                checkpointing="torch",
+                processes=processes,
+                backend=backend_of(settings),
+            )
+            ways.append(MemoryRow(method, sharding, "torch", estimate_memory(shape, method, sharding, work), "-"))
+    return min(ways, key=lambda way: way.memory.total)
+
+
+def make_speed_query(
     settings: Settings, shape: ModelShape, rows: RowLengths, batch: BatchPlan, checkpointing: Checkpointing
-) -> Wanted:
-    """The run in a calibration's terms."""
-    return Wanted(
+) -> SpeedQuery:
+    """Describe the run in the terms of a calibration."""
+    return SpeedQuery(
         method=settings.method,
         backend=backend_of(settings),
         precision=precision_of(settings),
@@ -194,14 +224,14 @@ def make_plan(
     hardware: Hardware,
     calibration: Calibration | None,
 ) -> Plan:
-    """The plan of a run."""
+    """Compute the plan of a run."""
     asked, gpu_memory = batch, hardware.gpu_memory
-    batch = with_micro_batch(asked, rows_at_once(settings, shape, rows, asked, gpu_memory))
+    batch = with_micro_batch(asked, choose_micro_batch(settings, shape, rows, asked, gpu_memory))
     count = len(rows.lengths)
     steps = batch.steps(count, settings.num_train_epochs, settings.max_steps)
     if rows.streamed:
         tokens_a_step = rows.mean * batch.global_batch
-        # A row that is not known yet may be as long as they may be.
+        # A row that has not been read may have the greatest length.
         longest = settings.max_length
     else:
         tokens_a_step = rows.tokens / batch.steps_per_epoch(count)
@@ -209,32 +239,35 @@ def make_plan(
     micro_batch = batch.per_device * longest
     memory = []
     for method in get_args(Method):
-        at_once = rows_at_once(dataclasses.replace(settings, method=method), shape, rows, asked, gpu_memory)
+        at_once = choose_micro_batch(dataclasses.replace(settings, method=method), shape, rows, asked, gpu_memory)
         for sharding in get_args(Sharding):
-            if exists(method, sharding) and (sharding == "none" or hardware.processes > 1):
-                # Nothing is tried where weights or gradients are shared out.
+            if is_supported(method, sharding) and (sharding == "none" or hardware.processes > 1):
+                # A run with sharding does not search for what fits.
                 size = at_once if sharding == "none" else asked.per_device
-                work = workload(settings, rows, size * longest, hardware.processes)
-                memory.append(memory_row(settings, shape, method, sharding, work, gpu_memory))
+                accumulation = asked.per_device * asked.accumulation // size
+                work = make_workload(settings, rows, size * longest, hardware.processes, accumulation)
+                memory.append(make_memory_row(settings, shape, method, sharding, work, gpu_memory))
     kind = next(row.checkpointing for row in memory if (row.method, row.sharding) == (settings.method, "none"))
-    wanted = wanted_speed(settings, shape, rows, batch, kind)
-    speed = expected_speed(calibration, wanted) if calibration else None
-    gradients: dict[Method, float] = {m: gradient_bytes(shape, m, settings) for m in get_args(Method)}
+    wanted = make_speed_query(settings, shape, rows, batch, kind)
+    speed = estimate_speed(calibration, wanted) if calibration else None
+    gradients: dict[Method, float] = {m: count_gradient_bytes(shape, m, settings) for m in get_args(Method)}
     share = shape.backward_share(settings.method, kind != "none")
     plan = Plan(batch, steps, tokens_a_step, tokens_a_step * steps, micro_batch, memory, gradients, speed, [])
     ordered = in_order(rows.lengths, settings.seed)
     chosen = len(sizes_of(settings, asked)) > 1
     for gpus in gpu_counts(hardware.gpus_per_node):
-        plan.scale.append(scale_row(plan, gpus, hardware, gradients[settings.method], share, list(ordered), chosen))
+        plan.scale.append(
+            make_scale_row(plan, gpus, hardware, gradients[settings.method], share, list(ordered), chosen)
+        )
     return plan
 
 
-def gradient_bytes(shape: ModelShape, method: Method, settings: Settings) -> float:
-    """Bytes that DDP averages in a step: gradients have the type of the trained weights."""
+def count_gradient_bytes(shape: ModelShape, method: Method, settings: Settings) -> float:
+    """Return the bytes that DDP averages in a step: gradients have the type of the trained weights."""
     return shape.trained(method) * (NUMBER_BYTES[settings.full_weights] if method == "full" else 4)
 
 
-def scale_row(
+def make_scale_row(
     plan: Plan,
     gpus: int,
     hardware: Hardware,
@@ -243,19 +276,19 @@ def scale_row(
     ordered: list[int],
     micro_batch_is_chosen: bool,
 ) -> ScaleRow:
-    """One line of the table of GPU counts; a smaller share of the same global batch may mean a smaller micro-batch."""
+    """Estimate the efficiency of a number of GPUs; a smaller share of the global batch may mean a smaller micro-batch."""
     nodes, inside = max(1, gpus // hardware.gpus_per_node), min(gpus, hardware.gpus_per_node)
     links = [Links(network, hardware.inside) for network in hardware.networks]
     all_reduce = [all_reduce_seconds(gradients, nodes, inside, link) for link in links]
     per_device, accumulation = plan.batch.per_device, plan.batch.accumulation
-    even = balance(ordered, per_device, accumulation, gpus)
+    even = balance_efficiency(ordered, per_device, accumulation, gpus)
     if plan.speed is None:
         return ScaleRow(gpus, nodes, even, all_reduce, None, None, None)
 
     def efficiencies(at_once: int, steps: int, left: float) -> list[float]:
         tokens = plan.tokens_a_step / plan.batch.global_batch * at_once * steps
-        step = Step(tokens / plan.speed.tokens_per_second, steps, backward_share, gradients)  # type: ignore[union-attr]
-        return [efficiency(step, nodes, inside, link, left) for link in links]
+        step = StepWork(tokens / plan.speed.tokens_per_second, steps, backward_share, gradients)  # type: ignore[union-attr]
+        return [scaling_efficiency(step, nodes, inside, link, left) for link in links]
 
     same_batch = hours = None
     share, left_over = divmod(plan.batch.global_batch, gpus)
@@ -264,7 +297,7 @@ def scale_row(
         at_once = max(size for size in divisors(share) if size <= per_device)
     if not left_over and share % at_once == 0:
         steps = share // at_once
-        same_batch = efficiencies(at_once, steps, balance(ordered, at_once, steps, gpus) or 1.0)
+        same_batch = efficiencies(at_once, steps, balance_efficiency(ordered, at_once, steps, gpus) or 1.0)
         hours = [plan.tokens / (plan.speed.tokens_per_second * gpus * e) / 3600 for e in same_batch]
     same_work = efficiencies(per_device, accumulation, even or 1.0)
     return ScaleRow(gpus, nodes, even, all_reduce, same_work, same_batch, hours)

@@ -1,8 +1,8 @@
-"""What one GPU has to hold, by method and by what the GPUs share out. Pure arithmetic.
+"""Estimate the memory of one GPU, by method and sharding: pure arithmetic.
 
-The figures of DDP (sharding none) are within 4 % of runs on H200s, see tests/plan/test_plan.py; those of ZeRO and FSDP2 are
-what DeepSpeed and PyTorch keep for sure, and runs took up to twice that (docs/plan.md). The driver, NCCL and
-fragmentation come on top, which is what RESERVE is for.
+The estimates of MEASURED pairs are within 10 % of runs on H200s, those of DDP (sharding none) within 4 %; see
+tests/plan/test_memory.py. The others count only what DeepSpeed and PyTorch are known to keep, which is a lower bound:
+runs took up to twice as much (docs/plan.md). The driver, NCCL and fragmentation come on top; RESERVE is left for them.
 """
 
 from __future__ import annotations
@@ -16,33 +16,40 @@ from unsloth_ddp.training.optimizer_memory import optimizer_bytes
 
 Method = Literal["lora", "qlora", "full"]
 Checkpointing = Literal["none", "torch", "unsloth"]
-# Ordered by what they cost.
-KINDS: tuple[Checkpointing, ...] = get_args(Checkpointing)
+FitVerdict = Literal["fits", "tight", "does not fit", "unknown"]
+# From the fastest to the one that saves most memory.
+CHECKPOINTING_KINDS: tuple[Checkpointing, ...] = get_args(Checkpointing)
+# Pairs whose estimate was held against runs of 8 billion parameters (benchmarks/results).
+MEASURED = {
+    ("lora", "none"), ("qlora", "none"), ("full", "none"), ("lora", "zero2"), ("full", "zero2"), ("lora", "fsdp2"),
+}  # fmt: skip
 
-# Two numbers in a byte; a one-byte scale a 64, those scaled again in fp32 a 256 (nf4, double quantization).
+# nf4 with double quantization: two numbers per byte, a one-byte scale per 64, an fp32 scale per 256 of those.
 BYTES_PACKED = 0.5 + 1 / 64 + 4 / (64 * 256)
-# A run may fill this share of the GPU: the rest is for what is not counted.
+# A run may fill this share of the GPU; the rest is for memory that is not counted.
 RESERVE = 0.9
-# Unsloth keeps a part of what Transformers' code does for the backward pass. Measured without checkpointing and with 16384
-# tokens in a micro-batch: LoRA on 8B with padded rows takes 71 GiB, which is 0.5 of the counted blocks; with packs, whose
-# attention copies what it is given, 83 to 85, and 31 on 1.7B; every parameter of 1.7B, which it compiles, 59.
+# Unsloth keeps only a part of the activations that Transformers' code keeps for the backward pass. Measured without
+# checkpointing and with 16384 tokens in a micro-batch: LoRA on 8B with padded rows takes 71 GiB, which is 0.5 of the
+# counted blocks; with packs, whose attention copies its inputs, 83 to 85, and 31 on 1.7B; full on 1.7B, compiled, 59.
 UNSLOTH_KEEPS, OF_PACKS, OF_ALL = 0.5, 0.62, 0.68
 # Unsloth's fused loss takes as many logits at once as fit into 4 GiB at 16 bytes each.
 LOGITS_AT_ONCE = 2**28
-# DeepSpeed's reduce_bucket_size and allgather_bucket_size, in numbers, as accelerate leaves them.
+# DeepSpeed's reduce_bucket_size in numbers, as accelerate leaves it. One buffer of this size is allocated, however few
+# weights are trained (DeepSpeed 0.19.8, stage_1_and_2.py, setup_buckets).
 ZERO_BUCKET = 5e8
 
 
 @dataclass(frozen=True)
 class Workload:
-    """What a run asks of one GPU.
+    """The load of a run on one GPU.
 
     Args:
-        tokens: of the largest micro-batch, padding included.
-        precision: bytes a number in the forward pass, 4 or 2.
-        master: bytes a trained weight is kept in (method full; adapters are kept in 4).
+        tokens: tokens of the largest micro-batch, padding included.
+        precision: bytes of a number in the forward pass, 4 or 2.
+        master: bytes of a stored trained weight (method full; adapters have 4).
         optimizer: its Transformers name.
-        packed: whether rows are joined to packs.
+        accumulation: micro-batches per optimizer step.
+        packed: rows are joined to packs.
     """
 
     tokens: int
@@ -53,11 +60,18 @@ class Workload:
     processes: int
     backend: Literal["unsloth", "transformers"] = "unsloth"
     packed: bool = False
+    accumulation: int = 1
 
 
 @dataclass(frozen=True)
-class Memory:
-    """Bytes on one GPU in the peak of a step, and while the model is loaded."""
+class MemoryEstimate:
+    """Bytes on one GPU during backward passes, in the optimizer step, and while the model is loaded.
+
+    Args:
+        stepping: all bytes at the peak of the optimizer step; 0 where that is never the peak.
+        loading: all bytes at the peak of loading and sharding.
+        lower_bound: a run may take more, as some of its memory is not counted.
+    """
 
     weights: float
     gradients: float
@@ -65,16 +79,104 @@ class Memory:
     copies: float
     activations: float
     loading: float
+    stepping: float = 0.0
+    lower_bound: bool = False
 
     @property
     def total(self) -> float:
-        """The most there is at once."""
-        step = self.weights + self.gradients + self.optimizer + self.copies + self.activations
-        return max(step, self.loading)
+        """The peak of the run."""
+        backward = self.weights + self.gradients + self.optimizer + self.copies + self.activations
+        return max(backward, self.stepping, self.loading)
 
 
-def optimizer_states(shape: ModelShape, method: Method, name: str, weight_bytes: int) -> float:
-    """Bytes an optimizer keeps for all that a method trains. An embedding is as large as the head."""
+def is_supported(method: Method, sharding: Sharding) -> bool:
+    """Return whether the kit supports the pair."""
+    return not (method == "qlora" and sharding == "zero3")
+
+
+def estimate_memory(shape: ModelShape, method: Method, sharding: Sharding, work: Workload) -> MemoryEstimate:
+    """Estimate the memory of one of `work.processes` GPUs."""
+    frozen = _frozen_bytes(shape, method, work)
+    activations = estimate_activations(shape, method, work)
+    if sharding == "none":
+        return _with_ddp(shape, method, work, frozen, activations)
+    if sharding == "fsdp2":
+        return _with_fsdp2(shape, method, work, frozen, activations)
+    return _with_zero(shape, method, sharding, work, frozen, activations)
+
+
+def _frozen_bytes(shape: ModelShape, method: Method, work: Workload) -> float:
+    if method == "full":
+        return 0.0
+    if method == "qlora":
+        return shape.linear * BYTES_PACKED + (shape.parameters - shape.linear) * work.precision
+    return shape.parameters * work.precision
+
+
+def _master_bytes(method: Method, work: Workload) -> int:
+    return work.master if method == "full" else 4
+
+
+def _with_ddp(shape: ModelShape, method: Method, work: Workload, frozen: float, activations: float) -> MemoryEstimate:
+    trained, master = shape.trained(method), _master_bytes(method, work)
+    # Products in 16 bit use 16-bit copies of fp32 weights, kept during a forward pass.
+    multiplied = shape.linear if method == "full" else shape.adapter
+    cast = float(multiplied * work.precision) if work.precision < master else 0
+    # Adapters have the buffers of gradient_exchange.py beside DDP's.
+    buckets = trained * master * (1 if method == "full" else 2) if work.processes > 1 else 0
+    held = frozen + trained * master
+    states = optimizer_state_bytes(shape, method, work.optimizer, master)
+    return MemoryEstimate(held, trained * master, states, buckets + cast, activations, loading=held)
+
+
+def _gathered_bytes(shape: ModelShape, method: Method, work: Workload, frozen: float) -> float:
+    """Return the bytes of gathered weights: embedding, head, and two blocks, as one is gathered ahead."""
+    outside = (shape.parameters - shape.linear - shape.experts) * work.precision
+    blocks = frozen + shape.trained(method) * work.precision - outside
+    return outside + 2 * blocks / max(1, shape.layers)
+
+
+def _with_fsdp2(shape: ModelShape, method: Method, work: Workload, frozen: float, activations: float) -> MemoryEstimate:
+    trained, master, parts = shape.trained(method), _master_bytes(method, work), work.processes
+    held = frozen + trained * master
+    states = optimizer_state_bytes(shape, method, work.optimizer, master)
+    # Without synchronization between micro-batches every GPU keeps the whole gradients (accelerate's no_sync).
+    gradients = trained * master / (1 if work.accumulation > 1 else parts)
+    gathered = _gathered_bytes(shape, method, work, frozen)
+    # accelerate's fsdp2_prepare_model holds the whole model's state dict until every part of it is sharded.
+    # 4-bit weights stay whole on every GPU.
+    loading = held + (0 if method == "qlora" else held / parts)
+    bound = (method, "fsdp2") not in MEASURED
+    return MemoryEstimate(
+        held / parts, gradients, states / parts, gathered, activations, loading=loading, lower_bound=bound
+    )
+
+
+def _with_zero(
+    shape: ModelShape, method: Method, sharding: Sharding, work: Workload, frozen: float, activations: float
+) -> MemoryEstimate:
+    """Estimate for DeepSpeed, which trains in 16 bit with sharded fp32 copies of the trained weights."""
+    trained, parts = shape.trained(method), work.processes
+    weights = float(frozen + trained * work.precision)
+    # DeepSpeed's flat copies have no embeddings that an optimizer could treat differently.
+    states = trained * (optimizer_bytes(work.optimizer, 4) + (4 if work.precision < 4 else 0)) / parts
+    gradients = trained * work.precision / parts
+    bound = (method, sharding) not in MEASURED
+    # With 4-bit weights the buffer may be in 16 bit though the run is in fp32.
+    bucket = ZERO_BUCKET * (2 if method == "qlora" else work.precision)
+    if sharding == "zero2":
+        # Before the optimizer runs, the gradients exist three times: as they are, flat, and flat in fp32 (step()).
+        stepping = weights + states + gradients * 2 + (trained * 4 / parts if work.precision < 4 else 0)
+        return MemoryEstimate(
+            weights, gradients, states, bucket, activations, loading=weights, stepping=stepping, lower_bound=bound
+        )
+    copies = bucket + _gathered_bytes(shape, method, work, frozen)
+    held = weights / parts
+    return MemoryEstimate(held, gradients, states, copies, activations, loading=held, lower_bound=bound)
+
+
+def optimizer_state_bytes(shape: ModelShape, method: Method, name: str, weight_bytes: int) -> float:
+    """Return the bytes of optimizer states for all trained weights. The embedding has the size of the head."""
     embedding = shape.head if method == "full" else 0
     others = shape.trained(method) - embedding
     return others * optimizer_bytes(name, weight_bytes) + embedding * optimizer_bytes(
@@ -82,55 +184,14 @@ def optimizer_states(shape: ModelShape, method: Method, name: str, weight_bytes:
     )
 
 
-def exists(method: Method, sharding: Sharding) -> bool:
-    """Whether the pair does."""
-    return not (method == "qlora" and sharding == "zero3")
+def estimate_activations(shape: ModelShape, method: Method, work: Workload) -> float:
+    """Estimate the bytes kept for the backward pass at the peak, at the loss or in a block's backward pass.
 
-
-def plan_memory(shape: ModelShape, method: Method, sharding: Sharding, work: Workload) -> Memory:
-    """What one of `work.processes` GPUs holds."""
-    parts = work.processes
-    trained = shape.trained(method)
-    frozen = 0.0 if method == "full" else shape.parameters * work.precision
-    if method == "qlora":
-        frozen = shape.linear * BYTES_PACKED + (shape.parameters - shape.linear) * work.precision
-    master = work.master if method == "full" else 4
-    states = optimizer_states(shape, method, work.optimizer, master)
-    # Products in 16 bit are made with 16-bit copies of fp32 weights, kept while a forward pass lasts.
-    multiplied = shape.linear if method == "full" else shape.adapter
-    cast = float(multiplied * work.precision) if work.precision < master else 0
-    loaded = shape.parameters * work.precision if method == "full" else frozen + trained * 4
-    activations = plan_activations(shape, method, work)
-    if sharding == "none":
-        # Adapters have those of exchange.py beside DDP's.
-        buckets = trained * master * (1 if method == "full" else 2) if parts > 1 else 0
-        held = frozen + trained * master
-        return Memory(held, trained * master, states, buckets + cast, activations, held)
-    # A block is gathered while the next is on its way; embedding and head stay gathered.
-    outside = (shape.parameters - shape.linear - shape.experts) * work.precision
-    gathered = outside + 2 * (frozen + trained * work.precision - outside) / max(1, shape.layers)
-    if sharding == "fsdp2":
-        mine = (frozen + trained * master) / parts
-        return Memory(mine, trained * master / parts, states / parts, gathered, activations, loaded)
-    # DeepSpeed trains in 16 bit, with fp32 copies of the trained weights shared out.
-    weights = float(frozen + trained * work.precision)
-    # In its flat copies it does not know embeddings.
-    shared = trained * (optimizer_bytes(work.optimizer, 4) + (4 if work.precision < 4 else 0)) / parts
-    bucket = min(ZERO_BUCKET, trained) * work.precision * 2
-    if sharding == "zero2":
-        return Memory(weights, trained * work.precision / parts, shared, bucket, activations, weights)
-    gradients = trained * work.precision / parts
-    return Memory(weights / parts, gradients, shared, bucket + gathered, activations, weights / parts)
-
-
-def plan_activations(shape: ModelShape, method: Method, work: Workload) -> float:
-    """Bytes kept between forward and backward pass in the peak, which is at the loss or in a block's backward pass.
-
-    With checkpointing every block keeps its input, and one at a time is recomputed (unsloth: the inputs but two are
-    in host memory). The logits are there in slices, in 16 bit. QLoRA also unpacks one layer at a time.
+    With checkpointing every block keeps its input, and one block at a time is recomputed (with unsloth all inputs but
+    two are in host memory). The logits exist in slices, in 16 bit. QLoRA also unpacks one layer at a time.
     """
     scale = work.precision / 2
-    block = shape.layer_kept * part_kept(method, work)
+    block = shape.layer_kept * _share_kept(method, work)
     kept, recomputed = {
         "none": (shape.layers * block, 0.0),
         "torch": (shape.layers * shape.layer_input, block),
@@ -141,8 +202,8 @@ def plan_activations(shape: ModelShape, method: Method, work: Workload) -> float
     return work.tokens * scale * (kept + shape.outside_kept) + max(work.tokens * scale * recomputed, logits) + unpacked
 
 
-def part_kept(method: Method, work: Workload) -> float:
-    """Of what Transformers' code keeps in a block for the backward pass."""
+def _share_kept(method: Method, work: Workload) -> float:
+    """Return the share kept of what Transformers' code keeps in a block for the backward pass."""
     if work.backend != "unsloth":
         return 1.0
     if method == "full":
@@ -150,8 +211,10 @@ def part_kept(method: Method, work: Workload) -> float:
     return OF_PACKS if work.packed else UNSLOTH_KEEPS
 
 
-def fits(total: float, gpu_memory: float) -> Literal["fits", "tight", "does not fit"]:
-    """Against the memory of a GPU, with RESERVE left for what is not counted."""
-    if total <= RESERVE * gpu_memory:
-        return "fits"
-    return "tight" if total <= gpu_memory else "does not fit"
+def judge_fit(memory: MemoryEstimate, gpu_memory: float) -> FitVerdict:
+    """Compare an estimate with the memory of a GPU, with RESERVE left; a lower bound can only show that it is too much."""
+    if memory.total > gpu_memory:
+        return "does not fit"
+    if memory.lower_bound:
+        return "unknown"
+    return "fits" if memory.total <= RESERVE * gpu_memory else "tight"

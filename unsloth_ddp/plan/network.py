@@ -1,9 +1,8 @@
-"""Time that averaging gradients takes, and what is left of a GPU's speed. Pure arithmetic.
+"""Estimate the time to average gradients and the scaling efficiency: pure arithmetic.
 
-All of it is what the links and the uneven rows decide: NCCL's start-up time, congestion and machines that are slow
-now and then are left out, so real figures are lower, the more so the more machines there are. The published
-figures in GUIDE show by how much: set to its 95 % on 4 GPUs, the ring alone explains 93 % on 8 and 92 % on 16, where
-the guide has 88 % and 80 %.
+Only link bandwidth and uneven rows are modelled. NCCL's start-up time, congestion and occasionally slow machines are
+left out, so real figures are lower, and more so with more machines. The published figures in GUIDE show by how much:
+fitted to their 95 % on 4 GPUs, the ring alone gives 93 % on 8 and 92 % on 16, where the guide has 88 % and 80 %.
 """
 
 from __future__ import annotations
@@ -16,30 +15,30 @@ import numpy as np
 
 from unsloth_ddp.data.batch_plan import BatchPlan, arrange
 
-# Scaling efficiency that the guide for several machines publishes, 2 A100s a machine; how it was measured it does not
-# say.
+# Scaling efficiency in the published guide for several machines, 2 A100s each. The guide does not say how it was
+# measured.
 GUIDE = {4: 0.95, 8: 0.88, 16: 0.80}
 GUIDE_GPUS_A_NODE = 2
-# DDP sends gradients in pieces of this size while the backward pass goes on; the last one has nothing to hide behind.
+# DDP sends gradients in buckets of this size during the backward pass; nothing overlaps with the last one.
 DDP_BUCKET = 25 * 2**20
-# Steps that are looked at to see how uneven rows are.
+# Number of steps sampled to see how uneven rows are.
 MOST_STEPS = 200
 
 
 @dataclass(frozen=True)
 class Links:
-    """Bytes a second: of one machine's network, and of one GPU to the others of its machine (None: not counted)."""
+    """Bandwidths in bytes per second: a machine's network, and a GPU to the others of its machine (None: not counted)."""
 
     network: float
     inside: float | None = None
 
 
 def all_reduce_seconds(size: float, nodes: int, gpus: int, links: Links) -> float:
-    """Time to average `size` bytes over `nodes` machines of `gpus` GPUs each.
+    """Return the seconds to average `size` bytes over `nodes` machines of `gpus` GPUs each.
 
-    A ring of N sends 2 (N - 1) / N of the data over each link. Inside a machine the GPUs first sum their parts (half of
-    a ring), then each machine's parts go around the machines, and come back the same way: the machine's network
-    carries all of them together.
+    A ring of N sends 2 (N - 1) / N of the data over each link. The GPUs of a machine first reduce among themselves (half
+    of a ring), then the machines reduce over the network, then the result is gathered inside each machine. A machine's
+    network carries the parts of all its GPUs.
     """
     inside = 2 * (gpus - 1) / gpus * size / links.inside if links.inside else 0.0
     between = 2 * (nodes - 1) / nodes * size / links.network
@@ -47,12 +46,12 @@ def all_reduce_seconds(size: float, nodes: int, gpus: int, links: Links) -> floa
 
 
 def exposed_seconds(size: float, all_reduce: float, backward: float) -> float:
-    """The part of an all-reduce that the GPUs wait for.
+    """Return the seconds of an all-reduce that do not overlap with the backward pass.
 
     Args:
         size: bytes of gradients.
         all_reduce: seconds for all of them.
-        backward: seconds of the backward pass of the last micro-batch, behind which all but the last bucket hide.
+        backward: seconds of the backward pass of the last micro-batch, which overlaps with all but the last bucket.
     """
     if not size:
         return 0.0
@@ -60,14 +59,14 @@ def exposed_seconds(size: float, all_reduce: float, backward: float) -> float:
     return last + max(0.0, all_reduce - last - backward)
 
 
-def balance(lengths: Sequence[int], per_device: int, accumulation: int, processes: int) -> float | None:
-    """Part of the time that the average GPU works while the one with the longest rows does.
+def balance_efficiency(lengths: Sequence[int], per_device: int, accumulation: int, processes: int) -> float | None:
+    """Return the efficiency that uneven rows allow: the mean work of a GPU over the work of the slowest.
+
+    A step takes as long as its process with the most tokens, padding included. Rows are dealt as in a run
+    (batch_plan.arrange). Only full steps count, and only a sample of many; None without a full step.
 
     Args:
         lengths: tokens of each row, in the order of an epoch.
-
-    A step is as slow as its slowest process, taken to be the one with the most tokens, padding included. Rows are
-    dealt as in a run (batch.arrange). Only full steps count, of many some; None where there is none.
     """
     plan = BatchPlan(per_device, accumulation, processes)
     steps = len(lengths) // plan.global_batch
@@ -84,20 +83,20 @@ def balance(lengths: Sequence[int], per_device: int, accumulation: int, processe
 
 
 def gpu_counts(gpus_per_node: int, most: int = 1024) -> list[int]:
-    """1, 2, 4 ... GPUs of one machine, then 1, 2, 4 ... machines, up to `most` GPUs."""
+    """Return 1, 2, 4 ... GPUs of one machine, then 1, 2, 4 ... machines, up to `most` GPUs."""
     inside = [2**k for k in range(11) if 2**k < gpus_per_node]
     machines = [gpus_per_node * 2**k for k in range(11) if gpus_per_node * 2**k <= most]
     return [*inside, *machines] or [gpus_per_node]
 
 
 @dataclass(frozen=True)
-class Step:
-    """An optimizer step of one GPU.
+class StepWork:
+    """The work of one GPU in an optimizer step.
 
     Args:
-        compute: seconds without communication, with `accumulation` micro-batches.
-        backward_share: part of a micro-batch that its backward pass takes.
-        gradients: bytes to be averaged.
+        compute: seconds without communication, for `accumulation` micro-batches.
+        backward_share: share of a micro-batch's time in its backward pass.
+        gradients: bytes to average.
     """
 
     compute: float
@@ -106,8 +105,8 @@ class Step:
     gradients: float
 
 
-def efficiency(step: Step, nodes: int, gpus: int, links: Links, even: float = 1.0) -> float:
-    """Speed of a GPU among `nodes` x `gpus`, relative to one alone; `even` is what uneven rows leave (see balance)."""
+def scaling_efficiency(step: StepWork, nodes: int, gpus: int, links: Links, even: float = 1.0) -> float:
+    """Return the speed of one of `nodes` x `gpus` GPUs relative to one alone; `even` is from balance_efficiency."""
     backward = step.compute / step.accumulation * step.backward_share
     all_reduce = all_reduce_seconds(step.gradients, nodes, gpus, links)
     compute = step.compute / even
@@ -115,6 +114,6 @@ def efficiency(step: Step, nodes: int, gpus: int, links: Links, even: float = 1.
 
 
 def ring_fit(known: float, nodes: int, others: Sequence[int]) -> list[float]:
-    """Efficiency on other numbers of machines, if the ring between machines alone explains `known` on `nodes`."""
+    """Return the efficiency on other numbers of machines if the ring alone explains the `known` one on `nodes`."""
     waited = (1 / known - 1) / ((nodes - 1) / nodes)
     return [1 / (1 + waited * (count - 1) / count) for count in others]

@@ -1,46 +1,35 @@
-"""A plan as tables, JSON and a picture."""
+"""Write a plan as tables, JSON and a picture."""
 
 from __future__ import annotations
 
 import dataclasses
-import sys
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
-
-from rich import box
-from rich.console import Console
-from rich.table import Table
 
 from unsloth_ddp.config.parse import Settings
 from unsloth_ddp.plan.calibration import TOO_FAR, Calibration
-from unsloth_ddp.plan.compute import Hardware, Plan, backend_of, planned_packing, precision_of
+from unsloth_ddp.plan.compute import Hardware, MemoryRow, Plan, backend_of, planned_packing, precision_of
 from unsloth_ddp.plan.memory import RESERVE
 from unsloth_ddp.plan.network import GUIDE, GUIDE_GPUS_A_NODE, Links, all_reduce_seconds, ring_fit
 from unsloth_ddp.plan.rows import RowLengths
 from unsloth_ddp.plan.shape import ModelShape
-from unsloth_ddp.utils.errors import UserError
-from unsloth_ddp.utils.units import shown_bandwidth, shown_bytes, shown_seconds
+from unsloth_ddp.utils.tables import Column, output_width, render_pairs, render_table, wrap_text
+from unsloth_ddp.utils.units import GIB, MIB, shown_bandwidth, shown_bytes, shown_seconds
 
-NO_CALIBRATION = (
-    "Time and efficiency need measured speeds, and none were given: --calibration FILE. To write one, train the same "
-    "model and rows for some 50 steps on one GPU of the kind you will rent (--max_steps 50 --logging_steps 5), then run "
-    "this command with --calibrate outputs/RUN --calibration FILE. --calibration h200 is shipped (LoRA, QLoRA and full on H200s)."
+HOW_TO_CALIBRATE = (
+    "To write one, train the same model and rows for about 50 steps on one GPU of the kind that you will rent (--max_steps "
+    "50 --logging_steps 5), then run this command with --calibrate outputs/RUN --calibration FILE. --calibration h200 is "
+    "shipped (LoRA, QLoRA and full on H200s)."
 )
-
-
-def _table(columns: list[str], rows: list[list[str]], left: int = 1) -> Table:
-    table = Table(box=box.SIMPLE, show_header=any(columns), pad_edge=False)
-    for index, name in enumerate(columns):
-        table.add_column(name, justify="left" if index < left else "right")
-    for row in rows:
-        table.add_row(*row)
-    return table
+NO_CALIBRATION = (
+    f"Time and efficiency are left out: they need measured speeds, which --calibration FILE gives. {HOW_TO_CALIBRATE}"
+)
+COLOURS = {"fits": "green", "tight": "yellow", "unknown": "yellow", "does not fit": "bold red"}
 
 
 @dataclass(frozen=True)
-class Report:
-    """A plan with what it was made from."""
+class PlanReport:
+    """A plan with everything that it was made from."""
 
     settings: Settings
     shape: ModelShape
@@ -50,165 +39,235 @@ class Report:
     calibration: Calibration | None
 
 
-def print_plan(report: Report) -> None:
-    """Everything, as someone reads it who is about to rent."""
+def render_plan(report: PlanReport, *, width: int | None = None, colour: bool = False) -> str:
+    """Return the whole plan as text."""
     settings, hardware, plan = report.settings, report.hardware, report.plan
-    console = Console(width=None if sys.stdout.isatty() else 130)
-    against = f", of {shown_bytes(hardware.gpu_memory)}" if hardware.gpu_memory else " (--gpu_memory gives a verdict)"
-    shape_of_it = f"{hardware.nodes} node(s) x {hardware.gpus_per_node} GPUs"
-    networks = " / ".join(shown_bandwidth(network) for network in hardware.networks)
-    for title, table in (
-        ("Run", _table(["", ""], _run_rows(report), left=2)),
-        (f"Memory of one GPU{against}", _memory_table(settings, plan)),
-        (f"Time to average the gradients of a step with DDP, {shape_of_it}", _network_table(settings, hardware, plan)),
-        (f"Efficiency as far as links and rows decide it, with {networks} between nodes", _scale_table(plan)),
-    ):
-        console.print(title, style="bold", highlight=False)
-        console.print(table)
-    if report.shape.all_experts:
-        console.print(
-            "A mixture of experts: every expert is counted as if each token met all of them, so time is too high."
-        )
-    for sentence in notes(report):
-        console.print(f"- {sentence}", soft_wrap=True, highlight=False)
+    width = width or output_width()
+    of_gpu = f" (of {shown_bytes(hardware.gpu_memory)})" if hardware.gpu_memory else ""
+    machines = f"{_count(hardware.nodes, 'node')} of {_count(hardware.gpus_per_node, 'GPU')}"
+    tables = [
+        ("Run", render_pairs(dict(_run_rows(report)), width=width)),
+        (_memory_title(plan, of_gpu), _memory_table(settings, plan, width, colour)),
+        (
+            f"Seconds to average the gradients of one step with DDP over {machines}",
+            _network_table(settings, hardware, plan, width),
+        ),
+        (
+            "Scaling, as far as links and uneven rows decide it",
+            _scale_table(hardware, plan, width),
+        ),
+    ]
+    parts = [f"{title}\n{table}" for title, table in tables]
+    parts[1] += "\n" + "\n".join(wrap_text(verdict_sentence(report), width))
+    lines = [line for text in notes(report) for line in _bullet(text, width)]
+    return "\n\n".join([*parts, "\n".join(lines)])
 
 
-def _run_rows(report: Report) -> list[list[str]]:
+def _bullet(text: str, width: int) -> list[str]:
+    first, *others = wrap_text(text, width - 2)
+    return [f"- {first}", *(f"  {line}" for line in others)]
+
+
+def _count(number: int, name: str) -> str:
+    return f"{number:,} {name}{'' if number == 1 else 's'}"
+
+
+def _run_rows(report: PlanReport) -> list[tuple[str, str]]:
     settings, shape, rows, hardware, plan = report.settings, report.shape, report.rows, report.hardware, report.plan
-    batch = plan.batch
-    trained = ", ".join(f"{m} {shape.trained(m):,}" for m in ("lora", "full"))
+    batch, unit = plan.batch, rows.unit
+    amount = f"{'the first ' if rows.streamed else ''}{len(rows.lengths):,}"
+    per_epoch = "" if rows.streamed else f" ({batch.steps_per_epoch(len(rows.lengths)):,} per epoch)"
     return [
-        ["model", f"{settings.model} ({shape.parameters:,} parameters; trained by {trained})"],
-        ["run", f"method {settings.method}, {precision_of(settings)}, {backend_of(settings)}, checkpointing {settings.gradient_checkpointing}, {settings.optim}"],
-        ["GPUs", f"{hardware.nodes} node(s) x {hardware.gpus_per_node}"],
-        [rows.unit, f"{'the first ' if rows.streamed else ''}{len(rows.lengths):,} ({rows.tokens:,} tokens, mean {rows.mean:,.0f}, longest {rows.longest:,})"],
-        ["global batch", f"{batch.per_device} {rows.unit} a device x {batch.accumulation} accumulation x {batch.processes} processes = {batch.global_batch} {rows.unit}"],
-        ["tokens a step", f"{plan.tokens_a_step:,.0f} on average; largest micro-batch {plan.micro_batch:,} with padding"],
-        ["steps", f"{plan.steps:,}" + ("" if rows.streamed else f" ({batch.steps_per_epoch(len(rows.lengths)):,} an epoch)")],
-        ["model work", f"{shape.flops_a_token(settings.method) / 1e9:,.4g} GFLOP a token"],
+        ("model", f"{settings.model} ({shape.parameters:,} parameters; LoRA trains {shape.trained('lora'):,})"),
+        ("training", f"method {settings.method}, {precision_of(settings)}, backend {backend_of(settings)}, "
+                     f"gradient_checkpointing {settings.gradient_checkpointing}, {settings.optim}"),
+        ("hardware", f"{_count(hardware.nodes, 'node')} x {_count(hardware.gpus_per_node, 'GPU')}"),
+        (unit, f"{amount} ({rows.tokens:,} tokens, mean {rows.mean:,.0f}, longest {rows.longest:,})"),
+        ("global batch", f"{batch.per_device} {unit} per device x {batch.accumulation} accumulation x "
+                         f"{batch.processes} processes = {batch.global_batch} {unit}"),
+        ("tokens per step", f"{plan.tokens_a_step:,.0f} on average; the largest micro-batch has {plan.micro_batch:,} "
+                            "with padding"),
+        ("steps", f"{plan.steps:,}{per_epoch}"),
+        ("model work", f"{shape.flops_a_token(settings.method) / 1e9:,.4g} GFLOP per token"),
     ]  # fmt: skip
 
 
-def _memory_table(settings: Settings, plan: Plan) -> Table:
-    columns = ["method", "sharding", "recomputed", "weights", "gradients", "optimizer", "copies", "activations"]
-    columns += ["loading", "at most"]
-    parts = ("weights", "gradients", "optimizer", "copies", "activations", "loading", "total")
+def _memory_unit(plan: Plan) -> tuple[str, int]:
+    return ("GiB", GIB) if max(row.memory.total for row in plan.memory) >= GIB else ("MiB", MIB)
+
+
+def _memory_title(plan: Plan, of_gpu: str) -> str:
+    return f"Memory of one GPU{of_gpu} in {_memory_unit(plan)[0]}; * is the run as set, >= a lower bound"
+
+
+def _memory_table(settings: Settings, plan: Plan, width: int, colour: bool) -> str:
+    unit = _memory_unit(plan)[1]
+    numbers = ("weights", "gradients", "optimizer", "working", "loading", "peak")
+    columns = [Column("method"), Column("sharding"), Column("checkpointing"), *(Column(n, "right") for n in numbers)]
     rows = []
     for one in plan.memory:
-        amounts = [shown_bytes(getattr(one.memory, part)) for part in parts]
-        chosen = "*" if one.method == settings.method and one.sharding == "none" else ""
-        rows.append([one.method + chosen, one.sharding, one.checkpointing, *amounts, one.verdict])
-    return _table([*columns, "verdict"], rows, left=3)
+        memory = one.memory
+        working = memory.copies + memory.activations
+        amounts = (memory.weights, memory.gradients, memory.optimizer, working, memory.loading)
+        chosen = "*" if _is_chosen(settings, one) else ""
+        peak = f"{'>= ' if memory.lower_bound else ''}{memory.total / unit:,.1f}"
+        cells = [one.method + chosen, one.sharding, one.checkpointing, *(f"{n / unit:,.1f}" for n in amounts), peak]
+        rows.append([*cells, one.verdict])
+    columns.append(Column("verdict", styles=COLOURS))
+    if all(one.verdict == "-" for one in plan.memory):
+        columns, rows = columns[:-1], [row[:-1] for row in rows]
+    return render_table(columns, rows, width=width, colour=colour)
 
 
-def _network_table(settings: Settings, hardware: Hardware, plan: Plan) -> Table:
-    columns = ["method", "gradients a step", *(shown_bandwidth(network) for network in hardware.networks)]
+def _is_chosen(settings: Settings, row: MemoryRow) -> bool:
+    return row.method == settings.method and row.sharding == "none"
+
+
+def _network_table(settings: Settings, hardware: Hardware, plan: Plan, width: int) -> str:
+    columns = ["method", "gradients", *(f"at {shown_bandwidth(network)}" for network in hardware.networks)]
     rows = []
     for method, size in plan.gradients.items():
         times = [
             all_reduce_seconds(size, hardware.nodes, hardware.gpus_per_node, Links(network, hardware.inside))
             for network in hardware.networks
         ]
-        rows.append([method + ("*" if method == settings.method else ""), shown_bytes(size), *map(_shown_time, times)])
-    return _table(columns, rows)
+        rows.append([method + ("*" if method == settings.method else ""), shown_bytes(size), *map(_show_time, times)])
+    return render_table([columns[0], *(Column(name, "right") for name in columns[1:])], rows, width=width)
 
 
-def _shown_time(seconds: float) -> str:
+def _show_time(seconds: float) -> str:
     return shown_seconds(seconds) if seconds else "-"
 
 
-def _percent(values: list[float] | None) -> str:
-    return " / ".join(f"{value:.1%}" for value in values) if values else "-"
-
-
-def _scale_table(plan: Plan) -> Table:
-    columns = [
-        "GPUs",
-        "nodes",
-        "all-reduce",
-        "even rows leave",
-        "same work a GPU",
-        "same global batch",
-        "run",
-        "GPU-hours",
-    ]
+def _scale_table(hardware: Hardware, plan: Plan, width: int) -> str:
+    """Return one line per number of GPUs and network; efficiencies and times only with a measured speed."""
+    columns = ["GPUs", "nodes", "network", "all-reduce", "even rows"]
+    if plan.speed is not None:
+        columns += ["same work", "same batch", "run", "GPU-hours"]
     rows = []
     for one in plan.scale:
-        hours = one.hours or []
-        cells = [str(one.gpus), str(one.nodes), " / ".join(map(_shown_time, one.all_reduce))]
-        cells += [f"{one.even:.1%}" if one.even else "-", _percent(one.same_work), _percent(one.same_batch)]
-        cells += [" / ".join(shown_seconds(h * 3600) for h in hours) or "-"]
-        cells += [" / ".join(f"{h * one.gpus:,.2f}" for h in hours) or "-"]
-        rows.append(cells)
-    return _table(columns, rows, left=0)
+        for index, network in enumerate(hardware.networks):
+            # Machines are not joined by a network where there is one, so its lines would be the same.
+            if index and one.nodes == 1:
+                continue
+            cells = [str(one.gpus), str(one.nodes)] if not index else ["", ""]
+            cells += [shown_bandwidth(network) if one.nodes > 1 else "-", _show_time(one.all_reduce[index])]
+            cells += [_percent(one.even) if not index else ""]
+            if plan.speed is not None:
+                cells += [_percent(values[index] if values else None) for values in (one.same_work, one.same_batch)]
+                hours = one.hours[index] if one.hours else None
+                cells += ["-" if hours is None else shown_seconds(hours * 3600)]
+                cells += ["-" if hours is None else f"{hours * one.gpus:,.3g}"]
+            rows.append(cells)
+    return render_table([Column(name, "right") for name in columns], rows, width=width)
 
 
-def notes(report: Report) -> list[str]:
-    """What the tables rest on, and what they leave out."""
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1%}"
+
+
+def verdict_sentence(report: PlanReport) -> str:
+    """Return the answer to "does it fit?" for the run as set."""
+    settings, plan, limit = report.settings, report.plan, report.hardware.gpu_memory
+    if not limit:
+        return "Give --gpu_memory, such as 80GB, to learn what fits."
+    mine = next(row for row in plan.memory if _is_chosen(settings, row))
+    gpu = f"a GPU of {shown_bytes(limit)}"
+    needed = f"needs about {shown_bytes(mine.memory.total)} at its peak"
+    if mine.verdict == "fits":
+        return f"The run fits: method {settings.method} with DDP {needed} on {gpu}."
+    if mine.verdict == "tight":
+        return f"The run may not fit: method {settings.method} with DDP {needed} on {gpu}, and {1 - RESERVE:.0%} should stay free."
+    others = [row for row in plan.memory if row.verdict in ("fits", "unknown")]
+    said = f"The run does not fit: method {settings.method} with DDP {needed} on {gpu}. "
+    if not others:
+        return (
+            f"{said}No method and sharding in the table fits either: take larger GPUs, a smaller model, or shorten "
+            "--max_length."
+        )
+    named = ", ".join(f"{row.method} with {'DDP' if row.sharding == 'none' else row.sharding}" for row in others[:4])
+    certain = "fits" if others[0].verdict == "fits" else "may fit"
+    return f"{said}What {certain} by the table: {named}."
+
+
+def notes(report: PlanReport) -> list[str]:
+    """Return the sentences on what the tables rest on, and what they leave out."""
     hardware, plan, calibration = report.hardware, report.plan, report.calibration
     said = [
-        f"Memory: * is the run as set. Up to {RESERVE:.0%} of a GPU counts as a fit; the rest is for the driver, NCCL and "
-        "fragmentation. DDP (sharding none) is within 4 % of runs on H200s; ZeRO and FSDP2 are "
-        "what is kept for sure; runs took up to twice that (docs/plan.md)."
+        "Memory: working is activations, 16-bit copies of weights, and buffers; peak is the highest of the backward pass, "
+        f"the optimizer step and loading. A peak up to {RESERVE:.0%} of a GPU counts as a fit; the rest is for the driver, "
+        "NCCL and fragmentation. DDP is within 4 % of runs on H200s, LoRA with ZeRO-2 and FSDP2 and full with ZeRO-2 within "
+        "10 %. The other rows are lower bounds, and runs took up to twice as much: their verdict is unknown (docs/plan.md)."
     ]
+    if report.shape.all_experts:
+        said.append(
+            "Mixture of experts: every expert is counted as if each token used all of them, so time is too high."
+        )
     if hardware.inside is None and hardware.gpus_per_node > 1:
-        said.append("Inside a node averaging is not counted: give --node_bandwidth (the preflight measures it).")
+        said.append("The links inside a node are not counted: give --node_bandwidth (preflight measures it).")
     if calibration is None:
         said.append(NO_CALIBRATION)
     elif plan.speed is None:
         said.append(
-            f"Time and efficiency are missing: the calibration of {calibration.gpu} holds no measurement of this method, "
-            f"precision and kind of rows within a factor of {TOO_FAR} of this model's work a token and this micro-batch's tokens. "
-            + NO_CALIBRATION.partition("--calibration FILE. ")[2]
+            f"Time and efficiency are left out: the calibration of {calibration.gpu} has no measurement of this method, "
+            f"precision and kind of rows within a factor of {TOO_FAR} of this model's work per token and this micro-batch's "
+            f"tokens. {HOW_TO_CALIBRATE}"
         )
     else:
         named = "; ".join(plan.speed.sources)
-        said.append(f"Speed: {plan.speed.tokens_per_second:,.0f} tokens/s a GPU, from {calibration.gpu}: {named}.")
+        said.append(f"Speed: {plan.speed.tokens_per_second:,.0f} tokens/s per GPU, from {calibration.gpu}: {named}.")
         if plan.speed.differences:
             said.append(
-                f"It was measured otherwise than this run, so take it as an order of size: {'; '.join(plan.speed.differences)}."
+                "The measured run differs from this one, so take its speed as an order of magnitude: "
+                f"{'; '.join(plan.speed.differences)}."
             )
     if report.rows.streamed:
         said.append(
-            f"Rows are streamed: their first {len(report.rows.lengths):,} {report.rows.unit} stand for all, and memory is "
-            f"that of micro-batches with {report.settings.max_length:,} tokens a {report.rows.unit.removesuffix('s')}."
+            f"Rows are streamed: the first {len(report.rows.lengths):,} {report.rows.unit} stand for all, and memory is "
+            f"that of micro-batches with {report.settings.max_length:,} tokens per {report.rows.unit.removesuffix('s')}."
         )
     if report.settings.packing == "auto":
         packed = planned_packing(report.settings).packed
         planned = "packed rows, for which most models have a kernel with torch 2.12 on"
         said.append(f"packing auto is planned as {planned if packed else 'padded rows; --packing on plans packs'}.")
-    said += _chosen(report)
+    return [*said, *_describe_auto_options(report), *_describe_scaling(plan)]
+
+
+def _describe_scaling(plan: Plan) -> list[str]:
+    if plan.speed is None:
+        return [
+            "Scaling: all-reduce is the time to average the gradients of a step; even rows is the efficiency that uneven "
+            "rows allow, as a step lasts as long as its GPU with the most tokens."
+        ]
     others = [count for count in GUIDE if count > 4]
     ring = ring_fit(GUIDE[4], 4 // GUIDE_GPUS_A_NODE, [count // GUIDE_GPUS_A_NODE for count in others])
-    fitted = ", ".join(f"{r:.0%} at {c} ({GUIDE[c]:.0%} there)" for r, c in zip(ring, others, strict=True))
-    said.append(
-        "Efficiency: link speed, and uneven rows, where a step lasts as long as the GPU with the most tokens needs (less "
-        "is lost where GPUs are not busy). Start-up times, evaluation, saving, congestion and slow machines come on top. "
-        f"Set to the published guide's {GUIDE[4]:.0%} on 2 nodes x 2 A100, such a count says {fitted}."
-    )
-    return said
+    fitted = ", ".join(f"{r:.0%} at {c} GPUs (published: {GUIDE[c]:.0%})" for r, c in zip(ring, others, strict=True))
+    return [
+        "Scaling: efficiency is a GPU's speed relative to one alone, with the same work per GPU or with the same global "
+        "batch; even rows is the part that uneven rows allow, as a step lasts as long as its GPU with the most tokens. run "
+        "and GPU-hours are for the same global batch. Start-up, evaluation, saving, congestion and slow machines come on "
+        f"top: fitted to the published {GUIDE[4]:.0%} on 2 nodes x 2 A100s, this model gives {fitted}."
+    ]
 
 
-def _chosen(report: Report) -> list[str]:
-    """What the auto options are planned as."""
+def _describe_auto_options(report: PlanReport) -> list[str]:
+    """Return a sentence for each auto option, with the value that is planned."""
     settings, plan, limit = report.settings, report.plan, report.hardware.gpu_memory
-    nothing = any(
-        m.method == settings.method and m.sharding == "none" and m.verdict == "does not fit" for m in plan.memory
-    )
+    nothing = any(_is_chosen(settings, row) and row.verdict == "does not fit" for row in plan.memory)
     said = []
     if settings.per_device_train_batch_size == "auto":
-        why = "the most that fits" if limit else "all at once, because --gpu_memory is not given"
+        why = "the most that fits" if limit else "all rows of a GPU at once, because --gpu_memory is not given"
         why = "though not even that fits" if nothing else why
         said.append(f"per_device_train_batch_size auto is planned as {plan.batch.per_device}, {why}.")
     if settings.gradient_checkpointing == "auto":
         why = "" if limit else ": none, because --gpu_memory is not given"
-        kind = "kind that takes least, where none fits" if nothing else "first kind that fits"
+        kind = "kind that needs least memory, as none fits" if nothing else "first kind that fits"
         said.append(f"gradient_checkpointing auto is planned as the {kind}{why}.")
     return said
 
 
-def as_json(report: Report) -> dict[str, Any]:
-    """Everything that was computed, in bytes and seconds."""
+def plan_as_json(report: PlanReport) -> dict[str, Any]:
+    """Return everything that was computed, in bytes and seconds."""
     plan, rows, calibration = report.plan, report.rows, report.calibration
     memory = [
         {
@@ -234,41 +293,5 @@ def as_json(report: Report) -> dict[str, Any]:
         "hardware": dataclasses.asdict(report.hardware),
         "calibration": calibration and {"gpu": calibration.gpu, "source": calibration.source},
         "plan": {**dataclasses.asdict(plan), "memory": memory},
-        "notes": notes(report),
+        "notes": [verdict_sentence(report), *notes(report)],
     }
-
-
-def draw(path: Path, hardware: Hardware, plan: Plan) -> None:
-    """Efficiency over the number of GPUs.
-
-    Raises:
-        UserError: there are no speeds to draw.
-    """
-    import matplotlib
-
-    if plan.speed is None:
-        raise UserError("--picture shows efficiency, which needs --calibration with a measurement of this method.")
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(7, 4))
-    for index, network in enumerate(hardware.networks):
-        points = [(one.gpus, one.same_work[index]) for one in plan.scale if one.same_work]
-        axes.plot(*zip(*points, strict=True), marker="o", label=f"same work a GPU, {shown_bandwidth(network)}")
-        batch = [(one.gpus, one.same_batch[index]) for one in plan.scale if one.same_batch]
-        if batch:
-            axes.plot(
-                *zip(*batch, strict=True),
-                marker="x",
-                linestyle="--",
-                label=f"same global batch, {shown_bandwidth(network)}",
-            )
-    axes.plot(*zip(*GUIDE.items(), strict=True), "k^", label="published, 2 A100s a node")
-    axes.set(xlabel="GPUs", ylabel="efficiency", ylim=(0, 1.05))
-    axes.set_xscale("log", base=2)
-    axes.set_xticks([one.gpus for one in plan.scale], [str(one.gpus) for one in plan.scale])
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize=8)
-    figure.tight_layout()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=130)

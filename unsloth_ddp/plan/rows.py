@@ -1,4 +1,4 @@
-"""The rows of a run as it will see them: read and tokenized by the run's own code, in one process."""
+"""Read and tokenize the rows of a run with the run's own code, in one process."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from unsloth_ddp.data.packing import Packing
 
 @dataclass(frozen=True)
 class RowLengths:
-    """Tokens of every training row, or of every pack, and how many of all tokens are supervised.
+    """Tokens of every training row, or of every pack, and the number of supervised tokens.
 
-    Of a set that is `streamed` they are those of its first rows, which stand for all.
+    For `streamed` data these are its first rows, which stand for all.
     """
 
     lengths: np.ndarray
@@ -25,17 +25,17 @@ class RowLengths:
     streamed: bool = False
 
     def packed(self, packing: Packing | None) -> RowLengths:
-        """The same tokens in packs, if there are any."""
+        """Return the same tokens in packs; the rows themselves without packing."""
         return self if packing is None else RowLengths(packing.tokens, self.supervised, "packs", self.streamed)
 
     @property
     def tokens(self) -> int:
-        """Of one epoch, padding left out."""
+        """Tokens of one epoch, without padding."""
         return int(self.lengths.sum())
 
     @property
     def mean(self) -> float:
-        """Tokens a row."""
+        """Mean tokens of a row."""
         return self.tokens / len(self.lengths)
 
     @property
@@ -44,35 +44,37 @@ class RowLengths:
         return int(self.lengths.max())
 
 
-def row_lengths(settings: Settings) -> RowLengths:
-    """Tokenize the training rows with the model's tokenizer; the rows are checked as train_ddp.py checks them.
+def tokenize_rows(settings: Settings) -> RowLengths:
+    """Tokenize the training rows with the model's tokenizer, with the checks of train_ddp.py.
 
     Raises:
-        UserError: as in a run, for a bad row, a missing tokenizer or a set without supervised tokens.
+        UserError: as in a run, for a bad row, a missing tokenizer or data without supervised tokens.
     """
-    from unsloth_ddp.data import dataset as data
+    from unsloth_ddp.data.dataset import tokenize_examples
+    from unsloth_ddp.data.examples import read_examples
+    from unsloth_ddp.data.node_folder import node_folder
     from unsloth_ddp.distributed.ranks import Ranks
     from unsloth_ddp.distributed.runtime import Runtime
     from unsloth_ddp.model.load import load_tokenizer
 
     runtime = Runtime(Ranks(), backend="transformers", device_type="cpu", precision="fp32", device_name="CPU")
-    with data.node_folder(runtime) as folder:
-        data.read_examples(settings, runtime, folder)
-        rows, _ = data.tokenize_examples(settings, runtime, folder, load_tokenizer(settings))
+    with node_folder(runtime) as folder:
+        read_examples(settings, runtime, folder)
+        rows, _ = tokenize_examples(settings, runtime, folder, load_tokenizer(settings))
         columns = rows.dataset.with_format("numpy", columns=["input_ids"])["input_ids"]
-        # The last one evens out processes; see batch.RowOrder.
+        # Rows after these only fill up the last step; see batch_plan.RowOrder.
         lengths = np.array([len(ids) for ids in columns][: rows.counts.rows])
     return RowLengths(lengths, rows.counts.supervised, streamed=rows.streamed)
 
 
 def in_order(lengths: np.ndarray, seed: int, epoch: int = 0) -> np.ndarray:
-    """The lengths in the order in which an epoch sees the rows."""
+    """Return the lengths in the order of an epoch."""
     order = RowOrder(len(lengths), 1, seed)
     order.set_epoch(epoch)
     return lengths[list(order)]
 
 
 def largest_micro_batch(rows: RowLengths, plan: BatchPlan, seed: int, steps: int) -> int:
-    """Most tokens of one micro-batch of a run, padding included: the longest rows of a step share one (batch.arrange)."""
+    """Return the most tokens of a micro-batch, with padding: the longest rows of a step share one (batch_plan.arrange)."""
     seen = in_order(rows.lengths, seed)[: steps * plan.global_batch]
     return plan.per_device * int(seen.max())

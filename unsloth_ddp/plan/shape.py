@@ -1,7 +1,7 @@
-"""The size of a model from its config.json alone: an empty model is built on the meta device, and its shapes counted.
+"""Count a model's parameters and activations from its config.json: an empty model is built on the meta device.
 
-What a forward pass keeps for the backward pass is counted likewise: one is run over that empty model, which computes
-nothing, and every tensor that autograd saves is noted.
+To count the activations kept for the backward pass, a forward pass is run over the empty model, which computes nothing,
+and every tensor that autograd saves is added up.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from unsloth_ddp.config.parse import Settings
 from unsloth_ddp.utils.errors import UserError, one_line
 
-# Tokens of the counted forward pass; what is kept grows with them.
+# Tokens of that forward pass; the result is per token.
 COUNTED_TOKENS = 512
 
 
@@ -22,18 +22,18 @@ COUNTED_TOKENS = 512
 class ModelShape:
     """Counts of one model with one adapter.
 
-    parameters       of the base model, tied ones once
-    linear           of those, in linear layers other than the output head: what 4 bit packs and all-linear adapts
-    largest_linear   of the largest of them
-    head             of the output head, whether tied to the embedding or not
+    parameters       of the base model; tied ones count once
+    linear           of those, in linear layers except the output head: quantized by QLoRA and adapted by all-linear
+    largest_linear   of the largest linear layer
+    head             of the output head, tied to the embedding or not
     vocabulary       rows of the head
     adapter          parameters that LoRA and QLoRA train, modules_to_save included
     layers           blocks that gradient checkpointing recomputes
-    layer_input      bytes a token that such a block gets, in 16 bit
-    layer_kept       bytes a token that it keeps for its backward pass, in 16 bit, with an attention that keeps no scores
-    outside_kept     bytes a token kept outside the blocks
+    layer_input      bytes per token of a block's input, in 16 bit
+    layer_kept       bytes per token that a block keeps for its backward pass, in 16 bit, without attention scores
+    outside_kept     bytes per token kept outside the blocks
     experts          parameters of experts that are stacked in one tensor, which is no linear layer
-    all_experts      whether every expert is counted though a token meets a few
+    all_experts      every expert is counted, though a token is routed to a few
     """
 
     parameters: int
@@ -50,43 +50,43 @@ class ModelShape:
     all_experts: bool = False
 
     def trained(self, method: str) -> int:
-        """Parameters that a method trains."""
+        """Return the number of parameters that a method trains."""
         return self.parameters if method == "full" else self.adapter
 
     def flops_a_token(self, method: str) -> float:
-        """Model work a token: 2 n forward, 2 n for gradients of inputs, 2 for each trained weight in a product.
+        """Return the model FLOP per token: 2 n forward, 2 n for input gradients, 2 for each trained weight.
 
-        n are the weights a token is multiplied with. Attention scores are left out, and so is recomputation, which
-        is the hardware's work and not the model's.
+        n counts the weights that a token is multiplied with. Attention scores are left out. So is recomputation, which
+        is work of the hardware, not of the model.
         """
         adapter = 0 if method == "full" else self.adapter
         n = self.linear + self.experts + self.head + adapter
         return 4 * n + 2 * (n if method == "full" else adapter)
 
     def backward_share(self, method: str, recomputed: bool) -> float:
-        """Part of a micro-batch's time that its backward pass takes, by its share of the work."""
+        """Return the share of a micro-batch's work in its backward pass."""
         adapter = 0 if method == "full" else self.adapter
         forward = 2 * (self.linear + self.experts + self.head + adapter)
         backward = self.flops_a_token(method) - forward + (forward if recomputed else 0)
         return backward / (forward + backward)
 
 
-def model_shape(settings: Settings) -> ModelShape:
-    """The shape of the model and adapter that `settings` name; config.json is read, weights are not.
+def read_model_shape(settings: Settings) -> ModelShape:
+    """Return the shape of the model and adapter that `settings` name, from config.json without weights.
 
     Raises:
-        UserError: the config cannot be had, or its model cannot be built.
+        UserError: the config cannot be read or downloaded, or its model cannot be built.
     """
     import transformers
     from accelerate import init_empty_weights
 
-    from unsloth_ddp.model.load import loading_failure
+    from unsloth_ddp.model.load import describe_load_error
 
     try:
         config = transformers.AutoConfig.from_pretrained(
             str(settings.model), revision=settings.model_revision, trust_remote_code=settings.trust_remote_code
         )
-        # Whatever the config says of packed weights, the empty model is built of plain linear layers.
+        # The empty model is built of plain linear layers, also for a quantized checkpoint.
         if hasattr(config, "quantization_config"):
             del config.quantization_config
         with init_empty_weights():
@@ -97,8 +97,8 @@ def model_shape(settings: Settings) -> ModelShape:
                 trust_remote_code=settings.trust_remote_code,
             )
     except (OSError, ValueError) as error:
-        raise UserError(f"model {settings.model} cannot be planned for: {loading_failure(error)}") from None
-    # Making parameters empty takes them apart.
+        raise UserError(f"model {settings.model} cannot be planned for: {describe_load_error(error)}") from None
+    # Tied parameters are separated when they are made empty.
     model.tie_weights()
     model.to("meta")
     text = config.get_text_config()
@@ -107,11 +107,11 @@ def model_shape(settings: Settings) -> ModelShape:
 
 
 def count_shape(model: Any, settings: Settings, all_experts: bool = False) -> ModelShape:
-    """The counts of an empty model, to which the adapter of `settings` is added on the way."""
+    """Return the counts of an empty model; the adapter of `settings` is added to it."""
     from peft import get_peft_model
     from transformers.modeling_layers import GradientCheckpointingLayer
 
-    from unsloth_ddp.model.load import lora_config
+    from unsloth_ddp.model.lora import lora_config
 
     head = model.get_output_embeddings()
     linear = [m.weight.numel() for m in model.modules() if isinstance(m, torch.nn.Linear) and m is not head]
@@ -145,7 +145,7 @@ def count_shape(model: Any, settings: Settings, all_experts: bool = False) -> Mo
 
 
 def _without_adapted_experts(model: torch.nn.Module) -> None:
-    """Leave adapters of stacked experts out of forward passes: PEFT asks for autocast there, which meta does not have."""
+    """Leave adapters of stacked experts out of forward passes: PEFT uses autocast there, which meta does not have."""
     from peft.tuners.lora.layer import ParamWrapper
 
     for module in model.modules():
@@ -154,7 +154,7 @@ def _without_adapted_experts(model: torch.nn.Module) -> None:
 
 
 class _Attention(torch.autograd.Function):
-    """The shapes of an attention that keeps its inputs, its output and one number a row, as fused kernels do."""
+    """An attention that keeps its inputs, its output and one number per row, as fused kernels do."""
 
     @staticmethod
     def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -172,7 +172,7 @@ def _attend(module: Any, query: Any, key: Any, value: Any, mask: Any = None, **_
 
 
 def _without_scores() -> str:
-    """Register that attention with Transformers; returns its name."""
+    """Register that attention with Transformers; return its name."""
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
 
@@ -182,7 +182,7 @@ def _without_scores() -> str:
 
 
 def _kept(model: Any, blocks: list[Any]) -> tuple[float, float, float]:
-    """(input of a block, kept by a block, kept outside blocks) in bytes a token; of the block that keeps most."""
+    """Return bytes per token: input of a block, kept by the block that keeps most, kept outside blocks."""
     known = {p.untyped_storage()._cdata for p in model.parameters()}
     held: dict[int, torch.Tensor] = {}
     kept = [0] * (len(blocks) + 1)
@@ -191,7 +191,7 @@ def _kept(model: Any, blocks: list[Any]) -> tuple[float, float, float]:
     def note(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
         if storage._cdata not in known and storage._cdata not in held:
-            # Held, so that no later tensor gets its address.
+            # Kept alive, so that no later tensor gets its address.
             held[storage._cdata] = tensor
             kept[inside[0]] += storage.nbytes()
         return tensor
@@ -206,7 +206,7 @@ def _kept(model: Any, blocks: list[Any]) -> tuple[float, float, float]:
         handles.append(block.register_forward_pre_hook(lambda m, a, i=index: enter(i, a[0] if a else None)))
         handles.append(block.register_forward_hook(lambda m, a, o: inside.__setitem__(0, -1)))
     ids = torch.zeros((1, COUNTED_TOKENS), dtype=torch.long, device="meta")
-    # Four dimensions, so that Transformers does not look into it to choose one.
+    # Four dimensions, so that Transformers uses this mask as it is.
     mask = torch.ones((1, 1, COUNTED_TOKENS, COUNTED_TOKENS), dtype=torch.bool, device="meta")
     model.train()
     try:

@@ -1,1 +1,1 @@
-"""Checks before a run: each node alone, then all together; one table of verdicts with what to do."""
+"""Check every node and the whole job before training, and print one table of verdicts with remedies."""

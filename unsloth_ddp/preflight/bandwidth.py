@@ -1,4 +1,4 @@
-"""Verdicts on how fast the ranks reach each other, and on what keeps that from being measured: pure functions."""
+"""Check the measured bandwidth between ranks, and report why none was measured: pure functions."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from unsloth_ddp.preflight.checks import Check, Verdict
-from unsloth_ddp.preflight.verdicts import LEAST_GBIT
+from unsloth_ddp.preflight.network import LEAST_GBIT
 from unsloth_ddp.utils.units import shown_bytes, shown_seconds
 
 RECOMMENDED_GBIT = 100
 
 
 @dataclass(frozen=True)
-class Timing:
-    """One collective, measured: `scope` is inside, between or all; seconds are the slowest rank's mean."""
+class CollectiveTiming:
+    """One measured collective: `scope` is inside, between or all; seconds are the slowest rank's mean."""
 
     scope: str
     node: int
@@ -26,7 +26,7 @@ class Timing:
 
     @property
     def gbit(self) -> float:
-        """Bus bandwidth in Gbit/s: what each link carried, whatever the number of ranks.
+        """Bus bandwidth in Gbit/s: the load of each link, comparable for any number of ranks.
 
         Ring all-reduce sends 2 (n - 1) / n of the buffer over every link, broadcast all of it
         (nccl-tests, doc/PERFORMANCE.md).
@@ -38,11 +38,13 @@ class Timing:
 SCOPES = {"inside": "inside a node", "between": "between nodes (one rank each)", "all": "all ranks"}
 
 
-def speed(timings: Sequence[Timing], backend: str, fast_ports: bool, nodes: Sequence[int]) -> list[Check]:
-    """One row a scope and operation: time and bus bandwidth of each size, between nodes against the bars.
+def check_bandwidth(
+    timings: Sequence[CollectiveTiming], backend: str, fast_ports: bool, nodes: Sequence[int]
+) -> list[Check]:
+    """Return one row per scope and operation: time and bus bandwidth of each size, judged between nodes only.
 
     Args:
-        timings: of scope inside one set a node; of the others, and of what came out wrong, any rank's.
+        timings: for the scope inside, one set per node; for the others one rank's, and every wrong result.
         fast_ports: InfiniBand or RoCE ports are active on some node.
         nodes: all nodes.
     """
@@ -56,28 +58,28 @@ def speed(timings: Sequence[Timing], backend: str, fast_ports: bool, nodes: Sequ
             shown = inside if scope == "inside" else dict.fromkeys(nodes, _speeds(found))
             verdict: Verdict = "ok"
             remedy = ""
-            # The bars are for between nodes; all ranks together can use several network cards, so the best counts.
+            # All ranks together can use several network cards, so the best figure between nodes counts.
             peers = [t for t in timings if t.scope in ("between", "all") and t.operation == operation]
             best = max((t.gbit for t in peers), default=0.0)
             if scope == "between" and best < LEAST_GBIT:
                 verdict = "warning"
                 remedy = _slow_network(best, backend, fast_ports)
             elif scope == "between" and best < RECOMMENDED_GBIT:
-                remedy = f"Enough; {RECOMMENDED_GBIT} Gbit/s are recommended."
+                remedy = f"Sufficient; {RECOMMENDED_GBIT} Gbit/s are recommended."
             rows.append(Check(f"{operation.replace('_', '-')}, {where}", shown, verdict, remedy))
     wrong = [t for t in timings if not t.right]
     if wrong:
         places = {
             t.node: f"{t.operation} of {shown_bytes(t.bytes)} {SCOPES[t.scope]} gave wrong numbers" for t in wrong
         }
-        remedy = "Data was lost between GPUs or nodes: try NCCL_P2P_DISABLE=1, check IOMMU, cables and drivers."
+        remedy = "Data was corrupted between GPUs or nodes: try NCCL_P2P_DISABLE=1, check IOMMU, cables and drivers."
         rows.append(Check("sums are right", places, "failure", remedy))
     elif timings:
-        rows.append(Check("sums are right", dict.fromkeys(nodes, f"every one ({backend})")))
+        rows.append(Check("sums are right", dict.fromkeys(nodes, f"all ({backend})")))
     return rows
 
 
-def _speeds(timings: Sequence[Timing]) -> str:
+def _speeds(timings: Sequence[CollectiveTiming]) -> str:
     return ", ".join(
         f"{shown_bytes(t.bytes)} {shown_seconds(t.seconds)} {_rate(t.gbit)}"
         for t in sorted(timings, key=lambda t: t.bytes)
@@ -90,28 +92,28 @@ def _rate(gbit: float) -> str:
 
 def _slow_network(gbit: float, backend: str, fast_ports: bool) -> str:
     way = (
-        "InfiniBand or RoCE ports are there: unset NCCL_IB_DISABLE, try NCCL_IB_GID_INDEX=3 for RoCE, and look for NET/IB "
+        "InfiniBand or RoCE ports are active: unset NCCL_IB_DISABLE, try NCCL_IB_GID_INDEX=3 for RoCE, and look for NET/IB "
         "in the output of NCCL_DEBUG=INFO. "
         if fast_ports and backend == "nccl"
         else "Set NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME to the fastest interface on every node. "
     )
     return (
         f"{_rate(gbit)} between nodes is below the {LEAST_GBIT} Gbit/s that several nodes need. {way}Until then use LoRA or "
-        "QLoRA with DDP (small gradients) and more accumulation a step, not ZeRO-3, FSDP2 or full parameters; raise "
+        "QLoRA with DDP (small gradients) and more gradient accumulation, not ZeRO-3, FSDP2 or full parameters; raise "
         "--ddp_timeout."
     )
 
 
-def no_speed(reason: str, remedy: str, nodes: Sequence[int], verdict: Verdict) -> Check:
-    """Why nothing was measured."""
+def not_measured(reason: str, remedy: str, nodes: Sequence[int], verdict: Verdict) -> Check:
+    """Return the row that says why no bandwidth was measured."""
     return Check("speed", dict.fromkeys(nodes, f"not measured: {reason}"), verdict, remedy)
 
 
-def group_failed(backend: str, stuck: Mapping[int, str], node_of: Mapping[int, int], seconds: float) -> Check:
-    """The process group did not form, or a collective failed or hung.
+def failed_group(backend: str, stuck: Mapping[int, str], node_of: Mapping[int, int], seconds: float) -> Check:
+    """Return the row for a process group that did not form, or a collective that failed or hung.
 
     Args:
-        stuck: for each rank that did not come through: its error, or "" when it did not end in time.
+        stuck: the error of each rank that did not finish; "" when it did not end in time.
     """
     values: dict[int, str] = {}
     for rank, error in sorted(stuck.items()):
@@ -121,7 +123,7 @@ def group_failed(backend: str, stuck: Mapping[int, str], node_of: Mapping[int, i
         remedy = (
             "Set NCCL_SOCKET_IFNAME to the interface that the nodes share; on InfiniBand or RoCE try NCCL_IB_GID_INDEX=3, then "
             "NCCL_IB_DISABLE=1; inside a node try NCCL_P2P_DISABLE=1; open the firewall between the nodes (NCCL chooses "
-            "its ports); NCCL_DEBUG=INFO says where it stops."
+            "its ports); NCCL_DEBUG=INFO shows where it stops."
         )
     else:
         remedy = (
@@ -131,8 +133,8 @@ def group_failed(backend: str, stuck: Mapping[int, str], node_of: Mapping[int, i
     return Check(f"process group ({backend})", values, "failure", remedy)
 
 
-def speed_blockers(checks: Sequence[Check]) -> list[str]:
-    """Failures that would make a process group hang or mean nothing, so that it is not tried."""
+def find_blockers(checks: Sequence[Check]) -> list[str]:
+    """Return the failures with which a process group would hang or its measurement mean nothing."""
     names = (
         "arrived",
         "host name",

@@ -1,4 +1,4 @@
-"""Rows of preflight's table: what was looked at, what each node showed, and what they come to together."""
+"""Define the rows of preflight's table, merge them over nodes, and derive the exit code."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SEVERITY: dict[Verdict, int] = {"ok": 0, "warning": 1, "failure": 2}
 
 @dataclass(frozen=True)
 class Check:
-    """One row of the table: what was looked at, what each node showed, and what to do about it."""
+    """One row of the table: the property checked, the value seen on each node, the verdict and the remedy."""
 
     name: str
     values: dict[int, str]
@@ -20,18 +20,21 @@ class Check:
     remedy: str = ""
 
 
-def worst(verdicts: Iterable[Verdict]) -> Verdict:
-    """The most severe of some verdicts; ok for none."""
+def worst_verdict(verdicts: Iterable[Verdict]) -> Verdict:
+    """Return the most severe verdict; ok for none."""
     return max(verdicts, key=lambda v: SEVERITY[v], default="ok")
 
 
 def exit_code(checks: Iterable[Check]) -> int:
-    """1 after a failure, 0 otherwise: a warning is for the user to weigh."""
-    return int(worst(check.verdict for check in checks) == "failure")
+    """Return 1 after a failure and 0 otherwise; the user decides about warnings."""
+    return int(worst_verdict(check.verdict for check in checks) == "failure")
 
 
-def merge(checks: Sequence[Check]) -> list[Check]:
-    """One row a name, in order of first appearance; a remedy that only some nodes need says which."""
+def merge_checks(checks: Sequence[Check]) -> list[Check]:
+    """Merge the checks of all nodes to one row per name, in order of first appearance.
+
+    A remedy that only some nodes need begins with their numbers.
+    """
     rows: list[Check] = []
     for name in dict.fromkeys(check.name for check in checks):
         same = [check for check in checks if check.name == name]
@@ -40,14 +43,14 @@ def merge(checks: Sequence[Check]) -> list[Check]:
         for check in same:
             if check.remedy:
                 remedies.setdefault(check.remedy, set()).update(check.values)
-        texts = [text if on == nodes else f"{named_nodes(on).capitalize()}: {text}" for text, on in remedies.items()]
+        texts = [text if on == nodes else f"{name_nodes(on).capitalize()}: {text}" for text, on in remedies.items()]
         values = {node: value for check in same for node, value in check.values.items()}
-        rows.append(Check(name, dict(sorted(values.items())), worst(c.verdict for c in same), "\n".join(texts)))
+        rows.append(Check(name, dict(sorted(values.items())), worst_verdict(c.verdict for c in same), "\n".join(texts)))
     return rows
 
 
-def named_nodes(nodes: Iterable[int]) -> str:
-    """`node 3`, or `nodes 0-3, 7`."""
+def name_nodes(nodes: Iterable[int]) -> str:
+    """Return `node 3`, or `nodes 0-3, 7`."""
     numbers = sorted(nodes)
     ranges: list[list[int]] = []
     for number in numbers:
@@ -59,13 +62,13 @@ def named_nodes(nodes: Iterable[int]) -> str:
     return f"node {text}" if len(numbers) == 1 else f"nodes {text}"
 
 
-def unmade(name: str, node: int, reason: str) -> Check:
-    """A check that could not be made, which is no verdict on the node."""
-    return Check(name, {node: f"not checked: {reason}"}, "warning", "Look at this by hand; preflight could not.")
+def not_checked(name: str, node: int, reason: str) -> Check:
+    """Return a warning for a check that could not run; it says nothing about the node."""
+    return Check(name, {node: f"not checked: {reason}"}, "warning", "Preflight could not check this; check it by hand.")
 
 
-def summary(checks: Sequence[Check]) -> str:
-    """`2 failures (data, kit) and 1 warning (clock)`, or `all ok`."""
+def summarize_checks(checks: Sequence[Check]) -> str:
+    """Return `2 failures (data, kit) and 1 warning (clock)`, or `all ok`."""
     parts = []
     for verdict in ("failure", "warning"):
         names = [check.name for check in checks if check.verdict == verdict]

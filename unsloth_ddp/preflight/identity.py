@@ -1,4 +1,4 @@
-"""What this node would bring into a run, as plain values to be compared: versions, code, settings, files, flags."""
+"""Collect what this node would train with, as plain values to compare: versions, code, settings, files, variables."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from unsloth_ddp.config.parse import FIELDS, Settings
+from unsloth_ddp.config.options import OPTIONS, Settings
 from unsloth_ddp.data.sources import is_file
 from unsloth_ddp.model.files import weight_bytes
-from unsloth_ddp.preflight.bounded import bounded
-from unsloth_ddp.preflight.compare import SECRET
+from unsloth_ddp.preflight.cross_node import SECRET
+from unsloth_ddp.preflight.time_limit import run_with_limit
 from unsloth_ddp.utils.errors import one_line
 from unsloth_ddp.utils.units import GIB, MIB
 from unsloth_ddp.utils.versions import PACKAGES, versions
@@ -27,7 +27,7 @@ FLAGS = (
     "ACCELERATE_MIXED_PRECISION", "NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "CUBLAS_WORKSPACE_CONFIG",
     "CUDA_DEVICE_ORDER", "CUDA_LAUNCH_BLOCKING", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "OMP_NUM_THREADS",
 )  # fmt: skip
-# Each node's own: where its caches are, and what the launcher writes for it.
+# These belong to one node: the place of its caches, and the launcher's file for the exit code.
 NOT_COMPARED = ("UNSLOTH_COMPILE_LOCATION", "UNSLOTH_DDP_EXIT_CODE_FILE")
 TOKENIZER_FILES = (
     "tokenizer*",
@@ -39,44 +39,44 @@ TOKENIZER_FILES = (
     "*.model",
 )
 # Options that name files or folders.
-PATHS = (*(name for name, field in FIELDS.items() if field.metadata.get("path")), "output_dir")
+PATHS = tuple(name for name, option in OPTIONS.items() if option.path)
 
-# About ten seconds of one core; beyond it a file is compared by samples.
+# Hashing this many bytes takes about ten seconds of one core; a larger file is compared by samples.
 READ_WHOLE = 4 * GIB
 SAMPLES = 512
 KIT = Path(__file__).resolve().parents[1]
 
 
-def identity(
+def collect_identity(
     settings: Settings, environ: Mapping[str, str], gpus: Sequence[Mapping[str, Any]] = (), seconds: float = 200
 ) -> dict[str, Any]:
-    """Everything that has to be alike on all nodes, ready for JSON; a part that fails says so under `unknown`.
+    """Collect everything that has to agree on all nodes, ready for JSON; the error of a part that fails is in `unknown`.
 
     Args:
-        gpus: what node.visible_gpus found.
-        seconds: how long all parts together may take; those that are not done by then are not known.
+        gpus: the GPUs that machine_facts.read_gpus returned.
+        seconds: time limit of all parts together.
     """
     deadline = time.monotonic() + seconds
     parts = {
-        "versions": all_versions,
-        "code": kit_code,
-        "settings": lambda: plain_settings(settings),
-        "data": lambda: data_files(settings),
-        "model": lambda: model_files(settings),
-        "flags": lambda: flags(environ),
+        "versions": read_versions,
+        "code": hash_kit,
+        "settings": lambda: hide_secrets(settings),
+        "data": lambda: hash_data_files(settings),
+        "model": lambda: hash_model_files(settings),
+        "flags": lambda: read_variables(environ),
         "gpus": lambda: list(gpus),
     }
     found: dict[str, Any] = {"unknown": {}}
     for name, part in parts.items():
         try:
-            found[name] = bounded(part, max(1.0, deadline - time.monotonic()))
+            found[name] = run_with_limit(part, max(1.0, deadline - time.monotonic()))
         except Exception as error:
             found["unknown"][name] = f"{type(error).__name__}: {one_line(error)}"
     return found
 
 
-def plain_settings(settings: Settings) -> dict[str, Any]:
-    """Every option; a secret's value is replaced by a digest, since it travels to the other nodes."""
+def hide_secrets(settings: Settings) -> dict[str, Any]:
+    """Return every option, a secret's value replaced by a digest, since the result is sent to other nodes."""
     options = dataclasses.asdict(settings)
     for name, value in options["trainer_args"].items():
         if SECRET.search(name):
@@ -84,12 +84,12 @@ def plain_settings(settings: Settings) -> dict[str, Any]:
     return options
 
 
-def all_versions() -> dict[str, str]:
-    """Python, CUDA, NCCL, and the packages that are installed."""
+def read_versions() -> dict[str, str]:
+    """Return the versions of Python, CUDA, NCCL and the installed packages."""
     import torch
 
     found = versions((*PACKAGES, *OTHER_PACKAGES))
-    # What is imported decides, and a build's suffix (+cu130) is part of it.
+    # The imported version counts, with the suffix of its build (+cu130).
     found["torch"] = torch.__version__
     found["cuda"] = str(torch.version.cuda)
     with contextlib.suppress(Exception):
@@ -97,7 +97,7 @@ def all_versions() -> dict[str, str]:
     return found
 
 
-def kit_code(root: Path = KIT) -> dict[str, str]:
+def hash_kit(root: Path = KIT) -> dict[str, str]:
     """`hash` of the kit's Python files and configs, and the git commit they are from (+dirty: with changes)."""
     files = [p for p in root.rglob("*.py") if "__pycache__" not in p.parts]
     files += [root.parent / "train_ddp.py", *(root.parent / "accelerate_configs").glob("*.yaml")]
@@ -108,7 +108,7 @@ def kit_code(root: Path = KIT) -> dict[str, str]:
 
 
 def git_commit(folder: Path) -> str:
-    """`1a2b3c4d5e`, with +dirty after it when files differ from the commit; `no git` elsewhere."""
+    """Return the commit, such as `1a2b3c4d5e`, with +dirty for changed files; `no git` outside a repository."""
 
     def git(*arguments: str) -> str:
         command = ["git", "-C", str(folder), *arguments]
@@ -122,8 +122,8 @@ def git_commit(folder: Path) -> str:
     return commit + ("+dirty" if changed else "")
 
 
-def flags(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The environment variables that decide how ranks talk and compute."""
+def read_variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Return the environment variables that decide how ranks communicate and compute."""
     return {
         name: value
         for name, value in sorted(environ.items())
@@ -131,8 +131,8 @@ def flags(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     }
 
 
-def data_files(settings: Settings) -> dict[str, dict[str, Any]]:
-    """Every source of rows, by option and place in it, and the chat template's file."""
+def hash_data_files(settings: Settings) -> dict[str, dict[str, Any]]:
+    """Return an entry for every source of rows, by option and position, and for the chat template's file."""
     found = {}
     for option in ("dataset", "eval_dataset"):
         sources: list[str] = getattr(settings, option)
@@ -140,33 +140,33 @@ def data_files(settings: Settings) -> dict[str, dict[str, Any]]:
             label = f"{option} {Path(source).name}" + (f" ({number})" if len(sources) > 1 else "")
             path = Path(source).expanduser()
             if not is_file(source):
-                found[label] = hub_entry(source, "dataset")
+                found[label] = read_hub_commit(source, "dataset")
             elif settings.streaming and option == "dataset" and path.is_dir():
-                found[label] = folder_entry(path)
+                found[label] = hash_folder(path)
             else:
-                found[label] = file_entry(path)
+                found[label] = hash_file(path)
     if settings.chat_template and settings.chat_template != "chatml":
-        found["chat_template"] = file_entry(Path(settings.chat_template).expanduser())
+        found["chat_template"] = hash_file(Path(settings.chat_template).expanduser())
     return found
 
 
-def model_files(settings: Settings) -> dict[str, dict[str, Any]]:
-    """config.json and the tokenizer's files by checksum, the weights by their bytes; a Hub model by its commit."""
+def hash_model_files(settings: Settings) -> dict[str, dict[str, Any]]:
+    """Return checksums of config.json and tokenizer files and the bytes of the weights; a Hub model's commit."""
     path = Path(str(settings.model)).expanduser()
     if not path.is_dir():
         return {
             "model": {"missing": str(path)}
             if is_file(str(settings.model))
-            else hub_entry(str(settings.model), "model", settings.model_revision)
+            else read_hub_commit(str(settings.model), "model", settings.model_revision)
         }
     names: Iterable[Path] = {path / "config.json", *(f for pattern in TOKENIZER_FILES for f in path.glob(pattern))}
-    found = {file.name: file_entry(file) for file in sorted(names)}
+    found = {file.name: hash_file(file) for file in sorted(names)}
     found["weights"] = {"bytes": weight_bytes(path)}
     return found
 
 
-def file_entry(path: Path) -> dict[str, Any]:
-    """A file's bytes and SHA-256; of a very large one, that of evenly spread samples."""
+def hash_file(path: Path) -> dict[str, Any]:
+    """Return a file's bytes and SHA-256; for a very large file, the SHA-256 of evenly spread samples."""
     if not path.is_file():
         return {"missing": str(path)}
     length = path.stat().st_size
@@ -180,8 +180,8 @@ def file_entry(path: Path) -> dict[str, Any]:
     return {"bytes": length, "digest": digest.hexdigest(), "sampled": True}
 
 
-def folder_entry(folder: Path) -> dict[str, Any]:
-    """The bytes of a folder's files, and SHA-256 of their names and sizes: of a set to be streamed, too much to read."""
+def hash_folder(folder: Path) -> dict[str, Any]:
+    """Return a folder's bytes and the SHA-256 of its files' names and sizes, since streamed data is too large to read."""
     digest, length = hashlib.sha256(), 0
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         size = path.stat().st_size
@@ -190,8 +190,8 @@ def folder_entry(folder: Path) -> dict[str, Any]:
     return {"bytes": length, "digest": digest.hexdigest(), "sampled": True}
 
 
-def hub_entry(name: str, kind: str, revision: str | None = None) -> dict[str, Any]:
-    """The commit of a Hub model or dataset that the cache holds; None when it will be downloaded."""
+def read_hub_commit(name: str, kind: str, revision: str | None = None) -> dict[str, Any]:
+    """Return the commit of a Hub model or dataset in the cache; None when it is not cached."""
     from huggingface_hub.constants import HF_HUB_CACHE
     from huggingface_hub.file_download import repo_folder_name
 

@@ -1,4 +1,4 @@
-"""Verdicts on a node's own clock, disks, memory and GPUs: pure functions from plain values to a Check."""
+"""Check one node's clock, disks, shared memory, GPUs and driver: pure functions from plain values to a Check."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from typing import Any
 from unsloth_ddp.preflight.checks import Check, Verdict
 from unsloth_ddp.utils.units import GIB, shown_bytes
 
-# What a container gets unless told otherwise is 64 MB; NCCL and data loaders want more.
+# Containers get 64 MB by default; NCCL and data loaders need more.
 SHARED_MEMORY_WANTED = GIB
 CACHE_WANTED = 2 * GIB
 LOGS_WANTED = GIB // 4
-# The kernel's own bound on the clock's error, above which systemd calls it unsynchronised too.
+# Seconds of the kernel's own error bound, above which systemd too calls a clock unsynchronised.
 CLOCK_ERROR_LIMIT = 16.0
 
 
-def clock(node: int, error_seconds: float | None, nodes: int) -> Check:
-    """Whether the kernel's clock is kept by NTP.
+def check_clock(node: int, error_seconds: float | None, nodes: int) -> Check:
+    """Check that NTP keeps the kernel's clock.
 
     Args:
-        error_seconds: the kernel's bound on its error; None where it cannot be asked.
+        error_seconds: the kernel's bound on its error; None where it cannot be read.
     """
     if error_seconds is None:
-        return Check("clock", {node: "synchronisation not known"})
+        return Check("clock", {node: "not known whether synchronised"})
     if error_seconds < CLOCK_ERROR_LIMIT:
         return Check("clock", {node: "synchronised"})
     if nodes == 1:
@@ -35,47 +35,49 @@ def clock(node: int, error_seconds: float | None, nodes: int) -> Check:
 
 @dataclass(frozen=True)
 class Folder:
-    """A folder that a run writes to: free bytes, or why it cannot be written."""
+    """A folder that a run writes to: its free bytes, or the reason why it cannot be written."""
 
     path: str
     free: int = 0
     error: str = ""
 
 
-def disk(name: str, node: int, folder: Folder, needed: int, what: str, option: str) -> Check:
-    """Whether a folder can be written and holds what the run will put there.
+def check_folder(name: str, node: int, folder: Folder, needed: int, content: str, option: str) -> Check:
+    """Check that a folder can be written and has room for what the run writes there.
 
     Args:
-        needed: bytes; twice that is comfortable.
-        what: what the bytes are for.
-        option: how to choose another folder.
+        needed: bytes; less than twice that is a warning.
+        content: name of what is written there.
+        option: the option or variable that names another folder.
     """
     if folder.error:
-        remedy = f"{folder.path} cannot be written ({folder.error}); mend that, or choose another with {option}."
+        remedy = (
+            f"{folder.path} cannot be written ({folder.error}); correct that, or choose another folder with {option}."
+        )
         return Check(name, {node: f"{folder.path}: {folder.error}"}, "failure", remedy)
-    shown = f"{folder.path}: {shown_bytes(folder.free)} free, about {shown_bytes(needed)} wanted"
+    shown = f"{folder.path}: {shown_bytes(folder.free)} free, about {shown_bytes(needed)} needed"
     if folder.free < needed:
-        remedy = f"Free space for {what}, or choose another folder with {option}."
+        remedy = f"Free space for {content}, or choose another folder with {option}."
         return Check(name, {node: shown}, "failure", remedy)
     if folder.free < 2 * needed:
-        remedy = f"{what.capitalize()} will just fit; free some space, or choose another folder with {option}."
+        remedy = f"{content.capitalize()} may not fit; free some space, or choose another folder with {option}."
         return Check(name, {node: shown}, "warning", remedy)
     return Check(name, {node: shown})
 
 
-def shared_memory(node: int, free: int, total: int, processes: int, gpu: bool) -> Check:
-    """Whether /dev/shm is large enough for NCCL between the processes of one node, and for data loaders."""
+def check_shared_memory(node: int, free: int, total: int, processes: int, gpu: bool) -> Check:
+    """Check that /dev/shm has room for NCCL between the processes of one node, and for data loaders."""
     shown = f"{shown_bytes(free)} free of {shown_bytes(total)}"
     if free >= SHARED_MEMORY_WANTED or (processes <= 1 and not gpu):
         return Check("shared memory", {node: shown})
-    remedy = "NCCL shares buffers in /dev/shm: start the container with --ipc=host or --shm-size=8g."
+    remedy = "NCCL keeps its buffers in /dev/shm: start the container with --ipc=host or --shm-size=8g."
     return Check("shared memory", {node: shown}, "warning", remedy)
 
 
 # ---- GPUs ----
 
 
-def gpus(
+def check_gpus(
     node: int,
     devices: Sequence[Mapping[str, Any]],
     *,
@@ -86,21 +88,21 @@ def gpus(
     processes: int,
     visible: str | None,
 ) -> Check:
-    """Whether torch sees the GPUs that the run counts on.
+    """Check that torch sees the GPUs that the run needs.
 
     Args:
         devices: name and memory (bytes) of each GPU that torch sees.
-        cpu: the run is on the CPU by choice.
+        cpu: the run asks for the CPU.
         hardware: the machine has NVIDIA's driver loaded, or a GPU's device file.
-        reason: why torch sees none.
+        reason: torch's reason for seeing none.
         expected: GPUS_PER_NODE; None when not set.
-        processes: started on this node; 0 when no launcher has started them yet.
+        processes: number of processes on this node; 0 when no launcher has started them yet.
         visible: CUDA_VISIBLE_DEVICES.
     """
     if cpu:
         return Check("GPUs", {node: "not used: the run is on the CPU"})
     limit = f" (CUDA_VISIBLE_DEVICES={visible})" if visible is not None else ""
-    shown = gpu_list(devices) + limit
+    shown = list_gpus(devices) + limit
 
     def row(verdict: Verdict, remedy: str) -> Check:
         return Check("GPUs", {node: shown}, verdict, remedy)
@@ -114,7 +116,7 @@ def gpus(
                 f"GPUS_PER_NODE is {expected}, but no GPU is here; check the driver (nvidia-smi), start the container "
                 "with --gpus all, or give --use_cpu for a run on the CPU.",
             )
-        return row("warning", "The run will be on the CPU; give --use_cpu if that is meant, or check nvidia-smi.")
+        return row("warning", "The run will use the CPU; give --use_cpu if that is intended, or check nvidia-smi.")
     if expected and len(devices) != expected:
         return row(
             "failure",
@@ -127,16 +129,16 @@ def gpus(
     return Check("GPUs", {node: shown})
 
 
-def gpu_list(devices: Sequence[Mapping[str, Any]]) -> str:
-    """`4 x NVIDIA H200 139.8 GiB`, or each kind apart."""
+def list_gpus(devices: Sequence[Mapping[str, Any]]) -> str:
+    """Return `4 x NVIDIA H200 139.8 GiB`, each kind of GPU separately."""
     kinds = [f"{d['name']} {shown_bytes(d['memory'])}" for d in devices]
     return ", ".join(f"{kinds.count(kind)} x {kind}" for kind in dict.fromkeys(kinds)) or "none"
 
 
-def driver(node: int, driver_version: str | None, driver_cuda: int | None, torch_cuda: str | None) -> Check:
-    """Whether the driver can run what torch was built for.
+def check_driver(node: int, driver_version: str | None, driver_cuda: int | None, torch_cuda: str | None) -> Check:
+    """Check that the driver supports the CUDA version that torch was built for.
 
-    Within one major version of CUDA a newer toolkit runs on an older driver, but code compiled on the spot (Triton)
+    Within one major version of CUDA a newer toolkit runs on an older driver, but code compiled at run time (Triton)
     may not (docs.nvidia.com/deploy/cuda-compatibility).
 
     Args:
@@ -164,12 +166,12 @@ def driver(node: int, driver_version: str | None, driver_cuda: int | None, torch
     return Check(name, {node: shown})
 
 
-def doctor(node: int, code: int | None, report: str) -> Check:
-    """What `unsloth doctor --gpus` came to.
+def check_doctor(node: int, code: int | None, report: str) -> Check:
+    """Check the result of `unsloth doctor --gpus`.
 
     Args:
         code: its exit status; None when it did not end in time or could not be started.
-        report: what it printed.
+        report: its output.
     """
     name = "unsloth doctor --gpus"
     hints = report.partition("=== Verdict:")[2].strip().splitlines()[1:]

@@ -1,4 +1,4 @@
-"""Answers to held-out questions, before and after training: generated greedily and compared letter by letter."""
+"""Answer held-out questions before and after training, greedily, and compare them letter by letter."""
 
 from __future__ import annotations
 
@@ -17,20 +17,31 @@ BATCH = 64
 
 @dataclass(frozen=True)
 class Question:
-    """What is asked (all turns before the last) and what the last turn says."""
+    """What is asked (all turns before the last), with which tools, and what the last turn says."""
 
     turns: list[Message]
     answer: str
+    tools: list[Any] | None = None
 
 
 def questions(examples: list[Example]) -> list[Question]:
-    """The chats that end with the assistant, as questions."""
-    chats = [e.messages for e in examples if e.messages and e.messages[-1]["role"] == "assistant"]
-    return [Question(chat[:-1], chat[-1]["content"]) for chat in chats]
+    """Return the chats that end with a user's question or a tool's result and a text of the assistant, as questions."""
+    found = [
+        Question(e.messages[:-1], e.messages[-1]["content"], e.tools) for e in examples if _is_question(e.messages)
+    ]
+    if left_out := len(examples) - len(found):
+        print(f"{left_out} of {len(examples)} evaluation rows are not compared: they hold no question and answer.")
+    return found
+
+
+def _is_question(chat: list[Message]) -> bool:
+    if len(chat) < 2 or chat[-2]["role"] not in ("user", "tool") or chat[-1]["role"] != "assistant":
+        return False
+    return bool(chat[-1]["content"].strip()) and not chat[-1].get("tool_calls")
 
 
 def answer(model: Any, tokenizer: Any, asked: list[Question], runtime: Runtime) -> list[str]:
-    """The model's answers, in the order of the questions; each rank generates its share, every rank gets them all."""
+    """Return the model's answers in the order of the questions; each rank generates its share, every rank gets all."""
     if not asked:
         return []
     mine = asked[runtime.ranks.rank :: runtime.ranks.world_size]
@@ -53,9 +64,10 @@ def answer(model: Any, tokenizer: Any, asked: list[Question], runtime: Runtime) 
 
 
 def _generate(model: Any, tokenizer: Any, asked: list[Question]) -> list[str]:
-    inputs = tokenizer.apply_chat_template(
-        [q.turns for q in asked], add_generation_prompt=True, return_dict=True, return_tensors="pt", padding=True
-    ).to(model.device)
+    texts = [
+        tokenizer.apply_chat_template(q.turns, tools=q.tools, add_generation_prompt=True, tokenize=False) for q in asked
+    ]
+    inputs = tokenizer(texts, add_special_tokens=False, padding=True, return_tensors="pt").to(model.device)
     with torch.no_grad():
         generated = model.generate(
             **inputs,
@@ -69,12 +81,16 @@ def _generate(model: Any, tokenizer: Any, asked: list[Question]) -> list[str]:
 
 
 def accuracy(asked: list[Question], answers: list[str]) -> float:
-    """Fraction of answers equal to the expected one, spaces around them aside."""
-    return sum(a == q.answer.strip() for q, a in zip(asked, answers, strict=True)) / len(asked)
+    """Return the fraction of answers equal to the expected one, apart from reasoning and from spaces around them."""
+    return sum(_said(a) == _said(q.answer) for q, a in zip(asked, answers, strict=True)) / len(asked)
 
 
-def compare(asked: list[Question], before: list[str], after: list[str]) -> dict[str, float]:
-    """Print both accuracies and the first few answers; returns what the summary keeps."""
+def _said(answer: str) -> str:
+    return answer.rpartition("</think>")[2].strip()
+
+
+def report(asked: list[Question], before: list[str], after: list[str]) -> dict[str, float]:
+    """Print both accuracies and the first few answers; return what the summary keeps."""
     accuracies = accuracy(asked, before), accuracy(asked, after)
     print(f"Held-out questions answered exactly: {accuracies[0]:.1%} before, {accuracies[1]:.1%} after ({len(asked)}).")
     for question, old, new in list(zip(asked, before, after, strict=True))[:SAMPLES]:

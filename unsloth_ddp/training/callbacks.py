@@ -1,4 +1,4 @@
-"""What happens at the borders of a step: totals kept, progress told, weights compared, a stop agreed on."""
+"""Act at the borders of steps: save totals, report progress, compare weights, stop together."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from transformers.trainer_callback import ExportableState
 
 from unsloth_ddp.distributed.drift import DriftCheck
 from unsloth_ddp.distributed.progress import Progress
-from unsloth_ddp.distributed.signals import Stop
-from unsloth_ddp.training.metrics import Totals
+from unsloth_ddp.distributed.signals import StopRequest
+from unsloth_ddp.training.meter import Totals
 
 
 class SavedTotals(TrainerCallback, ExportableState):
-    """Keeps the run's totals inside every checkpoint, so that they go on when it is resumed.
+    """Keep the run's totals in every checkpoint, so that they continue when it is resumed.
 
-    `pending` holds the sums of each rank since the last log line, which the totals do not hold yet; `stream` where
-    streamed rows go on (stream.Position).
+    `pending` holds the sums of each rank since the last log line, which the totals do not hold yet; `stream` the
+    position in streamed rows (streaming.Position).
     """
 
     def __init__(
@@ -31,60 +31,77 @@ class SavedTotals(TrainerCallback, ExportableState):
         self.pending = pending
         self.stream = stream
 
+    def record(self, pending: list[list[float]], stream: dict[str, Any] | None) -> None:
+        """Set what the checkpoint that is being written keeps beside the totals."""
+        self.pending, self.stream = pending, stream
+
     def state(self) -> dict[str, Any]:
-        """What Transformers writes to trainer_state.json and gives back to __init__."""
+        """Return what Transformers writes to trainer_state.json and gives back to __init__."""
         saved = {"totals": dataclasses.asdict(self.totals), "pending": self.pending, "stream": self.stream}
         return {"args": saved, "attributes": {}}
 
 
-class Report(TrainerCallback):
-    """Tells whoever watches this process how far it is."""
+class ReportProgress(TrainerCallback):
+    """Report this process's progress to the watchdog."""
 
     def __init__(self, progress: Progress) -> None:
         self.progress = progress
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """The micro-batches of a step are about to be computed."""
-        self.progress.step = state.global_step + 1
-        if self.progress.phase == "preparing":
-            self.progress.enter("training")
+        """Enter a step."""
+        self.progress.begin_step(state.global_step + 1)
 
     def _move(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.progress.moves += 1
+        self.progress.advance()
 
     on_substep_end = on_step_end = on_prediction_step = _move
 
 
 class CompareWeights(TrainerCallback):
-    """Ends the run where the ranks' weights have drifted apart (see drift.py)."""
+    """End the run if the ranks' weights have drifted apart (see drift.py)."""
 
     def __init__(self, drift: DriftCheck) -> None:
         self.drift = drift
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """A step's weights are in place."""
+        """Compare the weights after the step if a comparison is due."""
         if self.drift.due(state.global_step):
             self.drift.check(state.global_step)
 
 
 class StopTogether(TrainerCallback):
-    """Ends training on all ranks at the same step, with a checkpoint, when one of them was asked to stop.
+    """End training on all ranks at the same step, with a checkpoint, when one of them was asked to stop.
 
-    Comes after Transformers' own flow, whose decisions for this step it overrides: an evaluation that is due would
-    keep a scheduler waiting, and is made up for when the run goes on.
+    <<<<<<< HEAD
+        It runs after Transformers' own flow control and overrides its decisions for this step. An evaluation that is due is
+        skipped, and one that is running is interrupted, because a scheduler does not wait that long; the resumed run makes
+        up for it.
+    =======
+        It runs after Transformers' own flow control and overrides its decisions for this step: an evaluation that is due is
+        skipped, and one that is running is interrupted, because a scheduler does not wait that long. It is done when the run
+        is resumed.
+    >>>>>>> distributed
     """
 
-    def __init__(self, stop: Stop) -> None:
+    def __init__(self, stop: StopRequest) -> None:
         self.stop = stop
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.stop.ask()
+        self.stop.start_poll()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self.stop.answer() and state.global_step < state.max_steps:
+        if self.stop.finish_poll() and state.global_step < state.max_steps:
             control.should_training_stop = control.should_save = True
             control.should_evaluate = False
 
+    def on_prediction_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.stop.interrupt_evaluation()
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Stop after this evaluation if a rank was asked to during its last batch."""
+        if self.stop.finish_poll() and state.global_step < state.max_steps:
+            control.should_training_stop = control.should_save = True
+
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self.stop.agreed and state.global_step < state.max_steps:
+        if self.stop.agreed_cause and state.global_step < state.max_steps:
             control.should_evaluate = control.should_save = control.should_log = False

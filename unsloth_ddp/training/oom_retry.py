@@ -1,11 +1,11 @@
-"""An SFTTrainer that repeats a step with less memory where one does not fit, instead of dying."""
+"""Repeat a step that runs out of memory with the next kind of gradient checkpointing."""
 
 from __future__ import annotations
 
 import contextlib
 import gc
 import logging
-from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,142 +13,168 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from unsloth_ddp.config.parse import Settings
-from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.model.gradient_checkpointing import GradientCheckpointing
 from unsloth_ddp.training.gradient_exchange import GradientExchange
-from unsloth_ddp.training.saving import ResumableTrainer
+from unsloth_ddp.training.meter import Meter
 from unsloth_ddp.utils.known_errors import is_out_of_memory
 
 logger = logging.getLogger("unsloth_ddp")
 
-
-def exchanges_itself(settings: Settings, runtime: Runtime, recompute: GradientCheckpointing) -> bool:
-    """Whether the trainer averages gradients over ranks, and not DistributedDataParallel.
-
-    So where there is another kind to go to, but not where every parameter is trained, since buckets would be there twice.
-    """
-    several = runtime.ranks.world_size > 1 and runtime.sharding == "none" and len(recompute.kinds) > 1
-    return several and settings.method != "full" and not settings.ddp_find_unused_parameters
+# (model, batch, divisor) -> loss, after a forward and a backward pass.
+Pass = Callable[[Any, dict[str, Tensor], Tensor], Tensor]
 
 
 @dataclass
 class StepStart:
-    """What it takes to begin an optimizer step once more.
+    """The state at the beginning of an optimizer step.
 
     Args:
         batches: the step's micro-batches on this rank.
-        sums: the meter's, before the step.
-        timed: own seconds and steps that were measured before it, and marks that were not read yet.
+        divisor: of their losses.
+        measured: the meter's snapshot.
         random: states of the generators of the CPU and, where there is one, of the GPU.
+        done: micro-batches that are computed.
     """
 
     batches: list[dict[str, Tensor]]
     divisor: Tensor
-    sums: Tensor
+    measured: Any
     random: tuple[Tensor, Tensor | None]
-    timed: tuple[float, int, list[Any]]
     done: int = 0
 
 
-class RetryingTrainer(ResumableTrainer):
-    """Steps down to the next kind of gradient checkpointing when memory runs out, and repeats the step.
+class StepRetry:
+    """Switch to the next kind of gradient checkpointing when memory runs out, and repeat the step.
 
-    A rank does so by itself, which changes none of its numbers: until gradients are exchanged no rank waits for another,
-    and `exchange` waits for one that has to go back. At the next log line the others follow. Where
-    DistributedDataParallel exchanges them (see exchanges_itself) a rank cannot go back from the last backward pass of a
-    step; since rows are arranged from the longest to the shortest, memory runs out there if a step has one micro-batch.
+    A rank does so alone, which changes none of its numbers: until gradients are exchanged no rank waits for another,
+    and GradientExchange waits for one that repeats. The other ranks follow at the next log line. Where
+    DistributedDataParallel exchanges the gradients (see averages_gradients) a rank cannot repeat the last backward
+    pass of a step; rows are arranged from the longest to the shortest, so memory runs out there if a step has one
+    micro-batch.
+
+    Args:
+        exchange: averages gradients in place of DistributedDataParallel, if any.
+        world_size: number of ranks.
+        changed: called with a kind when this rank begins to use it.
     """
 
-    recompute: GradientCheckpointing
-    exchange: GradientExchange | None = None
-    step_start: StepStart | None = None
-    in_backward: bool = False
-    told_level: int = 0
+    def __init__(
+        self,
+        checkpointing: GradientCheckpointing,
+        meter: Meter,
+        device: torch.device,
+        exchange: GradientExchange | None,
+        world_size: int,
+        changed: Callable[[str], None],
+    ) -> None:
+        self.checkpointing = checkpointing
+        self.meter = meter
+        self.device = device
+        self.exchange = exchange
+        self.world_size = world_size
+        self.changed = changed
+        self._start: StepStart | None = None
+        self._in_backward = False
+        self._reported = checkpointing.level
 
-    def remember(self, batches: list[dict[str, Tensor]], divisor: Tensor) -> None:
-        """A step begins."""
-        if self.recompute.next is None:
-            self.step_start = None
+    def start_with(self, kind: str) -> None:
+        """Begin the run with a kind; only what changes later is reported."""
+        if len(self.checkpointing.kinds) > 1:
+            self.checkpointing.use(kind)
+        self._reported = self.checkpointing.level
+
+    def begin_step(self, batches: list[dict[str, Tensor]], divisor: Tensor) -> None:
+        """Remember what it takes to repeat the step that begins now."""
+        if self.checkpointing.next is None:
+            self._start = None
             return
-        device = self.args.device
-        random = torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-        own = self.meter.own_work
-        timed = own.seconds, own.steps, list(own.marks)
-        self.step_start = StepStart(batches, divisor, self.meter.sums.clone(), random, timed)
+        gpu = torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None
+        self._start = StepStart(batches, divisor, self.meter.snapshot(), (torch.get_rng_state(), gpu))
 
-    def training_step(self, model: Any, inputs: dict[str, Tensor], num_items_in_batch: Any = None) -> Tensor:
-        """Forward and backward pass of one micro-batch, or of all of the step up to it where memory runs out."""
-        self.in_backward = False
+    def forward_done(self) -> None:
+        """Note that the model's forward pass is over."""
+        self._in_backward = True
+
+    def run(self, compute: Pass, model: Any, batch: dict[str, Tensor], divisor: Tensor) -> Tensor:
+        """Compute one micro-batch; where memory runs out, all of the step up to it once more."""
+        self._in_backward = False
         try:
-            with self._exchanging(model):
-                loss = super().training_step(model, inputs, num_items_in_batch)
+            with self._averaging(model):
+                loss = compute(model, batch, divisor)
         except RuntimeError as error:
             if not self._can_repeat(model, error):
                 raise
-            logger.warning("step %s: %s", self.state.global_step + 1, error)
+            logger.warning("the step is repeated: %s", error)
         else:
-            if self.step_start is not None:
-                self.step_start.done += 1
+            if self._start is not None:
+                self._start.done += 1
             return loss
         # Not in the except block, where the exception holds on to what was computed.
-        return self._repeat(model)
+        return self._repeat(compute, model)
 
-    def _exchanging(self, model: Any) -> contextlib.AbstractContextManager[None]:
-        """Who averages gradients in this pass: nobody where there is one process, though launchers wrap its model too;
-        `exchange`, in the last pass of a step; or DDP.
+    def _averaging(self, model: Any) -> contextlib.AbstractContextManager[None]:
+        """Return who averages gradients in this pass.
+
+        Nobody with one process, though launchers wrap its model too; the exchange in the last pass of a step; or DDP.
         """
-        if self.args.world_size == 1 and isinstance(model, DistributedDataParallel):
+        if self.world_size == 1 and isinstance(model, DistributedDataParallel):
             return model.no_sync()
         if self.exchange is not None and model.require_backward_grad_sync:
             return self.exchange.last_pass(model)
         return contextlib.nullcontext()
 
     def _can_repeat(self, model: Any, error: RuntimeError) -> bool:
-        possible = is_out_of_memory(error) and self.step_start is not None and self.recompute.next is not None
-        if not possible or self.args.world_size == 1 or self.exchange is not None:
+        possible = is_out_of_memory(error) and self._start is not None and self.checkpointing.next is not None
+        if not possible or self.world_size == 1 or self.exchange is not None:
             return possible
-        return not (self.in_backward and model.require_backward_grad_sync)
+        return not (self._in_backward and model.require_backward_grad_sync)
 
-    def _repeat(self, model: Any) -> Tensor:
-        start, kind = self.step_start, self.recompute.next
+    def _repeat(self, compute: Pass, model: Any) -> Tensor:
+        start, kind = self._start, self.checkpointing.next
         assert start is not None and kind is not None
         earlier, start.done = start.done, 0
         model.zero_grad()
         gc.collect()
-        if self.args.device.type == "cuda":
+        if self.device.type == "cuda":
             torch.cuda.empty_cache()
-        self._restore(start)
-        self._use(kind)
-        for batch in start.batches[:earlier]:
-            with self.accelerator.no_sync(model):
-                self.training_step(model, batch, start.divisor)
-        return self.training_step(model, start.batches[earlier], start.divisor)
-
-    def _use(self, kind: str) -> None:
-        self.recompute.use(kind)
-        self.checkpoints.facts["gradient_checkpointing"] = kind
-
-    def _restore(self, start: StepStart) -> None:
         cpu, gpu = start.random
         torch.set_rng_state(cpu)
         if gpu is not None:
-            torch.cuda.set_rng_state(gpu, self.args.device)
-        self.meter.sums.copy_(start.sums)
-        own = self.meter.own_work
-        own.seconds, own.steps, own.marks = start.timed[0], start.timed[1], deque(start.timed[2])
-        own.start(0.0, len(start.batches))
+            torch.cuda.set_rng_state(gpu, self.device)
+        self.meter.restore(start.measured, len(start.batches))
+        self._use(kind)
+        for batch in start.batches[:earlier]:
+            with model.no_sync() if isinstance(model, DistributedDataParallel) else contextlib.nullcontext():
+                self.run(compute, model, batch, start.divisor)
+        return self.run(compute, model, start.batches[earlier], start.divisor)
 
-    def follow(self, levels: list[int]) -> None:
-        """Do as the rank that has stepped down furthest; the main process says so, once."""
+    def _use(self, kind: str) -> None:
+        self.checkpointing.use(kind)
+        self.changed(kind)
+
+    def follow(self, levels: list[int]) -> list[int]:
+        """Use the kind of the rank that has switched furthest; return the ranks that did, the first time.
+
+        Args:
+            levels: of every rank, in rank order.
+        """
         furthest = max(levels)
-        if furthest > self.recompute.level:
-            self._use(self.recompute.kinds[furthest])
-        if furthest > self.told_level and self.runtime.ranks.is_main:
-            short = [str(self.runtime.locations[rank]) for rank, level in enumerate(levels) if level == furthest]
-            print(
-                f"Out of memory on {', '.join(short) or 'the GPU'} by step {self.state.global_step}; the step was repeated "
-                f"with gradient checkpointing {self.recompute.kind}, which all ranks use from here on.",
-                flush=True,
-            )
-        self.told_level = max(furthest, self.told_level)
+        if furthest > self.checkpointing.level:
+            self._use(self.checkpointing.kinds[furthest])
+        if furthest <= self._reported:
+            return []
+        self._reported = furthest
+        return [rank for rank, level in enumerate(levels) if level == furthest]
+
+
+def averages_gradients(method: str, find_unused: bool, *, replicated: bool, kinds: int) -> bool:
+    """Return whether the kit averages gradients over several ranks, and not DistributedDataParallel.
+
+    It does where a step may have to be repeated with another kind of gradient checkpointing. Not for --method full:
+    its buckets would be held twice.
+
+    Args:
+        replicated: every one of several ranks holds the whole model.
+        kinds: number of kinds of gradient checkpointing that the run may use.
+    """
+    return replicated and kinds > 1 and method != "full" and not find_unused

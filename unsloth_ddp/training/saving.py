@@ -1,14 +1,15 @@
-"""An SFTTrainer whose checkpoints are whole, and whose resumed run takes the steps of an uninterrupted one.
+"""Make SFTTrainer save whole checkpoints, and take the steps of an uninterrupted run after a resume.
 
 Each method below replaces one step of Transformers' saving or resuming and says what upstream does there instead.
+Transformers 5.17 offers no callback at these places; tests hold the signatures of the private methods.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import re
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
@@ -17,41 +18,56 @@ from transformers import Trainer, set_seed
 from transformers.trainer_utils import IntervalStrategy
 from trl import SFTTrainer
 
-from unsloth_ddp.checkpoints.checkpoint import Checkpoints, Start, is_whole
-from unsloth_ddp.data.batch_plan import BatchPlan, RowOrder
-from unsloth_ddp.data.dataset import TokenizedRows
-from unsloth_ddp.data.streaming import StreamedSteps
+from unsloth_ddp.checkpoints.folders import is_whole
+from unsloth_ddp.checkpoints.resume_point import ResumePoint
+from unsloth_ddp.checkpoints.writer import Checkpoints
+from unsloth_ddp.data.batch_plan import BatchPlan
+from unsloth_ddp.distributed.drift import REPLICATED
 from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.training.callbacks import SavedTotals
-from unsloth_ddp.training.metrics import TOKENS, Meter, Totals
+from unsloth_ddp.training.deepspeed_precision import gather_fp32_weights, name_fp32_in_config, replace_weights
+from unsloth_ddp.training.meter import Meter, OwnWorkTimer
+from unsloth_ddp.training.row_feed import RowFeed
+from unsloth_ddp.utils.redaction import printable
 
 
 class ResumableTrainer(SFTTrainer):
-    """SFTTrainer that saves through `checkpoints` and, resumed, goes on at the right row with the right numbers."""
+    """SFTTrainer that saves through `checkpoints` and, resumed, continues at the right row with the right sums.
 
-    runtime: Runtime
-    plan: BatchPlan
-    checkpoints: Checkpoints
-    meter: Meter
-    train_rows: TokenizedRows
-    # What orders the rows: the one, or the other where they are streamed.
-    row_order: RowOrder
-    streamed: StreamedSteps | None = None
-    # Where the run goes on from, and where a checkpoint is being written.
-    start: Start | None = None
-    tokens_before: int = 0
-    _best_until_now: tuple[float | None, int | None] = (None, None)
-    _aside: str | None = None
+    Args:
+        feed: orders the rows.
+        options: of SFTTrainer.__init__, by name.
+    """
+
+    def __init__(self, runtime: Runtime, checkpoints: Checkpoints, feed: RowFeed, **options: Any) -> None:
+        self.runtime = runtime
+        self.checkpoints = checkpoints
+        self.feed = feed
+        # The point that the run resumes from, and the folder that a checkpoint is being written to.
+        self.resume_point: ResumePoint | None = None
+        self.tokens_before = 0
+        self._aside: str | None = None
+        self._fp32_weights: dict[str, torch.Tensor] = {}
+        self._best_until_now: tuple[float | None, int | None] = (None, None)
+        saved = SavedTotals()
+        super().__init__(**{**options, "callbacks": [saved, *options.get("callbacks", [])]})
+        device, processes = self.args.device, runtime.ranks.world_size
+        timed = processes > 1 and runtime.sharding in REPLICATED
+        self.meter = Meter(self._gather_sums, processes, device, OwnWorkTimer(device, enabled=timed), saved.totals)
+
+    @property
+    def plan(self) -> BatchPlan:
+        """How rows fill the steps."""
+        return BatchPlan(
+            self.args.per_device_train_batch_size,
+            self.args.gradient_accumulation_steps,
+            self.runtime.ranks.world_size,
+        )
 
     @property
     def _saved(self) -> SavedTotals:
         # Looked up each time: resuming replaces the callback by a new one.
         return next(c for c in self.callback_handler.callbacks if isinstance(c, SavedTotals))
-
-    @property
-    def totals(self) -> Totals:
-        """Exact sums over all ranks since the run began, checkpoints included."""
-        return self._saved.totals
 
     def _gather_sums(self, sums: torch.Tensor) -> torch.Tensor:
         return self.accelerator.gather(sums.unsqueeze(0))
@@ -59,9 +75,19 @@ class ResumableTrainer(SFTTrainer):
     # ---- checkpoints: upstream writes in place, and rotates before it knows that all is written ----
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        began = time.perf_counter()
-        self._saved.pending = self._gather_sums(self.meter.sums).tolist()
-        self._saved.stream = self.streamed.saved() if self.streamed else None
+        self._saved.record(self.meter.pending(), self.feed.position())
+        with self.meter.paused():
+            self._save_whole_checkpoint(model, trial)
+
+    def save_interrupted(self) -> None:
+        """Save the step whose evaluation was interrupted, unless it is saved; every rank calls this after training."""
+        last = self.checkpoints.last
+        if last is None or last.name != f"checkpoint-{self.state.global_step}":
+            # As after an evaluation that was done.
+            self.control.should_evaluate = False
+            self._save_checkpoint(self.model_wrapped, None)
+
+    def _save_whole_checkpoint(self, model: Any, trial: Any) -> None:
         step, best_before = self.state.global_step, self.state.best_model_checkpoint
 
         def write(aside: Path) -> None:
@@ -84,7 +110,6 @@ class ResumableTrainer(SFTTrainer):
             if self.state.best_global_step == step:
                 # The best of those that are on the disk.
                 self.state.best_metric, self.state.best_global_step = self._best_until_now
-        self.meter.began += time.perf_counter() - began
 
     def _get_output_dir(self, trial: Any) -> str:
         return self._aside or super()._get_output_dir(trial)
@@ -94,21 +119,30 @@ class ResumableTrainer(SFTTrainer):
         return super()._determine_best_metric(metrics, trial)
 
     def _name_best_checkpoint(self, written: int | None = None) -> None:
-        """Where the best step's checkpoint is, or will be if it is that of step `written`; else it stays what it was.
+        """Set best_model_checkpoint to the best step's folder, existing or being written (`written`); else keep it.
 
-        Upstream looks for it where it is writing, and on each node's own disk, and only when it saves: it forgets one
-        whose evaluation came after it was saved.
+        Upstream looks for it where it is writing, on each node's own disk, and only when it saves: it forgets a
+        checkpoint whose evaluation came after its save.
         """
         step, before = self.state.best_global_step, self.state.best_model_checkpoint
         name = f"checkpoint-{step}"
 
         def find() -> str | None:
-            own, first = self.checkpoints.folder / name, self.start and self.start.folder
+            own, first = self.checkpoints.folder / name, self.resume_point and self.resume_point.folder
             if step and (step == written or is_whole(own)):
                 return str(own)
-            return str(first) if first and first.name == name else before
+            return str(first) if first and first.name == name else self._known_checkpoint(before)
 
         self.state.best_model_checkpoint = self.runtime.broadcast_from_main(find)
+
+    def _known_checkpoint(self, named: Any) -> str | None:
+        """Return the best checkpoint that a resumed state names, if it is one; an edited state may name anything."""
+        if named is None or (_is_step_folder(str(named)) and is_whole(Path(str(named)))):
+            return named
+        print(
+            f"The best checkpoint that the resumed state names, {printable(str(named))}, is no checkpoint; it is not used."
+        )
+        return None
 
     def _best_step(self) -> int | None:
         best = self.state.best_model_checkpoint
@@ -119,9 +153,26 @@ class ResumableTrainer(SFTTrainer):
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the adapter or model, in the main process; all ranks take part."""
         if self._aside is None:
+            self._fp32_weights = self._gather_fp32_weights()
             super().save_model(output_dir, _internal_call)
+            self._fp32_weights = {}
         else:
             self.checkpoints.attempt(lambda: super(ResumableTrainer, self).save_model(output_dir, _internal_call))
+
+    def _gather_fp32_weights(self) -> dict[str, torch.Tensor]:
+        """Return the fp32 weights that DeepSpeed's optimizers hold, in the main process; upstream saves 16-bit copies."""
+        if not self.is_deepspeed_enabled or self.runtime.precision == "fp32":
+            return {}
+        model = self.accelerator.unwrap_model(self.model)
+        return gather_fp32_weights(model.named_parameters(), keep=self.args.should_save)
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        if state_dict is not None and self._fp32_weights:
+            model = self.accelerator.unwrap_model(self.model)
+            replace_weights(state_dict, dict(model.named_parameters(remove_duplicate=False)), self._fp32_weights)
+        super()._save(output_dir, state_dict)
+        if self._fp32_weights:
+            name_fp32_in_config(Path(output_dir or str(self.args.output_dir)))
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         sharded = self.is_deepspeed_enabled or self.is_fsdp_enabled
@@ -150,29 +201,21 @@ class ResumableTrainer(SFTTrainer):
         super()._load_callback_state()
         # The checkpoint's own intervals would win over changed ones.
         self.state.compute_steps(self.args, self.state.max_steps)
-        pending = torch.tensor(self._saved.pending or [[0.0] * 3], dtype=torch.float64, device=self.args.device)
-        self.tokens_before = self.totals.tokens + round(pending[:, TOKENS].sum().item())
-        if len(pending) == self.runtime.ranks.world_size:
-            self.meter.sums += pending[self.runtime.ranks.rank]
-        elif self.runtime.ranks.is_main:
-            self.meter.sums += pending.sum(dim=0)
-        if self.streamed and not self.args.ignore_data_skip:
-            self.streamed.go_on(self.state.global_step, self._saved.stream)
+        saved = self._saved
+        self.tokens_before = self.meter.resume(saved.totals, saved.pending, self.runtime.ranks.rank)
+        self.feed.resume(self.state.global_step, saved.stream)
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
         # A run killed after its last step has nothing left to train; upstream would take one step more.
         if self.state.global_step >= self.state.max_steps:
             self.control.should_training_stop = True
             return
-        # accelerate does not find the sampler inside a loader that skips the rows of a resumed epoch, if there are
-        # several ranks, and would go on in the order of the first epoch.
-        if self.streamed is None:
-            self.row_order.set_epoch(kwargs["epoch"])
+        self.feed.begin_epoch(kwargs["epoch"])
         super()._run_epoch(*args, **kwargs)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        ranks, start = self.runtime.ranks, self.start
-        if start is not None and start.manifest.run.get("world_size") != ranks.world_size:
+        ranks, point = self.runtime.ranks, self.resume_point
+        if point is not None and point.manifest.run.get("world_size") != ranks.world_size:
             # No rank's own state fits; a seed of the step's and rank's own does not repeat the run's first numbers.
             set_seed((self.args.seed + 1_000_003 * self.state.global_step + ranks.rank) % 2**32)
         else:
@@ -183,14 +226,12 @@ class ResumableTrainer(SFTTrainer):
             self._name_best_checkpoint()
 
     def _evaluation_is_due(self) -> bool:
-        """Whether the run ended between a step and the evaluation that follows it."""
+        """Return whether the run ended between a step and the evaluation that follows it."""
         step, strategy = self.state.global_step, self.args.eval_strategy
         if any("eval_loss" in entry and entry.get("step") == step for entry in self.state.log_history):
             return False
         if strategy == IntervalStrategy.EPOCH:
-            # To the trainer a stream is one long epoch.
-            at_end = self.streamed is None and step % self.plan.steps_per_epoch(self.train_rows.units) == 0
-            return at_end or step >= self.state.max_steps
+            return self.feed.ends_epoch(step, self.plan) or step >= self.state.max_steps
         return strategy == IntervalStrategy.STEPS and step % self.state.eval_steps == 0
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
@@ -206,3 +247,7 @@ class ResumableTrainer(SFTTrainer):
             for parameter in self.accelerator.unwrap_model(self.model).parameters():
                 if parameter.requires_grad:
                     torch.distributed.broadcast(parameter.data, src=0)
+
+
+def _is_step_folder(path: str) -> bool:
+    return re.fullmatch(r"checkpoint-\d{1,18}", Path(path).name) is not None

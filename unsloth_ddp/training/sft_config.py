@@ -6,13 +6,10 @@ Import this after the backend: with Unsloth imported, `SFTConfig` is Unsloth's o
 from __future__ import annotations
 
 import dataclasses
-import json
 import sys
 from pathlib import Path
 from typing import Any
 
-import torch
-from transformers import get_scheduler
 from transformers.integrations import INTEGRATION_TO_CALLBACK, get_available_reporting_integrations
 from trl.trainer.sft_config import SFTConfig
 
@@ -21,44 +18,8 @@ from unsloth_ddp.config.upstream_names import choose_trackers, nearest
 from unsloth_ddp.data.batch_plan import BatchPlan
 from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.model.gradient_checkpointing import loaded_with
-from unsloth_ddp.training.owned_args import OWNED_ARGS
-from unsloth_ddp.utils.errors import UserError, one_line
-
-# Of the schedules that need keywords.
-SCHEDULE_EXAMPLES = {
-    "cosine_with_min_lr": {"min_lr_rate": 0.1},
-    "cosine_warmup_with_min_lr": {"min_lr_rate": 0.1},
-    "warmup_stable_decay": {"num_decay_steps": 100},
-}
-
-
-def _check_schedule(settings: Settings) -> None:
-    """Refuse a schedule that would fail once everything is loaded; tried, because each has keywords of its own.
-
-    Raises:
-        UserError: lr_scheduler_kwargs lacks what the schedule needs, or holds what it does not take.
-    """
-    given = settings.trainer_args.get("lr_scheduler_kwargs") or {}
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=settings.learning_rate)
-    try:
-        get_scheduler(
-            settings.lr_scheduler_type,
-            optimizer,
-            num_warmup_steps=1,
-            num_training_steps=100,
-            scheduler_specific_kwargs=given,
-        )
-    except Exception as error:
-        example = SCHEDULE_EXAMPLES.get(settings.lr_scheduler_type)
-        fix = (
-            f"give, for example, --trainer_args '{json.dumps({'lr_scheduler_kwargs': example})}'"
-            if example
-            else "mend them"
-        )
-        raise UserError(
-            f"lr_scheduler_type {settings.lr_scheduler_type} does not work with lr_scheduler_kwargs {given or 'left out'} "
-            f"({one_line(error)}); {fix}."
-        ) from None
+from unsloth_ddp.training.optimizer_check import check_optimizer
+from unsloth_ddp.utils.errors import UserError
 
 
 def make_config(settings: Settings, runtime: Runtime, plan: BatchPlan, run_folder: Path) -> Any:
@@ -67,7 +28,7 @@ def make_config(settings: Settings, runtime: Runtime, plan: BatchPlan, run_folde
     To be made before the model is loaded, and kept: with ZeRO-3 it is what makes Transformers load in parts.
 
     Raises:
-        UserError: trainer_args names no field of SFTConfig, one the kit owns, or a value it refuses; or as
+        UserError: trainer_args names no field of SFTConfig, or a value it refuses; or as
             choose_trackers.
     """
     defaults = {
@@ -76,14 +37,11 @@ def make_config(settings: Settings, runtime: Runtime, plan: BatchPlan, run_folde
         if f.init
     }
     for name in settings.trainer_args:
-        if name in OWNED_ARGS or hasattr(settings, name):
-            instead = OWNED_ARGS.get(name, f"use --{name}")
-            raise UserError(f"trainer_args: {name} is decided by the kit; {instead}.")
         if name not in defaults:
             raise UserError(
                 f"trainer_args: SFTConfig has no field {name}; {nearest(name, defaults, 'the documentation of TRL')}"
             )
-    _check_schedule(settings)
+    check_optimizer(settings)
     if "gradient_checkpointing_kwargs" in settings.trainer_args and settings.gradient_checkpointing == "auto":
         raise UserError(
             "trainer_args: gradient_checkpointing_kwargs needs a kind to go with; give --gradient_checkpointing torch or "

@@ -1,4 +1,4 @@
-"""Writes that may fail: which exceptions say so and why, and bringing what was written to the disk."""
+"""Recognise errors of a write to disk, give their reason, and flush written files to the disk."""
 
 from __future__ import annotations
 
@@ -8,9 +8,14 @@ import os
 import shutil
 from pathlib import Path
 
+from unsloth_ddp.utils.errors import one_line
+
+# Bytes; a disk with less free space is called full.
+FULL_BELOW = 1 << 16
+
 
 def is_write_error(error: Exception) -> bool:
-    """Whether an exception may come from a disk; torch and safetensors raise kinds of their own."""
+    """Return whether an exception may come from a disk; torch and safetensors raise exceptions of their own."""
     import torch
     from safetensors import SafetensorError
 
@@ -20,32 +25,31 @@ def is_write_error(error: Exception) -> bool:
 
 
 def reason(error: Exception, folder: Path) -> str:
-    """Why a write failed, in a few words; torch.save hides a full disk behind its own."""
+    """Return why a write to `folder` failed, in a few words; torch.save raises its own error when a disk is full."""
     code = getattr(error, "errno", None)
     try:
-        full = shutil.disk_usage(folder).free < 1 << 16
+        full = shutil.disk_usage(folder).free < FULL_BELOW
     except OSError:
         full = False
     if full or code in (errno.ENOSPC, errno.EDQUOT) or "No space left" in str(error):
         return f"no space is left on the disk of {folder}"
     if code is not None:
         return f"{os.strerror(code)} ({getattr(error, 'filename', None) or folder})"
-    text = " ".join(str(error).split())[:300]
-    if "inline_container" in text:
+    if "inline_container" in str(error):
         return f"a file in {folder} could not be written to its end: a quota, a limit on file sizes, or a failing disk"
-    return text
+    return one_line(error)
 
 
 def flush(folder: Path) -> None:
-    """Bring every file and folder below `folder` to the disk, weights as readable as other files are."""
+    """Flush every file and folder below `folder` to the disk, and make weight files as readable as other files."""
     for path in [*folder.rglob("*"), folder]:
         if path.suffix == ".safetensors":
-            _share(path)
+            _apply_umask(path)
         flush_one(path)
 
 
-def _share(path: Path) -> None:
-    """safetensors (0.8) leaves files that nobody but their owner can read, whatever the umask is."""
+def _apply_umask(path: Path) -> None:
+    """Give a file the permissions of the umask: safetensors 0.8 writes files that only their owner can read."""
     umask = os.umask(0)
     os.umask(umask)
     # Some file systems have no modes.
@@ -54,7 +58,7 @@ def _share(path: Path) -> None:
 
 
 def flush_one(path: Path) -> None:
-    """fsync one file or folder."""
+    """Call fsync on one file or folder."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -24,5 +24,10 @@ class RunError(UserError):
 
 
 def one_line(error: object, most: int = 300) -> str:
-    """What an error of a library says, to stand in a sentence: without line breaks, at most so many characters."""
+    """Return an error's message without line breaks, cut to `most` characters, to stand inside a sentence."""
     return " ".join(str(error).split())[:most]
+
+
+def os_reason(error: OSError) -> str:
+    """Return why a system call failed ("Permission denied"), without the error number and the path."""
+    return one_line(error.strerror or error)

@@ -1,4 +1,4 @@
-"""Results as JSON files, whole or as they were before."""
+"""Write JSON files that are complete or unchanged."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ import json
 from pathlib import Path
 from typing import Any
 
-from unsloth_ddp.utils.errors import UserError
+from unsloth_ddp.utils.errors import UserError, os_reason
+from unsloth_ddp.utils.safe_files import write_new_file
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Write `content` to `path`, whose folder is made; under its name there is never a part of it.
+    """Write `content` to `path` and create its folder; readers never see a partly written file.
 
     Raises:
         OSError: it cannot be written.
@@ -20,22 +21,22 @@ def write_json(path: Path, content: Any) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps(content, indent=2) + "\n"
     if path.exists() and not path.is_file():
-        # A pipe or device, such as /dev/stdout, is not to be replaced.
+        # A rename would replace a pipe or device, such as /dev/stdout.
         path.write_text(text, encoding="utf-8")
         return
     aside = path.with_name(f"{path.name}.partial")
     try:
-        aside.write_text(text, encoding="utf-8")
+        write_new_file(aside, text)
         aside.replace(path)
     except OSError:
-        # On a full disk a part of it was written.
+        # On a full disk, part of the file was written.
         with contextlib.suppress(OSError):
             aside.unlink(missing_ok=True)
         raise
 
 
 def write_as_asked(option: str, path: Path, content: Any) -> None:
-    """write_json for the file that an option of the command line names.
+    """Call write_json for the file that a command-line option names.
 
     Raises:
         UserError: it cannot be written.
@@ -43,4 +44,4 @@ def write_as_asked(option: str, path: Path, content: Any) -> None:
     try:
         write_json(path, content)
     except OSError as error:
-        raise UserError(f"{option} {path} cannot be written: {error.strerror or error}; name another file.") from None
+        raise UserError(f"{option} {path} cannot be written: {os_reason(error)}; name another file.") from None

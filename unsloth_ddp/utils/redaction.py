@@ -1,61 +1,97 @@
-"""Text made safe to print and to keep: secrets hidden, one line, nothing that a terminal would act on."""
+"""Make text safe to print and to keep: hide secrets, and write out characters that a terminal would act on."""
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
+from urllib.parse import quote
 
 HIDDEN = "[hidden]"
 # Environment variables whose values are secrets, such as HF_TOKEN, WANDB_API_KEY and AWS_SECRET_ACCESS_KEY.
 SECRET_VARIABLE = re.compile(r"(^|_)(TOKEN|SECRET|PASSWORD|PASSWD|API_?KEY|ACCESS_KEY|PRIVATE_KEY)$", re.IGNORECASE)
-# Fields whose values are; eos_token and its kind are none.
-SECRET_FIELD = (
-    r"(?:[\w-]*(?:password|passwd|secret|api_?key|access_?key|private_?key)"
-    r"|(?:hub_|auth_|access_|api_|bearer_|hf_|use_auth_)?token)"
-)
-# What a secret looks like wherever it stands: tokens of the Hub, GitHub and OpenAI, and an address with a password.
+# Field names whose values are secrets; eos_token and similar names are not among them.
+PASSWORD = r"(?:password|passwd|secret|api_?key|access_?key|private_?key)"
+TOKEN = r"(?:hub_|auth_|access_|api_|bearer_|hf_|use_auth_)?token"
+SECRET_FIELD = re.compile(rf"[\w-]*{PASSWORD}|{TOKEN}", re.IGNORECASE)
+# Tokens that are recognised by their form.
 SHAPES = re.compile(
-    r"\bhf_[A-Za-z0-9]{16,}|\b(?:ghp|gho|ghs)_[A-Za-z0-9]{20,}|\bgithub_pat_\w{20,}|\bsk-[A-Za-z0-9_-]{20,}"
-    r"|(?<=://)[^\s/@:]*:[^\s/@]+(?=@)"
+    r"\bhf_[A-Za-z0-9]{16,}"  # Hugging Face
+    r"|\bgh[opsur]_[A-Za-z0-9]{20,}|\bgithub_pat_\w{20,}|\bglpat-[\w-]{16,}"  # GitHub, GitLab
+    r"|\bsk-[A-Za-z0-9_-]{20,}|\bAIza[\w-]{35}|\bnpm_[A-Za-z0-9]{20,}"  # OpenAI and Anthropic, Google, npm
+    r"|\b(?:AKIA|ASIA)[A-Z0-9]{16}\b|\bxox[a-z]-[\w-]{10,}"  # AWS, Slack
+    r"|\beyJ[\w-]{8,}\.eyJ[\w-]{8,}\.[\w-]+"  # JSON web tokens
+    r"|-----BEGIN [A-Z ]*PRIVATE KEY-----[\s\S]*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)"
+    # User and password of an address; the password may hold an @. A long name without a password is a token.
+    r"""|(?<=://)[^\s/@:"'<>]*:[^\s/"'<>]+(?=@)|(?<=://)[A-Za-z0-9_-]{20,}(?=@)"""
 )
-NAMED = re.compile(rf"""(["']{SECRET_FIELD}["']\s*:\s*["']?|[?&]{SECRET_FIELD}=)[^\s"',}}&]+""", re.IGNORECASE)
-# A value as short as this ("1", "true") is no secret, and hiding it would garble every text.
+SHAPE_MARKS = ("hf_", "gh", "glpat-", "sk-", "AIza", "npm_", "AKIA", "ASIA", "xox", "eyJ", "PRIVATE KEY", "://")
+# Secrets that are recognised by the name before them. After "token=" or "bearer" ordinary words are common, so the
+# value has to be long there and to hold a digit.
+LONG_VALUE = r"(?=[\w.~+/=-]*\d)[\w.~+/=-]{16,}"
+HEADER = r"\bauthorization[\"']?\s*[:=]\s*[\"']?(?:[a-z]+\s+)?"
+NAMED = re.compile(
+    rf"""({PASSWORD}(?:["']\s*:|\s*=)\s*["']?|["']{TOKEN}["']\s*:\s*["']?|[?&]{TOKEN}=)[^\s"',}}&]+"""
+    rf"""|(\b{TOKEN}\s*=\s*["']?|\b(?:bearer|basic)\s+){LONG_VALUE}"""
+    rf"""|({HEADER})(?=[\w.~+/=-]*\d)[\w.~+/=-]{{8,}}""",
+    re.IGNORECASE,
+)
+NAME_MARKS = ("passw", "secret", "key", "token", "authorization", "bearer", "basic")
+# Shorter values ("1", "true") are no secrets, and hiding them would garble every text.
 SHORTEST = 8
 CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff\u202a-\u202e\u2066-\u2069]")
 
 
 def hide(text: str, environ: Mapping[str, str] | None = None) -> str:
-    """`text` without the values of secret environment variables and without what looks like a secret."""
+    """Return `text` without the values of secret environment variables and without what has the form of a secret."""
     for value in _secret_values(os.environ if environ is None else environ):
         text = text.replace(value, HIDDEN)
-    return NAMED.sub(lambda match: match[1] + HIDDEN, SHAPES.sub(HIDDEN, text))
+    # Most texts hold none of these marks, and are searched for them in a fraction of the time.
+    if any(mark in text for mark in SHAPE_MARKS):
+        text = SHAPES.sub(HIDDEN, text)
+    lower = text.lower()
+    if any(mark in lower for mark in NAME_MARKS):
+        text = NAMED.sub(lambda match: (match[1] or match[2] or match[3]) + HIDDEN, text)
+    return text
 
 
 def printable(text: str) -> str:
-    """`text` with every control character and half character written out (as \\x1b), line ends as spaces."""
+    """Return `text` with control characters and unpaired surrogates written out (as \\x1b) and line ends as spaces."""
     return CONTROL.sub(lambda match: " " if match[0] in "\r\n\t" else repr(match[0])[1:-1], text)
 
 
 def find_secret(name: str, value: Any, environ: Mapping[str, str] | None = None) -> str | None:
-    """Where in an option's value a secret stands, as name.field; None if nowhere."""
-    known = list(_secret_values(os.environ if environ is None else environ))
+    """Return where an option's value holds a secret, as name.field; None if it holds none."""
+    known = _secret_values(os.environ if environ is None else environ)
     for place, field, text in _texts(name, field="", value=value):
-        named = bool(field) and re.fullmatch(SECRET_FIELD, field, re.IGNORECASE)
+        named = SECRET_FIELD.fullmatch(field)
         if named or SHAPES.search(text) or NAMED.search(text) or any(secret in text for secret in known):
             return place
     return None
 
 
-def _secret_values(environ: Mapping[str, str]) -> Iterator[str]:
-    for name, value in environ.items():
-        if len(value.strip()) >= SHORTEST and SECRET_VARIABLE.search(name):
-            yield value.strip()
+def _secret_values(environ: Mapping[str, str]) -> list[str]:
+    """Return the values of the secret variables, the longest first, because one may hold another."""
+    found = {spelling for name, value in environ.items() if _is_secret(name) for spelling in _spellings(value)}
+    return sorted(found, key=len, reverse=True)
+
+
+@functools.lru_cache(maxsize=1024)
+def _is_secret(name: str) -> bool:
+    return SECRET_VARIABLE.search(name) is not None
+
+
+@functools.lru_cache(maxsize=256)
+def _spellings(value: str) -> tuple[str, ...]:
+    """Return a secret as it is and as it stands in an address; nothing if it is too short."""
+    value = value.strip()
+    return (value, quote(value, safe="")) if len(value) >= SHORTEST else ()
 
 
 def _texts(place: str, field: str, value: Any) -> Iterator[tuple[str, str, str]]:
-    """Every text within a plain value, with the place and the name of the field that it stands in."""
+    """Yield every text within a plain value, with its place and the name of the field that holds it."""
     if isinstance(value, dict):
         for name, item in value.items():
             yield from _texts(f"{place}.{name}", str(name), item)

@@ -1,4 +1,4 @@
-"""Amounts as people write and read them: 25Gbps, 450GB/s, 80GB, 139GiB; 16.6 GiB, 12.3 ms, 25 Gbit/s."""
+"""Parse amounts as people write them (25Gbps, 450GB/s, 80GB, 139GiB), and print bytes, seconds and bandwidth."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ BANDWIDTH = re.compile(r"([\d.]+)\s*([kKmMgGtT]i?)?(bps|bit/s|bits/s|B/s|Bps)")
 MEMORY = re.compile(r"([\d.]+)\s*([kmgt]i?)?B", re.IGNORECASE)
 
 
-def parse_bandwidth(text: str) -> float:
-    """Bytes a second; a small b is a bit, a capital B a byte.
+def parse_bandwidth(option: str, text: str) -> float:
+    """Return the bytes per second that an option gives; a lower-case b is a bit, an upper-case B a byte.
 
     Raises:
-        UserError: it is not a bandwidth above 0.
+        UserError: `text` is not a bandwidth above 0.
     """
     found = BANDWIDTH.fullmatch(text.strip())
     value = _number(found.group(1)) if found else 0.0
     if not found or not value:
-        raise UserError(f"bandwidth {text!r} is no bandwidth above 0; write 25Gbps (bits) or 400GB/s (bytes).")
+        raise UserError(f"{option} {text!r} is not a bandwidth above 0; write 25Gbps (bits) or 400GB/s (bytes).")
     bits = found.group(3).startswith("b")
     return value * PREFIXES[(found.group(2) or "").lower()] / (8 if bits else 1)
 
 
-def parse_memory(text: str) -> float:
-    """Bytes; GB is 10^9 of them, GiB 2^30.
+def parse_memory(option: str, text: str) -> float:
+    """Return bytes; 1 GB is 10^9 bytes, 1 GiB 2^30.
 
     Raises:
-        UserError: it is not an amount above 0.
+        UserError: `text` is not an amount above 0.
     """
     found = MEMORY.fullmatch(text.strip())
     value = _number(found.group(1)) if found else 0.0
     if not found or not value:
-        raise UserError(f"memory {text!r} is not an amount above 0; write 80GB or 139GiB.")
+        raise UserError(f"{option} {text!r} is not an amount above 0; write 80GB or 139GiB.")
     return value * PREFIXES[(found.group(2) or "").lower()]
 
 
@@ -47,7 +47,7 @@ def _number(text: str) -> float:
 
 
 def shown_bytes(value: float) -> str:
-    """With one digit, in the largest unit of which there is a whole one."""
+    """Return bytes with one decimal, in the largest binary unit that makes at least 1."""
     for unit, size in (("TiB", TIB), ("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
         if value >= size:
             return f"{value / size:,.1f} {unit}"
@@ -55,7 +55,7 @@ def shown_bytes(value: float) -> str:
 
 
 def shown_seconds(value: float) -> str:
-    """Microseconds up to days, in the largest unit of which there are two."""
+    """Return a duration with one decimal, from microseconds to days, in the largest unit that makes at least 2."""
     if value < 1:
         return f"{value * 1e6:,.0f} us" if value < 0.001 else f"{value * 1000:,.1f} ms"
     for unit, size in (("days", 86_400), ("h", 3600), ("min", 60)):
@@ -65,5 +65,5 @@ def shown_seconds(value: float) -> str:
 
 
 def shown_bandwidth(value: float) -> str:
-    """Gbit/s of a bandwidth in bytes a second."""
+    """Return a bandwidth given in bytes per second in Gbit/s."""
     return f"{value * 8 / 1e9:,.6g} Gbit/s"

@@ -1,4 +1,4 @@
-"""Versions of Python and of the packages that decide what a run computes."""
+"""Read the versions of Python and of the packages that affect the result of a run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ PACKAGES = ("torch", "transformers", "trl", "accelerate", "peft", "datasets", "u
 
 
 def versions(packages: Sequence[str] = PACKAGES) -> dict[str, str]:
-    """Of Python, and of those packages that are installed; nothing is imported."""
+    """Return the versions of Python and of the packages that are installed, without importing them."""
     found = {"python": platform.python_version()}
     for name in packages:
         with contextlib.suppress(metadata.PackageNotFoundError):

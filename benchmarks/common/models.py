@@ -1,0 +1,64 @@
+"""Random-weight models of real architectures, for machines that cannot reach the Hub.
+
+Speed and memory do not depend on the weights' values. The tokenizer is the demo's, with its vocabulary padded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+from pathlib import Path
+from typing import Any
+
+SHAPES = {
+    # name: (hidden, layers, heads, key-value heads, feed-forward, vocabulary), as published in the models' config.json
+    "qwen3_0.6b": (1024, 28, 16, 8, 3072, 151936),
+    "qwen3_1.7b": (2048, 28, 16, 8, 6144, 151936),
+    "qwen3_8b": (4096, 36, 32, 8, 12288, 151936),
+}
+
+
+def make_config(shape: str) -> Any:
+    """Return the Qwen3Config of this shape."""
+    from transformers import Qwen3Config
+
+    hidden, layers, heads, kv_heads, intermediate, vocabulary = SHAPES[shape]
+    return Qwen3Config(
+        hidden_size=hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=128,
+        intermediate_size=intermediate,
+        vocab_size=vocabulary,
+        max_position_embeddings=40960,
+        tie_word_embeddings=shape != "qwen3_8b",
+        dtype="bfloat16",
+    )
+
+
+def make_model(shape: str, folder: Path, demo: Path) -> None:
+    """Write a Qwen3 model of this shape with random bf16 weights, and the demo's tokenizer, to `folder`."""
+    import torch
+    from transformers import AutoTokenizer, Qwen3ForCausalLM
+
+    config = make_config(shape)
+    tokenizer = AutoTokenizer.from_pretrained(demo)
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        setattr(config, name, getattr(tokenizer, name))
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.bfloat16)
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        model = Qwen3ForCausalLM(config)
+    shutil.rmtree(folder, ignore_errors=True)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("shape", choices=SHAPES)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--demo", type=Path, default=Path("demo/model"))
+    given = parser.parse_args()
+    make_model(given.shape, given.folder, given.demo)

@@ -1,0 +1,36 @@
+"""Write training rows of known lengths, built from the demo's chats, for benchmarks that cannot download data."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+from benchmarks.common.runs import REPO
+
+# Of the demo's tokenizer; a pair is a question and its answer.
+TOKENS_A_PAIR = 13
+MEAN_LOG, SPREAD_LOG, LONGEST = 5.36, 0.8, 2048
+# So much longer than asked for, so that no row falls short of it.
+MARGIN = 1.1
+
+
+def chat_rows(path: Path, count: int, seed: int, longest: int = LONGEST) -> None:
+    """Write chats of log-normal length: mean about 300 tokens, at most about `longest`."""
+    rng = random.Random(seed)
+    _write(path, count, rng, lambda: round(min(longest, rng.lognormvariate(MEAN_LOG, SPREAD_LOG)) / TOKENS_A_PAIR))
+
+
+def full_rows(path: Path, count: int, seed: int, tokens: int) -> None:
+    """Write chats that are longer than `tokens`, so that each is cut to exactly that length."""
+    _write(path, count, random.Random(seed), lambda: math.ceil(MARGIN * tokens / TOKENS_A_PAIR))
+
+
+def _write(path: Path, count: int, rng: random.Random, next_pairs: Callable[[], int]) -> None:
+    pairs = [json.loads(line)["messages"][:2] for line in (REPO / "demo/train.jsonl").read_text().splitlines()]
+    with path.open("w") as file:
+        for _ in range(count):
+            chosen = rng.choices(pairs, k=max(1, next_pairs()))
+            file.write(json.dumps({"messages": [message for pair in chosen for message in pair]}) + "\n")

@@ -1,0 +1,336 @@
+"""Compare packed with padded rows on GPUs: loss of every row, weight update of a step, tokens a second.
+
+    python -m benchmarks.correctness.packing losses --work /tmp/packing --json benchmarks/results/correctness/packing_losses.json
+    python -m benchmarks.correctness.packing step --work /tmp/packing --json benchmarks/results/correctness/packing_step.json
+    python -m benchmarks.correctness.packing speed --work /tmp/packing --json benchmarks/results/speed/packing_speed.json
+
+losses: the loss of every row, packed and padded, with Unsloth and with Transformers, and the error there would be if
+packed rows attended to each other. step: the relative difference of the weight update after one step of SGD over the
+same rows. speed: tokens a second without padding on random-weight models of real shapes, alternating between both
+kinds. Rows are chats built from the demo's, of log-normal length: mean about 300 tokens, at most 2048. --tiny runs
+everything on a CPU with the demo's model, to try the script itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common.rows import LONGEST, chat_rows
+from benchmarks.common.runs import REPO
+
+STEP = "--optim sgd --learning_rate 0.1 --lr_scheduler_type constant --warmup_steps 0 --max_grad_norm 0 --max_steps 1"
+STEP += " --save_strategy no --report_to none --logging_steps 1 --seed 5 --lora_alpha 16"
+SPEED = "--save_strategy no --report_to none --logging_steps 2 --lora_alpha 16 --warmup_steps 0"
+# How much rounding alone may change a row's loss, and a step's update, relatively.
+LOSS_TOLERANCE = {"fp32": 1e-5, "bf16": 5e-3}
+UPDATE_TOLERANCE = {"fp32": 1e-5, "bf16": 3e-2}
+# Rows that saw each other would be off by this much more than packed ones are.
+APART = 5
+
+
+def make_model(shape: str, work: Path) -> Path:
+    """Write a random-weight model of this shape once and return its folder; `demo` is the demo's model."""
+    if shape == "demo":
+        return REPO / "demo/model"
+    folder = work / shape
+    if not (folder / "config.json").is_file():
+        subprocess.run(
+            [sys.executable, "-m", "benchmarks.common.models", shape, str(folder.absolute())], check=True, cwd=REPO
+        )
+    return folder
+
+
+# ---- losses: one process a backend and precision ----
+
+
+def row_losses(model: Any, batch: dict[str, Any], lengths: list[int], device: str, autocast: Any) -> Any:
+    """Return the summed loss of each row, float64 (rows,), of a padded or a packed micro-batch."""
+    import torch
+
+    batch = {key: value.to(device) if torch.is_tensor(value) else value for key, value in batch.items()}
+    labels = batch.pop("labels")
+    with torch.no_grad(), autocast:
+        logits = model(**batch, use_cache=False).logits[:, :-1].float()
+    losses = torch.nn.functional.cross_entropy(
+        logits.transpose(1, 2), labels[:, 1:], reduction="none", ignore_index=-100
+    ).double()
+    if losses.shape[0] == len(lengths):
+        return losses.sum(dim=1).cpu()
+    ends = torch.tensor(lengths).cumsum(0)
+    # Position i holds the loss of predicting token i + 1, which for the last token of a row is ignored.
+    padded = torch.nn.functional.pad(losses[0], (0, 1))
+    return torch.stack([padded[end - n : end].sum() for end, n in zip(ends, lengths, strict=True)]).cpu()
+
+
+def measure_losses(argv: list[str]) -> dict[str, Any]:
+    """Measure row losses of one micro-batch packed, padded, row by row, and packed without separation."""
+    import numpy as np
+    import torch
+
+    from unsloth_ddp.config.parse import parse_settings
+    from unsloth_ddp.data import dataset as data
+    from unsloth_ddp.data.collate import Flatten, PadRight
+    from unsloth_ddp.data.examples import read_examples
+    from unsloth_ddp.data.labels import IGNORED
+    from unsloth_ddp.data.node_folder import node_folder
+    from unsloth_ddp.data.packing import best_fit
+    from unsloth_ddp.distributed.backend import import_backend
+    from unsloth_ddp.distributed.ranks import Ranks
+    from unsloth_ddp.distributed.runtime import started
+    from unsloth_ddp.model import attention
+    from unsloth_ddp.model import load as models
+
+    settings = parse_settings(argv)
+    with started(settings, Ranks()) as runtime, node_folder(runtime) as folder:
+        read_examples(settings, runtime, folder)
+        import_backend(runtime, settings)
+        model, tokenizer = models.load_model(settings, runtime)
+        rows, _ = data.tokenize_examples(settings, runtime, folder, tokenizer)
+        choice = attention.choose_packing(settings, runtime, model)
+        attention.prepare_for_packs(runtime, model)
+        model.train()
+        lengths = data.row_lengths(rows.dataset)[:-1]
+        packing = best_fit(lengths, settings.max_length)
+        packs = dataclasses.replace(rows, packing=packing).examples
+        pad, flatten = PadRight(tokenizer.pad_token_id), Flatten(attention.keys_for_packs(runtime, model))
+        device = runtime.device_type
+        dtype = models.DTYPES[runtime.precision]
+        autocast = torch.autocast(device, dtype=dtype, enabled=runtime.precision != "fp32")
+        found: dict[str, list[Any]] = {"packed": [], "padded": [], "alone": [], "mixed": []}
+        counts: list[Any] = []
+        for pack in range(len(packing)):
+            members = packing.members(pack).tolist()
+            size = [int(lengths[i]) for i in members]
+            batch = flatten([packs[pack]])
+            found["packed"].append(row_losses(model, batch, size, device, autocast))
+            unmarked = {key: batch[key] for key in ("input_ids", "labels")}
+            unmarked["position_ids"] = torch.arange(batch["input_ids"].shape[1])[None]
+            found["mixed"].append(row_losses(model, unmarked, size, device, autocast))
+            found["padded"].append(row_losses(model, pad([rows.dataset[i] for i in members]), size, device, autocast))
+            for i in members:
+                found["alone"].append(row_losses(model, pad([rows.dataset[i]]), [int(lengths[i])], device, autocast))
+            counts += [int(np.sum(rows.dataset[i]["labels"][1:] != IGNORED)) for i in members]
+        means = {name: torch.cat(values) / torch.tensor(counts).clamp(min=1) for name, values in found.items()}
+        keep = torch.tensor(counts) > 0
+        reference = means["alone"][keep]
+
+        def off(name: str) -> float:
+            return ((means[name][keep] - reference).abs() / reference).max().item()
+
+        return {
+            "backend": runtime.backend,
+            "precision": runtime.precision,
+            "device": runtime.device_name,
+            "torch": torch.__version__,
+            "choice": f"{'packed' if choice.packed else 'padded'}: {choice.reason}",
+            "rows": int(keep.sum()),
+            "packs": len(packing),
+            "largest_difference_from_a_row_alone": {name: off(name) for name in ("packed", "padded", "mixed")},
+        }
+
+
+def losses(given: argparse.Namespace) -> list[dict[str, Any]]:
+    """Measure every backend, precision and method in a process of its own, side by side."""
+    rows = given.work / "loss_rows.jsonl"
+    chat_rows(rows, 16 if given.tiny else 64, seed=1, longest=200 if given.tiny else LONGEST)
+    kinds = [("transformers", "fp32", "lora"), ("transformers", "bf16", "lora")]
+    if not given.tiny:
+        kinds += [("unsloth", "fp32", "lora"), ("unsloth", "bf16", "lora"), ("unsloth", "bf16", "full")]
+    model = make_model(given.shape, given.work)
+    started = []
+    for backend, precision, method in kinds:
+        argv = f"--model {model} --dataset {rows} --backend {backend} --precision {precision} --method {method}"
+        argv += f" --max_length {256 if given.tiny else LONGEST} --gradient_checkpointing none --packing on"
+        command = [
+            sys.executable,
+            "-m",
+            "benchmarks.correctness.packing",
+            "measure",
+            "--work",
+            str(given.work),
+            "--argv",
+            *argv.split(),
+        ]
+        environ = {**os.environ, "UNSLOTH_COMPILE_LOCATION": str(given.work / f"cache_{backend}_{precision}_{method}")}
+        pipe = subprocess.PIPE
+        started.append(subprocess.Popen(command, cwd=REPO, stdout=pipe, stderr=pipe, text=True, env=environ))
+    results = []
+    for (backend, precision, method), process in zip(kinds, started, strict=True):
+        out, errors = process.communicate()
+        found: dict[str, Any] = {"backend": backend, "precision": precision, "method": method}
+        if process.returncode:
+            found["error"] = errors[-3000:]
+        else:
+            found |= json.loads(out.splitlines()[-1])
+            difference = found["largest_difference_from_a_row_alone"]
+            found["good"] = (
+                difference["packed"] < LOSS_TOLERANCE[precision] and APART * difference["packed"] < difference["mixed"]
+            )
+        results.append(found)
+        print(json.dumps(found), flush=True)
+    return results
+
+
+# ---- step and speed: launches of train_ddp.py ----
+
+
+def launch(given: argparse.Namespace, name: str, options: str, processes: int) -> dict[str, Any]:
+    """Run train_ddp.py once; return its summary and log history."""
+    config = "cpu.yaml" if given.tiny else "ddp.yaml"
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file"]
+    command += [str(REPO / "accelerate_configs" / config), "--num_processes", str(processes), "train_ddp.py"]
+    if processes == 1:
+        command = [sys.executable, "train_ddp.py"]
+    command += [*options.split(), "--output_dir", str(given.work / "outputs"), "--run_name", name, "--overwrite"]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(str(i) for i in range(processes))
+    environ = {**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(visible.split(",")[:processes])}
+    began, log = time.perf_counter(), given.work / f"{name}.log"
+    with log.open("w") as file:
+        code = subprocess.call(command, cwd=REPO, env=environ, stdout=file, stderr=subprocess.STDOUT, timeout=420)
+    text = log.read_text()
+    result: dict[str, Any] = {"name": name, "command": " ".join(command[1:]), "exit_code": code}
+    result["seconds"] = round(time.perf_counter() - began, 1)
+    result["table"] = [" ".join(line.split()) for line in text.splitlines() if line.startswith((" packing", " global"))]
+    if code:
+        return {**result, "log": text[-4000:]}
+    folder = given.work / "outputs" / name
+    history = json.loads((folder / "trainer_state.json").read_text())["log_history"]
+    return {**result, "summary": json.loads((folder / "summary.json").read_text()), "history": history}
+
+
+def update(given: argparse.Namespace, name: str) -> Any:
+    """Return the weight update of a LoRA run: B starts at zero, so B itself is the update."""
+    import torch
+    from safetensors.torch import load_file
+
+    saved = load_file(given.work / "outputs" / name / "adapter_model.safetensors")
+    return torch.cat([saved[key].double().flatten() for key in sorted(saved) if "lora_B" in key])
+
+
+def step(given: argparse.Namespace) -> list[dict[str, Any]]:
+    """Take one step over all rows, padded in one process, and compare it with packed steps in every layout."""
+    count = 24 if given.tiny else 48
+    rows = given.work / "step_rows.jsonl"
+    chat_rows(rows, count, seed=2, longest=200 if given.tiny else LONGEST)
+    base = f"--model {make_model(given.shape, given.work)} --dataset {rows} {STEP} --gradient_checkpointing none"
+    base += f" --max_length {256 if given.tiny else LONGEST}"
+    results = []
+    pairs = ["transformers:fp32"] if given.tiny else given.pairs
+    for backend, precision in (pair.split(":") for pair in pairs):
+        chosen = f"{base} --backend {backend} --precision {precision}"
+        name = f"step_{backend}_{precision}"
+        # A step of more packs than there are holds them all.
+        kinds = {f"{name}_padded": (f"--packing off --global_batch_size {count}", 1)}
+        for processes in (1, 2)[: given.processes]:
+            for per_device in (1, 2):
+                options = (
+                    f"--packing on --per_device_train_batch_size {per_device} --gradient_accumulation_steps {count}"
+                )
+                kinds[f"{name}_packed_{processes}x{per_device}"] = (options, processes)
+        for kind, (options, processes) in kinds.items():
+            result = launch(given, kind, f"{chosen} {options}", processes)
+            if not result["exit_code"] and not results_of(results, f"{name}_padded").get("exit_code", 0):
+                reference = update(given, f"{name}_padded")
+                result["update_difference"] = ((update(given, kind) - reference).norm() / reference.norm()).item()
+                result["good"] = result["update_difference"] < UPDATE_TOLERANCE[precision]
+            results.append(result)
+            loss = result.get("summary", {}).get("train_loss")
+            print(kind, result["exit_code"], result.get("update_difference"), loss, result["table"], flush=True)
+    return results
+
+
+def results_of(results: list[dict[str, Any]], name: str) -> dict[str, Any]:
+    """Return the result of this name, or None."""
+    return next((result for result in results if result["name"] == name), {})
+
+
+def speed(given: argparse.Namespace) -> list[dict[str, Any]]:
+    """Time padded and packed runs in turn; report the median of the log lines after warm-up."""
+    rows = given.work / "speed_rows.jsonl"
+    chat_rows(rows, 200 if given.tiny else 6000, seed=3, longest=200 if given.tiny else LONGEST)
+    base = f"--model {make_model(given.shape, given.work)} --dataset {rows} {SPEED} --method {given.method}"
+    base += f" --gradient_checkpointing {given.checkpointing} --max_length {256 if given.tiny else LONGEST}"
+    base += f" --max_steps {given.steps} --backend {'transformers' if given.tiny else given.backend}"
+    kinds = {
+        "padded_as_it_comes": "--packing off --per_device_train_batch_size 1 --global_batch_size 64",
+        "padded_8_rows": "--packing off --per_device_train_batch_size 8 --global_batch_size 64",
+        "packed_2": f"--packing on --per_device_train_batch_size 2 --global_batch_size {4 * given.processes}",
+        "packed_4": f"--packing on --per_device_train_batch_size 4 --global_batch_size {4 * given.processes}",
+        "auto": "--per_device_train_batch_size 4 --global_batch_size 64",
+    }
+    results = []
+    for repeat in range(given.repeats):
+        for kind, options in kinds.items():
+            result = launch(given, f"speed_{kind}_{repeat}", f"{base} {options}", given.processes)
+            lines = [entry["tokens_per_second"] for entry in result.pop("history", []) if "tokens_per_second" in entry]
+            result["tokens_per_second_a_line"] = lines
+            measured = lines[len(lines) // 2 :]
+            if measured:
+                result["tokens_per_second_a_gpu"] = statistics.median(measured) / given.processes
+                memory = result["summary"]["peak_memory_bytes"] / 2**30
+                print(
+                    f"{kind:20} {result['tokens_per_second_a_gpu']:9.0f} tokens/s a GPU, {memory:.1f} GiB",
+                    result["table"],
+                )
+            else:
+                print(f"{kind:20} rc {result['exit_code']} {result.get('log', '')[-1500:]}")
+            sys.stdout.flush()
+            results.append(result)
+            write(given, results)
+    return results
+
+
+def write(given: argparse.Namespace, results: list[dict[str, Any]]) -> None:
+    """Write everything measured so far."""
+    gpus = []
+    if not given.tiny:
+        query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+        gpus = subprocess.run(query, capture_output=True, text=True).stdout.splitlines()
+    given.json.parent.mkdir(parents=True, exist_ok=True)
+    shim = os.environ.get("VARLEN_SHIM")
+    content = {"command": " ".join(sys.argv), "gpus": gpus, "VARLEN_SHIM": shim, "runs": results}
+    given.json.write_text(json.dumps(content, indent=2) + "\n")
+
+
+def main() -> None:
+    """Read the command line and measure; exit code 1 if packed and padded rows disagree."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["losses", "step", "speed", "measure"])
+    parser.add_argument("--work", type=Path, default=Path("/tmp/packing"))
+    parser.add_argument("--json", type=Path, default=None)
+    parser.add_argument("--shape", default="demo", help="demo, or a shape of benchmarks/common/models.py")
+    parser.add_argument("--method", default="lora")
+    parser.add_argument("--backend", default="unsloth")
+    parser.add_argument("--checkpointing", default="none")
+    known = ["unsloth:fp32", "unsloth:bf16", "transformers:fp32"]
+    parser.add_argument("--pairs", nargs="+", choices=known, default=known, help="step: backend and precision")
+    parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--steps", type=int, default=24)
+    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--tiny", action="store_true", help="try the script on a CPU")
+    parser.add_argument("--argv", nargs=argparse.REMAINDER, default=[])
+    given = parser.parse_args()
+    given.work.mkdir(parents=True, exist_ok=True)
+    if given.what == "measure":
+        print(json.dumps(measure_losses(given.argv)))
+        return
+    given.json = given.json or given.work / f"packing_{given.what}.json"
+    results = {"losses": losses, "step": step, "speed": speed}[given.what](given)
+    write(given, results)
+    bad = [
+        result for result in results if result.get("error") or result.get("exit_code") or result.get("good") is False
+    ]
+    sys.exit(1 if bad else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,136 @@
+"""Compare resumed with uninterrupted runs on GPUs, and two uninterrupted runs with each other.
+
+    python -m benchmarks.correctness.resume --json benchmarks/results/correctness/resume_gpu.json
+
+Trains the demo's model for eight steps with dropout and a checkpoint at step 4, trains it again, and resumes from the
+checkpoint. The difference between the two uninterrupted runs comes from the order in which kernels add, which no
+resume can remove.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common.runs import REPO, launch_command, losses, write_results
+
+OPTIONS = "--config recipes/demo.yaml --compare_answers 0 --max_steps 8 --logging_steps 1 --save_steps 4 --seed 5"
+OPTIONS += " --save_total_limit none --per_device_train_batch_size 2 --global_batch_size 16 --report_to none"
+BEST = '--trainer_args {"load_best_model_at_end":true} --eval_steps 4'
+
+
+@dataclass
+class Case:
+    """Name a way to train, and the number of processes before and after the resume."""
+
+    name: str
+    sharding: str
+    options: str = "--lora_dropout 0.1"
+    processes: int = 2
+    resumed_with: int = 2
+
+
+CASES = [
+    Case("lora_1", "single_gpu", processes=1, resumed_with=1),
+    Case("lora", "ddp"),
+    Case("lora_2_to_1", "ddp", resumed_with=1),
+    Case("lora_fp32", "ddp", "--precision fp32 --lora_dropout 0.1"),
+    # Sixteen packs a step, of about ten rows each: the demo has four steps an epoch.
+    Case("lora_packed", "ddp", "--packing on --max_length 256 --lora_dropout 0.1"),
+    Case("lora_auto", "ddp", "--packing on --max_length 256 --per_device_train_batch_size auto --lora_dropout 0.1"),
+    # The checkpoint is behind the second window of rows.
+    Case("lora_window_skipped", "ddp", "--streaming --shuffle_buffer 20 --lora_dropout 0.1"),
+    Case("lora_streamed", "ddp", "--streaming --shuffle_buffer 100 --lora_dropout 0.1"),
+    Case("lora_streamed_packed", "ddp", "--streaming --packing on --max_length 256 --lora_dropout 0.1"),
+    Case("qlora", "ddp", "--method qlora --lora_dropout 0.1"),
+    Case("full", "ddp", "--method full --learning_rate 1e-3"),
+    Case("lora_transformers", "ddp", "--backend transformers --lora_dropout 0.1"),
+    Case("zero2_lora", "zero2"),
+    Case("zero2_full", "zero2", "--method full --learning_rate 1e-3"),
+    # Once more: one sample of a difference says little.
+    Case("zero2_full_2", "zero2", "--method full --learning_rate 1e-3"),
+    Case("zero2_full_3", "zero2", "--method full --learning_rate 1e-3"),
+    Case("zero3_lora", "zero3"),
+    Case("fsdp2_lora", "fsdp2"),
+    Case("fsdp2_full", "fsdp2", "--method full --learning_rate 1e-3"),
+    Case("zero2_best", "zero2", f"{BEST} --lora_dropout 0.1"),
+    Case("fsdp2_best", "fsdp2", f"{BEST} --lora_dropout 0.1"),
+]
+
+
+def launch(case: Case, work: Path, name: str, processes: int, extra: str, gpu: str) -> dict[str, Any]:
+    """Run one training to its end and return its result."""
+    command = [*launch_command(f"{case.sharding}.yaml", processes), "--main_process_port", "0", "train_ddp.py"]
+    command += [*OPTIONS.split(), *case.options.split(), *extra.split(), "--run_name", name]
+    command += ["--output_dir", str(work / "outputs")]
+    began, log = time.perf_counter(), work / f"{name}.log"
+    environ = {**os.environ, "CUDA_VISIBLE_DEVICES": gpu if processes == 1 else "0,1"}
+    with log.open("w") as file:
+        code = subprocess.call(command, cwd=REPO, env=environ, stdout=file, stderr=subprocess.STDOUT, timeout=240)
+    result: dict[str, Any] = {"name": name, "exit_code": code, "seconds": round(time.perf_counter() - began, 1)}
+    if code:
+        return {**result, "log": log.read_text()[-2500:]}
+    words = ("Resuming", "Changed", "Going on", "resume", "The first")
+    result["said"] = [line for line in log.read_text().splitlines() if line.startswith(words)]
+    return {**result, "losses": losses(work / "outputs" / name)}
+
+
+def weights(folder: Path) -> Any:
+    """Return all trained weights of a finished run as one float64 vector."""
+    import torch
+    from safetensors.torch import load_file
+
+    files = sorted([*folder.glob("adapter_model.safetensors"), *folder.glob("model*.safetensors")])
+    saved = {key: value for file in files for key, value in load_file(file).items()}
+    return torch.cat([saved[key].double().flatten() for key in sorted(saved)])
+
+
+def difference(one: Path, other: Path) -> float:
+    """Return the norm of the difference over the norm of the first."""
+    first, second = weights(one), weights(other)
+    return ((first - second).norm() / first.norm()).item()
+
+
+def play(case: Case, work: Path, gpu: str) -> dict[str, Any]:
+    """Run the case, run it again, and resume the first from its checkpoint."""
+    runs = {"whole": (case.processes, ""), "again": (case.processes, "")}
+    result: dict[str, Any] = {"case": case.name, "sharding": case.sharding, "options": case.options}
+    result |= {"processes": case.processes, "resumed_with": case.resumed_with, "runs": []}
+    checkpoint = work / "outputs" / f"{case.name}_whole" / "checkpoint-4"
+    for kind, (processes, extra) in {**runs, "resumed": (case.resumed_with, f"--resume {checkpoint}")}.items():
+        result["runs"].append(launch(case, work, f"{case.name}_{kind}", processes, extra, gpu))
+        if result["runs"][-1]["exit_code"]:
+            return result
+    folders = {kind: work / "outputs" / f"{case.name}_{kind}" for kind in ("whole", "again", "resumed")}
+    result["again_differs_by"] = difference(folders["whole"], folders["again"])
+    result["resumed_differs_by"] = difference(folders["whole"], folders["resumed"])
+    return result
+
+
+def main() -> None:
+    """Run all cases side by side."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--work", type=Path, default=Path("/tmp/resume_gpu"))
+    parser.add_argument("--json", type=Path, required=True)
+    parser.add_argument("--only", nargs="*", default=[], help="only these cases")
+    given = parser.parse_args()
+    given.work.mkdir(parents=True, exist_ok=True)
+    cases = [case for case in CASES if not given.only or case.name in given.only]
+    with ThreadPoolExecutor(max_workers=len(cases)) as pool:
+        results = list(pool.map(lambda case, number: play(case, given.work, str(number % 2)), cases, range(len(cases))))
+    for result in results:
+        shown = {key: value for key, value in result.items() if key != "runs"}
+        shown["codes"] = [run["exit_code"] for run in result["runs"]]
+        shown["log"] = [run["log"] for run in result["runs"] if "log" in run]
+        print(shown, flush=True)
+    write_results(given.json, runs=results)
+
+
+if __name__ == "__main__":
+    main()

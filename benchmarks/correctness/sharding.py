@@ -1,0 +1,217 @@
+"""Compare ZeRO-2, ZeRO-3 and FSDP2 with DDP on GPUs: weight update, saved model, memory and seconds a step.
+
+    python -m benchmarks.correctness.sharding parity --work /tmp/sharding --json benchmarks/results/correctness/sharding_parity.json
+    python -m benchmarks.correctness.sharding cost --work /tmp/sharding --json benchmarks/results/memory/sharding_cost.json
+
+parity: trains the demo's model for three steps of SGD on the same rows with every sharding, method and backend, and
+compares weight update and loss with DDP's. Then loads the adapter or model in plain Transformers and PEFT, where it has
+to give the evaluation loss that the run reported.
+cost: measures seconds a step and memory a GPU on random-weight models of real size.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import queue
+import signal
+import statistics
+import subprocess
+import time
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.common.rows import full_rows
+from benchmarks.common.runs import REPO, launch_command, log_history, losses, make_model, reload, write_results
+
+LIMIT = 150
+CONFIGS = {
+    "ddp": "ddp.yaml",
+    "again": "ddp.yaml",
+    "single": "ddp.yaml",
+    "zero2": "zero2.yaml",
+    "zero3": "zero3.yaml",
+    "fsdp2": "fsdp2.yaml",
+}
+# Controls: `again` repeats DDP, `single` takes one row in a micro-batch instead of two. Differences between these and DDP
+# are not caused by sharding.
+METHODS = {
+    "lora": ["ddp", "zero2", "zero3", "fsdp2"],
+    "qlora": ["ddp", "again", "single", "zero2", "fsdp2"],
+    "full": ["ddp", "single", "zero2", "zero3", "fsdp2"],
+}
+STEPS = "--optim sgd --learning_rate 0.1 --lr_scheduler_type constant --warmup_steps 0 --max_grad_norm 0 --max_steps 3"
+STEPS += " --global_batch_size 8 --compare_answers 0 --logging_steps 1"
+STEPS += " --seed 5 --max_length 128 --save_steps 2"
+
+
+@dataclass
+class Job:
+    """Describe one launch of train_ddp.py."""
+
+    name: str
+    sharding: str
+    options: str
+
+
+def launch(job: Job, work: Path, processes: int, environ: dict[str, str] | None = None) -> dict[str, Any]:
+    """Run one job on `processes` GPUs; return its summary, losses and duration."""
+    command = [*launch_command(CONFIGS[job.sharding], processes), "train_ddp.py", *job.options.split()]
+    command += ["--output_dir", str(work / "outputs"), "--run_name", job.name, "--overwrite"]
+    log = work / f"{job.name}.log"
+    began = time.perf_counter()
+    with log.open("w") as file:
+        process = subprocess.Popen(
+            command,
+            cwd=REPO,
+            env={**os.environ, **(environ or {})},
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            code: int | str = process.wait(timeout=LIMIT)
+        except subprocess.TimeoutExpired:
+            code = f"over {LIMIT} s"
+            os.killpg(process.pid, signal.SIGKILL)
+    result = {"name": job.name, "command": " ".join(command[2:]), "exit_code": code}
+    result["seconds"] = round(time.perf_counter() - began, 1)
+    folder = work / "outputs" / job.name
+    if code or not (folder / "summary.json").is_file():
+        return {**result, "log": log.read_text()[-4000:]}
+    return {**result, "losses": losses(folder), "summary": json.loads((folder / "summary.json").read_text())}
+
+
+def precision(backend: str, method: str) -> str:
+    """Return fp32, which shows the arithmetic, or bf16 for full training with Unsloth, which supports 16 bit only."""
+    return "bf16" if (backend, method) == ("unsloth", "full") else "fp32"
+
+
+def update(work: Path, name: str, initial: dict[str, Any] | None) -> Any:
+    """Return the weight update of a run as one float64 vector: LoRA's B starts at zero, full weights at `initial`."""
+    from safetensors.torch import load_file
+
+    folder = work / "outputs" / name
+    if initial is None:
+        saved = load_file(folder / "adapter_model.safetensors")
+        return torch.cat([saved[key].double().flatten() for key in sorted(saved) if "lora_B" in key])
+    saved = load_file(folder / "model.safetensors")
+    return torch.cat([(saved[key].double() - initial[key].double()).flatten() for key in sorted(initial)])
+
+
+def parity(work: Path, path: Path, processes: int, only: list[str], forced: str | None = None) -> None:
+    """Run all pairs side by side, then compare each with DDP."""
+    from safetensors.torch import load_file
+
+    jobs = [
+        Job(f"{backend}_{method}_{sharding}", sharding, f"--config recipes/demo.yaml --backend {backend} --method {method} {STEPS} --precision {forced or precision(backend, method)} --per_device_train_batch_size {1 if sharding == 'single' else 2}")
+        for backend in ("unsloth", "transformers")
+        for method, kinds in METHODS.items()
+        for sharding in kinds
+    ]  # fmt: skip
+    jobs = [job for job in jobs if not only or any(word in job.name for word in only)]
+    results: dict[str, dict[str, Any]] = {}
+    initial = load_file(REPO / "demo/model/model.safetensors")
+    with ThreadPoolExecutor(max_workers=8) as pool:
+        for job, result in zip(jobs, pool.map(lambda j: launch(j, work, processes), jobs), strict=True):
+            results[job.name] = result
+            tail = result.get("losses") or result["log"][-1500:]
+            print(f"{job.name:28} rc {result['exit_code']} {result['seconds']:5.0f} s {tail}", flush=True)
+            write_results(path, processes=processes, runs=list(results.values()))
+        good = [name for name, result in results.items() if "losses" in result]
+        for name, found in zip(good, pool.map(lambda n: reload(work / "outputs" / n), good), strict=True):
+            results[name]["reload"] = found
+    for name in good:
+        reference = "_".join([*name.split("_")[:2], "ddp"])
+        if reference in good:
+            start = initial if "_full_" in name else None
+            mine, theirs = update(work, name, start), update(work, reference, start)
+            results[name]["update_difference"] = ((mine - theirs).norm() / theirs.norm()).item()
+            pairs = zip(results[name]["losses"], results[reference]["losses"], strict=True)
+            results[name]["loss_difference"] = max(abs(a - b) / b for a, b in pairs)
+        found = {key: results[name].get(key) for key in ("update_difference", "loss_difference", "reload")}
+        print(f"{name:28} {found} run {results[name]['summary']['eval_loss']}", flush=True)
+    write_results(path, processes=processes, runs=list(results.values()))
+
+
+def cost(work: Path, path: Path, processes: int, only: list[str]) -> None:
+    """Measure each sharding on GPUs of its own; the first three steps are not counted."""
+    full_rows(work / "rows.jsonl", 64, seed=0, tokens=2048)
+    rows = f"--dataset {work}/rows.jsonl --max_length 2048 --per_device_train_batch_size 1 --global_batch_size {2 * processes}"
+    rows += " --max_steps 8 --logging_steps 1 --save_strategy no --gradient_checkpointing torch --warmup_steps 0"
+    jobs = []
+    for shape, method, kinds in (
+        ("qwen3_8b", "lora", ["ddp", "zero2", "zero3", "fsdp2"]),
+        ("qwen3_8b", "full", ["ddp", "zero2", "zero3", "fsdp2"]),
+        ("qwen3_8b", "qlora", ["ddp", "fsdp2"]),
+    ):
+        for sharding in kinds:
+            options = f"--model {work}/{shape} {rows} --method {method}"
+            options += " --learning_rate 1e-5" if method == "full" else ""
+            jobs.append(Job(f"{shape}_{method}_{sharding}", sharding, options))
+    jobs = [job for job in jobs if not only or any(word in job.name for word in only)]
+    for shape in {job.name.rpartition("_")[0].rpartition("_")[0] for job in jobs}:
+        if not (work / shape / "config.json").exists() and make_model(shape, work / shape).wait():
+            raise SystemExit(f"no model of shape {shape} could be made")
+    results = []
+    gpus: queue.Queue[str] = queue.Queue()
+    for first in range(0, torch.cuda.device_count() - processes + 1, processes):
+        gpus.put(",".join(str(gpu) for gpu in range(first, first + processes)))
+
+    def on_own_gpus(job: Job) -> dict[str, Any]:
+        mine = gpus.get()
+        try:
+            return launch(job, work, processes, {"CUDA_VISIBLE_DEVICES": mine})
+        finally:
+            gpus.put(mine)
+
+    pool = ThreadPoolExecutor(max_workers=gpus.qsize())
+    for future in as_completed([pool.submit(on_own_gpus, job) for job in jobs]):
+        result = future.result()
+        name = result["name"]
+        if "losses" in result:
+            history = log_history(work / "outputs" / name)
+            speeds = [e["tokens_per_second"] for e in history if e.get("step", 0) > 3 and "tokens_per_second" in e]
+            tokens = result["summary"]["tokens"] / result["summary"]["steps"]
+            result["seconds_a_step"] = tokens / statistics.median_high(speeds)
+            summary = result["summary"]
+            print(
+                f"{name:28} {result['seconds_a_step']:.2f} s a step, {summary['peak_memory_bytes'] / 2**30:.1f} GiB in "
+                f"steps, {summary['peak_memory_bytes_loading'] / 2**30:.1f} GiB loading, loss {result['losses'][0]:.3f} -> "
+                f"{result['losses'][-1]:.3f}, whole run {result['seconds']:.0f} s",
+                flush=True,
+            )
+        else:
+            print(f"{name:28} rc {result['exit_code']} {result['log'][-1500:]}", flush=True)
+        results.append(result)
+        for weights in (work / "outputs" / name).glob("*.safetensors"):
+            weights.unlink()
+        write_results(path, processes=processes, runs=results)
+
+
+def main() -> None:
+    """Read the command line and measure."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["parity", "cost"])
+    parser.add_argument("--work", type=Path, default=Path("/tmp/sharding"))
+    parser.add_argument("--json", type=Path, required=True)
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument(
+        "--precision", choices=["bf16", "fp32"], help="parity: of every run (default: fp32 where possible)"
+    )
+    parser.add_argument("--only", nargs="*", default=[], help="only the runs whose name holds one of these words")
+    given = parser.parse_args()
+    given.work.mkdir(parents=True, exist_ok=True)
+    if given.what == "parity":
+        parity(given.work, given.json, given.processes, given.only, given.precision)
+    else:
+        cost(given.work, given.json, given.processes, given.only)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,194 @@
+"""Record what the automatic micro-batch and gradient checkpointing choose on GPUs of several sizes.
+
+    python -m benchmarks.memory.search --json benchmarks/results/memory/fit_gpu.json
+
+torch.cuda.set_per_process_memory_fraction makes GPUs smaller: allocations beyond the limit fail as out of memory. Some
+runs get their limit after the choice, so that a step in the middle of training runs out of memory; their weights are
+compared with those of a run that had enough. Qwen3-1.7B's shape, random weights, chats of log-normal length.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common.rows import chat_rows, full_rows
+from benchmarks.common.runs import ACCELERATE, REPO, losses, make_model, write_results
+
+OPTIONS = "--max_steps 6 --logging_steps 1 --save_strategy no --report_to none --seed 5 --warmup_steps 0"
+LONG = (
+    "--dataset {work}/long.jsonl --max_length 8192 --packing off --per_device_train_batch_size 4 --global_batch_size 4"
+)
+
+
+@dataclass
+class Case:
+    """Describe a run on GPUs limited to `gib` GiB (None: no limit), from the start or from a step on."""
+
+    name: str
+    options: str
+    gib: float | None = None
+    from_step: int = 0
+    processes: int = 1
+    like: str | None = None
+    # The one rank whose GPU is smaller; None: every one.
+    rank: int | None = None
+
+
+TWO_AT_ONCE = "--per_device_train_batch_size 2 --gradient_accumulation_steps 1"
+CASES = [
+    Case("all", "--per_device_train_batch_size 4 --global_batch_size 64"),
+    Case("16_gib", "--per_device_train_batch_size 4 --global_batch_size 64", 16, like="all"),
+    Case("10_gib", "--per_device_train_batch_size 4 --global_batch_size 64", 10, like="all"),
+    Case("7_gib", "--per_device_train_batch_size 4 --global_batch_size 64", 7, like="all"),
+    Case("4_gib", "--per_device_train_batch_size 4 --global_batch_size 64", 4),
+    Case("rows_all", "--per_device_train_batch_size auto --global_batch_size 256"),
+    Case("rows_20_gib", "--per_device_train_batch_size auto --global_batch_size 256", 20),
+    Case("rows_6_gib", "--per_device_train_batch_size auto --global_batch_size 256", 6),
+    Case("short_from_3", "--per_device_train_batch_size 4 --global_batch_size 64", 10, 3, like="all"),
+    Case("two", "--per_device_train_batch_size 2 --global_batch_size 64", processes=2),
+    Case("two_short_from_3", "--per_device_train_batch_size 2 --global_batch_size 64", 8, 3, 2, like="two"),
+    # Gradients are being exchanged where memory runs out.
+    Case("two_at_once", TWO_AT_ONCE, processes=2),
+    Case("two_at_once_short_from_3", TWO_AT_ONCE, 6, 3, 2, like="two_at_once", rank=1),
+    Case("padded", "--packing off --per_device_train_batch_size 8 --global_batch_size 64"),
+    Case(
+        "padded_short_from_3",
+        "--packing off --per_device_train_batch_size 8 --global_batch_size 64",
+        9,
+        3,
+        like="padded",
+    ),
+    Case("long_30_gib", LONG, 30),
+    Case("long_12_gib", LONG, 12),
+    Case("long_9_gib", LONG, 9),
+    Case("transformers_10_gib", "--backend transformers --packing off --global_batch_size 8", 10),
+    Case("full_auto", "--method full --per_device_train_batch_size auto --global_batch_size 64", 60),
+]
+
+
+def one(gib: float | None, from_step: int, argv: list[str]) -> None:
+    """Run train_ddp.py on a GPU limited to `gib` GiB, or on all of its memory."""
+    import torch
+
+    import train_ddp
+
+    def shrink() -> None:
+        device = int(os.environ.get("LOCAL_RANK", 0))
+        total = torch.cuda.mem_get_info(device)[1]
+        torch.cuda.set_per_process_memory_fraction(gib * 2**30 / total, device)
+
+    if gib and not from_step:
+        shrink()
+    if gib and from_step:
+        from unsloth_ddp.run import stages
+
+        make_trainer = stages.make_trainer
+
+        def make_shrinking_trainer(*args: Any) -> Any:
+            trainer = make_trainer(*args)
+            begin_step = trainer.retry.begin_step
+
+            def begin_and_shrink(batches: Any, divisor: Any) -> None:
+                if trainer.state.global_step + 1 == from_step:
+                    torch.cuda.empty_cache()
+                    shrink()
+                begin_step(batches, divisor)
+
+            trainer.retry.begin_step = begin_and_shrink
+            return trainer
+
+        stages.make_trainer = make_shrinking_trainer
+    sys.argv = ["train_ddp.py", *argv]
+    train_ddp.main()
+
+
+def run(case: Case, given: argparse.Namespace, gpu: str) -> dict[str, Any]:
+    """Launch one case; return its choices and its result."""
+    options = case.options.format(work=given.work)
+    if "--dataset" not in options:
+        options += f" --dataset {given.work}/rows.jsonl --max_length 2048"
+    argv = f"--model {given.work}/{given.shape} {OPTIONS} {options} --output_dir {given.work}/outputs --run_name {case.name} --overwrite".split()
+    command = (
+        [sys.executable, "-m"] if case.processes == 1 else [*ACCELERATE, "--multi_gpu", "--main_process_port", "0"]
+    )
+    command += [] if case.processes == 1 else ["--num_processes", str(case.processes), "--module"]
+    command += ["benchmarks.memory.search", "one", "--gib", str(case.gib or 0), "--from_step", str(case.from_step)]
+    command += ([] if case.rank is None else ["--rank", str(case.rank)]) + ["--argv", *argv]
+    log, began = given.work / f"{case.name}.log", time.perf_counter()
+    with log.open("w") as file:
+        environ = {**os.environ, "CUDA_VISIBLE_DEVICES": gpu}
+        code = subprocess.call(command, cwd=REPO, env=environ, stdout=file, stderr=subprocess.STDOUT, timeout=240)
+    text, folder = log.read_text(), given.work / "outputs" / case.name
+    result: dict[str, Any] = {"name": case.name, "options": case.options, "gib": case.gib, "rank": case.rank}
+    result["from_step"] = case.from_step
+    result |= {"processes": case.processes, "exit_code": code, "seconds": round(time.perf_counter() - began, 1)}
+    words = (" checkpointing", " packing", " global batch", "Out of memory", "train_ddp.py: error")
+    result["said"] = [" ".join(line.split()) for line in text.splitlines() if line.startswith(words)]
+    if code:
+        return {**result, "log": text[-1500:]}
+    summary = json.loads((folder / "summary.json").read_text())
+    kept = ("gradient_checkpointing", "per_device_train_batch_size", "gradient_accumulation_steps", "train_loss")
+    result |= {name: summary[name] for name in (*kept, "peak_memory_bytes", "versions")}
+    return {**result, "losses": losses(folder)}
+
+
+def compare(cases: list[Case], results: list[dict[str, Any]], work: Path) -> None:
+    """Return the relative difference of lora_B from the run that had enough memory."""
+    import torch
+    from safetensors.torch import load_file
+
+    def update(name: str) -> Any:
+        saved = load_file(work / "outputs" / name / "adapter_model.safetensors")
+        return torch.cat([saved[key].double().flatten() for key in sorted(saved) if "lora_B" in key])
+
+    good = {result["name"] for result in results if result["exit_code"] == 0}
+    for case, result in zip(cases, results, strict=True):
+        if case.like and {case.name, case.like} <= good:
+            reference = update(case.like)
+            result["update_difference"] = ((update(case.name) - reference).norm() / reference.norm()).item()
+
+
+def main() -> None:
+    """Run all cases, some side by side; runs of one process alternate between two GPUs."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", nargs="?", choices=["all", "one"], default="all")
+    parser.add_argument("--work", type=Path, default=Path("/tmp/fit_gpu"))
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--shape", default="qwen3_1.7b")
+    parser.add_argument("--at_once", type=int, default=6, help="runs side by side")
+    parser.add_argument("--only", nargs="*", help="only these cases")
+    parser.add_argument("--gib", type=float, default=0)
+    parser.add_argument("--from_step", type=int, default=0)
+    parser.add_argument("--rank", type=int)
+    parser.add_argument("--argv", nargs=argparse.REMAINDER, default=[])
+    given = parser.parse_args()
+    if given.what == "one":
+        here = given.rank in (None, int(os.environ.get("RANK", 0)))
+        one(given.gib if here else None, given.from_step, given.argv)
+        return
+    given.work.mkdir(parents=True, exist_ok=True)
+    chat_rows(given.work / "rows.jsonl", 2000, seed=4)
+    full_rows(given.work / "long.jsonl", 24, seed=4, tokens=8192)
+    if not (given.work / given.shape / "config.json").is_file():
+        make_model(given.shape, given.work / given.shape).wait()
+    cases = [case for case in CASES if not given.only or case.name in given.only]
+    with ThreadPoolExecutor(max_workers=given.at_once) as pool:
+        gpus = ["0,1" if case.processes == 2 else str(number % 2) for number, case in enumerate(cases)]
+        results = list(pool.map(lambda case, gpu: run(case, given, gpu), cases, gpus))
+    compare(cases, results, given.work)
+    for result in results:
+        print({key: value for key, value in result.items() if key not in ("losses", "versions")}, flush=True)
+    write_results(given.json, runs=results, VARLEN_SHIM=os.environ.get("VARLEN_SHIM"))
+
+
+if __name__ == "__main__":
+    main()

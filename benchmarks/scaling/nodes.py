@@ -1,0 +1,124 @@
+"""Run two "nodes" on one machine, each with half of its GPUs: cluster/node.sh twice, with every kind of sharding.
+
+    python -m benchmarks.scaling.nodes --json benchmarks/results/scaling/nodes_gpu.json
+
+CUDA_VISIBLE_DEVICES splits the GPUs, and NCCL_HOSTID makes NCCL treat the halves as two hosts, so that traffic between
+them crosses the machine's network interface. Each run takes three steps of SGD in fp32; its weight update is compared
+with that of one launcher with as many processes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import subprocess
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from benchmarks.common.runs import REPO, write_results
+from benchmarks.correctness.sharding import STEPS, Job, launch, update
+
+OPTIONS = f"--config recipes/demo.yaml --precision fp32 {STEPS}".replace(
+    "--global_batch_size 8", "--global_batch_size 16"
+)
+
+
+def own_address() -> tuple[str, str]:
+    """Return an interface of this machine that is not loopback, and its IPv4 address."""
+    for interface, addresses in psutil.net_if_addrs().items():
+        for address in addresses:
+            if address.family == socket.AF_INET and not address.address.startswith("127."):
+                return interface, address.address
+    raise SystemExit("this machine has no address but loopback's")
+
+
+def two_nodes(name: str, work: Path, port: int, arguments: list[str]) -> dict[str, Any]:
+    """Run node.sh on both halves; return exit codes, seconds and output."""
+    began = time.perf_counter()
+    half = torch.cuda.device_count() // 2
+    interface, address = own_address()
+    processes = []
+    for node in (0, 1):
+        environ = {
+            **os.environ,
+            "CUDA_VISIBLE_DEVICES": ",".join(str(half * node + gpu) for gpu in range(half)),
+            "NNODES": "2",
+            "NODE_RANK": str(node),
+            "MASTER_ADDR": address,
+            # The machine's own name may lead to loopback.
+            "GLOO_SOCKET_IFNAME": interface,
+            "NCCL_SOCKET_IFNAME": interface,
+            "MASTER_PORT": str(port),
+            "GPUS_PER_NODE": str(half),
+            "NCCL_HOSTID": f"node{node}",
+            "NCCL_DEBUG": "INFO",
+            "NCCL_DEBUG_FILE": str(work / f"{name}_nccl_{node}.%p.txt"),
+        }
+        command = ["bash", "cluster/node.sh", *arguments]
+        with (work / f"{name}_node{node}.log").open("w") as log:
+            processes.append(subprocess.Popen(command, cwd=REPO, env=environ, stdout=log, stderr=subprocess.STDOUT))
+    try:
+        codes = [process.wait(timeout=300) for process in processes]
+    except subprocess.TimeoutExpired:
+        # node.sh ends what it started.
+        for process in processes:
+            process.terminate()
+        raise
+    said = [(work / f"{name}_node{node}.log").read_text()[-6000:] for node in (0, 1)]
+    over_network = any("NET/Socket" in p.read_text() or "NET/IB" in p.read_text() for p in work.glob(f"{name}_nccl_*"))
+    result = {"name": name, "command": " ".join(["bash cluster/node.sh", *arguments]), "codes": codes}
+    return result | {"seconds": round(time.perf_counter() - began, 1), "nccl_over_network": over_network, "said": said}
+
+
+def main() -> None:
+    """Run DDP with its preflight alone on the machine, then the others side by side."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--work", type=Path, default=Path("/tmp/nodes_gpu"))
+    parser.add_argument("--json", type=Path, required=True)
+    given = parser.parse_args()
+    given.work.mkdir(parents=True, exist_ok=True)
+    output = ["--output_dir", str(given.work / "outputs")]
+    results = [two_nodes("nodes_ddp", given.work, 6001, [*OPTIONS.split(), *output, "--run_name", "nodes_ddp"])]
+    with ThreadPoolExecutor() as pool:
+        reference = pool.submit(
+            launch, Job("one_launcher", "ddp", OPTIONS), given.work, torch.cuda.device_count() // 2 * 2
+        )
+        others = [
+            pool.submit(
+                two_nodes,
+                f"nodes_{sharding}",
+                given.work,
+                6101 + 10 * number,
+                [
+                    *OPTIONS.split(),
+                    *output,
+                    "--run_name",
+                    f"nodes_{sharding}",
+                    "--sharding",
+                    sharding,
+                    "--no_preflight",
+                ],
+            )
+            for number, sharding in enumerate(("zero2", "zero3", "fsdp2"))
+        ]
+        results += [other.result() for other in others]
+        one = reference.result()
+    print("one launcher", one["exit_code"], one.get("losses"), flush=True)
+    for result in results:
+        if result["codes"] == [0, 0] and "losses" in one:
+            mine, theirs = update(given.work, result["name"], None), update(given.work, "one_launcher", None)
+            result["update_difference"] = ((mine - theirs).norm() / theirs.norm()).item()
+            del result["said"][1:]
+        print({key: value for key, value in result.items() if key != "said"}, flush=True)
+        print("\n".join(result["said"]), flush=True)
+    write_results(given.json, one_launcher=one, runs=results)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,85 @@
+"""Names of other tools, misspelt names and names that mean nothing, in a file and on the command line."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from unsloth_ddp.config.aliases import ALIASES, TOOLS, VALUED
+from unsloth_ddp.config.options import OPTIONS
+from unsloth_ddp.config.parse import parse_settings
+from unsloth_ddp.config.unknown import unknown_options
+from unsloth_ddp.config.upstream_names import sft_config_fields
+from unsloth_ddp.config.values import convert_value
+from unsloth_ddp.utils.errors import UserError
+
+
+def refusal(*argv: str) -> str:
+    with pytest.raises(UserError) as refused:
+        parse_settings(["--model", "m", "--dataset", "d", *argv])
+    return str(refused.value)
+
+
+@pytest.mark.parametrize("name", ALIASES)
+def test_an_alias_leads_to_an_option_that_there_is_and_a_value_that_it_takes(name: str) -> None:
+    alias = ALIASES[name]
+    assert name not in OPTIONS and set(alias.tools) <= TOOLS.keys()
+    assert bool(alias.option) + bool(alias.note) == 1, "either an option or a note"
+    assert alias.option is None or alias.option in OPTIONS
+    for options in alias.values.values():
+        for option, value in options.items():
+            assert convert_value(option, value, "aliases") == value
+    named = [word.strip(",;:()") for word in alias.note.split()]
+    if named[:1] == ["give"] and name in " ".join(VALUED):
+        assert named[1] in OPTIONS, alias.note
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--micro_batch_size 4", "there is no option micro_batch_size; here it is per_device_train_batch_size."),
+        ("--load_in_4bit True", "there is no option load_in_4bit; give --method qlora."),
+        ("--load_in_4bit=true", "there is no option load_in_4bit; give --method qlora."),
+        ("--load_in_4bit", "there is no option load_in_4bit; give method qlora."),
+        ("--tf 3", "there is no option tf; train_ddp.py --help lists them all."),
+        ("--adam_beta2 0.9", "there is no option adam_beta2; give it in trainer_args."),
+        ("--loss_type dft", "there is no option loss_type; the loss is the negative log-likelihood, "),
+        ("--gradient_acumulation_steps 2", "did you mean gradient_accumulation_steps?"),
+        ("--micro_batch_sice 2", "did you mean per_device_train_batch_size?"),
+        ("--warmup 2", "there is no option warmup; did you mean warmup_steps?"),
+        ("--batch 2", "there is no option batch; train_ddp.py --help lists them all."),
+        ("--deepspeed ds_config_zero2.json", "accelerate launch --config_file accelerate_configs/zero2.yaml"),
+        (
+            "--use_lora True --bf16 True --fix_vit True --lr -1",
+            "4 options do not exist: use_lora (give --method lora), bf16 (give --precision bf16), fix_vit (the kit trains "
+            "language models on text), lr (here it is learning_rate); train_ddp.py --help lists those that do.",
+        ),
+    ],
+)
+def test_a_name_on_the_command_line_is_refused_with_the_right_option(words: str, said: str) -> None:
+    assert said in refusal(*words.split())
+
+
+def test_all_unknown_names_of_a_file_are_told_at_once_with_the_command_that_ports_it(config: Any) -> None:
+    path = config("base_model: m\nsequence_len: 512\nmicro_batch_size: 2\nload_in_4bit: true\nlora_r: 8\nxyzzy: 1\n")
+    message = refusal("--config", str(path))
+    assert message == (
+        f"{path}: 5 options do not exist: base_model (here it is model), sequence_len (here it is max_length), "
+        "micro_batch_size (here it is per_device_train_batch_size), load_in_4bit (give method: qlora), xyzzy; "
+        f"train_ddp.py --help lists those that do. python -m unsloth_ddp.port {path} turns a file of axolotl into one of "
+        "this kit."
+    )
+
+
+def test_a_long_list_of_unknown_names_is_cut() -> None:
+    message = str(unknown_options(dict.fromkeys(f"{'x' * 70}{n}" for n in range(60)), "command line"))
+    assert ", and 35 more; " in message and len(message) < 2500
+
+
+def test_the_fields_of_sft_config_are_those_of_the_installed_trl() -> None:
+    import dataclasses
+
+    from trl.trainer.sft_config import SFTConfig
+
+    assert {f.name for f in dataclasses.fields(SFTConfig) if f.init} <= sft_config_fields()

@@ -1,0 +1,257 @@
+"""Which template renders a row, which parts of a row have to arrive, and where the assistant's spans are."""
+
+from __future__ import annotations
+
+import json
+from datetime import date
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer
+
+from tests.data.test_tokenize import CHATML, IM, PLAIN, THINK, TOOL, TURNS, core, from_trl, make_tokenizer, supervised
+from unsloth_ddp.data.chat_spans import turn_span
+from unsloth_ddp.data.chat_template import prints_date
+from unsloth_ddp.data.formats import to_example
+from unsloth_ddp.data.tokenize import EncodedRow, Encoder, stop_tokens
+from unsloth_ddp.utils.errors import UserError
+
+__all__ = ["core"]
+
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}
+TOOL_TURNS = [
+    {"role": "user", "content": "Please add 2 and 3."},
+    {"role": "assistant", "content": "", "tool_calls": [CALL]},
+    {"role": "tool", "name": "add", "content": "5"},
+    {"role": "assistant", "content": "Five."},
+]
+REASONED = [
+    {"role": "user", "content": "Q1?"},
+    {"role": "assistant", "content": "A1.", "reasoning_content": "R1."},
+    {"role": "user", "content": "Q2?"},
+    {"role": "assistant", "content": "A2.", "reasoning_content": "R2."},
+]
+IN_CONTENT = [
+    {"role": "user", "content": "Q1?"},
+    {"role": "assistant", "content": "<think>\nR1.\n</think>\n\nA1."},
+]
+
+
+def encode(tokenizer: Any, row: dict[str, Any], **options: Any) -> EncodedRow:
+    encoder = Encoder(tokenizer, **({"supervise_all": False} | options))
+    return encoder.encode(to_example(json.loads(json.dumps(row))))
+
+
+def trained(tokenizer: Any, row: dict[str, Any], **options: Any) -> list[str]:
+    encoded = encode(tokenizer, row, **options)
+    return supervised(tokenizer, {"input_ids": encoded.input_ids, "labels": encoded.labels})
+
+
+def qwen3(core: Tokenizer) -> Any:
+    return make_tokenizer(core, from_trl("qwen3"), "<|im_end|>", IM)
+
+
+# ---- parts that have to arrive ----
+
+
+@pytest.mark.parametrize("supervise_all", [False, True])
+@pytest.mark.parametrize(
+    ("row", "sentence"),
+    [
+        # The word "add" stands in the user's message.
+        ({"messages": TOOL_TURNS}, "no place for tools, so the call of add is not in the rendered row"),
+        (
+            {"messages": [{**TURNS[0], "content": "add"}, TURNS[1]], "tools": [TOOL]},
+            "no place for tools, so add is not",
+        ),
+        (
+            {"messages": REASONED},
+            "leaves out the reasoning_content of the answer; write it into the content as <think>",
+        ),
+        (
+            {"messages": [TURNS[0], {**TURNS[1], "thinking": "R"}]},
+            "leaves out the thinking of the answer; write it into",
+        ),
+    ],
+)
+def test_a_part_that_a_template_leaves_out_is_refused(
+    core: Tokenizer, row: dict[str, Any], sentence: str, supervise_all: bool
+) -> None:
+    with pytest.raises(UserError, match=sentence):
+        encode(make_tokenizer(core, CHATML), row, supervise_all=supervise_all)
+
+
+@pytest.mark.parametrize("role", ["system", "user", "tool", "assistant"])
+def test_a_message_that_a_template_leaves_out_is_refused(core: Tokenizer, role: str) -> None:
+    template = CHATML.replace("{% for m in messages %}", f"{{% for m in messages if m['role'] != '{role}' %}}")
+    turns = [{"role": "system", "content": "s"}, *TURNS[:2], {"role": "tool", "content": "5"}, TURNS[3]]
+    with pytest.raises(UserError, match=rf"leaves out message \d of the row, of role {role}; give one that renders it"):
+        encode(make_tokenizer(core, template), {"messages": turns}, supervise_all=True)
+
+
+def test_a_key_under_which_the_template_reads_reasoning_is_named(core: Tokenizer) -> None:
+    tokenizer = make_tokenizer(core, from_trl("gptoss"), "<|return|>", "<|start|> <|channel|> <|message|> <|end|>")
+    with pytest.raises(UserError, match="leaves out the reasoning_content of the answer; rename it to thinking, or"):
+        encode(tokenizer, {"messages": REASONED[:2]})
+
+
+def test_tool_calls_of_templates_that_want_arguments_as_text_are_rendered(core: Tokenizer) -> None:
+    tokenizer = make_tokenizer(core, from_trl("deepseekv3"), "<eos>")
+    assert '{"a": 2}' in trained(tokenizer, {"messages": TOOL_TURNS})[0]
+
+
+def test_reasoning_in_the_content_does_not_follow_an_empty_block(core: Tokenizer) -> None:
+    tokenizer = make_tokenizer(core, from_trl("qwen3_8"), "<|im_end|>", IM)
+    assert trained(tokenizer, {"messages": IN_CONTENT}) == ["<think>\nR1.\n</think>\n\nA1.<|im_end|>"]
+
+
+def test_keys_that_the_template_does_not_read_are_named(core: Tokenizer) -> None:
+    turns = [{**TURNS[0], "name": "Ann", "id": None}, {**TURNS[1], "mood": "good"}]
+    assert encode(make_tokenizer(core, CHATML), {"messages": turns}).unread_keys == ("mood", "name")
+
+
+# ---- the tokenizer's own template and TRL's variant ----
+
+
+def test_the_own_template_is_taken_as_at_inference(core: Tokenizer) -> None:
+    tokenizer = qwen3(core)
+    encoded = encode(tokenizer, {"messages": TURNS})
+    assert tokenizer.decode(encoded.input_ids) == tokenizer.apply_chat_template(TURNS, tokenize=False)
+    assert encoded.notes == ("own",)
+    assert trained(tokenizer, {"messages": TURNS}) == [
+        "Yes, it is.<|im_end|>",
+        THINK + TURNS[3]["content"] + "<|im_end|>",
+    ]
+    single = encode(tokenizer, {"messages": TURNS[:2]})
+    assert single.notes == ()
+
+
+def test_the_training_variant_is_taken_where_it_is_asked_for(core: Tokenizer) -> None:
+    tokenizer = qwen3(core)
+    found = trained(tokenizer, {"messages": TURNS}, chat_template="training")
+    assert found == [THINK + turn["content"] + "<|im_end|>" for turn in (TURNS[1], TURNS[3])]
+    assert encode(tokenizer, {"messages": TURNS}, chat_template="training").notes == ()
+    with pytest.raises(UserError, match="TRL has no training variant of this tokenizer's template; leave"):
+        encode(make_tokenizer(core, PLAIN), {"messages": TURNS}, chat_template="training")
+
+
+def test_turns_whose_reasoning_is_left_out_as_at_inference_are_not_supervised(core: Tokenizer) -> None:
+    tokenizer = qwen3(core)
+    assert trained(tokenizer, {"messages": REASONED}) == ["<think>\nR2.\n</think>\n\nA2.<|im_end|>"]
+    assert encode(tokenizer, {"messages": REASONED}).notes == ("reasoning", "own")
+    assert encode(tokenizer, {"messages": REASONED}, supervise_all=True).notes == ("reasoning supervised",)
+    both = trained(tokenizer, {"messages": REASONED}, chat_template="training")
+    assert both == [f"<think>\nR{n}.\n</think>\n\nA{n}.<|im_end|>" for n in (1, 2)]
+
+
+@pytest.mark.parametrize("supervise_all", [False, True])
+def test_reasoning_that_only_the_training_variant_keeps_is_kept(core: Tokenizer, supervise_all: bool) -> None:
+    tokenizer = make_tokenizer(core, from_trl("deepseek_r1_distill"), "<eos>")
+    encoded = encode(tokenizer, {"messages": IN_CONTENT}, supervise_all=supervise_all)
+    assert "R1." in tokenizer.decode([label for label in encoded.labels if label >= 0])
+    assert encoded.notes == ("training",)
+
+
+def test_the_variant_may_add_what_ends_the_last_turn(core: Tokenizer) -> None:
+    roles = "<|user|> <|assistant|> <|system|> <|observation|>"
+    tokenizer = make_tokenizer(core, from_trl("glm4moe"), "<eos>", roles)
+    assert trained(tokenizer, {"messages": TURNS})[-1].endswith("stars \u2605.<|user|>")
+    assert encode(tokenizer, {"messages": TURNS}).stop_tokens == [tokenizer.convert_tokens_to_ids("<|user|>")]
+
+
+# ---- named variants ----
+
+
+def test_rows_with_tools_take_the_variant_that_the_tokenizer_takes_for_them(core: Tokenizer) -> None:
+    tokenizer = make_tokenizer(core, None, "<|im_end|>", IM)
+    tokenizer.chat_template = {"default": CHATML, "tool_use": from_trl("qwen2_5"), "rag": PLAIN}
+    with_tools = encode(tokenizer, {"messages": TOOL_TURNS, "tools": [TOOL]})
+    example = to_example({"messages": TOOL_TURNS, "tools": [TOOL]})
+    expected = tokenizer.apply_chat_template(example.messages, tools=example.tools, tokenize=False)
+    assert tokenizer.decode(with_tools.input_ids) == expected
+    assert "<tool_call>" in expected
+    without = encode(tokenizer, {"messages": TURNS})
+    assert tokenizer.decode(without.input_ids) == tokenizer.apply_chat_template(TURNS, tokenize=False)
+
+
+def test_variants_without_a_default_are_named(core: Tokenizer) -> None:
+    tokenizer = make_tokenizer(core, None)
+    tokenizer.chat_template = {"tool_use": CHATML, "rag": PLAIN}
+    with pytest.raises(UserError, match=r"only named chat templates \(rag, tool_use\), and none named default"):
+        encode(tokenizer, {"messages": TURNS})
+
+
+# ---- the date ----
+
+
+@pytest.mark.parametrize("name", ["llama3_2", "gptoss"])
+def test_a_template_prints_the_date_of_the_run(core: Tokenizer, name: str) -> None:
+    tokenizer = make_tokenizer(core, from_trl(name))
+    assert prints_date(tokenizer.chat_template)
+    assert prints_date({"default": CHATML, "tool_use": from_trl(name)})
+    first, again, later = (
+        encode(tokenizer, {"messages": TURNS}, day=date.fromisoformat(day)).input_ids
+        for day in ("2025-03-04", "2025-03-04", "2025-03-05")
+    )
+    assert first == again != later
+    printed = "04 Mar 2025" if name == "llama3_2" else "2025-03-04"
+    assert printed in tokenizer.decode(first)
+
+
+def test_a_template_without_a_date_is_known() -> None:
+    assert not prints_date(CHATML)
+    assert not prints_date(None)
+    assert not prints_date({"default": CHATML})
+
+
+# ---- weights ----
+
+
+@pytest.mark.parametrize("name", ["qwen2_5", "chatml", "qwen3"])
+@pytest.mark.parametrize("supervise_all", [False, True])
+def test_a_turn_of_weight_0_is_not_supervised(core: Tokenizer, name: str, supervise_all: bool) -> None:
+    tokenizer = make_tokenizer(core, CHATML if name == "chatml" else from_trl(name), "<|im_end|>", IM)
+    unweighted = trained(tokenizer, {"messages": TURNS}, supervise_all=supervise_all)
+    for index in (1, 3):
+        turns = [{**turn, "weight": 0} if number == index else turn for number, turn in enumerate(TURNS)]
+        found = trained(tokenizer, {"messages": turns}, supervise_all=supervise_all)
+        if supervise_all:
+            assert TURNS[index]["content"] + "<|im_end|>" not in "".join(found)
+            assert TURNS[4 - index]["content"] + "<|im_end|>" in "".join(found)
+            assert TURNS[0]["content"] in "".join(found)
+        else:
+            assert found == [unweighted[index == 1]]
+
+
+# ---- spans and stop tokens as plain values ----
+
+
+@pytest.mark.parametrize(
+    ("full", "before", "through", "expected"),
+    [
+        ("u:Q a:A\nu:R", "u:Q a:", "u:Q a:A\n", "A\n"),
+        ("u:Q a:A\nu:R", "u:Q a:", "u:Q a:A\n<e>", "A\n"),
+        ("u:Q a:A\nu:R", "u:Q a:", "u:Q a:<think>\n\n</think>\n\nA\n", "A\n"),
+        ("u:Q a:A\nu:R", "u:Q a:<think>\n", "u:Q a:<think>\n\n</think>\n\nA\n", "A\n"),
+        ("u:Q a:A\nu:R", "u:Q a:", "u:Q a:<think></think>B\n", None),
+        ("u:Q a:A\nu:R", "u:Q a:", "u:Q a:<think></think>\n", None),
+        ("u:Q a:A\nu:R", "u:X a:", "u:X a:A\n", None),
+        ("2 turns u:Q a:A", "1 turns u:Q a:", "2 turns u:Q a:A", None),
+    ],
+)
+def test_the_span_of_a_turn(full: str, before: str, through: str, expected: str | None) -> None:
+    span = turn_span(full, before, through, "<e>")
+    assert (None if span is None else full[slice(*span)]) == expected
+
+
+@pytest.mark.parametrize(
+    ("labels", "expected"),
+    [
+        ("..ab1", [1]), ("..ab1.", [1]), ("..ab1 ", [1]), ("..ab1..ab2", [2]), ("..ab", []), ("..ab ", []),
+        ("ab1.2", [2, 1]), ("ab12", [2]), ("ab1ab", []), ("1..", [1]), ("....", []), ("", []),
+    ],
+)  # fmt: skip
+def test_the_tokens_at_which_generation_stops(labels: str, expected: list[int]) -> None:
+    """`.` is not supervised, digits are special tokens."""
+    ids = [-100 if one == "." else int(one) if one.isdigit() else ord(one) for one in labels]
+    assert stop_tokens(ids, [one in " ." for one in labels], {1, 2}) == expected

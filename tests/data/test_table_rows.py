@@ -1,0 +1,101 @@
+"""The same rows from JSONL, Parquet and a Hub dataset give the same examples."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+
+from unsloth_ddp.data.formats import Example, to_example
+from unsloth_ddp.data.sources import read_rows, without_filled_nulls
+
+
+def tool(name: str, **properties: dict[str, Any]) -> dict[str, Any]:
+    parameters = {"type": "object", "properties": properties, "required": sorted(properties)}
+    return {"type": "function", "function": {"name": name, "description": f"Does {name}.", "parameters": parameters}}
+
+
+def chat(call: dict[str, Any], **columns: Any) -> dict[str, Any]:
+    turns = [
+        {"role": "user", "content": "Please."},
+        {"role": "assistant", "tool_calls": [{"id": "1", "type": "function", "function": call}]},
+        {"role": "tool", "tool_call_id": "1", "content": "Done."},
+        {"role": "assistant", "content": "Here.", "weight": 1},
+    ]
+    return {"messages": turns, **columns}
+
+
+NUMBER, TEXT = {"type": "number"}, {"type": "string", "enum": ["Rome", "Oslo"]}
+ROWS: list[dict[str, Any]] = [
+    chat({"name": "add", "arguments": {"a": 2, "b": 3}}, tools=[tool("add", a=NUMBER, b=NUMBER)]),
+    chat({"name": "weather", "arguments": {"city": "Rome"}}, tools=[tool("weather", city=TEXT), tool("now")]),
+    chat({"name": "find", "arguments": {"where": {"near": "Rome"}, "tags": ["a"]}}, tools=[tool("find", where=TEXT)]),
+    {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}]},
+]
+
+
+def examples(source: str) -> list[Example]:
+    return [to_example(row.columns) for row in read_rows(source, "train")]
+
+
+@pytest.fixture
+def expected(tmp_path: Path) -> list[Example]:
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    return examples(str(tmp_path / "rows.jsonl"))
+
+
+def test_the_rows_have_what_they_say(expected: list[Example]) -> None:
+    assert expected[1].tools == ROWS[1]["tools"]
+    assert expected[1].messages[1]["tool_calls"][0]["function"]["arguments"] == {"city": "Rome"}
+
+
+@pytest.mark.parametrize("made_by", ["pyarrow", "datasets"])
+def test_rows_of_parquet_have_no_nulls_that_nobody_wrote(tmp_path: Path, expected: list[Example], made_by: str) -> None:
+    path = tmp_path / "rows.parquet"
+    if made_by == "pyarrow":
+        pyarrow.parquet.write_table(pa.Table.from_pylist(ROWS), path)
+    else:
+        datasets.Dataset.from_list(ROWS).to_parquet(path)
+    assert examples(str(path)) == expected
+
+
+@pytest.mark.parametrize("kind", ["in memory", "streamed", "JSONL of the Hub"])
+def test_rows_of_a_hub_dataset_have_no_nulls_that_nobody_wrote(
+    tmp_path: Path, expected: list[Example], kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if kind == "JSONL of the Hub":
+        path = str(tmp_path / "rows.jsonl")
+        table: Any = datasets.load_dataset("json", data_files=path, split="train", cache_dir=str(tmp_path / "cache"))
+    else:
+        table = datasets.Dataset.from_list(ROWS)
+        table = table.to_iterable_dataset() if kind == "streamed" else table
+    monkeypatch.setattr(datasets, "load_dataset", lambda *args, **options: table)
+    assert examples("owner/calls") == expected
+
+
+def test_arguments_in_a_map_column_are_an_object(tmp_path: Path) -> None:
+    arguments = pa.map_(pa.string(), pa.string())
+    function = pa.struct([("name", pa.string()), ("arguments", arguments)])
+    message = pa.struct([("role", pa.string()), ("content", pa.string()), ("tool_calls", pa.list_(function))])
+    turn = {"role": "assistant", "tool_calls": [{"name": "weather", "arguments": [("city", "Rome")]}]}
+    table = pa.table({"messages": pa.array([[turn]], type=pa.list_(message))})
+    pyarrow.parquet.write_table(table, tmp_path / "rows.parquet")
+    (example,) = examples(str(tmp_path / "rows.parquet"))
+    assert example.messages[0]["tool_calls"][0]["function"]["arguments"] == {"city": "Rome"}
+
+
+def test_nulls_in_lists_and_of_whole_columns_stay() -> None:
+    row = {"text": None, "tools": [{"enum": ["a", None], "default": None}]}
+    assert without_filled_nulls(row) == {"text": None, "tools": [{"enum": ["a", None]}]}
+
+
+def test_nulls_of_a_jsonl_row_are_the_users_own(tmp_path: Path) -> None:
+    row = chat({"name": "add", "arguments": {"a": None}})
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+    (example,) = examples(str(tmp_path / "rows.jsonl"))
+    assert example.messages[1]["tool_calls"][0]["function"]["arguments"] == {"a": None}

@@ -1,0 +1,137 @@
+"""Only who holds the key is taken for a rank, and only once; who calls learns that it is the main process."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from unsloth_ddp.distributed import admission
+
+KEY, OTHER = b"k" * 32, b"o" * 32
+
+
+@pytest.fixture
+def listener() -> Iterator[socket.socket]:
+    """A listening socket on the loopback interface."""
+    with socket.create_server(("127.0.0.1", 0)) as one:
+        yield one
+
+
+def port_of(listener: socket.socket) -> int:
+    return listener.getsockname()[1]
+
+
+class Main(threading.Thread):
+    """The main process, accepting ranks 1 and 2."""
+
+    def __init__(self, listener: socket.socket, seconds: float = 10) -> None:
+        super().__init__()
+        self.listener, self.seconds = listener, seconds
+        self.admitted: dict[int, socket.socket] = {}
+        self.error: Exception | None = None
+        self.start()
+
+    def run(self) -> None:
+        try:
+            self.admitted = admission.accept_ranks(self.listener, KEY, (1, 2), self.seconds)
+        except Exception as error:
+            self.error = error
+
+    def end(self) -> list[int]:
+        self.join()
+        for one in self.admitted.values():
+            one.close()
+        return sorted(self.admitted)
+
+
+@pytest.mark.parametrize(("key", "rank"), [(OTHER, 1), (KEY, 3), (KEY, 0), (KEY, -1)])
+def test_a_wrong_key_or_rank_is_sent_away(listener, key, rank):
+    main = Main(listener)
+    challenge_seen = []
+    with socket.create_connection(("127.0.0.1", port_of(listener))) as one:
+        challenge_seen.append(admission._line(one, time.monotonic() + 5))
+        proof = admission.answer(key, rank, "rank", challenge_seen[0])
+        one.sendall(f"{rank} abc {proof}\n".encode())
+        received = one.makefile().read()
+    assert key == KEY or received == "", "a stranger is told nothing"
+    ranks = [admission.call_main("127.0.0.1", port_of(listener), KEY, r, 5) for r in (1, 2)]
+    assert main.end() == [1, 2]
+    for one in ranks:
+        one.close()
+
+
+@pytest.mark.parametrize("said", [b"\n", b"1\n", b"\xff\xff \xff \xff\n", b"1 a b c\n", b"x" * 1000, b"one a b\n"])
+def test_nonsense_is_sent_away(listener, said):
+    main = Main(listener)
+    with socket.create_connection(("127.0.0.1", port_of(listener))) as one:
+        one.settimeout(5)
+        challenge = admission._line(one, time.monotonic() + 5)
+        one.sendall(said)
+        # Closed with what it had sent unread, a connection is reset.
+        with contextlib.suppress(ConnectionResetError):
+            assert one.recv(100) == b""
+    assert len(challenge) == 64
+    ranks = [admission.call_main("127.0.0.1", port_of(listener), KEY, r, 5) for r in (1, 2)]
+    assert main.end() == [1, 2]
+    for one in ranks:
+        one.close()
+
+
+def test_a_rank_connects_once(listener):
+    main = Main(listener)
+    first = admission.call_main("127.0.0.1", port_of(listener), KEY, 1, 5)
+    again = admission.call_main("127.0.0.1", port_of(listener), KEY, 1, 5)
+    assert again.recv(1) == b"", "the second connection is closed"
+    second = admission.call_main("127.0.0.1", port_of(listener), KEY, 2, 5)
+    main.join()
+    main.admitted[1].sendall(b"x")
+    assert first.recv(1) == b"x"
+    main.end()
+    for one in (first, again, second):
+        one.close()
+
+
+def test_ranks_that_do_not_come_are_counted(listener):
+    main = Main(listener, seconds=0.5)
+    one = admission.call_main("127.0.0.1", port_of(listener), KEY, 1, 5)
+    assert main.end() == []
+    assert str(main.error) == "1 of 2 ranks did not connect"
+    one.close()
+
+
+def test_whoever_answers_in_the_place_of_the_main_process_is_found_out(listener):
+    def impostor() -> None:
+        while True:
+            try:
+                one, _ = listener.accept()
+            except OSError:
+                return
+            with one:
+                one.sendall(b"challenge\n")
+                number, _, proof = one.makefile().readline().split()
+                # What the rank sent is all that an impostor has.
+                one.sendall(f"{proof if number == '1' else ''}\n".encode())
+
+    thread = threading.Thread(target=impostor)
+    thread.start()
+    try:
+        with pytest.raises(ConnectionRefusedError, match="another program answers there"):
+            admission.call_main("127.0.0.1", port_of(listener), KEY, 1, 0.5)
+    finally:
+        listener.shutdown(socket.SHUT_RDWR)
+        thread.join()
+
+
+def test_guests_beyond_the_limit_make_room_for_new_ones(listener, monkeypatch):
+    monkeypatch.setattr(admission, "MAX_GUESTS", 3)
+    main = Main(listener)
+    silent = [socket.create_connection(("127.0.0.1", port_of(listener))) for _ in range(6)]
+    ranks = [admission.call_main("127.0.0.1", port_of(listener), KEY, r, 5) for r in (1, 2)]
+    assert main.end() == [1, 2]
+    for one in [*silent, *ranks]:
+        one.close()

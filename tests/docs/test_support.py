@@ -1,0 +1,154 @@
+"""docs/support.md against the rules of the code: every yes, no and kernel in its tables."""
+
+from __future__ import annotations
+
+import importlib.util
+import shlex
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.conftest import REPO
+from unsloth_ddp.checkpoints.writer import check_shared
+from unsloth_ddp.config.parse import parse_settings
+from unsloth_ddp.distributed import runtime as processes
+from unsloth_ddp.distributed.drift import REPLICATED
+from unsloth_ddp.distributed.sharding import check_sharding, sharding_warnings
+from unsloth_ddp.model.attention import AttentionSetup, select_varlen_kernel
+from unsloth_ddp.model.gradient_checkpointing import kinds_here
+from unsloth_ddp.model.load import check_model
+from unsloth_ddp.utils.errors import UserError
+
+PAGE = (REPO / "docs" / "support.md").read_text()
+SHARDINGS = {"DDP": "none", "ZeRO-2": "zero2", "ZeRO-3": "zero3", "FSDP2": "fsdp2"}
+BACKENDS = {"U": "unsloth", "T": "transformers"}
+
+
+def table_after(heading: str) -> list[list[str]]:
+    """Return the cells of the first table below a heading, the header row first."""
+    lines = PAGE.split(heading, 1)[1].splitlines()
+    first = next(index for index, line in enumerate(lines) if line.startswith("|"))
+    rows = []
+    for line in lines[first:]:
+        if not line.startswith("|"):
+            break
+        rows.append([cell.strip() for cell in line.strip("|").split("|")])
+    return [rows[0], *rows[2:]]
+
+
+SUPPORT = table_after("# What goes with what")
+CELLS = [(row[0], column, cell) for row in SUPPORT[1:] for column, cell in zip(SUPPORT[0][1:], row[1:], strict=True)]
+
+
+def place(column: str) -> SimpleNamespace:
+    """Return what a run in this column knows of its processes."""
+    if column == "CPU":
+        return SimpleNamespace(device_type="cpu", backend="transformers", sharding="none")
+    sharding, backend = column.split(", ")
+    return SimpleNamespace(device_type="cuda", backend=BACKENDS[backend], sharding=SHARDINGS[sharding])
+
+
+def parse(options: str) -> Any:
+    model = str(REPO / "demo/model")
+    return parse_settings(["--model", model, "--dataset", str(REPO / "demo/train.jsonl"), *shlex.split(options)])
+
+
+@pytest.fixture
+def every_package_and_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have DeepSpeed, bitsandbytes and a GPU with bf16, as far as the rules look for them."""
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: True)
+
+
+def support(options: str, where: SimpleNamespace) -> str:
+    """Return yes, no or ignored by the code's own rules."""
+    if "--streaming" in options:
+        options += " --max_steps 100"
+    try:
+        settings = parse(options)
+        processes._choose_precision(settings.precision, where.device_type == "cuda")
+        check_sharding(where.sharding, settings, where.device_type, where.backend, 2)
+        check_model(settings, where)
+    except UserError:
+        return "no"
+    said = " ".join(sharding_warnings(where.sharding, settings, 1))
+    return "ignored" if " is ignored" in said else "yes"
+
+
+@pytest.mark.usefixtures("every_package_and_gpu")
+@pytest.mark.parametrize(("row", "column", "cell"), [c for c in CELLS if c[0].endswith("`")])
+def test_options_are_taken_or_refused_as_the_table_says(row: str, column: str, cell: str) -> None:
+    assert support(row.strip("`"), place(column)) == cell
+
+
+@pytest.mark.parametrize(("row", "column", "cell"), [c for c in CELLS if c[0].endswith("takes")])
+def test_automatic_gradient_checkpointing_takes_these_kinds(row: str, column: str, cell: str) -> None:
+    where = place(column)
+    kinds = kinds_here(where, parse("--gradient_checkpointing auto"))
+    # On a CPU memory is not tried, so the first kind stays.
+    assert cell == (kinds[0] if where.device_type == "cpu" else ", ".join(kinds))
+
+
+@pytest.mark.parametrize(("row", "column", "cell"), [c for c in CELLS if c[0].startswith("weights compared")])
+def test_weights_are_compared_where_the_table_says(row: str, column: str, cell: str) -> None:
+    assert cell == ("yes" if place(column).sharding in REPLICATED else "no")
+
+
+@pytest.mark.parametrize(("row", "column", "cell"), [c for c in CELLS if c[0].startswith("nodes without")])
+def test_a_shared_disk_is_needed_where_the_table_says(row: str, column: str, cell: str) -> None:
+    where = place(column)
+    where.ranks = SimpleNamespace(nodes=2)
+    try:
+        check_shared(where, REPO / "outputs/run", False)
+        found = "yes"
+    except UserError:
+        found = "no"
+    assert found == cell
+
+
+def test_every_row_is_checked_by_one_of_these() -> None:
+    kinds = ("`", "takes")
+    rest = [row[0] for row in SUPPORT[1:] if not row[0].endswith(kinds)]
+    assert rest == ["weights compared between ranks", "nodes without a shared disk"]
+    assert len(SUPPORT[0]) == 1 + 1 + 2 * len(SHARDINGS)
+
+
+@pytest.mark.parametrize(("attention", "where", "kernel"), table_after("## Packing")[1:])
+def test_kernels_are_found_where_the_table_says(attention: str, where: str, kernel: str) -> None:
+    found = select_varlen_kernel(
+        AttentionSetup(
+            device_type="cpu" if where == "CPU" else "cuda",
+            sixteen_bit="16 bit" in where,
+            head_dim=128,
+            implementation=attention.split("' ")[1] if attention.startswith("Transformers'") else "sdpa",
+            unsloth_attention=not attention.startswith("Transformers'"),
+            replaceable=True,
+            capability=7 if "below 8" in where else 9,
+            flash_attn="flash-attn" in attention,
+            xformers="xformers" in attention,
+            torch_varlen="torch 2.12" in where or attention == "any",
+        )
+    )
+    assert (found or "none") == kernel
+
+
+@pytest.mark.parametrize("head_dim", [12, 264])
+def test_other_head_dimensions_have_no_kernel(head_dim: int) -> None:
+    setup = AttentionSetup("cuda", True, head_dim, unsloth_attention=True, capability=9, flash_attn=True)
+    assert select_varlen_kernel(setup) is None
+
+
+@pytest.mark.parametrize(("options", "cell"), table_after("## Streaming")[1:])
+def test_streaming_goes_with_what_the_table_says(options: str, cell: str) -> None:
+    words = "" if options.startswith("no ") else options.strip("`").replace('{"', "'{\"").replace("2}", "2}'")
+    given = f"--streaming {words}"
+    if "--max_steps" not in options:
+        given += " --max_steps 100"
+    try:
+        parse(given)
+        found = "yes"
+    except UserError:
+        found = "no"
+    assert found == cell

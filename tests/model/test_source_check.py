@@ -1,0 +1,115 @@
+"""Test the sentences that refuse adapters and quantized models as --model."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import DEMO_MODEL
+from unsloth_ddp.config.options import Settings
+from unsloth_ddp.distributed.ranks import Ranks
+from unsloth_ddp.distributed.runtime import Runtime
+from unsloth_ddp.model.files_check import check_local_model
+from unsloth_ddp.model.load import check_model
+from unsloth_ddp.model.source_check import check_no_adapter, check_quantization, check_source
+from unsloth_ddp.utils.errors import UserError
+
+CPU = Runtime(Ranks(), "transformers", "cpu", "fp32", "CPU")
+
+
+def refusal(folder: Path) -> str:
+    with pytest.raises(UserError) as refused:
+        check_local_model(str(folder), safetensors_only=True)
+    return str(refused.value)
+
+
+@pytest.fixture
+def adapter(tmp_path: Path) -> Path:
+    """A folder with an adapter."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "owner/base"}))
+    return folder
+
+
+def test_an_adapter_names_its_base_model_and_how_to_train_on(adapter: Path) -> None:
+    begin = (
+        f"model {adapter} is an adapter for the base model owner/base; give --model owner/base to train a new adapter"
+    )
+    assert (
+        refusal(adapter)
+        == f"{begin}, or a model into which it was merged (PEFT's merge_and_unload) to train on from it."
+    )
+    (adapter / "checkpoint-20").mkdir()
+    (adapter / "checkpoint-20" / "manifest.json").write_text("{}")
+    assert refusal(adapter) == f"{begin}, or --model owner/base --resume {adapter}/checkpoint-20 to go on with its run."
+    (adapter / "summary.json").write_text("{}")
+    assert "merge_and_unload" in refusal(adapter), "a finished run has nothing left to train"
+    (adapter / "merged").mkdir()
+    (adapter / "merged" / "config.json").write_text("{}")
+    assert refusal(adapter) == f"{begin}, or --model {adapter}/merged to train on from its merged model."
+
+
+def test_a_checkpoint_with_an_adapter_is_one_to_resume(adapter: Path) -> None:
+    (adapter / "manifest.json").write_text("{}")
+    assert f"or --model owner/base --resume {adapter} to go on with its run." in refusal(adapter)
+
+
+def test_an_adapter_without_a_base_is_refused_too(adapter: Path) -> None:
+    (adapter / "adapter_config.json").write_text("{}")
+    assert "a base model that its adapter_config.json does not name; give that base as --model" in refusal(adapter)
+    check_no_adapter("m", None)
+
+
+def config(method: str | None) -> dict[str, Any]:
+    return {"quantization_config": {"quant_method": method} if method else {"load_in_4bit": True}}
+
+
+@pytest.mark.parametrize(
+    ("backend", "method", "found", "sentence"),
+    [
+        ("transformers", "lora", config("gptq"), r"is quantized already \(gptq\), which this kit does not train with backend t"),
+        ("unsloth", "qlora", config("awq"), r"\(awq\), .* with --method qlora to load that in 4 bits\."),
+        ("transformers", "lora", config("mxfp4"), r"\(mxfp4\), which this kit does not train with backend transformers;"),
+        ("transformers", "lora", config(None), r"\(bitsandbytes\), and method lora is for 16-bit weights; give --method q"),
+        ("transformers", "full", config("bitsandbytes"), r"and method full is for 16-bit weights"),
+        ("transformers", "qlora", config("bitsandbytes"), None),
+        ("unsloth", "lora", config("bitsandbytes"), None),
+        ("unsloth", "lora", config("mxfp4"), None),
+        ("transformers", "lora", {"quantization_config": None}, None),
+        ("transformers", "lora", None, None),
+    ],
+)  # fmt: skip
+def test_quantized_models_are_trained_or_refused(backend: str, method: str, found: Any, sentence: str | None) -> None:
+    settings = Settings(model="owner/name", method=method)  # type: ignore[arg-type]
+    if sentence is None:
+        check_quantization(settings, backend, found)
+        return
+    with pytest.raises(UserError, match=f"model owner/name {sentence}" if sentence.startswith("is") else sentence):
+        check_quantization(settings, backend, found)
+
+
+def test_a_quantized_folder_is_refused_before_it_is_loaded(tmp_path: Path) -> None:
+    folder = tmp_path / "m"
+    shutil.copytree(DEMO_MODEL, folder)
+    whole = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**whole, **config("gptq")}))
+    with pytest.raises(UserError, match=r"is quantized already \(gptq\)"):
+        check_model(Settings(model=str(folder)), CPU)
+
+
+def test_a_hub_adapter_is_refused_by_its_config(monkeypatch: pytest.MonkeyPatch, adapter: Path) -> None:
+    asked = []
+
+    def download(model: str, name: str, revision: str | None) -> str:
+        asked.append((model, name, revision))
+        return str(adapter / name)
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
+    with pytest.raises(UserError, match="model me/tuned is an adapter for the base model owner/base; give --model"):
+        check_source(Settings(model="me/tuned", model_revision="v1"), "transformers")
+    assert asked == [("me/tuned", "adapter_config.json", "v1")]

@@ -1,0 +1,30 @@
+"""The shapes of the models that were measured on GPUs."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+
+import pytest
+
+from benchmarks.common.models import make_config
+from benchmarks.correctness.gpu_check import make_rows
+from tests.conftest import REPO
+from unsloth_ddp.config.options import Settings
+from unsloth_ddp.plan.rows import tokenize_rows
+from unsloth_ddp.plan.shape import read_model_shape
+
+
+@pytest.fixture(scope="session")
+def measured_job(tmp_path_factory):
+    """The shapes of the models in gpu_check_large.json by name, made without weights, and the rows of those runs."""
+    folder = tmp_path_factory.mktemp("large")
+    make_rows(folder / "train.jsonl", 400, seed=0)
+    for name in ("qwen3_8b", "qwen3_1.7b"):
+        make_config(name).save_pretrained(folder / name)
+        for path in (REPO / "demo" / "model").glob("*[tr]*"):
+            if path.name.startswith(("tokenizer", "chat")):
+                shutil.copy(path, folder / name)
+    given = Settings(dataset=[str(folder / "train.jsonl")], max_length=1024)
+    jobs = {name: dataclasses.replace(given, model=str(folder / name)) for name in ("qwen3_8b", "qwen3_1.7b")}
+    return {name: read_model_shape(job) for name, job in jobs.items()}, tokenize_rows(jobs["qwen3_8b"])

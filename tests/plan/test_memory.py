@@ -1,0 +1,190 @@
+"""The memory of a GPU as arithmetic, and against what was measured."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+
+from tests.conftest import REPO
+from unsloth_ddp.data.batch_plan import plan_batch
+from unsloth_ddp.plan.memory import (
+    BYTES_PACKED,
+    MEASURED,
+    ZERO_BUCKET,
+    MemoryEstimate,
+    Workload,
+    estimate_activations,
+    estimate_memory,
+    is_supported,
+    judge_fit,
+)
+from unsloth_ddp.plan.rows import in_order, largest_micro_batch
+from unsloth_ddp.plan.shape import ModelShape
+
+SHAPE = ModelShape(
+    parameters=1000, linear=800, largest_linear=50, head=100, vocabulary=10, adapter=40, layers=4, layer_input=20.0,
+    layer_kept=300.0, outside_kept=8.0,
+)  # fmt: skip
+WORK = Workload(
+    tokens=0, precision=2, master=4, optimizer="adamw_torch", checkpointing="torch", processes=1, backend="transformers"
+)
+
+
+def test_each_method_keeps_what_it_trains_and_packs():
+    lora, qlora, full = (estimate_memory(SHAPE, m, "none", WORK) for m in ("lora", "qlora", "full"))
+    assert lora.weights == 1000 * 2 + 40 * 4
+    assert qlora.weights == pytest.approx(800 * BYTES_PACKED + 200 * 2 + 40 * 4)
+    assert full.weights == full.gradients == 1000 * 4
+    assert (lora.gradients, lora.optimizer, full.optimizer) == (160, 320, 8000)
+    # 16-bit copies of what is kept in fp32 and multiplied.
+    assert (lora.copies, full.copies) == (80, 1600)
+
+
+def test_sharing_out_divides_and_ddp_adds_buckets():
+    four = dataclasses.replace(WORK, processes=4)
+    assert (
+        estimate_memory(SHAPE, "full", "none", four).copies - estimate_memory(SHAPE, "full", "none", WORK).copies
+        == 4000
+    )
+    by_kind = {kind: estimate_memory(SHAPE, "full", kind, four) for kind in ("none", "zero2", "zero3", "fsdp2")}
+    assert by_kind["fsdp2"].weights == by_kind["none"].weights / 4
+    assert by_kind["fsdp2"].optimizer == by_kind["none"].optimizer / 4
+    assert by_kind["zero3"].weights == by_kind["zero2"].weights / 4
+    assert by_kind["zero2"].optimizer == (8 + 4) * 1000 / 4
+    # Every GPU holds the whole model until all of it is sharded.
+    assert by_kind["fsdp2"].total >= by_kind["fsdp2"].loading == 4000 + 1000
+    # Between micro-batches gradients are not averaged, so they stay whole.
+    kept = estimate_memory(SHAPE, "full", "fsdp2", dataclasses.replace(four, accumulation=2))
+    assert (by_kind["fsdp2"].gradients, kept.gradients) == (1000, 4000)
+    # Weights, master copies and states, and the gradients as they are, flat, and flat in fp32.
+    assert by_kind["zero2"].stepping == 2000 + 3000 + 500 + 500 + 1000
+    assert by_kind["zero2"].copies == ZERO_BUCKET * 2
+    assert not is_supported("qlora", "zero3") and is_supported("full", "zero3")
+
+
+def test_activations_follow_tokens_and_what_is_recomputed():
+    amounts = {}
+    for kind in ("none", "torch", "unsloth"):
+        work = dataclasses.replace(WORK, tokens=10, checkpointing=kind)
+        amounts[kind] = estimate_activations(SHAPE, "lora", work)
+    assert amounts["none"] == 10 * (4 * 300 + 8) + 10 * 10 * 2
+    assert amounts["torch"] == 10 * (4 * 20 + 8) + 10 * 300
+    assert amounts["unsloth"] == 10 * (2 * 20 + 8) + 10 * 300
+    # At the loss, where the logits are larger than a block.
+    wide = dataclasses.replace(SHAPE, vocabulary=1000)
+    assert estimate_activations(wide, "lora", work) == 10 * (2 * 20 + 8) + 10 * 1000 * 2
+    long = dataclasses.replace(work, tokens=2**30)
+    assert estimate_activations(wide, "lora", long) == 2**30 * (2 * 20 + 8 + 300)
+    assert estimate_activations(SHAPE, "qlora", dataclasses.replace(WORK, tokens=10)) == amounts["torch"] + 100
+    fp32 = dataclasses.replace(WORK, tokens=10, precision=4)
+    assert estimate_activations(SHAPE, "lora", fp32) == 2 * amounts["torch"]
+    fused = dataclasses.replace(WORK, tokens=10, checkpointing="none", backend="unsloth")
+    assert estimate_activations(SHAPE, "lora", fused) == 10 * (4 * 150 + 8) + 10 * 10 * 2
+
+
+def test_what_an_optimizer_keeps_goes_with_the_method_and_its_library():
+    bf16 = dataclasses.replace(WORK, master=2)
+    kept = {n: dataclasses.replace(bf16, optimizer=n) for n in ("adamw_torch", "adamw_8bit", "paged_adamw_32bit")}
+    assert [estimate_memory(SHAPE, "full", "none", w).optimizer for w in kept.values()] == [
+        4000, 900 * 2.03125 + 100 * 8, 8000,
+    ]  # fmt: skip
+    # Adapters are kept in fp32, and so are the copies that DeepSpeed trains.
+    assert [estimate_memory(SHAPE, "lora", "none", w).optimizer for w in kept.values()] == [320, 81.25, 320]
+    assert [estimate_memory(SHAPE, "full", "zero2", w).optimizer for w in kept.values()] == [
+        12_000, 6031.25, 12_000,
+    ]  # fmt: skip
+
+
+def test_a_lower_bound_can_only_show_that_a_run_does_not_fit():
+    def judged(size: float, bound: bool) -> str:
+        return judge_fit(MemoryEstimate(size, 0, 0, 0, 0, loading=0, lower_bound=bound), 100.0)
+
+    assert [judged(size, False) for size in (90.0, 95.0, 101.0)] == ["fits", "tight", "does not fit"]
+    assert [judged(size, True) for size in (1.0, 95.0, 101.0)] == ["unknown", "unknown", "does not fit"]
+
+
+def test_memory_is_near_what_h200s_used(measured_job):
+    shapes, rows = measured_job
+    runs = json.loads((REPO / "benchmarks/results/memory/gpu_check_large.json").read_text())["runs"]
+    errors = {}
+    for run in runs:
+        summary = run["summary"]
+        shape = next(shape for name, shape in shapes.items() if run["name"].startswith(name))
+        plan = plan_batch(2, summary["world_size"], 8, None)
+        # The rows of those runs, or the comparison means nothing.
+        assert in_order(rows.lengths, 42)[: 12 * 8].sum() == pytest.approx(summary["tokens"], rel=0.01)
+        work = Workload(largest_micro_batch(rows, plan, 42, 12), 2, 4, "adamw_torch", "torch", summary["world_size"])
+        memory = estimate_memory(shape, summary["settings"]["method"], "none", work)
+        errors[run["name"]] = memory.total / summary["peak_memory_bytes"] - 1
+    assert len(errors) == 9
+    assert max(map(abs, errors.values())) < 0.04, errors
+    # LoRA, no checkpointing, 8 rows of 2048: 71 GiB.
+    work = Workload(16384, 2, 4, "adamw_torch", "none", 1)
+    assert estimate_memory(shapes["qwen3_8b"], "lora", "none", work).total / 2**30 == pytest.approx(71, rel=0.02)
+
+
+def test_memory_of_packs_is_near_what_h200s_used(measured_job):
+    shapes, _ = measured_job
+    errors = {}
+    for run in json.loads((REPO / "benchmarks/results/speed/speed.json").read_text())["cells"]:
+        if run["contestant"] not in ("kit", "kit_all") or run["exit_code"]:
+            continue
+        # Eight packs of 2048 tokens, or two of 8192.
+        work = Workload(16384, 2, 4, "adamw_torch_fused", "none", run["processes"], packed=True)
+        memory = estimate_memory(shapes[run["shape"]], run["method"], "none", work)
+        errors[run["name"]] = memory.total / run["peak_memory_bytes"] - 1
+    assert len(errors) >= 13
+    assert max(map(abs, errors.values())) < 0.04, errors
+
+
+def test_sharded_memory_is_near_what_h200s_used_or_a_lower_bound(measured_job):
+    shapes, _ = measured_job
+    runs = json.loads((REPO / "benchmarks/results/memory/sharding_cost.json").read_text())["runs"]
+    errors, bounds = {}, {}
+    for run in runs:
+        summary = run.get("summary")
+        if summary is None:
+            continue
+        pair = (summary["settings"]["method"], summary["sharding"])
+        assert summary["settings"]["gradient_checkpointing"] == "torch"
+        # A row of 2048 tokens a micro-batch.
+        accumulation = summary["gradient_accumulation_steps"]
+        work = Workload(2048, 2, 4, "adamw_torch_fused", "torch", summary["world_size"], accumulation=accumulation)
+        memory = estimate_memory(shapes["qwen3_8b"], *pair, work)
+        measured = max(summary["peak_memory_bytes"], summary["peak_memory_bytes_loading"])
+        assert memory.lower_bound == (pair not in MEASURED)
+        (bounds if memory.lower_bound else errors)[pair] = memory.total / measured - 1
+        if pair[1] == "fsdp2":
+            assert memory.loading == pytest.approx(summary["peak_memory_bytes_loading"], rel=0.02)
+    assert errors.keys() == {
+        ("lora", "none"),
+        ("qlora", "none"),
+        ("lora", "zero2"),
+        ("full", "zero2"),
+        ("lora", "fsdp2"),
+    }
+    assert max(map(abs, errors.values())) < 0.1, errors
+    assert bounds.keys() == {("lora", "zero3"), ("full", "fsdp2")}
+    assert max(bounds.values()) < 0, bounds
+
+
+def test_deepspeed_allocates_its_whole_bucket_for_a_model_of_any_size():
+    runs = json.loads((REPO / "benchmarks/results/correctness/sharding_parity.json").read_text())["runs"]
+    found = 0
+    for run in runs:
+        summary = run["summary"]
+        method, sharding, backend = summary["settings"]["method"], summary["sharding"], summary["backend"]
+        if sharding not in ("zero2", "zero3"):
+            continue
+        found += 1
+        shape = dataclasses.replace(SHAPE, parameters=966_144, adapter=163_840)
+        work = Workload(0, 4 if summary["precision"] == "fp32" else 2, 4, "sgd", "none", 2, backend=backend)
+        memory = estimate_memory(shape, method, sharding, work)
+        # Beside the bucket a run of this model takes 0.07 to 0.13 GiB.
+        if method == "qlora":
+            assert memory.total < summary["peak_memory_bytes"]
+        else:
+            assert memory.total == pytest.approx(summary["peak_memory_bytes"], abs=0.15 * 2**30)
+    assert found == 10

@@ -1,0 +1,266 @@
+"""Files of axolotl, LLaMA-Factory and TRL become files of the kit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from unsloth_ddp.config.aliases import ALIASES
+from unsloth_ddp.config.parse import parse_settings
+from unsloth_ddp.port.__main__ import main, render
+from unsloth_ddp.port.convert import AXOLOTL, LLAMA_FACTORY, RULES, TRL, detect_tool, port
+from unsloth_ddp.port.ported import Ported
+from unsloth_ddp.utils.errors import UserError
+
+# As such files look: the keys and kinds of values of the tools' own examples.
+AXOLOTL_FILE = """
+base_model: org/model
+model_type: AutoModelForCausalLM
+load_in_8bit: false
+load_in_4bit: true
+datasets:
+  - path: org/rows
+    type: chat_template
+    split: train
+    field_messages: messages
+val_set_size: 0.05
+output_dir: ./outputs/lora-out
+adapter: qlora
+lora_r: 32
+lora_alpha: 64
+lora_target_linear: true
+sequence_len: 4096
+sample_packing: true
+micro_batch_size: 2
+gradient_accumulation_steps: 4
+num_epochs: 3
+optimizer: paged_adamw_8bit
+lr_scheduler: constant
+learning_rate: 2e-4
+warmup_ratio: 0.1
+bf16: auto
+tf32: false
+adam_beta2: 0.95
+gradient_checkpointing: true
+evals_per_epoch: 4
+saves_per_epoch: 1
+wandb_project: mine
+wandb_entity:
+special_tokens:
+loss_watchdog_threshold: 5.0
+"""
+LLAMA_FACTORY_FILE = """
+model_name_or_path: org/model
+stage: sft
+do_train: true
+finetuning_type: lora
+lora_target: q_proj,v_proj
+quantization_bit: 4
+deepspeed: examples/deepspeed/ds_z3_config.json
+dataset: mine,org/rows
+template: qwen3
+cutoff_len: 1024
+output_dir: saves/model/sft
+per_device_train_batch_size: 1
+gradient_accumulation_steps: 8
+num_train_epochs: 2.0
+warmup_ratio: 0.1
+bf16: true
+ddp_timeout: 180000000
+val_size: 0.1
+eval_strategy: steps
+eval_steps: 100
+resume_from_checkpoint: null
+"""
+TRL_FILE = """
+model_name_or_path: org/model
+dataset_name: org/rows
+dataset_train_split: train_sft
+dataset_test_split: test_sft
+use_peft: true
+lora_target_modules: all-linear
+learning_rate: 1.0e-4
+eval_strategy: steps
+eval_steps: 50
+max_length: 512
+packing: true
+output_dir: out
+load_best_model_at_end: true
+attn_implementation: flash_attention_2
+"""
+
+
+def ported(text: str, tool: str | None = None, folder: Path = Path()) -> Ported:
+    content = yaml.safe_load(text)
+    return port(content, tool or detect_tool(content), folder)
+
+
+def settings_of(result: Ported, folder: Path) -> Any:
+    """The settings that train_ddp.py reads from the rendered file."""
+    (folder / "kit.yaml").write_text(render(result, Path("their.yaml")))
+    return parse_settings(["--config", str(folder / "kit.yaml")])
+
+
+def test_a_file_of_axolotl(tmp_path: Path) -> None:
+    result = ported(AXOLOTL_FILE)
+    assert result.tool == AXOLOTL and result.to_do == []
+    settings = settings_of(result, tmp_path)
+    assert (settings.model, settings.dataset, settings.method) == ("org/model", ["org/rows"], "qlora")
+    assert (settings.lora_r, settings.lora_alpha, settings.lora_target_modules) == (32, 64, ["all-linear"])
+    assert (settings.max_length, settings.overlong, settings.packing) == (4096, "drop", "on")
+    assert (settings.per_device_train_batch_size, settings.gradient_accumulation_steps) == (2, 4)
+    assert (settings.optim, settings.lr_scheduler_type, settings.warmup_steps) == ("paged_adamw_8bit", "constant", 0.1)
+    assert (settings.output_dir, settings.run_name) == ("outputs", "lora-out")
+    assert (settings.eval_fraction, settings.eval_strategy, settings.save_strategy) == (0.05, "epoch", "epoch")
+    assert (settings.trainer_args, settings.report_to) == ({"adam_beta2": 0.95}, ["wandb"])
+    assert result.left_out.keys() == {
+        "model_type", "gradient_checkpointing", "evals_per_epoch", "wandb_project", "loss_watchdog_threshold",
+    }  # fmt: skip
+
+
+def test_a_file_of_llama_factory_with_its_list_of_data_sets(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    info = {"mine": {"file_name": "mine.json", "columns": {"prompt": "instruction", "response": "answer"}}}
+    (tmp_path / "data" / "dataset_info.json").write_text(json.dumps(info))
+    result = ported(LLAMA_FACTORY_FILE, folder=tmp_path)
+    assert (result.tool, result.launch_config) == (LLAMA_FACTORY, "zero3")
+    assert result.to_do == ["dataset mine has its response in the column answer, which is not read under that name."]
+    settings = settings_of(result, tmp_path)
+    assert settings.dataset == [str(tmp_path / "data" / "mine.json"), "org/rows"]
+    assert (settings.method, settings.lora_target_modules) == ("qlora", ["q_proj", "v_proj"])
+    # Its own defaults.
+    assert (settings.lora_r, settings.lora_alpha, settings.learning_rate) == (8, 16, 5e-5)
+    assert (settings.precision, settings.eval_strategy, settings.eval_steps) == ("bf16", "steps", 100)
+    assert result.left_out["ddp_timeout"] == "ddp_timeout is 180000000, but it has to be 10,000,000 or below"
+
+
+def test_a_data_set_that_is_nowhere_is_a_thing_to_do() -> None:
+    result = ported("model_name_or_path: m\ncutoff_len: 9\ndataset: identity\n")
+    assert result.to_do == ["dataset identity is a name in LLaMA-Factory's dataset_info.json; give its file or Hub id."]
+
+
+def test_a_file_of_trl(tmp_path: Path) -> None:
+    result = ported(TRL_FILE)
+    settings = settings_of(result, tmp_path)
+    assert (result.tool, settings.method, settings.packing) == (TRL, "lora", "on")
+    assert (settings.dataset, settings.eval_dataset) == (["org/rows"], ["org/rows"])
+    assert (settings.dataset_split, settings.eval_dataset_split) == ("train_sft", "test_sft")
+    assert (settings.lora_r, settings.lora_alpha, settings.lora_dropout) == (16, 32, 0.05)
+    assert (settings.per_device_train_batch_size, settings.num_train_epochs) == (8, 3.0)
+    assert settings.trainer_args == {"load_best_model_at_end": True}
+    assert settings.attn_implementation is None and "attn_implementation" in result.left_out
+
+
+def test_all_weights_are_trained_where_there_is_no_adapter() -> None:
+    for text in (
+        "base_model: m\nsequence_len: 9\nlora_r: 8\n",
+        "model_name_or_path: m\ndataset_name: d\nuse_peft: false\n",
+    ):
+        options = ported(text).options
+        assert options["method"] == "full" and not any(name.startswith("lora_") for name in options)
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("rl: dpo", "rl dpo cannot be ported: the kit does supervised fine-tuning only."),
+        ("adapter: llama-adapter", "adapter llama-adapter cannot be ported: the methods are lora, qlora and full."),
+        ("stage: dpo", "stage dpo cannot be ported: the kit does supervised"),
+        ("finetuning_type: freeze", "finetuning_type freeze cannot be ported"),
+        ("datasets: [a]", "datasets is not a list of mappings with a path"),
+    ],
+)
+def test_a_file_that_asks_for_something_else_is_refused(line: str, said: str) -> None:
+    with pytest.raises(UserError) as refused:
+        ported(f"base_model: m\n{line}\n", AXOLOTL)
+    assert said in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("entry", "options", "to_do"),
+    [
+        ("{path: rows.jsonl, type: alpaca}", {"dataset": ["rows.jsonl"]}, ""),
+        ("{path: json, data_files: [./a.jsonl, b.jsonl], type: chat_template}", {"dataset": ["a.jsonl", "b.jsonl"]}, ""),
+        ("{path: o/r, type: completion, name: en}", {"dataset": ["o/r"], "dataset_config": "en", "loss_on": "all"}, ""),
+        ("{path: o/r, type: context_qa.load_v2}", {"dataset": ["o/r"]}, "is of type context_qa, which the kit does not know"),
+        ("{path: o/r, field_messages: chat}", {"dataset": ["o/r"]}, "has its rows in the column chat; rename it messages"),
+        ("{path: o/r, message_property_mappings: {role: who, content: what}}", {"dataset": ["o/r"]}, "other names than role"),
+        ("{path: o/r, message_property_mappings: {role: from, content: value}}", {"dataset": ["o/r"]}, ""),
+    ],
+)  # fmt: skip
+def test_data_sets_of_axolotl(entry: str, options: dict[str, Any], to_do: str) -> None:
+    result = ported(f"base_model: m\ndatasets: [{entry}]\n", AXOLOTL)
+    assert options.items() <= result.options.items()
+    assert len(result.to_do) == bool(to_do) and to_do in "".join(result.to_do)
+
+
+@pytest.mark.parametrize(
+    ("line", "config"),
+    [
+        ("deepspeed: deepspeed_configs/zero2.json", "zero2"), ("deepspeed: ds_z3_offload_config.json", "zero3"),
+        ("deepspeed: zero1.json", "zero2"), ("fsdp: [full_shard]", "fsdp2"), ("fsdp_config: {}", "ddp"),
+    ],
+)  # fmt: skip
+def test_the_launch_file_follows_from_the_sharding(line: str, config: str) -> None:
+    result = ported(f"base_model: m\n{line}\n", AXOLOTL)
+    assert result.launch_config == config
+    assert f"accelerate_configs/{config}.yaml train_ddp.py --config THIS_FILE" in render(result, Path("x.yaml"))
+
+
+@pytest.mark.parametrize("tool", [AXOLOTL, LLAMA_FACTORY, TRL])
+@pytest.mark.parametrize("value", [True, False, 1, "text", ["a"]])
+def test_every_known_key_gives_options_that_the_kit_takes_or_a_reason(tool: str, value: Any) -> None:
+    for key in [*ALIASES, *RULES]:
+        try:
+            result = port({key: value}, tool, Path())
+        except UserError as refused:
+            assert str(refused).endswith(".")
+            continue
+        except TypeError as error:
+            pytest.fail(f"{key}: {value!r}: {error}")
+        render(result, Path("x.yaml"))
+
+
+def test_the_command_prints_or_writes_and_never_replaces(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    their, mine = tmp_path / "their.yaml", tmp_path / "mine.yaml"
+    their.write_text(AXOLOTL_FILE)
+    main([str(their)])
+    printed = capsys.readouterr().out
+    main([str(their), "--output", str(mine)])
+    assert mine.read_text() == printed
+    assert capsys.readouterr().out.startswith("# Ported from their.yaml (axolotl).\n#\n# Left out or changed:\n")
+    with pytest.raises(SystemExit) as ended:
+        main([str(their), "--output", str(mine)])
+    assert ended.value.code == 2 and "is there already; give another name." in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("model: m\n", "is a file of this kit already; give it as --config."),
+        ("a: 1\n", "its keys are those of none of axolotl, LLaMA-Factory and TRL"),
+        ("[1, 2]", "holds no keys and values"),
+        ("a: [", "is not YAML: "),
+        (None, "cannot be read: No such file or directory."),
+    ],
+)
+def test_what_is_no_such_file_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str | None, said: str
+) -> None:
+    path = tmp_path / "their.yaml"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(SystemExit):
+        main([str(path)])
+    assert said in capsys.readouterr().err
+
+
+def test_what_the_kit_refuses_is_told_in_the_result() -> None:
+    text = render(
+        ported("base_model: m\ndatasets: [{path: d}]\nval_set_size: 0.1\ntest_datasets: [{path: e}]\n"), Path("x")
+    )
+    assert "# To do before it runs:\n#   eval_fraction and eval_dataset are both given" in text

@@ -1,0 +1,284 @@
+"""What one node sees by itself: each verdict with its remedy, from plain values."""
+
+from __future__ import annotations
+
+import pytest
+
+from unsloth_ddp.preflight import checks, environment, machine, network
+from unsloth_ddp.preflight.checks import Check
+from unsloth_ddp.preflight.machine import Folder
+from unsloth_ddp.preflight.network import Interface
+from unsloth_ddp.utils.units import GIB
+
+TWO = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "node1"}
+WORKER = {
+    "RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "node1", "MASTER_PORT": "1"
+}  # fmt: skip
+ETH = Interface("eth0", ("10.0.0.2",), True, 25000)
+SLOW = Interface("eth1", ("10.1.0.2",), True, 1000)
+LO = Interface("lo", ("127.0.0.1", "::1"), True, 0)
+
+
+def test_exit_code_is_1_after_a_failure_only():
+    ok, warning, failure = (Check(v, {0: ""}, v) for v in ("ok", "warning", "failure"))
+    assert checks.exit_code([]) == checks.exit_code([ok, warning]) == 0
+    assert checks.exit_code([warning, failure, ok]) == 1
+    assert checks.worst_verdict(["ok", "warning"]) == "warning"
+
+
+def test_rows_of_one_name_merge_and_say_whose_remedy_it_is():
+    rows = [Check("disk", {1: "full"}, "failure", "Free some."), Check("clock", {0: "x"}), Check("disk", {0: "fine"})]
+    disk, clock = checks.merge_checks(rows)
+    assert disk == Check("disk", {0: "fine", 1: "full"}, "failure", "Node 1: Free some.")
+    assert clock.name == "clock"
+    (both,) = checks.merge_checks([Check("a", {n: "v"}, "warning", "Do it.") for n in (0, 1)])
+    assert both.remedy == "Do it."
+
+
+@pytest.mark.parametrize(("nodes", "text"), [([3], "node 3"), ([0, 1, 2, 7], "nodes 0-2, 7"), ([4, 2], "nodes 2, 4")])
+def test_nodes_are_named_in_ranges(nodes, text):
+    assert checks.name_nodes(nodes) == text
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({}, None),
+        ({"NODE_RANK": ""}, "NODE_RANK is not set"),
+        ({"MASTER_ADDR": ""}, "MASTER_ADDR is not set"),
+        ({"NNODES": "two"}, "NNODES is 'two'"),
+        ({"NNODES": "0"}, "NNODES is '0'"),
+        ({"NODE_RANK": "-1"}, "NODE_RANK is '-1'"),
+        ({"GPUS_PER_NODE": "0"}, "GPUS_PER_NODE is '0'"),
+        ({"MASTER_PORT": "70000"}, "ports end at 65535"),
+        ({"NNODES": ""}, "NNODES is not set"),
+    ],
+)
+def test_the_variables_of_a_node(change, problem):
+    found = environment.check_environment(1, TWO | change, launched=False)
+    assert found.verdict == ("failure" if problem else "ok")
+    assert (problem or "") in found.remedy
+
+
+def test_no_variables_are_one_node_but_slurm_may_mean_more():
+    assert environment.check_environment(0, {}, launched=False).verdict == "ok"
+    found = environment.check_environment(0, {"SLURM_NNODES": "2"}, launched=False)
+    assert (found.verdict, "Slurm gave this job 2 nodes" in found.remedy) == ("warning", True)
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({}, None),
+        ({"NNODES": "2", "NODE_RANK": "1", "GPUS_PER_NODE": "2"}, None),
+        ({"WORLD_SIZE": ""}, "WORLD_SIZE not set"),
+        ({"RANK": "4"}, "contradict each other"),
+        ({"LOCAL_RANK": "2"}, "contradict each other"),
+        ({"WORLD_SIZE": "5"}, "do not divide 5"),
+        ({"MASTER_PORT": ""}, "MASTER_PORT is not set"),
+        ({"NNODES": "3"}, "NNODES is 3, but the launcher started 2"),
+        ({"NODE_RANK": "0"}, "NODE_RANK is 0, but to the launcher this is 1"),
+        ({"GPUS_PER_NODE": "8"}, "GPUS_PER_NODE is 8, but processes on this node are 2"),
+    ],
+)
+def test_the_variables_of_a_launcher(change, problem):
+    found = environment.check_environment(1, WORKER | change, launched=True)
+    assert found.verdict == ("failure" if problem else "ok"), found.remedy
+    assert (problem or "") in found.remedy
+
+
+def test_a_node_rank_out_of_range_is_refused():
+    assert environment.check_node_rank(1, 1, 2).verdict == "ok"
+    found = environment.check_node_rank(2, 2, 2)
+    assert (found.verdict, "ranks go from 0 to 1" in found.remedy) == ("failure", True)
+
+
+@pytest.mark.parametrize(
+    ("addresses", "nodes", "interface", "one_machine", "verdict"),
+    [
+        (["10.0.0.2"], 2, None, False, "ok"),
+        (["127.0.1.1"], 2, None, False, "failure"),
+        ([], 2, None, False, "failure"),
+        (["127.0.1.1"], 2, "eth0", False, "ok"),
+        (["127.0.1.1"], 2, None, True, "ok"),
+        (["127.0.1.1"], 1, None, False, "ok"),
+    ],
+)
+def test_a_host_name_that_others_cannot_follow_is_refused(addresses, nodes, interface, one_machine, verdict):
+    found = network.check_host_name(0, "node1", addresses, nodes, interface, one_machine)
+    assert found.verdict == verdict
+    assert ("GLOO_SOCKET_IFNAME" in found.remedy) is (verdict == "failure")
+
+
+@pytest.mark.parametrize(
+    ("name", "addresses", "local", "rank", "nodes", "verdict", "says"),
+    [
+        ("node1", ["10.0.0.1"], True, 0, 2, "ok", ""),
+        ("node1", ["10.0.0.1"], False, 1, 2, "ok", ""),
+        ("node1", ["10.0.0.1"], False, 0, 2, "failure", "is not this machine"),
+        ("node1", [], False, 1, 2, "failure", "does not resolve"),
+        ("node1", ["127.0.1.1"], True, 0, 2, "failure", "Debian"),
+        ("127.0.0.1", ["127.0.0.1"], True, 1, 2, "warning", "this one machine"),
+        ("node1", [], False, 0, 1, "ok", ""),
+    ],
+)
+def test_the_masters_name(name, addresses, local, rank, nodes, verdict, says):
+    found = network.check_master_address(rank, name, addresses, local, rank, nodes)
+    assert (found.verdict, says in found.remedy) == (verdict, True)
+
+
+def test_a_port_is_free_or_its_holder_is_named():
+    assert network.check_free_port(0, 6001, None).verdict == "ok"
+    found = network.check_free_port(0, 6001, "sshd (pid 7)")
+    assert (found.verdict, "by sshd (pid 7)" in found.remedy) == ("failure", True)
+
+
+@pytest.mark.parametrize(
+    ("outcome", "says"),
+    [
+        ("refused", "start node 0 too"),
+        ("timed out", "open the firewall for MASTER_PORT 6001"),
+        ("another program", "set another MASTER_PORT"),
+        ("no route to host", "no route to host; check MASTER_ADDR"),
+    ],
+)
+def test_a_master_that_does_not_answer_says_why(outcome, says):
+    found = network.check_master_answers(1, "node1", 6001, outcome, 60)
+    assert (found.verdict, says in found.remedy) == ("failure", True)
+    assert network.check_master_answers(1, "node1", 6001, "", 0.1).verdict == "ok"
+
+
+@pytest.mark.parametrize(
+    ("wanted", "name", "taken"),
+    [
+        ("eth", "eth0", True),
+        ("=eth", "eth0", False),
+        ("=eth0", "eth0", True),
+        ("^docker,lo", "eth0", True),
+        ("^docker,lo", "docker0", False),
+        ("^=eth0", "eth01", True),
+        ("ib,eth0", "ib3", True),
+    ],
+)
+def test_interface_names_follow_nccls_rules(wanted, name, taken):
+    assert network.matches(wanted, name) is taken
+
+
+@pytest.mark.parametrize(
+    ("by_route", "wanted", "verdict", "says"),
+    [
+        ("eth0", {}, "ok", ""),
+        ("eth1", {}, "warning", "1 Gbit/s, below the 10 Gbit/s"),
+        ("eth1", {"NCCL_SOCKET_IFNAME": "eth0"}, "ok", ""),
+        ("eth0", {"NCCL_SOCKET_IFNAME": "ib0"}, "failure", "no such interface that is up"),
+        ("eth0", {"GLOO_SOCKET_IFNAME": "eth"}, "failure", "no such interface"),
+        ("eth0", {"NCCL_SOCKET_IFNAME": "lo"}, "failure", "a loopback interface"),
+        ("docker0", {}, "warning", "container's own network"),
+    ],
+)
+def test_the_interface(by_route, wanted, verdict, says):
+    interfaces = [LO, ETH, SLOW, Interface("docker0", ("172.17.0.1",), True, 10000)]
+    found = network.check_network_interface(0, interfaces, by_route, wanted, 2)
+    assert (found.verdict, says in found.remedy) == (verdict, True), found
+
+
+def test_one_node_needs_no_interface():
+    assert network.check_network_interface(0, [LO], "lo", {"NCCL_SOCKET_IFNAME": "ib0"}, 1).verdict == "ok"
+
+
+def test_infiniband_ports_are_up_and_used():
+    port = {"name": "mlx5_0:1", "rate": "400 Gb/sec (4X NDR)", "state": "4: ACTIVE", "link_layer": "InfiniBand"}
+    assert network.check_infiniband(0, [], False, 2).verdict == "ok"
+    found = network.check_infiniband(0, [port], False, 2)
+    assert (found.verdict, found.values[0]) == ("ok", "mlx5_0:1 400 Gb/sec (4X NDR) InfiniBand ACTIVE")
+    assert "unset it" in network.check_infiniband(0, [port], True, 2).remedy
+    down = network.check_infiniband(0, [port | {"state": "1: DOWN"}], False, 2)
+    assert (down.verdict, "NCCL_IB_DISABLE=1" in down.remedy) == ("warning", True)
+    assert network.check_infiniband(0, [port | {"state": "1: DOWN"}], False, 1).verdict == "ok"
+
+
+@pytest.mark.parametrize(
+    ("error", "nodes", "verdict"), [(None, 2, "ok"), (0.01, 2, "ok"), (16.0, 2, "warning"), (16.0, 1, "ok")]
+)
+def test_the_clock(error, nodes, verdict):
+    assert machine.check_clock(0, error, nodes).verdict == verdict
+
+
+@pytest.mark.parametrize(
+    ("folder", "verdict", "says"),
+    [
+        (Folder("/o", free=20 * GIB), "ok", ""),
+        (Folder("/o", free=15 * GIB), "warning", "may not fit"),
+        (Folder("/o", free=9 * GIB), "failure", "Free space for checkpoints"),
+        (Folder("/o", error="Permission denied"), "failure", "cannot be written (Permission denied)"),
+    ],
+)
+def test_a_disk_holds_what_will_be_written(folder, verdict, says):
+    found = machine.check_folder("output folder", 0, folder, 10 * GIB, "checkpoints", "--output_dir")
+    assert (found.verdict, says in found.remedy) == (verdict, True)
+
+
+@pytest.mark.parametrize(
+    ("free", "processes", "gpu", "verdict"),
+    [(2 * GIB, 8, True, "ok"), (64 * 2**20, 8, True, "warning"), (64 * 2**20, 0, True, "warning"), (0, 1, False, "ok")],
+)
+def test_shared_memory(free, processes, gpu, verdict):
+    found = machine.check_shared_memory(0, free, free, processes, gpu)
+    assert (found.verdict, "--shm-size" in found.remedy) == (verdict, verdict == "warning")
+
+
+H200 = {"name": "NVIDIA H200", "memory": 150 * 10**9}
+SEEN = {"cpu": False, "hardware": True, "reason": "", "expected": None, "processes": 0, "visible": None}
+
+
+@pytest.mark.parametrize(
+    ("count", "change", "verdict", "says"),
+    [
+        (4, {}, "ok", ""),
+        (4, {"expected": 4, "processes": 4}, "ok", ""),
+        (3, {"expected": 4, "visible": "0,1,2"}, "failure", "3 are visible (CUDA_VISIBLE_DEVICES=0,1,2)"),
+        (2, {"processes": 4}, "failure", "4 processes were started for 2 GPUs"),
+        (4, {"processes": 2}, "warning", "2 GPUs stay idle"),
+        (0, {"reason": "driver too old"}, "failure", "driver too old"),
+        (0, {"hardware": False}, "warning", "--use_cpu"),
+        (0, {"hardware": False, "expected": 8}, "failure", "GPUS_PER_NODE is 8, but no GPU is here"),
+        (0, {"cpu": True, "expected": 8}, "ok", ""),
+    ],
+)
+def test_gpus(count, change, verdict, says):
+    found = machine.check_gpus(0, [H200] * count, **(SEEN | change))
+    assert (found.verdict, says in found.remedy) == (verdict, True), found
+
+
+def test_gpus_are_listed_by_kind():
+    assert (
+        machine.list_gpus([H200, H200, {"name": "L4", "memory": 24 * GIB}])
+        == "2 x NVIDIA H200 139.7 GiB, 1 x L4 24.0 GiB"
+    )
+
+
+@pytest.mark.parametrize(
+    ("driver_cuda", "torch_cuda", "verdict", "says"),
+    [
+        (13000, "13.0", "ok", ""),
+        (13010, "12.8", "ok", ""),
+        (12040, "12.8", "warning", "update the driver"),
+        (12080, "13.0", "failure", "Update the driver to one for CUDA 13"),
+        (None, "13.0", "warning", "nvidia-smi"),
+        (13000, None, "failure", "built without CUDA"),
+    ],
+)
+def test_the_driver_can_run_what_torch_was_built_for(driver_cuda, torch_cuda, verdict, says):
+    found = machine.check_driver(0, "580.1", driver_cuda, torch_cuda)
+    assert (found.verdict, says in found.remedy) == (verdict, True)
+
+
+def test_the_doctors_report():
+    bad = "=== Versions ===\ntorch 2.14\n\n=== Verdict: PROBLEMS FOUND ===\n- Set NCCL_P2P_DISABLE=1.\n- Look.\n"
+    assert machine.check_doctor(0, 0, "=== Verdict: OK ===\n").verdict == "ok"
+    found = machine.check_doctor(0, 1, bad)
+    assert (found.verdict, found.remedy) == ("failure", "Set NCCL_P2P_DISABLE=1. Look.")
+    assert machine.check_doctor(0, None, "did not end within 150 s").verdict == "warning"
+    assert (
+        machine.check_doctor(0, 2, "Traceback\nNotImplementedError: no").values[0] == "exit 2: NotImplementedError: no"
+    )

@@ -1,0 +1,62 @@
+"""Questions for --compare_answers: which rows are asked, and with what."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from tests.conftest import DEMO_MODEL
+from unsloth_ddp.data.formats import Example
+from unsloth_ddp.run.answers import Question, _generate, accuracy, questions
+
+ASK = {"role": "user", "content": "Hi"}
+ANSWER = {"role": "assistant", "content": "Hello."}
+SYSTEM = {"role": "system", "content": "Be brief."}
+CALL = {"type": "function", "function": {"name": "add", "arguments": {}}}
+TOOL = {"type": "function", "function": {"name": "look_up", "parameters": {}}}
+
+
+def test_only_rows_with_a_question_and_an_answer_are_asked(capsys: pytest.CaptureFixture[str]) -> None:
+    called = {"role": "assistant", "content": "", "tool_calls": [CALL]}
+    result = {"role": "tool", "content": "5"}
+    examples = [
+        Example([ASK, ANSWER], [TOOL]),
+        Example([ASK, called, result, ANSWER]),
+        Example([ANSWER]), Example([SYSTEM, ANSWER]), Example([ASK, ANSWER, ANSWER]), Example([ASK, ANSWER, ASK]),
+        Example([ASK, called]), Example([ASK, {**ANSWER, "content": " "}]), Example(text="Hi: Hello."),
+    ]  # fmt: skip
+    assert questions(examples) == [
+        Question([ASK], "Hello.", [TOOL]),
+        Question([ASK, called, result], "Hello."),
+    ]
+    assert "7 of 9 evaluation rows are not compared: they hold no question and answer." in capsys.readouterr().out
+
+
+def test_a_question_is_asked_with_its_tools() -> None:
+    tokenizer = AutoTokenizer.from_pretrained(DEMO_MODEL)
+    tokenizer.padding_side = "left"
+    tokenizer.chat_template = (
+        "{% for t in tools or [] %}{{ t.function.name }} {% endfor %}{% for m in messages %}{{ m.content }}{% endfor %}"
+    )
+    asked: list[str] = []
+
+    def generate(input_ids: torch.Tensor, **options: Any) -> torch.Tensor:
+        asked.extend(tokenizer.batch_decode(input_ids, skip_special_tokens=True))
+        return torch.nn.functional.pad(input_ids, (0, 1), value=tokenizer.eos_token_id)
+
+    model = SimpleNamespace(generate=generate, device="cpu")
+    assert _generate(model, tokenizer, [Question([ASK], "Hello.", [TOOL]), Question([ASK], "Hello.")]) == ["", ""]
+    assert [text.strip() for text in asked] == [
+        tokenizer.decode(tokenizer(text, add_special_tokens=False)["input_ids"]).strip()
+        for text in ("look_up Hi", "Hi")
+    ]
+
+
+def test_reasoning_before_an_answer_is_not_compared() -> None:
+    asked = [Question([ASK], "Hello."), Question([ASK], "<think>\nR\n</think>\n\nHello.")]
+    assert accuracy(asked, ["<think>\n\n</think>\n\nHello.", " Hello. "]) == 1
+    assert accuracy(asked, ["<think>Hello.</think>", "Hello"]) == 0

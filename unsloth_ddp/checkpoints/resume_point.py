@@ -1,0 +1,210 @@
+"""Find the checkpoint that a run resumes from, compare its run with this one, and bring it to every node."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import shutil
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from unsloth_ddp.checkpoints import manifest
+from unsloth_ddp.checkpoints.folders import step_folders
+from unsloth_ddp.checkpoints.manifest import Damaged, Manifest
+from unsloth_ddp.config.options import Settings
+from unsloth_ddp.distributed.runtime import Runtime
+from unsloth_ddp.distributed.wire import sendable
+from unsloth_ddp.utils.checksums import CHUNK
+from unsloth_ddp.utils.errors import UserError
+
+
+@sendable
+@dataclass(frozen=True)
+class ResumePoint:
+    """The checkpoint that a run resumes from."""
+
+    folder: Path
+    manifest: Manifest
+    of_this_run: bool = False
+
+    @property
+    def sentence(self) -> str:
+        """The line printed when a checkpoint was found without being named."""
+        step = self.manifest.step
+        return f"Resuming from {self.folder}, step {step}; use --overwrite or another --run_name to start again."
+
+    def compare(self, identity: dict[str, Any], anyway: bool) -> list[str]:
+        """Return a sentence for each difference between the checkpoint's run and this one.
+
+        Raises:
+            UserError: a difference changes what is learned and `anyway` is not set, or this run cannot read the checkpoint.
+        """
+        found = manifest.compare_runs(self.manifest.run, identity)
+        if found.impossible:
+            raise UserError(
+                f"{self.folder} cannot be resumed: {found.impossible[0]}, or start again with another --run_name."
+            )
+        if found.refused and not anyway:
+            raise UserError(
+                f"{self.folder} was made by another run ({', '.join(found.refused)}); {found.instead}, start "
+                "again with another --run_name, or give --resume_anyway."
+            )
+        sentences = [f"resume_anyway: {change}." for change in found.refused]
+        if found.reported:
+            sentences.append(
+                f"Changed since the checkpoint: {', '.join(found.reported)}. A step takes the same rows as before; "
+                "numbers are the same up to rounding, and dropout draws anew where the number of processes changed."
+            )
+        return sentences
+
+
+def find_resume_point(settings: Settings, runtime: Runtime, run_folder: Path, continues: bool) -> ResumePoint | None:
+    """Return the checkpoint to resume from, the same on every rank; None starts the run at step 0.
+
+    Args:
+        continues: `run_folder` holds an unfinished run that this one may continue.
+
+    Raises:
+        UserError: the folder named by --resume is not a whole checkpoint.
+    """
+    return runtime.broadcast_from_main(lambda: _find(settings, run_folder, continues))
+
+
+def named_folder(wanted: str) -> Path | None:
+    """Return the checkpoint folder that --resume names; None for auto and no.
+
+    Raises:
+        UserError: there is no such folder.
+    """
+    if wanted in ("auto", "no"):
+        return None
+    folder = Path(wanted).expanduser().resolve()
+    if not folder.is_dir():
+        raise UserError(f"resume {wanted}: there is no such folder; give a checkpoint folder, auto or no.")
+    return folder
+
+
+def _find(settings: Settings, run_folder: Path, continues: bool) -> ResumePoint | None:
+    wanted = settings.resume
+    if folder := named_folder(wanted):
+        try:
+            point = ResumePoint(folder, manifest.verify(folder), folder.parent == run_folder)
+        except Damaged as error:
+            raise UserError(f"resume {wanted} is not a whole checkpoint: {error}; give another, auto or no.") from None
+        if not settings.trust_checkpoint:
+            _refuse_pickles(point)
+        return _with_state(point)
+    if wanted == "no" or not continues:
+        return None
+    whole: dict[Path, Manifest] = {}
+    newest, skipped = manifest.newest(
+        step_folders(run_folder), lambda path: whole.setdefault(path, manifest.verify(path))
+    )
+    for damaged, problem in skipped:
+        print(f"{damaged.name} is skipped: {problem}.")
+    if newest is None:
+        print(f"{run_folder} holds an unfinished run without a whole checkpoint; it starts again at step 0.")
+        return None
+    return _with_state(ResumePoint(newest, whole[newest], of_this_run=True))
+
+
+def _refuse_pickles(point: ResumePoint) -> None:
+    """Refuse a checkpoint from elsewhere whose files run what they hold; the run's own folder is this user's."""
+    if not point.of_this_run and (name := manifest.pickled_file(point.manifest.files)):
+        raise UserError(
+            f"{point.folder} lies outside this run's folder, and reading {name} runs whatever code its writer put there; if "
+            "you know who wrote it add --trust_checkpoint, or give --run_name (and --output_dir) of the run that wrote it."
+        )
+
+
+def _with_state(point: ResumePoint) -> ResumePoint:
+    """Return `point` if it holds all that a resume needs.
+
+    The Trainer would otherwise resume with a new optimizer, schedule or random state, without a message.
+    """
+    if missing := manifest.missing_state(point.manifest.files):
+        raise UserError(
+            f"{point.folder} holds no {missing}, so a run cannot resume from it (save_only_model leaves that out); give "
+            "--resume another checkpoint, or start again with another --run_name."
+        )
+    return point
+
+
+def check_resume(point: ResumePoint, identity: dict[str, Any], settings: Settings, runtime: Runtime) -> list[str]:
+    """Run `point.compare` in the main process; every rank gets its sentences, or raises its refusal."""
+    return runtime.broadcast_from_main(lambda: point.compare(identity, settings.resume_anyway))
+
+
+def fetch(point: ResumePoint, runtime: Runtime) -> ResumePoint:
+    """Return the checkpoint as this node sees it: the main process sends its files to nodes that lack the folder.
+
+    The copy lies in a temporary folder of the node and is removed at the end of the run.
+
+    Raises:
+        UserError: a node did not receive every file whole.
+    """
+    ranks = runtime.ranks
+    try:
+        here = manifest.read_manifest(point.folder) == point.manifest
+    except Damaged:
+        here = False
+    seen = runtime.gather(here)
+    if all(seen):
+        return point
+    copy: Path | None = None
+    if not seen[ranks.node_main] and ranks.is_local_main:
+        copy = Path(tempfile.mkdtemp(prefix="unsloth_ddp_checkpoint_"))
+        runtime.cleanup.callback(shutil.rmtree, copy, ignore_errors=True)
+    for name, (size, _) in point.manifest.files.items():
+        _send_file(point.folder / name, copy / name if copy else None, size, runtime)
+    problem = None
+    if copy:
+        (copy / manifest.FILE_NAME).write_text(point.manifest.to_text(), encoding="utf-8")
+        try:
+            manifest.verify(copy)
+        except (Damaged, OSError) as error:
+            problem = f"node {ranks.node_rank}: {error}"
+    problems = [text for text in runtime.gather(problem) if text]
+    if problems:
+        raise UserError(
+            f"{point.folder} did not reach every node whole ({problems[0]}); check their temporary folders."
+        )
+    own = runtime.broadcast_from_node_main(lambda: copy and str(copy))
+    return point if own is None else dataclasses.replace(point, folder=Path(own))
+
+
+def _send_file(source: Path, target: Path | None, size: int, runtime: Runtime) -> None:
+    """Broadcast one file from the main process; a part that cannot be read or written shows in its checksum."""
+    import torch
+    import torch.distributed as dist
+
+    with contextlib.ExitStack() as files:
+        reading = writing = None
+        with contextlib.suppress(OSError):
+            if runtime.ranks.is_main:
+                reading = files.enter_context(source.open("rb"))
+            if target:
+                target.parent.mkdir(parents=True, exist_ok=True)
+                writing = files.enter_context(target.open("wb"))
+        for offset in range(0, size, CHUNK):
+            part = torch.zeros(min(CHUNK, size - offset), dtype=torch.uint8)
+            with contextlib.suppress(OSError):
+                if reading:
+                    reading.readinto(part.numpy().data)
+            dist.broadcast(part, src=0, group=runtime.control_group)
+            with contextlib.suppress(OSError):
+                if writing:
+                    writing.write(part.numpy().data)
+
+
+def make_cpu_checkpoints_readable() -> None:
+    """Teach torch.load the location tag "cpu:0" that CPU processes write and no release of torch reads back."""
+    import torch
+
+    torch.serialization.register_package(
+        100,
+        lambda storage: None,
+        lambda storage, location: storage if location.startswith("cpu:") else None,
+    )

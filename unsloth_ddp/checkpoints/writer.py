@@ -1,0 +1,286 @@
+"""Write checkpoints that are whole or absent: aside, flushed to disk, described by a manifest, moved by one rename.
+
+    <run>/checkpoint.partial/checkpoint-20/   while it is written; never offered, removed by the next save
+    <run>/checkpoint-20/                      whole: manifest.json lists every file with its size and checksum
+
+All ranks take part in a save and agree after each part of it, so that a failure on one of them (a full disk) is told
+by the main process, leaves the last whole checkpoint, and keeps nobody waiting.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import secrets
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from unsloth_ddp.checkpoints import manifest
+from unsloth_ddp.checkpoints.folders import is_whole, step_folders
+from unsloth_ddp.checkpoints.manifest import Manifest
+from unsloth_ddp.distributed.runtime import Runtime
+from unsloth_ddp.utils.durable_writes import flush, flush_one, is_write_error, reason
+from unsloth_ddp.utils.errors import UserError
+
+ASIDE, FINAL_ASIDE = "checkpoint.partial", "model.partial"
+MARGIN = 64 * 1024
+
+
+def is_shared(runtime: Runtime, run_folder: Path) -> bool:
+    """Return whether every node sees the main process's run folder; each node's own has to exist by now."""
+    if runtime.ranks.nodes == 1:
+        return True
+    mark = runtime.broadcast_from_main(lambda: f".shared-{secrets.token_hex(8)}")
+    runtime.on_main((run_folder / mark).touch)
+    deadline = time.monotonic() + 5
+    while not (run_folder / mark).exists() and time.monotonic() < deadline:
+        time.sleep(0.2)
+    everywhere = all(runtime.gather((run_folder / mark).exists()))
+    runtime.on_main(lambda: (run_folder / mark).unlink(missing_ok=True))
+    return everywhere
+
+
+def check_shared(runtime: Runtime, run_folder: Path, shared: bool) -> None:
+    """Refuse sharded checkpoints on several nodes without a shared folder.
+
+    Raises:
+        UserError: every rank would write a part of each checkpoint to a disk of its own.
+    """
+    if not shared and runtime.sharding != "none":
+        raise UserError(
+            f"sharding {runtime.sharding} over {runtime.ranks.nodes} nodes needs an output_dir that all of them share, "
+            f"because every node holds a part of each checkpoint, but {run_folder} is not the same folder everywhere; "
+            "put --output_dir on a shared disk, or use multi_node.yaml (DDP)."
+        )
+
+
+def to_remove(steps: list[int], written: int, best: int | None, limit: int | None) -> list[int]:
+    """Return which whole checkpoints to remove now that `written` is whole.
+
+    Later steps belong to a course that this run left by resuming at an earlier one. Among the rest the oldest go
+    first; the one just written and the best one stay.
+    """
+    left = [step for step in steps if step > written]
+    rest = sorted(step for step in steps if step <= written)
+    if limit is None:
+        return left
+    kept = {written, best} & set(rest)
+    spare = [step for step in rest if step not in kept]
+    return left + spare[: max(0, len(rest) - max(limit, len(kept)))]
+
+
+class Checkpoints:
+    """Writes the checkpoints of one run.
+
+    Args:
+        identity: what identifies the run (see identity.run_identity); written into every manifest.
+        versions: package versions.
+        limit: how many to keep; None keeps all.
+        weights_bytes: size of the trained weights; a save that has no room for them is not begun.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        run_folder: Path,
+        identity: dict[str, Any],
+        versions: dict[str, str],
+        limit: int | None,
+        weights_bytes: int = 0,
+    ) -> None:
+        self.runtime = runtime
+        self.folder = run_folder
+        self.identity = identity
+        self.versions = versions
+        self.limit = limit
+        self.weights_bytes = weights_bytes
+        # All nodes see the run's folder (see open).
+        self.shared = True
+        self.last: Path | None = None
+        self.failed: str | None = None
+        self.written = 0
+        self._failure: Exception | None = None
+
+    def open(self) -> None:
+        """Find out whether all nodes see the run's folder, which exists by now.
+
+        Raises:
+            UserError: the sharding needs a shared folder, and there is none.
+        """
+        self.shared = is_shared(self.runtime, self.folder)
+        check_shared(self.runtime, self.folder, self.shared)
+
+    def update_identity(self, **changed: Any) -> None:
+        """Record what was decided after the run began: the micro-batch, the gradient checkpointing."""
+        self.identity |= changed
+
+    def resumed_from(self, folder: Path) -> None:
+        """Record the run's own checkpoint that it resumes from as its last whole one."""
+        self.last = folder
+
+    def save(self, step: int, write: Callable[[Path], None], best: Callable[[], int | None] = lambda: None) -> bool:
+        """Write the checkpoint of `step` on all ranks, and return whether it is whole.
+
+        Args:
+            write: writes checkpoint-<step>/ into the folder that it is given; runs on every rank.
+            best: returns the step of the best checkpoint, which is kept; called after the write.
+        """
+        ranks, aside = self.runtime.ranks, self.folder / ASIDE
+        target = aside / f"checkpoint-{step}"
+        self._failure = None
+        parts: list[tuple[bool, Callable[[], None]]] = [
+            (ranks.is_main, lambda: self._prepare(aside)),
+            (True, lambda: write(aside)),
+            (ranks.is_local_main, lambda: flush(target) if target.exists() else None),
+            (ranks.is_main, lambda: self._publish(step, target)),
+        ]
+        for mine, part in parts:
+            if mine:
+                self.attempt(part)
+            if problem := self._problem():
+                self._give_up(step, aside, problem)
+                return False
+        self.last, self.failed, self.written = self.folder / target.name, None, self.written + 1
+        if ranks.is_main:
+            self._tidy(step, best())
+        return True
+
+    def save_final(self, write: Callable[[Path], None]) -> str | None:
+        """Write the trained adapter or model and move its files into the run's folder; return why, if it failed.
+
+        Args:
+            write: writes the files into the folder that it is given; runs on every rank.
+        """
+        aside = self.folder / FINAL_ASIDE
+        self._failure = None
+        main = self.runtime.ranks.is_main
+        for mine, part in (
+            (main, lambda: self._prepare(aside)),
+            (True, lambda: write(aside)),
+            (main, lambda: self._move_out(aside)),
+        ):
+            if mine:
+                self.attempt(part)
+            if problem := self._problem():
+                if main:
+                    shutil.rmtree(aside, ignore_errors=True)
+                return problem
+        return None
+
+    def _move_out(self, aside: Path) -> None:
+        flush(aside)
+        for path in sorted(aside.iterdir()):
+            path.replace(self.folder / path.name)
+        flush_one(self.folder)
+        aside.rmdir()
+
+    def save_folder(self, name: str, write: Callable[[Path], None]) -> str | None:
+        """Write the folder `name` of the run in the main process, whole or not at all; return why, if it failed.
+
+        Args:
+            write: writes its files into the folder that it is given, which does not exist yet.
+        """
+        aside, target = self.folder / f"{name}.partial", self.folder / name
+
+        def write_and_move() -> None:
+            try:
+                shutil.rmtree(aside, ignore_errors=True)
+                write(aside)
+                flush(aside)
+                shutil.rmtree(target, ignore_errors=True)
+                aside.rename(target)
+            finally:
+                shutil.rmtree(aside, ignore_errors=True)
+
+        return self.in_main(write_and_move)
+
+    def in_main(self, work: Callable[[], Any]) -> str | None:
+        """Run `work` in the main process; return on every rank why it could not write, or None."""
+
+        def tried() -> str | None:
+            try:
+                work()
+            except Exception as error:
+                if not is_write_error(error):
+                    raise
+                return reason(error, self.folder)
+            return None
+
+        return self.runtime.broadcast_from_main(tried)
+
+    @contextlib.contextmanager
+    def every_write_attempted(self) -> Iterator[None]:
+        """Record a failed torch.save inside a library's sharded save instead of raising it.
+
+        Such a save has collectives between its files, in which the other ranks would wait for the one that failed.
+        """
+        import torch
+
+        save = torch.save
+        torch.save = lambda *args, **kwargs: self.attempt(lambda: save(*args, **kwargs))
+        try:
+            yield
+        finally:
+            torch.save = save
+
+    def attempt(self, work: Callable[[], Any]) -> None:
+        """Run `work`; record a failed write and continue, because the other ranks wait for this one."""
+        try:
+            work()
+        except Exception as error:
+            if not is_write_error(error):
+                raise
+            self._failure = self._failure or error
+
+    def _problem(self) -> str | None:
+        mine = None if self._failure is None else reason(self._failure, self.folder)
+        for rank, problem in enumerate(self.runtime.gather(mine)):
+            if problem is not None:
+                return problem if rank == 0 else f"rank {rank}: {problem}"
+        return None
+
+    def _prepare(self, aside: Path) -> None:
+        if aside.exists():
+            shutil.rmtree(aside)
+        if not self.folder.is_dir():
+            print(f"{self.folder} was removed while the run trained; it is made again for what follows.", flush=True)
+        aside.mkdir(parents=True)
+        # A save without enough room for the weights is not begun.
+        if shutil.disk_usage(aside).free < self.weights_bytes + MARGIN:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(aside))
+
+    def _publish(self, step: int, target: Path) -> None:
+        described = Manifest(step, self.identity, self.versions, manifest.describe_files(target))
+        path = target / manifest.FILE_NAME
+        path.write_text(described.to_text(), encoding="utf-8")
+        for written in (path, target):
+            flush_one(written)
+        final = self.folder / target.name
+        if final.exists():
+            final.rename(target.parent / f"replaced-{step}")
+        target.rename(final)
+        flush_one(self.folder)
+
+    def _tidy(self, step: int, best: int | None) -> None:
+        """Remove checkpoints over the limit, damaged or left behind; they are renamed first, because removing is slow."""
+        folders = step_folders(self.folder)
+        whole = [number for number, path in folders.items() if is_whole(path)]
+        damaged = [number for number in folders if number not in whole]
+        aside = self.folder / ASIDE
+        try:
+            for number in [*damaged, *to_remove(whole, step, best, self.limit)]:
+                folders[number].rename(aside / f"removed-{number}")
+        except OSError as error:
+            print(f"An older checkpoint could not be removed: {reason(error, self.folder)}.")
+        shutil.rmtree(aside, ignore_errors=True)
+
+    def _give_up(self, step: int, aside: Path, problem: str) -> None:
+        self.failed = f"checkpoint-{step} could not be written: {problem}"
+        if self.runtime.ranks.is_main:
+            shutil.rmtree(aside, ignore_errors=True)
+            kept = f"{self.last.name} stays the last whole one" if self.last else "there is no earlier one"
+            print(f"{self.failed}; {kept}. The next save tries again.", flush=True)

@@ -1,0 +1,249 @@
+"""List the names that other tools give to options, each with the kit's option and value, or the reason why there is none.
+
+The one table serves the refusal of an unknown option, `python -m unsloth_ddp.port`, and docs/from-elsewhere.md. Names
+are those of axolotl 067b021, LLaMA-Factory ff6d4d1, TRL 1.15 with Transformers 5.17, ms-swift 3602360, and the
+fine-tuning scripts of Qwen's and MiniCPM's guides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+TOOLS = {"A": "axolotl", "L": "LLaMA-Factory", "T": "TRL", "S": "ms-swift", "G": "guides"}
+
+
+@dataclass(frozen=True)
+class Alias:
+    """What an option of another tool is called here.
+
+    Attributes:
+        tools: Letters of TOOLS.
+        option: The option that takes the value unchanged.
+        values: By value (in lower case), the options to give instead; an empty mapping where nothing has to be given.
+        note: Why a value that is not in `values` has no option, and what to do.
+    """
+
+    tools: str
+    option: str | None = None
+    values: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    note: str = ""
+
+    def translate(self, value: Any) -> dict[str, Any] | None:
+        """Return the options that say the same as `value`, or None where there are none."""
+        known = self.values.get(str(value).lower())
+        if known is not None:
+            return dict(known)
+        return {self.option: value} if self.option else None
+
+
+# Option -> names that take the same values: "name/tools".
+RENAMED = {
+    "model": "base_model/A model_name_or_path/LTG model_name/G model_id/G model_path/G base_model_name/G pretrained_model_name_or_path/G",
+    "model_revision": "revision_of_model/A revision/G",
+    "attn_implementation": "attn_impl/S",
+    "lora_r": "lora_rank/LSG r/G rank/G",
+    "lora_target_modules": "target_modules/S",
+    "lora_modules_to_save": "modules_to_save/S additional_target/L",
+    "use_rslora": "peft_use_rslora/A",
+    "dataset": "dataset_name/T data_path/G train_file/G train_data/G data_files/G train_dataset/G",
+    "dataset_split": "dataset_train_split/T",
+    "eval_dataset_split": "dataset_test_split/T",
+    "eval_dataset": "val_dataset/S eval_data_path/G validation_file/G eval_file/G",
+    "eval_fraction": "val_size/L split_dataset_ratio/S val_set_size/A validation_split/G",
+    "max_length": "sequence_len/A cutoff_len/L max_seq_length/T max_seq_len/G model_max_length/G seq_length/G max_model_len/S block_size/G",
+    "streaming": "dataset_streaming/T",
+    "shuffle_buffer": "buffer_size/L shuffle_buffer_size/S",
+    "dataset_num_proc": "preprocessing_num_workers/L dataset_processes/A",
+    "per_device_train_batch_size": "micro_batch_size/A micro_batch/G per_gpu_train_batch_size/G",
+    "per_device_eval_batch_size": "eval_batch_size/A per_gpu_eval_batch_size/G",
+    "global_batch_size": "total_batch_size/G train_batch_size/G effective_batch_size/G",
+    "gradient_accumulation_steps": "grad_accum/G gradient_accumulation/G accumulation_steps/G",
+    "num_train_epochs": "num_epochs/A epochs/G",
+    "learning_rate": "lr/G",
+    "lr_scheduler_type": "lr_scheduler/A scheduler/G",
+    "warmup_steps": "warmup_ratio/ALTSG",
+    "optim": "optimizer/A",
+    "eval_strategy": "evaluation_strategy/T",
+    "loss_on": "train_on/G",
+    "ddp_find_unused_parameters": "find_unused_parameters/G",
+}  # fmt: skip
+
+_QLORA, _LORA, _FULL = {"method": "qlora"}, {"method": "lora"}, {"method": "full"}
+_NOTHING: dict[str, Any] = {}
+_NOT_4_BIT = "8-bit base weights are not offered; method lora keeps the base in 16 bit, method qlora in 4 bit"
+_METHODS = "the methods are lora, qlora and full"
+
+# "name/tools" -> value -> options, and what is said of other values.
+VALUED: dict[str, tuple[dict[str, dict[str, Any]], str]] = {
+    "load_in_4bit/ATG": ({"true": _QLORA, "false": _NOTHING}, "give method qlora"),
+    "q_lora/G qlora/G": ({"true": _QLORA, "false": _NOTHING}, "give method qlora"),
+    "quantization_bit/L quant_bits/S": ({"4": _QLORA, "none": _NOTHING}, _NOT_4_BIT),
+    "load_in_8bit/ATG": ({"false": _NOTHING}, _NOT_4_BIT),
+    "adapter/A": ({"lora": _LORA, "qlora": _QLORA, "none": _FULL}, _METHODS),
+    "finetuning_type/L tuner_type/S train_type/S sft_type/S": ({"lora": _LORA, "full": _FULL}, _METHODS),
+    "use_lora/G use_peft/T peft/G": ({"true": _LORA, "false": _FULL}, "give method lora"),
+    "full_finetuning/G": ({"true": _FULL, "false": _NOTHING}, "give method full"),
+    "lora_target_linear/A": (
+        {"true": {"lora_target_modules": ["all-linear"]}, "false": _NOTHING}, "name them in lora_target_modules",
+    ),
+    "lora_target/L": ({"all": {"lora_target_modules": ["all-linear"]}}, "name them in lora_target_modules"),
+    "use_unsloth/L": ({"true": {"backend": "unsloth"}, "false": _NOTHING}, "give backend unsloth"),
+    "tuner_backend/S": ({"unsloth": {"backend": "unsloth"}, "peft": _NOTHING}, "give backend unsloth"),
+    "bf16/ALTSG": (
+        {"true": {"precision": "bf16"}, "auto": _NOTHING, "full": {"precision": "bf16"}, "false": _NOTHING},
+        "give precision bf16",
+    ),
+    "fp16/ALTSG": ({"true": {"precision": "fp16"}, "false": _NOTHING}, "give precision fp16"),
+    "bfloat16/A": ({"true": {"precision": "bf16"}, "false": _NOTHING}, "give precision bf16"),
+    "float16/A": ({"true": {"precision": "fp16"}, "false": _NOTHING}, "give precision fp16"),
+    "mixed_precision/G": (
+        {"bf16": {"precision": "bf16"}, "fp16": {"precision": "fp16"}, "no": {"precision": "fp32"}}, "give precision",
+    ),
+    "dtype/TG torch_dtype/TSG": (
+        {"bfloat16": {"precision": "bf16"}, "float16": {"precision": "fp16"}, "float32": _NOTHING, "auto": _NOTHING},
+        "give precision, and full_weights for the trained weights of method full",
+    ),
+    "pure_bf16/L": ({"true": {"precision": "bf16", "full_weights": "bf16"}, "false": _NOTHING}, "give full_weights bf16"),
+    "sample_packing/A neat_packing/L": (
+        {"true": {"packing": "on"}, "false": _NOTHING, "auto": _NOTHING}, "give packing on",
+    ),
+    "padding_free/TS": ({"true": {"packing": "on"}, "false": _NOTHING}, "give packing on"),
+    "excess_length_strategy/A": ({"drop": {"overlong": "drop"}, "truncate": {"overlong": "truncate"}}, "give overlong"),
+    "truncation_strategy/S": (
+        {"delete": {"overlong": "drop"}, "right": {"overlong": "truncate"}}, "give overlong drop or truncate",
+    ),
+    "train_on_inputs/A train_on_prompt/L": (
+        {"true": {"loss_on": "all"}, "false": {"loss_on": "assistant"}}, "give loss_on assistant or all",
+    ),
+    "assistant_only_loss/T completion_only_loss/T": (
+        {"true": {"loss_on": "assistant"}, "false": {"loss_on": "all"}}, "give loss_on assistant or all",
+    ),
+    "loss_scale/S": ({"default": {"loss_on": "assistant"}, "all": {"loss_on": "all"}}, "give loss_on assistant or all"),
+    "disable_gradient_checkpointing/L": (
+        {"true": {"gradient_checkpointing": "none"}, "false": _NOTHING}, "give gradient_checkpointing none",
+    ),
+    "use_gradient_checkpointing/G": (
+        {"true": {"gradient_checkpointing": "torch"}, "unsloth": {"gradient_checkpointing": "unsloth"},
+         "false": {"gradient_checkpointing": "none"}},
+        "give gradient_checkpointing",
+    ),
+    "resume_from_checkpoint/ALTSG": (
+        {"true": {"resume": "auto"}, "false": {"resume": "no"}, "none": _NOTHING}, "give resume with the checkpoint's folder",
+    ),
+    "auto_resume_from_checkpoints/A": ({"true": {"resume": "auto"}, "false": _NOTHING}, "give resume auto"),
+    "evals_per_epoch/A": ({"1": {"eval_strategy": "epoch"}, "0": {"eval_strategy": "no"}}, "give eval_steps"),
+    "saves_per_epoch/A": ({"1": {"save_strategy": "epoch"}, "0": {"save_strategy": "no"}}, "give save_steps"),
+    "do_train/LT plot_loss/L save_safetensors/A strict/A": ({"true": _NOTHING, "false": _NOTHING}, "leave it out"),
+    "do_eval/T": ({"true": _NOTHING, "false": {"eval_strategy": "no"}}, "give eval_strategy"),
+    "stage/L": ({"sft": _NOTHING}, "the kit does supervised fine-tuning only (for pt: rows with a text column and loss_on all)"),
+    "use_tensorboard/A": ({"true": {"report_to": ["tensorboard"]}, "false": _NOTHING}, "give report_to tensorboard"),
+    "use_wandb/A": ({"true": {"report_to": ["wandb"]}, "false": _NOTHING}, "give report_to wandb"),
+    "use_mlflow/A": ({"true": {"report_to": ["mlflow"]}, "false": _NOTHING}, "give report_to mlflow"),
+    "use_swanlab/AL": ({"true": {"report_to": ["swanlab"]}, "false": _NOTHING}, "give report_to swanlab"),
+    "use_comet/A": ({"true": {"report_to": ["comet_ml"]}, "false": _NOTHING}, "give report_to comet_ml"),
+    "use_trackio/A": ({"true": {"report_to": ["trackio"]}, "false": _NOTHING}, "give report_to trackio"),
+}  # fmt: skip
+
+_LAUNCHER = (
+    "the launcher shards the weights: accelerate launch --config_file accelerate_configs/zero2.yaml (or zero3.yaml, "
+    "fsdp2.yaml) train_ddp.py"
+)
+_ADAPTER = (
+    "an adapter is not trained further; merge it into its base and give the result as model, or continue an "
+    "unfinished run with resume"
+)
+_BY_CONFIG = "it follows from the model's own files"
+_TOKENIZER = "change the tokenizer's files instead"
+_WANDB = "give report_to wandb, and WANDB_PROJECT, WANDB_ENTITY and WANDB_NAME in the environment"
+_PREPARED = "rows are read and tokenized at every start"
+_OTHER_TASK = "the kit does supervised fine-tuning only"
+_OTHER_LORA = "variants of LoRA other than use_rslora are not offered"
+_OTHER_OPTIMIZER = "the optimizers are those of Transformers; give optim"
+_VISION = "the kit trains language models on text"
+_ROWS_BY_COLUMN = (
+    "rows are read by the names of their columns (docs: messages, conversations, instruction, prompt, text)"
+)
+_KERNELS = "Unsloth's kernels are used where an accelerator is found"
+_SHARED = "only data parallelism, ZeRO and FSDP2 are offered"
+
+# "name/tools ..." -> why there is no option.
+WITHOUT = {
+    "deepspeed/ALTSG fsdp/ALTS fsdp_config/ATS fsdp_version/A dp_shard_size/A dp_replicate_size/A fsdp_final_state_dict_type/A "
+    "fsdp_transformer_layer_cls_to_wrap/L deepcompile/A": _LAUNCHER,
+    "lora_model_dir/A adapter_name_or_path/L adapters/S lora_path/G": _ADAPTER,
+    "model_type/AS tokenizer_type/A processor_type/A base_model_config/A tokenizer_config/A tokenizer_use_fast/A use_fast_tokenizer/L "
+    "tokenizer_legacy/A is_llama_derived_model/A is_mistral_derived_model/A is_falcon_derived_model/A is_qwen_derived_model/A "
+    "tokenizer_name_or_path/G config_name/G rope_scaling/ALS low_cpu_mem_usage/ALG use_cache/T": _BY_CONFIG,
+    "special_tokens/A tokens/A eos_token/T pad_token/T added_tokens_overrides/A eot_tokens/A resize_token_embeddings_to_32x/A "
+    "add_tokens/L add_special_tokens/L resize_vocab/L new_special_tokens/S split_special_tokens/L": _TOKENIZER,
+    "template/LS conversation_template/G default_system/L system/S default_system_message/A enable_thinking/L tool_format/L "
+    "agent_template/S": "the tokenizer's own chat template is used; give another as chat_template, and a system message in the rows",
+    "chat_template_jinja/A": "write it to a file and give that as chat_template",
+    "chat_template_path/T": "give the Jinja file as chat_template",
+    "wandb_project/A wandb_entity/A wandb_name/A wandb_run_id/A wandb_mode/A wandb_watch/A wandb_log_model/A": _WANDB,
+    "mlflow_tracking_uri/A mlflow_experiment_name/A swanlab_project/AL swanlab_run_name/L swanlab_mode/AL": "set the tracker's own environment variables",
+    "dataset_prepared_path/A overwrite_cache/L tokenized_path/L cache_dir/LG push_dataset_to_hub/A skip_prepare_dataset/A "
+    "load_from_cache_file/S cached_dataset/S dataset_keep_in_memory/A preprocessing_batch_size/L": _PREPARED,
+    "max_samples/L": "give fewer rows: a smaller file, or dataset_split train[:1000] of a Hub dataset",
+    "datasets/AT test_datasets/A": "name the files or Hub ids in dataset and eval_dataset",
+    "dataset_dir/L dataset_info/L": "name the files or Hub ids themselves in dataset",
+    "dataset_text_field/T remove_unused_columns/ATS columns/S dataset_kwargs/T field_messages/A": _ROWS_BY_COLUMN,
+    "lazy_preprocess/G": "give streaming with max_steps where the rows are too many to tokenize beforehand",
+    "pretraining_dataset/A": "give the rows (with a text column) as dataset, with streaming and max_steps, and loss_on all",
+    "shuffle_merged_datasets/A dataset_shuffle/S disable_shuffling/L shuffle_dataset/T train_dataloader_shuffle/S": "rows are shuffled by seed in every epoch",
+    "group_by_length/ATS": "rows of like length are padded together already",
+    "pad_to_sequence_len/A eval_sample_packing/A pad_to_multiple_of/AT sample_packing_group_size/A sample_packing_bin_size/A "
+    "sample_packing_eff_est/A multipack_real_batches/A packing_strategy/T eval_packing/T batch_flattening/A": "packing decides it",
+    "batch_size/AG": "give global_batch_size (rows in one step over all processes) or per_device_train_batch_size",
+    "flash_attention/A flash_attn/L sdp_attention/A xformers_attention/A eager_attention/A flex_attention/A use_flash_attn/G "
+    "s2_attention/A shift_attn/L flash_attn_cross_entropy/A flash_attn_rms_norm/A sdpa_varlen/A": "the backend chooses its attention; attn_implementation is for the transformers backend",
+    "plugins/A liger_rope/A liger_rms_norm/A liger_glu_activation/A liger_layer_norm/A liger_fused_linear_cross_entropy/A enable_liger_kernel/L "
+    "cut_cross_entropy/A lora_mlp_kernel/A lora_qkv_kernel/A lora_o_kernel/A use_kernels/A chunked_cross_entropy/A use_unsloth_gc/L "
+    "use_reentrant_gc/L activation_offloading/A": _KERNELS,
+    "rl/A trl/A reward_model/A ref_model/L pref_beta/L pref_loss/L rlhf_type/S task_type/S num_labels/A process_reward_model/A "
+    "do_predict/L predict_with_generate/LS": _OTHER_TASK,
+    "use_dora/LTS peft_use_dora/A pissa_init/L loftq_config/A loraplus_lr_ratio/AL lorap_lr_ratio/S init_weights/S relora/A "
+    "lora_target_parameters/AT peft_layers_to_transform/A lora_bias/S freeze_trainable_layers/L unfrozen_parameters/A "
+    "lora_fan_in_fan_out/A lora_on_cpu/A peft_init_lora_weights/A lora_rank_pattern/A lora_task_type/T": _OTHER_LORA,
+    "use_galore/LS use_apollo/L use_badam/L use_adam_mini/L use_muon/L lisa_n_layers/A": _OTHER_OPTIMIZER,
+    "image_max_pixels/L video_max_pixels/L max_pixels/S freeze_vision_tower/L freeze_vit/S freeze_multi_modal_projector/L "
+    "freeze_language_model/L freeze_aligner/S freeze_llm/S fix_vit/G tune_vision/G tune_llm/G max_slice_nums/G": _VISION,
+    "quantization_method/L quant_method/S double_quantization/L quantization_type/L bnb_4bit_quant_type/TS bnb_4bit_compute_dtype/S "
+    "bnb_4bit_use_double_quant/S use_bnb_nested_quant/T bnb_config_kwargs/A gptq/A": "method qlora quantizes with bitsandbytes to NF4, nested",
+    "tensor_parallel_size/A context_parallel_size/A sequence_parallel_degree/A sequence_parallel_size/S expert_parallel_size/A "
+    "use_mca/L use_megatron_bridge/L": _SHARED,
+    "fp8/AL": "FP8 is not offered",
+    "overwrite_output_dir/LTG": "give overwrite to replace an earlier run of the same name",
+    "logging_dir/TSG": "logs are written to the run's folder",
+    "save_only_model/ALTS": "a run continues only with the state of its optimizer; save_total_limit keeps fewer checkpoints",
+    "early_stopping_patience/A early_stopping_steps/L loss_watchdog_threshold/A loss_watchdog_patience/A": "early stopping is not offered; load_best_model_at_end in trainer_args takes the best checkpoint",
+    "hub_strategy/ATS hub_always_push/T": "push_to_hub uploads once, when the run has ended",
+    "hub_token/TSG hf_hub_token/L hf_use_auth_token/A": "give it as HF_TOKEN in the environment, or log in once (hf auth login)",
+    "ddp_backend/S local_rank/TG world_size/A device_map/ALSG ddp/A device/AG max_memory/AS gpu_memory_limit/A n_gpu/G num_gpus/G": "the launcher and the devices decide it",
+    "mask_history/L": "every assistant turn of a chat is trained",
+    "label_smoothing_factor/T neat_loss/G": "the loss is the negative log-likelihood of the supervised tokens",
+    "use_hf/S use_ray/AS ray_num_workers/L": "models and datasets come from the Hugging Face Hub or a folder, and processes from the launcher",
+}  # fmt: skip
+
+
+def _read() -> dict[str, Alias]:
+    table: dict[str, Alias] = {}
+
+    def add(words: str, **meaning: Any) -> None:
+        for word in words.split():
+            name, tools = word.split("/")
+            assert name not in table, name
+            table[name] = Alias(tools, **meaning)
+
+    for option, words in RENAMED.items():
+        add(words, option=option)
+    for words, (values, note) in VALUED.items():
+        add(words, values=values, note=note)
+    for words, note in WITHOUT.items():
+        add(words, note=note)
+    return table
+
+
+ALIASES: Mapping[str, Alias] = _read()

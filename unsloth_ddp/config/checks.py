@@ -1,0 +1,142 @@
+"""Refuse settings that contradict each other or cannot be meant, before torch is imported."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from unsloth_ddp.config.options import OPTIONS, DataSettings, Settings, TrainingSettings
+from unsloth_ddp.config.trainer_args import check_trainer_args
+from unsloth_ddp.config.upstream_names import check_name, choose_trackers, known_names
+from unsloth_ddp.utils.errors import UserError
+from unsloth_ddp.utils.redaction import find_secret
+
+
+def check_settings(settings: Settings) -> None:
+    """Refuse settings that cannot be meant.
+
+    Raises:
+        UserError: naming the first fault found and its fix.
+    """
+    _check_secrets(settings)
+    if not settings.model:
+        raise UserError("No model: give --model with a Hub id or a folder.")
+    if not settings.dataset:
+        raise UserError("No training data: give --dataset with a file or a Hub id.")
+    for name, declared in OPTIONS.items():
+        declared.check(name, getattr(settings, name))
+    if settings.max_steps == 0:
+        raise UserError("max_steps is 0, so nothing would be trained; give a positive number, or -1 to follow epochs.")
+    if settings.packing == "off" and settings.global_batch_tokens is not None:
+        raise UserError(
+            f"global_batch_tokens {settings.global_batch_tokens} needs packed rows, but packing is off; give "
+            "--global_batch_size instead, or --packing auto."
+        )
+    if settings.merge and settings.method == "full":
+        raise UserError("merge is for lora and qlora; method full already writes a whole model, so leave merge out.")
+    _check_evaluation(settings)
+    _check_names(settings)
+    check_trainer_args(settings.trainer_args)
+    _check_streaming(settings)
+    _check_run_name(settings.run_name)
+    _check_paths(settings)
+
+
+def _check_run_name(name: str | None) -> None:
+    if name is None:
+        return
+    # File systems limit the bytes of a name, and most letters beyond ASCII take two to four.
+    size = len(name.encode("utf-8", "surrogatepass"))
+    if not re.fullmatch(r"(?!\.{1,2}$)[^/\\\x00-\x1f\ud800-\udfff]+", name) or size > 200:
+        raise UserError(
+            f"run_name {name[:200]!r} is not a plain folder name of at most 200 bytes (it has {size}); use letters, digits, "
+            "- and _."
+        )
+
+
+def _check_secrets(settings: Settings) -> None:
+    for name in OPTIONS:
+        if place := find_secret(name, getattr(settings, name)):
+            raise UserError(
+                f"{place} holds a secret, and settings are written to files; take it out, and give it in the environment "
+                "(HF_TOKEN, WANDB_API_KEY) or log in once (hf auth login)."
+            )
+
+
+def _check_evaluation(settings: Settings) -> None:
+    if settings.eval_fraction and settings.eval_dataset:
+        raise UserError(
+            "eval_fraction and eval_dataset are both given, on the command line or by the recipe; keep one, with "
+            "--eval_dataset none or --eval_fraction 0."
+        )
+    if settings.eval_strategy in ("steps", "epoch") and not (settings.eval_dataset or settings.eval_fraction):
+        raise UserError(
+            f"eval_strategy is {settings.eval_strategy}, but there are no evaluation rows; give --eval_dataset or "
+            "--eval_fraction."
+        )
+    if settings.eval_steps and settings.eval_strategy in ("no", "epoch"):
+        raise UserError(
+            f"eval_steps {settings.eval_steps} and eval_strategy {settings.eval_strategy} contradict; leave one out."
+        )
+
+
+def _check_names(settings: Settings) -> None:
+    for name in ("optim", "lr_scheduler_type"):
+        if getattr(settings, name) != getattr(TrainingSettings, name):
+            check_name(name, getattr(settings, name))
+    if settings.report_to not in (["tensorboard"], []) and (known := known_names("report_to")):
+        # Which of them are installed is known once Transformers is imported.
+        choose_trackers(settings.report_to, known, known)
+
+
+def _check_streaming(settings: Settings) -> None:
+    if not settings.streaming:
+        if settings.shuffle_buffer != DataSettings.shuffle_buffer:
+            raise UserError(
+                f"shuffle_buffer {settings.shuffle_buffer} is for --streaming; without it all rows are shuffled, so leave "
+                "it out."
+            )
+        return
+    if settings.max_steps <= 0:
+        raise UserError(
+            "streaming needs max_steps, because the number of rows is not known and the learning rate follows the number "
+            "of steps; give --max_steps (one pass over the rows is their number / global_batch_size)."
+        )
+    if settings.eval_fraction:
+        raise UserError(
+            f"eval_fraction {settings.eval_fraction} of rows that are streamed cannot be set aside, because their number "
+            "is not known; give the evaluation rows with --eval_dataset."
+        )
+    for name in settings.trainer_args:
+        if name.startswith("dataloader_") and name != "dataloader_pin_memory":
+            raise UserError(
+                f"trainer_args: {name} does nothing for streamed rows, which processes of their own read; give their "
+                "number with --dataset_num_proc."
+            )
+    for name in ("eval", "save"):
+        if getattr(settings, f"{name}_strategy") == "epoch":
+            raise UserError(
+                f"{name}_strategy is epoch, but where an epoch of streamed rows ends is not known; give --{name}_steps."
+            )
+
+
+def _check_paths(settings: Settings) -> None:
+    for name, declared in OPTIONS.items():
+        value = getattr(settings, name) if declared.path else None
+        for path in value if isinstance(value, list) else [value] if value else []:
+            full_path(name, Path(path))
+
+
+def full_path(name: str, path: Path) -> Path:
+    """Return the absolute path of option `name`; there need not be a file.
+
+    Raises:
+        UserError: no file system could hold it: the home of an unknown user, a name too long, links in a circle.
+    """
+    try:
+        full = path.expanduser().resolve()
+        full.exists()
+    except (OSError, RuntimeError, ValueError) as error:
+        reason = str(getattr(error, "strerror", error)).rstrip(".")
+        raise UserError(f"{name} {str(path)[:200]} cannot be looked up: {reason}; give another.") from None
+    return full

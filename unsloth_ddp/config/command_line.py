@@ -1,0 +1,85 @@
+"""Define the command line: one group of options per topic, every value as text."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+import typing
+from typing import Any, Literal, NoReturn
+
+from unsloth_ddp.config.options import OPTIONS, TOPICS, TYPES, Settings
+from unsloth_ddp.utils.errors import UserError
+
+
+class Parser(argparse.ArgumentParser):
+    """Raise instead of printing the usage from every rank, and read - and _ in option names alike."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse as argparse does, with --global-batch-size read as --global_batch_size."""
+        words = sys.argv[1:] if args is None else args
+        return super().parse_known_args([_with_underscores(word) for word in words], namespace)
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"command line: {message}.")
+
+    def own_options(self) -> list[str]:
+        """Return the names of the options, without dashes."""
+        return [name.lstrip("-") for action in self._actions for name in action.option_strings]
+
+
+def make_command_parser(prog: str, description: str | None) -> Parser:
+    """Return the parser of a command with options of its own; all others are left to parse_settings."""
+    return Parser(
+        prog=prog,
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+        epilog="All other options are those of train_ddp.py.",
+    )
+
+
+def make_parser(description: str) -> Parser:
+    """Return the parser of train_ddp.py's options, each as text that convert_value reads."""
+    parser = Parser(
+        prog="train_ddp.py",
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,
+    )
+    parser.add_argument("--config", metavar="FILE", help="YAML file of options; the command line wins over it.")
+    defaults = Settings()
+    for topic in TOPICS:
+        group = parser.add_argument_group(str(topic.__doc__))
+        for name in (f.name for f in dataclasses.fields(topic)):
+            text = f"{OPTIONS[name].help} [{_shown(getattr(defaults, name))}]".replace("%", "%%")
+            kind = TYPES[name]
+            if kind is bool:
+                group.add_argument(f"--{name}", nargs="?", const="true", metavar="BOOL", help=text)
+                group.add_argument(
+                    f"--no_{name}", dest=name, action="store_const", const="false", help=argparse.SUPPRESS
+                )
+            elif typing.get_origin(kind) is list:
+                group.add_argument(f"--{name}", nargs="+", action="extend", metavar="NAME", help=text)
+            else:
+                values = typing.get_args(kind) if typing.get_origin(kind) is Literal else ()
+                metavar = "{" + ",".join(values) + "}" if values else "VALUE"
+                group.add_argument(f"--{name}", metavar=metavar, help=text)
+    return parser
+
+
+def _shown(default: Any) -> str:
+    if isinstance(default, bool):
+        return str(default).lower()
+    if isinstance(default, list):
+        return " ".join(default) or "none"
+    return "none" if default is None or default == {} else str(default)
+
+
+def _with_underscores(word: str) -> str:
+    """Return --global-batch-size=8 as --global_batch_size=8."""
+    if not word.startswith("--"):
+        return word
+    name, equals, value = word.partition("=")
+    return "--" + name[2:].replace("-", "_") + equals + value

@@ -1,0 +1,89 @@
+"""Name settings with which a run trains without sense, although nothing about them is wrong by itself."""
+
+from __future__ import annotations
+
+from unsloth_ddp.config.options import Settings
+
+# The learning rates of recipes/: for adapters, and for every parameter.
+USUAL_RATE = {"lora": 2e-4, "qlora": 2e-4, "full": 1e-5}
+# Times more or less than that are worth a sentence; a method's rate given to the other is.
+FAR = 19.0
+FEW_STEPS = 10
+MANY_CUT = 0.5
+
+
+def questionable_settings(
+    settings: Settings,
+    *,
+    steps: int,
+    steps_per_epoch: int | None,
+    rows: int | None,
+    rows_per_step: float,
+    truncated: int,
+) -> list[str]:
+    """Return a sentence for each setting that leaves little to learn from this run.
+
+    Args:
+        steps: Optimizer steps of the whole run.
+        steps_per_epoch: None where the rows are streamed and their number is not known.
+        rows: Training rows after dropping, None where they are streamed.
+        rows_per_step: Rows (not packs) that one optimizer step takes, over all processes.
+        truncated: Rows over max_length that were cut.
+    """
+    return [
+        sentence
+        for sentence in (
+            _warmup(settings, steps),
+            _learning_rate(settings),
+            _batch(rows, rows_per_step, steps_per_epoch),
+            _length(settings, rows, truncated),
+            _steps(steps),
+        )
+        if sentence
+    ]
+
+
+def _warmup(settings: Settings, steps: int) -> str | None:
+    warmup = settings.warmup_steps
+    if warmup < 1 or warmup < steps or settings.lr_scheduler_type == "constant":
+        return None
+    return (
+        f"warmup_steps {warmup:g} is not below the {steps:,} steps of the run, so learning_rate is never reached; give fewer, "
+        "or a fraction of all steps such as 0.05."
+    )
+
+
+def _learning_rate(settings: Settings) -> str | None:
+    usual = USUAL_RATE[settings.method]
+    if "adam" not in settings.optim or usual / FAR < settings.learning_rate < usual * FAR:
+        return None
+    much = "high" if settings.learning_rate > usual else "low"
+    return (
+        f"learning_rate {settings.learning_rate:g} is {much} for method {settings.method} with {settings.optim}; the recipes "
+        f"take {usual:g}."
+    )
+
+
+def _batch(rows: int | None, rows_per_step: float, steps_per_epoch: int | None) -> str | None:
+    if rows is None or rows_per_step <= rows or steps_per_epoch != 1:
+        return None
+    return (
+        f"A step takes {rows_per_step:,.0f} rows, and there are only {rows:,}, so an epoch is one step; lower "
+        "--global_batch_size."
+    )
+
+
+def _length(settings: Settings, rows: int | None, truncated: int) -> str | None:
+    if not rows or truncated < MANY_CUT * rows:
+        return None
+    share = "All" if truncated == rows else f"{truncated:,} of"
+    return f"{share} {rows:,} rows are cut at max_length {settings.max_length}, and learn no end; raise --max_length."
+
+
+def _steps(steps: int) -> str | None:
+    if steps >= FEW_STEPS:
+        return None
+    return (
+        f"The run has {steps} optimizer step{'s' if steps > 1 else ''}, which is little to learn from; raise "
+        "--num_train_epochs or lower --global_batch_size."
+    )

@@ -1,0 +1,118 @@
+"""Refuse fields of TRL's SFTConfig that `trainer_args` may not set, and numbers that would fail late.
+
+The kit reads, orders, pads and packs the rows, computes the loss and evaluates by itself, so that most owned fields would
+be accepted and then do nothing; the others would undo what it does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from unsloth_ddp.config.declare import Bounds
+from unsloth_ddp.config.options import OPTIONS
+from unsloth_ddp.utils.errors import UserError
+
+PACKING = "use --packing; what is not packed is padded to the longest row of its micro-batch"
+READING = "rows are read by the names of their columns; rename them"
+SUPERVISED = "use --loss_on"
+ORDER = "rows are shuffled by --seed in every epoch, and each is seen once"
+LOSS = "the loss is the negative log-likelihood, averaged over the supervised tokens of a step, and nothing else"
+EVALUATION = "an evaluation is the loss of the evaluation rows, in the precision of the training"
+SHARDING = "the launcher's config shards the weights, such as accelerate_configs/fsdp2.yaml"
+PUSHING = "--push_to_hub pushes once, when the run has ended"
+RESUMING = "use --resume"
+LAUNCHER = "the launcher and the devices decide it"
+PHASES = "a run trains, and evaluates by --eval_strategy"
+
+OWNED_ARGS = {
+    "packing_strategy": PACKING,
+    "padding_free": PACKING,
+    "eval_packing": PACKING,
+    "pad_to_multiple_of": PACKING,
+    "max_seq_length": "use --max_length",
+    "truncation_mode": "use --overlong",
+    "dataset_text_field": READING,
+    "dataset_kwargs": READING,
+    "remove_unused_columns": READING,
+    "chat_template_path": "use --chat_template",
+    "eos_token": "a row ends as the chat template has it; use --chat_template, or change the tokenizer's files",
+    "pad_token": "change the tokenizer's files",
+    "model_init_kwargs": "use the options of train_ddp.py --help",
+    "assistant_only_loss": SUPERVISED,
+    "completion_only_loss": SUPERVISED,
+    "shuffle_dataset": ORDER,
+    "train_sampling_strategy": ORDER,
+    "dataloader_in_order": "a resumed run continues at the right row only if micro-batches keep their order",
+    "length_column_name": ORDER,
+    "dataloader_drop_last": ORDER,
+    "loss_type": LOSS,
+    "label_smoothing_factor": LOSS,
+    "router_aux_loss_coef": LOSS,
+    "average_tokens_across_devices": LOSS,
+    "label_names": LOSS,
+    "prediction_loss_only": EVALUATION,
+    "eval_do_concat_batches": EVALUATION,
+    "eval_use_gather_object": EVALUATION,
+    "eval_accumulation_steps": EVALUATION,
+    "include_for_metrics": EVALUATION,
+    "batch_eval_metrics": EVALUATION,
+    "bf16_full_eval": EVALUATION,
+    "fp16_full_eval": EVALUATION,
+    "bf16": "use --precision",
+    "fp16": "use --precision",
+    "use_cache": "nothing is cached in training",
+    "auto_find_batch_size": "leave --per_device_train_batch_size at auto",
+    "fsdp": SHARDING,
+    "fsdp_config": SHARDING,
+    "deepspeed": SHARDING,
+    "parallelism_config": SHARDING,
+    "accelerator_config": LAUNCHER,
+    "ddp_backend": LAUNCHER,
+    "local_rank": LAUNCHER,
+    "do_train": PHASES,
+    "do_eval": PHASES,
+    "do_predict": PHASES,
+    "resume_from_checkpoint": RESUMING,
+    "ignore_data_skip": RESUMING,
+    "restore_callback_states_from_checkpoint": "a resumed run takes over the totals and the position in a stream; use --resume",
+    "save_on_each_node": "checkpoints are written for all nodes, shared folder or not",
+    "save_only_model": "a run goes on only with the state of its optimizer; --save_strategy no writes the result alone, and "
+    "--save_total_limit keeps fewer checkpoints",
+    "enable_jit_checkpoint": "a signal to stop writes a checkpoint by itself",
+    "hub_token": "put it into HF_TOKEN, or log in once (hf auth login)",
+    "hub_strategy": PUSHING,
+    "hub_always_push": PUSHING,
+    "hub_revision": PUSHING,
+}
+
+
+# Numbers that TRL accepts whatever they are, and that fail once rows and model are loaded, or train nonsense.
+NUMBERS = {
+    "adam_beta1": Bounds(at_least=0, below=1),
+    "adam_beta2": Bounds(at_least=0, below=1),
+    "adam_epsilon": Bounds(above=0),
+    "neftune_noise_alpha": Bounds(at_least=0),
+    "dataloader_num_workers": Bounds(at_least=0, at_most=1000),
+    "dataloader_prefetch_factor": Bounds(at_least=1, at_most=10_000),
+    "data_seed": Bounds(at_least=0, at_most=2**32 - 1),
+    "eval_delay": Bounds(at_least=0),
+    "torch_empty_cache_steps": Bounds(at_least=1),
+    "ddp_bucket_cap_mb": Bounds(at_least=1),
+}
+
+
+def check_trainer_args(given: Mapping[str, Any]) -> None:
+    """Refuse fields that are options of their own or that the kit decides, and numbers out of bounds.
+
+    Raises:
+        UserError: naming the first of them and what to give instead.
+    """
+    for name, value in given.items():
+        if name in OWNED_ARGS or name in OPTIONS:
+            raise UserError(f"trainer_args: {name} is decided by the kit; {OWNED_ARGS.get(name, f'use --{name}')}.")
+        if name not in NUMBERS or value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise UserError(f"trainer_args: {name} is {str(value)[:200]!r}, but it takes a number.")
+        NUMBERS[name].check(f"trainer_args: {name}", value)

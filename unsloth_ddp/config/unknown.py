@@ -1,0 +1,81 @@
+"""Refuse options that do not exist, and say what to give instead."""
+
+from __future__ import annotations
+
+import difflib
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from unsloth_ddp.config.aliases import ALIASES, TOOLS
+from unsloth_ddp.config.command_line import Parser
+from unsloth_ddp.config.options import OPTIONS
+from unsloth_ddp.config.trainer_args import OWNED_ARGS
+from unsloth_ddp.config.upstream_names import sft_config_fields
+from unsloth_ddp.utils.errors import UserError
+
+SHOWN = 25
+LONGEST_NAME = 60
+# From this many names of another tool on, a file is taken for one of that tool's.
+MANY = 3
+
+
+def unknown_options(given: Mapping[str, Any], source: str | Path, command: Parser | None = None) -> UserError:
+    """Return the refusal of all options of a file or command line that do not exist.
+
+    Args:
+        given: Their values by name; None where the value is not known.
+        source: The file, or "command line".
+        command: As for parse_settings.
+    """
+    of_command_line = not isinstance(source, Path)
+    known = [*(command.own_options() if command else []), *OPTIONS]
+    hints = {name: _hint(name, value, known, of_command_line) for name, value in given.items()}
+    lists = f"{command.prog} --help and train_ddp.py --help list" if command else "train_ddp.py --help lists"
+    if len(given) == 1:
+        name, hint = next(iter(hints.items()))
+        said = f"there is no option {name[:LONGEST_NAME]}; {hint or f'{lists} them all'}"
+    else:
+        shown = [f"{name[:LONGEST_NAME]} ({hint})" if hint else name[:LONGEST_NAME] for name, hint in hints.items()]
+        more = f", and {len(shown) - SHOWN} more" if len(shown) > SHOWN else ""
+        said = f"{len(given)} options do not exist: {', '.join(shown[:SHOWN])}{more}; {lists} those that do"
+    tool = _tool_of(list(given))
+    if tool and not of_command_line:
+        said += f". python -m unsloth_ddp.port {source} turns a file of {tool} into one of this kit"
+    return UserError(f"{source}: {said}{'' if said.endswith('?') else '.'}")
+
+
+def _hint(name: str, value: Any, known: Sequence[str], of_command_line: bool) -> str:
+    """Return what to give instead of one option, or nothing."""
+    if alias := ALIASES.get(name):
+        if alias.option:
+            return f"here it is {alias.option}"
+        options = alias.translate(value)
+        if options:
+            return "give " + " ".join(_written(option, item, of_command_line) for option, item in options.items())
+        return alias.note if options is None else "leave it out"
+    if name in OWNED_ARGS:
+        return OWNED_ARGS[name]
+    if name in sft_config_fields():
+        return "give it in trainer_args"
+    # A misspelt name only: a name that shares a word with another, such as micro_batch_size, may mean something else.
+    near = difflib.get_close_matches(name[:100], [*known, *ALIASES], n=1, cutoff=0.75)
+    if near and (alias := ALIASES.get(near[0])):
+        return f"did you mean {alias.option}?" if alias.option else ""
+    if near:
+        return f"did you mean {near[0]}?"
+    holding = [other for other in known if len(name) > 3 and f"_{name}_" in f"_{other}_"]
+    return f"did you mean {' or '.join(holding)}?" if 0 < len(holding) < 4 else ""
+
+
+def _written(option: str, value: Any, of_command_line: bool) -> str:
+    text = " ".join(value) if isinstance(value, list) else str(value)
+    return f"--{option} {text}" if of_command_line else f"{option}: {text}"
+
+
+def _tool_of(names: Sequence[str]) -> str | None:
+    """Return the tool that most of these names come from, if it can be ported."""
+    counts = Counter(letter for name in names if name in ALIASES for letter in ALIASES[name].tools)
+    letter, count = counts.most_common(1)[0] if counts else ("", 0)
+    return TOOLS[letter] if count >= MANY and letter in "ALT" else None

@@ -1,0 +1,138 @@
+"""Convert one value, from YAML or the command line, to the type of its option."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import re
+import reprlib
+import types
+import typing
+from typing import Any, Literal, NoReturn
+
+from unsloth_ddp.config.options import OPTIONS, TYPES
+from unsloth_ddp.utils.errors import UserError
+
+BOOLEANS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
+# int | None is one, int | Literal["auto"] the other.
+UNIONS = (types.UnionType, typing.Union)
+SHORT = reprlib.Repr()
+SHORT.maxlevel, SHORT.maxstring, SHORT.maxother = 2, 200, 100
+
+
+def convert_value(name: str, value: Any, source: str) -> Any:
+    """Return `value` as the type of option `name`.
+
+    Raises:
+        UserError: naming the value, its source and what the option takes.
+    """
+    if value is False and "no" in OPTIONS[name].words:
+        value = "no"  # YAML reads an unquoted no as False.
+    try:
+        return _as_type(TYPES[name], value)
+    except (TypeError, ValueError, OverflowError, RecursionError):
+        takes = _accepted(TYPES[name])
+        if value is None:
+            raise UserError(f"{source}: {name} is empty, but it takes {takes}; leave it out for its default.") from None
+        hint = "; put it in quotes" if "text" in takes and not isinstance(value, (str, list, dict)) else ""
+        raise UserError(f"{source}: {name} is {_shortened(value)}, but it takes {takes}{hint}.") from None
+
+
+def _shortened(value: Any) -> str:
+    try:
+        return SHORT.repr(value)
+    except ValueError:
+        return "a huge number"  # Python prints no int of over 4300 digits.
+
+
+def _as_type(wanted: Any, value: Any) -> Any:
+    """Return `value` as the type `wanted`, or raise ValueError (or what float(), int() and json.loads() raise)."""
+    kind = typing.get_origin(wanted) or wanted
+    unset = value is None or (isinstance(value, str) and value.lower() in ("none", "null"))
+    if kind in UNIONS:
+        return _as_one_of(typing.get_args(wanted), value, unset)
+    if kind is list:
+        items = value if isinstance(value, list) else [value]
+        return [] if unset or value == ["none"] else [_as_type(str, item) for item in items]
+    if kind is dict:
+        value = {} if unset else _parsed_json(value) if isinstance(value, str) else value
+        return _plain(value) if isinstance(value, dict) else _refuse()
+    if kind is Literal:
+        # YAML reads an unquoted no or off as False, and on as True.
+        choices = typing.get_args(wanted)
+        if isinstance(value, bool):
+            value = next((word for word in (("on",) if value else ("no", "off")) if word in choices), value)
+        return value if value in choices else _refuse()
+    if kind is bool:
+        return BOOLEANS[str(value).lower()] if str(value).lower() in BOOLEANS else _refuse()
+    if kind is str:
+        return _text(value) if isinstance(value, str) and value.strip() and "\0" not in value else _refuse()
+    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
+        _refuse()
+    if kind is int:
+        return _whole_number(value)
+    return float(value) if math.isfinite(float(value)) else _refuse()
+
+
+def _as_one_of(kinds: tuple[Any, ...], value: Any, unset: bool) -> Any:
+    if unset and type(None) in kinds:
+        return None
+    for kind in kinds:
+        if kind is not type(None):
+            with contextlib.suppress(TypeError, ValueError, OverflowError, RecursionError):
+                return _as_type(kind, value)
+    return _refuse()
+
+
+def _whole_number(value: int | float | str) -> int:
+    """Return an int, also from text such as 1e3; a long seed does not go through float, which would round it."""
+    if isinstance(value, str):
+        value = int(value) if re.fullmatch(r"[+-]?\d{1,18}", value) else float(value)
+    return int(value) if value == int(value) and abs(value) < 2**63 else _refuse()
+
+
+def _text(value: str) -> str:
+    """Return `value`, or raise ValueError where it cannot be written to a file (an argument that is not UTF-8)."""
+    value.encode()
+    return value
+
+
+def _parsed_json(text: str) -> Any:
+    """Return the value of a JSON text in which no key is given twice."""
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        return dict(pairs) if len(dict(pairs)) == len(pairs) else _refuse()
+
+    return json.loads(text, object_pairs_hook=unique)
+
+
+def _plain(value: Any) -> Any:
+    """Return `value` if YAML and a checkpoint's manifest can hold it and give it back, or raise ValueError."""
+    if isinstance(value, dict):
+        return {name if isinstance(name, str) else _refuse(): _plain(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    if isinstance(value, str):
+        return _text(value)
+    if isinstance(value, float) and not math.isfinite(value):
+        _refuse()
+    # An int of more digits than Python prints fails at str().
+    return value if value is None or (isinstance(value, (bool, int, float)) and str(value)) else _refuse()
+
+
+def _refuse() -> NoReturn:
+    raise ValueError
+
+
+def _accepted(wanted: Any) -> str:
+    """Return what an option takes, in words."""
+    if typing.get_origin(wanted) in UNIONS:
+        return " or ".join("none" if t is type(None) else _accepted(t) for t in typing.get_args(wanted))
+    if typing.get_origin(wanted) is Literal:
+        return " or ".join(typing.get_args(wanted))
+    if typing.get_origin(wanted) is list:
+        return "text, or a list of texts"
+    if typing.get_origin(wanted) is dict:
+        return "a mapping of plain, finite values (JSON on the command line)"
+    return {int: "a whole number", float: "a number", bool: "true or false"}.get(wanted, "text")

@@ -1,0 +1,306 @@
+"""Render an example and find the spans that the assistant wrote.
+
+Three sources say where the spans are: a template that marks them with {% generation %}; TRL's training variant of the
+template, if it renders the same text; and otherwise the difference between the chat rendered up to an assistant turn
+and through it.
+
+The tokenizer's own template is used wherever possible, since it is the one that renders chats at inference. TRL's
+variant is used instead if the own template leaves out the reasoning of the answer, or rewrites earlier turns so that
+they cannot be told apart.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from unsloth_ddp.data.chat_template import ChatTemplate, Span, TemplatePair
+from unsloth_ddp.data.formats import Example
+from unsloth_ddp.data.messages import LOSS_FLAGS, REASONING_KEYS, Message
+from unsloth_ddp.data.rendered_parts import THINK_END, Part, PartChecker
+from unsloth_ddp.utils.errors import UserError
+
+# What is worth telling about how a row was rendered; see NOTES.
+Note = Literal["own", "training", "reasoning", "reasoning supervised", "plain"]
+NOTES: dict[str, str] = {
+    "own": "TRL's training template would render them differently; the tokenizer's own chat template is used, as at "
+    "inference (--chat_template training takes TRL's)",
+    "training": "TRL's training template is used, because the tokenizer's own leaves out the reasoning of the answer or "
+    "rewrites earlier turns",
+    "reasoning": "the chat template leaves out the reasoning of earlier turns, as at inference, so these turns are not "
+    "supervised; to train them, end a row at each of them, or give --chat_template training",
+    "plain": "prompt and completion are texts, which are joined without the chat template and with nothing between them; "
+    "to use the template, give lists of messages, or instruction and output",
+    "reasoning supervised": "the chat template leaves out the reasoning of earlier turns, as at inference",
+}
+# Keys of a message that are read by the kit itself or say nothing to train.
+OWN_KEYS = {"role", "content", "tool_calls", "tool_call_id", *REASONING_KEYS, *LOSS_FLAGS}
+# What a template makes of reasoning inside of content that it looks for in a key of its own.
+SECOND_BLOCK = re.compile(r"</think>\s*<think>")
+
+
+@dataclass(frozen=True)
+class RenderedChat:
+    """The text of a chat, the spans that are supervised, what to tell about it, and message keys it does not hold."""
+
+    text: str
+    spans: list[Span]
+    notes: tuple[Note, ...] = ()
+    unread_keys: tuple[str, ...] = ()
+
+
+class _Rewritten(UserError):
+    """The template renders earlier turns differently once later ones follow."""
+
+
+class ChatRenderer:
+    """Renders examples with one pair of templates."""
+
+    def __init__(self, pair: TemplatePair, eos_token: str, *, supervise_all: bool, use_training: bool) -> None:
+        """With `use_training`, TRL's variant is used for every row.
+
+        Raises:
+            UserError: TRL has no variant of a template that would need one.
+        """
+        if use_training and not pair.training and not pair.own.marked:
+            raise UserError(
+                "chat_template training: TRL has no training variant of this tokenizer's template; leave the option out."
+            )
+        self.own = pair.training if use_training and pair.training else pair.own
+        self.training = None if use_training else pair.training
+        self.eos_token = eos_token
+        self.supervise_all = supervise_all
+        self.checkers = {template: PartChecker(template) for template in (self.own, self.training) if template}
+
+    def render(self, example: Example) -> RenderedChat:
+        """Render an example and find its supervised spans; with `supervise_all`, these are the turns to leave out.
+
+        Raises:
+            UserError: a part of the row does not arrive in the text, or the assistant's part cannot be told apart.
+        """
+        try:
+            return self._render_with_either(self._with_reasoning_apart(example))
+        except Exception:
+            if not any(message.get("tool_calls") for message in example.messages):
+                raise
+            try:
+                return self._render_with_either(_with_calls_as_text(example))
+            except Exception:
+                pass
+            raise
+
+    def _with_reasoning_apart(self, example: Example) -> Example:
+        """Move reasoning out of the content if the template would put an empty reasoning block before it."""
+        if not any(THINK_END in message["content"] for message in example.messages):
+            return example
+        if not SECOND_BLOCK.search(self.own.render(example.messages, example.tools)):
+            return example
+        moved = replace(example, messages=[_with_reasoning_key(message) for message in example.messages])
+        return example if SECOND_BLOCK.search(self.own.render(moved.messages, moved.tools)) else moved
+
+    def _render_with_either(self, example: Example) -> RenderedChat:
+        """Render with the tokenizer's own template or, if that leaves something out, with TRL's variant."""
+        try:
+            return self._render_with(self.own, example)
+        except UserError as error:
+            if self.training is None:
+                raise
+            first = error
+        try:
+            rendered = self._render_with(self.training, example)
+        except Exception:
+            raise first from None
+        return RenderedChat(rendered.text, rendered.spans, (*rendered.notes, "training"), rendered.unread_keys)
+
+    def _render_with(self, template: ChatTemplate, example: Example) -> RenderedChat:
+        lost = _turns_without_reasoning(example, self.checkers[template].missing(example), template)
+        left_out = {*example.left_out, *(() if self.supervise_all else lost)}
+        notes: list[Note] = []
+        spans: list[Span] = []
+        if lost:
+            notes.append("reasoning supervised" if self.supervise_all else "reasoning")
+        if self.supervise_all and not left_out:
+            text = template.render(example.messages, example.tools)
+        elif template.marked:
+            text, spans = self._marked_spans(template, example, left_out)
+        else:
+            text = template.render(example.messages, example.tools)
+            marked = self._same_text_marked(text, example, left_out)
+            text, spans = marked or (text, self._spans_by_difference(template, example, text, left_out))
+            if marked is None and self.training is not None:
+                notes.append("own")
+        keys = {key for message in example.messages for key, value in message.items() if value}
+        unread = tuple(sorted(key for key in keys - OWN_KEYS if not template.reads(key)))
+        return RenderedChat(text, spans, tuple(notes), unread)
+
+    def _same_text_marked(self, text: str, example: Example, left_out: set[int]) -> tuple[str, list[Span]] | None:
+        """Return the text and the spans of TRL's variant, if it renders the same text.
+
+        It may add what ends the last turn, where the tokenizer's own template leaves that to the next turn (GLM).
+        """
+        if self.training is None:
+            return None
+        try:
+            marked_text, spans = self._marked_spans(self.training, example, left_out)
+        except Exception:
+            return None
+        ends_turn = bool(spans) and spans[-1][1] == len(marked_text) and marked_text.startswith(text)
+        return (marked_text, spans) if marked_text == text or ends_turn else None
+
+    def _marked_spans(self, template: ChatTemplate, example: Example, left_out: set[int]) -> tuple[str, list[Span]]:
+        text, spans = template.render_marked(example.messages, example.tools)
+
+        def marked(messages: int) -> int:
+            turns = example.messages[:messages]
+            answered = any(message["role"] == "assistant" for message in turns)
+            return len(template.render_marked(turns, example.tools)[1]) if answered else 0
+
+        dropped = set(range(marked(example.prompt_messages)))
+        if self.supervise_all:
+            return text, [spans[i] for index in left_out for i in range(marked(index), marked(index + 1))]
+        for index in left_out:
+            dropped.update(range(marked(index), marked(index + 1)))
+        return text, [span for number, span in enumerate(spans) if number not in dropped]
+
+    def _spans_by_difference(
+        self, template: ChatTemplate, example: Example, full: str, left_out: set[int]
+    ) -> list[Span]:
+        """Return each assistant turn as the text that the rendered chat gains with it."""
+        spans = []
+        for index, message in enumerate(example.messages):
+            wanted = index in left_out if self.supervise_all else index not in left_out
+            if message["role"] != "assistant" or index < example.prompt_messages or not wanted:
+                continue
+            before = template.render(example.messages[:index], example.tools, prompt=True)
+            through = template.render(example.messages[: index + 1], example.tools)
+            span = turn_span(full, before, through, self.eos_token)
+            if span is None:
+                raise _Rewritten(
+                    "the chat template rewrites earlier turns, so the assistant's tokens cannot be told apart; "
+                    "mark them with {% generation %} in a --chat_template file, or use --loss_on all."
+                )
+            spans.append(span)
+        return spans
+
+
+def turn_span(full: str, before: str, through: str, eos_token: str) -> Span | None:
+    """Return where an assistant turn stands in a rendered chat; None if the chat renders it differently.
+
+    Only one difference is accepted: that the full chat lacks the reasoning block at the start of an earlier turn.
+
+    Args:
+        full: the whole chat.
+        before: the chat up to the turn, with what starts an answer.
+        through: the chat through the turn.
+        eos_token: some templates end the chat with it, and not each turn.
+    """
+    start = len(before)
+    if not full.startswith(before):
+        # What starts an answer may begin the reasoning, which earlier turns lack.
+        start = before.rfind("<think>")
+        if start < 0 or not full.startswith(before[:start]):
+            return None
+    for ended in (through, through.removesuffix(eos_token)):
+        if full.startswith(ended) and start <= len(ended):
+            return start, len(ended)
+        if ended.startswith(full[:start]) and (kept := _without_reasoning(ended[start:], full[start:])):
+            return start, start + kept
+    return None
+
+
+def _without_reasoning(turn: str, rest: str) -> int | None:
+    """Return the length of the turn without its reasoning block, if `rest` begins so."""
+    _block, end, kept = turn.partition(THINK_END)
+    if not end:
+        return None
+    while kept.strip():
+        if rest.startswith(kept):
+            return len(kept)
+        if not kept[0].isspace():
+            return None
+        kept = kept[1:]
+    return None
+
+
+def _turns_without_reasoning(example: Example, missing: frozenset[Part], template: ChatTemplate) -> list[int]:
+    """Return the earlier assistant turns whose reasoning the template leaves out.
+
+    Raises:
+        UserError: another part is left out, or the reasoning of the last turn.
+    """
+    last = max(i for i, message in enumerate(example.messages) if message["role"] == "assistant")
+    lost: list[int] = []
+    for kind, index in sorted(missing):
+        if kind == "tool":
+            name = _name_of((example.tools or [])[index])
+            raise UserError(
+                f"the chat template has no place for tools, so {name} is not in the rendered row; "
+                "give one that has with --chat_template, or remove the row's tools."
+            )
+        message = example.messages[index]
+        if kind == "tool call":
+            raise UserError(
+                f"the chat template has no place for tools, so the call of {_name_of(message['tool_calls'][0])} is not in "
+                "the rendered row; give one that has with --chat_template, or remove the row's tools."
+            )
+        if message["role"] != "assistant" or (index == last and kind == "content"):
+            raise UserError(
+                f"the chat template leaves out message {index + 1} of the row, of role {message['role']}; give one that "
+                "renders it with --chat_template, or remove the message."
+            )
+        if index == last:
+            raise UserError(_reasoning_refusal(example, index, template))
+        lost.append(index)
+    return lost
+
+
+def _reasoning_refusal(example: Example, index: int, template: ChatTemplate) -> str:
+    """Say that the reasoning of a message is left out, and how the template would render it."""
+    message = example.messages[index]
+    given = next((key for key in REASONING_KEYS if message.get(key)), None)
+    what, fix = "the reasoning in the answer (<think>)", "remove it"
+    if given:
+        what, fix = f"the {given} of the answer", "write it into the content as <think>...</think>"
+        for key in REASONING_KEYS:
+            renamed = {**{name: value for name, value in message.items() if name != given}, key: message[given]}
+            candidate = replace(example, messages=[*example.messages[:index], renamed, *example.messages[index + 1 :]])
+            if key != given and Part("reasoning", index) not in PartChecker(template).missing(candidate):
+                fix = f"rename it to {key}"
+                break
+    return f"the chat template leaves out {what}; {fix}, or give a template that renders it with --chat_template."
+
+
+def _with_reasoning_key(message: Message) -> Message:
+    reasoning, think, content = message["content"].partition(THINK_END)
+    if message["role"] != "assistant" or not think or any(message.get(key) for key in REASONING_KEYS):
+        return message
+    thought = reasoning.rpartition("<think>")[2].strip("\n")
+    return {**message, "reasoning_content": thought, "content": content.lstrip("\n")}
+
+
+def _with_calls_as_text(example: Example) -> Example:
+    """Write tool calls as OpenAI does, with arguments as JSON text and null as empty content; some templates need it."""
+    return replace(example, messages=[_openai_call(message) for message in example.messages])
+
+
+def _openai_call(message: Message) -> Message:
+    if not message.get("tool_calls"):
+        return message
+    calls = [
+        {
+            **call,
+            "function": {
+                **call["function"],
+                "arguments": json.dumps(call["function"]["arguments"], ensure_ascii=False),
+            },
+        }
+        for call in message["tool_calls"]
+    ]
+    return {**message, "content": message["content"] or None, "tool_calls": calls}
+
+
+def _name_of(tool: dict[str, Any]) -> str:
+    function = tool.get("function")
+    return str((function if isinstance(function, dict) else tool).get("name"))[:100]

@@ -1,0 +1,151 @@
+"""Choose and render chat templates.
+
+A tokenizer may hold one template or named variants of it. TRL keeps a training variant of common templates, which marks
+what the assistant writes; some of these variants also render a chat differently from the tokenizer's own template.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from dataclasses import dataclass
+from datetime import date, datetime, time
+from pathlib import Path
+from typing import Any
+
+from unsloth_ddp.data.messages import Message
+from unsloth_ddp.utils.errors import UserError
+
+TEMPLATES = Path(__file__).parent / "templates"
+# --chat_template training: TRL's training variant of the tokenizer's template.
+TRAINING = "training"
+
+# (first, last + 1) character of a part of the rendered chat.
+Span = tuple[int, int]
+
+
+def read_chat_template(wanted: str) -> str:
+    """Read the template of a Jinja file, or one of the kit's own by name.
+
+    Raises:
+        UserError: there is no such file or name, or it cannot be read.
+    """
+    own = {path.stem: path for path in TEMPLATES.glob("*.jinja")}
+    try:
+        path = own.get(wanted) or Path(wanted).expanduser()
+        if not path.is_file():
+            raise UserError(
+                f"chat_template {wanted[:200]}: there is no such file, and the kit's own are: {', '.join(sorted(own))}; "
+                f"{TRAINING} takes TRL's training variant of the tokenizer's template."
+            )
+        return path.read_text(encoding="utf-8")
+    except (OSError, RuntimeError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"chat_template {wanted[:200]} cannot be read: {reason}; give a Jinja file in UTF-8.") from None
+
+
+def check_chat_template(wanted: str | None) -> None:
+    """Refuse a --chat_template that cannot be read; see read_chat_template."""
+    if wanted not in (None, TRAINING):
+        read_chat_template(str(wanted))
+
+
+def set_chat_template(tokenizer: Any, wanted: str | None) -> None:
+    """Give the tokenizer the template that --chat_template names; without a name it keeps its own."""
+    if wanted not in (None, TRAINING):
+        tokenizer.chat_template = read_chat_template(str(wanted))
+
+
+def prints_date(template: str | dict[str, str] | None) -> bool:
+    """Return whether a chat template, or a variant of it, prints the date of the day on which it is rendered."""
+    variants = template.values() if isinstance(template, dict) else [template or ""]
+    return any("strftime_now" in variant for variant in variants)
+
+
+@dataclass(frozen=True, eq=False)
+class ChatTemplate:
+    """A Jinja template with the values that it is rendered with.
+
+    Args:
+        source: the Jinja text.
+        marked: set if the template marks what the assistant writes with {% generation %}.
+        special_tokens: the tokenizer's, by name.
+        day: the date that `strftime_now` gives, which is the same for all rows of a run.
+    """
+
+    source: str
+    marked: bool
+    special_tokens: dict[str, Any]
+    day: date
+
+    def render(self, messages: list[Message], tools: list[Any] | None, *, prompt: bool = False) -> str:
+        """Render a chat; with `prompt`, add what starts an answer."""
+        return self._render(messages, tools, prompt)[0]
+
+    def render_marked(self, messages: list[Message], tools: list[Any] | None) -> tuple[str, list[Span]]:
+        """Render a chat, and return also the spans that the template marks."""
+        # apply_chat_template returns only a mask of tokens, which is wrong if a span begins with trimmed space.
+        return self._render(messages, tools, False, marked=True)
+
+    def reads(self, key: str) -> bool:
+        """Return whether the template mentions a key of a message."""
+        return re.search(rf"\b{re.escape(key)}\b", self.source) is not None
+
+    def _render(
+        self, messages: list[Message], tools: list[Any] | None, prompt: bool, *, marked: bool = False
+    ) -> tuple[str, list[Span]]:
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        rendered: Any = render_jinja_template(
+            conversations=[messages],
+            tools=tools,
+            chat_template=self.source,
+            add_generation_prompt=prompt,
+            strftime_now=datetime.combine(self.day, time()).strftime,
+            return_assistant_tokens_mask=marked,
+            **self.special_tokens,
+        )
+        texts, spans = rendered
+        return texts[0], list(spans[0]) if spans else []
+
+
+@dataclass(frozen=True)
+class TemplatePair:
+    """The tokenizer's own template for a row, and TRL's training variant of it, if it has one and needs one."""
+
+    own: ChatTemplate
+    training: ChatTemplate | None
+
+
+def template_pair(tokenizer: Any, day: date, *, with_tools: bool) -> TemplatePair | None:
+    """Return the templates for rows with or without tools; None if the tokenizer has no template for them.
+
+    Of named variants, take the one that apply_chat_template takes: tool_use for rows with tools if there is one, and
+    default otherwise.
+
+    Raises:
+        UserError: the template is not valid Jinja.
+    """
+    from jinja2 import TemplateSyntaxError
+    from trl.chat_template_utils import get_training_chat_template, has_generation_markers
+
+    source = tokenizer.chat_template
+    if isinstance(source, dict):
+        source = source.get("tool_use", source.get("default")) if with_tools else source.get("default")
+    if source is None:
+        return None
+    special_tokens = dict(tokenizer.special_tokens_map)
+    try:
+        own = ChatTemplate(source, has_generation_markers(source), special_tokens, day)
+    except TemplateSyntaxError as error:
+        raise UserError(f"the chat template is not valid Jinja ({error}); fix it.") from None
+    if own.marked:
+        return TemplatePair(own, None)
+    one_variant = copy.copy(tokenizer)
+    one_variant.chat_template = source
+    try:
+        training = get_training_chat_template(one_variant)
+    except Exception:
+        # TRL knows no training variant of this template, or cannot render its own test rows with it.
+        training = None
+    return TemplatePair(own, ChatTemplate(training, True, special_tokens, day) if training else None)

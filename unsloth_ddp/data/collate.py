@@ -1,0 +1,81 @@
+"""Collate rows into padded batches, and packs into one flat sequence."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from unsloth_ddp.data.labels import IGNORED, supervised_positions
+
+
+@dataclass
+class PadRight:
+    """Collate rows into `input_ids`, `attention_mask` and `labels`, each (batch, longest row), int64."""
+
+    pad_token_id: int
+
+    def __call__(self, rows: list[dict[str, np.ndarray]]) -> dict[str, torch.Tensor]:
+        shape = (len(rows), max(len(row["input_ids"]) for row in rows))
+        ids = np.full(shape, self.pad_token_id, dtype=np.int64)
+        labels = np.full(shape, IGNORED, dtype=np.int64)
+        mask = np.zeros(shape, dtype=np.int64)
+        for index, row in enumerate(rows):
+            length = len(row["input_ids"])
+            ids[index, :length] = row["input_ids"]
+            labels[index, :length] = row["labels"]
+            mask[index, :length] = 1
+        named = {"input_ids": ids, "attention_mask": mask, "labels": labels}
+        return {name: torch.from_numpy(values) for name, values in named.items()}
+
+
+@dataclass
+class Flatten:
+    """Collate packs into one sequence, with the row boundaries that attention needs.
+
+    Returns `input_ids`, `labels` and `position_ids`, each (1, tokens), int64. Positions restart at 0 in every row, from
+    which Transformers finds the rows. `keys` names what the backend reads besides: Unsloth `packed_seq_lengths`
+    (rows,), int32; flash attention in Transformers `cu_seq_lens_q/k` (rows + 1,), int32, and `max_length_q/k`, which
+    it would otherwise compute in every layer, with a wait for the device each time.
+    """
+
+    keys: Literal["unsloth", "flash", "positions"]
+
+    def __call__(self, packs: list[dict[str, np.ndarray]]) -> dict[str, Any]:
+        lengths = np.concatenate([pack["lengths"] for pack in packs])
+        ends = np.cumsum(lengths)
+        positions = np.arange(ends[-1]) - np.repeat(ends - lengths, lengths)
+        batch: dict[str, Any] = {
+            name: torch.as_tensor(np.concatenate([pack[name] for pack in packs]), dtype=torch.int64).unsqueeze(0)
+            for name in ("input_ids", "labels")
+        }
+        batch["position_ids"] = torch.as_tensor(positions, dtype=torch.int64).unsqueeze(0)
+        if self.keys == "unsloth":
+            batch["packed_seq_lengths"] = torch.as_tensor(lengths, dtype=torch.int32)
+        elif self.keys == "flash":
+            borders = torch.as_tensor(np.append(0, ends), dtype=torch.int32)
+            batch |= {"cu_seq_lens_q": borders, "cu_seq_lens_k": borders}
+            batch |= {"max_length_q": int(lengths.max()), "max_length_k": int(lengths.max())}
+        return batch
+
+
+@dataclass
+class Collate:
+    """Flatten packs and pad rows, since training may use packs while evaluation uses rows.
+
+    With `head_chooses`, add the positions of the supervised tokens to the batch (see model/supervised_head.py).
+    """
+
+    pad: PadRight
+    flatten: Flatten
+    head_chooses: bool = False
+
+    def find_supervised(self, wanted: bool) -> None:
+        """Add the positions of supervised tokens to every batch, or not, from now on."""
+        self.head_chooses = wanted
+
+    def __call__(self, examples: list[dict[str, np.ndarray]]) -> dict[str, Any]:
+        batch = self.flatten(examples) if "lengths" in examples[0] else self.pad(examples)
+        return batch | supervised_positions(batch["labels"]) if self.head_chooses else batch

@@ -1,0 +1,143 @@
+"""Read the rows of a run, check each of them, and keep them as examples in a folder of the node."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import datasets
+
+from unsloth_ddp.config.parse import Settings
+from unsloth_ddp.data.formats import SHOWN_COLUMNS, Example, to_example
+from unsloth_ddp.data.revisions import dataset_revisions
+from unsloth_ddp.data.sources import checked_files, left_out, read_rows
+from unsloth_ddp.distributed.runtime import Runtime
+from unsloth_ddp.utils.errors import UserError
+from unsloth_ddp.utils.redaction import printable
+
+# Rows that stand for all of a stream until they are seen: plans are made from them.
+STREAM_HEAD = 1000
+# A large set takes minutes to read, which should not look like a hang.
+ROWS_BETWEEN_LINES = 50_000
+EXAMPLE_FEATURES = datasets.Features({"location": datasets.Value("string"), "example": datasets.Value("string")})
+
+
+def read_examples(settings: Settings, runtime: Runtime, folder: Path) -> None:
+    """Read every row of the run into `folder`; refuse the first bad row by file and line.
+
+    If training rows are streamed, read only the first STREAM_HEAD of them.
+    """
+    datasets.disable_progress_bars()
+    revisions = dataset_revisions(settings)
+
+    def read() -> None:
+        train = _examples(
+            settings.dataset,
+            settings.dataset_split,
+            settings.dataset_config,
+            revisions,
+            folder,
+            streaming=settings.streaming,
+        )
+        if settings.eval_dataset:
+            evaluation = _examples(
+                settings.eval_dataset, settings.eval_dataset_split, settings.dataset_config, revisions, folder
+            )
+            evaluation.save_to_disk(folder / "examples_eval")
+        elif settings.eval_fraction:
+            train, evaluation = split_rows(train, settings.eval_fraction, settings.seed)
+            evaluation.save_to_disk(folder / "examples_eval")
+        train.save_to_disk(folder / "examples_train")
+
+    runtime.on_main(read, per_node=True)
+
+
+def held_out_examples(folder: Path, limit: int) -> list[Example]:
+    """Return the first `limit` evaluation examples."""
+    path = folder / "examples_eval"
+    if not limit or not path.exists():
+        return []
+    rows = datasets.load_from_disk(path)
+    return [Example(**json.loads(row["example"])) for row in rows.select(range(min(limit, len(rows))))]
+
+
+def split_rows(rows: datasets.Dataset, fraction: float, seed: int) -> tuple[datasets.Dataset, datasets.Dataset]:
+    """Split off a fraction of the rows, drawn with a seed, for evaluation."""
+    aside = round(len(rows) * fraction)
+    if not 0 < aside < len(rows):
+        raise UserError(
+            f"eval_fraction {fraction} of {len(rows)} rows is {aside} rows; choose one that leaves rows on both sides."
+        )
+    parts = rows.train_test_split(test_size=aside, seed=seed)
+    return parts["train"], parts["test"]
+
+
+def _examples(
+    sources: list[str],
+    split: str,
+    config: str | None,
+    revisions: dict[str, str],
+    folder: Path,
+    *,
+    streaming: bool = False,
+) -> datasets.Dataset:
+    files = checked_files(sources, streaming=streaming)
+    empty = [file for file in files if file not in sources and Path(file).stat().st_size == 0]
+    if streaming and (lists := left_out(sources)):
+        more = f" and {len(lists) - 1} more .json files are" if len(lists) > 1 else " is"
+        print(f"{lists[0]}{more} not read: a folder stands for its .jsonl, .parquet and .csv files.")
+
+    unread: Counter[str] = Counter()
+    numbers = itertools.count(1)
+
+    def rows() -> Iterator[dict[str, str]]:
+        for source in files:
+            location = ""
+            for location, columns in read_rows(source, split, config, revisions.get(source), streaming=streaming):
+                try:
+                    example = to_example(columns)
+                    unread.update(example.unread)
+                    if (number := next(numbers)) % ROWS_BETWEEN_LINES == 0:
+                        print(f"{number:,} rows read.", flush=True)
+                    example.unread = []
+                    yield {"location": location, "example": json.dumps(dataclasses.asdict(example))}
+                except UserError as error:
+                    raise UserError(f"{location}: {error}") from None
+            # A folder may hold empty shards, but a file that the user names should hold rows.
+            if not location and source in sources:
+                raise UserError(f"dataset {source} holds no rows; leave it out, or look why it is empty.")
+            if not location and source not in empty:
+                empty.append(source)
+
+    read = itertools.islice(rows(), STREAM_HEAD) if streaming else rows()
+    examples = _from_rows(read, EXAMPLE_FEATURES, folder, ", ".join(sources))
+    if empty:
+        what = (
+            f"{empty[0]} and {len(empty) - 1} more files hold no rows and add"
+            if len(empty) > 1
+            else f"{empty[0]} holds no rows and adds"
+        )
+        print(f"{what} nothing to the stream; look why, if rows were meant to be there.")
+    if unread:
+        columns = ", ".join(f"{name} ({count:,} rows)" for name, count in unread.most_common(SHOWN_COLUMNS))
+        print(printable(f"Columns of {', '.join(sources)[:200]} that are not read: {columns}."), flush=True)
+    return examples
+
+
+def _from_rows(
+    rows: Iterator[dict[str, Any]], features: datasets.Features, folder: Path, sources: str
+) -> datasets.Dataset:
+    path = Path(tempfile.mkdtemp(dir=folder)) / "rows.arrow"
+    with datasets.arrow_writer.ArrowWriter(features=features, path=str(path)) as writer:
+        for row in rows:
+            writer.write(row)
+        count, _ = writer.finalize()
+    if not count:
+        raise UserError(f"dataset {sources} holds no rows.")
+    return datasets.Dataset.from_file(str(path))

@@ -1,0 +1,102 @@
+"""Pin the model and the datasets of a run to commits of the Hub, so that every rank and every resume reads the same.
+
+The main process asks the Hub for the commit of each branch or tag once. The commits replace what was given in the
+settings, and so stand in settings.yaml and in the manifest of every checkpoint.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Literal
+
+from unsloth_ddp.config.parse import Settings
+from unsloth_ddp.data.sources import is_file
+from unsloth_ddp.distributed.runtime import Runtime
+from unsloth_ddp.utils.errors import UserError
+
+COMMIT = re.compile(r"[0-9a-f]{40}")
+# Seconds that the Hub may take to answer.
+ANSWER_TIME = 20
+
+
+def dataset_revisions(settings: Settings) -> dict[str, str]:
+    """Return the revision of each Hub dataset for which one is given.
+
+    Raises:
+        UserError: there are not as many revisions as Hub datasets.
+    """
+    wanted, names = settings.dataset_revision, _hub_datasets(settings)
+    if wanted and len(wanted) != len(names):
+        raise UserError(
+            f"dataset_revision has {len(wanted)} values ({', '.join(wanted)[:200]}), but --dataset and --eval_dataset "
+            f"name {len(names)} Hub datasets{' (' + ', '.join(names)[:200] + ')' if names else ''}; give one for each, "
+            "or none."
+        )
+    return dict(zip(names, wanted, strict=False))
+
+
+def _hub_datasets(settings: Settings) -> list[str]:
+    """Return each dataset on the Hub once, in the order of the options."""
+    return [name for name in dict.fromkeys([*settings.dataset, *settings.eval_dataset]) if not is_file(name)]
+
+
+def pin_revisions(settings: Settings, runtime: Runtime) -> None:
+    """Replace model_revision and dataset_revision by commits, alike on every rank; every rank calls this.
+
+    What the Hub does not answer (no network, no such name, no access) stays as it was given: reading it says why.
+
+    Raises:
+        UserError: there are not as many dataset revisions as Hub datasets.
+    """
+    settings.model_revision, settings.dataset_revision = runtime.broadcast_from_main(
+        lambda: (_model_commit(settings, runtime.backend), _dataset_commits(settings))
+    )
+
+
+def _model_commit(settings: Settings, backend: str) -> str | None:
+    name, revision = str(settings.model), settings.model_revision
+    if is_file(name):
+        return revision
+    if revision is None and backend == "unsloth" and settings.method == "qlora":
+        # Unsloth may read another repository, with weights that are quantized already; it has none of these commits.
+        return None
+    return find_commit(name, "model", revision) or revision
+
+
+def _dataset_commits(settings: Settings) -> list[str]:
+    given, names = dataset_revisions(settings), _hub_datasets(settings)
+    commits = [find_commit(name, "dataset", given.get(name)) or given.get(name) for name in names]
+    # Either all are pinned or only those that were given: the option has one value for each.
+    return settings.dataset_revision if None in commits else [str(commit) for commit in commits]
+
+
+def find_commit(name: str, kind: Literal["model", "dataset"], revision: str | None = None) -> str | None:
+    """Return the commit that a branch, tag or abbreviated commit of a Hub repository is at; None if nothing knows it.
+
+    Without a network it is the commit of a model in the Hub's cache. Datasets are not looked up there, because
+    `datasets` reads prepared tables from a cache of its own, without revisions.
+    """
+    if revision and COMMIT.fullmatch(revision):
+        return revision
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        return HfApi().repo_info(name, repo_type=kind, revision=revision, timeout=ANSWER_TIME).sha
+    except HFValidationError:
+        return None
+    except Exception:  # the Hub's own errors, those of its HTTP client, and OfflineModeIsEnabled have no common class
+        return _cached_commit(name, revision or "main") if kind == "model" else None
+
+
+def _cached_commit(name: str, revision: str) -> str | None:
+    from huggingface_hub.constants import HF_HUB_CACHE
+    from huggingface_hub.file_download import repo_folder_name
+
+    reference = Path(HF_HUB_CACHE) / repo_folder_name(repo_id=name, repo_type="model") / "refs" / revision
+    try:
+        commit = reference.read_text(encoding="ascii").strip()
+    except (OSError, ValueError):
+        return None
+    return commit if COMMIT.fullmatch(commit) else None

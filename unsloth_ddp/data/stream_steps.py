@@ -1,0 +1,173 @@
+"""Fill optimizer steps with streamed rows and hand every rank its micro-batches.
+
+Only the main process reads (see stream_windows.py). It joins the windows into steps, and before each step sends every
+rank the rows of its own micro-batches. So a source is read once, whatever the number of ranks, all ranks train the
+same rows, and every rank learns of a bad row at the same step. The content of a step follows from the order of the
+rows (stream_order.py) and the global batch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from torch.utils.data import IterableDataset
+
+from unsloth_ddp.config.parse import Settings
+from unsloth_ddp.data.arrow_rows import join_rows
+from unsloth_ddp.data.batch_plan import BatchPlan, arrange
+from unsloth_ddp.data.packing import Packing, best_fit
+from unsloth_ddp.data.stream_order import StreamPosition
+from unsloth_ddp.data.stream_windows import StreamedWindows, TokenizedWindow, Unit, read_ahead
+from unsloth_ddp.distributed.runtime import Runtime
+from unsloth_ddp.utils.errors import UserError
+
+# The micro-batches of each process in one step.
+Shares = list[list[list[Unit]]]
+
+
+@dataclass
+class StepFiller:
+    """Turn windows into the units of each step, dealt to the processes.
+
+    Args:
+        capacity: most tokens of a pack; None if rows are not packed.
+    """
+
+    plan: BatchPlan
+    capacity: int | None
+    keep_order: bool
+    seed: int
+
+    def units(self, window: TokenizedWindow) -> list[Unit]:
+        """Return the rows of a window, or the packs made of them, in training order."""
+        if self.capacity is None:
+            return window.rows
+        if not window.rows or window.problem is not None:
+            # With the bad row fixed, other rows would share the packs.
+            return []
+        lengths = np.array([len(row["input_ids"]) for row in window.rows])
+        packing = best_fit(lengths, self.capacity)
+        # Best fit puts the longest rows into the first packs, which training should not see first.
+        if self.keep_order:
+            order = np.argsort(packing.rows[packing.starts[:-1]])
+        else:
+            order = np.random.default_rng([self.seed, window.start.epoch, window.start.row]).permutation(len(packing))
+        packs = [[window.rows[i] for i in packing.members(pack)] for pack in order]
+        return [join_rows([row["input_ids"] for row in pack], [row["labels"] for row in pack]) for pack in packs]
+
+    def fill(self, windows: Iterable[TokenizedWindow], used: int = 0) -> Iterator[tuple[Shares, StreamPosition]]:
+        """Yield the micro-batches of each process for each step, and the position at which the step ends.
+
+        The first `used` units of the first window are skipped: they were trained before.
+
+        Raises:
+            UserError: a row that the next step needs is bad; the steps before it have been yielded.
+        """
+        step: list[Unit] = []
+        for window in windows:
+            for number, unit in enumerate(self.units(window), 1):
+                if number <= used:
+                    continue
+                step.append(unit)
+                if len(step) == self.plan.global_batch:
+                    yield self._dealt(step), dataclasses.replace(window.start, used=number)
+                    step = []
+            used = 0
+            if window.problem is not None:
+                raise UserError(window.problem)
+
+    def _dealt(self, step: list[Unit]) -> Shares:
+        plan, lengths = self.plan, np.array([len(unit["input_ids"]) for unit in step])
+        order = arrange(np.arange(len(step)), lengths, plan, padded=self.capacity is None)
+        slots = order.reshape(plan.accumulation, plan.processes, plan.per_device)
+        return [[[step[i] for i in batch] for batch in slots[:, process]] for process in range(plan.processes)]
+
+
+class StreamedSteps(IterableDataset[list[Unit] | None]):
+    """Iterate over this rank's micro-batches of a whole run; every rank must iterate in step.
+
+    Transformers skips the micro-batches of steps before a checkpoint, so None is yielded in their place.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        steps: StepFiller,
+        max_steps: int,
+        windows: Callable[[StreamPosition], Iterator[TokenizedWindow]],
+    ) -> None:
+        """`windows` returns the windows from a position on; it is called in the main process only."""
+        self.runtime = runtime
+        self.steps = steps
+        self.max_steps = max_steps
+        self.windows = windows
+        self.done = 0
+        self.position = StreamPosition()
+        self._waited = 0.0
+
+    def __len__(self) -> int:
+        return self.max_steps * self.steps.plan.accumulation
+
+    def go_on(self, step: int, position: dict[str, Any] | None) -> None:
+        """Continue after `step` steps, the last of which ended at `position` (as returned by `saved`)."""
+        self.done, self.position = step, StreamPosition(**(position or {}))
+
+    def saved(self) -> dict[str, Any]:
+        """Return the position for a checkpoint; it is right in the main process only."""
+        return dataclasses.asdict(self.position)
+
+    def waited(self) -> float:
+        """Return the seconds that the main process waited for rows since the last call; 0 on other ranks."""
+        seconds, self._waited = self._waited, 0.0
+        return seconds
+
+    def __iter__(self) -> Iterator[list[Unit] | None]:
+        yield from itertools.repeat(None, self.done * self.steps.plan.accumulation)
+        filled = self._filled() if self.runtime.ranks.is_main else iter(())
+        for _ in range(self.done, self.max_steps):
+            yield from self.runtime.scatter_from_main(lambda: self._next(filled))
+
+    def _filled(self) -> Iterator[tuple[Shares, StreamPosition]]:
+        return self.steps.fill(self._announced_windows(), self.position.used)
+
+    def _announced_windows(self) -> Iterator[TokenizedWindow]:
+        start = self.position
+        if start.row:
+            print(
+                f"The first {start.row:,} rows of epoch {start.epoch + 1} of the stream were trained before the checkpoint: "
+                "they are read again and skipped.",
+                flush=True,
+            )
+        for window in self.windows(start):
+            if window.ended is not None:
+                print(f"The stream holds {window.ended:,} rows; its second epoch begins.", flush=True)
+            yield window
+
+    def _next(self, filled: Iterator[tuple[Shares, StreamPosition]]) -> Shares:
+        began = time.perf_counter()
+        shares, self.position = next(filled)
+        self._waited += time.perf_counter() - began
+        return shares
+
+
+def streamed_steps(
+    settings: Settings, runtime: Runtime, plan: BatchPlan, packing: Packing | None, windows: StreamedWindows
+) -> StreamedSteps:
+    """Return the steps of a run with --streaming, filled from `windows`; `packing` is that of the first rows."""
+    capacity = packing.capacity if packing else None
+    return StreamedSteps(
+        runtime,
+        StepFiller(plan, capacity, settings.shuffle_buffer == 0, windows.seed),
+        settings.max_steps,
+        lambda start: read_ahead(
+            windows,
+            dataclasses.replace(start, seen=None) if settings.resume_anyway else start,
+            settings.dataset_num_proc,
+        ),
+    )

@@ -1,0 +1,90 @@
+"""Check the values of a row and name their kinds in error sentences."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+from unsloth_ddp.utils.errors import UserError
+
+DEEPEST = 50
+# Text that to_csv makes of a list of objects.
+PRINTED_BY_PYTHON = re.compile(r"\s*\[\s*\{\s*'")
+
+
+def as_list(value: Any, what: str) -> list[Any]:
+    """Return a list, or the list that JSON text holds.
+
+    Raises:
+        UserError: it is neither.
+    """
+    if isinstance(value, str):
+        value = from_json(value, what)
+    if not isinstance(value, list):
+        raise UserError(f"{what} is {kind_of(value)}, not a list.")
+    return value
+
+
+def as_text(value: Any, what: str) -> str:
+    """Return text that a tokenizer can take.
+
+    Raises:
+        UserError: it is no text, or holds broken Unicode.
+    """
+    if not isinstance(value, str):
+        raise UserError(f"{what} is {kind_of(value)}, not text.")
+    check_plain(value, what)
+    return value
+
+
+def from_json(text: str, what: str) -> Any:
+    """Parse JSON text.
+
+    Raises:
+        UserError: it is not JSON.
+    """
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        if PRINTED_BY_PYTHON.match(text):
+            raise UserError(
+                f"{what} is a list as Python or NumPy prints it, which is not JSON; write the table again as JSONL or Parquet "
+                "(to_json(..., orient='records', lines=True), to_parquet), which keep lists."
+            ) from None
+        raise UserError(f"{what} is text that is not JSON; fix or remove it.") from None
+
+
+def check_plain(value: Any, what: str, depth: int = 0) -> None:
+    """Refuse values that JSON or a tokenizer cannot take, such as dates, bytes and half surrogate pairs.
+
+    Raises:
+        UserError: naming `what`.
+    """
+    if depth > DEEPEST:
+        raise UserError(f"{what} is nested over {DEEPEST} levels deep; fix or remove it.")
+    if isinstance(value, str):
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            raise UserError(f"{what} holds broken Unicode (half a surrogate pair); fix or remove it.") from None
+    elif isinstance(value, dict):
+        for name, item in value.items():
+            check_plain(name, what, depth + 1)
+            check_plain(item, what, depth + 1)
+    elif isinstance(value, list):
+        for item in value:
+            check_plain(item, what, depth + 1)
+    elif not isinstance(value, (bool, int, float, type(None))):
+        raise UserError(f"{what} holds a {type(value).__name__}, which is no JSON value; make it text or remove it.")
+
+
+def kind_of(value: Any) -> str:
+    """Name the kind of a value as JSON has it."""
+    names = {type(None): "missing", str: "text", bool: "a truth value", int: "a number", float: "a number"}
+    return names.get(type(value), "a list" if isinstance(value, list) else "an object")
+
+
+def quoted(value: Any) -> str:
+    """Quote text, or name the kind of any other value."""
+    return repr(value[:100]) if isinstance(value, str) else kind_of(value)

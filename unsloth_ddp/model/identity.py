@@ -1,0 +1,58 @@
+"""Identify the base model of a run by its files, so that a resumed run is refused if they changed.
+
+A model from the Hub is identified by its commit (data/revisions.py). The files of a local folder are read: up to
+4 GiB of weights completely, more by samples of a tenth. They are read again when the model is loaded, then mostly from
+the page cache. Modification times are not compared, because copies of the same files to other nodes have others.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import xxhash
+
+from unsloth_ddp.config.parse import Settings
+from unsloth_ddp.model.files import WEIGHTS
+from unsloth_ddp.utils.checksums import checksum, sampled_checksum
+from unsloth_ddp.utils.units import GIB
+
+READ_COMPLETELY = 4 * GIB
+# generation_config.json is left out: it changes what a model generates, not what it learns.
+PARTS = {
+    "model_config": ("config.json", "*.py"),
+    "model_tokenizer": (
+        "tokenizer*.json", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.model",
+        "chat_template*", "additional_chat_templates/*",
+    ),
+}  # fmt: skip
+
+
+def model_identity(settings: Settings) -> dict[str, str]:
+    """Return what identifies config, tokenizer and weights of a local model folder; nothing for a Hub id.
+
+    Raises:
+        OSError: a file cannot be read.
+    """
+    folder = Path(str(settings.model)).expanduser()
+    if not folder.is_dir():
+        return {}
+    found = {name: _describe(folder, patterns) for name, patterns in PARTS.items()}
+    for pattern in WEIGHTS:
+        if any(folder.glob(pattern)):
+            return {**found, "model_weights": _describe(folder, (pattern,))}
+    return found
+
+
+def _describe(folder: Path, patterns: tuple[str, ...]) -> str:
+    """Return number, bytes and checksum of the files that match, such as "2 files, 1,204 bytes, xxh3 8c1f..."."""
+    files = sorted({path for pattern in patterns for path in folder.glob(pattern) if path.is_file()})
+    sizes = [path.stat().st_size for path in files]
+    read = checksum if sum(sizes) <= READ_COMPLETELY else sampled_checksum
+    with ThreadPoolExecutor(max_workers=4) as pool:
+        checksums = list(pool.map(read, files))
+    digest = xxhash.xxh3_64()
+    for path, size, one in zip(files, sizes, checksums, strict=True):
+        digest.update(f"{path.relative_to(folder)}\0{size}\0{one}\0".encode())
+    number = "1 file" if len(files) == 1 else f"{len(files)} files"
+    return f"{number}, {sum(sizes):,} bytes, xxh3 {digest.hexdigest()}"

@@ -1,0 +1,117 @@
+"""Turn a YAML file of axolotl, LLaMA-Factory or TRL into one of this kit, and say what was left out and why.
+
+    uv run python -m unsloth_ddp.port their.yaml > mine.yaml
+    uv run accelerate launch --config_file accelerate_configs/ddp.yaml train_ddp.py --config mine.yaml
+
+Options that the file leaves out get the other tool's default where the kit's differs. Nothing is imported or loaded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from unsloth_ddp.config.checks import check_settings
+from unsloth_ddp.config.command_line import Parser
+from unsloth_ddp.config.options import OPTIONS, Settings
+from unsloth_ddp.config.yaml_file import Unreadable, read_yaml
+from unsloth_ddp.distributed.exit_codes import EXIT_USER_ERROR
+from unsloth_ddp.port.convert import PORTED_TOOLS, detect_tool, port
+from unsloth_ddp.port.ported import Ported
+from unsloth_ddp.utils.errors import UserError
+from unsloth_ddp.utils.redaction import printable
+
+
+def make_parser() -> Parser:
+    """Return the parser of the command line."""
+    parser = Parser(
+        prog="python -m unsloth_ddp.port", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("file", type=Path, metavar="FILE", help="the other tool's YAML file")
+    parser.add_argument("--tool", choices=sorted(PORTED_TOOLS), help="the tool it is for [by its keys]")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="write the result there [print it]")
+    return parser
+
+
+def read_file(path: Path) -> dict[str, Any]:
+    """Return the keys of a YAML file.
+
+    Raises:
+        UserError: it cannot be read, or holds something else.
+    """
+    try:
+        content = read_yaml(path)
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror or error}.") from None
+    except Unreadable as error:
+        raise UserError(f"{path} is not YAML: {error}") from None
+    if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
+        raise UserError(f"{path} holds no keys and values, so there is nothing to port.")
+    if content and set(content) <= set(OPTIONS):
+        raise UserError(f"{path} is a file of this kit already; give it as --config.")
+    return content
+
+
+def problem_of(ported: Ported) -> str | None:
+    """Return the sentence with which the kit refuses the result, or None."""
+    try:
+        check_settings(Settings(**ported.options))
+    except UserError as refused:
+        return str(refused)
+    return None
+
+
+def render(ported: Ported, source: Path) -> str:
+    """Return the kit's YAML file, with what was left out as comments."""
+    lines = [f"# Ported from {printable(source.name)} ({ported.tool})."]
+    problem = None if ported.to_do else problem_of(ported)
+    to_do = [*ported.to_do, *([problem] if problem else [])]
+    if to_do:
+        lines += ["#", "# To do before it runs:", *(f"#   {printable(text)}" for text in to_do)]
+    if ported.left_out:
+        lines += ["#", "# Left out or changed:"]
+        by_reason: dict[str, list[str]] = {}
+        for name, why in ported.left_out.items():
+            by_reason.setdefault(why, []).append(name)
+        lines += [f"#   {printable(', '.join(names))}: {printable(why)}." for why, names in by_reason.items()]
+    lines += [
+        "#",
+        "# Start it with: accelerate launch --config_file "
+        f"accelerate_configs/{ported.launch_config}.yaml train_ddp.py --config THIS_FILE",
+    ]
+    ordered = {name: ported.options[name] for name in OPTIONS if name in ported.options}
+    return "\n".join(lines) + "\n" + yaml.safe_dump(ordered, sort_keys=False, allow_unicode=True)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Read the file, port it, and print or write the result."""
+    try:
+        given = make_parser().parse_args(argv)
+        content = read_file(given.file)
+        try:
+            tool = PORTED_TOOLS[given.tool] if given.tool else detect_tool(content)
+            ported = port(content, tool, given.file.parent)
+        except UserError as refused:
+            raise UserError(f"{given.file}: {refused}") from None
+        text = render(ported, given.file)
+        if given.output is None:
+            print(text, end="")
+            return
+        if given.output.exists():
+            raise UserError(f"--output {given.output} is there already; give another name.")
+        try:
+            given.output.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise UserError(f"--output {given.output} cannot be written: {error.strerror or error}.") from None
+        print("\n".join(line for line in text.splitlines() if line.startswith("#")))
+    except UserError as error:
+        print(error, file=sys.stderr)
+        sys.exit(EXIT_USER_ERROR)
+
+
+if __name__ == "__main__":
+    main()

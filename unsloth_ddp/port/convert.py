@@ -1,0 +1,280 @@
+"""Port the keys of a file, by the table of aliases and a few rules for keys that say more than one thing."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from unsloth_ddp.config.aliases import ALIASES, TOOLS
+from unsloth_ddp.config.options import OPTIONS
+from unsloth_ddp.config.trainer_args import OWNED_ARGS
+from unsloth_ddp.config.upstream_names import known_names, sft_config_fields
+from unsloth_ddp.port.ported import Ported
+from unsloth_ddp.port.rows import plain_path, port_mappings, port_names
+from unsloth_ddp.utils.errors import UserError
+
+AXOLOTL, LLAMA_FACTORY, TRL = TOOLS["A"], TOOLS["L"], TOOLS["T"]
+PORTED_TOOLS = {"axolotl": AXOLOTL, "llamafactory": LLAMA_FACTORY, "trl": TRL}
+
+# What each tool does where its file says nothing and the kit does otherwise: axolotl's schemas, LLaMA-Factory's hparams
+# with Transformers' TrainingArguments, TRL's SFTConfig and ModelConfig.
+DEFAULTS: dict[str, dict[str, Any]] = {
+    AXOLOTL: {
+        "method": "full", "max_length": 512, "overlong": "drop", "per_device_train_batch_size": 1,
+        "gradient_accumulation_steps": 1, "lr_scheduler_type": "cosine", "warmup_steps": 0.03, "save_strategy": "epoch",
+    },
+    LLAMA_FACTORY: {
+        "lora_r": 8, "per_device_train_batch_size": 8, "gradient_accumulation_steps": 1, "num_train_epochs": 3.0,
+        "learning_rate": 5e-5,
+    },
+    TRL: {
+        "method": "full", "max_length": 1024, "per_device_train_batch_size": 8, "gradient_accumulation_steps": 1,
+        "num_train_epochs": 3.0, "learning_rate": 2e-5, "lora_alpha": 32, "lora_dropout": 0.05,
+    },
+}  # fmt: skip
+# A file with one of these asks for something else than supervised fine-tuning of all weights, LoRA or QLoRA.
+REFUSED = ("stage", "rl", "adapter", "finetuning_type", "reward_model", "pretraining_dataset", "relora")
+
+
+def detect_tool(content: Mapping[str, Any]) -> str:
+    """Return the tool that most keys of a file belong to.
+
+    Raises:
+        UserError: it is no file of a tool that can be ported.
+    """
+    counts = Counter(letter for key in content if key in ALIASES for letter in ALIASES[key].tools if letter in "ALT")
+    if not counts:
+        raise UserError(
+            "its keys are those of none of axolotl, LLaMA-Factory and TRL; name the tool with --tool, or see "
+            "docs/from-elsewhere.md."
+        )
+    return TOOLS[counts.most_common(1)[0][0]]
+
+
+def port(content: Mapping[str, Any], tool: str, folder: Path) -> Ported:
+    """Return the kit's options for the content of a file of `tool`.
+
+    Raises:
+        UserError: the file asks for something that the kit does not do.
+    """
+    ported = Ported(tool, folder)
+    given = {
+        key: value
+        for key, value in content.items()
+        if value is not None and value != "" and value != [] and value != {}
+    }
+    for key, value in given.items():
+        rule = RULES.get(key)
+        if rule:
+            rule(ported, key, value, given)
+        elif key in ALIASES:
+            _port_alias(ported, key, value)
+        elif key in OPTIONS:
+            ported.add({key: value}, key)
+        elif key in OWNED_ARGS:
+            if value is not False:
+                ported.left_out[key] = OWNED_ARGS[key]
+        elif key in sft_config_fields():
+            ported.options.setdefault("trainer_args", {})[key] = value
+        elif value is not False:
+            ported.left_out[key] = "the kit has no such option"
+    _complete(ported, given)
+    return ported
+
+
+def _port_alias(ported: Ported, key: str, value: Any) -> None:
+    options = ALIASES[key].translate(value)
+    if options is not None:
+        ported.add(options, key)
+    elif value is False and key not in REFUSED:
+        return
+    elif key in REFUSED:
+        raise UserError(f"{key} {str(value)[:100]} cannot be ported: {ALIASES[key].note}.")
+    else:
+        ported.left_out[key] = ALIASES[key].note
+
+
+Rule = Callable[[Ported, str, Any, Mapping[str, Any]], None]
+
+
+def _run_folder(ported: Ported, key: str, value: Any, given: Mapping[str, Any]) -> None:
+    """Other tools write a run to output_dir itself, the kit to <output_dir>/<run_name>."""
+    folder = Path(plain_path(str(value)))
+    if given.get("run_name") or not folder.name:
+        ported.add({"output_dir": str(folder)}, key)
+    else:
+        ported.add({"output_dir": str(folder.parent), "run_name": folder.name}, key)
+
+
+def _recompute(ported: Ported, key: str, value: Any, given: Mapping[str, Any]) -> None:
+    if str(value).lower() in ("offload", "unsloth"):
+        ported.add({"gradient_checkpointing": "unsloth"}, key)
+    elif value is not False:
+        ported.left_out[key] = "the kit recomputes activations where they do not fit (gradient_checkpointing auto)"
+
+
+def _tf32(ported: Ported, key: str, value: Any, given: Mapping[str, Any]) -> None:
+    """TRL refuses tf32 where the GPU has none, so only what was asked for is handed on."""
+    if value is True:
+        ported.options.setdefault("trainer_args", {})[key] = value
+
+
+def _attention(ported: Ported, key: str, value: Any, given: Mapping[str, Any]) -> None:
+    ported.left_out[key] = ALIASES["flash_attention"].note
+
+
+def _sharding(ported: Ported, key: str, value: Any, given: Mapping[str, Any]) -> None:
+    stage = re.search(r"(?:zero|z|stage)[_-]?([0-3])", str(value).lower())
+    if key == "deepspeed":
+        ported.launch_config = {"2": "zero2", "3": "zero3"}.get(stage[1] if stage else "", "zero2")
+    elif value:
+        ported.launch_config = "fsdp2"
+    shards = f"start with accelerate_configs/{ported.launch_config}.yaml, which shards the weights"
+    if key == "deepspeed" and stage and stage[1] in "01":
+        ported.launch_config = "ddp" if stage[1] == "0" else "zero2"
+        shards = f"ZeRO-{stage[1]} is not offered; start with accelerate_configs/{ported.launch_config}.yaml"
+    ported.left_out[key] = shards
+
+
+def _wandb(ported: Ported, key: str, value: Any, given: Mapping[str, Any]) -> None:
+    ported.add({"report_to": ["wandb"]}, key)
+    ported.left_out[key] = f"set {key.upper()} in the environment"
+
+
+def _template(ported: Ported, key: str, value: Any, given: Mapping[str, Any]) -> None:
+    if value == "chatml":
+        ported.add({"chat_template": "chatml"}, key)
+    elif value != "tokenizer_default":
+        ported.left_out[key] = ALIASES["template"].note
+
+
+def _split_names(option: str) -> Rule:
+    def rule(ported: Ported, key: str, value: Any, given: Mapping[str, Any]) -> None:
+        names = [part.strip() for part in value.split(",")] if isinstance(value, str) else value
+        ported.add({option: ["all-linear"] if names in (["all"], ["all-linear"]) else names}, key)
+
+    return rule
+
+
+def _a_number_per_epoch(strategy: str) -> Rule:
+    def rule(ported: Ported, key: str, value: Any, given: Mapping[str, Any]) -> None:
+        ported.add({strategy: "epoch" if value else "no"}, key)
+        if value not in (0, 1):
+            ported.left_out[key] = f"{value} times an epoch become once; give {strategy.split('_')[0]}_steps for more"
+
+    return rule
+
+
+def _datasets(option: str) -> Rule:
+    def rule(ported: Ported, key: str, value: Any, given: Mapping[str, Any]) -> None:
+        port_mappings(ported, key, value, option)
+
+    return rule
+
+
+def _dataset_names(ported: Ported, key: str, value: Any, given: Mapping[str, Any]) -> None:
+    if ported.tool == LLAMA_FACTORY:
+        port_names(ported, key, value, key, given.get("dataset_dir"))
+    else:
+        ported.add({key: [plain_path(str(item)) for item in (value if isinstance(value, list) else [value])]}, key)
+
+
+def _dataset_name(ported: Ported, key: str, value: Any, given: Mapping[str, Any]) -> None:
+    """TRL evaluates on the test split of the training data, where it evaluates at all."""
+    ported.add({"dataset": [plain_path(str(value))]}, key)
+    if given.get("eval_strategy", "no") not in ("no", False):
+        ported.add({"eval_dataset": [plain_path(str(value))]}, key)
+
+
+def _path(option: str) -> Rule:
+    return lambda ported, key, value, given: ported.add({option: plain_path(str(value))}, key)
+
+
+def _optimizer(ported: Ported, key: str, value: Any, given: Mapping[str, Any]) -> None:
+    if (known := known_names("optim")) and value not in known:
+        ported.left_out[key] = f"{str(value)[:100]} is not an optimizer of Transformers; the default is used"
+    else:
+        ported.add({"optim": value}, key)
+
+
+def _schedule(ported: Ported, key: str, value: Any, given: Mapping[str, Any]) -> None:
+    if (known := known_names("lr_scheduler_type")) and value not in known:
+        ported.left_out[key] = f"{str(value)[:100]} is not a schedule of Transformers; the default is used"
+    else:
+        ported.add({"lr_scheduler_type": value}, key)
+
+
+def _warmup(ported: Ported, key: str, value: Any, given: Mapping[str, Any]) -> None:
+    """warmup_steps wins over warmup_ratio, as in Transformers."""
+    if not given.get("warmup_steps"):
+        ported.add({"warmup_steps": value}, key)
+
+
+def _environment(ported: Ported, key: str, value: Any, given: Mapping[str, Any]) -> None:
+    ported.left_out[key] = "set these variables in the environment"
+
+
+RULES: dict[str, Rule] = {
+    "output_dir": _run_folder,
+    "gradient_checkpointing": _recompute,
+    "gradient_checkpointing_kwargs": _recompute,
+    "tf32": _tf32,
+    "attn_implementation": _attention,
+    "deepspeed": _sharding,
+    "fsdp": _sharding,
+    "fsdp_config": _sharding,
+    "fsdp_version": _sharding,
+    "wandb_project": _wandb,
+    "wandb_name": _wandb,
+    "chat_template": _template,
+    "lora_target": _split_names("lora_target_modules"),
+    "lora_target_modules": _split_names("lora_target_modules"),
+    "additional_target": _split_names("lora_modules_to_save"),
+    "evals_per_epoch": _a_number_per_epoch("eval_strategy"),
+    "saves_per_epoch": _a_number_per_epoch("save_strategy"),
+    "datasets": _datasets("dataset"),
+    "test_datasets": _datasets("eval_dataset"),
+    "dataset": _dataset_names,
+    "eval_dataset": _dataset_names,
+    "dataset_name": _dataset_name,
+    "base_model": _path("model"),
+    "model_name_or_path": _path("model"),
+    "optimizer": _optimizer,
+    "optim": _optimizer,
+    "lr_scheduler": _schedule,
+    "lr_scheduler_type": _schedule,
+    "warmup_ratio": _warmup,
+    "env": _environment,
+}
+
+
+def _complete(ported: Ported, given: Mapping[str, Any]) -> None:
+    """Add the tool's own defaults, and take out what contradicts the rest."""
+    options = ported.options
+    for option, value in DEFAULTS[ported.tool].items():
+        options.setdefault(option, value)
+    if ported.tool == LLAMA_FACTORY:
+        options.setdefault("lora_alpha", 2 * options["lora_r"])
+        options.setdefault("method", "lora")
+    if options["method"] == "full":
+        for option in [name for name in options if name.startswith("lora_") or name == "use_rslora"]:
+            del options[option]
+    if ported.tool == TRL and "loss_on" not in options:
+        ported.left_out["loss_on"] = (
+            "TRL trains on every token of chats unless assistant_only_loss is set, the kit on the assistant's; give loss_on "
+            "all for TRL's way"
+        )
+    evaluated = options.get("eval_dataset") or options.get("eval_fraction")
+    strategy = options.get("eval_strategy")
+    if strategy in ("steps", "epoch") and not evaluated:
+        del options["eval_strategy"]
+        options.pop("eval_steps", None)
+        ported.left_out["eval_strategy"] = "there are no evaluation rows; give eval_dataset or eval_fraction"
+    elif strategy in ("no", "epoch") and "eval_steps" in options:
+        del options["eval_steps"]
+    for option in ("model", "dataset"):
+        if not options.get(option):
+            ported.to_do.append(f"The file names no {option}; give --{option}.")

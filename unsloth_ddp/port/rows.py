@@ -1,0 +1,148 @@
+"""Port the data sets of a file: lists of mappings (axolotl, TRL), and names in dataset_info.json (LLaMA-Factory)."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from unsloth_ddp.data.sources import is_file
+from unsloth_ddp.port.ported import Ported
+from unsloth_ddp.utils.errors import UserError
+
+# Kinds of rows that the kit tells apart by the names of their columns.
+KNOWN_KINDS = ("alpaca", "chat_template", "sharegpt", "completion")
+KNOWN_COLUMNS = {
+    "field_messages": ("messages", "conversations"),
+    "field": ("text",),
+    "text_column": ("text",),
+}
+KNOWN_PROPERTIES = ({"role": "role", "content": "content"}, {"role": "from", "content": "value"})
+NOT_NEEDED = ("path", "type", "split", "name", "data_files", "ds_type", "trust_remote_code", "conversation", "message_field_role",
+              "message_field_content", "message_property_mappings")  # fmt: skip
+# Of LLaMA-Factory's data sets: the columns that the kit reads too.
+KNOWN_LLAMA_FACTORY = {
+    "prompt": ("instruction",), "query": ("input",), "response": ("output",), "messages": ("messages", "conversations"),
+    "system": ("system",), "tools": ("tools",),
+}  # fmt: skip
+
+
+def plain_path(value: str) -> str:
+    """Return a path relative to the working directory as the kit's files have it, where ./ means the file's folder."""
+    if value.startswith("../"):
+        return str(Path(value).resolve())
+    return os.path.normpath(value) if value.startswith("./") else value
+
+
+def port_mappings(ported: Ported, name: str, entries: Any, option: str) -> None:
+    """Port a list of data sets, each a mapping with path, type, split and name."""
+    entries = entries if isinstance(entries, list) else [entries]
+    if not all(isinstance(entry, dict) and isinstance(entry.get("path"), str) for entry in entries):
+        raise UserError(f"{name} is not a list of mappings with a path, so the file cannot be ported.")
+    sources: list[str] = []
+    for entry in entries:
+        sources += _sources(ported, name, entry)
+        _note_columns(ported, f"{name} {entry['path']}", entry)
+    ported.add({option: sources}, name)
+    splits = {str(entry["split"]) for entry in entries if entry.get("split")}
+    configs = {str(entry["name"]) for entry in entries if entry.get("name")}
+    split_option = "dataset_split" if option == "dataset" else "eval_dataset_split"
+    for found, target in ((splits, split_option), (configs, "dataset_config")):
+        if len(found) == 1:
+            ported.add({target: found.pop()}, name)
+        elif found:
+            ported.to_do.append(
+                f"{name} has several values for {target} ({', '.join(sorted(found))}); a run takes one."
+            )
+
+
+def _sources(ported: Ported, name: str, entry: dict[str, Any]) -> list[str]:
+    files = entry.get("data_files") or []
+    files = files if isinstance(files, list) else [files]
+    if not files:
+        return [plain_path(entry["path"])]
+    if is_file(entry["path"]):
+        return [str(Path(plain_path(entry["path"])) / str(file)) for file in files]
+    if entry["path"] in ("json", "csv", "parquet"):
+        return [plain_path(str(file)) for file in files]
+    ported.to_do.append(
+        f"{name}: of {entry['path']} only {', '.join(map(str, files))} is meant; download it and name it."
+    )
+    return [entry["path"]]
+
+
+def _note_columns(ported: Ported, name: str, entry: dict[str, Any]) -> None:
+    kind = entry.get("type") or "chat_template"
+    base = kind.split(".")[0].split(":")[0] if isinstance(kind, str) else "a mapping"
+    if base not in KNOWN_KINDS:
+        ported.to_do.append(
+            f"{name} is of type {base}, which the kit does not know; give its rows the columns messages, or instruction and "
+            "output, or prompt and completion, or text."
+        )
+    if base == "alpaca":
+        ported.left_out[name] = "rows with instruction and output become chats in the model's template, not in Alpaca's"
+    if base == "completion":
+        ported.add({"loss_on": "all"}, name)
+    for key, known in KNOWN_COLUMNS.items():
+        if entry.get(key) and entry[key] not in known:
+            ported.to_do.append(f"{name} has its rows in the column {entry[key]}; rename it {known[0]}.")
+    properties = entry.get("message_property_mappings")
+    if properties and {**KNOWN_PROPERTIES[0], **properties} not in KNOWN_PROPERTIES:
+        ported.to_do.append(f"{name} has messages with other names than role and content; rename them.")
+    others = [key for key, value in entry.items() if value and key not in (*NOT_NEEDED, *KNOWN_COLUMNS)]
+    if others:
+        ported.left_out[f"{name}: {', '.join(others)}"] = "the kit has no such option of a data set"
+
+
+def port_names(ported: Ported, name: str, value: Any, option: str, folder: str | None) -> None:
+    """Port data sets that LLaMA-Factory names in `folder`/dataset_info.json."""
+    names = [str(part) for part in value] if isinstance(value, list) else [p.strip() for p in str(value).split(",")]
+    place, info = _dataset_info(ported.folder, folder or "data")
+    sources = []
+    for known in names:
+        entry = info.get(known)
+        if isinstance(entry, dict):
+            sources.append(_registered(ported, known, entry, place, option))
+            continue
+        sources.append(plain_path(known))
+        if not is_file(known) and "/" not in known:
+            ported.to_do.append(
+                f"{name} {known} is a name in LLaMA-Factory's dataset_info.json; give its file or Hub id."
+            )
+    ported.add({option: sources}, name)
+
+
+def _dataset_info(folder: Path, named: str) -> tuple[Path, dict[str, Any]]:
+    """Return the folder of dataset_info.json and its content; empty where it is not found."""
+    for base in (Path.cwd(), folder, *list(folder.resolve().parents)[:2]):
+        place = base / named
+        try:
+            found = json.loads((place / "dataset_info.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            continue
+        if isinstance(found, dict):
+            return place, found
+    return folder, {}
+
+
+def _registered(ported: Ported, name: str, entry: dict[str, Any], place: Path, option: str) -> str:
+    if entry.get("ranking"):
+        raise UserError(f"dataset {name} holds preferences, and the kit does supervised fine-tuning only.")
+    for column, title in (entry.get("columns") or {}).items():
+        if title not in KNOWN_LLAMA_FACTORY.get(column, ()):
+            ported.to_do.append(
+                f"dataset {name} has its {column} in the column {title}, which is not read under that name."
+            )
+    tags = {key: tag for key, tag in (entry.get("tags") or {}).items() if tag not in ("role", "content", "user", "assistant",
+            "system", "tool", "from", "value", "human", "gpt", "function_call", "observation")}  # fmt: skip
+    if tags:
+        ported.to_do.append(
+            f"dataset {name} has messages with other names ({', '.join(map(str, tags.values()))}); rename them."
+        )
+    if hub := entry.get("hf_hub_url"):
+        split = "dataset_split" if option == "dataset" else "eval_dataset_split"
+        given = {"dataset_config": entry.get("subset"), split: entry.get("split")}
+        ported.add({key: value for key, value in given.items() if value}, name)
+        return str(hub)
+    return str(place / str(entry.get("file_name", name)))

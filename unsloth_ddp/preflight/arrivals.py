@@ -1,0 +1,92 @@
+"""Check which processes arrived at the rendezvous: pure functions of what each said about itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from unsloth_ddp.preflight.checks import Check, name_nodes
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """The rank, host and size of the job that a process reports on arrival."""
+
+    rank: int
+    node_rank: int
+    host: str
+    nodes: int
+    world_size: int
+    local_world_size: int
+
+
+def check_arrivals(
+    world_size: int, nodes: int, present: Sequence[Arrival], waited: float, address: str, in_time: bool = False
+) -> Check:
+    """Check that every rank arrived once and belongs to the same job; a failure names the ones that do not.
+
+    Args:
+        world_size, nodes: the size of the job according to rank 0.
+        present: every process that arrived, those with an impossible rank included.
+        waited: seconds of waiting.
+        address: host:port of the rendezvous.
+        in_time: as many processes arrived as the job has, so the wait ended early.
+    """
+    per_node = max(1, world_size // nodes)
+    problems = []
+    by_rank: dict[int, list[Arrival]] = {}
+    for one in present:
+        by_rank.setdefault(one.rank, []).append(one)
+    for rank, several in sorted(by_rank.items()):
+        if len(several) > 1 and rank % per_node == 0:
+            hosts = " and ".join(sorted(one.host for one in several))
+            problems.append(
+                f"Node rank {several[0].node_rank} was taken {len(several)} times, by {hosts}: "
+                "give every node a NODE_RANK of its own."
+            )
+    for one in present:
+        if one.nodes != nodes:
+            problems.append(f"{one.host} has NNODES {one.nodes}, node 0 has {nodes}; set the same on every node.")
+        elif one.world_size != world_size or one.local_world_size != per_node:
+            problems.append(
+                f"{one.host} starts {one.local_world_size} processes of {one.world_size}, but node 0 starts {per_node} of "
+                f"{world_size}; start the same number on every node."
+            )
+        elif one.rank >= world_size:
+            problems.append(
+                f"{one.host} says it is node {one.node_rank} of {nodes}, but ranks go from 0 to {nodes - 1}; "
+                "correct its NODE_RANK."
+            )
+    missing = [rank for rank in range(world_size) if rank not in by_rank]
+    whole = [n for n in range(nodes) if all(r in missing for r in range(n * per_node, (n + 1) * per_node))]
+    parts = [rank for rank in missing if rank // per_node not in whole]
+    if whole and in_time:
+        problems.append(
+            f"So {name_nodes(whole)} is missing." if len(whole) == 1 else f"So {name_nodes(whole)} are missing."
+        )
+    elif whole:
+        problems.append(
+            f"{name_nodes(whole).capitalize()} did not arrive at {address} within {waited:.0f} s: start preflight "
+            "there too (or raise --timeout), check NODE_RANK, MASTER_ADDR and MASTER_PORT there, and open the firewall "
+            "for MASTER_PORT."
+        )
+    if parts:
+        named, whose = ("Rank", "its") if len(parts) == 1 else ("Ranks", "their")
+        ranks = ", ".join(map(str, parts))
+        problems.append(f"{named} {ranks} did not arrive within {waited:.0f} s; look at {whose} output.")
+    values: dict[int, str] = dict.fromkeys(range(nodes), "did not arrive")
+    for one in present:
+        if one.rank % per_node == 0 or one.node_rank not in values:
+            before = values.get(one.node_rank, "did not arrive")
+            values[one.node_rank] = one.host if before == "did not arrive" else f"{before} and {one.host}"
+    return Check(
+        "arrived", dict(sorted(values.items())), "failure" if problems else "ok", "\n".join(dict.fromkeys(problems))
+    )
+
+
+def missing_answers(missing: Sequence[int], hosts: Mapping[int, str], seconds: float, what: str) -> Check:
+    """Return the row for nodes that arrived but did not send what the others wait for."""
+    values = dict.fromkeys(missing, "no answer")
+    named = ", ".join(f"node {node} ({hosts.get(node, 'host not known')})" for node in missing)
+    remedy = f"{named} arrived, but sent no {what} within {seconds:.0f} s: look at its output, disks and load."
+    return Check(f"answers: {what}", values, "failure", remedy)

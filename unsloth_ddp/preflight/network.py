@@ -1,0 +1,205 @@
+"""Check names, ports and network interfaces of one node: pure functions from plain values to a Check."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from unsloth_ddp.preflight.checks import Check, Verdict
+
+LEAST_GBIT = 10
+
+
+def check_host_name(
+    node: int, host: str, addresses: Sequence[str], nodes: int, interface: str | None, one_machine: bool = False
+) -> Check:
+    """Check that this host's own name resolves to an address that other nodes can reach.
+
+    Gloo, which the kit uses beside NCCL, listens at the address of the host's own name unless GLOO_SOCKET_IFNAME
+    names an interface (torch/csrc/distributed/c10d/ProcessGroupGloo.cpp, createDefaultDevice).
+
+    Args:
+        interface: GLOO_SOCKET_IFNAME.
+        one_machine: MASTER_ADDR is a loopback address, so all nodes are on this machine.
+    """
+    shown = f"{host} = {', '.join(addresses) or 'no address'}"
+    if nodes == 1 or interface or one_machine or any(not is_loopback(address) for address in addresses[:1]):
+        return Check("host name", {node: shown})
+    why = f"resolves to {addresses[0]}, a loopback address" if addresses else "has no address"
+    remedy = (
+        f"The name {host} {why}, so other nodes cannot connect to this one: give it this node's network address in "
+        "/etc/hosts (Debian writes 127.0.1.1 there), or set GLOO_SOCKET_IFNAME to the network interface."
+    )
+    return Check("host name", {node: shown}, "failure", remedy)
+
+
+def check_master_address(node: int, name: str, addresses: Sequence[str], local: bool, rank: int, nodes: int) -> Check:
+    """Check that MASTER_ADDR resolves to an address of node 0 that all nodes can reach.
+
+    Args:
+        addresses: the addresses that the name resolves to here; empty when it does not.
+        local: one of them belongs to this machine.
+    """
+    shown = name if list(addresses) == [name] else f"{name} = {', '.join(addresses) or 'no address'}"
+
+    def row(verdict: Verdict = "ok", remedy: str = "") -> Check:
+        return Check("master address", {node: shown}, verdict, remedy)
+
+    if nodes == 1:
+        return row()
+    if not addresses:
+        return row(
+            "failure",
+            f"MASTER_ADDR {name} does not resolve here; give node 0's IP address, or add the name to /etc/hosts.",
+        )
+    if all(is_loopback(address) for address in addresses):
+        if name == "localhost" or is_loopback(name):
+            return row("warning", f"MASTER_ADDR {name} only works if all {nodes} nodes are this one machine.")
+        return row(
+            "failure",
+            f"MASTER_ADDR {name} resolves to {addresses[0]}, a loopback address: give node 0's network address, "
+            "or correct /etc/hosts (Debian maps a host's name to 127.0.1.1).",
+        )
+    if rank == 0 and not local:
+        return row(
+            "failure",
+            f"NODE_RANK is 0, but MASTER_ADDR {name} is not this machine: node 0 has to be the one at MASTER_ADDR; "
+            "correct NODE_RANK or MASTER_ADDR.",
+        )
+    return row()
+
+
+def is_loopback(address: str) -> bool:
+    """Return whether an address is reachable from its own machine only."""
+    return address.startswith("127.") or address in ("::1", "localhost")
+
+
+def check_free_port(node: int, port: int, holder: str | None) -> Check:
+    """Check on node 0, before a launcher listens there, that MASTER_PORT is free.
+
+    Args:
+        holder: the program that listens there already; None if there is none.
+    """
+    if holder is None:
+        return Check("master port", {node: f"{port} is free"})
+    remedy = f"MASTER_PORT {port} is in use on node 0 by {holder}: end it, or set another MASTER_PORT on every node."
+    return Check("master port", {node: f"{port} is in use"}, "failure", remedy)
+
+
+def check_master_answers(node: int, master: str, port: int, outcome: str, seconds: float) -> Check:
+    """Check on the other nodes that node 0 answers at MASTER_ADDR:MASTER_PORT.
+
+    Args:
+        outcome: "" when it answered, else the outcome of the last try: refused, timed out, another program, or text.
+        seconds: length of the attempt.
+    """
+    place = f"{master}:{port}"
+    if not outcome:
+        return Check("master port", {node: f"{place} answers"})
+    causes = {
+        "refused": "nothing listens there yet: start node 0 too (or raise --timeout), check that MASTER_ADDR is node 0 "
+        "and that MASTER_PORT is the same on every node",
+        "timed out": f"no packet comes back: open the firewall for MASTER_PORT {port} (and for the ports NCCL and gloo "
+        "choose between the nodes), and check that MASTER_ADDR is node 0's address on a network both share",
+        "another program": "another program listens there: end it, or set another MASTER_PORT on every node",
+    }
+    cause = causes.get(outcome, f"{outcome}; check MASTER_ADDR and the route to it")
+    remedy = f"Node 0 did not answer at {place} within {seconds:.0f} s: {cause}."
+    return Check("master port", {node: f"{place}: {outcome}"}, "failure", remedy)
+
+
+@dataclass(frozen=True)
+class Interface:
+    """A network interface: its addresses and its speed in Mbit/s (0: not known)."""
+
+    name: str
+    addresses: tuple[str, ...] = ()
+    up: bool = True
+    mbit: int = 0
+
+
+def matches(wanted: str, name: str) -> bool:
+    """Return whether NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME `wanted` selects interface `name`.
+
+    NCCL's rules: a name is a prefix, `=name` is exact, and `^` before the list excludes its interfaces
+    (docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html). An exact name is right for gloo too.
+    """
+    excluded = wanted.startswith("^")
+    names = wanted.lstrip("^").lstrip("=").split(",")
+    exact = wanted.lstrip("^").startswith("=")
+    found = any(name == item if exact else name.startswith(item) for item in names if item)
+    return found != excluded
+
+
+def check_network_interface(
+    node: int, interfaces: Sequence[Interface], by_route: str | None, wanted: Mapping[str, str], nodes: int
+) -> Check:
+    """Check the network interface between the nodes.
+
+    Args:
+        by_route: the interface of the route to MASTER_ADDR.
+        wanted: NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME, where set.
+    """
+    name = "network interface"
+    if nodes == 1:
+        return Check(name, {node: "not needed for one node"})
+    shown: list[str] = []
+    problems: list[str] = []
+    verdict: Verdict = "ok"
+    for variable, pattern in wanted.items():
+        exactly = variable == "GLOO_SOCKET_IFNAME"
+        up = [i for i in interfaces if i.up]
+        taken = [i for i in up if (i.name in pattern.split(",") if exactly else matches(pattern, i.name))]
+        if pattern.startswith("^"):
+            # All interfaces but the named ones; of those, the ones that have an address.
+            taken = [i for i in taken if i.addresses]
+        shown.append(f"{variable}={pattern}: {', '.join(describe_interface(i) for i in taken[:4]) or 'none'}")
+        if not taken:
+            there = ", ".join(i.name for i in interfaces if i.up)
+            problems.append(f"{variable} is {pattern}, but this node has no such interface that is up ({there}).")
+            verdict = "failure"
+        elif all(is_loopback(a) for i in taken for a in i.addresses):
+            problems.append(f"{variable} is {pattern}, a loopback interface; name the interface of the network.")
+            verdict = "failure"
+    chosen = next((i for i in interfaces if i.name == by_route), None)
+    if chosen is not None:
+        shown.append(f"route to MASTER_ADDR: {describe_interface(chosen)}")
+    if not wanted and chosen is not None and chosen.name.startswith(("docker", "virbr", "br-", "veth", "cni")):
+        problems.append(
+            f"The route to MASTER_ADDR is over {chosen.name}, which looks like a container's own network; if nodes cannot "
+            "reach each other, set NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME to the real interface."
+        )
+        verdict = "warning"
+    if verdict == "ok" and chosen is not None and 0 < chosen.mbit < LEAST_GBIT * 1000 and not wanted:
+        problems.append(
+            f"{chosen.name} runs at {chosen.mbit / 1000:g} Gbit/s, below the {LEAST_GBIT} Gbit/s that several nodes need; set "
+            "NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME to a faster interface if there is one."
+        )
+        verdict = "warning"
+    return Check(name, {node: "; ".join(shown) or "not known"}, verdict, " ".join(problems))
+
+
+def describe_interface(interface: Interface) -> str:
+    """Return an interface's name, speed and first address."""
+    speed = f" {interface.mbit / 1000:g} Gbit/s" if interface.mbit else " (speed not known)"
+    return interface.name + speed + (f" {interface.addresses[0]}" if interface.addresses else "")
+
+
+def check_infiniband(node: int, ports: Sequence[Mapping[str, str]], disabled: bool, nodes: int) -> Check:
+    """Check that InfiniBand or RoCE ports are active and used.
+
+    Args:
+        ports: name, rate, state and link_layer of each, as in /sys/class/infiniband.
+        disabled: NCCL_IB_DISABLE=1 is set.
+    """
+    if not ports:
+        return Check("InfiniBand / RoCE", {node: "none"})
+    shown = "; ".join(f"{p['name']} {p['rate']} {p['link_layer']} {p['state'].split(': ')[-1]}" for p in ports)
+    active = [p for p in ports if "ACTIVE" in p["state"]]
+    if nodes > 1 and not active:
+        remedy = "No port is ACTIVE: check cable and subnet manager, or set NCCL_IB_DISABLE=1 to use the network."
+        return Check("InfiniBand / RoCE", {node: shown}, "warning", remedy)
+    if nodes > 1 and disabled:
+        remedy = "NCCL_IB_DISABLE=1 leaves these fast ports unused; unset it unless they do not work."
+        return Check("InfiniBand / RoCE", {node: shown}, "warning", remedy)
+    return Check("InfiniBand / RoCE", {node: shown})

@@ -1,0 +1,180 @@
+"""Run the checks of one node, before any process group exists."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from unsloth_ddp.config.parse import Settings
+from unsloth_ddp.distributed.runtime import asks_for_cpu, choose_backend
+from unsloth_ddp.distributed.sharding import check_sharding, sharding_from_environment
+from unsloth_ddp.preflight import disk_space, machine, network
+from unsloth_ddp.preflight.checks import Check, not_checked
+from unsloth_ddp.preflight.environment import check_node_rank
+from unsloth_ddp.preflight.folders import (
+    NodeFolders,
+    find_datasets_cache,
+    output_folder,
+    read_data_sizes,
+    read_model_size,
+)
+from unsloth_ddp.preflight.machine_facts import (
+    has_nvidia,
+    read_clock_error,
+    read_driver_cuda,
+    read_driver_version,
+)
+from unsloth_ddp.preflight.network_facts import (
+    find_port_holder,
+    find_route_interface,
+    read_addresses,
+    read_infiniband_ports,
+    read_interfaces,
+    resolve_name,
+)
+from unsloth_ddp.preflight.process_info import ProcessInfo
+from unsloth_ddp.preflight.time_limit import run_with_limit
+from unsloth_ddp.utils.errors import UserError, one_line
+
+CHECK_SECONDS = 20
+
+
+def run_check(name: str, node: int, check: Callable[[], Check], seconds: float = CHECK_SECONDS) -> Check:
+    """Run a check with a time limit; an error or a timeout becomes a warning."""
+    try:
+        return run_with_limit(check, seconds)
+    except Exception as error:
+        return not_checked(name, node, f"{type(error).__name__}: {one_line(error)}")
+
+
+def check_network(process: ProcessInfo, environ: Mapping[str, str]) -> list[Check]:
+    """Check this node's names, interfaces and, on node 0, the port to listen on."""
+    node, nodes = process.node_rank, process.nodes
+    addresses = resolve_name(process.master)
+    local = any(address in read_addresses() or network.is_loopback(address) for address in addresses)
+
+    def interface() -> Check:
+        wanted = {n: environ[n] for n in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME") if environ.get(n)}
+        found = read_interfaces()
+        by_route = find_route_interface(addresses, found)
+        return network.check_network_interface(node, found, by_route, wanted, nodes)
+
+    def own_name() -> Check:
+        gloo, one_machine = environ.get("GLOO_SOCKET_IFNAME"), network.is_loopback(process.master)
+        return network.check_host_name(node, process.host, resolve_name(process.host), nodes, gloo, one_machine)
+
+    checks = [
+        run_check("node rank", node, lambda: check_node_rank(node, node, nodes)),
+        run_check("host name", node, own_name),
+        run_check(
+            "master address",
+            node,
+            lambda: network.check_master_address(node, process.master, addresses, local, node, nodes),
+        ),
+    ]
+    if not process.launched and node == 0 and nodes > 1 and local:
+        checks.append(
+            run_check(
+                "master port", node, lambda: network.check_free_port(node, process.port, find_port_holder(process.port))
+            )
+        )
+    checks.append(run_check("network interface", node, interface))
+    disabled = environ.get("NCCL_IB_DISABLE") == "1"
+    checks.append(
+        run_check(
+            "InfiniBand / RoCE", node, lambda: network.check_infiniband(node, read_infiniband_ports(), disabled, nodes)
+        )
+    )
+    return checks
+
+
+def check_machine(
+    process: ProcessInfo,
+    settings: Settings,
+    environ: Mapping[str, str],
+    folders: NodeFolders,
+    devices: Sequence[Mapping[str, Any]],
+    reason: str,
+) -> list[Check]:
+    """Check this node's clock, disks, shared memory, GPUs, sharding and driver.
+
+    Args:
+        devices, reason: the result of machine_facts.read_gpus.
+    """
+    node = process.node_rank
+    cpu = asks_for_cpu(settings, environ)
+    processes = process.ranks.local_world_size if process.launched else 0
+
+    def output() -> Check:
+        config, weights = read_model_size(settings)
+        # The other nodes write logs only, unless every rank writes its part of a checkpoint.
+        whole = node == 0 or sharding_from_environment(environ) != "none"
+        needed = disk_space.estimate_run_bytes(settings, config, weights) if whole else machine.LOGS_WANTED
+        folder = folders.probe(output_folder(settings))
+        return machine.check_folder("output folder", node, folder, needed, "checkpoints and the result", "--output_dir")
+
+    def temporary() -> Check:
+        path = settings.compiled_cache_dir or environ.get("UNSLOTH_COMPILE_LOCATION") or tempfile.gettempdir()
+        folder = folders.probe(Path(path).expanduser())
+        wanted = machine.LOGS_WANTED if cpu else machine.CACHE_WANTED
+        return machine.check_folder(
+            "compiled cache", node, folder, wanted, "compiled modules", "--compiled_cache_dir or TMPDIR"
+        )
+
+    def cache() -> Check:
+        needed = disk_space.estimate_cache_bytes(sum(read_data_sizes(settings)))
+        folder = folders.probe(find_datasets_cache(environ))
+        return machine.check_folder(
+            "datasets cache", node, folder, needed, "tokenized rows", "HF_HOME or HF_DATASETS_CACHE"
+        )
+
+    def memory() -> Check:
+        usage = shutil.disk_usage("/dev/shm")
+        several = max(processes, int(environ.get("GPUS_PER_NODE") or 0))
+        return machine.check_shared_memory(node, usage.free, usage.total, several, bool(devices) and not cpu)
+
+    def gpu_check() -> Check:
+        expected = environ.get("GPUS_PER_NODE")
+        return machine.check_gpus(
+            node,
+            devices,
+            cpu=cpu,
+            hardware=has_nvidia(),
+            reason=reason,
+            expected=int(expected) if expected else None,
+            processes=processes,
+            visible=environ.get("CUDA_VISIBLE_DEVICES"),
+        )
+
+    def driver() -> Check:
+        import torch
+
+        return machine.check_driver(node, read_driver_version(), read_driver_cuda(), torch.version.cuda)
+
+    def sharding() -> Check:
+        wanted = sharding_from_environment(environ)
+        accelerator = bool(devices) and not cpu
+        try:
+            backend = choose_backend(settings.backend, accelerator)
+            # Without a launcher the number of processes is not known; with one process fsdp2 is refused.
+            processes = process.ranks.world_size if process.launched else 2
+            check_sharding(wanted, settings, "cuda" if accelerator else "cpu", backend, processes)
+        except UserError as error:
+            return Check("sharding", {node: wanted}, "failure", str(error))
+        return Check("sharding", {node: wanted})
+
+    checks = [
+        run_check("clock", node, lambda: machine.check_clock(node, read_clock_error(), process.nodes)),
+        run_check("output folder", node, output),
+        run_check("compiled cache", node, temporary),
+        run_check("datasets cache", node, cache),
+        run_check("shared memory", node, memory),
+        run_check("GPUs", node, gpu_check),
+        run_check("sharding", node, sharding),
+    ]
+    if not cpu and (devices or has_nvidia()):
+        checks.append(run_check("driver and CUDA", node, driver, 60))
+    return checks

@@ -1,0 +1,61 @@
+"""Check the training arguments as a run does, in a process of its own beside the checks of a node.
+
+A process of its own, because TRL's config joins the launcher's job and its imports take seconds.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from pathlib import Path
+
+from unsloth_ddp.config.parse import Settings, read_config
+from unsloth_ddp.preflight.background import BackgroundCommand
+from unsloth_ddp.preflight.checks import Check, not_checked
+from unsloth_ddp.utils.errors import UserError
+
+NAME = "training arguments"
+LIMIT_SECONDS = 150
+# The exit code of a run that a user's mistake ends.
+REFUSED = UserError.exit_code
+
+
+class TrainingArguments:
+    """The check of optimizer, schedule and trainer_args, run in the background."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="unsloth_ddp_preflight_")
+        path = Path(self._folder.name) / "settings.yaml"
+        settings.save(path)
+        self.command = BackgroundCommand([sys.executable, "-m", __name__, str(path)])
+
+    def check(self, node: int) -> Check:
+        """Wait for its end and return its row of the table."""
+        code = self.command.wait(LIMIT_SECONDS)
+        lines = self.command.output.strip().splitlines() or ["nothing was printed"]
+        if code == 0:
+            return Check(NAME, {node: "accepted"})
+        if code == REFUSED:
+            return Check(NAME, {node: "refused"}, "failure", lines[-1])
+        return not_checked(NAME, node, f"exit code {code}: {lines[-1][:200]}" if code else "no answer in time")
+
+    def end(self) -> None:
+        """Kill it and remove its files."""
+        self.command.end()
+        self._folder.cleanup()
+
+
+def main(path: Path) -> int:
+    """Check the settings of a file; print the reason and return the exit code of a run if they are refused."""
+    from unsloth_ddp.training.early_checks import check_training_arguments
+
+    try:
+        check_training_arguments(Settings(**read_config(path)))
+    except UserError as error:
+        print(error)
+        return REFUSED
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1])))

@@ -1,0 +1,99 @@
+"""Open a run: refuse early mistakes, start its processes and their watchdog, choose its folder; close it in order."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from unsloth_ddp.config.options import Settings
+from unsloth_ddp.data.hub import use_cache_if_hub_is_unreachable
+from unsloth_ddp.data.revisions import dataset_revisions, pin_revisions
+from unsloth_ddp.data.sources import checked_files
+from unsloth_ddp.distributed.ranks import Ranks
+from unsloth_ddp.distributed.runtime import Runtime
+from unsloth_ddp.distributed.signals import StopRequest
+from unsloth_ddp.model.files_check import check_local_model
+from unsloth_ddp.run.outcomes import RunEnd
+
+
+@dataclass
+class Run:
+    """One run from its settings to its result.
+
+    Args:
+        folder: of the run, <output_dir>/<run_name>/.
+        node_folder: shared by the ranks of a node, removed at the end.
+        stop: requests to stop.
+        began: time.perf_counter() when the run was opened.
+        identity: what a checkpoint keeps of the run, and a resume compares; it grows as the stages learn more.
+    """
+
+    settings: Settings
+    runtime: Runtime
+    folder: Path
+    node_folder: Path
+    stop: StopRequest
+    began: float
+    identity: dict[str, Any] = field(default_factory=dict)
+    # The user gave the run's name, so that the same command finds it again.
+    named: bool = True
+
+    def identify(self, **known: Any) -> None:
+        """Add to the run's identity."""
+        self.identity |= known
+
+
+@contextlib.contextmanager
+def open_run(settings: Settings, ranks: Ranks) -> Iterator[Run]:
+    """Bring a run up, and take its processes down in order; a RunEnd leaves it as a finished run does.
+
+    Raises:
+        UserError: the settings, files, devices or the run's folder do not fit; alike on every rank.
+        RunEnd: as raised by the run.
+    """
+<<<<<<< HEAD
+    began, named = time.perf_counter(), settings.run_name is not None
+=======
+    began = time.perf_counter()
+>>>>>>> distributed
+    stop = StopRequest(ranks.is_main)
+    stop.listen(settings.max_time)
+    if ranks.nodes == 1:
+        # Of several nodes, each may lack something else: that is raised on all of them once they have met.
+        check_local_model(str(settings.model), safetensors_only=settings.use_safetensors)
+        checked_files(settings.dataset, streaming=settings.streaming)
+        checked_files(settings.eval_dataset)
+        dataset_revisions(settings)
+    use_cache_if_hub_is_unreachable(settings)
+    # Imported here, so that a mistake above is reported before the seconds that torch takes to load.
+    from unsloth_ddp.data.node_folder import node_folder
+    from unsloth_ddp.distributed.runtime import started
+    from unsloth_ddp.distributed.watchdog import watched
+    from unsloth_ddp.run.folder import choose_run_folder
+    from unsloth_ddp.run.upload import check_upload
+
+    ended: RunEnd | None = None
+    with (
+        started(settings, ranks) as runtime,
+        watched(settings, runtime) as end_process,
+        node_folder(runtime) as shared,
+    ):
+        stop.end_with(end_process)
+<<<<<<< HEAD
+        # Before the folder is chosen: its settings name the commits that the run there was made with.
+        pin_revisions(settings, runtime)
+=======
+>>>>>>> distributed
+        folder = choose_run_folder(settings, runtime)
+        runtime.on_main(lambda: check_upload(settings))
+        try:
+            yield Run(settings, runtime, folder, shared, stop, began, named=named)
+        except RunEnd as end:
+            # Every rank is here. Its frames hold the model, which has to go before the process group does.
+            ended = end.with_traceback(None)
+    if ended is not None:
+        raise ended

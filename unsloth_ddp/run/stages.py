@@ -1,0 +1,207 @@
+"""Carry out the stages of a run, in the order in which train_ddp.py calls them.
+
+A stage calls the packages below with what it needs of the run, and checks a resume as soon as it has learned something
+that a checkpoint can contradict. Modules that import Transformers or TRL are imported in the stages that follow
+import_backend: Unsloth has to be imported before them.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from unsloth_ddp.checkpoints import resume_point
+from unsloth_ddp.checkpoints.identity import batch_identity, run_identity
+from unsloth_ddp.checkpoints.resume_point import ResumePoint
+from unsloth_ddp.checkpoints.writer import Checkpoints
+from unsloth_ddp.data import dataset, examples
+from unsloth_ddp.data.identity import data_identity
+from unsloth_ddp.data.packing import BatchRequest
+from unsloth_ddp.data.preview import preview_first_row
+from unsloth_ddp.data.training_data import TrainingData
+from unsloth_ddp.distributed import backend, sharding
+from unsloth_ddp.model import load
+from unsloth_ddp.model.attention import choose_packing
+from unsloth_ddp.run import answers
+from unsloth_ddp.run import summary as summary_file
+from unsloth_ddp.run.context import Run
+from unsloth_ddp.run.folder import SETTINGS_FILE, continues, open_run_folder
+from unsloth_ddp.run.logs import start_logging, stop_library_output
+from unsloth_ddp.run.outcomes import (
+    FolderRemoved,
+    NoCheckpointWritten,
+    ResultNotSaved,
+    RunNotFinished,
+    RunStopped,
+    StopNotSaved,
+)
+from unsloth_ddp.utils.versions import versions
+
+if TYPE_CHECKING:
+    from unsloth_ddp.training.trainer import DDPTrainer
+
+
+def read_examples(run: Run) -> None:
+    """Read and check every row into the node's folder, before any model is loaded."""
+    load.check_model(run.settings, run.runtime)
+    print(f"Reading rows from {', '.join(run.settings.dataset)[:200]} ...", flush=True)
+    examples.read_examples(run.settings, run.runtime, run.node_folder)
+
+
+def find_resume_point(run: Run) -> ResumePoint | None:
+    """Return the checkpoint to resume from, if any, brought to every node and compared with the settings."""
+    settings, runtime = run.settings, run.runtime
+    run.identify(**run_identity(settings, runtime))
+    if settings.packing == "off" or (settings.packing == "auto" and runtime.device_type == "cpu"):
+        run.identify(**batch_identity(_request(run).plan))
+    point = resume_point.find_resume_point(settings, runtime, run.folder, continues(settings, run.folder))
+    if point is None:
+        return None
+    resume_point.check_resume(point, run.identity, settings, runtime)
+    return resume_point.fetch(point, runtime)
+
+
+def import_backend(run: Run) -> None:
+    """Import Unsloth, if it is the backend; from here on Transformers and TRL may be imported."""
+    backend.import_backend(run.runtime, run.settings)
+    stop_library_output(run.runtime)
+
+
+def make_config(run: Run) -> Any:
+    """Return TRL's SFTConfig; it has to exist before the model is loaded with ZeRO-3."""
+    from unsloth_ddp.training.sft_config import make_config
+
+    return make_config(run.settings, run.runtime, _request(run).plan, run.folder)
+
+
+def load_model(run: Run) -> tuple[Any, Any]:
+    """Return the model, on this process's device, and its tokenizer."""
+    print(f"Loading model {run.settings.model} ...", flush=True)
+    return load.load_model(run.settings, run.runtime)
+
+
+def prepare_data(run: Run, model: Any, tokenizer: Any, resume: ResumePoint | None) -> TrainingData:
+    """Tokenize the rows once per node, and decide how they are packed and how they fill the steps."""
+    settings, runtime = run.settings, run.runtime
+    print("Tokenizing rows ...", flush=True)
+    # A resumed run keeps the date that its chat template printed when it began.
+    template_date = resume.manifest.run.get("chat_template_date") if resume else None
+    train, evaluation = dataset.tokenize_examples(settings, runtime, run.node_folder, tokenizer, template_date)
+    load.stop_at(model, train.stop_tokens)
+    load.check_positions(settings, model, dataset.longest_row(settings, train, evaluation))
+    plan, train, packing = dataset.fill_steps(_request(run), train, choose_packing(settings, runtime, model))
+    run.identify(**batch_identity(plan), **data_identity(settings, runtime, plan, train))
+    if resume:
+        resume_point.check_resume(resume, run.identity, settings, runtime)
+        if settings.resume == "auto":
+            print(resume.sentence)
+    return TrainingData(train, evaluation, plan, packing)
+
+
+def make_trainer(run: Run, config: Any, model: Any, tokenizer: Any, data: TrainingData) -> DDPTrainer:
+    """Return the trainer."""
+    from unsloth_ddp.training.trainer import DDPTrainer
+
+    settings, runtime = run.settings, run.runtime
+    trained_bytes = sum(
+        getattr(p, "ds_numel", p.numel()) * p.element_size() for p in model.parameters() if p.requires_grad
+    )
+    checkpoints = Checkpoints(runtime, run.folder, run.identity, versions(), settings.save_total_limit, trained_bytes)
+    return DDPTrainer(settings, runtime, config, model, tokenizer, data, checkpoints, run.stop)
+
+
+def begin(run: Run, trainer: DDPTrainer, resume: ResumePoint | None) -> None:
+    """Choose the micro-batch, open the run's folder, and print how the run trains."""
+    settings, runtime = run.settings, run.runtime
+    print("Preparing the first step ...", flush=True)
+    decision = trainer.choose_micro_batch(resume)
+    changes = resume_point.check_resume(resume, run.identity, settings, runtime) if resume else []
+    open_run_folder(settings, runtime, run.folder)
+    start_logging(run.folder, runtime)
+    trainer.checkpoints.open()
+    for sentence in [*changes, *sharding.sharding_warnings(runtime.sharding, settings, runtime.ranks.nodes)]:
+        print(sentence)
+    described = summary_file.describe_run(
+        settings,
+        runtime,
+        trainer.data,
+        decision,
+        trainer.model,
+        run.folder,
+        head_chooses=trainer.loss.head is not None,
+    )
+    print(described, flush=True)
+    for sentence in summary_file.questionable(settings, trainer.data, decision):
+        print(sentence, flush=True)
+    print(preview_first_row(trainer.data.train, trainer.processing_class, settings.max_length), flush=True)
+
+
+@dataclass(frozen=True)
+class AnsweredQuestions:
+    """Evaluation questions, and the model's answers before training; none unless --compare_answers asks for them."""
+
+    questions: list[answers.Question]
+    before: list[str]
+
+
+def answer_before_training(run: Run, trainer: DDPTrainer) -> AnsweredQuestions:
+    """Answer the evaluation questions that --compare_answers asks for."""
+    # With sharded weights no GPU has the whole model to answer with.
+    count = 0 if sharding.shards_weights(run.runtime.sharding) else run.settings.compare_answers
+    questions = answers.questions(examples.held_out_examples(run.node_folder, count))
+    return AnsweredQuestions(questions, answers.answer(trainer.model, trainer.processing_class, questions, run.runtime))
+
+
+def train_from(run: Run, trainer: DDPTrainer, resume: ResumePoint | None) -> dict[str, Any]:
+    """Train to the end, and return the summary.
+
+    Raises:
+        RunStopped: the ranks stopped together, with a whole checkpoint.
+        StopNotSaved: they stopped without one.
+    """
+    seconds = trainer.train_from(resume)
+    if trainer.stopped:
+        cause, checkpoints = str(run.stop.agreed_cause), trainer.checkpoints
+        if checkpoints.last is None:
+            raise StopNotSaved(cause, checkpoints.failed)
+<<<<<<< HEAD
+        raise RunStopped(cause, checkpoints.last, named=run.named)
+=======
+        raise RunStopped(cause, checkpoints.last)
+>>>>>>> distributed
+    run.stop.begin_finishing()
+    return summary_file.summarize(run.settings, run.runtime, trainer, seconds)
+
+
+def finish(run: Run, trainer: DDPTrainer, answered: AnsweredQuestions, summary: dict[str, Any]) -> None:
+    """Write the result, compare the answers, write the summary.
+
+    Raises:
+        RunEnd: a part of that could not be written.
+    """
+    settings, checkpoints = run.settings, trainer.checkpoints
+    removed = run.runtime.broadcast_from_main(lambda: not (run.folder / SETTINGS_FILE).is_file())
+    after = answers.answer(trainer.model, trainer.processing_class, answered.questions, run.runtime)
+    if problem := checkpoints.save_final(trainer.write_final):
+        raise ResultNotSaved(run.folder, problem, checkpoints.last)
+    if settings.merge:
+        stop_tokens = trainer.data.train.stop_tokens
+        problem = checkpoints.save_folder(
+            "merged", lambda aside: load.save_merged(settings, run.folder, aside, stop_tokens)
+        )
+        if problem:
+            raise RunNotFinished(run.folder, "the merged model", problem)
+    if answered.questions:
+        summary |= answers.report(answered.questions, answered.before, after)
+    summary["wall_time_seconds"] = time.perf_counter() - run.began
+    if problem := checkpoints.in_main(lambda: summary_file.finish(settings, run.folder, summary)):
+        raise RunNotFinished(run.folder, summary_file.SUMMARY_FILE, problem)
+    if removed:
+        raise FolderRemoved(run.folder)
+    if checkpoints.failed is not None and not checkpoints.written:
+        raise NoCheckpointWritten(checkpoints.failed)
+
+
+def _request(run: Run) -> BatchRequest:
+    return BatchRequest.of(run.settings, run.runtime.ranks.world_size)

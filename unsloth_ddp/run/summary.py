@@ -1,0 +1,184 @@
+"""Describe a run before its first step, and summarize it after the last."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from unsloth_ddp.config.options import Settings, options_with
+from unsloth_ddp.config.questionable import questionable_settings
+from unsloth_ddp.data.training_data import TrainingData
+from unsloth_ddp.distributed.runtime import Runtime
+from unsloth_ddp.model.load import parameter_counts
+from unsloth_ddp.run.folder import LOCK_FILE, SUMMARY_FILE
+from unsloth_ddp.run.upload import upload
+from unsloth_ddp.training.memory_search import MicroBatchDecision, with_micro_batch
+from unsloth_ddp.training.meter import peak_memory_bytes
+from unsloth_ddp.utils.json_file import write_json
+from unsloth_ddp.utils.tables import render_pairs
+from unsloth_ddp.utils.versions import versions
+
+if TYPE_CHECKING:
+    # Importing it imports Transformers, which has to wait for Unsloth.
+    from unsloth_ddp.training.trainer import DDPTrainer
+
+
+def describe_run(
+    settings: Settings,
+    runtime: Runtime,
+    data: TrainingData,
+    decision: MicroBatchDecision,
+    model: torch.nn.Module,
+    run_folder: Path,
+    *,
+    head_chooses: bool,
+) -> str:
+    """Return the table that the main process prints before step 1."""
+    total, trainable = parameter_counts(model)
+    beside = "" if settings.method == "full" else ", adapter included"
+    sharding = {"sharding": runtime.sharding} if runtime.sharding != "none" else {}
+    return render_pairs(
+        {
+            "processes": f"{runtime.ranks.world_size} on {runtime.ranks.nodes} node(s)",
+            "device": runtime.device_name,
+            **sharding,
+            "backend": runtime.backend,
+            "precision": runtime.precision,
+            "model": f"{settings.model} ({total:,} parameters{beside})",
+            "method": f"{settings.method} ({trainable:,} trainable parameters, {trainable / total:.2%})",
+            **describe_rows(settings, data, head_chooses=head_chooses),
+            "optimizer": f"{settings.optim}, learning rate {settings.learning_rate:g}, {describe_schedule(settings)}",
+            "checkpointing": f"{decision.kind}: {decision.reason}",
+            **describe_steps(settings, data, decision),
+            "written to": str(run_folder),
+        }
+    )
+
+
+def describe_schedule(settings: Settings) -> str:
+    """Return the learning rate's schedule and warm-up in words."""
+    warmup = settings.warmup_steps
+    if not warmup:
+        return f"{settings.lr_scheduler_type} schedule without warm-up"
+    length = f"{warmup:.0%} of all steps" if warmup < 1 else f"{warmup:g} steps"
+    return f"{settings.lr_scheduler_type} schedule with {length} of warm-up"
+
+
+def questionable(settings: Settings, data: TrainingData, decision: MicroBatchDecision) -> list[str]:
+    """Return a sentence for each setting that leaves little to learn from this run."""
+    rows, plan = data.train, with_micro_batch(data.plan, decision.per_device)
+    rows_per_unit = rows.counts.rows / rows.units
+    return questionable_settings(
+        settings,
+        steps=plan.steps(rows.units, settings.num_train_epochs, settings.max_steps),
+        steps_per_epoch=None if rows.streamed else plan.steps_per_epoch(rows.units),
+        rows=None if rows.streamed else rows.counts.rows,
+        rows_per_step=plan.global_batch * rows_per_unit,
+        truncated=rows.counts.truncated,
+    )
+
+
+def describe_rows(settings: Settings, data: TrainingData, *, head_chooses: bool) -> dict[str, str]:
+    """Return the table's lines on rows, supervised tokens and packing."""
+    rows, counts = data.train, data.train.counts
+    held = f"{counts.tokens:,} tokens, longest {counts.longest:,}"
+    training = f"{counts.rows:,} ({held})"
+    supervised = f"{counts.supervised:,} ({counts.supervised / counts.tokens:.1%} of all)"
+    if rows.streamed:
+        buffer = settings.shuffle_buffer
+        order = f"shuffled among {buffer:,} rows at a time" if buffer else "in their order"
+        training = f"streamed, {order}; the first {counts.rows:,} have {held}"
+        supervised = f"{counts.supervised / counts.tokens:.1%} of the first rows' tokens"
+    if head_chooses:
+        supervised += "; the output head computes only these"
+    if counts.truncated:
+        training += f"; {counts.truncated:,} over max_length {settings.max_length} truncated"
+    if counts.dropped:
+        training += f"; {counts.dropped:,} over max_length {settings.max_length} dropped"
+    why = "" if settings.packing == "off" else f": {data.packing.reason}"
+    packing = f"off{why}; rows of similar length are padded together"
+    if rows.packing is not None:
+        number = "" if rows.streamed else f"{len(rows.packing):,} "
+        packing = f"on: {data.packing.reason}; {number}packs of up to {rows.packing.longest:,} tokens, {rows.packing.fill:.0%} full"
+    return {
+        "training rows": training,
+        "evaluation rows": f"{data.evaluation.counts.rows:,}" if data.evaluation else "none",
+        "supervised tokens": supervised,
+        "packing": packing,
+    }
+
+
+def describe_steps(settings: Settings, data: TrainingData, decision: MicroBatchDecision) -> dict[str, str]:
+    """Return the table's lines on the global batch and the steps."""
+    rows, counts, plan = data.train, data.train.counts, with_micro_batch(data.plan, decision.per_device)
+    steps = plan.steps(rows.units, settings.num_train_epochs, settings.max_steps)
+    steps_per_epoch = plan.steps_per_epoch(rows.units)
+    # The first rows of a stream need not fill a step.
+    filled = rows.units / plan.global_batch if rows.streamed else steps_per_epoch
+    unit, of_rows = ("rows", "")
+    if rows.packing is not None:
+        unit, of_rows = "packs", f" (about {counts.rows / filled:,.0f} rows)"
+    return {
+        "global batch": f"{plan.per_device} {unit} a device x {plan.accumulation} accumulation x "
+        f"{plan.processes} processes = {plan.global_batch} {unit}{of_rows}",
+        "tokens a step": f"{'about ' if rows.streamed else ''}{counts.tokens / filled:,.0f} on average",
+        "steps": f"{steps:,}" + ("" if rows.streamed else f" ({steps_per_epoch:,} an epoch)"),
+    }
+
+
+def summarize(settings: Settings, runtime: Runtime, trainer: DDPTrainer, seconds: float) -> dict[str, Any]:
+    """Return the content of summary.json, the same on every rank; every rank calls this after training.
+
+    Memory is that of the fullest GPU, in bytes: until the first step (loading, sharding), and from there on.
+
+    Args:
+        seconds: that training took.
+    """
+    packing, plan, totals = trainer.data.train.packing, trainer.plan, trainer.meter.totals
+    loading, peak = (
+        max(values)
+        for values in zip(
+            *runtime.gather((trainer.peak_before_steps, peak_memory_bytes(runtime.device_type))), strict=True
+        )
+    )
+    return {
+        "world_size": runtime.ranks.world_size,
+        "nodes": runtime.ranks.nodes,
+        "device": runtime.device_name,
+        "sharding": runtime.sharding,
+        "backend": runtime.backend,
+        "precision": runtime.precision,
+        "packing": packing is not None,
+        "packs": len(packing) if packing is not None and not trainer.data.train.streamed else None,
+        "gradient_checkpointing": trainer.checkpointing.kind,
+        "global_batch_size": plan.global_batch,
+        "per_device_train_batch_size": plan.per_device,
+        "gradient_accumulation_steps": plan.accumulation,
+        "steps": trainer.state.global_step,
+        "tokens": totals.tokens,
+        "supervised_tokens": totals.supervised_tokens,
+        "train_loss": totals.train_loss,
+        "peak_memory_bytes": peak,
+        "peak_memory_bytes_loading": loading,
+        "settings": {name: getattr(settings, name) for name in options_with(summary=True)},
+        "versions": versions(),
+        "train_seconds": seconds,
+        "tokens_per_second": (totals.tokens - trainer.tokens_before) / seconds,
+        "eval_loss": trainer.final_eval_loss(),
+    }
+
+
+def finish(settings: Settings, folder: Path, summary: dict[str, Any]) -> None:
+    """Write summary.json, print the result, and upload it if asked to."""
+    write_json(folder / SUMMARY_FILE, summary)
+    (folder / LOCK_FILE).unlink(missing_ok=True)
+    losses = [f"{name} {summary[name]:.4f}" for name in ("train_loss", "eval_loss") if summary[name] is not None]
+    print(
+        f"Done: {summary['steps']} steps in {summary['train_seconds']:.0f} s, {', '.join(losses)}, "
+        f"{summary['tokens_per_second']:,.0f} tokens/s. Everything is in {folder}",
+        flush=True,
+    )
+    if settings.push_to_hub:
+        print(f"Uploaded to {upload(settings, folder)}", flush=True)

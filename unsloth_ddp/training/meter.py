@@ -1,0 +1,216 @@
+"""Measure losses, tokens and pace while a run trains; sums stay on the device until a line is logged."""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# Sums a rank keeps between two log lines.
+LOSS, SUPERVISED, TOKENS = range(3)
+# Gathered with them.
+OWN_SECONDS, STEPS, LEVEL = 3, 4, 5
+
+
+@dataclass
+class Totals:
+    """Exact sums over all ranks since the run began, earlier parts of a resumed run included."""
+
+    loss_sum: float = 0.0
+    supervised_tokens: int = 0
+    tokens: int = 0
+
+    @property
+    def train_loss(self) -> float | None:
+        """Token mean of the training loss over the whole run; None before the first step."""
+        return self.loss_sum / self.supervised_tokens if self.supervised_tokens else None
+
+
+class OwnWorkTimer:
+    """Measure the seconds of a step in which a rank works without waiting for other ranks.
+
+    It counts the reading of the step's rows, and the time from the step's first collective (the token count, which all
+    ranks leave together) to the end of its last forward pass. The last backward pass is left out, because gradients
+    are exchanged during it. With several micro-batches this is nearly all work of a step; with one it is the reading
+    and the forward pass. On a GPU two events a step mark the time and are read only once they have passed, so that the
+    host does not wait. With sharded weights forward passes wait for other ranks, and nothing is measured.
+    """
+
+    def __init__(self, device: torch.device, enabled: bool = True) -> None:
+        self.cuda = device.type == "cuda"
+        self.enabled = enabled
+        self.micro_batches = 0
+        self.seconds = 0.0
+        self.steps = 0
+        self.began: Any = None
+        self.marks: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
+
+    def start(self, reading: float, micro_batches: int) -> None:
+        """Begin a step after its first collective; reading its rows took `reading` seconds."""
+        if self.enabled:
+            self.seconds += reading
+            self.micro_batches, self.began = micro_batches, self._mark()
+
+    def forward_done(self) -> None:
+        """Count one forward pass; the last one of a step ends its measurement."""
+        self.micro_batches -= 1
+        if not self.enabled or self.micro_batches != 0:
+            return
+        if self.cuda:
+            self.marks.append((self.began, self._mark()))
+        else:
+            self.seconds += self._mark() - self.began
+            self.steps += 1
+
+    def _mark(self) -> Any:
+        if not self.cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def snapshot(self) -> tuple[float, int, list[Any]]:
+        """Return the state before a step, for `restore`."""
+        return self.seconds, self.steps, list(self.marks)
+
+    def restore(self, before: tuple[float, int, list[Any]], micro_batches: int) -> None:
+        """Go back to a snapshot, to measure a step of so many micro-batches again."""
+        self.seconds, self.steps, self.marks = before[0], before[1], deque(before[2])
+        self.start(0.0, micro_batches)
+
+    def take(self) -> tuple[float, int]:
+        """Return seconds and steps since the last call, without steps that the GPU has not finished."""
+        while self.marks and self.marks[0][1].query():
+            began, ended = self.marks.popleft()
+            self.seconds += began.elapsed_time(ended) / 1000
+            self.steps += 1
+        taken = self.seconds, self.steps
+        self.seconds, self.steps = 0.0, 0
+        return taken
+
+
+@dataclass
+class Meter:
+    """Sum losses and tokens of this rank since the last log line, and of all ranks since the run began.
+
+    Args:
+        gather: this rank's float64 sums (n,) -> those of all ranks (world size, n); called on every rank alike.
+        totals: the run's sums, which `collect` adds to.
+    """
+
+    gather: Callable[[Tensor], Tensor]
+    world_size: int
+    device: torch.device
+    own_work: OwnWorkTimer
+    totals: Totals
+    # Own seconds a step and tokens a step of each rank, and seconds a step, in the interval last collected.
+    pace: tuple[list[float], list[float], float] | None = None
+    # Level of gradient checkpointing of each rank in the interval last collected (see oom_retry).
+    levels: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Start a new interval."""
+        # float64, so that token counts stay exact; MPS has none, but the kit does not run there.
+        self.sums = torch.zeros(3, dtype=torch.float64, device=self.device)
+        self.began = time.perf_counter()
+
+    def add(self, loss_sum: Tensor, supervised: Tensor, tokens: Tensor) -> None:
+        """Add one micro-batch: its summed token losses, supervised tokens and tokens without padding (0-dim tensors)."""
+        self.sums += torch.stack([loss_sum.detach().double(), supervised.double(), tokens.double()])
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave the time that passes here (evaluating, saving) out of the interval."""
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.began += time.perf_counter() - began
+
+    def resume(self, totals: Totals, pending: list[list[float]] | None, rank: int) -> int:
+        """Continue from the sums of a checkpoint, and return the tokens counted before it.
+
+        Args:
+            totals: the run's sums, shared from now on.
+            pending: each rank's sums that the totals do not hold yet; of another world size, rank 0 takes them all.
+        """
+        self.totals = totals
+        sums = torch.tensor(pending or [[0.0] * 3], dtype=torch.float64, device=self.device)
+        if rank < len(sums) == self.world_size:
+            self.sums += sums[rank]
+        elif rank == 0:
+            self.sums += sums.sum(dim=0)
+        return totals.tokens + round(sums[:, TOKENS].sum().item())
+
+    def pending(self) -> list[list[float]]:
+        """Return each rank's sums since the last log line; every rank has to call this at the same step."""
+        return self.gather(self.sums).tolist()
+
+    def snapshot(self) -> tuple[Tensor, tuple[float, int, list[Any]]]:
+        """Return the sums before a step, for `restore`."""
+        return self.sums.clone(), self.own_work.snapshot()
+
+    def restore(self, before: tuple[Tensor, tuple[float, int, list[Any]]], micro_batches: int) -> None:
+        """Go back to a snapshot, to take a step of so many micro-batches again."""
+        self.sums.copy_(before[0])
+        self.own_work.restore(before[1], micro_batches)
+
+    def collect(self, level: int) -> dict[str, float]:
+        """Return the interval's metrics over all ranks; every rank has to call this at the same step.
+
+        Args:
+            level: of gradient checkpointing on this rank, which all ranks learn.
+        """
+        seconds = time.perf_counter() - self.began
+        own = torch.tensor((*self.own_work.take(), level), dtype=torch.float64, device=self.device)
+        per_rank = self.gather(torch.cat([self.sums, own])).cpu()
+        loss, supervised, tokens, _, steps, _ = per_rank.sum(dim=0).tolist()
+        self.levels = per_rank[:, LEVEL].int().tolist()
+        self.pace = None
+        self.totals.loss_sum += loss
+        self.totals.supervised_tokens += round(supervised)
+        self.totals.tokens += round(tokens)
+        self.reset()
+        metrics = {"tokens_per_second": tokens / seconds if seconds else 0.0, "num_tokens": float(self.totals.tokens)}
+        if supervised:
+            metrics["loss"] = loss / supervised
+            with_tokens = per_rank[per_rank[:, SUPERVISED] > 0]
+            means = with_tokens[:, LOSS] / with_tokens[:, SUPERVISED]
+            metrics["rank_loss_spread"] = (means.max() - means.min()).item()
+        if steps and per_rank[:, STEPS].min() > 0:
+            a_step = (per_rank[:, OWN_SECONDS] / per_rank[:, STEPS]).tolist()
+            taken = steps / len(per_rank)
+            self.pace = a_step, (per_rank[:, TOKENS] / per_rank[:, STEPS]).tolist(), seconds / taken
+            metrics |= {"rank_step_seconds": median(a_step), "rank_step_seconds_max": max(a_step)}
+        return metrics
+
+
+def real_tokens(inputs: Mapping[str, Tensor]) -> Tensor:
+    """Count the tokens of a micro-batch without padding and filler rows, which have one token; a 0-dim tensor.
+
+    Packed rows are told apart by their positions: a row of one token begins where the next one does.
+    """
+    if "attention_mask" in inputs:
+        lengths = inputs["attention_mask"].sum(dim=1)
+        return lengths.masked_fill(lengths == 1, 0).sum()
+    begins = inputs["position_ids"][0] == 0
+    ends = torch.cat([begins[1:], begins.new_ones(1)])
+    return begins.numel() - (begins & ends).sum()
+
+
+def peak_memory_bytes(device_type: str) -> int:
+    """Return the peak memory of this process: allocated on its GPU, or resident on a CPU."""
+    if device_type == "cuda":
+        return torch.cuda.max_memory_allocated()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,0 +1,91 @@
+"""Compute the loss of one micro-batch, in the way that fits the model and the backend."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from unsloth_ddp.model.supervised_head import SupervisedHead
+from unsloth_ddp.training.loss import logits_to_step_loss
+
+
+class MicroBatchLoss:
+    """Sum the token losses of a micro-batch and divide them by the step's divisor (see loss.py).
+
+    TRL's metrics of each batch, which wait for the device, are left out.
+
+    Args:
+        upstream: Unsloth's compute_loss, which prepares the inputs of some models and hands the divisor to its fused
+            loss; None with the transformers backend.
+        divides: the model takes the divisor; one that does not would divide by its own count.
+        fused_head: TRL's head, which never builds the (batch, sequence, vocabulary) logits, fits the model.
+        forward_done: called when the model's forward pass is over, and with it DDP's preparations for the gradients.
+    """
+
+    def __init__(
+        self,
+        upstream: Callable[..., Tensor] | None,
+        *,
+        divides: bool,
+        fused_head: bool,
+        forward_done: Callable[[], None],
+    ) -> None:
+        self.upstream = upstream
+        self.divides = divides
+        self.fused_head = fused_head
+        self.forward_done = forward_done
+        self.head: SupervisedHead | None = None
+
+    def use_head(self, head: SupervisedHead | None) -> None:
+        """Compute the output head on supervised tokens only, from now on; None on all of them."""
+        self.head = head
+
+    def __call__(self, model: Any, inputs: dict[str, Tensor], divisor: Tensor) -> Tensor:
+        """Return the loss, a 0-dim tensor."""
+        if not self.divides:
+            without_labels = {name: value for name, value in inputs.items() if name != "labels"}
+            logits = model(**without_labels, use_cache=False).logits
+            self.forward_done()
+            return logits_to_step_loss(logits, inputs["labels"], divisor)
+        if self.upstream is not None:
+            inputs = dict(inputs)
+            positions = inputs.pop("supervised_positions", None)
+            with self.head.at(positions) if self.head else nullcontext():
+                return self.upstream(model, inputs, num_items_in_batch=divisor)
+        extra: dict[str, Any] = {"fused_lm_head": True} if self.fused_head else {}
+        return model(**inputs, use_cache=False, num_items_in_batch=divisor, **extra).loss
+
+
+@dataclass(frozen=True)
+class MicroBatchRunner:
+    """Compute the loss of rows outside the training loop as a step does: collated, on the device, in autocast.
+
+    Args:
+        loss: (model, batch, divisor) -> 0-dim tensor.
+        collate: rows or packs -> batch.
+        autocast: the trainer's.
+    """
+
+    model: Any
+    device: torch.device
+    loss: Callable[[Any, dict[str, Tensor], Tensor], Tensor]
+    collate: Callable[[list[Any]], dict[str, Any]]
+    autocast: Callable[[], AbstractContextManager[Any]]
+
+    def batch_of(self, rows: list[Any]) -> dict[str, Any]:
+        """Return the collated rows on the device."""
+        return self.to_device(self.collate(rows))
+
+    def to_device(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """Return the batch with its tensors on the device."""
+        return {name: value.to(self.device) if torch.is_tensor(value) else value for name, value in batch.items()}
+
+    def loss_sum(self, batch: dict[str, Any]) -> Tensor:
+        """Return the summed token losses of a batch on the device."""
+        with self.autocast():
+            return self.loss(self.model, batch, torch.ones((), device=self.device))

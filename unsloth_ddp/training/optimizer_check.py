@@ -1,0 +1,106 @@
+"""Build the optimizer and the learning rate schedule on a small module, before rows and model are loaded.
+
+Each optimizer and each schedule has packages and keywords of its own, so trying is the only complete check. Import this
+after the backend: Unsloth has to be imported before Transformers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from transformers import Trainer, TrainingArguments, get_scheduler
+from transformers.training_args import OptimizerNames, ParallelMode
+
+from unsloth_ddp.config.options import Settings
+from unsloth_ddp.utils.errors import UserError, one_line
+
+# Of the schedules that need keywords.
+SCHEDULE_EXAMPLES = {
+    "cosine_with_min_lr": {"min_lr_rate": 0.1},
+    "cosine_warmup_with_min_lr": {"min_lr_rate": 0.1},
+    "warmup_stable_decay": {"num_decay_steps": 100},
+}
+
+
+class _Builder(Trainer):
+    """Only what Trainer.create_optimizer reads."""
+
+    def __init__(self, args: Any, model: torch.nn.Module) -> None:
+        self.args, self.model = args, model
+        self.optimizer = self.optimizer_cls_and_kwargs = None
+
+
+def check_optimizer(settings: Settings) -> None:
+    """Refuse an optimizer and a schedule that could not be built, or could not train here.
+
+    Raises:
+        UserError: naming the option, what the library says, and the fix.
+    """
+    if "lomo" in settings.optim or settings.optim.endswith("layerwise"):
+        raise UserError(
+            f"optim {settings.optim} changes weights during the backward pass, before gradients are summed over micro-batches "
+            "and processes; give another optimizer, such as adamw_8bit or adafactor."
+        )
+    optimizer = _built(settings, settings.trainer_args)
+    optim_args = settings.trainer_args.get("optim_args")
+    if optim_args and _state(optimizer) == _state(_built(settings, {**settings.trainer_args, "optim_args": None})):
+        raise UserError(
+            f"trainer_args: optim_args {str(optim_args)[:100]!r} changes nothing in optim {settings.optim}; take it out, or "
+            "give names that this optimizer reads."
+        )
+    _check_schedule(settings)
+
+
+def _built(settings: Settings, given: dict[str, Any]) -> torch.optim.Optimizer:
+    defaults = {
+        f.name: f.default for f in dataclasses.fields(TrainingArguments) if f.default is not dataclasses.MISSING
+    }
+    own = {name: getattr(settings, name) for name in ("learning_rate", "weight_decay", "warmup_steps")}
+    args = SimpleNamespace(**{
+        **defaults, **own, **given,
+        "optim": OptimizerNames(settings.optim),
+        "parallel_mode": ParallelMode.NOT_PARALLEL,
+        "gradient_accumulation_steps": 1,
+        # The model's own modules have other names.
+        "optim_target_modules": "all-linear" if given.get("optim_target_modules") else None,
+    })  # fmt: skip
+    try:
+        return _Builder(args, torch.nn.Sequential(torch.nn.Linear(8, 8))).create_optimizer()
+    except Exception as error:
+        given_args = {name: value for name, value in given.items() if name.startswith(("adam_", "optim_"))}
+        beside = f" with trainer_args {json.dumps(given_args)[:200]}" if given_args else ""
+        raise UserError(
+            f"optim {settings.optim} cannot be built{beside}: {one_line(error).rstrip('.')}; mend that, or give another optim."
+        ) from None
+
+
+def _state(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    return [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+
+
+def _check_schedule(settings: Settings) -> None:
+    given = settings.trainer_args.get("lr_scheduler_kwargs") or {}
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=settings.learning_rate)
+    try:
+        get_scheduler(
+            settings.lr_scheduler_type,
+            optimizer,
+            num_warmup_steps=1,
+            num_training_steps=100,
+            scheduler_specific_kwargs=given,
+        )
+    except Exception as error:
+        example = SCHEDULE_EXAMPLES.get(settings.lr_scheduler_type)
+        fix = (
+            f"give, for example, --trainer_args '{json.dumps({'lr_scheduler_kwargs': example})}'"
+            if example
+            else "mend them"
+        )
+        raise UserError(
+            f"lr_scheduler_type {settings.lr_scheduler_type} does not work with lr_scheduler_kwargs {given or 'left out'} "
+            f"({one_line(error)}); {fix}."
+        ) from None

@@ -1,0 +1,92 @@
+"""Give each rank the rows of its micro-batches, prepared or streamed, from the first step or from a checkpoint's."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from unsloth_ddp.config.options import Settings
+from unsloth_ddp.data.batch_plan import BalancedOrder, BatchPlan
+from unsloth_ddp.data.dataset import TokenizedRows
+from unsloth_ddp.data.stream_steps import StreamedSteps, streamed_steps
+from unsloth_ddp.data.stream_windows import Unit, streamed_windows
+from unsloth_ddp.distributed.runtime import Runtime
+
+
+class RowFeed:
+    """Order the rows of a run.
+
+    Upstream shuffles with the global random state, and shows some rows twice to even out the ranks.
+
+    Args:
+        seed: of the order of the training rows.
+    """
+
+    def __init__(self, settings: Settings, runtime: Runtime, train: TokenizedRows, tokenizer: Any, seed: int) -> None:
+        self.settings = settings
+        self.runtime = runtime
+        self.train = train
+        self.seed = seed
+        # Made now: later the tokenizer may render in another way.
+        self._windows = (
+            streamed_windows(settings, train.packing, tokenizer, seed, train.template_date) if train.streamed else None
+        )
+        self._order: BalancedOrder | None = None
+        self._streamed: StreamedSteps | None = None
+
+    @property
+    def streamed(self) -> bool:
+        """The training rows are read while training goes on."""
+        return self._windows is not None
+
+    def train_order(self, plan: BatchPlan) -> BalancedOrder:
+        """Return the order of prepared training rows."""
+        self._order = BalancedOrder(plan, self.train.lengths(), self.seed, padded=self.train.packing is None)
+        return self._order
+
+    def eval_order(self, evaluation: TokenizedRows, at_once: int) -> BalancedOrder:
+        """Return the order of evaluation rows, as one step of all of them: rows of like length share a batch."""
+        processes = self.runtime.ranks.world_size
+        plan = BatchPlan(at_once, math.ceil(evaluation.units / (at_once * processes)), processes)
+        return BalancedOrder(plan, evaluation.lengths(), None, padded=True)
+
+    def streamed_loader(
+        self, plan: BatchPlan, collate: Callable[[list[Unit]], dict[str, Any]], *, pinned: bool
+    ) -> DataLoader:
+        """Return this rank's streamed micro-batches; accelerate must not shard them again."""
+        assert self._windows is not None
+        self._streamed = streamed_steps(self.settings, self.runtime, plan, self.train.packing, self._windows)
+
+        def collate_unless_skipped(units: list[Unit] | None) -> dict[str, Any] | None:
+            return None if units is None else collate(units)
+
+        return DataLoader(self._streamed, batch_size=None, collate_fn=collate_unless_skipped, pin_memory=pinned)
+
+    def begin_epoch(self, epoch: int) -> None:
+        """Set the epoch of the order.
+
+        accelerate does not find the sampler inside a loader that skips the rows of a resumed epoch when there are
+        several ranks, and would continue in the order of the first epoch.
+        """
+        if self._order is not None:
+            self._order.set_epoch(epoch)
+
+    def position(self) -> dict[str, Any] | None:
+        """Return what a checkpoint keeps of the stream; None for prepared rows."""
+        return self._streamed.saved() if self._streamed else None
+
+    def resume(self, step: int, position: dict[str, Any] | None) -> None:
+        """Continue the stream after `step` steps; prepared rows are skipped by Transformers."""
+        if self._streamed is not None:
+            self._streamed.go_on(step, position)
+
+    def ends_epoch(self, step: int, plan: BatchPlan) -> bool:
+        """Return whether an epoch ends with `step`; to the trainer a stream is one long epoch."""
+        return not self.streamed and step % plan.steps_per_epoch(self.train.units) == 0
+
+    def seconds_waited(self, reading: float) -> float:
+        """Return the seconds of `reading` in which this rank worked: ranks wait for each other for streamed rows."""
+        return self._streamed.waited() if self._streamed else reading

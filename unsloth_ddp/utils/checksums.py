@@ -1,0 +1,30 @@
+"""Compute checksums of files: of all bytes, or of evenly spread samples where files are large."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import xxhash
+
+CHUNK = 1 << 22
+# Of a sampled file, the first MiB of every 10 MiB is read: a tenth, and a part of every tensor over 10 MiB.
+SAMPLE, STRIDE = 1 << 20, 10 << 20
+
+
+def checksum(path: Path) -> str:
+    """Return the xxh3_128 of a file, which is read in parts."""
+    digest = xxhash.xxh3_128()
+    with path.open("rb") as file:
+        while chunk := file.read(CHUNK):
+            digest.update(chunk)
+    return str(digest.hexdigest())
+
+
+def sampled_checksum(path: Path) -> str:
+    """Return the xxh3_128 of samples of a file: its begin, where safetensors have their header, and every 10 MiB."""
+    digest = xxhash.xxh3_128()
+    with path.open("rb") as file:
+        for start in range(0, path.stat().st_size, STRIDE):
+            file.seek(start)
+            digest.update(file.read(SAMPLE))
+    return str(digest.hexdigest())

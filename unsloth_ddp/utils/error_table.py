@@ -1,0 +1,370 @@
+"""List the errors that users meet from the libraries below, with cause and fix. The first match wins."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class KnownError:
+    """Describe one error.
+
+    Args:
+        name: a few words, as docs/errors.md lists it.
+        pattern: regular expression searched in the error's message.
+        cause: one sentence.
+        fix: one sentence that follows "what helps:".
+    """
+
+    name: str
+    pattern: str
+    cause: str
+    fix: str
+
+
+NETWORK = (
+    "set NCCL_SOCKET_IFNAME (GPU) or GLOO_SOCKET_IFNAME (CPU) to the interface that reaches the other nodes, open the "
+    "ports between the nodes, and try NCCL_IB_DISABLE=1 where InfiniBand is not set up; NCCL_DEBUG=INFO prints which "
+    "address fails"
+)
+
+KNOWN_ERRORS = (
+    # ---- memory ----
+    KnownError(
+        "GPU out of memory",
+        r"CUDA out of memory|OutOfMemoryError|CUDA (driver )?error: out of memory|CUBLAS_STATUS_ALLOC_FAILED|"
+        r"CUDNN_STATUS_(INTERNAL_ERROR_DEVICE_ALLOCATION|ALLOC)_FAILED|"
+        r"HIP out of memory|Triton Error \[CUDA\]: out of memory|No or negligible GPU memory",
+        "A step needs more memory than the GPU has left.",
+        "leave --per_device_train_batch_size and --gradient_checkpointing at auto, or lower the first (with "
+        "--global_batch_size set, the result stays the same) and set the other to unsloth; lower --max_length, take "
+        "--method qlora, or shard with zero3 or fsdp2; nvidia-smi shows whether another process holds memory.",
+    ),
+    KnownError(
+        "host out of memory",
+        r"DefaultCPUAllocator: (can't|not enough) |Cannot allocate memory|\bMemoryError\b",
+        "The machine's main memory is used up.",
+        "start fewer processes, or use nodes with more memory; lower --dataset_num_proc; every process loads the whole model.",
+    ),
+    KnownError(
+        "shared memory",
+        r"shared memory segment|/dev/shm|insufficient shared memory|unable to open shared memory object|"
+        r"posix_fallocate failed|Bus error",
+        "Shared memory (/dev/shm) is too small: containers have 64 MB by default.",
+        "start the container with --shm-size=16g or --ipc=host; NCCL_SHM_DISABLE=1 avoids shared memory, but is slower.",
+    ),
+    # ---- devices ----
+    KnownError(
+        "token id out of range",
+        r"device-side assert|indexSelect.*Assertion|index out of range in self",
+        "An index was out of range on the device, nearly always a token id beyond the model's embedding.",
+        "use the tokenizer that belongs to the model (added tokens need resized embeddings); CUDA_LAUNCH_BLOCKING=1 "
+        "shows the real line, and --use_cpu with a few rows gives a readable error.",
+    ),
+    KnownError(
+        "no kernel for this GPU",
+        r"no kernel image is available|is not compatible with the current PyTorch installation|"
+        r"unsupported gpu architecture|PTX was compiled with an unsupported toolchain",
+        "This build of PyTorch (or of an extension) has no code for this GPU.",
+        "install the PyTorch build for this GPU's compute capability (a newer CUDA build for new GPUs, an older "
+        "PyTorch for old ones), and rebuild extensions such as flash-attn against it.",
+    ),
+    KnownError(
+        "driver too old",
+        r"driver on your system is too old|CUDA driver version is insufficient|Error 803|"
+        r"forward compatibility was attempted",
+        "The NVIDIA driver is older than the CUDA version that PyTorch was built for.",
+        "update the driver on every node, or install PyTorch built for the CUDA version that nvidia-smi shows.",
+    ),
+    KnownError(
+        "GPU failed",
+        r"uncorrectable ECC|CUDA error: unspecified launch failure|GPU is lost|fallen off the bus|Xid|"
+        r"CUDA error: an illegal memory access",
+        "The GPU or a kernel on it failed; if it is always the same GPU, the hardware is faulty.",
+        "look for Xid lines in dmesg on the named host, reset that GPU or exclude it (CUDA_VISIBLE_DEVICES); "
+        "--attn_implementation sdpa rules out a faulty attention kernel.",
+    ),
+    KnownError(
+        "GPU not visible",
+        r"invalid device ordinal|No CUDA GPUs are available|no CUDA-capable device",
+        "The process uses a GPU index that is not visible to it.",
+        "start at most as many processes as CUDA_VISIBLE_DEVICES lists; check nvidia-smi, and --gpus all for containers.",
+    ),
+    KnownError(
+        "GPU used exclusively",
+        r"CUDA-capable device\(s\) is/are busy|Duplicate GPU detected",
+        "Two processes use the same GPU, or the GPU is in exclusive mode and in use.",
+        "start one process per GPU through accelerate or torchrun, which set LOCAL_RANK; check CUDA_VISIBLE_DEVICES.",
+    ),
+    KnownError(
+        "tensors on two devices",
+        r"Expected all tensors to be on the same device|should be on the same device|"
+        r"module must have its parameters and buffers on device",
+        "Parts of the model or batch are on different devices, as with device_map auto or balanced.",
+        "load the whole model on the GPU of each process: device_map={'': local_rank}.",
+    ),
+    KnownError(
+        "quantized model on another GPU",
+        r"loaded in 8-bit or 4-bit precision on a different device|"
+        r"loaded in 8-bit or 4-bit precision with CPU or disk offload|dispatched on the CPU or the disk",
+        "A quantized model was not loaded on the GPU of its process, or did not fit and was offloaded.",
+        "load with device_map={'': local_rank}; if it does not fit, use a smaller model, or fsdp2 with --method qlora.",
+    ),
+    KnownError(
+        "device_map with a launcher",
+        r"(can't|cannot) train a model that has been loaded with .?device_map=.?.?auto|"
+        r"device_map=['\"]auto['\"].{0,80}distributed mode|prepare a model with device_map",
+        "The setting device_map='auto' spreads one model over all GPUs, which does not work with one process per GPU.",
+        "use device_map={'': local_rank}, or start a single process.",
+    ),
+    # ---- DDP ----
+    KnownError(
+        "marked ready twice",
+        r"mark a variable ready only once|marked as ready twice",
+        "DDP saw a weight's gradient twice: reentrant checkpointing, or weights shared between passes.",
+        "use --gradient_checkpointing torch (non-reentrant) or none, and leave ddp_find_unused_parameters off.",
+    ),
+    KnownError(
+        "unused parameters",
+        r"Expected to have finished reduction in the prior iteration|parameters that were not used in producing loss",
+        "Some trainable weights were not used for the loss on a rank (mixture of experts, vision towers, trained heads).",
+        "give --ddp_find_unused_parameters, or leave those weights out of --lora_target_modules.",
+    ),
+    KnownError(
+        "ranks hold different parameters",
+        r"appears not to match (sizes|strides) of the same param|DDP expects same model across all ranks|"
+        r"inconsistent (number of params|tensor shapes)|Detected mismatch between collectives",
+        "The ranks do not run the same model, settings or code.",
+        "check that every node has the same model files, settings, packages and kit version (the preflight compares them).",
+    ),
+    KnownError(
+        "DataParallel",
+        r"(?<!Distributed)(?<!Sharded)DataParallel|module 'torch\.nn\.parallel' .* replicas",
+        "One process saw several GPUs, so the model was wrapped in DataParallel, which neither TRL nor Unsloth supports.",
+        "use accelerate_configs/single_gpu.yaml or ddp.yaml, or make one GPU visible (CUDA_VISIBLE_DEVICES=0).",
+    ),
+    KnownError(
+        "no backend for CPU tensors",
+        r"No backend type associated with device type cpu",
+        "A CPU tensor was sent through a process group that has only NCCL.",
+        "start through train_ddp.py, whose control group uses gloo; UNSLOTH_DISABLE_TRAINER_PATCHING=1 helps with older releases of Unsloth.",
+    ),
+    # ---- NCCL, gloo, rendezvous ----
+    KnownError(
+        "NCCL interface",
+        r"no socket interface found|Call to bind failed|Bootstrap : no|No route to host|Network is unreachable",
+        "The chosen network interface or address does not reach the other nodes.",
+        NETWORK + ".",
+    ),
+    KnownError(
+        "NCCL invalid usage",
+        r"ncclInvalidUsage",
+        "NCCL was called in a way it does not allow, usually with two ranks on one GPU or with ranks in different collectives.",
+        "start one process per GPU through accelerate or torchrun, with the same settings on every node.",
+    ),
+    KnownError(
+        "NCCL GPU error",
+        r"ncclUnhandledCudaError|unhandled cuda error",
+        "A CUDA call inside NCCL failed: no memory is left, the driver is old, or the GPUs cannot reach each other.",
+        "check memory and driver with nvidia-smi; try NCCL_P2P_DISABLE=1 (virtual machines with IOMMU) or "
+        "NCCL_SHM_DISABLE=1; NCCL_DEBUG=INFO prints the failed call.",
+    ),
+    KnownError(
+        "NCCL network error",
+        r"unhandled system error|ncclSystemError|ncclRemoteError|remote process exited or there was a network error|"
+        r"ncclInternalError",
+        "An NCCL connection failed, or the process at the other end has exited.",
+        "find the rank that ended first; if none did, " + NETWORK + ".",
+    ),
+    KnownError(
+        "collective timeout",
+        r"Watchdog caught collective operation timeout|collective operation timeout|ProcessGroupNCCL.{0,40}heartbeat|"
+        r"Timed out waiting \d+ms for (recv|send) operation|Some NCCL operations have failed or timed out",
+        "A rank waited for the others longer than --ddp_timeout: one is stuck, much slower, or runs different code.",
+        "find the rank that differs in logs/rank_N.log; raise --ddp_timeout if a rank is only slow; "
+        "TORCH_NCCL_TRACE_BUFFER_SIZE=2000 with TORCH_NCCL_DUMP_ON_TIMEOUT=1 records the calls.",
+    ),
+    KnownError(
+        "port in use",
+        r"EADDRINUSE|[Aa]ddress already in use|failed to listen on any local network address",
+        "Another job on this machine uses the rendezvous port.",
+        "choose another port (--main_process_port, --master_port or MASTER_PORT), or stop processes left over from an earlier run.",
+    ),
+    KnownError(
+        "name not resolved",
+        r"Name or service not known|Temporary failure in name resolution|nodename nor servname|gaierror|"
+        r"getaddrinfo|unable to resolve hostname|address of the hostname",
+        "A host name cannot be resolved: the master, this machine, or a server.",
+        "give MASTER_ADDR as an IP address; add every node to /etc/hosts (not as 127.0.1.1), or set "
+        "GLOO_SOCKET_IFNAME; check DNS if the host is on the internet.",
+    ),
+    KnownError(
+        "rendezvous",
+        r"client socket has timed out|RendezvousTimeout|RendezvousConnectionError|clients joined|"
+        r"Timed out after \d+ seconds waiting for clients|failed to connect to .{0,60}(store|rendezvous)|"
+        r"DistNetworkError|DistStoreError|wait timeout after \d+ms",
+        "Not every node reached the rendezvous address (MASTER_ADDR and MASTER_PORT).",
+        "start every node with the same MASTER_ADDR, MASTER_PORT and NNODES, and a different NODE_RANK from 0 upward; "
+        "open the port in the master's firewall; MASTER_ADDR must be the address of the node with NODE_RANK 0.",
+    ),
+    KnownError(
+        "gloo connection",
+        r"[Gg]loo.{0,200}(Connection (closed|reset|refused)|connectFullMesh|Broken pipe)|Connection (closed|reset) by peer",
+        "Another rank closed the connection because it ended or its network failed.",
+        "find the rank that ended first; across nodes set GLOO_SOCKET_IFNAME to the interface they share.",
+    ),
+    # ---- sharding ----
+    KnownError(
+        "DeepSpeed missing",
+        r"DeepSpeed is not (installed|available)|No module named .deepspeed",
+        "The accelerate config uses DeepSpeed, which is an optional extra of this kit.",
+        "run uv sync --extra deepspeed on every node.",
+    ),
+    KnownError(
+        "CUDA toolkit missing",
+        r"CUDA_HOME does not exist|CUDA_HOME environment variable is not set|MissingCUDAException|nvcc.{0,20}not found",
+        "A package compiles for CUDA (DeepSpeed at import) and finds no CUDA toolkit.",
+        "install the CUDA toolkit and set CUDA_HOME to its folder; DS_BUILD_OPS=0 stops DeepSpeed from building at install time.",
+    ),
+    KnownError(
+        "ZeRO-3 with device_map",
+        r"Zero-?3 is not compatible with",
+        "ZeRO-3 places the weights itself, so the model must not be loaded with a device_map.",
+        "leave device_map out with zero3, or use zero2 or fsdp2.",
+    ),
+    KnownError(
+        "FSDP mixed types",
+        r"Must flatten tensors with uniform dtype|FSDP expects uniform original parameter dtype",
+        "FSDP1 shards weights of one dtype together, and the adapter has another dtype than the model.",
+        "use accelerate_configs/fsdp2.yaml (FSDP2 shards each weight separately).",
+    ),
+    # ---- packages and compilers ----
+    KnownError(
+        "no C compiler or Python headers",
+        r"Python\.h: No such file|Failed to find C compiler|CalledProcessError.{0,80}(gcc|clang|/cc)|"
+        r"InvalidCxxCompiler|No working C\+\+ compiler",
+        "Triton compiles small C files when training starts, and finds no C compiler or no Python headers.",
+        "install gcc and the headers of this Python (python3-dev), on every node; the Pythons that uv installs include their headers.",
+    ),
+    KnownError(
+        "compile cache",
+        r"(FileNotFoundError|JSONDecodeError|No module named|PermissionError|Stale file handle|ImportError).{0,300}"
+        r"(\.triton/cache|torchinductor_|unsloth_compiled_cache|triton_cache)|No module named .Unsloth\w+Trainer",
+        "Several ranks or jobs wrote into one cache of compiled code at the same time.",
+        "start again, set TRITON_CACHE_DIR and TORCHINDUCTOR_CACHE_DIR to a folder on each node's own disk, and use "
+        "--clear_compiled_cache.",
+    ),
+    KnownError(
+        "Triton kernel too large",
+        r"OutOfResources|out of resource: shared memory",
+        "A compiled kernel needs more on-chip memory than this GPU has.",
+        "set TORCH_COMPILE_DISABLE=1 or UNSLOTH_COMPILE_DISABLE=1 to run without compilation, or update Triton and Unsloth.",
+    ),
+    KnownError(
+        "flash-attn",
+        r"flash_attn.{0,120}(undefined symbol|not installed|No module named)|flash_attn_2_cuda|"
+        r"No module named .flash_attn|FlashAttention.{0,40}(toggled|cannot be used|only support)",
+        "flash-attn is missing, or was built for another PyTorch.",
+        "use --attn_implementation sdpa, or install the flash-attn wheel for exactly this PyTorch, CUDA and Python.",
+    ),
+    KnownError(
+        "bitsandbytes",
+        r"bitsandbytes.{0,200}(not installed|No module|not found|compiled without|PackageNotFound)|"
+        r"No module named .bitsandbytes|CUDA Setup failed|libbitsandbytes|requires the latest version of bitsandbytes",
+        "bitsandbytes (4-bit weights, 8-bit optimizers) is missing, or finds no CUDA library of the version it was built for.",
+        "run uv sync; python -m bitsandbytes prints what is missing; BNB_CUDA_VERSION selects another build; --method lora "
+        "with --optim adamw_torch_fused does not need it.",
+    ),
+    KnownError(
+        "Unsloth without accelerator",
+        r"Unsloth (cannot find any torch accelerator|currently only works on)|Unsloth: .{0,40}need a GPU",
+        "Unsloth finds no GPU that it supports.",
+        "check nvidia-smi and that PyTorch is a CUDA build; --backend transformers trains on a CPU.",
+    ),
+    KnownError(
+        "Unsloth too old for several GPUs",
+        r"does not (work on|support) multi GPU|Unsloth currently does not",
+        "This release of Unsloth refuses several GPUs.",
+        "run uv sync --locked, which installs the release this kit is tested with.",
+    ),
+    KnownError(
+        "packages do not fit together",
+        r"undefined symbol|cannot import name .{1,80} from .(trl|transformers|peft|accelerate|unsloth|unsloth_zoo|"
+        r"torch|datasets|huggingface_hub)\b",
+        "Two installed packages have incompatible versions.",
+        "run uv sync --locked on every node to restore the tested versions.",
+    ),
+    # ---- model, data, Hub, disk ----
+    KnownError(
+        "gated or private repository",
+        r"gated repo|GatedRepoError|awaiting a review|401 Client Error|403 Client Error|Invalid user token|"
+        r"RepositoryNotFoundError",
+        "The Hub requires an account with access to this repository, or the name is wrong.",
+        "accept the licence on the model's page and log in (hf auth login, or HF_TOKEN), on every node; check the name.",
+    ),
+    KnownError(
+        "no network",
+        r"OfflineModeIsEnabled|outgoing traffic has been disabled|LocalEntryNotFoundError|"
+        r"couldn't connect to .{0,20}huggingface\.co|huggingface\.co.{0,200}(Max retries|timed out|unreachable)",
+        "The Hub cannot be reached, and the file is not in the cache.",
+        "download it once where there is a network (hf download NAME) and copy ~/.cache/huggingface, or give a folder as "
+        "--model; HF_HUB_OFFLINE=0 tries the network again.",
+    ),
+    KnownError(
+        "too many requests",
+        r"429 Client Error|Too Many Requests|rate limit",
+        "The Hub limits the number of requests, for instance when many ranks ask at once.",
+        "wait, log in (HF_TOKEN raises the limit), and download the files before the run.",
+    ),
+    KnownError(
+        "damaged weights",
+        r"SafetensorError|Error while deserializing header|HeaderTooLarge|InvalidHeader|MetadataIncompleteBuffer|"
+        r"PytorchStreamReader failed|invalid load key",
+        "A weight file is incomplete or not a weight file: the download broke off, or the file is a Git LFS pointer.",
+        "delete that file and download it again (hf download NAME --force-download); with git, run git lfs pull.",
+    ),
+    KnownError(
+        "model and weights differ",
+        r"size mismatch for|Error\(s\) in loading state_dict",
+        "The weights or the adapter belong to another model, or the vocabulary was resized.",
+        "use the base model that the adapter was trained on (adapter_config.json names it).",
+    ),
+    KnownError(
+        "chat template",
+        r"chat_template is not set|does not have a chat template|jinja2?\.exceptions|"
+        r"Conversation roles must alternate|TemplateError",
+        "The tokenizer has no chat template, or its template refuses these rows.",
+        "give --chat_template chatml, or a Jinja file that suits the model; the template of an instruct model often refuses "
+        "a system message, or two turns of the same role in a row.",
+    ),
+    KnownError(
+        "disk full",
+        r"No space left on device|ENOSPC|Disk quota exceeded|not enough disk space|Not enough free disk space",
+        "A disk or a quota is full.",
+        "free space or choose another --output_dir, lower --save_total_limit, and point HF_HOME and TMPDIR at a larger disk.",
+    ),
+    KnownError(
+        "too many open files",
+        r"Too many open files|received 0 items of ancdata",
+        "The process has reached its limit of open files.",
+        "run ulimit -n 65536 before the launcher (in the job file), and use fewer data loader workers.",
+    ),
+    KnownError(
+        "data loader worker",
+        r"DataLoader worker .{0,60}(exited unexpectedly|killed by signal)",
+        "A process that loads data was killed, usually because memory or shared memory ran out.",
+        "use fewer workers (trainer_args dataloader_num_workers; --dataset_num_proc with --streaming), more memory, --shm-size for containers.",
+    ),
+    KnownError(
+        "remote code",
+        r"contains custom code|(requires|pass|execute).{0,120}trust_remote_code",
+        "The model repository contains Python code, which is not run by default.",
+        "read that code, then give --trust_remote_code; a newer Transformers may support the model without it.",
+    ),
+    KnownError(
+        "unknown architecture",
+        r"does not recognize this architecture|KeyError: .{0,3}(qwen|llama|gemma|mistral|phi)",
+        "This release of Transformers does not know the model.",
+        "update Transformers (and Unsloth with it), or choose another model.",
+    ),
+)

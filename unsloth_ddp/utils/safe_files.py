@@ -1,0 +1,47 @@
+"""Open and write files in folders where somebody else may have put links, and tell whose a folder is."""
+
+from __future__ import annotations
+
+import errno
+import os
+import tempfile
+from pathlib import Path
+
+
+def open_without_following_links(path: Path, flags: int, mode: int = 0o644) -> int:
+    """Return a descriptor of a file (see os.open), but not of what a symbolic link at `path` points to.
+
+    Raises:
+        OSError: with errno ELOOP where `path` is a link.
+    """
+    try:
+        return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise OSError(errno.ELOOP, "it is a symbolic link", str(path)) from None
+        raise
+
+
+def write_new_file(path: Path, text: str) -> None:
+    """Write a new file, in place of a file or link of that name; what a link points to stays as it is."""
+    path.unlink(missing_ok=True)
+    descriptor = open_without_following_links(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+    with open(descriptor, "w", encoding="utf-8") as file:
+        file.write(text)
+
+
+def foreign_owner(folder: Path) -> int | None:
+    """Return the user id that a folder, or the link to it, belongs to if that is not this process's user; else None.
+
+    Some file systems (NFS with squashed users, mounted Windows disks) give every new file one owner of their own; a
+    folder of that owner counts as this user's.
+    """
+    for owner in {folder.lstat().st_uid, folder.stat().st_uid} - {os.geteuid()}:
+        try:
+            with tempfile.NamedTemporaryFile(prefix=".unsloth_ddp-", dir=folder) as file:
+                if os.fstat(file.fileno()).st_uid == owner:
+                    continue
+        except OSError:
+            pass
+        return owner
+    return None

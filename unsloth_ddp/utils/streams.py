@@ -1,0 +1,117 @@
+"""Protect standard output and standard error: hide secrets in what is printed, and continue without a reader.
+
+What nobody can read any more (`| head`, a `tee` that was killed, a closed terminal) goes to the log file of this rank.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import logging
+import os
+import sys
+from collections.abc import Iterable
+from typing import Any, TextIO, cast
+
+from unsloth_ddp.utils.redaction import hide
+
+LOGGER = "unsloth_ddp"
+# Lines kept for the log file while there is none.
+LINES_KEPT = 1000
+# Characters kept of what was written but not flushed, since a lost reader shows only when Python flushes.
+UNFLUSHED_KEPT = 20_000
+
+
+class ProtectedStream:
+    """A text stream that hides secrets and does not raise an error when it cannot be written any more."""
+
+    def __init__(self, stream: TextIO, name: str) -> None:
+        self._stream = stream
+        self._name = name
+        self._unflushed = ""
+        self._lost = False
+        self._line = ""
+        self._lines: collections.deque[str] = collections.deque(maxlen=LINES_KEPT)
+
+    def write(self, text: str) -> int:
+        """Write `text` without secrets; to the log file of this rank if the stream is lost."""
+        hidden = hide(text)
+        if self._lost:
+            self._log(hidden)
+            return len(text)
+        self._unflushed = (self._unflushed + hidden)[-UNFLUSHED_KEPT:]
+        try:
+            self._stream.write(hidden)
+            if self._stream.line_buffering and "\n" in hidden:
+                self._unflushed = ""
+        except OSError as error:
+            self._lose(error)
+        return len(text)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        """Write several texts."""
+        for line in lines:
+            self.write(line)
+
+    def flush(self) -> None:
+        """Flush the stream if it is not lost."""
+        if self._lost:
+            return
+        try:
+            self._stream.flush()
+            self._unflushed = ""
+        except OSError as error:
+            self._lose(error)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def _lose(self, error: OSError) -> None:
+        self._lost = True
+        with contextlib.suppress(OSError, ValueError):
+            # Python flushes the descriptor at exit, and native code writes to it.
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self._stream.fileno())
+            os.close(nowhere)
+        reason = error.strerror or str(error)
+        self._log(f"{self._name} cannot be written any more ({reason}); the run continues and writes to this log.\n")
+        self._log(self._unflushed)
+
+    def _log(self, text: str) -> None:
+        *lines, self._line = (self._line + text).split("\n")
+        # A progress bar rewrites its line after each carriage return; only its last state is of use.
+        self._line = self._line.rpartition("\r")[2]
+        self._lines.extend(line.rstrip("\r").rpartition("\r")[2] for line in lines)
+        # Straight to the file: another handler may print to a lost stream, and so come back here.
+        files = [h for h in logging.getLogger(LOGGER).handlers if isinstance(h, logging.FileHandler)]
+        while files and self._lines:
+            record = logging.LogRecord(self._name, logging.INFO, "", 0, self._lines.popleft(), None, None)
+            for handler in files:
+                handler.handle(record)
+
+
+def protect_streams() -> None:
+    """Replace sys.stdout and sys.stderr by protected streams, in the log handlers that exist as well."""
+    for name, title in (("stdout", "standard output"), ("stderr", "standard error")):
+        stream = getattr(sys, name)
+        if stream is None or isinstance(stream, ProtectedStream):
+            continue
+        protected = cast(TextIO, ProtectedStream(stream, title))
+        setattr(sys, name, protected)
+        for handler in _stream_handlers():
+            if handler.stream is stream:
+                handler.setStream(protected)
+
+
+def print_to_stderr(text: str) -> None:
+    """Write to standard error at once, without Python's locks, which a thread that hangs may hold."""
+    with contextlib.suppress(OSError):
+        os.write(2, hide(text).encode(errors="backslashreplace"))
+
+
+def _stream_handlers() -> Iterable[Any]:
+    loggers = [logging.getLogger(), *logging.Logger.manager.loggerDict.values()]
+    for logger in loggers:
+        for handler in getattr(logger, "handlers", ()):
+            if isinstance(handler, logging.StreamHandler):
+                yield handler

@@ -36,29 +36,20 @@ from unsloth_ddp.plan.shape import ModelShape, read_model_shape
 from unsloth_ddp.utils.errors import UserError
 from unsloth_ddp.utils.units import parse_bandwidth, parse_memory, shown_bytes, shown_seconds
 
-SHAPE = ModelShape(
-    parameters=1000, linear=800, largest_linear=50, head=100, vocabulary=10, adapter=40, layers=4, layer_input=20.0,
-    layer_kept=300.0, outside_kept=8.0,
-)  # fmt: skip
-WORK = Workload(
-    tokens=0, precision=2, master=4, optimizer="adamw_torch", checkpointing="torch", processes=1, backend="transformers"
-)
-
-
 # ---- units ----
 
 
 def test_bits_and_bytes_are_told_apart():
-    assert parse_bandwidth("25Gbps") == 25e9 / 8
-    assert parse_bandwidth("100 Gbit/s") == 100e9 / 8
-    assert parse_bandwidth("450GB/s") == 450e9
-    assert parse_memory("80GB") == 80e9
-    assert parse_memory("139GiB") == 139 * 2**30
+    assert parse_bandwidth("--bandwidth", "25Gbps") == 25e9 / 8
+    assert parse_bandwidth("--bandwidth", "100 Gbit/s") == 100e9 / 8
+    assert parse_bandwidth("--bandwidth", "450GB/s") == 450e9
+    assert parse_memory("--gpu_memory", "80GB") == 80e9
+    assert parse_memory("--gpu_memory", "139GiB") == 139 * 2**30
     for text in ("25", "0Gbps", "25 G", "1.2.3Gbps", "-1Gbps"):
         with pytest.raises(UserError, match="write 25Gbps"):
-            parse_bandwidth(text)
+            parse_bandwidth("--bandwidth", text)
     with pytest.raises(UserError, match="write 80GB"):
-        parse_memory("80")
+        parse_memory("--gpu_memory", "80")
 
 
 def test_amounts_are_shown_in_units_of_their_size():
@@ -376,6 +367,21 @@ def test_what_auto_is_planned_as_is_not_said_to_fit_where_nothing_does(capsys):
     assert "per_device_train_batch_size auto is planned as 1, though not even that fits." in printed
     assert "planned as the kind that needs least memory, as none fits." in printed
     assert "No method and sharding in the table fits either" in printed
+
+
+def test_a_model_that_fits_in_no_way_is_told_before_the_rows_are_read(demo_shape, capsys, monkeypatch):
+    monkeypatch.setattr("unsloth_ddp.plan.shape.read_model_shape", lambda settings: demo_shape)
+
+    def refuse(settings: Settings) -> None:
+        raise UserError("the rows are read")
+
+    monkeypatch.setattr("unsloth_ddp.plan.rows.tokenize_rows", refuse)
+    assert plan("--gpu_memory", "1MB") == 2
+    said = capsys.readouterr()
+    assert said.err == "plan: error: the rows are read\n"
+    assert "does not fit this GPU in any way: even method qlora with sharding none needs at least 1." in said.out
+    assert plan("--gpu_memory", "1GB") == 2
+    assert capsys.readouterr().out == ""
 
 
 def test_libraries_are_silent_at_import(tmp_path):

@@ -43,18 +43,24 @@ from unsloth_ddp.utils.errors import UserError, one_line
 def make_parser() -> Parser:
     """Return the parser of the check's own options; all others are those of train_ddp.py."""
     parser = make_command_parser("python -m unsloth_ddp.parity", __doc__)
-    parser.add_argument("--processes", type=int, help="processes to compare with one [one per visible GPU; 2 on a CPU]")
-    parser.add_argument("--steps", type=int, default=3, help="optimizer steps of each launch [3]")
+    parser.add_argument(
+        "--processes", type=int, metavar="N", help="processes to compare with one [one per visible GPU; 2 on a CPU]"
+    )
+    parser.add_argument("--steps", type=int, default=3, metavar="N", help="optimizer steps of each launch [3]")
     parser.add_argument(
         "--micro_batches", type=int, nargs="+", metavar="ROWS",
         help="rows per device to try [1 and the run's own, or 1 and 2]",
     )  # fmt: skip
     parser.add_argument(
-        "--tolerance", type=float, help="relative difference allowed [depends on backend and precision]"
+        "--tolerance", type=float, metavar="X", help="relative difference allowed [depends on backend and precision]"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the result to FILE as JSON")
-    parser.add_argument("--script", type=Path, default=REPO / "train_ddp.py", help="the script to check [train_ddp.py]")
-    parser.add_argument("--timeout", type=float, default=1800, help="time limit of each launch in seconds [1800]")
+    parser.add_argument(
+        "--script", type=Path, metavar="FILE", default=REPO / "train_ddp.py", help="the script to check [train_ddp.py]"
+    )
+    parser.add_argument(
+        "--timeout", type=float, metavar="SECONDS", default=1800, help="time limit of each launch in seconds [1800]"
+    )
     return parser
 
 

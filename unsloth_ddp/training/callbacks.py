@@ -72,9 +72,15 @@ class CompareWeights(TrainerCallback):
 class StopTogether(TrainerCallback):
     """End training on all ranks at the same step, with a checkpoint, when one of them was asked to stop.
 
-    It runs after Transformers' own flow control and overrides its decisions for this step. An evaluation that is due is
-    skipped, and one that is running is interrupted, because a scheduler does not wait that long; the resumed run makes
-    up for it.
+    <<<<<<< HEAD
+        It runs after Transformers' own flow control and overrides its decisions for this step. An evaluation that is due is
+        skipped, and one that is running is interrupted, because a scheduler does not wait that long; the resumed run makes
+        up for it.
+    =======
+        It runs after Transformers' own flow control and overrides its decisions for this step: an evaluation that is due is
+        skipped, and one that is running is interrupted, because a scheduler does not wait that long. It is done when the run
+        is resumed.
+    >>>>>>> distributed
     """
 
     def __init__(self, stop: StopRequest) -> None:
@@ -92,7 +98,7 @@ class StopTogether(TrainerCallback):
         self.stop.interrupt_evaluation()
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Read the flags of the last batch; a checkpoint of this step follows."""
+        """Stop after this evaluation if a rank was asked to during its last batch."""
         if self.stop.finish_poll() and state.global_step < state.max_steps:
             control.should_training_stop = control.should_save = True
 

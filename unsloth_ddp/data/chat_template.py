@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from unsloth_ddp.data.messages import Message
+from unsloth_ddp.data.render_limits import check_length, limited_rendering
 from unsloth_ddp.utils.errors import UserError
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -96,17 +97,18 @@ class ChatTemplate:
     ) -> tuple[str, list[Span]]:
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        rendered: Any = render_jinja_template(
-            conversations=[messages],
-            tools=tools,
-            chat_template=self.source,
-            add_generation_prompt=prompt,
-            strftime_now=datetime.combine(self.day, time()).strftime,
-            return_assistant_tokens_mask=marked,
-            **self.special_tokens,
-        )
+        with limited_rendering():
+            rendered: Any = render_jinja_template(
+                conversations=[messages],
+                tools=tools,
+                chat_template=self.source,
+                add_generation_prompt=prompt,
+                strftime_now=datetime.combine(self.day, time()).strftime,
+                return_assistant_tokens_mask=marked,
+                **self.special_tokens,
+            )
         texts, spans = rendered
-        return texts[0], list(spans[0]) if spans else []
+        return check_length(texts[0]), list(spans[0]) if spans else []
 
 
 @dataclass(frozen=True)

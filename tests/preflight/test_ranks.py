@@ -267,6 +267,25 @@ def test_a_measurement_that_fails_or_hangs_names_the_rank(run, what, says):
     assert result.seconds < 60
 
 
+def another_secret() -> None:
+    """This rank's node was given another secret than the others, as a stranger would."""
+    os.environ["UNSLOTH_DDP_SECRET"] = "guessed"
+
+
+def the_jobs_secret() -> None:
+    os.environ["UNSLOTH_DDP_SECRET"] = "made by the launch file"
+
+
+@pytest.mark.slow
+def test_a_node_without_the_jobs_secret_is_refused(run):
+    result, report = run(2, changed={0: [the_jobs_secret], 1: [another_secret]})
+    assert result.codes == [1, 1]
+    assert report.failures == ["arrived"]
+    assert "who/2 is not signed with this job's UNSLOTH_DDP_SECRET" in report["arrived"]["remedy"]
+    result, report = run(2, changed={rank: [the_jobs_secret] for rank in (0, 1)})
+    result.check()
+
+
 @pytest.mark.slow
 def test_wrong_sums_are_told(run):
     result, report = run(2, changed={1: [wrong_sums]})

@@ -38,23 +38,30 @@ from unsloth_ddp.parity.processes import StoppedBySignal, stopped_by_signals
 from unsloth_ddp.parity.report import render_comparisons, write_result
 from unsloth_ddp.parity.run import ParityCheck, run_launches
 from unsloth_ddp.utils.errors import UserError, one_line
+from unsloth_ddp.utils.streams import protect_streams
 
 
 def make_parser() -> Parser:
     """Return the parser of the check's own options; all others are those of train_ddp.py."""
     parser = make_command_parser("python -m unsloth_ddp.parity", __doc__)
-    parser.add_argument("--processes", type=int, help="processes to compare with one [one per visible GPU; 2 on a CPU]")
-    parser.add_argument("--steps", type=int, default=3, help="optimizer steps of each launch [3]")
+    parser.add_argument(
+        "--processes", type=int, metavar="N", help="processes to compare with one [one per visible GPU; 2 on a CPU]"
+    )
+    parser.add_argument("--steps", type=int, default=3, metavar="N", help="optimizer steps of each launch [3]")
     parser.add_argument(
         "--micro_batches", type=int, nargs="+", metavar="ROWS",
         help="rows per device to try [1 and the run's own, or 1 and 2]",
     )  # fmt: skip
     parser.add_argument(
-        "--tolerance", type=float, help="relative difference allowed [depends on backend and precision]"
+        "--tolerance", type=float, metavar="X", help="relative difference allowed [depends on backend and precision]"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the result to FILE as JSON")
-    parser.add_argument("--script", type=Path, default=REPO / "train_ddp.py", help="the script to check [train_ddp.py]")
-    parser.add_argument("--timeout", type=float, default=1800, help="time limit of each launch in seconds [1800]")
+    parser.add_argument(
+        "--script", type=Path, metavar="FILE", default=REPO / "train_ddp.py", help="the script to check [train_ddp.py]"
+    )
+    parser.add_argument(
+        "--timeout", type=float, metavar="SECONDS", default=1800, help="time limit of each launch in seconds [1800]"
+    )
     return parser
 
 
@@ -119,9 +126,12 @@ def main(argv: list[str]) -> int:
         check, given = read_command_line(argv)
         for sentence in describe_omissions(check.settings, check.precision, bool(check.gpus)):
             print(sentence)
-        device = f"{len(check.gpus)} GPU(s)" if check.gpus else "CPU"
+        count = len(check.gpus)
+        device = f"{count} GPU{'s' if count > 1 else ''}" if count else "CPU"
+        settings = check.settings
         print(
-            f"{check.settings.model}, method {check.settings.method}, {check.precision}, {device}, SGD {LEARNING_RATE}."
+            f"{settings.model}: method {settings.method}, {check.precision}, {device}, SGD with learning rate {LEARNING_RATE}.",
+            flush=True,
         )
         rows, tolerance, errors = run_in_temporary_folder(check)
         agree, sentence = overall_verdict(rows, tolerance)
@@ -142,4 +152,5 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
+    protect_streams()
     sys.exit(main(sys.argv[1:]))

@@ -16,27 +16,29 @@ from pathlib import Path
 from unsloth_ddp.config.command_line import Parser, make_command_parser
 from unsloth_ddp.config.parse import parse_settings
 from unsloth_ddp.data.hub import use_cache_if_hub_is_unreachable
-from unsloth_ddp.data.packing import BatchRequest, plan_step
 from unsloth_ddp.distributed.exit_codes import EXIT_USER_ERROR
 from unsloth_ddp.distributed.runtime import quiet_imports
 from unsloth_ddp.utils.errors import UserError
 from unsloth_ddp.utils.json_file import write_as_asked
-from unsloth_ddp.utils.units import parse_bandwidth, parse_memory
+from unsloth_ddp.utils.streams import protect_streams
+from unsloth_ddp.utils.units import parse_bandwidth, parse_memory, shown_bytes
 
 
 def make_parser() -> Parser:
     """Return the parser of the plan's own options; all others are those of train_ddp.py."""
     parser = make_command_parser("python -m unsloth_ddp.plan", __doc__)
-    parser.add_argument("--nodes", type=int, default=1, help="machines [1]")
-    parser.add_argument("--gpus_per_node", type=int, default=1, help="GPUs per machine [1]")
+    parser.add_argument("--nodes", type=int, default=1, metavar="N", help="machines [1]")
+    parser.add_argument("--gpus_per_node", type=int, default=1, metavar="N", help="GPUs per machine [1]")
     parser.add_argument(
-        "--bandwidth", nargs="+", default=["10Gbps", "100Gbps"],
+        "--bandwidth", nargs="+", metavar="RATE", default=["10Gbps", "100Gbps"],
         help="bandwidth of each machine's network, one or several to compare [10Gbps 100Gbps]",
     )  # fmt: skip
     parser.add_argument(
-        "--node_bandwidth", help="bandwidth between the GPUs of a machine, such as 400GB/s [not counted]"
+        "--node_bandwidth",
+        metavar="RATE",
+        help="bandwidth between the GPUs of a machine, such as 400GB/s [not counted]",
     )
-    parser.add_argument("--gpu_memory", help="memory of a GPU, such as 80GB or 139GiB [no verdict]")
+    parser.add_argument("--gpu_memory", metavar="SIZE", help="memory of a GPU, such as 80GB or 139GiB [no verdict]")
     parser.add_argument(
         "--calibration", metavar="FILE", help="measured speeds: a file, or h200 for the shipped one [no times]"
     )
@@ -74,26 +76,36 @@ def plan(argv: list[str]) -> None:
             )
     if given.picture and importlib.util.find_spec("matplotlib") is None:
         raise UserError("--picture needs matplotlib, which is not installed; run with uv run --group bench.")
-    networks = [parse_bandwidth(text) for text in given.bandwidth]
-    inside = parse_bandwidth(given.node_bandwidth) if given.node_bandwidth else None
-    gpu_memory = parse_memory(given.gpu_memory) if given.gpu_memory else None
-    request = BatchRequest.of(settings, given.nodes * given.gpus_per_node)
+    networks = [parse_bandwidth("--bandwidth", text) for text in given.bandwidth]
+    inside = parse_bandwidth("--node_bandwidth", given.node_bandwidth) if given.node_bandwidth else None
+    gpu_memory = parse_memory("--gpu_memory", given.gpu_memory) if given.gpu_memory else None
     use_cache_if_hub_is_unreachable(settings)
     quiet_imports()
     # Imported here, so that mistakes in the options are reported before torch is loaded, which takes seconds.
+    from unsloth_ddp.data.packing import BatchRequest, plan_step
     from unsloth_ddp.plan.calibration import Calibration, load_calibration, measure_run, save_calibration
-    from unsloth_ddp.plan.compute import Hardware, make_plan, planned_packing
+    from unsloth_ddp.plan.compute import Hardware, find_least_memory, make_plan, planned_packing
     from unsloth_ddp.plan.picture import draw_efficiency
     from unsloth_ddp.plan.report import PlanReport, plan_as_json, render_plan
     from unsloth_ddp.plan.rows import tokenize_rows
     from unsloth_ddp.plan.shape import read_model_shape
     from unsloth_ddp.training.early_checks import check_training_arguments
 
+    request = BatchRequest.of(settings, given.nodes * given.gpus_per_node)
     _silence_transformers()
     calibration = load_calibration(given.calibration) if given.calibration and not given.calibrate else None
     hardware = Hardware(given.nodes, given.gpus_per_node, networks, inside, gpu_memory)
     check_training_arguments(settings)
     shape = read_model_shape(settings)
+    if gpu_memory:
+        least = find_least_memory(settings, shape, hardware.processes)
+        if least.memory.total > gpu_memory:
+            # Said before the rows are downloaded and tokenized.
+            print(
+                f"plan: {settings.model} does not fit this GPU in any way: even method {least.method} with sharding "
+                f"{least.sharding} needs at least {shown_bytes(least.memory.total)}, and a GPU has {shown_bytes(gpu_memory)}.",
+                flush=True,
+            )
     rows = tokenize_rows(settings)
     batch, packing, _ = plan_step(request, rows.lengths, planned_packing(settings))
     if given.calibrate:
@@ -130,4 +142,5 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
+    protect_streams()
     sys.exit(main(sys.argv[1:]))

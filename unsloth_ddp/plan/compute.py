@@ -181,6 +181,26 @@ def make_memory_row(
     return MemoryRow(method, sharding, kind, found, verdict)
 
 
+def find_least_memory(settings: Settings, shape: ModelShape, processes: int) -> MemoryRow:
+    """Return the way to train that needs least memory, with one token in a micro-batch and all checkpointing."""
+    ways = []
+    for method in get_args(Method):
+        for sharding in get_args(Sharding):
+            if not is_supported(method, sharding) or (sharding != "none" and processes == 1):
+                continue
+            work = Workload(
+                tokens=1,
+                precision=NUMBER_BYTES[precision_of(settings)],
+                master=NUMBER_BYTES[settings.full_weights],
+                optimizer=settings.optim,
+                checkpointing="torch",
+                processes=processes,
+                backend=backend_of(settings),
+            )
+            ways.append(MemoryRow(method, sharding, "torch", estimate_memory(shape, method, sharding, work), "-"))
+    return min(ways, key=lambda way: way.memory.total)
+
+
 def make_speed_query(
     settings: Settings, shape: ModelShape, rows: RowLengths, batch: BatchPlan, checkpointing: Checkpointing
 ) -> SpeedQuery:

@@ -10,7 +10,7 @@ from unsloth_ddp.preflight.checks import Check, name_nodes
 
 @dataclass(frozen=True)
 class Arrival:
-    """What a process says about itself on arrival: its host, its rank and the size of its job."""
+    """The rank, host and size of the job that a process reports on arrival."""
 
     rank: int
     node_rank: int

@@ -12,8 +12,8 @@ BANDWIDTH = re.compile(r"([\d.]+)\s*([kKmMgGtT]i?)?(bps|bit/s|bits/s|B/s|Bps)")
 MEMORY = re.compile(r"([\d.]+)\s*([kmgt]i?)?B", re.IGNORECASE)
 
 
-def parse_bandwidth(text: str) -> float:
-    """Return bytes per second; a lower-case b is a bit, an upper-case B a byte.
+def parse_bandwidth(option: str, text: str) -> float:
+    """Return the bytes per second that an option gives; a lower-case b is a bit, an upper-case B a byte.
 
     Raises:
         UserError: `text` is not a bandwidth above 0.
@@ -21,12 +21,12 @@ def parse_bandwidth(text: str) -> float:
     found = BANDWIDTH.fullmatch(text.strip())
     value = _number(found.group(1)) if found else 0.0
     if not found or not value:
-        raise UserError(f"bandwidth {text!r} is not a bandwidth above 0; write 25Gbps (bits) or 400GB/s (bytes).")
+        raise UserError(f"{option} {text!r} is not a bandwidth above 0; write 25Gbps (bits) or 400GB/s (bytes).")
     bits = found.group(3).startswith("b")
     return value * PREFIXES[(found.group(2) or "").lower()] / (8 if bits else 1)
 
 
-def parse_memory(text: str) -> float:
+def parse_memory(option: str, text: str) -> float:
     """Return bytes; 1 GB is 10^9 bytes, 1 GiB 2^30.
 
     Raises:
@@ -35,7 +35,7 @@ def parse_memory(text: str) -> float:
     found = MEMORY.fullmatch(text.strip())
     value = _number(found.group(1)) if found else 0.0
     if not found or not value:
-        raise UserError(f"memory {text!r} is not an amount above 0; write 80GB or 139GiB.")
+        raise UserError(f"{option} {text!r} is not an amount above 0; write 80GB or 139GiB.")
     return value * PREFIXES[(found.group(2) or "").lower()]
 
 

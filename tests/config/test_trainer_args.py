@@ -52,7 +52,7 @@ def test_a_number_that_would_fail_late_is_refused_with_the_settings(name: str, v
 
 
 def test_a_name_of_another_tool_is_refused_with_the_option() -> None:
-    with pytest.raises(UserError, match="^trainer_args: SFTConfig has no field warmup_ratio; use --warmup_steps.$"):
+    with pytest.raises(UserError, match="SFTConfig has no field warmup_ratio; use --warmup_steps"):
         check_trainer_args({"warmup_ratio": 0.1})
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,9 @@ import hypothesis
 import pytest
 
 from tests.ranks import Result, run_ranks, train
+
+# As train_ddp.py has it, before torch is imported: on a busy machine threads that spin take ten times as long.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 # Shells have SIGINT ignored in what they start in the background, and nohup SIGHUP; programs started here would inherit
 # that.

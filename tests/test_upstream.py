@@ -37,6 +37,7 @@ REPLACED = {
     f"{TRAINER}._get_output_dir": "self trial",
     f"{TRAINER}._determine_best_metric": "self metrics trial",
     f"{TRAINER}.save_model": "self output_dir _internal_call",
+    f"{TRAINER}._save": "self output_dir state_dict",
     f"{TRAINER}._save_optimizer_and_scheduler": "self output_dir",
     f"{TRAINER}._save_scaler": "self output_dir",
     f"{TRAINER}._save_rng_state": "self output_dir",

@@ -30,15 +30,23 @@ from benchmarks.common.rows import full_rows
 from benchmarks.common.runs import REPO, launch_command, log_history, losses, make_model, reload, write_results
 
 LIMIT = 150
-CONFIGS = {"ddp": "ddp.yaml", "again": "ddp.yaml", "zero2": "zero2.yaml", "zero3": "zero3.yaml", "fsdp2": "fsdp2.yaml"}
-# `again` repeats DDP: what differs there is not the sharding's doing.
+CONFIGS = {
+    "ddp": "ddp.yaml",
+    "again": "ddp.yaml",
+    "single": "ddp.yaml",
+    "zero2": "zero2.yaml",
+    "zero3": "zero3.yaml",
+    "fsdp2": "fsdp2.yaml",
+}
+# Controls: `again` repeats DDP, `single` takes one row in a micro-batch instead of two. Differences between these and DDP
+# are not caused by sharding.
 METHODS = {
     "lora": ["ddp", "zero2", "zero3", "fsdp2"],
-    "qlora": ["ddp", "again", "zero2", "fsdp2"],
-    "full": ["ddp", "zero2", "zero3", "fsdp2"],
+    "qlora": ["ddp", "again", "single", "zero2", "fsdp2"],
+    "full": ["ddp", "single", "zero2", "zero3", "fsdp2"],
 }
 STEPS = "--optim sgd --learning_rate 0.1 --lr_scheduler_type constant --warmup_steps 0 --max_grad_norm 0 --max_steps 3"
-STEPS += " --global_batch_size 8 --per_device_train_batch_size 2 --compare_answers 0 --logging_steps 1"
+STEPS += " --global_batch_size 8 --compare_answers 0 --logging_steps 1"
 STEPS += " --seed 5 --max_length 128 --save_steps 2"
 
 
@@ -96,12 +104,12 @@ def update(work: Path, name: str, initial: dict[str, Any] | None) -> Any:
     return torch.cat([(saved[key].double() - initial[key].double()).flatten() for key in sorted(initial)])
 
 
-def parity(work: Path, path: Path, processes: int, only: list[str]) -> None:
+def parity(work: Path, path: Path, processes: int, only: list[str], forced: str | None = None) -> None:
     """Run all pairs side by side, then compare each with DDP."""
     from safetensors.torch import load_file
 
     jobs = [
-        Job(f"{backend}_{method}_{sharding}", sharding, f"--config recipes/demo.yaml --backend {backend} --method {method} {STEPS} --precision {precision(backend, method)}")
+        Job(f"{backend}_{method}_{sharding}", sharding, f"--config recipes/demo.yaml --backend {backend} --method {method} {STEPS} --precision {forced or precision(backend, method)} --per_device_train_batch_size {1 if sharding == 'single' else 2}")
         for backend in ("unsloth", "transformers")
         for method, kinds in METHODS.items()
         for sharding in kinds
@@ -193,10 +201,16 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=Path("/tmp/sharding"))
     parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument(
+        "--precision", choices=["bf16", "fp32"], help="parity: of every run (default: fp32 where possible)"
+    )
     parser.add_argument("--only", nargs="*", default=[], help="only the runs whose name holds one of these words")
     given = parser.parse_args()
     given.work.mkdir(parents=True, exist_ok=True)
-    (parity if given.what == "parity" else cost)(given.work, given.json, given.processes, given.only)
+    if given.what == "parity":
+        parity(given.work, given.json, given.processes, given.only, given.precision)
+    else:
+        cost(given.work, given.json, given.processes, given.only)
 
 
 if __name__ == "__main__":

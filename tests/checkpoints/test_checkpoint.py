@@ -45,6 +45,42 @@ def train_and_signal(argv: list[str], cwd: str, rank: int, number: int, step: in
     train(argv, cwd)
 
 
+def train_and_stop_in_evaluation(argv: list[str], cwd: str, batch: int) -> None:
+    """train_ddp.py whose rank 1 is asked to stop during its evaluation batch number `batch` (counted from this start)."""
+    interrupt, batches = StopRequest.interrupt_evaluation, itertools.count(1)
+
+    def request(self: StopRequest) -> None:
+        if next(batches) == batch and os.environ["RANK"] == "1":
+            self.request_stop("SIGTERM")
+        interrupt(self)
+
+    StopRequest.interrupt_evaluation = request  # type: ignore[method-assign]
+    train(argv, cwd)
+
+
+def test_a_stop_interrupts_an_evaluation_and_the_resumed_run_makes_up_for_it(job, whole_run, place):
+    """Two batches an evaluation, after steps 3, 6 and 9: asked in the one of step 6, then in that of the last step."""
+    options, name = f"{WHOLE_RUN} --save_steps 100 --per_device_eval_batch_size 1", "interrupted"
+    run = place / "outputs" / name
+    printed = job(options, name, 2, 75, train_and_stop_in_evaluation, (3,)).output
+    assert f"Stopped on SIGTERM; the same command resumes from {run}/checkpoint-6" in printed
+    evaluated = [entry["step"] for entry in logged_until(run / "checkpoint-6") if "eval_loss" in entry]
+    assert evaluated == [3], "the evaluation of step 6 was given up"
+    # Evaluates step 6 first, so the third batch is the first one of the last evaluation.
+    printed = job(options, name, 2, 75, train_and_stop_in_evaluation, (3,)).output
+    assert f"resumes from {run}/checkpoint-{LAST}" in printed
+    job(options, name, 2)
+    found, expected = ends(run, LAST), ends(whole_run(2), LAST)
+    assert_same(found["weights"], expected["weights"])
+    losses = [[entry["eval_loss"] for entry in e["history"] if "eval_loss" in entry] for e in (found, expected)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5) and len(losses[0]) == 3
+
+
+def logged_until(folder: Path) -> list[dict]:
+    """The log of losses in a checkpoint."""
+    return json.loads((folder / "trainer_state.json").read_text())["log_history"]
+
+
 def test_a_stop_on_one_rank_stops_all_with_a_checkpoint_and_the_run_goes_on(job, whole_run, place):
     """SIGTERM, SIGUSR1, a time limit, then to the end: bit-identical, whatever step each stop came at."""
     note = place / "code"

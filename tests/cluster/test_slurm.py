@@ -68,7 +68,7 @@ def test_a_preempted_job_saves_goes_back_into_the_queue_and_ends_as_if_nothing_h
     assert (found["JobState"], found["Restarts"]) == ("PENDING", "1")
     slurm.wait_for(urgent, "COMPLETED", timeout=120)
     first_start = log.read_text()
-    assert "saving a checkpoint at the end of this step" in first_start
+    assert "saving a checkpoint after this step" in first_start
     kept = {int(path.parent.name.split("-")[1]) for path in run.glob("checkpoint-*/manifest.json")}
     assert kept - {5, 10, 15, 20, 25, 30}, kept  # the stop's own
 

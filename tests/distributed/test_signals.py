@@ -45,8 +45,8 @@ def test_a_launchers_death_alone_is_a_request():
 
 def test_launchers_are_known_by_their_variables():
     assert under_launcher({"TORCHELASTIC_RUN_ID": "none"})
-    assert under_launcher({"ACCELERATE_MIXED_PRECISION": "no"})
-    assert not under_launcher({"RANK": "0"})
+    assert under_launcher({"ACCELERATE_DYNAMO_BACKEND": "no"})
+    assert not under_launcher({"RANK": "0", "ACCELERATE_MIXED_PRECISION": "no"})
 
 
 def test_the_exit_code_is_noted_by_the_first_process_of_a_node(tmp_path):
@@ -145,7 +145,7 @@ def test_a_second_signal_ends_a_training_rank_at_once(tmp_path, kept, code):
     result = run_ranks(1, second_signal, signal.SIGINT, signal.SIGTERM, kept, folder=tmp_path, timeout=60)
     assert result.codes == [code] and result.seconds < 20
     lines = result.output.strip().splitlines()
-    assert lines[0].startswith("SIGINT: saving a checkpoint at the end of this step; a second signal")
+    assert lines[0].startswith("SIGINT: saving a checkpoint after this step; a second signal")
     assert lines[1] == "SIGTERM again: stopped at once; the last whole checkpoint stays."
 
 
@@ -199,6 +199,6 @@ def test_a_killed_launcher_is_a_request_to_its_ranks():
         launcher.kill()
         assert (
             launcher.stdout.readline()
-            == "SIGTERM: saving a checkpoint at the end of this step; a second signal ends it at once.\n"
+            == "SIGTERM: saving a checkpoint after this step; a second signal ends it at once.\n"
         )
         assert launcher.stdout.readline() == "SIGTERM\n"

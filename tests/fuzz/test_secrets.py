@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import logging
 import os
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -72,6 +74,40 @@ def test_a_run_leaves_no_secret_in_any_file_or_line(tmp_path: Path, tiny_model: 
     assert not any(secret in done.output for secret in secrets)
 
 
+def fail_with_a_secret(argv: list[str], cwd: str) -> None:
+    """train_ddp.py, where a library of rank 1 prints, logs and raises an address with a password and a token."""
+    from unsloth_ddp.training.trainer import DDPTrainer
+
+    loss = DDPTrainer.compute_loss
+
+    def compute_loss(self: DDPTrainer, *args: Any, **kwargs: Any) -> Any:
+        if os.environ["RANK"] == "1" and self.state.global_step == 1:
+            text = f"GET https://me:{KEY[:20]}@hub/x failed, Authorization: Bearer {KEY} with {os.environ['HF_TOKEN']}"
+            print(text, file=sys.stderr, flush=True)
+            logging.getLogger("huggingface_hub.utils._http").warning("Retrying: %s", text)
+            raise RuntimeError(text)
+        return loss(self, *args, **kwargs)
+
+    DDPTrainer.compute_loss = compute_loss  # type: ignore[method-assign]
+    train(argv, cwd)
+
+
+def test_a_failure_of_one_process_is_told_to_all_without_its_secrets(
+    tmp_path: Path, tiny_model: Path, uneven_rows: Path
+) -> None:
+    words = f"--model {tiny_model} --dataset {uneven_rows} --run_name r --max_steps 3 --max_length 64 --report_to none"
+    words += " --gradient_checkpointing none --save_strategy no"
+    done = run_ranks(
+        2, fail_with_a_secret, words.split(), str(tmp_path), folder=tmp_path / "out", environ=ENVIRONMENT, end=False
+    )
+    assert done.codes == [1, 1]
+    hidden = f"GET https://{HIDDEN}@hub/x failed, Authorization: Bearer {HIDDEN} with {HIDDEN}"
+    assert f"RuntimeError: {hidden}" in done.outputs[0] and hidden in done.outputs[1]
+    for rank in (0, 1):
+        assert hidden in (tmp_path / "outputs" / "r" / "logs" / f"rank_{rank}.log").read_text()
+    assert files_with(tmp_path, {*ENVIRONMENT.values(), KEY[:20]}) == []
+
+
 def test_a_run_that_is_given_a_secret_ends_before_it_writes_it(
     tmp_path: Path, tiny_model: Path, uneven_rows: Path
 ) -> None:
@@ -136,6 +172,50 @@ def test_what_only_sounds_like_a_secret_is_accepted(monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
     monkeypatch.setenv("MY_TOKEN", "r")
     parse_settings([*GIVEN, words])
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (f"Authorization: Bearer {KEY}", f"Authorization: Bearer {HIDDEN}"),
+        ("{'authorization': 'Basic dXNlcjpwYXNz1'}", f"{{'authorization': 'Basic {HIDDEN}'}}"),
+        ("postgres connect password=hunter2 host=x", f"postgres connect password={HIDDEN} host=x"),
+        (f"curl ?token={KEY[:5]}&x=1", f"curl ?token={HIDDEN}&x=1"),
+        ("git clone https://oauth2:p@ss@host/x", f"git clone https://{HIDDEN}@host/x"),
+        (f"https://{KEY}@sentry.io/1", f"https://{HIDDEN}@sentry.io/1"),
+        *(
+            (f"key {one}.", f"key {HIDDEN}.")
+            for one in (
+                "AKIA" + "IOSFODNN7EXAMPLE", "glpat-" + KEY[:20], "xoxb-" + "12345-67890-abc", "ghu_" + KEY[:30],
+                "sk-" + KEY, HUB, "npm_" + KEY[:36], "github_pat_" + KEY, "AIza" + KEY[:35],
+            )
+        ),
+    ],
+)  # fmt: skip
+def test_secrets_are_known_by_their_form_or_name(text: str, expected: str) -> None:
+    assert hide(text, {}) == expected
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "api.create_repo(token=self.token, private=True)", "eos_token='</s>'", "a basic understanding of the matter",
+        "bearer of the documentation", "http://127.0.0.1:8080/a@b", "authorization is required", "tokens=4096",
+        "'tokens_per_second': 10.73", "git@github.com:owner/name",
+    ],
+)  # fmt: skip
+def test_what_is_no_secret_stays(text: str) -> None:
+    assert hide(text, {}) == text
+
+
+def test_of_two_secrets_the_longer_one_goes_first() -> None:
+    assert (
+        hide("x correct-horse-battery y", {"A_TOKEN": "correct-horse", "B_TOKEN": "correct-horse-battery"})
+        == f"x {HIDDEN} y"
+    )
+    assert (
+        hide("https://host/correct%2Fhorse%2Fbattery", {"A_TOKEN": "correct/horse/battery"}) == f"https://host/{HIDDEN}"
+    )
 
 
 @few

@@ -53,7 +53,7 @@ def change_the_template(folder: Path) -> None:
 def test_a_change_in_a_file_of_the_same_size_refuses_a_resume(change, part: str, folder: Path) -> None:
     before = facts(folder)
     change(folder)
-    found = manifest.compare(before, facts(folder))
+    found = manifest.compare_runs(before, facts(folder))
     assert len(found.refused) == 1 and found.refused[0].startswith(
         f"{part} 1 file" if "tokenizer" not in part else part
     )
@@ -71,16 +71,16 @@ def test_a_copy_and_other_files_are_the_same_model(folder: Path, tmp_path: Path)
 
 
 def test_a_checkpoint_without_these_facts_is_not_refused(folder: Path) -> None:
-    assert manifest.compare({"model": "m"}, {"model": "m", **facts(folder)}).refused == []
+    assert manifest.compare_runs({"model": "m"}, {"model": "m", **facts(folder)}).refused == []
 
 
 def test_a_hub_model_is_identified_by_its_commit() -> None:
     assert model_identity(Settings(model="owner/name")) == {}
     one, two = ({"model_revision": letter * 40} for letter in "ab")
-    found = manifest.compare(one, two)
+    found = manifest.compare_runs(one, two)
     assert len(found.refused) == 1
     assert found.instead == f"give --model_revision {'a' * 40} to read the same commit again"
-    assert manifest.compare({"model_revision": None}, two).refused == []
+    assert manifest.compare_runs({"model_revision": None}, two).refused == []
 
 
 def test_large_weights_are_read_by_samples(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

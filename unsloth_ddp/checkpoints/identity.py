@@ -13,7 +13,7 @@ from unsloth_ddp.model.identity import model_identity
 
 
 def run_identity(settings: Settings, runtime: Runtime) -> dict[str, Any]:
-    """Return what identifies a run before its rows are known."""
+    """Return what identifies a run before its rows are known; every rank calls this."""
     identity = {name: getattr(settings, name) for name in manifest.GUARDED}
     model = Path(str(settings.model)).expanduser()
     identity |= {

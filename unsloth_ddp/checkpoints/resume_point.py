@@ -154,7 +154,7 @@ def fetch(point: ResumePoint, runtime: Runtime) -> ResumePoint:
     if all(seen):
         return point
     copy: Path | None = None
-    if not seen[ranks.rank - ranks.local_rank] and ranks.is_local_main:
+    if not seen[ranks.node_main] and ranks.is_local_main:
         copy = Path(tempfile.mkdtemp(prefix="unsloth_ddp_checkpoint_"))
         runtime.cleanup.callback(shutil.rmtree, copy, ignore_errors=True)
     for name, (size, _) in point.manifest.files.items():

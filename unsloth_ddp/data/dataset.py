@@ -32,6 +32,7 @@ from unsloth_ddp.utils.errors import UserError
 from unsloth_ddp.utils.redaction import printable
 
 ROWS_AT_A_TIME = 100
+ROWS_WITH_PROGRESS_BAR = 10_000
 # What is told about the rows and left out of the tokenized set.
 REPORT_FEATURES = datasets.Features(
     {
@@ -146,14 +147,18 @@ def _tokenize(examples: datasets.Dataset, encoder: Encoder, settings: Settings, 
         encoded = [encode(row, location) for row, location in zip(batch["example"], batch["location"], strict=True)]
         return {name: [row[name] for row in encoded] for name in encoded[0]}
 
+    if len(examples) >= ROWS_WITH_PROGRESS_BAR:
+        datasets.enable_progress_bars()
     tokenized = examples.map(
         encode_all,
+        desc=f"Tokenizing {purpose} rows",
         batched=True,
         batch_size=ROWS_AT_A_TIME,
         remove_columns=examples.column_names,
         num_proc=settings.dataset_num_proc if settings.dataset_num_proc > 1 else None,
         features=datasets.Features({**TOKEN_FEATURES, **REPORT_FEATURES}),
     )
+    datasets.disable_progress_bars()
     problems = _column(tokenized, "problem")
     problems = problems.filter(pc.not_equal(problems, ""))
     if len(problems):

@@ -23,6 +23,8 @@ from unsloth_ddp.utils.redaction import printable
 
 # Rows that stand for all of a stream until they are seen: plans are made from them.
 STREAM_HEAD = 1000
+# A large set takes minutes to read, which should not look like a hang.
+ROWS_BETWEEN_LINES = 50_000
 EXAMPLE_FEATURES = datasets.Features({"location": datasets.Value("string"), "example": datasets.Value("string")})
 
 
@@ -92,6 +94,7 @@ def _examples(
         print(f"{lists[0]}{more} not read: a folder stands for its .jsonl, .parquet and .csv files.")
 
     unread: Counter[str] = Counter()
+    numbers = itertools.count(1)
 
     def rows() -> Iterator[dict[str, str]]:
         for source in files:
@@ -100,6 +103,8 @@ def _examples(
                 try:
                     example = to_example(columns)
                     unread.update(example.unread)
+                    if (number := next(numbers)) % ROWS_BETWEEN_LINES == 0:
+                        print(f"{number:,} rows read.", flush=True)
                     example.unread = []
                     yield {"location": location, "example": json.dumps(dataclasses.asdict(example))}
                 except UserError as error:

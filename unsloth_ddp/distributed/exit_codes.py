@@ -35,7 +35,8 @@ def quiet(active: bool = True) -> Iterator[None]:
 
 def under_launcher(environ: Mapping[str, str] = os.environ) -> bool:
     """Return whether accelerate or torchrun started this process."""
-    return "TORCHELASTIC_RUN_ID" in environ or "ACCELERATE_MIXED_PRECISION" in environ
+    # Not ACCELERATE_MIXED_PRECISION, which the kit sets too.
+    return "TORCHELASTIC_RUN_ID" in environ or "ACCELERATE_DYNAMO_BACKEND" in environ
 
 
 def describe_exit_code(code: int, environ: Mapping[str, str] = os.environ) -> str:

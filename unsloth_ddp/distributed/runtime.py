@@ -12,7 +12,7 @@ import gc
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -184,6 +184,15 @@ def started(settings: Settings, ranks: Ranks) -> Iterator[Runtime]:
                 yield runtime
         finally:
             _stop_processes(runtime)
+
+
+def let_idle_threads_sleep(environ: MutableMapping[str, str] = os.environ) -> None:
+    """Make OpenMP threads sleep while they wait for each other; call this before torch is imported.
+
+    Otherwise they spin for some time, which keeps the thread that they wait for off a busy core: with 17 processes on
+    two cores, small steps on two threads took 7.4 to 16 s spinning and 1.7 to 2.0 s sleeping.
+    """
+    environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 def quiet_imports() -> None:

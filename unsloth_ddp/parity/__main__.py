@@ -38,6 +38,7 @@ from unsloth_ddp.parity.processes import StoppedBySignal, stopped_by_signals
 from unsloth_ddp.parity.report import render_comparisons, write_result
 from unsloth_ddp.parity.run import ParityCheck, run_launches
 from unsloth_ddp.utils.errors import UserError, one_line
+from unsloth_ddp.utils.streams import protect_streams
 
 
 def make_parser() -> Parser:
@@ -151,4 +152,5 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
+    protect_streams()
     sys.exit(main(sys.argv[1:]))

@@ -39,6 +39,8 @@ class Run:
     stop: StopRequest
     began: float
     identity: dict[str, Any] = field(default_factory=dict)
+    # The user gave the run's name, so that the same command finds it again.
+    named: bool = True
 
     def identify(self, **known: Any) -> None:
         """Add to the run's identity."""
@@ -53,7 +55,7 @@ def open_run(settings: Settings, ranks: Ranks) -> Iterator[Run]:
         UserError: the settings, files, devices or the run's folder do not fit; alike on every rank.
         RunEnd: as raised by the run.
     """
-    began = time.perf_counter()
+    began, named = time.perf_counter(), settings.run_name is not None
     stop = StopRequest(ranks.is_main)
     stop.listen(settings.max_time)
     if ranks.nodes == 1:
@@ -77,11 +79,12 @@ def open_run(settings: Settings, ranks: Ranks) -> Iterator[Run]:
         node_folder(runtime) as shared,
     ):
         stop.end_with(end_process)
+        # Before the folder is chosen: its settings name the commits that the run there was made with.
         pin_revisions(settings, runtime)
         folder = choose_run_folder(settings, runtime)
         runtime.on_main(lambda: check_upload(settings))
         try:
-            yield Run(settings, runtime, folder, shared, stop, began)
+            yield Run(settings, runtime, folder, shared, stop, began, named=named)
         except RunEnd as end:
             # Every rank is here. Its frames hold the model, which has to go before the process group does.
             ended = end.with_traceback(None)

@@ -48,6 +48,7 @@ def choose_run_folder(settings: Settings, runtime: Runtime) -> Path:
     Raises:
         UserError: it holds another run, a job is writing it, or a node cannot write there.
     """
+    unnamed = settings.run_name is None
     settings.run_name = runtime.broadcast_from_main(lambda: settings.run_name or default_run_name(settings))
     folder = Path(settings.output_dir).expanduser().resolve() / settings.run_name
 
@@ -63,7 +64,36 @@ def choose_run_folder(settings: Settings, runtime: Runtime) -> Path:
     runtime.on_main(lambda: _wait_for_another_job(folder))
     # The job that was waited for may have finished the run.
     runtime.on_main(look)
+    if (
+        unnamed
+        and settings.resume == "auto"
+        and runtime.ranks.is_main
+        and (offer := offer_unfinished(settings, folder))
+    ):
+        print(offer, flush=True)
     return folder
+
+
+def offer_unfinished(settings: Settings, folder: Path) -> str | None:
+    """Return a sentence that offers to resume the newest unfinished run with these settings; None if there is none.
+
+    Args:
+        folder: of the run that is about to begin.
+    """
+    try:
+        others = [path for path in folder.parent.iterdir() if path != folder and (path / SETTINGS_FILE).is_file()]
+        unfinished = [path for path in others if step_folders(path) and continues(settings, path)]
+        unfinished = [path for path in unfinished if _changed_settings(settings, path) == []]
+        newest = max(unfinished, key=lambda path: (path / SETTINGS_FILE).stat().st_mtime, default=None)
+    except OSError:
+        return None
+    if newest is None:
+        return None
+    step = max(step_folders(newest))
+    return (
+        f"{newest} holds an unfinished run with the same settings, at step {step:,}; this is a new run. Give --run_name "
+        f"{newest.name} to resume that one."
+    )
 
 
 def _try_to_write(folder: Path) -> None:

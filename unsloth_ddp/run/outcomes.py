@@ -21,9 +21,10 @@ class RunStopped(RunEnd):
 
     exit_code = EXIT_STOPPED
 
-    def __init__(self, cause: str, checkpoint: Path) -> None:
+    def __init__(self, cause: str, checkpoint: Path, *, named: bool = True) -> None:
+        name = "" if named else f" with --run_name {checkpoint.parent.name}"
         super().__init__(
-            f"Stopped on {cause}; the same command resumes from {checkpoint} ({describe_exit_code(EXIT_STOPPED)})."
+            f"Stopped on {cause}; the same command{name} resumes from {checkpoint} ({describe_exit_code(EXIT_STOPPED)})."
         )
 
 

@@ -18,6 +18,7 @@ from unsloth_ddp.checkpoints.writer import Checkpoints
 from unsloth_ddp.data import dataset, examples
 from unsloth_ddp.data.identity import data_identity
 from unsloth_ddp.data.packing import BatchRequest
+from unsloth_ddp.data.preview import preview_first_row
 from unsloth_ddp.data.training_data import TrainingData
 from unsloth_ddp.distributed import backend, sharding
 from unsloth_ddp.model import load
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
 def read_examples(run: Run) -> None:
     """Read and check every row into the node's folder, before any model is loaded."""
     load.check_model(run.settings, run.runtime)
+    print(f"Reading rows from {', '.join(run.settings.dataset)[:200]} ...", flush=True)
     examples.read_examples(run.settings, run.runtime, run.node_folder)
 
 
@@ -75,12 +77,14 @@ def make_config(run: Run) -> Any:
 
 def load_model(run: Run) -> tuple[Any, Any]:
     """Return the model, on this process's device, and its tokenizer."""
+    print(f"Loading model {run.settings.model} ...", flush=True)
     return load.load_model(run.settings, run.runtime)
 
 
 def prepare_data(run: Run, model: Any, tokenizer: Any, resume: ResumePoint | None) -> TrainingData:
     """Tokenize the rows once per node, and decide how they are packed and how they fill the steps."""
     settings, runtime = run.settings, run.runtime
+    print("Tokenizing rows ...", flush=True)
     # A resumed run keeps the date that its chat template printed when it began.
     template_date = resume.manifest.run.get("chat_template_date") if resume else None
     train, evaluation = dataset.tokenize_examples(settings, runtime, run.node_folder, tokenizer, template_date)
@@ -110,6 +114,7 @@ def make_trainer(run: Run, config: Any, model: Any, tokenizer: Any, data: Traini
 def begin(run: Run, trainer: DDPTrainer, resume: ResumePoint | None) -> None:
     """Choose the micro-batch, open the run's folder, and print how the run trains."""
     settings, runtime = run.settings, run.runtime
+    print("Preparing the first step ...", flush=True)
     decision = trainer.choose_micro_batch(resume)
     changes = resume_point.check_resume(resume, run.identity, settings, runtime) if resume else []
     open_run_folder(settings, runtime, run.folder)
@@ -127,6 +132,9 @@ def begin(run: Run, trainer: DDPTrainer, resume: ResumePoint | None) -> None:
         head_chooses=trainer.loss.head is not None,
     )
     print(described, flush=True)
+    for sentence in summary_file.questionable(settings, trainer.data, decision):
+        print(sentence, flush=True)
+    print(preview_first_row(trainer.data.train, trainer.processing_class, settings.max_length), flush=True)
 
 
 @dataclass(frozen=True)
@@ -157,7 +165,7 @@ def train_from(run: Run, trainer: DDPTrainer, resume: ResumePoint | None) -> dic
         cause, checkpoints = str(run.stop.agreed_cause), trainer.checkpoints
         if checkpoints.last is None:
             raise StopNotSaved(cause, checkpoints.failed)
-        raise RunStopped(cause, checkpoints.last)
+        raise RunStopped(cause, checkpoints.last, named=run.named)
     run.stop.begin_finishing()
     return summary_file.summarize(run.settings, run.runtime, trainer, seconds)
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from unsloth_ddp.config.options import Settings, options_with
+from unsloth_ddp.config.questionable import questionable_settings
 from unsloth_ddp.data.training_data import TrainingData
 from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.model.load import parameter_counts
@@ -48,10 +49,34 @@ def describe_run(
             "model": f"{settings.model} ({total:,} parameters{beside})",
             "method": f"{settings.method} ({trainable:,} trainable parameters, {trainable / total:.2%})",
             **describe_rows(settings, data, head_chooses=head_chooses),
+            "optimizer": f"{settings.optim}, learning rate {settings.learning_rate:g}, {describe_schedule(settings)}",
             "checkpointing": f"{decision.kind}: {decision.reason}",
             **describe_steps(settings, data, decision),
             "written to": str(run_folder),
         }
+    )
+
+
+def describe_schedule(settings: Settings) -> str:
+    """Return the learning rate's schedule and warm-up in words."""
+    warmup = settings.warmup_steps
+    if not warmup:
+        return f"{settings.lr_scheduler_type} schedule without warm-up"
+    length = f"{warmup:.0%} of all steps" if warmup < 1 else f"{warmup:g} steps"
+    return f"{settings.lr_scheduler_type} schedule with {length} of warm-up"
+
+
+def questionable(settings: Settings, data: TrainingData, decision: MicroBatchDecision) -> list[str]:
+    """Return a sentence for each setting that leaves little to learn from this run."""
+    rows, plan = data.train, with_micro_batch(data.plan, decision.per_device)
+    rows_per_unit = rows.counts.rows / rows.units
+    return questionable_settings(
+        settings,
+        steps=plan.steps(rows.units, settings.num_train_epochs, settings.max_steps),
+        steps_per_epoch=None if rows.streamed else plan.steps_per_epoch(rows.units),
+        rows=None if rows.streamed else rows.counts.rows,
+        rows_per_step=plan.global_batch * rows_per_unit,
+        truncated=rows.counts.truncated,
     )
 
 

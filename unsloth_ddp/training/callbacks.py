@@ -92,7 +92,7 @@ class StopTogether(TrainerCallback):
         self.stop.interrupt_evaluation()
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Read the flags of the last batch; a checkpoint of this step follows."""
+        """Stop after this evaluation if a rank was asked to during its last batch."""
         if self.stop.finish_poll() and state.global_step < state.max_steps:
             control.should_training_stop = control.should_save = True
 

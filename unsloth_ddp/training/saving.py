@@ -25,6 +25,7 @@ from unsloth_ddp.data.batch_plan import BatchPlan
 from unsloth_ddp.distributed.drift import REPLICATED
 from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.training.callbacks import SavedTotals
+from unsloth_ddp.training.deepspeed_precision import gather_fp32_weights, name_fp32_in_config, replace_weights
 from unsloth_ddp.training.meter import Meter, OwnWorkTimer
 from unsloth_ddp.training.row_feed import RowFeed
 from unsloth_ddp.utils.redaction import printable
@@ -46,6 +47,7 @@ class ResumableTrainer(SFTTrainer):
         self.resume_point: ResumePoint | None = None
         self.tokens_before = 0
         self._aside: str | None = None
+        self._fp32_weights: dict[str, torch.Tensor] = {}
         self._best_until_now: tuple[float | None, int | None] = (None, None)
         saved = SavedTotals()
         super().__init__(**{**options, "callbacks": [saved, *options.get("callbacks", [])]})
@@ -76,6 +78,14 @@ class ResumableTrainer(SFTTrainer):
         self._saved.record(self.meter.pending(), self.feed.position())
         with self.meter.paused():
             self._save_whole_checkpoint(model, trial)
+
+    def save_interrupted(self) -> None:
+        """Save the step whose evaluation was interrupted, unless it is saved; every rank calls this after training."""
+        last = self.checkpoints.last
+        if last is None or last.name != f"checkpoint-{self.state.global_step}":
+            # As after an evaluation that was done.
+            self.control.should_evaluate = False
+            self._save_checkpoint(self.model_wrapped, None)
 
     def _save_whole_checkpoint(self, model: Any, trial: Any) -> None:
         step, best_before = self.state.global_step, self.state.best_model_checkpoint
@@ -143,9 +153,26 @@ class ResumableTrainer(SFTTrainer):
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the adapter or model, in the main process; all ranks take part."""
         if self._aside is None:
+            self._fp32_weights = self._gather_fp32_weights()
             super().save_model(output_dir, _internal_call)
+            self._fp32_weights = {}
         else:
             self.checkpoints.attempt(lambda: super(ResumableTrainer, self).save_model(output_dir, _internal_call))
+
+    def _gather_fp32_weights(self) -> dict[str, torch.Tensor]:
+        """Return the fp32 weights that DeepSpeed's optimizers hold, in the main process; upstream saves 16-bit copies."""
+        if not self.is_deepspeed_enabled or self.runtime.precision == "fp32":
+            return {}
+        model = self.accelerator.unwrap_model(self.model)
+        return gather_fp32_weights(model.named_parameters(), keep=self.args.should_save)
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        if state_dict is not None and self._fp32_weights:
+            model = self.accelerator.unwrap_model(self.model)
+            replace_weights(state_dict, dict(model.named_parameters(remove_duplicate=False)), self._fp32_weights)
+        super()._save(output_dir, state_dict)
+        if self._fp32_weights:
+            name_fp32_in_config(Path(output_dir or str(self.args.output_dir)))
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         sharded = self.is_deepspeed_enabled or self.is_fsdp_enabled

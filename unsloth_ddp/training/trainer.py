@@ -30,13 +30,14 @@ from unsloth_ddp.data.training_data import TrainingData
 from unsloth_ddp.distributed.drift import DriftCheck
 from unsloth_ddp.distributed.runtime import Runtime, control_timeout
 from unsloth_ddp.distributed.sharding import shards_weights
-from unsloth_ddp.distributed.signals import StopRequest
+from unsloth_ddp.distributed.signals import EvaluationInterrupted, StopRequest
 from unsloth_ddp.model.attention import keys_for_packs, prepare_for_packs
 from unsloth_ddp.model.gradient_checkpointing import GradientCheckpointing
 from unsloth_ddp.model.load import DTYPES
 from unsloth_ddp.model.modules import evaluation_mode
 from unsloth_ddp.model.supervised_head import fits_fused_head, head_with_equal_loss
 from unsloth_ddp.training.callbacks import CompareWeights, ReportProgress, StopTogether
+from unsloth_ddp.training.deepspeed_precision import reduce_in_fp32
 from unsloth_ddp.training.gradient_exchange import GradientExchange
 from unsloth_ddp.training.loss import step_divisor, supervised_tokens
 from unsloth_ddp.training.memory_search import (
@@ -82,6 +83,7 @@ class DDPTrainer(ResumableTrainer):
         self.settings = settings
         self.data = data
         self.stop = stop
+        self.evaluation_interrupted = False
         # TensorBoard events go to <run>/tensorboard/.
         os.environ.setdefault("TENSORBOARD_LOGGING_DIR", str(Path(config.output_dir) / "tensorboard"))
         # How many packs make a step is known since the rows are.
@@ -157,6 +159,8 @@ class DDPTrainer(ResumableTrainer):
             self.accelerator.state.fsdp_plugin.mixed_precision_policy = MixedPrecisionPolicy(
                 param_dtype=DTYPES[self.runtime.precision], reduce_dtype=torch.float32
             )
+        if self.is_deepspeed_enabled:
+            reduce_in_fp32(self.accelerator.state.deepspeed_plugin.deepspeed_config)
         if self.accelerator.ddp_handler is not None:
             # Gradients lie in the buckets that are sent, instead of being copied there.
             self.accelerator.ddp_handler.gradient_as_bucket_view = True
@@ -380,14 +384,19 @@ class DDPTrainer(ResumableTrainer):
             self.runtime, control_timeout(self.settings), lambda: self.checkpoints.last is not None
         )
         began = time.perf_counter()
-        self.train(resume_from_checkpoint=str(resume.folder) if resume else None)
+        try:
+            self.train(resume_from_checkpoint=str(resume.folder) if resume else None)
+        except EvaluationInterrupted:
+            self.evaluation_interrupted = True
+            self.save_interrupted()
         self.runtime.progress.enter("finishing")
         return time.perf_counter() - began
 
     @property
     def stopped(self) -> bool:
-        """The ranks stopped together before the last step."""
-        return bool(self.stop.agreed_cause) and self.state.global_step < self.state.max_steps
+        """The ranks stopped together before the last step, or during an evaluation after it."""
+        before_the_end = self.state.global_step < self.state.max_steps
+        return self.evaluation_interrupted or (bool(self.stop.agreed_cause) and before_the_end)
 
     def write_final(self, folder: Path) -> None:
         """Write the adapter or model, the tokenizer and the log of losses into `folder`; every rank calls this."""

@@ -1,11 +1,9 @@
-"""The output folder's last step: the summary and the upload."""
+"""The folder of a run: which one, and what it refuses."""
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import pytest
 
@@ -13,57 +11,8 @@ from unsloth_ddp.config.options import Settings
 from unsloth_ddp.distributed.ranks import Ranks
 from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.run import folder as run_folder
-from unsloth_ddp.run import summary
+from unsloth_ddp.run.outcomes import RunStopped
 from unsloth_ddp.utils.errors import UserError
-
-SUMMARY = {"steps": 3, "train_seconds": 1.0, "train_loss": 2.0, "eval_loss": None, "tokens_per_second": 10.0}
-
-
-@pytest.fixture
-def hub(monkeypatch):
-    """A Hub that records what it is asked."""
-    asked = []
-
-    class Api:
-        def whoami(self):
-            return {"name": "me"}
-
-        def create_repo(self, repo_id, **given):
-            asked.append(("create", repo_id, given))
-            return SimpleNamespace(repo_id=repo_id, url=f"https://hub/{repo_id}")
-
-        def upload_folder(self, **given):
-            asked.append(("upload", given))
-
-    monkeypatch.setattr("huggingface_hub.HfApi", Api)
-    return asked
-
-
-def test_the_summary_is_written_and_nothing_uploaded_unasked(tmp_path, hub, capsys):
-    summary.finish(Settings(run_name="r"), tmp_path, SUMMARY)
-    assert json.loads((tmp_path / "summary.json").read_text()) == SUMMARY
-    assert [p.name for p in tmp_path.iterdir()] == ["summary.json"]
-    assert "3 steps in 1 s, train_loss 2.0000, 10 tokens/s" in capsys.readouterr().out
-    assert hub == []
-
-
-def test_an_upload_is_private_and_leaves_logs_and_checkpoints_out(tmp_path, hub, capsys):
-    summary.finish(Settings(run_name="r", push_to_hub=True, merge=True), tmp_path, SUMMARY)
-    assert hub[0] == ("create", "me/r", {"private": True, "exist_ok": True})
-    assert {"checkpoint*", "logs/*"} <= set(hub[1][1]["ignore_patterns"])
-    assert hub[2][1]["path_in_repo"] == "merged"
-    assert "Uploaded to https://hub/me/r" in capsys.readouterr().out
-
-
-def test_a_failed_upload_says_that_the_run_is_whole(tmp_path, monkeypatch):
-    class Api:
-        def whoami(self):
-            raise OSError("no route to host")
-
-    monkeypatch.setattr("huggingface_hub.HfApi", Api)
-    with pytest.raises(UserError, match=r"whole in .* not uploaded: no route"):
-        summary.finish(Settings(run_name="r", push_to_hub=True), tmp_path, SUMMARY)
-    assert (tmp_path / "summary.json").is_file()
 
 
 @pytest.mark.parametrize("resume", ["auto", "no", "{}/elsewhere/checkpoint-3"])
@@ -142,18 +91,6 @@ def test_a_job_that_ends_now_is_waited_for(tmp_path, other_job, monkeypatch, cap
     else:
         assert run_folder.choose_run_folder(settings, runtime) == tmp_path / "r"
     assert capsys.readouterr().out.count("(far, process 7); waiting for its end, 30 s at most.") == 1
-
-
-def test_an_upload_needs_a_token_and_a_hub_before_the_run_begins(monkeypatch):
-    monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
-    run_folder.check_upload(Settings())
-    with pytest.raises(UserError, match="push_to_hub needs a token"):
-        run_folder.check_upload(Settings(push_to_hub=True))
-    monkeypatch.setattr("huggingface_hub.get_token", lambda: "hf_x")
-    run_folder.check_upload(Settings(push_to_hub=True))
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(UserError, match="push_to_hub needs the Hub, which is switched off"):
-        run_folder.check_upload(Settings(push_to_hub=True))
 
 
 class Killed(BaseException):
@@ -261,3 +198,32 @@ def test_trackers_are_known_installed_and_not_none():
     ):
         with pytest.raises(UserError, match=sentence):
             choose_trackers(asked, known, installed)
+
+
+def unfinished(folder, step, **settings):
+    """A run that stopped at a step."""
+    (folder / f"checkpoint-{step}").mkdir(parents=True)
+    Settings(model="m", output_dir=str(folder.parent), run_name=folder.name, **settings).save(folder / "settings.yaml")
+
+
+def test_a_new_run_offers_the_unfinished_one_with_the_same_settings(tmp_path, capsys):
+    unfinished(tmp_path / "stopped", 30)
+    unfinished(tmp_path / "other", 40, max_steps=7)
+    unfinished(tmp_path / "finished", 50)
+    (tmp_path / "finished" / "summary.json").write_text("{}")
+    runtime = Runtime(Ranks(), "transformers", "cpu", "fp32", "CPU")
+    run_folder.choose_run_folder(Settings(model="m", output_dir=str(tmp_path)), runtime)
+    printed = capsys.readouterr().out
+    assert printed.count("\n") == 1 and f"{tmp_path}/stopped holds an unfinished run" in printed
+    assert "at step 30" in printed and "--run_name stopped to resume" in printed
+    # A name, or --resume no, says which run is meant.
+    for chosen in ({"run_name": "mine"}, {"resume": "no"}):
+        run_folder.choose_run_folder(Settings(model="m", output_dir=str(tmp_path), **chosen), runtime)
+    assert capsys.readouterr().out == ""
+
+
+def test_a_stopped_run_says_how_the_same_command_resumes_it(tmp_path):
+    checkpoint = tmp_path / "demo-lora" / "checkpoint-3"
+    assert f"the same command resumes from {checkpoint}" in str(RunStopped("SIGTERM", checkpoint))
+    unnamed = str(RunStopped("SIGTERM", checkpoint, named=False))
+    assert f"the same command with --run_name demo-lora resumes from {checkpoint}" in unnamed

@@ -1,0 +1,38 @@
+"""The first row of a run as it is shown."""
+
+from __future__ import annotations
+
+from unsloth_ddp.data.preview import MOST_CHARACTERS, preview_row
+
+
+class Letters:
+    """A tokenizer whose tokens are characters."""
+
+    def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
+        assert not skip_special_tokens
+        return "".join(map(chr, ids))
+
+
+def preview(text: str, cut_at: int | None = None) -> list[str]:
+    """Capitals are supervised."""
+    labels = [ord(one) if one.isupper() else -100 for one in text]
+    return preview_row(Letters(), [ord(one) for one in text], labels, cut_at).split("\n", 1)
+
+
+def test_supervised_parts_stand_in_brackets() -> None:
+    head, shown = preview("user\nhi ASSISTANT|user AGAIN")
+    assert head == "The first training row as the model sees it (28 tokens; [[supervised]], 14 tokens):"
+    assert shown == "user\nhi [[ASSISTANT]]|user [[AGAIN]]"
+
+
+def test_a_row_that_was_cut_says_where() -> None:
+    head, shown = preview("user ASSIS", cut_at=10)
+    assert "(10 tokens, cut at --max_length 10; [[supervised]], 5 tokens):" in head
+    assert shown == "user [[ASSIS]]"
+
+
+def test_a_long_row_is_shortened_in_the_middle_and_nothing_moves_the_cursor() -> None:
+    _, shown = preview("a" * MOST_CHARACTERS + "\x1b[2k" + "b" * 500)
+    assert shown.startswith("a" * 700) and shown.endswith("b" * 500)
+    assert len(shown) < MOST_CHARACTERS + 50
+    assert "\n... 507 characters ...\n" in shown and "\x1b" not in shown

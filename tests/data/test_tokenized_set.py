@@ -1,0 +1,104 @@
+"""A set of rows as a run tokenizes it: what is told about the rows, where answers end, which date is printed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from tests.conftest import DEMO_MODEL
+from unsloth_ddp.config.options import Settings
+from unsloth_ddp.data import dataset
+from unsloth_ddp.data.batch_plan import BatchPlan
+from unsloth_ddp.data.dataset import TokenizedRows, make_encoder, tokenize_examples
+from unsloth_ddp.data.examples import read_examples
+from unsloth_ddp.data.formats import to_example
+from unsloth_ddp.data.identity import data_identity
+from unsloth_ddp.distributed.ranks import Ranks
+from unsloth_ddp.distributed.runtime import Runtime
+
+RUNTIME = Runtime(Ranks(), "transformers", "cpu", "fp32", "CPU")
+END_AND_NEWLINE = (
+    "{% for m in messages %}{{ '<|' + m['role'] + '|>' + m['content'] + '<|end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+DATED = "{{ strftime_now('%Y-%m-%d') + ' ' }}" + END_AND_NEWLINE
+SHORT = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}]}
+LONG = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello. " * 40}]}
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return AutoTokenizer.from_pretrained(DEMO_MODEL)
+
+
+def tokenize(
+    folder: Path, tokenizer: Any, rows: list[dict[str, Any]], template: str | None = None, day: str | None = None, **given: Any
+) -> tuple[TokenizedRows, Settings]:  # fmt: skip
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings = Settings(dataset=[str(folder / "rows.jsonl")], **({"max_length": 64} | given))
+    node_folder = folder / f"node {len(list(folder.glob('node *')))}"
+    node_folder.mkdir()
+    read_examples(settings, RUNTIME, node_folder)
+    if template is not None:
+        tokenizer.chat_template = template
+    train, _ = tokenize_examples(settings, RUNTIME, node_folder, tokenizer, day)
+    return train, settings
+
+
+@pytest.mark.parametrize("loss_on", ["assistant", "all"])
+def test_answers_end_before_the_newline_and_in_rows_that_were_not_cut(
+    tmp_path: Path, tokenizer: Any, loss_on: str
+) -> None:
+    end, eos = tokenizer.convert_tokens_to_ids("<|end|>"), tokenizer.eos_token_id
+    assert end != eos
+    rows = [LONG, SHORT, {"text": "Once."}, SHORT]
+    found, _ = tokenize(tmp_path, tokenizer, rows, END_AND_NEWLINE, loss_on=loss_on)
+    assert found.stop_tokens == (end, eos)
+    only_cut, _ = tokenize(tmp_path, tokenizer, [LONG], END_AND_NEWLINE, loss_on=loss_on)
+    assert only_cut.stop_tokens == ()
+
+
+def test_a_resumed_run_prints_the_date_on_which_it_began(
+    tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Today(dataset.date):
+        day = "2025-03-04"
+
+        @classmethod
+        def today(cls) -> Any:
+            return cls.fromisoformat(cls.day)
+
+    def identity(day: str | None = None) -> dict[str, Any]:
+        rows, settings = tokenize(tmp_path, tokenizer, [SHORT], DATED, day)
+        return data_identity(settings, RUNTIME, BatchPlan(1, 1, 1), rows)
+
+    monkeypatch.setattr(dataset, "date", Today)
+    began = identity()
+    assert began["chat_template_date"] == "2025-03-04"
+    Today.day = "2025-03-05"
+    assert identity()["data"] != began["data"]
+    assert identity(began["chat_template_date"]) == began
+    # Streamed rows are tokenized by another encoder, of the same day.
+    encoder = make_encoder(Settings(), tokenizer, began["chat_template_date"])
+    assert "2025-03-04" in tokenizer.decode(encoder.encode(to_example(SHORT)).input_ids)
+
+
+def test_a_template_without_a_date_leaves_no_date(tmp_path: Path, tokenizer: Any) -> None:
+    rows, settings = tokenize(tmp_path, tokenizer, [SHORT], END_AND_NEWLINE)
+    assert "chat_template_date" not in data_identity(settings, RUNTIME, BatchPlan(1, 1, 1), rows)
+
+
+def test_what_is_not_read_is_told_once(tmp_path: Path, tokenizer: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    named = {**SHORT["messages"][0], "name": "Ann"}
+    rows = [{"id": n, "source": "x\x1b[2J", "messages": [named, SHORT["messages"][1]]} for n in range(3)]
+    tokenize(tmp_path, tokenizer, [*rows, {"prompt": "Hi ", "completion": "Hello."}], END_AND_NEWLINE)
+    assert capsys.readouterr().out.splitlines() == [
+        f"Columns of {tmp_path}/rows.jsonl that are not read: id (3 rows), source (3 rows).",
+        "1 of 4 training rows: prompt and completion are texts, which are joined without the chat template and with nothing "
+        "between them; to use the template, give lists of messages, or instruction and output.",
+        "Keys of training messages that the chat template does not read: name (3 rows).",
+    ]

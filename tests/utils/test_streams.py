@@ -1,0 +1,107 @@
+"""Standard output without secrets, and without a reader."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from pathlib import Path
+from typing import TextIO
+
+import pytest
+
+from unsloth_ddp.utils.redaction import HIDDEN
+from unsloth_ddp.utils.streams import LOGGER, ProtectedStream, protect_streams
+
+TOKEN = "hf_" + "AbCdEfGhIjKlMnOpQrStUvWxYz01234567"
+
+
+def pipe(buffering: int = -1) -> tuple[int, TextIO]:
+    """A pipe: the descriptor of its reader, and its writer as a text stream."""
+    reader, writer = os.pipe()
+    return reader, os.fdopen(writer, "w", buffering=buffering)
+
+
+@pytest.fixture
+def log(tmp_path: Path):
+    """The kit's logger with a log file; the path of the file."""
+    handler = logging.FileHandler(tmp_path / "rank_0.log")
+    logging.getLogger(LOGGER).addHandler(handler)
+    yield tmp_path / "rank_0.log"
+    logging.getLogger(LOGGER).removeHandler(handler)
+    handler.close()
+
+
+def test_what_is_printed_holds_no_secret():
+    reader, writer = pipe()
+    stream = ProtectedStream(writer, "standard output")
+    print("GET https://me:pass@word@host/x with", TOKEN, file=stream, flush=True)
+    assert os.read(reader, 1000).decode() == f"GET https://{HIDDEN}@host/x with {HIDDEN}\n"
+    os.close(reader)
+
+
+@pytest.mark.parametrize("buffering", [-1, 1])
+def test_without_a_reader_lines_go_to_the_log(log, buffering):
+    reader, writer = pipe(buffering)
+    stream = ProtectedStream(writer, "standard output")
+    os.close(reader)
+    print("step 1", file=stream)
+    print("step 2", file=stream, flush=True)
+    print(f"step 3 {TOKEN}", file=stream, flush=True)
+    lost = "standard output cannot be written any more (Broken pipe); the run continues and writes to this log."
+    assert log.read_text().splitlines() == [lost, "step 1", "step 2", f"step 3 {HIDDEN}"]
+    # Native code that writes to the descriptor, and Python's last flush, meet no error either.
+    os.write(writer.fileno(), b"x")
+    writer.close()
+
+
+def test_what_reached_the_reader_is_not_written_again(log):
+    reader, writer = pipe()
+    stream = ProtectedStream(writer, "standard output")
+    print("step 1", file=stream, flush=True)
+    os.close(reader)
+    print("step 2", file=stream, flush=True)
+    assert log.read_text().splitlines()[1:] == ["step 2"]
+
+
+def test_a_progress_bar_leaves_one_line_in_the_log(log):
+    reader, writer = pipe()
+    stream = ProtectedStream(writer, "standard error")
+    os.close(reader)
+    for percent in (0, 50, 100):
+        stream.write(f"\r{percent}%")
+        stream.flush()
+    stream.write("\n")
+    assert log.read_text().splitlines()[1:] == ["100%"]
+
+
+def test_lines_wait_for_the_log_file(tmp_path):
+    reader, writer = pipe()
+    stream = ProtectedStream(writer, "standard output")
+    os.close(reader)
+    print("before the log", file=stream, flush=True)
+    handler = logging.FileHandler(tmp_path / "late.log")
+    logging.getLogger(LOGGER).addHandler(handler)
+    print("after", file=stream, flush=True)
+    logging.getLogger(LOGGER).removeHandler(handler)
+    handler.close()
+    assert (tmp_path / "late.log").read_text().splitlines()[1:] == ["before the log", "after"]
+
+
+def test_both_streams_and_handlers_that_exist_are_protected(monkeypatch, tmp_path):
+    reader, writer = pipe()
+    monkeypatch.setattr(sys, "stderr", writer)
+    monkeypatch.setattr(sys, "stdout", (tmp_path / "out").open("w"))
+    handler = logging.StreamHandler()
+    library = logging.getLogger("a library")
+    library.addHandler(handler)
+    protect_streams()
+    protected = sys.stderr
+    protect_streams()
+    assert sys.stderr is protected
+    library.warning("Retrying https://user:secret@hub/api in 1s")
+    library.removeHandler(handler)
+    print(TOKEN, flush=True)
+    assert os.read(reader, 1000).decode() == f"Retrying https://{HIDDEN}@hub/api in 1s\n"
+    assert (tmp_path / "out").read_text() == HIDDEN + "\n"
+    os.close(reader)

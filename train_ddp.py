@@ -18,10 +18,7 @@ import sys
 from unsloth_ddp.config.parse import parse_settings
 from unsloth_ddp.distributed.exit_codes import EXIT_FAILURE, exit_with, note_exit_code, quiet
 from unsloth_ddp.distributed.ranks import Ranks, ranks_from_environment
-<<<<<<< HEAD
-=======
 from unsloth_ddp.distributed.runtime import let_idle_threads_sleep
->>>>>>> distributed
 from unsloth_ddp.run.context import Run, open_run
 from unsloth_ddp.run.outcomes import RunEnd
 from unsloth_ddp.utils.errors import UserError
@@ -50,10 +47,7 @@ def train(run: Run) -> None:
 def main() -> None:
     """Read the settings and train; report a user's mistake in one sentence, and other errors with their cause."""
     protect_streams()
-<<<<<<< HEAD
-=======
     let_idle_threads_sleep()
->>>>>>> distributed
     ranks = Ranks()
     try:
         ranks = ranks_from_environment()

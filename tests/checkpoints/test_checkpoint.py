@@ -63,12 +63,12 @@ def test_a_stop_interrupts_an_evaluation_and_the_resumed_run_makes_up_for_it(job
     options, name = f"{WHOLE_RUN} --save_steps 100 --per_device_eval_batch_size 1", "interrupted"
     run = place / "outputs" / name
     printed = job(options, name, 2, 75, train_and_stop_in_evaluation, (3,)).output
-    assert f"Stopped on SIGTERM; the same command goes on from {run}/checkpoint-6" in printed
+    assert f"Stopped on SIGTERM; the same command resumes from {run}/checkpoint-6" in printed
     evaluated = [entry["step"] for entry in logged_until(run / "checkpoint-6") if "eval_loss" in entry]
     assert evaluated == [3], "the evaluation of step 6 was given up"
     # Evaluates step 6 first, so the third batch is the first one of the last evaluation.
     printed = job(options, name, 2, 75, train_and_stop_in_evaluation, (3,)).output
-    assert f"goes on from {run}/checkpoint-{LAST}" in printed
+    assert f"resumes from {run}/checkpoint-{LAST}" in printed
     job(options, name, 2)
     found, expected = ends(run, LAST), ends(whole_run(2), LAST)
     assert_same(found["weights"], expected["weights"])

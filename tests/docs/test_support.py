@@ -19,6 +19,7 @@ from unsloth_ddp.distributed.sharding import check_sharding, sharding_warnings
 from unsloth_ddp.model.attention import AttentionSetup, select_varlen_kernel
 from unsloth_ddp.model.gradient_checkpointing import kinds_here
 from unsloth_ddp.model.load import check_model
+from unsloth_ddp.model.source_check import check_quantization
 from unsloth_ddp.utils.errors import UserError
 
 PAGE = (REPO / "docs" / "support.md").read_text()
@@ -43,11 +44,12 @@ CELLS = [(row[0], column, cell) for row in SUPPORT[1:] for column, cell in zip(S
 
 
 def place(column: str) -> SimpleNamespace:
-    """Return what a run in this column knows of its processes."""
-    if column == "CPU":
-        return SimpleNamespace(device_type="cpu", backend="transformers", sharding="none")
-    sharding, backend = column.split(", ")
-    return SimpleNamespace(device_type="cuda", backend=BACKENDS[backend], sharding=SHARDINGS[sharding])
+    """Return what a run in this column knows of its processes, as its main process."""
+    backend, device, sharding = "transformers", "cpu", "none"
+    if column != "CPU":
+        kind, letter = column.split(", ")
+        backend, device, sharding = BACKENDS[letter], "cuda", SHARDINGS[kind]
+    return SimpleNamespace(device_type=device, backend=backend, sharding=sharding, on_main=lambda work: work())
 
 
 def parse(options: str) -> Any:
@@ -152,3 +154,19 @@ def test_streaming_goes_with_what_the_table_says(options: str, cell: str) -> Non
     except UserError:
         found = "no"
     assert found == cell
+
+
+QUANTIZED = table_after("## Models that are quantized already")
+
+
+@pytest.mark.parametrize("row", QUANTIZED[1:], ids=lambda row: row[0])
+def test_quantized_models_are_taken_where_the_table_says(row: list[str]) -> None:
+    for header, cell in zip(QUANTIZED[0][1:], row[1:], strict=True):
+        options, backend = header.split(", ")
+        config = {"quantization_config": {"quant_method": row[0]}}
+        try:
+            check_quantization(parse(options.strip("`")), backend.lower(), config)
+            found = "yes"
+        except UserError:
+            found = "no"
+        assert found == cell, header

@@ -29,7 +29,7 @@ def read_yaml(path: Path) -> Any:
     if len(content) > LARGEST_BYTES:
         raise Unreadable(f"it has over {LARGEST_BYTES:,} bytes, too many for a file of settings")
     try:
-        return yaml.load(content.decode("utf-8"), Loader=_Loader)
+        return yaml.load(content.decode("utf-8"), Loader=_Loader)  # noqa: S506 (a SafeLoader)
     except RecursionError:
         raise Unreadable("nested too deeply") from None
     except (yaml.YAMLError, ValueError, OverflowError) as error:

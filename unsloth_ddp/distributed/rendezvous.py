@@ -27,7 +27,7 @@ from unsloth_ddp.distributed.ranks import Ranks
 from unsloth_ddp.utils.errors import UserError
 
 # Set by cluster/ssh.sh, slurm.sbatch and pbs.sh, alike on every node of a job.
-SECRET = "UNSLOTH_DDP_SECRET"
+SECRET = "UNSLOTH_DDP_SECRET"  # noqa: S105 (the name of the variable)
 
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 POLL_SECONDS = 0.02

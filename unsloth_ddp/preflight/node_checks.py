@@ -132,7 +132,7 @@ def check_machine(
         )
 
     def memory() -> Check:
-        usage = shutil.disk_usage("/dev/shm")
+        usage = shutil.disk_usage("/dev/shm")  # noqa: S108 (nothing is written there)
         several = max(processes, int(environ.get("GPUS_PER_NODE") or 0))
         return machine.check_shared_memory(node, usage.free, usage.total, several, bool(devices) and not cpu)
 

@@ -55,11 +55,7 @@ def open_run(settings: Settings, ranks: Ranks) -> Iterator[Run]:
         UserError: the settings, files, devices or the run's folder do not fit; alike on every rank.
         RunEnd: as raised by the run.
     """
-<<<<<<< HEAD
     began, named = time.perf_counter(), settings.run_name is not None
-=======
-    began = time.perf_counter()
->>>>>>> distributed
     stop = StopRequest(ranks.is_main)
     stop.listen(settings.max_time)
     if ranks.nodes == 1:
@@ -83,11 +79,8 @@ def open_run(settings: Settings, ranks: Ranks) -> Iterator[Run]:
         node_folder(runtime) as shared,
     ):
         stop.end_with(end_process)
-<<<<<<< HEAD
         # Before the folder is chosen: its settings name the commits that the run there was made with.
         pin_revisions(settings, runtime)
-=======
->>>>>>> distributed
         folder = choose_run_folder(settings, runtime)
         runtime.on_main(lambda: check_upload(settings))
         try:

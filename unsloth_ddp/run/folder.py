@@ -21,12 +21,8 @@ from unsloth_ddp.checkpoints.resume_point import named_folder
 from unsloth_ddp.config.options import Settings, options_with
 from unsloth_ddp.config.yaml_file import Unreadable, read_yaml
 from unsloth_ddp.distributed.runtime import Runtime
-<<<<<<< HEAD
 from unsloth_ddp.utils.errors import UserError, os_reason
 from unsloth_ddp.utils.safe_files import foreign_owner, open_without_following_links
-=======
-from unsloth_ddp.utils.errors import UserError
->>>>>>> distributed
 
 SETTINGS_FILE, SUMMARY_FILE, LOCK_FILE = "settings.yaml", "summary.json", "run.lock"
 SETTINGS_ASIDE = "settings.partial"

@@ -21,16 +21,10 @@ class RunStopped(RunEnd):
 
     exit_code = EXIT_STOPPED
 
-<<<<<<< HEAD
     def __init__(self, cause: str, checkpoint: Path, *, named: bool = True) -> None:
         name = "" if named else f" with --run_name {checkpoint.parent.name}"
         super().__init__(
             f"Stopped on {cause}; the same command{name} resumes from {checkpoint} ({describe_exit_code(EXIT_STOPPED)})."
-=======
-    def __init__(self, cause: str, checkpoint: Path) -> None:
-        super().__init__(
-            f"Stopped on {cause}; the same command goes on from {checkpoint} ({describe_exit_code(EXIT_STOPPED)})."
->>>>>>> distributed
         )
 
 

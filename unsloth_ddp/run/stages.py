@@ -165,11 +165,7 @@ def train_from(run: Run, trainer: DDPTrainer, resume: ResumePoint | None) -> dic
         cause, checkpoints = str(run.stop.agreed_cause), trainer.checkpoints
         if checkpoints.last is None:
             raise StopNotSaved(cause, checkpoints.failed)
-<<<<<<< HEAD
         raise RunStopped(cause, checkpoints.last, named=run.named)
-=======
-        raise RunStopped(cause, checkpoints.last)
->>>>>>> distributed
     run.stop.begin_finishing()
     return summary_file.summarize(run.settings, run.runtime, trainer, seconds)
 

@@ -30,11 +30,7 @@ from unsloth_ddp.data.training_data import TrainingData
 from unsloth_ddp.distributed.drift import DriftCheck
 from unsloth_ddp.distributed.runtime import Runtime, control_timeout
 from unsloth_ddp.distributed.sharding import shards_weights
-<<<<<<< HEAD
-from unsloth_ddp.distributed.signals import StopRequest
-=======
 from unsloth_ddp.distributed.signals import EvaluationInterrupted, StopRequest
->>>>>>> distributed
 from unsloth_ddp.model.attention import keys_for_packs, prepare_for_packs
 from unsloth_ddp.model.gradient_checkpointing import GradientCheckpointing
 from unsloth_ddp.model.load import DTYPES
@@ -398,14 +394,9 @@ class DDPTrainer(ResumableTrainer):
 
     @property
     def stopped(self) -> bool:
-<<<<<<< HEAD
-        """The ranks stopped together before the last step."""
-        return bool(self.stop.agreed_cause) and self.state.global_step < self.state.max_steps
-=======
         """The ranks stopped together before the last step, or during an evaluation after it."""
         before_the_end = self.state.global_step < self.state.max_steps
         return self.evaluation_interrupted or (bool(self.stop.agreed_cause) and before_the_end)
->>>>>>> distributed
 
     def write_final(self, folder: Path) -> None:
         """Write the adapter or model, the tokenizer and the log of losses into `folder`; every rank calls this."""

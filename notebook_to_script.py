@@ -1,3 +1,4 @@
+#!/usr/bin/env python3
 """Turn an Unsloth notebook into a script that trains under DDP.
 
 python notebook_to_script.py notebook.ipynb script.py

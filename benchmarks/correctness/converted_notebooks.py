@@ -1,12 +1,14 @@
-"""Run converted notebooks on two GPUs: one of the kit's own, and two public ones changed to use local models and data.
+"""Run converted notebooks on two GPUs, and each notebook as it is on one: SFT, vision, DPO, GRPO, a loop by hand.
 
     python -m benchmarks.correctness.converted_notebooks prepare --out DIR --sft Llama3.1_8B-Alpaca.ipynb --vision Qwen2_VL_7B-Vision.ipynb
     python -m benchmarks.correctness.converted_notebooks run --out DIR --json results.json
 
-`prepare` needs the kit's environment and no GPU. It edits copies of the notebooks (Hub names become folders, fewer
-steps, a cell that counts saves), converts them and writes the scripts. `run` needs two GPUs and no network. It makes
-random-weight models and suitable rows, starts every script with two processes, and writes the results. A run passes if
-it exits with 0, its loss falls, and every folder is saved once, by rank 0.
+`prepare` needs the kit's environment and no GPU: it changes copies of the two notebooks given (hub names become
+folders, fewer steps, a cell that counts saves), adds the kit's own (notebooks/sft_chat_lora.ipynb and those in
+notebook_cells.py beside this file), converts them and writes the scripts, and beside each the notebook's cells as they
+are. `run` needs two GPUs and no network: it makes models with random weights and rows of their kinds, starts every
+script with two processes and every notebook with one, and writes the losses of both. A run passes where it ends well,
+its loss falls (GRPO: its rewards are logged), and every folder was saved once, by rank 0.
 """
 
 import argparse
@@ -22,6 +24,8 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+
+from benchmarks.correctness.notebook_cells import NOTEBOOKS
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "notebooks" / "sft_chat_lora.ipynb"
@@ -50,7 +54,26 @@ CHANGES = {
         "max_steps = 30": "max_steps = 12",
         "learning_rate = 2e-4": "learning_rate = 5e-3",
     },
+    **{name: {} for name in NOTEBOOKS},
 }
+
+
+def own_notebook(name: str, out: Path) -> Path:
+    """Write one of the kit's small notebooks."""
+    cells = [
+        {"cell_type": "code", "metadata": {}, "source": source, "outputs": [], "execution_count": None}
+        for source in NOTEBOOKS[name]
+    ]
+    path = out / f"{name}_own.ipynb"
+    path.write_text(json.dumps({"nbformat": 4, "nbformat_minor": 5, "metadata": {}, "cells": cells}))
+    return path
+
+
+def plain_script(notebook: dict[str, Any]) -> str:
+    """Return the notebook's cells as they are, without the lines that only IPython runs."""
+    cells = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    lines = [line for cell in cells for line in [*cell.splitlines(), ""]]
+    return "\n".join(line for line in lines if not line.lstrip().startswith(("!", "%"))) + "\n"
 
 
 def prepare(out: Path, notebooks: dict[str, Path]) -> None:
@@ -61,6 +84,7 @@ def prepare(out: Path, notebooks: dict[str, Path]) -> None:
     for name, path in notebooks.items():
         copy = out / f"{name}.ipynb"
         copy.write_text(json.dumps(changed(json.loads(path.read_text()), CHANGES[name])))
+        (out / f"{name}_plain.py").write_text(plain_script(json.loads(copy.read_text())))
         conversion = convert(copy)
         (out / f"{name}.py").write_text(conversion.script)
         print(f"{name}: {len(conversion.report.edits)} edits, {len(conversion.report.warnings)} warnings")
@@ -206,6 +230,7 @@ MAKERS = {
     "example": [],
     "sft": [("local/llama", make_llama), ("local/alpaca", make_alpaca)],
     "vision": [("local/qwen2_vl", make_qwen2_vl), ("local/formulas", make_formulas)],
+    **{name: [("local/llama", make_llama)] for name in NOTEBOOKS},
 }
 
 
@@ -213,25 +238,47 @@ MAKERS = {
 
 
 def run(out: Path, names: list[str], seconds: float) -> list[dict[str, Any]]:
-    """Run the prepared scripts, one after the other."""
-    return [run_one(out, name, 29500 + index, seconds) for index, name in enumerate(names)]
+    """Run the prepared scripts with two processes and the notebooks with one, one after the other."""
+    results = []
+    for index, name in enumerate(names):
+        result = run_one(out, name, 29500 + index, seconds)
+        plain = run_one(out, name, 0, seconds) if "error" not in result else {"losses": [], "exit": None}
+        pairs = list(zip(result.get("losses", []), plain["losses"], strict=False))
+        result |= {
+            "notebook_losses": plain["losses"],
+            "notebook_exit": plain["exit"],
+            "notebook_tail": plain.get("tail", ""),
+        }
+        result["largest_difference"] = max((abs(one - other) for one, other in pairs), default=None)
+        results.append(result)
+    return results
 
 
 def run_one(out: Path, name: str, port: int, seconds: float) -> dict[str, Any]:
-    """Make the model and rows that a script needs, start it with two processes, and judge its output."""
-    folder = out.absolute() / f"run_{name}"
+    """Make what a script needs, run it with two processes (port 0: the notebook with one), and judge what it left."""
+    folder = out.absolute() / (f"run_{name}" if port else f"run_{name}_plain")
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     (folder / "demo").symlink_to(ROOT / "demo")
-    result: dict[str, Any] = {"name": name, "processes": 2}
+    result: dict[str, Any] = {"name": name, "processes": 2 if port else 1}
     try:
         for path, make in MAKERS[name]:
             make(folder / path)
     except Exception as error:
-        return {**result, "passes": False, "error": f"{path}: {type(error).__name__}: {error}"}
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(port)]
+        return {
+            **result,
+            "losses": [],
+            "exit": None,
+            "passes": False,
+            "error": f"{path}: {type(error).__name__}: {error}",
+        }
+    command = [sys.executable]
+    if port:
+        command += ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(port)]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "UNSLOTH_COMPILE_LOCATION": str(folder / "compiled")}
     environment["HF_DATASETS_CACHE"] = str(folder / "datasets_cache")
+    if not port:
+        environment["CUDA_VISIBLE_DEVICES"] = "0"
     if importlib.util.find_spec("IPython") is None:
         stand_in_for_ipython(folder / "stand_in")
         environment["PYTHONPATH"] = f"{folder / 'stand_in'}:{environment.get('PYTHONPATH', '')}"
@@ -239,7 +286,7 @@ def run_one(out: Path, name: str, port: int, seconds: float) -> dict[str, Any]:
     log = folder / "log.txt"
     with log.open("w") as file:
         process = subprocess.Popen(
-            [*command, str(out.absolute() / f"{name}.py")],
+            [*command, str(out.absolute() / (f"{name}.py" if port else f"{name}_plain.py"))],
             cwd=folder,
             env=environment,
             stdout=file,
@@ -252,7 +299,7 @@ def run_one(out: Path, name: str, port: int, seconds: float) -> dict[str, Any]:
             os.killpg(process.pid, signal.SIGKILL)
             code = -9
     text = log.read_text(errors="replace")
-    return {**result, "seconds": round(time.time() - started, 1), "exit": code, **judge(folder, text, code)}
+    return {**result, "seconds": round(time.time() - started, 1), "exit": code, **judge(folder, text, code, name)}
 
 
 def stand_in_for_ipython(folder: Path) -> None:
@@ -264,14 +311,16 @@ def stand_in_for_ipython(folder: Path) -> None:
     (package / "display.py").write_text("".join(f"def {name}(*a, **k):\n    return None\n\n\n" for name in names))
 
 
-def judge(folder: Path, text: str, code: int) -> dict[str, Any]:
+def judge(folder: Path, text: str, code: int, name: str) -> dict[str, Any]:
     """Read the verdict from a run's log and folder."""
-    losses = [float(found) for found in re.findall(r"'loss': '?([\d.]+(?:e-?\d+)?)", text)]
+    losses = [float(found) for found in re.findall(r"'loss': '?(-?[\d.]+(?:e-?\d+)?)", text)]
     log = folder / "saves.log"
     saves = [line.split(" ", 1) for line in log.read_text().splitlines()] if log.exists() else []
     by_script = [where for _, where in saves if "outputs" not in where]
     third = max(1, len(losses) // 3)
     falls = len(losses) >= 3 and sum(losses[-third:]) < sum(losses[:third])
+    if name == "grpo":  # its loss starts at zero and says little
+        falls = len(re.findall(r"'reward': ", text)) >= 3
     once = len(by_script) == 1 and all(rank == "0" for rank, _ in saves)
     return {
         "losses": losses,
@@ -297,7 +346,9 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="write the results here")
     given = parser.parse_args()
     if given.step == "prepare":
+        given.out.mkdir(parents=True, exist_ok=True)
         wanted = {"example": EXAMPLE, "sft": given.sft, "vision": given.vision}
+        wanted |= {name: own_notebook(name, given.out) for name in NOTEBOOKS}
         prepare(given.out, {name: path for name, path in wanted.items() if path is not None})
         return 0
     names = given.only or [name for name in CHANGES if (given.out / f"{name}.py").exists()]

@@ -76,7 +76,7 @@ def launch(case: Case, work: Path, name: str, processes: int, extra: str, gpu: s
     result: dict[str, Any] = {"name": name, "exit_code": code, "seconds": round(time.perf_counter() - began, 1)}
     if code:
         return {**result, "log": log.read_text()[-2500:]}
-    words = ("Resuming", "Changed", "Going on", "resume", "The first")
+    words = ("Resuming", "Changed", "resume", "The first")
     result["said"] = [line for line in log.read_text().splitlines() if line.startswith(words)]
     return {**result, "losses": losses(work / "outputs" / name)}
 
@@ -103,7 +103,10 @@ def play(case: Case, work: Path, gpu: str) -> dict[str, Any]:
     result: dict[str, Any] = {"case": case.name, "sharding": case.sharding, "options": case.options}
     result |= {"processes": case.processes, "resumed_with": case.resumed_with, "runs": []}
     checkpoint = work / "outputs" / f"{case.name}_whole" / "checkpoint-4"
-    for kind, (processes, extra) in {**runs, "resumed": (case.resumed_with, f"--resume {checkpoint}")}.items():
+    for kind, (processes, extra) in {
+        **runs,
+        "resumed": (case.resumed_with, f"--resume {checkpoint} --trust_checkpoint"),
+    }.items():
         result["runs"].append(launch(case, work, f"{case.name}_{kind}", processes, extra, gpu))
         if result["runs"][-1]["exit_code"]:
             return result

@@ -40,14 +40,19 @@ def leftovers(script: str) -> list[str]:
     return found
 
 
-MAPS = ("auto", "balanced", "balanced_low_0", "sequential", "unsloth")  # device maps that DDP has to replace
+# Strings that DDP has to replace: device maps that spread a model, and numbers of GPUs.
+GIVES_WAY = re.compile(r"auto|balanced|balanced_low_0|sequential|unsloth|cuda:\d+")
+
+
+# Lines that a script has otherwise: magics and commands, and variables that are the launcher's to set.
+SETS_RANKS = re.compile(r"get_ipython|environ.*(CUDA_VISIBLE_DEVICES|WORLD_SIZE|RANK|MASTER_(ADDR|PORT))")
 
 
 def words(source: str) -> Counter[str]:
     """The string literals and comments of some Python, but for those in lines that were magics or commands."""
     found: Counter[str] = Counter()
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type in (tokenize.STRING, tokenize.COMMENT) and "get_ipython" not in token.line:
+        if token.type in (tokenize.STRING, tokenize.COMMENT) and not SETS_RANKS.search(token.line):
             found[re.sub(r"[ \t]+(\n|\Z)", r"\1", token.string)] += 1  # IPython drops spaces at the end of lines
     return found
 
@@ -62,7 +67,9 @@ def text_kept(cells: list[Cell], script: str) -> list[str]:
             lost = words(cell.source) - have
         except (tokenize.TokenError, SyntaxError):  # not this Python's syntax
             continue
-        found += [f"cell {cell.number} loses {text[:60]!r}" for text in lost if text.strip("\"'") not in MAPS]
+        found += [
+            f"cell {cell.number} loses {text[:60]!r}" for text in lost if not GIVES_WAY.fullmatch(text.strip("\"'"))
+        ]
     return found
 
 

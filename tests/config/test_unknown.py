@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import typing
 from typing import Any
 
 import pytest
 
-from unsloth_ddp.config.aliases import ALIASES, TOOLS, VALUED
-from unsloth_ddp.config.options import OPTIONS
+from unsloth_ddp.config.aliases import ALIASES, OTHER_VALUES, TOOLS, VALUED
+from unsloth_ddp.config.options import OPTIONS, TYPES
 from unsloth_ddp.config.parse import parse_settings
 from unsloth_ddp.config.unknown import unknown_options
-from unsloth_ddp.config.upstream_names import sft_config_fields
+from unsloth_ddp.config.upstream_names import known_names, sft_config_fields
 from unsloth_ddp.config.values import convert_value
 from unsloth_ddp.utils.errors import UserError
 
@@ -59,6 +60,28 @@ def test_an_alias_leads_to_an_option_that_there_is_and_a_value_that_it_takes(nam
 )
 def test_a_name_on_the_command_line_is_refused_with_the_right_option(words: str, said: str) -> None:
     assert said in refusal(*words.split())
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--optim adamw", "optim adamw is not one that Transformers knows; give adamw_torch_fused."),
+        ("--optim AdamW_8bit", "optim AdamW_8bit is not one that Transformers knows; give adamw_8bit."),
+        ("--optim muon", "knows; the documentation of Transformers' TrainingArguments lists them."),
+        ("--lr_scheduler_type none", "lr_scheduler_type none is not one that Transformers knows; give constant."),
+        ("--gradient_checkpointing true", "but it takes auto or none or torch or unsloth; give auto."),
+        ("--precision bfloat16", "precision is 'bfloat16', but it takes auto or bf16 or fp16 or fp32; give bf16."),
+        ("--method sft", "method is 'sft', but it takes lora or qlora or full."),
+    ],
+)
+def test_a_value_of_another_tool_is_refused_with_the_right_one(words: str, said: str) -> None:
+    assert said in refusal(*words.split())
+
+
+@pytest.mark.parametrize(("option", "values"), OTHER_VALUES.items())
+def test_the_values_given_instead_are_taken_and_the_others_are_not(option: str, values: dict[str, str]) -> None:
+    known = known_names(option) if option in ("optim", "lr_scheduler_type") else typing.get_args(TYPES[option])
+    assert set(values.values()) <= set(known) and not values.keys() & set(known)
 
 
 def test_all_unknown_names_of_a_file_are_told_at_once_with_the_command_that_ports_it(config: Any) -> None:

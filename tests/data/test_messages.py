@@ -87,12 +87,12 @@ def test_keys_that_are_read(row: dict[str, Any], example: Example) -> None:
         ({"image": {"bytes": "x"}, "conversations": [ASK, ANSWER]}, "the row has a column image; this kit trains on text"),
         ({"messages": [ASK, {**ANSWER, "tool_calls": [CALL], "function_call": {"name": "add"}}]}, "the older function_call"),
         ({"messages": [{**ASK, "tool_calls": [CALL]}, ANSWER]}, "a message of role user has tool_calls; only assistant"),
-        ({"messages": [SYSTEM, ASK, ANSWER], "system": "Be long."}, "a system column and another system message; keep one"),
         ({"messages": [ASK, ANSWER], "system": "a", "system_prompt": "b"}, "two different system prompts, in system and"),
         ({"messages": [ASK, ANSWER], "system": ["a"]}, "system is a list, not text."),
         ({"messages": [ASK, ANSWER], "tools": [CALL], "functions": [{}]}, "the row has tools and the older functions; keep"),
         ({"instruction": "a", "output": "b", "history": [["q"]]}, "history is not a list of [question, answer] pairs"),
         ({"prompt": [ASK], "chosen": [ANSWER], "rejected": [ANSWER]}, "the row is a preference pair (chosen, rejected)"),
+        ({"prompt": "a", "completion": "b", "label": False}, "the row has label false, as KTO marks an answer not to learn"),
         ({"conversations": [{"from": "function_call", "value": "add(2)"}]}, "the value of a function_call turn is text that"),
     ],
 )  # fmt: skip
@@ -110,6 +110,9 @@ def test_keys_that_are_refused(row: dict[str, Any], sentence: str) -> None:
         ({"instruction": "Hi", "output": "Hello.", "tools": [CALL], "category": "qa"}, ["category"]),
         ({"messages": [{**ASK, "weight": 1}, ANSWER]}, ["weight, train or loss of user messages"]),
         ({"messages": [{**ASK, "weight": 0}, ANSWER]}, []),
+        # The message stands, as rows of OpenHermes have it.
+        ({"messages": [SYSTEM, ASK, ANSWER], "system_prompt": "Be long."}, ["system beside another system message"]),
+        ({"messages": [SYSTEM, ASK, ANSWER], "system_prompt": "Be brief."}, []),
     ],
 )
 def test_columns_that_are_not_read_are_named(row: dict[str, Any], unread: list[str]) -> None:

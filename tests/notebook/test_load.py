@@ -87,3 +87,19 @@ def test_dead_code_stays_dead() -> None:
     done = convert_cells(LOAD, "if False:\n    model.save_pretrained('x')\nif False: model.push_to_hub('y')")
     assert "if False:\n    model.save_pretrained('x')\nif False: model.push_to_hub('y')" in body(done)
     assert "save" not in [e.kind for e in done.report.edits]
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [
+        "from unsloth.dataprep import SyntheticDataKit\nkit = SyntheticDataKit.from_pretrained('m')",
+        "from unsloth.chat import Tokens\nkit = Tokens.from_pretrained('m')",
+    ],
+)
+def test_loaders_that_load_no_model_get_no_device_map(cell: str) -> None:
+    assert "device_map" not in body(convert_cells(cell, "from unsloth import FastModel"))
+
+
+def test_a_loader_of_another_name_is_known_by_what_it_imports() -> None:
+    done = convert_cells("from unsloth import FastVisionModel as Vision\nm, t = Vision.from_pretrained('m')")
+    assert "Vision.from_pretrained('m', device_map={\"\": LOCAL_RANK})" in body(done)

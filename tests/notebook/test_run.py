@@ -7,6 +7,7 @@ script, not Unsloth. The notebook itself runs in an IPython shell.
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -58,9 +59,9 @@ def start(command: list[str], folder: Path, environment: dict[str, str]) -> subp
     )
 
 
-def finish(process: subprocess.Popen[str]) -> str:
-    """A command's output, once it has ended well."""
-    output, _ = process.communicate(timeout=250)
+def finish(process: subprocess.Popen[str], seconds: float = 250) -> str:
+    """Return a command's output, once it has ended well."""
+    output, _ = process.communicate(timeout=seconds)
     assert process.returncode == 0, output[-4000:]
     return output
 
@@ -146,3 +147,97 @@ def moved(name: str, weights: dict) -> float:
         return max(float(abs(value).max()) for key, value in weights.items() if "lora_B" in key)
     base = load_file(ROOT / "demo" / "model" / "model.safetensors")
     return max(float(abs(weights[key] - base[key]).max()) for key in weights)
+
+
+WANDB = """
+import types
+api = types.SimpleNamespace(api_key=None)
+started = False
+def init(**options):
+    global started
+    started = True
+def log(values):
+    assert started, "rank 1 has no run"
+    with open("logged", "a") as file:
+        file.write("x")
+def login(**options):
+    raise AssertionError("asks for a key")
+"""
+TRAINERS = """
+import os, types
+import torch.distributed as dist
+class Callback: ...
+class FakeTrainer:
+    def __init__(self, args, callbacks, reward_funcs):
+        self.callbacks, self.reward = callbacks, reward_funcs
+    def train(self):
+        control = types.SimpleNamespace(should_training_stop=False, should_save=False)
+        if not dist.is_initialized():
+            dist.init_process_group("gloo")
+        steps = 0
+        while not control.should_training_stop and steps < 50:
+            dist.barrier()  # a rank that stops alone leaves the other here
+            steps += 1
+            self.reward(["x"])
+            for callback in self.callbacks:
+                control = callback.on_step_end(None, None, control) or control
+        with open("steps" + os.environ["RANK"], "w") as file:
+            file.write(str(steps))
+"""
+CHILD = """
+import os, sys
+joined = [name for name in os.environ if name in ("RANK", "WORLD_SIZE", "MASTER_ADDR")]
+if sys.argv[1:]:  # as a training script would: with the launcher's variables it waits for the other node
+    from accelerate import PartialState
+    joined += ["x"] * (PartialState(cpu=True).num_processes - 1)
+print("child of", 1 + len(joined), flush=True)
+"""
+FROM_ANYWHERE = [
+    "import os, subprocess, sys, time, types\nsys.modules['unsloth'] = types.ModuleType('unsloth')\nimport unsloth",
+    f"%%writefile child.py\n{CHILD}",
+    "!{sys.executable} child.py alone\nos.system(sys.executable + ' child.py')\nsubprocess.run([sys.executable, 'child.py'])",
+    "import wandb\nfrom huggingface_hub import notebook_login\nnotebook_login()\nwandb.login()\nwandb.init()",
+    "names = ['anger', 'fear', 'joy', 'love', 'sadness', 'surprise', 'trust', 'awe']\nlabels = list(set(names))\n"
+    "mode = 'w'\nclass Rows:\n    def map(self, function):\n"
+    "        with open('order' + os.environ['RANK'], mode) as file:\n            file.write(' '.join(labels))\n"
+    "        assert open('child.py').read()\nrows = Rows()\nrows.map(print)",
+    "from trainers import Callback, FakeTrainer\nclass Limit(Callback):\n"
+    "    def on_step_end(self, args, state, control, **kwargs):\n"
+    "        self.steps = getattr(self, 'steps', 0) + 1\n"
+    "        if self.steps > 3 + 5 * int(os.environ['RANK']):  # a clock that runs apart\n"
+    "            control.should_training_stop = True\n        return control\n"
+    "def reward(completions):\n    wandb.log({'n': len(completions)})\n    return [1.0]",
+    "trainer = FakeTrainer(args=names, callbacks=[Limit()], reward_funcs=reward)\ntrainer.train()",
+]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_two_nodes_agree_on_everything_that_a_notebook_leaves_to_chance(
+    tmp_path: Path, environment: dict[str, str]
+) -> None:
+    """Order of sets, commands, logins, trackers in functions, callbacks by the clock, files: one process on each node."""
+    (tmp_path / "modules").mkdir()
+    (tmp_path / "modules" / "wandb.py").write_text(WANDB)
+    (tmp_path / "modules" / "trainers.py").write_text(TRAINERS)
+    script = tmp_path / "script.py"
+    script.write_text(convert_cells(*FROM_ANYWHERE).script)
+    launcher = shutil.which("torchrun", path=str(Path(sys.executable).parent))
+    assert launcher is not None
+    given = {**environment, "PYTHONPATH": str(tmp_path / "modules"), "HF_HOME": str(tmp_path / "hub")}
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    runs = []
+    for node in ("0", "1"):
+        rendezvous = ["--master-addr", "127.0.0.1", "--master-port", str(port), "--node-rank", node]
+        command = [launcher, "--nnodes", "2", "--nproc-per-node", "1", *rendezvous, str(script)]
+        runs.append(start(command, tmp_path / node, given))
+    outputs = [finish(process, 500) for process in runs]
+
+    assert [output.count("child of 1") for output in outputs] == [3, 3]  # each node's commands ran, and alone
+    assert "hf auth login" in outputs[0] and "WANDB_API_KEY" in outputs[0]
+    orders = [(tmp_path / node / f"order{node}").read_text() for node in ("0", "1")]
+    assert orders[0] == orders[1]
+    assert [(tmp_path / node / f"steps{node}").read_text() for node in ("0", "1")] == ["4", "4"]
+    assert (tmp_path / "0" / "logged").read_text() == "xxxx" and not (tmp_path / "1" / "logged").exists()

@@ -6,8 +6,9 @@ import sys
 import pytest
 from making import LOAD, TRAIN, body, convert_cells, notebook
 
+from unsloth_ddp.notebook.convert import convert_notebook
 from unsloth_ddp.notebook.reader import from_node
-from unsloth_ddp.notebook.types import Conversion, NotebookError
+from unsloth_ddp.notebook.types import Conversion, ConversionOptions, NotebookError
 
 DATA = "from datasets import load_dataset\ndataset = load_dataset('d')"
 
@@ -128,3 +129,71 @@ def test_lists_of_lines_and_missing_fields_are_read() -> None:
     data["cells"][0] = {"cell_type": "code", "source": ["import torch\n", "x = 1"]}
     data["cells"].append({"cell_type": "unknown"})
     assert from_node(data, "n").cells[0].source == "import torch\nx = 1"
+
+
+@pytest.mark.parametrize("name", ["a\nraise SystemExit(7)\n.ipynb", "a\rraise SystemExit(7)\r.ipynb"])
+def test_a_notebook_s_name_stays_a_comment(name: str) -> None:
+    script = convert_notebook(from_node(notebook(LOAD), name), ConversionOptions()).script
+    assert not any(line.startswith("raise") for line in script.replace("\r", "\n").split("\n"))
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [
+        '%%bash\npip install "x\nraise SystemExit(7)\n"',
+        "t = SFTTrainer(model, args=SFTConfig(ddp_find_unused_parameters=(\nTrue\n)))\nt.train()",
+    ],
+)
+def test_what_a_comment_quotes_stays_on_its_line(cell: str) -> None:
+    script = convert_cells(LOAD, cell).script
+    compile(script, "script", "exec")
+    assert not any(line.startswith(("raise", "True")) for line in script.splitlines())
+
+
+def test_what_the_converter_adds_stands_in_one_region_at_the_top() -> None:
+    text = convert_cells("print('first')", LOAD, DATA, TRAIN, "print('last')").script
+    assert text.count("# region") == text.count("# endregion") == 1
+    assert text.index("# endregion") < text.index("print('first')") < text.index("set_device")
+    between = text[text.index("# endregion") : text.index("finish(")]
+    assert "\ndef " not in between and "if IS_MAIN:\n    print" not in text
+
+
+def test_nothing_heavy_is_imported_before_the_notebook_does() -> None:
+    """A notebook that looks at sys.modules, or sets variables, does so before torch is there."""
+    cells = (
+        "import sys\nassert 'torch' not in sys.modules\nprint('as in the notebook')",
+        "!echo shell",
+        "import torch",
+    )
+    done = convert_cells(*cells, "x = torch.ones(1)  # from unsloth")
+    ran = subprocess.run([sys.executable, "-c", done.script], capture_output=True, text=True, timeout=250)
+    assert ran.returncode == 0 and "as in the notebook" in ran.stdout, ran.stderr[-2000:]
+
+
+def test_the_group_serves_processors_and_gpus() -> None:
+    text = convert_cells(LOAD, DATA, TRAIN).script
+    assert '"cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"' in text
+
+
+def test_the_hash_seed_is_set_only_where_order_depends_on_it() -> None:
+    assert "PYTHONHASHSEED" in convert_cells(LOAD, "labels = list(set(rows))").script
+    assert "PYTHONHASHSEED" in convert_cells(LOAD, "labels = [x for x in {y for y in rows}]").script
+    assert "PYTHONHASHSEED" not in convert_cells(LOAD, "labels = sorted(rows)").script
+
+
+def test_expressions_that_do_nothing_and_plain_prints_get_no_guard() -> None:
+    text = body(convert_cells(LOAD, DATA, "dataset[0]", "print(len(dataset))", TRAIN))
+    assert "\ndataset[0]\n" in text and "\nprint(len(dataset))\n" in text and "if IS_MAIN" not in text
+
+
+def test_a_written_file_s_text_can_be_read() -> None:
+    text = body(convert_cells(LOAD, "%%writefile x.py\nimport re\nprint(re.sub('\\d', '\\n', '1'))\n", TRAIN))
+    assert ".write(r\"\"\"import re\nprint(re.sub('\\d', '\\n', '1'))\n\"\"\")" in text
+
+
+def test_the_command_can_be_started_by_its_name() -> None:
+    import os
+    from pathlib import Path
+
+    command = Path(__file__).resolve().parents[2] / "notebook_to_script.py"
+    assert os.access(command, os.X_OK) and command.read_text().startswith("#!/usr/bin/env python3\n")

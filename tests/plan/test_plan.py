@@ -18,7 +18,7 @@ from unsloth_ddp.plan import __main__ as command
 from unsloth_ddp.plan import calibration as calibrations
 from unsloth_ddp.plan import network
 from unsloth_ddp.plan.calibration import Calibration, Measurement, load_calibration
-from unsloth_ddp.plan.compute import choose_micro_batch, make_memory_row
+from unsloth_ddp.plan.compute import Hardware, choose_micro_batch, make_memory_row, make_plan
 from unsloth_ddp.plan.memory import (
     Workload,
 )
@@ -31,6 +31,7 @@ from unsloth_ddp.plan.network import (
     gpu_counts,
     scaling_efficiency,
 )
+from unsloth_ddp.plan.report import PlanReport, plan_as_json, render_plan
 from unsloth_ddp.plan.rows import RowLengths, in_order, largest_micro_batch
 from unsloth_ddp.plan.shape import ModelShape, read_model_shape
 from unsloth_ddp.utils.errors import UserError
@@ -275,6 +276,8 @@ def test_the_demo_with_a_calibration_has_hours(capsys, tmp_path, demo_calibratio
     printed = " ".join(capsys.readouterr().out.split())
     assert "Speed: 1,000 tokens/s per GPU, from NVIDIA X: demo." in printed and "order of magnitude" not in printed
     assert "The links inside a node are not counted" in printed and "GPU-hours" in printed
+    # One GPU needs 54 seconds, most of which a real run would take to start.
+    assert "< 1 min < 0.1" in printed
     content = json.loads(path.read_text())["plan"]
     assert content["tokens"] == pytest.approx(3 * 18_040)
     # 54,120 tokens at 1,000 a second on one GPU.
@@ -286,6 +289,27 @@ def test_the_demo_with_a_calibration_has_hours(capsys, tmp_path, demo_calibratio
     assert plan(*words, "--packing", "off", "--per_device_train_batch_size", "auto") == 0
     content = json.loads(path.read_text())["plan"]
     assert [row["gpus"] for row in content["scale"] if row["same_batch"]] == [1, 2, 4, 8, 16]
+
+
+def test_the_widest_plan_fits_100_columns(measured_job):
+    shapes, _ = measured_job
+    settings = Settings(model="m", dataset=["d"])
+    rows = RowLengths(np.full(4096, 2048), supervised=1, unit="packs")
+    hardware = Hardware(16, 8, [25e9 / 8, 400e9 / 8], 450e9, 24e9)
+    batch = plan_batch(1, 128, 2048, None)
+    computed = make_plan(settings, shapes["qwen3_8b"], rows, batch, hardware, load_calibration("h200"))
+    report = PlanReport(settings, shapes["qwen3_8b"], rows, hardware, computed, load_calibration("h200"))
+    text = render_plan(report, width=100)
+    assert max(map(len, text.splitlines())) <= 100
+    for row in ("full    none      unsloth", "full    fsdp2     torch"):
+        (line,) = [line for line in text.splitlines() if line.startswith(row)]
+        assert line.endswith("does not fit")
+    # Bounds say so, in the table and in JSON.
+    assert "≥" in text and "unknown" in text
+    assert {m["verdict"] for m in plan_as_json(report)["plan"]["memory"] if m["lower_bound"]} <= {
+        "unknown",
+        "does not fit",
+    }
 
 
 def test_a_calibration_of_other_models_gives_no_times(capsys, tmp_path):
@@ -379,7 +403,7 @@ def test_a_model_that_fits_in_no_way_is_told_before_the_rows_are_read(demo_shape
     assert plan("--gpu_memory", "1MB") == 2
     said = capsys.readouterr()
     assert said.err == "plan: error: the rows are read\n"
-    assert "does not fit this GPU in any way: even method qlora with sharding none needs at least 1." in said.out
+    assert "does not fit this GPU in any way: even method qlora with sharding none needs at least 3." in said.out
     assert plan("--gpu_memory", "1GB") == 2
     assert capsys.readouterr().out == ""
 

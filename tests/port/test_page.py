@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from tests.conftest import REPO
-from unsloth_ddp.config.aliases import ALIASES, TOOLS, Alias
+from unsloth_ddp.config.aliases import ALIASES, OTHER_VALUES, TOOLS, Alias
 from unsloth_ddp.port.convert import DEFAULTS
 
 PAGE = REPO / "docs" / "from-elsewhere.md"
@@ -51,7 +51,13 @@ def tables() -> str:
         lines += [f"| {title} | here |", "|---|---|"]
         lines += [f"| {', '.join(f'`{name}`' for name in sorted(names))} | {text} |" for text, names in groups.items()]
         parts.append("\n".join(lines) + "\n")
-    return "\n".join(parts)
+    lines = ["### Values", "", "| option | elsewhere | here |", "|---|---|---|"]
+    lines += [
+        f"| `{name}` | `{value}` | `{here}` |"
+        for name, values in OTHER_VALUES.items()
+        for value, here in values.items()
+    ]
+    return "\n".join([*parts, "\n".join(lines) + "\n"])
 
 
 def with_tables(page: str) -> str:

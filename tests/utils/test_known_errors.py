@@ -40,6 +40,14 @@ KNOWN = [
     ("ranks hold different parameters", "RuntimeError: DDP expects same model across all ranks, but Rank 0 has 128 params, while rank 1 has inconsistent 64 params."),
     ("DataParallel", "ValueError: DataParallel is not supported. Please use DistributedDataParallel."),
     ("no backend for CPU tensors", "RuntimeError: No backend type associated with device type cpu"),
+    ("NVLink multicast", "torch.distributed.DistBackendError: NCCL error in: NCCLUtils.cpp:93, unhandled cuda error (run with NCCL_DEBUG=INFO for details), NCCL version 2.29.3\nncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\nFailed to bind NVLink SHARP (NVLS) Multicast memory of size 2097152 : CUDA error 401 'the operation cannot be performed in the present state'."),
+    ("gradient reduced twice", "AssertionError: The parameter 447 has already been reduced.             Gradient computed twice for this partition.             Multiple gradient reductions are currently not supported"),
+    ("weights not gathered", "RuntimeError: 'weight' must be 2-D"),
+    ("fp16 weights with a gradient scaler", "ValueError: Attempting to unscale FP16 gradients."),
+    ("libcuda.so not found", "AssertionError: libcuda.so cannot found!\nPossible files are located at ['/lib/x86_64-linux-gnu/libcuda.so.1'].Please create a symlink of libcuda.so to any of the file."),
+    ("libcuda.so not found", "../x86_64-conda-linux-gnu/bin/ld: cannot find -lcuda: No such file or directory"),
+    ("recompiled too often", "torch._dynamo.exc.FailOnRecompileLimitHit: recompile_limit reached with fullgraph=True. Excessive recompilations can degrade performance due to the compilation overhead of each recompilation."),
+    ("gated or private repository", "OSError: nobody/none is not a local folder and is not a valid model identifier listed on 'https://huggingface.co/models'"),
     ("NCCL interface", "ncclInvalidUsage: This usually reflects invalid usage of NCCL library.\nLast error:\nBootstrap : no socket interface found"),
     ("NCCL interface", "torch.distributed.DistBackendError: NCCL error in: ../torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp:1333, unhandled system error (run with NCCL_DEBUG=INFO for details), NCCL version 2.18.6\nncclSystemError: System call (e.g. socket, malloc) or external library call failed or device error.\nLast error:\nsocketStartConnect: Connect to 192.168.19.14<52822> failed : No route to host"),
     ("NCCL invalid usage", "torch.distributed.DistBackendError: NCCL error in: ProcessGroupNCCL.cpp:3384, invalid usage (run with NCCL_DEBUG=WARN for details), NCCL version 2.27.5\nncclInvalidUsage: This usually reflects invalid usage of NCCL library."),
@@ -155,7 +163,9 @@ def test_only_messages_of_a_traceback_are_searched():
 
 def test_causes_and_fixes_are_sentences():
     for known in KNOWN_ERRORS:
-        assert known.cause[0].isupper() or known.cause.startswith(("bitsandbytes", "flash-attn")), known
+        assert known.cause[0].isupper() or known.cause.startswith(("bitsandbytes", "flash-attn", "torch.compile")), (
+            known
+        )
         assert known.cause.endswith(".") and known.fix.endswith("."), known
         assert (known.cause + known.fix).isascii(), known
         re.compile(known.pattern)

@@ -227,6 +227,33 @@ WITHOUT = {
     "use_hf/S use_ray/AS ray_num_workers/L": "models and datasets come from the Hugging Face Hub or a folder, and processes from the launcher",
 }  # fmt: skip
 
+# Option -> value elsewhere (in lower case) -> value here.
+OTHER_VALUES: Mapping[str, Mapping[str, str]] = {
+    "optim": {
+        "adamw": "adamw_torch_fused", "adam": "adamw_torch_fused", "adamw_hf": "adamw_torch_fused",
+        "adamw_apex_fused": "adamw_torch_fused", "adamw_fused": "adamw_torch_fused", "adam8bit": "adamw_8bit",
+        "adamw8bit": "adamw_8bit", "8bit_adam": "adamw_8bit", "adam_8bit": "adamw_8bit", "paged_adamw": "paged_adamw_32bit",
+        "lion": "lion_32bit", "sgd_momentum": "sgd",
+    },
+    "lr_scheduler_type": {
+        "cosine_annealing": "cosine", "cosineannealinglr": "cosine", "warmuplr": "constant_with_warmup",
+        "warmupdecaylr": "linear", "none": "constant", "linear_with_warmup": "linear", "cosine_with_warmup": "cosine",
+    },
+    "gradient_checkpointing": {
+        "true": "auto", "false": "none", "full": "torch", "selective": "auto", "offload": "unsloth",
+    },
+    "precision": {
+        "bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32", "float": "fp32", "no": "fp32",
+        "bf16-mixed": "bf16", "16-mixed": "fp16", "true": "bf16",
+    },
+    "full_weights": {"bfloat16": "bf16", "float32": "fp32"},
+    "method": {"fft": "full", "full_finetuning": "full", "none": "full", "lora_4bit": "qlora"},
+    "loss_on": {"completion": "assistant", "response": "assistant", "answer": "assistant", "prompt": "all"},
+    "overlong": {"delete": "drop", "right": "truncate", "keep_start": "truncate"},
+    "eval_strategy": {"none": "no"},
+    "save_strategy": {"none": "no"},
+}  # fmt: skip
+
 
 def _read() -> dict[str, Alias]:
     table: dict[str, Alias] = {}

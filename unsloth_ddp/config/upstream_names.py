@@ -12,6 +12,7 @@ import importlib.util
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
+from unsloth_ddp.config.aliases import OTHER_VALUES
 from unsloth_ddp.utils.errors import UserError
 
 # The file of Transformers, and the enum or dict in it.
@@ -64,7 +65,12 @@ def check_name(option: str, value: str) -> None:
     """
     known = known_names(option)
     if known and value not in known:
-        hint = nearest(value, known, "the documentation of Transformers' TrainingArguments")
+        here = OTHER_VALUES[option].get(value.lower(), value.lower())
+        hint = (
+            f"give {here}."
+            if here in known
+            else nearest(value, known, "the documentation of Transformers' TrainingArguments")
+        )
         raise UserError(f"{option} {value} is not one that Transformers knows; {hint}")
 
 
@@ -94,5 +100,5 @@ def choose_trackers(asked: Sequence[str], known: Collection[str], installed: Col
 
 def nearest(name: str, known: Collection[str], documentation: str) -> str:
     """Return the end of a sentence that refuses a name: the nearest known one, or the place that lists them."""
-    near = difflib.get_close_matches(name[:100], known, n=1, cutoff=0.6)
+    near = difflib.get_close_matches(name[:100], known, n=1, cutoff=0.75)
     return f"did you mean {near[0]}?" if near else f"{documentation} lists them."

@@ -11,6 +11,7 @@ import types
 import typing
 from typing import Any, Literal, NoReturn
 
+from unsloth_ddp.config.aliases import OTHER_VALUES
 from unsloth_ddp.config.options import OPTIONS, TYPES
 from unsloth_ddp.utils.errors import UserError
 
@@ -33,6 +34,8 @@ def convert_value(name: str, value: Any, source: str) -> Any:
         return _as_type(TYPES[name], value)
     except (TypeError, ValueError, OverflowError, RecursionError):
         takes = _accepted(TYPES[name])
+        if isinstance(value, (str, bool)) and (here := OTHER_VALUES.get(name, {}).get(str(value).lower())):
+            raise UserError(f"{source}: {name} is {_shortened(value)}, but it takes {takes}; give {here}.") from None
         if value is None:
             raise UserError(f"{source}: {name} is empty, but it takes {takes}; leave it out for its default.") from None
         hint = "; put it in quotes" if "text" in takes and not isinstance(value, (str, list, dict)) else ""

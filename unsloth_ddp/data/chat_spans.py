@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from unsloth_ddp.data.chat_template import ChatTemplate, Span, TemplatePair
 from unsloth_ddp.data.formats import Example
 from unsloth_ddp.data.messages import LOSS_FLAGS, REASONING_KEYS, Message
-from unsloth_ddp.data.rendered_parts import THINK_END, Part, PartChecker
+from unsloth_ddp.data.rendered_parts import THINK_END, Part, PartChecker, row_shape
 from unsloth_ddp.utils.errors import UserError
 
 # What is worth telling about how a row was rendered; see NOTES.
@@ -70,6 +71,8 @@ class ChatRenderer:
             )
         self.own = pair.training if use_training and pair.training else pair.own
         self.training = None if use_training else pair.training
+        # Shapes of rows that TRL's variant renders differently.
+        self._differing: set[Hashable] = set()
         self.eos_token = eos_token
         self.supervise_all = supervise_all
         self.checkers = {template: PartChecker(template) for template in (self.own, self.training) if template}
@@ -140,14 +143,17 @@ class ChatRenderer:
 
         It may add what ends the last turn, where the tokenizer's own template leaves that to the next turn (GLM).
         """
-        if self.training is None:
+        if self.training is None or (shape := row_shape(example)) in self._differing:
             return None
         try:
             marked_text, spans = self._marked_spans(self.training, example, left_out)
         except Exception:
             return None
         ends_turn = bool(spans) and spans[-1][1] == len(marked_text) and marked_text.startswith(text)
-        return (marked_text, spans) if marked_text == text or ends_turn else None
+        if marked_text == text or ends_turn:
+            return marked_text, spans
+        self._differing.add(shape)
+        return None
 
     def _marked_spans(self, template: ChatTemplate, example: Example, left_out: set[int]) -> tuple[str, list[Span]]:
         text, spans = template.render_marked(example.messages, example.tools)

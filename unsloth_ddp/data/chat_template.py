@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from unsloth_ddp.data.messages import Message
-from unsloth_ddp.data.render_limits import check_length, limited_rendering
+from unsloth_ddp.data.render_limits import TemplateOverrun, check_length, limited_rendering, overrun_sentence
 from unsloth_ddp.utils.errors import UserError
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -126,7 +126,7 @@ def template_pair(tokenizer: Any, day: date, *, with_tools: bool) -> TemplatePai
     default otherwise.
 
     Raises:
-        UserError: the template is not valid Jinja.
+        UserError: the template is not valid Jinja, or goes beyond a limit of time or memory.
     """
     from jinja2 import TemplateSyntaxError
     from trl.chat_template_utils import get_training_chat_template, has_generation_markers
@@ -146,7 +146,11 @@ def template_pair(tokenizer: Any, day: date, *, with_tools: bool) -> TemplatePai
     one_variant = copy.copy(tokenizer)
     one_variant.chat_template = source
     try:
-        training = get_training_chat_template(one_variant)
+        # TRL renders rows of its own to see what the template is like.
+        with limited_rendering():
+            training = get_training_chat_template(one_variant)
+    except TemplateOverrun as error:
+        raise UserError(overrun_sentence(error)) from None
     except Exception:
         # TRL knows no training variant of this template, or cannot render its own test rows with it.
         training = None

@@ -66,6 +66,10 @@ def to_example(row: Any) -> Example:
     given, row = row, {name: value for name, value in row.items() if value is not None}
     if media := next((name for name in MEDIA if row.get(name)), None):
         raise UserError(f"the row has a column {media}; this kit trains on text only.")
+    if row.get("label") is False:
+        raise UserError(
+            "the row has label false, as KTO marks an answer not to learn; remove such rows, or the column."
+        )
     columns = next((columns for columns in FORMATS if all(name in row for name in columns)), None)
     if columns is None:
         raise UserError(_refusal(given, row))
@@ -186,9 +190,10 @@ def _chat(row: dict[str, Any], prompt: list[Message], rest: list[Message]) -> Ex
         found = "only assistant turns of weight 0" if learned else "no assistant turn to learn from"
         raise UserError(f"the conversation has {found}; add one or remove the row.")
     unread = [f"weight, train or loss of {role} messages" for role in sorted(flagged - {"assistant"})]
-    if (system := _system(row)) and messages[0] != {"role": "system", "content": system}:
-        if messages[0]["role"] == "system":
-            raise UserError("the row has a system column and another system message; keep one of them.")
+    system = _system(row)
+    if system and messages[0]["role"] == "system":
+        unread += ["system beside another system message"] if messages[0]["content"] != system else []
+    elif system:
         messages, trained = [{"role": "system", "content": system}, *messages], [True, *trained]
         prompt = prompt and messages[: len(prompt) + 1]
     left_out = [i for i, message in enumerate(messages) if message["role"] == "assistant" and not trained[i]]

@@ -27,6 +27,13 @@ class TemplateOverrun(BaseException):
     """A template went beyond a limit; no Exception, so that nobody takes it for a row that can be rendered otherwise."""
 
 
+def overrun_sentence(error: TemplateOverrun) -> str:
+    """Return what to tell the user."""
+    return (
+        f"the chat template cannot render a row ({error}); look at the template, or give another with --chat_template."
+    )
+
+
 @contextlib.contextmanager
 def limited_rendering() -> Iterator[None]:
     """Limit the time and the additional memory of what runs inside.

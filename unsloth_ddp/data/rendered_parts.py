@@ -31,7 +31,7 @@ class PartChecker:
 
     def missing(self, example: Example) -> frozenset[Part]:
         """Return the parts that the rendered row lacks; none if the marked row cannot be rendered."""
-        shape = _shape(example)
+        shape = row_shape(example)
         if shape not in self._missing:
             self._missing[shape] = self._render(example)
         return self._missing[shape]
@@ -47,7 +47,7 @@ class PartChecker:
         return frozenset(part for part, mark in marks.items() if mark not in text)
 
 
-def _shape(example: Example) -> Hashable:
+def row_shape(example: Example) -> Hashable:
     """Return what decides which parts a template renders: roles, keys, and reasoning inside of content."""
     messages = tuple(
         (m["role"], tuple(sorted(key for key, value in m.items() if value)), THINK_END in (m["content"] or ""))

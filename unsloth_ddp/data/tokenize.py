@@ -14,7 +14,7 @@ from unsloth_ddp.data.chat_spans import ChatRenderer
 from unsloth_ddp.data.chat_template import TRAINING, Span, template_pair
 from unsloth_ddp.data.formats import Example
 from unsloth_ddp.data.labels import IGNORED
-from unsloth_ddp.data.render_limits import TemplateOverrun
+from unsloth_ddp.data.render_limits import TemplateOverrun, overrun_sentence
 from unsloth_ddp.utils.errors import UserError
 
 
@@ -112,10 +112,7 @@ class Encoder:
         except UserError:
             raise
         except TemplateOverrun as error:
-            raise UserError(
-                f"the chat template cannot render the row ({error}); look at the template, or give another one with "
-                "--chat_template."
-            ) from None
+            raise UserError(overrun_sentence(error)) from None
         except Exception as error:
             raise UserError(f"the chat template cannot render the row ({' '.join(str(error).split())}).") from None
         ids, offsets = self._tokenize(chat.text, special=False)

@@ -17,6 +17,7 @@ import torch
 from unsloth_ddp.config.parse import Settings
 from unsloth_ddp.data.chat_template import check_chat_template, set_chat_template
 from unsloth_ddp.distributed.runtime import Runtime
+from unsloth_ddp.model.download import download_model
 from unsloth_ddp.model.files_check import check_complete, check_local_model
 from unsloth_ddp.model.gradient_checkpointing import UNSLOTH_NAMES, loaded_with
 from unsloth_ddp.model.lora import check_module_names, lora_config, target_modules
@@ -52,6 +53,7 @@ def load_model(settings: Settings, runtime: Runtime) -> tuple[Any, Any]:
     Raises:
         UserError: the model cannot be found or loaded.
     """
+    download_model(settings, runtime)
     try:
         load = _load_unsloth if runtime.backend == "unsloth" else _load_transformers
         model, tokenizer = load(settings, runtime)

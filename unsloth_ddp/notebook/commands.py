@@ -8,7 +8,7 @@ _LAUNCHER = re.compile(
     r"((LOCAL|NODE|GROUP|ROLE)_)?(RANK|WORLD_SIZE)$|ROLE_NAME$|MASTER_(ADDR|PORT)$|(TORCHELASTIC|ACCELERATE|PET)_"
 )
 _TRAINS = re.compile(
-    r"""(^|[\s;&|(!%'"])(
+    r"""(?:^|[;&|(!%'"])\s*(?:[A-Z_]+=\S+\s+|nohup\s+|sudo\s+|env\s+)*(
       torchrun\s | accelerate\s+launch\s | deepspeed\s+\S | (llamafactory-cli|swift|axolotl|trl|tune|autotrain|litgpt)\s+
       (train|sft|dpo|grpo|pt|rlhf|run|llm|finetune\w*)\b | python[\d.]*\s+(-u\s+)?-m\s+(torch\.distributed|axolotl)\S*
       | python[\d.]*\s+(-u\s+)?\S*(train|finetune|fine_tune|sft|dpo|grpo|run_\w+)\w*\.py\b )""",
@@ -24,6 +24,6 @@ def is_launcher_variable(name: str) -> bool:
 def training_line(command: str) -> str:
     """Return the line of a command that starts a training by itself, or ""."""
     for line in command.replace("\\\n", " ").splitlines():
-        if _TRAINS.search(line) and not line.lstrip().startswith("#"):
+        if _TRAINS.search(line.strip()) and not line.lstrip().startswith("#"):
             return " ".join(line.split())
     return ""

@@ -93,9 +93,8 @@ def _edit_batch(
         notes.append(
             context.edit(
                 "batch",
-                f"the global batch {product} shared by the processes, one row at a time; "
-                f"--per-device-batch-size keep takes {batch if batch.isdigit() else 'more'} at once: fewer and faster "
-                "passes, safe with Unsloth of 2026 or later",
+                f"the global batch {product} shared by the processes, one row at a time "
+                f"(--per-device-batch-size keep: {batch if batch.isdigit() else 'as the notebook'}, faster)",
             )
         )
     else:

@@ -288,6 +288,7 @@ def _first_heavy(graph: Graph) -> int:
             continue
         modules = {path.split(".")[0] for path in statement.usage.imports.values()}
         own = any(site.path in graph.functions for site in statement.usage.calls)
+        own |= "import *" in code(statement.node)  # a module of the notebook's own, most likely
         hidden = any(site.path in ("__import__", "exec", "importlib.import_module") for site in statement.usage.calls)
         if modules - sys.stdlib_module_names - _LIGHT or own or hidden or statement.effects & {Effect.LOAD, *SEEDS}:
             return index

@@ -27,8 +27,24 @@ _CELL_MAGIC = re.compile(r"^%%(?P<name>[\w!]+)[ \t]*(?P<line>.*)$")
 _BINDS = re.compile(r"(^|\s)--(bg|proc|out|err)\b")
 # First words of commands that notebooks have without `!`.
 _COMMANDS = {"huggingface-cli", "hf", "git", "wget", "curl", "apt", "apt-get", "nvidia-smi", "unzip", "tar", "gdown"}
-_COMMANDS |= {"kaggle", "wandb", "accelerate", "torchrun", "python", "python3", "npm", "pip3", "uv", "conda", "mamba"}
-_NEEDS_IPYTHON = re.compile(r"^\s*[!%?,;/]|=\s*[!%]|\?\s*$|^\s*(>>>|In \[)", re.MULTILINE)
+_COMMANDS |= {
+    "kaggle",
+    "wandb",
+    "accelerate",
+    "torchrun",
+    "python",
+    "python3",
+    "npm",
+    "pip3",
+    "uv",
+    "conda",
+    "mamba",
+    "gcloud",
+    "aws",
+}
+# Databricks writes its cell magics with one sign.
+_DATABRICKS_CELL = re.compile(r"\A\s*%(sql|md|md-sandbox|sh|scala|r|fs)\b")
+_NEEDS_IPYTHON = re.compile(r"\A\s*^[ \t]+\S|^\s*[!%?,;/]|=\s*[!%]|\?\s*$|^\s*(>>>|In \[)", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -96,6 +112,8 @@ def _to_python(source: str) -> str:
 def add_automagic(source: str) -> str:
     """Put `%` or `!` before lines that are no Python and begin with a magic or a command, as IPython's automagic does."""
     lines = source.splitlines(keepends=True)
+    if _DATABRICKS_CELL.match(source):
+        return "%" + source.lstrip()
     for index, line in enumerate(lines):
         found = re.match(r"(?P<word>[A-Za-z][\w-]*)(?=\s+[^\s=(,.:]|\s*$)", line)
         if found is None or _is_python(line):

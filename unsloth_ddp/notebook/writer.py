@@ -240,7 +240,10 @@ def _guard(
     )
     made: list[cst.BaseStatement] = [lead(block, [note])]
     for name in share:
-        made.append(_line(f"{name} = {names['from_main']}(lambda: {name})"))
+        # A block may leave a name unbound: a loop over nothing, a branch not taken.
+        bound = any(name in p.statement.usage.writes and not p.statement.conditional for p in group)
+        value = name if bound or any(name in p.statement.usage.mutates for p in group) else f'globals().get("{name}")'
+        made.append(_line(f"{name} = {names['from_main']}(lambda: {value})"))
     slow = Effect.INFER in effects and group[-1].index < graph.last_seed
     if not share and (effects & _WAITS or slow):
         made.append(_call(names["wait_for_everyone"]))

@@ -38,6 +38,7 @@ from unsloth_ddp.parity.processes import StoppedBySignal, stopped_by_signals
 from unsloth_ddp.parity.report import render_comparisons, write_result
 from unsloth_ddp.parity.run import ParityCheck, run_launches
 from unsloth_ddp.utils.errors import UserError, one_line
+from unsloth_ddp.utils.streams import protect_streams
 
 
 def make_parser() -> Parser:
@@ -125,9 +126,12 @@ def main(argv: list[str]) -> int:
         check, given = read_command_line(argv)
         for sentence in describe_omissions(check.settings, check.precision, bool(check.gpus)):
             print(sentence)
-        device = f"{len(check.gpus)} GPU(s)" if check.gpus else "CPU"
+        count = len(check.gpus)
+        device = f"{count} GPU{'s' if count > 1 else ''}" if count else "CPU"
+        settings = check.settings
         print(
-            f"{check.settings.model}, method {check.settings.method}, {check.precision}, {device}, SGD {LEARNING_RATE}."
+            f"{settings.model}: method {settings.method}, {check.precision}, {device}, SGD with learning rate {LEARNING_RATE}.",
+            flush=True,
         )
         rows, tolerance, errors = run_in_temporary_folder(check)
         agree, sentence = overall_verdict(rows, tolerance)
@@ -148,4 +152,5 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
+    protect_streams()
     sys.exit(main(sys.argv[1:]))

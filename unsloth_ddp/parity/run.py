@@ -56,7 +56,8 @@ def run_launches(check: ParityCheck, folder: Path) -> tuple[list[LaunchCompariso
         wanted *= ROWS_A_PACK
     rows_file = folder / "rows.jsonl"
     found = write_rows(check.settings, wanted, rows_file)
-    print(f"{found} rows, {check.steps} steps of {global_batch} {unit}; {len(check.launches)} launches.")
+    count = len(check.launches)
+    print(f"{count} launches of {check.steps} steps of {global_batch} {unit}, from {found} rows:", flush=True)
 
     running = RunningLaunches()
 

@@ -20,6 +20,7 @@ from unsloth_ddp.distributed.exit_codes import EXIT_USER_ERROR
 from unsloth_ddp.distributed.runtime import quiet_imports
 from unsloth_ddp.utils.errors import UserError
 from unsloth_ddp.utils.json_file import write_as_asked
+from unsloth_ddp.utils.streams import protect_streams
 from unsloth_ddp.utils.units import parse_bandwidth, parse_memory, shown_bytes
 
 
@@ -141,4 +142,5 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
+    protect_streams()
     sys.exit(main(sys.argv[1:]))

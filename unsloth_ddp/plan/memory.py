@@ -144,7 +144,7 @@ def _with_fsdp2(shape: ModelShape, method: Method, work: Workload, frozen: float
     gradients = trained * master / (1 if work.accumulation > 1 else parts)
     gathered = _gathered_bytes(shape, method, work, frozen)
     # accelerate's fsdp2_prepare_model holds the whole model's state dict until every part of it is sharded.
-    # 4-bit weights stay whole on every GPU.
+    # How 4-bit weights are sharded was not measured, so only the whole model counts for them.
     loading = held + (0 if method == "qlora" else held / parts)
     bound = (method, "fsdp2") not in MEASURED
     return MemoryEstimate(

@@ -97,20 +97,20 @@ def _memory_unit(plan: Plan) -> tuple[str, int]:
 
 
 def _memory_title(plan: Plan, of_gpu: str) -> str:
-    return f"Memory of one GPU{of_gpu} in {_memory_unit(plan)[0]}; * is the run as set, >= a lower bound"
+    return f"Memory of one GPU{of_gpu} in {_memory_unit(plan)[0]}; * is the run as set, ≥ a lower bound"
 
 
 def _memory_table(settings: Settings, plan: Plan, width: int, colour: bool) -> str:
     unit = _memory_unit(plan)[1]
     numbers = ("weights", "gradients", "optimizer", "working", "loading", "peak")
-    columns = [Column("method"), Column("sharding"), Column("checkpointing"), *(Column(n, "right") for n in numbers)]
+    columns = [Column("method"), Column("sharding"), Column("recompute"), *(Column(n, "right") for n in numbers)]
     rows = []
     for one in plan.memory:
         memory = one.memory
         working = memory.copies + memory.activations
         amounts = (memory.weights, memory.gradients, memory.optimizer, working, memory.loading)
         chosen = "*" if _is_chosen(settings, one) else ""
-        peak = f"{'>= ' if memory.lower_bound else ''}{memory.total / unit:,.1f}"
+        peak = f"{'≥' if memory.lower_bound else ''}{memory.total / unit:,.1f}"
         cells = [one.method + chosen, one.sharding, one.checkpointing, *(f"{n / unit:,.1f}" for n in amounts), peak]
         rows.append([*cells, one.verdict])
     columns.append(Column("verdict", styles=COLOURS))
@@ -156,10 +156,18 @@ def _scale_table(hardware: Hardware, plan: Plan, width: int) -> str:
             if plan.speed is not None:
                 cells += [_percent(values[index] if values else None) for values in (one.same_work, one.same_batch)]
                 hours = one.hours[index] if one.hours else None
-                cells += ["-" if hours is None else shown_seconds(hours * 3600)]
-                cells += ["-" if hours is None else f"{hours * one.gpus:,.3g}"]
+                cells += ["-", "-"] if hours is None else [_show_duration(hours), _show_gpu_hours(hours * one.gpus)]
             rows.append(cells)
     return render_table([Column(name, "right") for name in columns], rows, width=width)
+
+
+def _show_duration(hours: float) -> str:
+    """Return the duration of a run; a measured speed says nothing about runs of seconds, which mostly start up."""
+    return "< 1 min" if hours < 1 / 60 else shown_seconds(hours * 3600)
+
+
+def _show_gpu_hours(hours: float) -> str:
+    return "< 0.1" if hours < 0.1 else f"{hours:,.1f}"
 
 
 def _percent(value: float | None) -> str:
@@ -194,7 +202,7 @@ def notes(report: PlanReport) -> list[str]:
     """Return the sentences on what the tables rest on, and what they leave out."""
     hardware, plan, calibration = report.hardware, report.plan, report.calibration
     said = [
-        "Memory: working is activations, 16-bit copies of weights, and buffers; peak is the highest of the backward pass, "
+        "Memory: recompute is the kind of gradient_checkpointing, working is activations, 16-bit copies of weights, and buffers; peak is the highest of the backward pass, "
         f"the optimizer step and loading. A peak up to {RESERVE:.0%} of a GPU counts as a fit; the rest is for the driver, "
         "NCCL and fragmentation. DDP is within 4 % of runs on H200s, LoRA with ZeRO-2 and FSDP2 and full with ZeRO-2 within "
         "10 %. The other rows are lower bounds, and runs took up to twice as much: their verdict is unknown (docs/plan.md)."

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from unsloth_ddp.config.aliases import ALIASES, TOOLS
+from unsloth_ddp.config.aliases import ALIASES, OTHER_VALUES, TOOLS
 from unsloth_ddp.config.options import OPTIONS
 from unsloth_ddp.config.trainer_args import OWNED_ARGS
 from unsloth_ddp.config.upstream_names import known_names, sft_config_fields
@@ -193,18 +193,15 @@ def _path(option: str) -> Rule:
     return lambda ported, key, value, given: ported.add({option: plain_path(str(value))}, key)
 
 
-def _optimizer(ported: Ported, key: str, value: Any, given: Mapping[str, Any]) -> None:
-    if (known := known_names("optim")) and value not in known:
-        ported.left_out[key] = f"{str(value)[:100]} is not an optimizer of Transformers; the default is used"
-    else:
-        ported.add({"optim": value}, key)
+def _upstream_name(option: str) -> Rule:
+    def rule(ported: Ported, key: str, value: Any, given: Mapping[str, Any]) -> None:
+        name = OTHER_VALUES[option].get(str(value).lower(), value)
+        if (known := known_names(option)) and name not in known:
+            ported.left_out[key] = f"{str(value)[:100]} is not a name that Transformers knows; the default is used"
+        else:
+            ported.add({option: name}, key)
 
-
-def _schedule(ported: Ported, key: str, value: Any, given: Mapping[str, Any]) -> None:
-    if (known := known_names("lr_scheduler_type")) and value not in known:
-        ported.left_out[key] = f"{str(value)[:100]} is not a schedule of Transformers; the default is used"
-    else:
-        ported.add({"lr_scheduler_type": value}, key)
+    return rule
 
 
 def _warmup(ported: Ported, key: str, value: Any, given: Mapping[str, Any]) -> None:
@@ -242,10 +239,10 @@ RULES: dict[str, Rule] = {
     "dataset_name": _dataset_name,
     "base_model": _path("model"),
     "model_name_or_path": _path("model"),
-    "optimizer": _optimizer,
-    "optim": _optimizer,
-    "lr_scheduler": _schedule,
-    "lr_scheduler_type": _schedule,
+    "optimizer": _upstream_name("optim"),
+    "optim": _upstream_name("optim"),
+    "lr_scheduler": _upstream_name("lr_scheduler_type"),
+    "lr_scheduler_type": _upstream_name("lr_scheduler_type"),
     "warmup_ratio": _warmup,
     "env": _environment,
 }

@@ -20,6 +20,7 @@ from unsloth_ddp.distributed.exit_codes import EXIT_USER_ERROR, note_exit_code
 from unsloth_ddp.preflight.output import print_message
 from unsloth_ddp.preflight.run import PreflightOptions, run_preflight
 from unsloth_ddp.utils.errors import UserError
+from unsloth_ddp.utils.streams import protect_streams
 
 A_DAY = 86400
 
@@ -82,4 +83,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    protect_streams()
     main()

@@ -77,7 +77,19 @@ def _generate(model: Any, tokenizer: Any, asked: list[Question]) -> list[str]:
             pad_token_id=tokenizer.pad_token_id,
         )
     new = generated[:, inputs["input_ids"].shape[1] :]
-    return [text.strip() for text in tokenizer.batch_decode(new, skip_special_tokens=True)]
+    end = _end_of_turn(tokenizer, asked[0])
+    return [_until(text, end) for text in tokenizer.batch_decode(new, skip_special_tokens=True)]
+
+
+def _end_of_turn(tokenizer: Any, question: Question) -> str:
+    """Return what the chat template writes after an answer; it may be plain text, as <|im_end|> in many base models."""
+    chat = [*question.turns, {"role": "assistant", "content": question.answer}]
+    rendered = str(tokenizer.apply_chat_template(chat, tools=question.tools, tokenize=False))
+    return rendered.rpartition(question.answer.strip())[2].strip()
+
+
+def _until(text: str, end: str) -> str:
+    return (text.partition(end)[0] if end else text).strip()
 
 
 def accuracy(asked: list[Question], answers: list[str]) -> float:

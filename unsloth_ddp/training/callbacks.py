@@ -72,9 +72,9 @@ class CompareWeights(TrainerCallback):
 class StopTogether(TrainerCallback):
     """End training on all ranks at the same step, with a checkpoint, when one of them was asked to stop.
 
-        It runs after Transformers' own flow control and overrides its decisions for this step: an evaluation that is due is
-    skipped, and one that is running is interrupted, because a scheduler does not wait that long. It is done when the run
-    is resumed.
+    It runs after Transformers' own flow control and overrides its decisions for this step. An evaluation that is due is
+    skipped, and one that is running is interrupted, because a scheduler does not wait that long; the resumed run makes
+    up for it.
     """
 
     def __init__(self, stop: StopRequest) -> None:

@@ -45,6 +45,12 @@ def check_optimizer(settings: Settings) -> None:
             f"optim {settings.optim} changes weights during the backward pass, before gradients are summed over micro-batches "
             "and processes; give another optimizer, such as adamw_8bit or adafactor."
         )
+    low_rank = settings.optim.startswith(("galore", "apollo"))
+    if settings.trainer_args.get("optim_target_modules") and not low_rank:
+        raise UserError(
+            f"trainer_args: optim_target_modules changes nothing in optim {settings.optim}; take it out, or give an optimizer "
+            "of the galore or apollo family."
+        )
     optimizer = _built(settings, settings.trainer_args)
     optim_args = settings.trainer_args.get("optim_args")
     if optim_args and _state(optimizer) == _state(_built(settings, {**settings.trainer_args, "optim_args": None})):

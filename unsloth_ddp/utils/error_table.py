@@ -7,14 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class KnownError:
-    """Describe one error.
-
-    Args:
-        name: a few words, as docs/errors.md lists it.
-        pattern: regular expression searched in the error's message.
-        cause: one sentence.
-        fix: one sentence that follows "what helps:".
-    """
+    """Describe one error: name, regular expression of its message, cause, and the fix printed after "what helps:"."""
 
     name: str
     pattern: str
@@ -151,6 +144,13 @@ KNOWN_ERRORS = (
     ),
     # ---- NCCL, gloo, rendezvous ----
     KnownError(
+        "NVLink multicast",
+        r"NVLink SHARP \(NVLS\)|NVLS.{0,40}[Mm]ulticast",
+        "NCCL could not use NVLink multicast (NVLS): the host's Fabric Manager or NVSwitches are misconfigured, or the "
+        "container has no access to them.",
+        "set NCCL_NVLS_ENABLE=0, which uses NVLink without multicast; have Fabric Manager restarted on that host.",
+    ),
+    KnownError(
         "NCCL interface",
         r"no socket interface found|Call to bind failed|Bootstrap : no|No route to host|Network is unreachable",
         "The chosen network interface or address does not reach the other nodes.",
@@ -215,6 +215,18 @@ KNOWN_ERRORS = (
     ),
     # ---- sharding ----
     KnownError(
+        "gradient reduced twice",
+        r"has already been reduced\.\s+Gradient computed twice",
+        "ZeRO-2 saw a weight's gradient twice: reentrant checkpointing, or weights shared between passes.",
+        "use --gradient_checkpointing torch (non-reentrant) or none.",
+    ),
+    KnownError(
+        "weights not gathered",
+        r"'weight' must be 2-D",
+        "A layer was called outside the model that ZeRO-3 or FSDP wraps, so its weights were not gathered.",
+        "use zero2, which keeps whole weights on every GPU; a layer called by the model's own code needs a fix there.",
+    ),
+    KnownError(
         "DeepSpeed missing",
         r"DeepSpeed is not (installed|available)|No module named .deepspeed",
         "The accelerate config uses DeepSpeed, which is an optional extra of this kit.",
@@ -239,6 +251,25 @@ KNOWN_ERRORS = (
         "use accelerate_configs/fsdp2.yaml (FSDP2 shards each weight separately).",
     ),
     # ---- packages and compilers ----
+    KnownError(
+        "fp16 weights with a gradient scaler",
+        r"Attempting to unscale FP16 gradients",
+        "The trained weights are fp16, and the gradient scaler of fp16 training takes fp32 gradients only.",
+        "use --precision bf16 where the GPU has it; otherwise keep the trained weights in fp32 (--full_weights fp32).",
+    ),
+    KnownError(
+        "libcuda.so not found",
+        r"libcuda\.so cannot found|cannot find -lcuda",
+        "Triton finds no libcuda.so: the driver's library is missing, or only exists as libcuda.so.1.",
+        "check ldconfig -p for libcuda, and start containers with --gpus all; set TRITON_LIBCUDA_PATH to a folder with a "
+        "link libcuda.so to libcuda.so.1.",
+    ),
+    KnownError(
+        "recompiled too often",
+        r"FailOnRecompileLimitHit|recompile_limit reached",
+        "torch.compile compiled one function too often, once for every new shape or setting.",
+        "run uv sync --locked for the tested versions; UNSLOTH_COMPILE_DISABLE=1 runs without compilation, slower.",
+    ),
     KnownError(
         "no C compiler or Python headers",
         r"Python\.h: No such file|Failed to find C compiler|CalledProcessError.{0,80}(gcc|clang|/cc)|"
@@ -298,7 +329,7 @@ KNOWN_ERRORS = (
     KnownError(
         "gated or private repository",
         r"gated repo|GatedRepoError|awaiting a review|401 Client Error|403 Client Error|Invalid user token|"
-        r"RepositoryNotFoundError",
+        r"RepositoryNotFoundError|is not a valid model identifier listed on",
         "The Hub requires an account with access to this repository, or the name is wrong.",
         "accept the licence on the model's page and log in (hf auth login, or HF_TOKEN), on every node; check the name.",
     ),

@@ -42,7 +42,7 @@ class ProtectedStream:
         self._unflushed = (self._unflushed + hidden)[-UNFLUSHED_KEPT:]
         try:
             self._stream.write(hidden)
-            if self._stream.line_buffering and "\n" in hidden:
+            if getattr(self._stream, "line_buffering", False) and "\n" in hidden:
                 self._unflushed = ""
         except OSError as error:
             self._lose(error)

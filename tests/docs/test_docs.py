@@ -31,6 +31,10 @@ OF_OTHERS = {
     "uv": {"--locked", "--extra", "--group"},
     "docker": {"--shm-size", "--ipc", "--gpus"},
     "hf": {"--force-download"},
+    "torchrun": {"--standalone"},
+    "lm_eval": {"--with", "--model_args", "--apply_chat_template", "--include_path", "--tasks"},
+    "vLLM": {"--enable-lora", "--lora-modules", "--max-lora-rank"},
+    "llama.cpp": {"--outfile"},
     "firewall-cmd": {"--permanent", "--zone", "--add-source", "--reload"},
 }
 # Set by the system, the scheduler, or as torch and NCCL document them.

@@ -34,7 +34,7 @@ OF_OTHERS = {
     "accelerate": {"--quiet"},
     "torchrun": {"--standalone", "--nnodes", "--node-rank", "--nproc-per-node", "--master-addr", "--master-port"},
     "nbconvert": {"--to"},
-    "lm_eval": {"--with", "--model_args", "--apply_chat_template", "--include_path", "--tasks"},
+    "lm_eval": {"--with", "--model_args", "--apply_chat_template", "--include_path", "--tasks", "--limit", "--device"},
     "vLLM": {"--enable-lora", "--lora-modules", "--max-lora-rank"},
     "llama.cpp": {"--outfile"},
     "firewall-cmd": {"--permanent", "--zone", "--add-source", "--reload"},

@@ -292,7 +292,13 @@ class DDPTrainer(ResumableTrainer):
 
     def evaluate(self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval") -> Any:
         """Evaluate on the set given to the trainer."""
-        return Trainer.evaluate(self, eval_dataset, ignore_keys, metric_key_prefix)
+        random_state = torch.get_rng_state()
+        try:
+            return Trainer.evaluate(self, eval_dataset, ignore_keys, metric_key_prefix)
+        except EvaluationInterrupted:
+            # The loader drew a seed. The resumed run evaluates this step again and has to draw the same one.
+            torch.set_rng_state(random_state)
+            raise
 
     # ---- evaluation: upstream averages the means of batches, and counts repeated rows again ----
 

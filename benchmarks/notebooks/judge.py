@@ -44,8 +44,10 @@ def leftovers(script: str) -> list[str]:
 GIVES_WAY = re.compile(r"auto|balanced|balanced_low_0|sequential|unsloth|cuda:\d+")
 
 
-# Lines that a script has otherwise: magics and commands, and variables that are the launcher's to set.
-SETS_RANKS = re.compile(r"get_ipython|environ.*(CUDA_VISIBLE_DEVICES|WORLD_SIZE|RANK|MASTER_(ADDR|PORT))")
+# Lines that a script has otherwise: magics, what only a host has, and variables that are the launcher's to set.
+SETS_RANKS = re.compile(
+    r"get_ipython|google\.colab|drive\.mount|environ.*(CUDA_VISIBLE_DEVICES|WORLD_SIZE|RANK|MASTER_(ADDR|PORT))"
+)
 
 
 def words(source: str) -> Counter[str]:

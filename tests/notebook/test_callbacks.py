@@ -126,3 +126,12 @@ def test_files_that_every_node_reads_are_made_on_every_node(cell: str, role: str
     text = body(convert_cells(LOAD, cell, "dataset = load_dataset('json', data_files='data.json')", TRAIN))
     assert f"if {role}:\n" in text
     assert "if IS_MAIN:\n" in body(convert_cells(LOAD, TRAIN, "%%writefile results.txt\nx"))
+
+
+def test_a_loop_that_ends_by_the_clock_is_pointed_at() -> None:
+    loop = "for batch in loader:\n    loss = model(batch)\n    loss.backward()\n    if time.time() - start > 60:\n        break"
+    done = convert_cells(LOAD, "import time\nstart = time.time()", loop)
+    assert any("ends by the clock" in entry.message for entry in done.report.warnings)
+    timed = loop.replace("if time.time() - start > 60:\n        break", "print(time.time() - start)")
+    done = convert_cells(LOAD, "import time\nstart = time.time()", timed)
+    assert not any("by the clock" in entry.message for entry in done.report.warnings)

@@ -9,7 +9,7 @@ import libcst as cst
 from unsloth_ddp.notebook.arguments import code, keyword, splats
 from unsloth_ddp.notebook.commands import training_line
 from unsloth_ddp.notebook.context import ConversionContext
-from unsloth_ddp.notebook.effects import Effect, is_trainer_call
+from unsloth_ddp.notebook.effects import Effect, differs_by_process, is_trainer_call
 from unsloth_ddp.notebook.graph import SEEDS, Graph, Role, Statement, is_dead
 from unsloth_ddp.notebook.hosts import HOST_NAMES
 from unsloth_ddp.notebook.ipython import command_of
@@ -72,6 +72,8 @@ def check_statement(statement: Statement, graph: Graph, context: ConversionConte
     notes = []
     if Effect.LOOP in effects and not (effects & {Effect.TRAIN} or _only_calls(statement, graph)):
         notes.append(context.warn("loop", _LOOP_WITH_ACCELERATE if _prepares(graph) else _LOOP))
+    if effects & SEEDS and _breaks_by_the_clock(statement, graph):
+        notes.append(context.warn("loop", "ends by the clock: each process has its own, and those that go on wait"))
     if Effect.SERVER in statement.effects:
         notes.append(context.warn("server", "starts another process: once a node; check who must reach it"))
     if Effect.PAID in statement.effects:
@@ -94,6 +96,13 @@ def check_statement(statement: Statement, graph: Graph, context: ConversionConte
     notes += _check_loaders(statement, graph, context)
     notes += _check_sizing(statement, graph, context)
     return notes
+
+
+def _breaks_by_the_clock(statement: Statement, graph: Graph) -> bool:
+    """Return whether a loop that trains reads the clock and can break."""
+    if not isinstance(statement.node, cst.For | cst.While) or "break" not in code(statement.node):
+        return False
+    return any(differs_by_process(graph.full_path(site)) for site in statement.usage.calls)
 
 
 def _check_names(statement: Statement, context: ConversionContext) -> list[str]:

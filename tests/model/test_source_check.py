@@ -62,6 +62,8 @@ def test_a_checkpoint_with_an_adapter_is_one_to_resume(adapter: Path) -> None:
 def test_an_adapter_without_a_base_is_refused_too(adapter: Path) -> None:
     (adapter / "adapter_config.json").write_text("{}")
     assert "a base model that its adapter_config.json does not name; give that base as --model" in refusal(adapter)
+    (adapter / "adapter_config.json").write_text("[")
+    assert "a base model that its adapter_config.json does not name" in refusal(adapter), "a broken file too"
     check_no_adapter("m", None)
 
 

@@ -29,7 +29,8 @@ def check_local_model(model: str, *, safetensors_only: bool) -> None:
     path = Path(model).expanduser()
     if not (path.exists() or model.startswith((".", "/", "~")) or model.count("/") > 1):
         return
-    check_no_adapter(model, read_model_file(model, ADAPTER_FILE))
+    if (path / ADAPTER_FILE).is_file():
+        check_no_adapter(model, read_model_file(model, ADAPTER_FILE) or {})
     if not (path / "config.json").is_file():
         raise UserError(f"model {model} is not a model folder: it has no config.json; give a Hub id or a saved model.")
     check_folder(path, safetensors_only=safetensors_only)

@@ -103,7 +103,10 @@ def play(case: Case, work: Path, gpu: str) -> dict[str, Any]:
     result: dict[str, Any] = {"case": case.name, "sharding": case.sharding, "options": case.options}
     result |= {"processes": case.processes, "resumed_with": case.resumed_with, "runs": []}
     checkpoint = work / "outputs" / f"{case.name}_whole" / "checkpoint-4"
-    for kind, (processes, extra) in {**runs, "resumed": (case.resumed_with, f"--resume {checkpoint} --trust_checkpoint")}.items():
+    for kind, (processes, extra) in {
+        **runs,
+        "resumed": (case.resumed_with, f"--resume {checkpoint} --trust_checkpoint"),
+    }.items():
         result["runs"].append(launch(case, work, f"{case.name}_{kind}", processes, extra, gpu))
         if result["runs"][-1]["exit_code"]:
             return result

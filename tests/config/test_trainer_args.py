@@ -51,6 +51,11 @@ def test_a_number_that_would_fail_late_is_refused_with_the_settings(name: str, v
     check_trainer_args({name: None})
 
 
+def test_a_name_of_another_tool_is_refused_with_the_option() -> None:
+    with pytest.raises(UserError, match="SFTConfig has no field warmup_ratio; use --warmup_steps"):
+        check_trainer_args({"warmup_ratio": 0.1})
+
+
 def test_the_check_is_part_of_reading_settings() -> None:
     with pytest.raises(UserError, match="loss_type is decided by the kit"):
         parse_settings(["--model", "m", "--dataset", "d", "--trainer_args", '{"loss_type": "dft"}'])

@@ -307,3 +307,30 @@ def test_a_stranger_who_repeats_what_another_rank_said_is_found_out():
     challenges = ["a", "b"]
     assert rendezvous.proof("s3cret", 0, challenges) != rendezvous.proof("s3cret", 1, challenges)
     assert rendezvous.proof("s3cret", 0, challenges) != rendezvous.proof("s3cret", 0, ["a", "c"])
+
+
+def meet_over_two_nodes(folder: str) -> None:
+    """Start as one of two nodes, and write what this rank was told."""
+    ranks = ranks_from_environment()
+    told = "met"
+    try:
+        with started(Settings(use_cpu=True), ranks) as runtime:
+            runtime.gather(ranks.rank)
+    except UserError as error:
+        told = str(error)
+    (Path(folder) / f"{ranks.rank}.txt").write_text(told)
+
+
+@pytest.mark.parametrize("second", ["s3cret", "guessed"])
+def test_nodes_train_together_only_with_the_secret_of_the_job(tmp_path, second):
+    def environ_of(rank: int) -> dict[str, str]:
+        secret = second if rank else "s3cret"
+        return {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", rendezvous.SECRET: secret}
+
+    run_ranks(2, meet_over_two_nodes, str(tmp_path), folder=tmp_path / "out", environ_of=environ_of, end=False)
+    told = [(tmp_path / f"{rank}.txt").read_text() for rank in range(2)]
+    if second == "s3cret":
+        assert told == ["met", "met"]
+    else:
+        assert told[0].startswith("rank 1 (node 1, host ")
+        assert all("does not hold the secret of this job" in text for text in told)

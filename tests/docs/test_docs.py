@@ -31,6 +31,12 @@ OF_OTHERS = {
     "uv": {"--locked", "--extra", "--group"},
     "docker": {"--shm-size", "--ipc", "--gpus"},
     "hf": {"--force-download"},
+    "accelerate": {"--quiet"},
+    "torchrun": {"--standalone", "--nnodes", "--node-rank", "--nproc-per-node", "--master-addr", "--master-port"},
+    "nbconvert": {"--to"},
+    "lm_eval": {"--with", "--model_args", "--apply_chat_template", "--include_path", "--tasks", "--limit", "--device"},
+    "vLLM": {"--enable-lora", "--lora-modules", "--max-lora-rank"},
+    "llama.cpp": {"--outfile"},
     "firewall-cmd": {"--permanent", "--zone", "--add-source", "--reload"},
 }
 # Set by the system, the scheduler, or as torch and NCCL document them.

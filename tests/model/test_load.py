@@ -205,5 +205,6 @@ def test_a_tokenizer_without_an_end_is_refused(tmp_path: Path) -> None:
 )
 def test_generation_stops_at_the_tokens_that_end_the_rows(known: Any, found: list[int], stops: Any) -> None:
     model = SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=known))
-    stop_at(model, found)
+    before = known if isinstance(known, list) else [known]
+    assert stop_at(model, found) == [token for token in found if token not in before]
     assert model.generation_config.eos_token_id == stops

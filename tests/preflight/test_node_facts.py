@@ -452,7 +452,7 @@ def test_a_failure_is_exit_code_1_and_a_mistake_2(tmp_path):
     argv = ["--use_cpu", "--output_dir", str(tmp_path / "file"), "--dataset", str(tmp_path / "no.jsonl")]
     done = preflight(*argv, "--model", str(DEMO_MODEL))
     assert done.returncode == 1
-    assert "2 failures (output folder, data: dataset no.jsonl); fix the failures" in done.stdout
+    assert "preflight: 2 failures (output folder, data: dataset no.jsonl)" in done.stdout
     done = preflight("--no_such_option", UNSLOTH_DDP_EXIT_CODE_FILE=str(tmp_path / "code"))
     assert (done.returncode, done.stdout) == (2, "")
     assert (

@@ -33,7 +33,7 @@ WORDS = """
     greater_is_better
     dataloader_num_workers dataloader_pin_memory dataloader_persistent_workers dataloader_prefetch_factor
     dataloader_multiprocessing_context
-    ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph
+    ddp_bucket_cap_mb ddp_broadcast_buffers
 """
 GOES_THROUGH = set(WORDS.split())
 

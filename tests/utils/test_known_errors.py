@@ -183,9 +183,9 @@ def test_options_named_in_the_fixes_exist():
 
 FAILING = """
 import sys, train_ddp
-def run(settings, ranks):
+def open_run(settings, ranks):
     raise OSError(28, "No space left on device", "/scratch/x")
-train_ddp.train = run
+train_ddp.open_run = open_run
 sys.argv = ["train_ddp.py"]
 train_ddp.main()
 """

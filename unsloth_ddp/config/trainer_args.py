@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from unsloth_ddp.config.aliases import ALIASES
 from unsloth_ddp.config.declare import Bounds
 from unsloth_ddp.config.options import OPTIONS
+from unsloth_ddp.config.upstream_names import sft_config_fields
 from unsloth_ddp.utils.errors import UserError
 
 PACKING = "use --packing; what is not packed is padded to the longest row of its micro-batch"
@@ -70,6 +72,7 @@ OWNED_ARGS = {
     "accelerator_config": LAUNCHER,
     "ddp_backend": LAUNCHER,
     "local_rank": LAUNCHER,
+    "ddp_static_graph": "torch's DDP fails with it where gradients are accumulated or a step is repeated",
     "do_train": PHASES,
     "do_eval": PHASES,
     "do_predict": PHASES,
@@ -111,6 +114,9 @@ def check_trainer_args(given: Mapping[str, Any]) -> None:
     for name, value in given.items():
         if name in OWNED_ARGS or name in OPTIONS:
             raise UserError(f"trainer_args: {name} is decided by the kit; {OWNED_ARGS.get(name, f'use --{name}')}.")
+        alias = ALIASES.get(name)
+        if alias and alias.option and name not in sft_config_fields():
+            raise UserError(f"trainer_args: SFTConfig has no field {name}; use --{alias.option}.")
         if name not in NUMBERS or value is None:
             continue
         if isinstance(value, bool) or not isinstance(value, (int, float)):

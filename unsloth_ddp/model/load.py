@@ -217,12 +217,13 @@ def safetensors_only(settings: Settings) -> bool | None:
     return True if settings.use_safetensors else None
 
 
-def stop_at(model: Any, stop_tokens: Sequence[int]) -> None:
-    """Add the tokens that end the supervised answers to those at which generation stops."""
+def stop_at(model: Any, stop_tokens: Sequence[int]) -> list[int]:
+    """Add the tokens that end the supervised answers to those at which generation stops; return those that are new."""
     known = model.generation_config.eos_token_id
     stops = known if isinstance(known, list) else [] if known is None else [known]
     if added := [token for token in stop_tokens if token not in stops]:
         model.generation_config.eos_token_id = [*stops, *added]
+    return added
 
 
 def check_positions(settings: Settings, model: Any, longest: int) -> None:

@@ -88,7 +88,13 @@ def prepare_data(run: Run, model: Any, tokenizer: Any, resume: ResumePoint | Non
     # A resumed run keeps the date that its chat template printed when it began.
     template_date = resume.manifest.run.get("chat_template_date") if resume else None
     train, evaluation = dataset.tokenize_examples(settings, runtime, run.node_folder, tokenizer, template_date)
-    load.stop_at(model, train.stop_tokens)
+    added = load.stop_at(model, train.stop_tokens)
+    if added and settings.method != "full":
+        names = ", ".join(f"{tokenizer.convert_ids_to_tokens(token)} ({token})" for token in added)
+        print(
+            f"The answers end with {names}, at which the base model does not stop. The merged model stops there; with the "
+            "adapter alone, add it to eos_token_id when you generate."
+        )
     load.check_positions(settings, model, dataset.longest_row(settings, train, evaluation))
     plan, train, packing = dataset.fill_steps(_request(run), train, choose_packing(settings, runtime, model))
     run.identify(**batch_identity(plan), **data_identity(settings, runtime, plan, train))

@@ -146,6 +146,6 @@ def test_display_prints_in_a_script() -> None:
         "import sys, types\nsys.modules['unsloth'] = types.ModuleType('unsloth')\nimport unsloth",
         "def show(x):\n    display(x)\nshow('inside')\ndisplay('outside')",
     )
-    ran = subprocess.run([sys.executable, "-c", script.script], capture_output=True, text=True, timeout=120)
+    ran = subprocess.run([sys.executable, "-c", script.script], capture_output=True, text=True, timeout=250)
     assert ran.returncode == 0 and ran.stdout == "inside\noutside\n", ran.stderr[-2000:]
     assert "def display" not in convert_cells(LOAD, "from IPython.display import display\ndisplay(1)").script

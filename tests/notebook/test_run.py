@@ -132,7 +132,7 @@ def test_the_helpers_between_two_processes(tmp_path: Path, environment: dict[str
     launcher = shutil.which("torchrun", path=str(Path(sys.executable).parent))
     assert launcher is not None
     process = start([launcher, "--nproc-per-node", "2", str(script)], tmp_path / "run", environment)
-    output, _ = process.communicate(timeout=120)
+    output, _ = process.communicate(timeout=250)
     assert (process.returncode != 0) == broken, output[-3000:]
     assert output.count("from the shell") == output.count("said once") == 1
     assert (tmp_path / "run" / "order").read_text() == "01"

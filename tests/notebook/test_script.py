@@ -96,7 +96,7 @@ def test_helpers_run_in_one_process(tmp_path: object) -> None:
         "import sys, types\nsys.modules['unsloth'] = types.ModuleType('unsloth')\nimport unsloth",
         "rows = !echo a; echo b\nassert rows == ['a', 'b'], rows\n!echo from the shell\nprint('said', rows)",
     )
-    ran = subprocess.run([sys.executable, "-c", done.script], capture_output=True, text=True, timeout=120)
+    ran = subprocess.run([sys.executable, "-c", done.script], capture_output=True, text=True, timeout=250)
     assert ran.returncode == 0, ran.stderr[-2000:]
     assert "from the shell" in ran.stdout and "said ['a', 'b']" in ran.stdout
 

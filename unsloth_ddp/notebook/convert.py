@@ -301,7 +301,7 @@ _HASHING = {"set", "frozenset", "hash", "intersection", "union", "difference", "
 def _orders_by_hash(source: str) -> bool:
     """Return whether code uses sets or hashes, whose order differs by process."""
     try:
-        tree = ast.parse(source)
+        tree = ast.parse(source.replace("\x00", ""))  # the marks of report entries
     except SyntaxError:
         return True  # Python that is newer than this one
     return any(

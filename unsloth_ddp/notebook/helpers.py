@@ -32,18 +32,23 @@ def display(*values, **options):
 '''),
     "wait_group": Helper(
         '''\
-@functools.cache
 def wait_group():
-    """Make a gloo group: it can wait for hours while one process saves, where NCCL would time out."""
+    """Return a gloo group: it can wait for hours while one process saves, where NCCL would time out."""
     import torch
     import torch.distributed as dist
 
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         dist.init_process_group(backend, timeout=datetime.timedelta(minutes=30))
-    return dist.new_group(backend="gloo", timeout=datetime.timedelta(hours=24))
+        wait_group.made = None  # one from before, which Accelerate may have ended, is gone
+    if wait_group.made is None:
+        wait_group.made = dist.new_group(backend="gloo", timeout=datetime.timedelta(hours=24))
+    return wait_group.made
+
+
+wait_group.made = None
 ''',
-        ("datetime", "functools"),
+        ("datetime",),
     ),
     "wait_for_everyone": Helper(
         '''\
@@ -271,17 +276,22 @@ def finish(*names):
     for name in names:
         globals().pop(name, None)
     gc.collect()
-    if WORLD_SIZE > 1:
+    if in_process_group():
         wait_for_everyone()
-        leave_process_group()
+    leave_process_group()
+
+
+def in_process_group():
+    """Return whether there is a process group: Accelerate's end_training leaves it."""
+    dist = sys.modules.get("torch.distributed")
+    return dist is not None and dist.is_available() and dist.is_initialized()
 
 
 @atexit.register
 def leave_process_group():
     """Leave the process group; after an error too."""
-    dist = sys.modules.get("torch.distributed")
-    if dist is not None and dist.is_available() and dist.is_initialized():
-        dist.destroy_process_group()
+    if in_process_group():
+        sys.modules["torch.distributed"].destroy_process_group()
 ''',
         ("atexit", "gc", "sys"),
         ("wait_for_everyone",),

@@ -45,7 +45,7 @@ MODULES = sorted({"os", "torch", *(module for helper in HELPERS.values() for mod
 IDENTIFIERS = (
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "IS_MAIN"),
     *(name for name in HELPERS if name not in ("quiet_print", "display")),
-    "leave_process_group",
+    *("in_process_group", "leave_process_group"),
 )
 
 

@@ -140,7 +140,7 @@ def test_the_state_of_a_run_is_known_by_every_name_and_missed_by_one(optimizer, 
 
 @pytest.mark.parametrize("resume", ["auto", "{folder}"])
 def test_no_run_goes_on_from_weights_alone(folder, resume):
-    with pytest.raises(UserError, match=r"checkpoint-3 holds no scheduler\.pt, so a run cannot go on from it"):
+    with pytest.raises(UserError, match=r"checkpoint-3 holds no scheduler\.pt, so a run cannot resume from it"):
         resume_point._find(Settings(resume=resume.format(folder=folder)), folder.parent, continues=True)
     assert folder.is_dir()
 
@@ -181,7 +181,7 @@ def test_equal_runs_have_nothing_to_say():
         ({"data": "b"}, "refused", "data a -> b"),
         ({"seed": 2}, "refused", "seed 1 -> 2"),
         ({"learning_rate": 0.2}, "refused", "learning_rate 0.1 -> 0.2"),
-        ({"world_size": 4}, "said", "world_size 2 -> 4"),
+        ({"world_size": 4}, "reported", "world_size 2 -> 4"),
         ({"sharding": "zero2"}, "impossible", "sharding none -> zero2"),
     ],
 )

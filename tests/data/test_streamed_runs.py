@@ -124,7 +124,7 @@ def test_packs_of_streamed_rows_are_the_same_on_two_ranks(stream, place):
 def test_the_table_says_what_is_known_of_a_stream(whole):
     _, printed = whole
     table = " ".join(printed.split())
-    assert "training rows streamed, drawn from 5 rows at a time; the first 6 have" in table
+    assert "training rows streamed, shuffled among 5 rows at a time; the first 6 have" in table
     assert "tokens a step about " in table and " steps 9 written to" in table
     assert printed.count("The stream holds 13 rows; its second epoch begins.") == 1
 

@@ -92,7 +92,8 @@ def test_both_streams_and_handlers_that_exist_are_protected(monkeypatch, tmp_pat
     reader, writer = pipe()
     monkeypatch.setattr(sys, "stderr", writer)
     monkeypatch.setattr(sys, "stdout", (tmp_path / "out").open("w"))
-    handler = logging.StreamHandler()
+    # Another object on the same descriptor, as sys.__stderr__ is in the end.
+    handler = logging.StreamHandler(os.fdopen(writer.fileno(), "w", closefd=False))
     library = logging.getLogger("a library")
     library.addHandler(handler)
     protect_streams()

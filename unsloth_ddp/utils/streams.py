@@ -99,7 +99,7 @@ def protect_streams() -> None:
         protected = cast(TextIO, ProtectedStream(stream, title))
         setattr(sys, name, protected)
         for handler in _stream_handlers():
-            if handler.stream is stream:
+            if handler.stream is stream or _descriptor(handler.stream) == _descriptor(stream) is not None:
                 handler.setStream(protected)
 
 
@@ -107,6 +107,14 @@ def print_to_stderr(text: str) -> None:
     """Write to standard error at once, without Python's locks, which a thread that hangs may hold."""
     with contextlib.suppress(OSError):
         os.write(2, hide(text).encode(errors="backslashreplace"))
+
+
+def _descriptor(stream: Any) -> int | None:
+    """Return the file descriptor that a stream writes to, None if it has none."""
+    try:
+        return stream.fileno()
+    except (AttributeError, OSError, ValueError):
+        return None
 
 
 def _stream_handlers() -> Iterable[Any]:

@@ -58,9 +58,9 @@ def test_sharing_out_divides_and_ddp_adds_buckets():
     # Between micro-batches gradients are not averaged, so they stay whole.
     kept = estimate_memory(SHAPE, "full", "fsdp2", dataclasses.replace(four, accumulation=2))
     assert (by_kind["fsdp2"].gradients, kept.gradients) == (1000, 4000)
-    # Weights, master copies and states, and the gradients as they are, flat, and flat in fp32.
-    assert by_kind["zero2"].stepping == 2000 + 3000 + 500 + 500 + 1000
-    assert by_kind["zero2"].copies == ZERO_BUCKET * 2
+    # Weights, master copies and states, and the gradients in fp32 as they are and flat.
+    assert by_kind["zero2"].stepping == 2000 + 3000 + 1000 + 1000
+    assert by_kind["zero2"].copies == ZERO_BUCKET * 2 + 1000 * 4
     assert not is_supported("qlora", "zero3") and is_supported("full", "zero3")
 
 

@@ -160,13 +160,16 @@ def _with_zero(
     weights = float(frozen + trained * work.precision)
     # DeepSpeed's flat copies have no embeddings that an optimizer could treat differently.
     states = trained * (optimizer_bytes(work.optimizer, 4) + (4 if work.precision < 4 else 0)) / parts
-    gradients = trained * work.precision / parts
+    # The kit has DeepSpeed accumulate and average gradients in fp32 (training/deepspeed_precision.py).
+    gradients = trained * 4 / parts
     bound = (method, sharding) not in MEASURED
-    # With 4-bit weights the buffer may be in 16 bit though the run is in fp32.
-    bucket = ZERO_BUCKET * (2 if method == "qlora" else work.precision)
+    # The bucket, and its content in fp32 while it is averaged. With 4-bit weights the bucket may be in 16 bit though the
+    # run is in fp32.
+    bucket = ZERO_BUCKET * (2 if method == "qlora" else work.precision) + min(ZERO_BUCKET, trained) * 4
     if sharding == "zero2":
-        # Before the optimizer runs, the gradients exist three times: as they are, flat, and flat in fp32 (step()).
-        stepping = weights + states + gradients * 2 + (trained * 4 / parts if work.precision < 4 else 0)
+        # Before the optimizer runs, the gradients exist twice: as they are, and flat (step()). With gradients in 16 bit, as
+        # in the measured runs, a flat copy in fp32 came on top, which adds up to the same.
+        stepping = weights + states + gradients * 2
         return MemoryEstimate(
             weights, gradients, states, bucket, activations, loading=weights, stepping=stepping, lower_bound=bound
         )

@@ -44,7 +44,7 @@ def test_it_learns_to_answer_questions_it_was_not_trained_on(demo):
 
 
 def test_only_the_main_process_speaks(demo):
-    assert demo.text.count("backend             transformers") == 1
+    assert re.sub(" +", " ", demo.text).count("backend transformers") == 1
     assert demo.text.count("Done: 144 steps") == 1
     assert demo.errors.count("tokenizer has new PAD/BOS/EOS") <= 1
     assert "Saving the dataset" not in demo.errors

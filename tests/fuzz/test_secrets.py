@@ -162,7 +162,7 @@ def test_a_refused_command_line_does_not_repeat_a_secret(words: list[str]) -> No
 @pytest.mark.parametrize(
     "words",
     [
-        '--trainer_args={"eos_token": "<|im_end|>", "pad_token": "<pad>", "include_num_input_tokens_seen": "all"}',
+        '--trainer_args={"include_num_input_tokens_seen": "all"}',
         "--dataset=https://host/rows.jsonl",
         "--model=owner/token-classifier",
         "--run_name=password_reset_bot",

@@ -142,7 +142,9 @@ def test_rows_beyond_what_rotary_positions_were_made_for_are_said(model: Any, ca
     )
 
 
-def test_a_hub_id_needs_no_folder() -> None:
+def test_a_hub_id_needs_no_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Without a network the Hub would be asked for most of a minute.
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     check_model(Settings(model="owner/name", dataset=["d"]), CPU)
     with pytest.raises(UserError, match=r"model \./name is not a model folder: it has no config\.json"):
         check_model(Settings(model="./name", dataset=["d"]), CPU)

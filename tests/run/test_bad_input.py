@@ -100,7 +100,7 @@ MISTAKES = {
     "unknown trainer argument": (f'{GOOD} --trainer_args {{"nonsense":1}}', "SFTConfig has no field nonsense"),
     "owned trainer argument": (f'{GOOD} --trainer_args {{"packing":true}}', "packing is decided by the kit"),
     "unknown tracker": (f"{GOOD} --report_to tensorbord", "report_to tensorbord is no tracker that Transformers knows"),
-    "unknown optimizer": (f"{GOOD} --optim adamw8bit", "optim adamw8bit is not .* did you mean adamw_8bit"),
+    "unknown optimizer": (f"{GOOD} --optim adamw8bit", "optim adamw8bit is not .* give adamw_8bit"),
     "unknown schedule": (f"{GOOD} --lr_scheduler_type cosin", "lr_scheduler_type cosin is not .* did you mean cosine"),
     "misspelt trainer argument": (
         f'{GOOD} --trainer_args {{"neftune_noise_alfa":1}}',

@@ -23,7 +23,7 @@ def job(tmp_path, tiny_model, uneven_rows):
         argv = f"--model {tiny_model} --dataset {uneven_rows} --run_name {name} --learning_rate 0.01 --max_length 64".split()
         argv += ["--gradient_checkpointing", "none", "--logging_steps", "1", *options.split()]
         result = run_ranks(ranks, train, argv, str(tmp_path), folder=tmp_path / f"{name}.out").check()
-        return tmp_path / "outputs" / name, result.output
+        return tmp_path / "outputs" / name, " ".join(result.output.split())
 
     return run
 
@@ -58,7 +58,7 @@ def test_a_packed_run_resumed_within_an_epoch_ends_like_an_uninterrupted_one(job
     # Six packs make three steps an epoch, so the checkpoint of step 2 lies within the first.
     options = "--packing on --global_batch_size 2 --max_steps 6 --save_steps 2 --save_total_limit 3 --lora_dropout 0.1"
     whole, printed = job(options, "whole", ranks=2)
-    assert "packing             on: --packing on; a CPU has no attention kernel for it" in printed
+    assert "packing on: --packing on; a CPU has no attention kernel for it" in printed
     resumed, _ = job(f"{options} --resume {whole}/checkpoint-2", "resumed", ranks=2)
     expected, found = (load_file(f / "adapter_model.safetensors") for f in (whole, resumed))
     assert all(torch.equal(expected[k], found[k]) for k in expected)
@@ -68,7 +68,7 @@ def test_a_packed_run_resumed_within_an_epoch_ends_like_an_uninterrupted_one(job
 
 def test_packing_counts_each_row_once_and_says_how_many_a_step_holds(job):
     padded, printed = job("--packing auto --global_batch_size 4 --num_train_epochs 1", "padded")
-    assert "packing             off: a CPU has no attention kernel for packed rows" in printed
+    assert "packing off: a CPU has no attention kernel for packed rows" in printed
     packed, printed = job("--packing on --global_batch_tokens 130 --num_train_epochs 1", "packed", ranks=2)
     packs = summary(packed)["packs"]
     assert f"{packs} packs of up to 64 tokens" in printed
@@ -113,7 +113,7 @@ def test_overlong_rows_are_truncated_or_dropped_and_said(job):
 
 def test_a_fraction_is_set_aside_for_evaluation(job):
     folder, printed = job("--global_batch_size 4 --max_steps 1 --eval_fraction 0.25", "aside")
-    assert "10 (" in printed and "evaluation rows     3" in printed
+    assert "10 (" in printed and "evaluation rows 3" in printed
     assert summary(folder)["eval_loss"] > 0
 
 
@@ -127,7 +127,7 @@ def test_several_files_are_one_set(job, tmp_path):
 
 def test_bf16_on_a_cpu_and_checkpointing_run(job):
     folder, printed = job("--precision bf16 --gradient_checkpointing torch --global_batch_size 4 --max_steps 2", "half")
-    assert "precision           bf16" in printed
+    assert "precision bf16" in printed
     assert 5 < summary(folder)["train_loss"] < 9
 
 

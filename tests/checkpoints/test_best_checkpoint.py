@@ -13,7 +13,7 @@ import pytest
 from tests.jobs import LAST, manifest_steps
 from tests.ranks import train
 from unsloth_ddp.checkpoints.writer import Checkpoints
-from unsloth_ddp.distributed.signals import StopRequest
+from unsloth_ddp.training.callbacks import StopTogether
 from unsloth_ddp.training.saving import ResumableTrainer
 
 BEST = (
@@ -27,7 +27,7 @@ def train_judged(argv: list[str], cwd: str, losses: dict[int, float], stop_at: i
 
     It is asked to stop in step `stop_at`, and cannot save step `fail_at`.
     """
-    determine, save, ask = ResumableTrainer._determine_best_metric, Checkpoints.save, StopRequest.start_poll
+    determine, save, ask = ResumableTrainer._determine_best_metric, Checkpoints.save, StopTogether.on_pre_optimizer_step
 
     def judge(self: ResumableTrainer, metrics: dict[str, float], trial: Any) -> bool:
         return determine(self, metrics | {"eval_loss": losses.get(self.state.global_step, 9.0)}, trial)
@@ -40,15 +40,15 @@ def train_judged(argv: list[str], cwd: str, losses: dict[int, float], stop_at: i
 
     steps = iter(range(1, 100))
 
-    def request(self: StopRequest) -> None:
+    def request(self: StopTogether, *args: Any, **kwargs: Any) -> None:
         if next(steps) == stop_at:
-            self.request_stop("SIGTERM")
-        ask(self)
+            self.stop.request_stop("SIGTERM")
+        ask(self, *args, **kwargs)
 
     with (
         patch.object(ResumableTrainer, "_determine_best_metric", judge),
         patch.object(Checkpoints, "save", refuse),
-        patch.object(StopRequest, "start_poll", request),
+        patch.object(StopTogether, "on_pre_optimizer_step", request),
     ):
         train(argv, cwd)
 

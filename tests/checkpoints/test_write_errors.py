@@ -131,7 +131,7 @@ def test_a_run_whose_saves_all_fail_ends_with_its_result_and_an_error(job, whole
     faults = dict.fromkeys(range(1, LAST + 1), (1, "small too large"))
     printed = job(WHOLE_RUN, "never-saved", 2, code=1, target=train_with_faults, args=(faults,)).output
     run = place / "outputs" / "never-saved"
-    assert f"The result is written, but no checkpoint ever was: checkpoint-{LAST} could not be written" in printed
+    assert f"The result is written, but no checkpoint was: checkpoint-{LAST} could not be written" in printed
     assert manifest_steps(run) == []
     whole = whole_run(2)
     assert (run / "adapter_model.safetensors").read_bytes() == (whole / "adapter_model.safetensors").read_bytes()

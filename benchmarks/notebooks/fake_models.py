@@ -46,7 +46,7 @@ def note_read(args: tuple[Any, ...], kwargs: dict[str, Any], how: str) -> None:
 
 
 def reading(stub: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What opens saved weights."""
+    """A reader of saved weights."""
     note_read(args, kwargs, stub._name.rsplit(".", 1)[-1])
     return Stub(f"{stub._name}()")
 
@@ -94,7 +94,7 @@ def piped(stub: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def prepared(stub: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What changes a model, a tokenizer or a trainer before training, and gives back what it was given."""
+    """A function that changes a model, a tokenizer or a trainer before training, and returns its argument."""
     name = stub._name.rsplit(".", 1)[-1]
     first = args[0] if args else next((kwargs[n] for n in ("model", "tokenizer", "trainer") if n in kwargs), None)
     rest = {"args": args[1:], **{k: v for k, v in kwargs.items() if k not in ("model", "tokenizer", "trainer")}}

@@ -53,7 +53,7 @@ def world_size() -> int:
 
 
 class Group:
-    """Whether torch.distributed is initialized; collectives before that are errors, as in the real library."""
+    """Return whether torch.distributed is initialized; collectives before that are errors, as in the real library."""
 
     ready = False
 
@@ -181,7 +181,7 @@ class Trainer(Base):
 
 
 class TrainOutput(Base):
-    """What train() gives back."""
+    """The result of train()."""
 
     def __init__(self) -> None:
         self.metrics = {"train_runtime": 60.0, "train_loss": 1.0, "train_samples_per_second": 1.0}

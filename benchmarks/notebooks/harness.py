@@ -24,7 +24,7 @@ PYTHON_CELL_MAGICS = ("capture", "time", "timeit", "prun")  # their body is Pyth
 
 @dataclass
 class Outcome:
-    """What one run did."""
+    """The record of one run."""
 
     events: list[dict[str, Any]] = field(default_factory=list)
     error: dict[str, Any] | None = None
@@ -38,7 +38,7 @@ class Outcome:
         return [event for event in self.events if event["kind"] in kinds]
 
     def counts(self, *kinds: str) -> Counter[str]:
-        """How many events of these kinds, by kind and name."""
+        """Count the events of these kinds, by kind and name."""
         return Counter(f"{event['kind']} {event['name']}" for event in self.of(*kinds))
 
     @property
@@ -85,7 +85,7 @@ def pins(source: str) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Settings:
-    """How to run: as which rank of how many, with which Python, for how long."""
+    """Settings of a run: rank, world size, Python and time limit."""
 
     rank: int = 0
     world: int = 1  # 1: no ranks in the environment, as under plain `python`

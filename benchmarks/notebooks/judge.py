@@ -1,4 +1,4 @@
-"""What a converted script must satisfy: checks of its text, and of its runs against the plain notebook's run.
+"""Check a converted script: its text, and its runs against those of the plain notebook.
 
 Every check returns findings: short sentences, none where all is well. They are pure functions of a script's text and
 of `Outcome`s, so that a test can hand them bad ones.
@@ -23,7 +23,7 @@ SHELL_CALLS = ("system", "run", "Popen", "call", "check_call", "check_output", "
 
 
 def compiles(script: str, python: str) -> list[str]:
-    """Whether the script compiles with the Python that the notebooks are written for."""
+    """Return whether the script compiles with the Python that the notebooks are written for."""
     code = "import sys; compile(sys.stdin.buffer.read(), 'script.py', 'exec')"
     done = subprocess.run([python, "-I", "-S", "-c", code], input=script.encode(), capture_output=True)
     return [] if done.returncode == 0 else ["does not compile: " + done.stderr.decode().strip().splitlines()[-1]]
@@ -136,7 +136,7 @@ def describe(event: dict[str, Any]) -> str:
 
 
 def effect(event: dict[str, Any]) -> str:
-    """What an event is counted as: `!cmd` may become any call that runs the command."""
+    """Return the kind that an event is counted as: `!cmd` may become any call that runs the command."""
     return str(event["kind"]) if event["kind"] == "shell" else f"{event['kind']} {event['name']}"
 
 
@@ -254,7 +254,7 @@ def same_training(plain: Outcome, outcome: Outcome) -> list[str]:
 
 
 def training_steps(outcome: Outcome) -> dict[str, list[Any]]:
-    """What shapes the training, by name: loads, preparations, attributes set, trainers with their data."""
+    """Return the events that shape the training, by name: loads, preparations, attributes set, trainers with their data."""
     ends = [i for i, event in enumerate(outcome.events) if event["kind"] == "train"]
     steps: dict[str, list[Any]] = {}
     for event in outcome.events[: ends[-1] if ends else 0]:
@@ -285,12 +285,12 @@ def difference(before: Any, after: Any, path: str = "") -> str:
 
 
 def first_place(outcome: Outcome, name: str) -> str:
-    """Where an event of that name happens first."""
+    """Return the index of the first event of that name."""
     return next((f" at {e['at']}" for e in outcome.events if f"{e['kind']} {e['name']}" == name), "")
 
 
 def batch_changed(before: dict[str, Any], after: dict[str, Any], world: int) -> list[str]:
-    """Whether an optimizer step sees another number of rows, when the processes could share the notebook's."""
+    """Return whether an optimizer step sees another number of rows, when the processes could share the notebook's."""
     was, now = global_batch(before, 1), global_batch(after, world)
     if was == now or (was % world and abs(now - was) < world):  # the nearest that every process has a share of
         return []
@@ -320,7 +320,7 @@ FLAGS = {"UNSLOTH_DISABLE_TRAINER_PATCHING": "1", "UNSLOTH_NO_CUDA_EXTENSIONS": 
 
 
 def imported_with(outcome: Outcome) -> dict[str, str] | None:
-    """What the program had put into the environment when it imported unsloth, or None if it never did."""
+    """Return the environment at the import of unsloth, or None if it was not imported."""
     return next((event["environment"] for event in outcome.of("import") if event["name"] == "unsloth"), None)
 
 

@@ -1,4 +1,4 @@
-"""What a plain notebook asks of IPython (`get_ipython()`), for running it under the stubs. Standard library only."""
+"""Stand in for IPython's `get_ipython()` when a plain notebook runs under the stubs. Standard library only."""
 
 import builtins
 import os

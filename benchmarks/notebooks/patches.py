@@ -36,7 +36,7 @@ INSTALL = re.compile(
 
 
 def is_install(command: str) -> bool:
-    """Whether a shell command installs packages, other than into an environment of a server's own."""
+    """Return whether a shell command installs packages, other than into an environment of a server's own."""
     return bool(INSTALL.search(command)) and not OWN_ENVIRONMENT.search(command)
 
 
@@ -51,7 +51,7 @@ def make(path: Any, base: Any = None) -> None:
 
 
 def is_made(path: Any) -> bool:
-    """Whether a path is one that something would have made."""
+    """Return whether a path is one that something would have made."""
     if not isinstance(path, str | os.PathLike):
         return False
     full = os.path.normpath(os.path.join(os.getcwd(), os.path.expanduser(path)))

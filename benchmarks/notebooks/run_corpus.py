@@ -70,7 +70,7 @@ def by_the_kit(path: Path) -> tuple[str, list[str]]:
 
 
 def by_nbconvert(path: Path) -> tuple[str, list[str]]:
-    """What `jupyter nbconvert --to python` writes, to compare with."""
+    """Return the output of `jupyter nbconvert --to python`, to compare with."""
     from nbconvert import PythonExporter
 
     return PythonExporter().from_filename(str(path))[0], []
@@ -97,7 +97,7 @@ def warning_text(warning: Any) -> str:
 
 
 def summary(outcome: Outcome) -> dict[str, Any]:
-    """How far a run came, without any of the notebook's code or output."""
+    """Summarize how far a run came, without the notebook's code or output."""
     trainers = [event["name"] for event in outcome.trains]
     error = {k: outcome.error[k] for k in ("type", "at")} if outcome.error else None
     return {"trains": trainers, "error": error, "seconds": outcome.seconds}
@@ -215,7 +215,7 @@ def public(result: Result, corpus: Path) -> dict[str, Any]:
 
 
 def versions(options: argparse.Namespace) -> dict[str, str]:
-    """What the figures were made with."""
+    """Return the versions and the commit behind the figures."""
     code = "import platform; print(platform.python_version())"
     python = subprocess.run([options.python, "-I", "-S", "-c", code], capture_output=True, text=True).stdout.strip()
     libraries = {name: importlib.metadata.version(name) for name in ("nbconvert", "ipython", "libcst")}

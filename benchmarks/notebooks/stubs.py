@@ -40,7 +40,7 @@ def rule(*names: str) -> Callable[[Rule], Rule]:
 
 
 def unpack_count(frame: Any) -> int | None:
-    """How many names the caller unpacks into (`a, b = stub`), or None where it is not unpacking."""
+    """Return the number of names that the caller unpacks into (`a, b = stub`), or None if it does not unpack."""
     code, at = frame.f_code.co_code, frame.f_lasti
     if at >= 0 and opcode.opname[code[at]].startswith("UNPACK_SEQUENCE"):
         return int(code[at + 1])
@@ -311,7 +311,7 @@ class Permissive(type):
 
 
 class Base(metaclass=Permissive):
-    """What a class that inherits from a stub really inherits: any constructor, any missing attribute."""
+    """The base of a class that inherits from a stub: any constructor, any missing attribute."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.__dict__.update(kwargs)
@@ -349,7 +349,7 @@ def child(parent: Any, name: str) -> Any:
 
 
 def call(stub: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What calling a stub gives: its rule's answer, the function it decorates, or another stub."""
+    """Return the result of calling a stub: its rule's answer, the function it decorates, or another stub."""
     name = stub._name
     found = RULES.get(name) or RULES.get(f"*.{name.rsplit('.', 1)[-1]}")
     if found is not None:

@@ -16,7 +16,7 @@ TOOLS = {"A": "axolotl", "L": "LLaMA-Factory", "T": "TRL", "S": "ms-swift", "G":
 
 @dataclass(frozen=True)
 class Alias:
-    """What an option of another tool is called here.
+    """The counterpart of another tool's option here.
 
     Attributes:
         tools: Letters of TOOLS.

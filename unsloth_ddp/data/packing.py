@@ -23,7 +23,7 @@ ENOUGH_ROWS = 0.8
 
 @dataclass(frozen=True)
 class Packing:
-    """Which rows share a pack: pack i holds `rows[starts[i] : starts[i + 1]]`, in the order of the data.
+    """The rows of each pack: pack i holds `rows[starts[i] : starts[i + 1]]`, in the order of the data.
 
     Args:
         capacity: most tokens that a pack of several rows may hold; a longer row is a pack by itself.

@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class StreamPosition:
-    """Where a step ends: `used` units into the window that begins at row `row` of epoch `epoch`.
+    """The end of a step: `used` units into the window that begins at row `row` of epoch `epoch`.
 
     `seen` is a checksum of the rows of that epoch before the window, in training order.
     """

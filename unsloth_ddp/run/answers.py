@@ -17,7 +17,7 @@ BATCH = 64
 
 @dataclass(frozen=True)
 class Question:
-    """What is asked (all turns before the last), with which tools, and what the last turn says."""
+    """A question (all turns before the last, and the tools), and the expected answer (the last turn)."""
 
     turns: list[Message]
     answer: str

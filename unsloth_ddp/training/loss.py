@@ -24,7 +24,7 @@ from unsloth_ddp.data.labels import IGNORED
 
 
 def supervised_tokens(labels: Tensor) -> Tensor:
-    """How many next-token predictions `labels` (batch, sequence) supervise: position 0 is never predicted.
+    """Count the next-token predictions that `labels` (batch, sequence) supervise; position 0 is never predicted.
 
     Returns a 0-dim int64 tensor on the device of `labels`; reading it is left to the caller, so nothing waits.
     """
@@ -34,7 +34,7 @@ def supervised_tokens(labels: Tensor) -> Tensor:
 def step_divisor(
     batches: Iterable[Mapping[str, Tensor]], world_size: int, sum_over_ranks: Callable[[Tensor], Tensor]
 ) -> Tensor:
-    """What each rank divides its summed token losses by, for the micro-batches of one optimizer step.
+    """Return the divisor of each rank's summed token losses, for the micro-batches of one optimizer step.
 
     Args:
         batches: this rank's micro-batches of the step, each with `labels` (batch, sequence).

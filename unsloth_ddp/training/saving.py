@@ -57,7 +57,7 @@ class ResumableTrainer(SFTTrainer):
 
     @property
     def plan(self) -> BatchPlan:
-        """How rows fill the steps."""
+        """The batch plan that the trainer follows now."""
         return BatchPlan(
             self.args.per_device_train_batch_size,
             self.args.gradient_accumulation_steps,

@@ -538,6 +538,15 @@ def test_the_doctor_is_stopped_with_all_it_started(monkeypatch, tmp_path):
     assert started_doctor.command.output.startswith("False ['doctor', '--gpus']")
 
 
+def test_training_arguments_are_checked_only_where_they_are_not_the_defaults():
+    assert not training_arguments.needs_check(Settings(model="m", dataset=["d"], learning_rate=1.0))
+    for changed in ({"optim": "sgd"}, {"lr_scheduler_type": "cosine"}, {"trainer_args": {"adam_beta2": 0.9}}):
+        assert training_arguments.needs_check(Settings(model="m", dataset=["d"], **changed))
+    checked = training_arguments.TrainingArguments(Settings(model="m", dataset=["d"]))
+    assert checked.check(0) == training_arguments.Check("training arguments", {0: "defaults"})
+    checked.end()
+
+
 def test_training_arguments_are_refused_as_a_run_refuses_them(tmp_path, capsys):
     path = tmp_path / "settings.yaml"
     Settings(model="m", dataset=["d"], lr_scheduler_type="cosine_with_min_lr").save(path)

@@ -18,12 +18,23 @@ NAME = "training arguments"
 LIMIT_SECONDS = 150
 # The exit code of a run that a user's mistake ends.
 REFUSED = UserError.exit_code
+# Options whose values the libraries may refuse; with their defaults the check has nothing to find.
+CHECKED = ("optim", "lr_scheduler_type", "report_to", "trainer_args")
+
+
+def needs_check(settings: Settings) -> bool:
+    """Return whether an option that the libraries may refuse differs from its default."""
+    defaults = Settings()
+    return any(getattr(settings, name) != getattr(defaults, name) for name in CHECKED)
 
 
 class TrainingArguments:
     """The check of optimizer, schedule and trainer_args, run in the background."""
 
     def __init__(self, settings: Settings) -> None:
+        self.command: BackgroundCommand | None = None
+        if not needs_check(settings):
+            return
         self._folder = tempfile.TemporaryDirectory(prefix="unsloth_ddp_preflight_")
         path = Path(self._folder.name) / "settings.yaml"
         settings.save(path)
@@ -31,6 +42,8 @@ class TrainingArguments:
 
     def check(self, node: int) -> Check:
         """Wait for its end and return its row of the table."""
+        if self.command is None:
+            return Check(NAME, {node: "defaults"})
         code = self.command.wait(LIMIT_SECONDS)
         lines = self.command.output.strip().splitlines() or ["nothing was printed"]
         if code == 0:
@@ -41,8 +54,9 @@ class TrainingArguments:
 
     def end(self) -> None:
         """Kill it and remove its files."""
-        self.command.end()
-        self._folder.cleanup()
+        if self.command is not None:
+            self.command.end()
+            self._folder.cleanup()
 
 
 def main(path: Path) -> int:

@@ -199,7 +199,7 @@ def test_the_verdict_turns_where_nothing_is_averaged(options, tmp_path, capsys, 
         return run.read_outcome(launch, done.seconds, output / launch.name, "", done.output)
 
     monkeypatch.setattr(run, "run_launch", run_launch)
-    script = REPO / "tests" / "train_without_averaging.py"
+    script = REPO / "tests" / "training" / "train_without_averaging.py"
     assert command.main([*options, "--micro_batches", "1", "--script", str(script)]) == 1
     assert "DIFFER: 1 of 3 launches" in capsys.readouterr().out
     found = judged(tmp_path / "found.json")

@@ -36,7 +36,7 @@ def imported(path: Path, root: Path) -> Iterator[tuple[int, str]]:
 
 
 def may_import(importer: str, other: str) -> bool:
-    """Whether a package may import another one."""
+    """Return whether a package may import another one."""
     if importer == other:
         return True
     if importer in COMMANDS:

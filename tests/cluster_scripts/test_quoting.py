@@ -25,7 +25,7 @@ NODE = "--cpu --no_preflight"
 
 @pytest.fixture
 def place(tmp_path) -> Workplace:
-    """Where the scripts run."""
+    """A folder to run the scripts in."""
     return Workplace(tmp_path)
 
 

@@ -1,4 +1,4 @@
-"""Which template renders a row, which parts of a row have to arrive, and where the assistant's spans are."""
+"""Test the choice of a template, the parts of a row that have to arrive, and the spans of the assistant."""
 
 from __future__ import annotations
 

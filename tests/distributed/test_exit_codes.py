@@ -12,7 +12,7 @@ from unsloth_ddp.distributed.exit_codes import describe_exit_code, note_exit_cod
 
 
 def launchers_report(path, code: int) -> str:
-    """What torchrun and accelerate print of a job whose rank 0 ended and whose rank 1 was then ended by the launcher."""
+    """Return what torchrun and accelerate print of a job whose rank 0 ended and whose rank 1 was then ended by the launcher."""
     failures = {
         0: ProcessFailure(local_rank=0, pid=1, exitcode=code, error_file=str(path)),
         1: ProcessFailure(local_rank=1, pid=2, exitcode=-15, error_file=str(path.parent / "none.json")),

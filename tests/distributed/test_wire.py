@@ -1,4 +1,4 @@
-"""What ranks exchange arrives as it was, and a message cannot run code."""
+"""Test that values arrive unchanged between ranks, and that a message cannot run code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What only Colab, Kaggle or Databricks has, logins that ask, and names that IPython provides."""
+"""Test calls that only Colab, Kaggle or Databricks have, logins that ask, and names that IPython provides."""
 
 import os
 import subprocess

@@ -20,7 +20,7 @@ TITLES = {
 
 
 def meaning(alias: Alias) -> str:
-    """What stands in a table for one alias."""
+    """Return the table row of one alias."""
     if alias.option:
         return f"`{alias.option}`"
     said = []

@@ -1,4 +1,4 @@
-"""What somebody else put into a shared folder for runs is not written through."""
+"""Test that links which somebody else put into a shared folder are not written through."""
 
 from __future__ import annotations
 

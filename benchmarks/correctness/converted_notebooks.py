@@ -19,6 +19,7 @@ import random
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -70,10 +71,10 @@ def own_notebook(name: str, out: Path) -> Path:
 
 
 def plain_script(notebook: dict[str, Any]) -> str:
-    """Return the notebook's cells as they are, without the lines that only IPython runs."""
+    """Return the notebook's cells as they are, with `pass` for the lines that only IPython runs."""
     cells = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
     lines = [line for cell in cells for line in [*cell.splitlines(), ""]]
-    return "\n".join(line for line in lines if not line.lstrip().startswith(("!", "%"))) + "\n"
+    return "\n".join(re.sub(r"^(\s*)[!%].*", r"\1pass", line) for line in lines) + "\n"
 
 
 def prepare(out: Path, notebooks: dict[str, Path]) -> None:
@@ -240,8 +241,8 @@ MAKERS = {
 def run(out: Path, names: list[str], seconds: float) -> list[dict[str, Any]]:
     """Run the prepared scripts with two processes and the notebooks with one, one after the other."""
     results = []
-    for index, name in enumerate(names):
-        result = run_one(out, name, 29500 + index, seconds)
+    for name in names:
+        result = run_one(out, name, free_port(), seconds)
         plain = run_one(out, name, 0, seconds) if "error" not in result else {"losses": [], "exit": None}
         pairs = list(zip(result.get("losses", []), plain["losses"], strict=False))
         result |= {
@@ -252,6 +253,14 @@ def run(out: Path, names: list[str], seconds: float) -> list[dict[str, Any]]:
         result["largest_difference"] = max((abs(one - other) for one, other in pairs), default=None)
         results.append(result)
     return results
+
+
+def free_port() -> int:
+    """Return a port that nothing listens on, so that several of these commands can run side by side."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
 
 
 def run_one(out: Path, name: str, port: int, seconds: float) -> dict[str, Any]:

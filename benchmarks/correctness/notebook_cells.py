@@ -8,7 +8,10 @@ from unsloth import FastLanguageModel
 import torch
 model, tokenizer = FastLanguageModel.from_pretrained(
     model_name = "local/llama", max_seq_length = 512, load_in_4bit = False, dtype = torch.bfloat16,
-)
+)"""
+
+# A cell of its own: Unsloth keeps the model's save_pretrained here, so saves are counted only from before.
+ADAPTER = """\
 model = FastLanguageModel.get_peft_model(
     model, r = 16, lora_alpha = 16, lora_dropout = 0, random_state = 3407,
     target_modules = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
@@ -21,6 +24,7 @@ DPO = [
         "from unsloth import FastLanguageModel",
         "from unsloth import FastLanguageModel, PatchDPOTrainer\nPatchDPOTrainer()",
     ),
+    ADAPTER,
     """\
 from datasets import Dataset
 dataset = Dataset.from_list([
@@ -42,6 +46,7 @@ trainer.train()""",
 
 GRPO = [
     LOAD,
+    ADAPTER,
     """\
 from datasets import Dataset
 dataset = Dataset.from_list([{"prompt": f"Add {i} and {i + 1}. "} for i in range(200)])
@@ -65,6 +70,7 @@ trainer.train()""",
 # The batch of the loader is a process's, so the notebook divides its own by the number of processes.
 LOOP = [
     LOAD,
+    ADAPTER,
     """\
 from accelerate import Accelerator
 from torch.utils.data import DataLoader

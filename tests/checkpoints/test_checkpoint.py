@@ -45,6 +45,18 @@ def train_and_signal(argv: list[str], cwd: str, rank: int, number: int, step: in
     train(argv, cwd)
 
 
+def train_after_the_time_limit(argv: list[str], cwd: str) -> None:
+    """train_ddp.py whose --max_time is over when the first step begins."""
+    ask = StopRequest.start_poll
+
+    def ask_late(self: StopRequest) -> None:
+        self._deadline = 0.0
+        ask(self)
+
+    StopRequest.start_poll = ask_late  # type: ignore[method-assign]
+    train(argv, cwd)
+
+
 def train_and_stop_in_evaluation(argv: list[str], cwd: str, batch: int) -> None:
     """train_ddp.py whose rank 1 is asked to stop during its evaluation batch number `batch` (counted from this start)."""
     interrupt, batches = StopRequest.interrupt_evaluation, itertools.count(1)
@@ -95,8 +107,9 @@ def test_a_stop_on_one_rank_stops_all_with_a_checkpoint_and_the_run_goes_on(job,
         assert f"Stopped on {number.name}; the same command resumes from {stopped}/checkpoint-{step}" in printed
         assert note.read_text() == "75\n"
         assert not (stopped / "summary.json").exists()
-    printed = job(f"{options} --max_time 1s", "stopped", 2, code=75).output
-    assert "Stopped on max_time 1s" in printed
+    late = f"{options} --max_time 1h"
+    printed = job(late, "stopped", 2, code=75, target=train_after_the_time_limit).output
+    assert "Stopped on max_time 1h" in printed
     assert len(manifest_steps(stopped)) == 3
     job(options, "stopped", 2)
     assert_same(ends(stopped, LAST), ends(whole_run(2), LAST))

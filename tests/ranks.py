@@ -85,7 +85,7 @@ def run_ranks(
     finally:
         for process in processes:
             process.kill()
-    outputs = [(folder / f"rank_{rank}.txt").read_text() for rank in range(count)]
+    outputs = [(folder / f"rank_{rank}.txt").read_text(errors="replace") for rank in range(count)]
     result = Result([p.exitcode for p in processes], outputs, time.monotonic() - began)
     assert result.seconds < timeout, f"the job hung for {timeout} s\n{result.output}"
     return result

@@ -8,6 +8,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
+from unsloth_ddp.data.fixed_shape import FixedShape
 from unsloth_ddp.data.labels import IGNORED, supervised_positions
 
 
@@ -65,17 +66,31 @@ class Flatten:
 class Collate:
     """Flatten packs and pad rows, since training may use packs while evaluation uses rows.
 
-    With `head_chooses`, add the positions of the supervised tokens to the batch (see model/supervised_head.py).
+    With `head_chooses`, add the positions of the supervised tokens to the batch (see model/supervised_head.py). With a
+    `shape`, add the vector `laid_out` to batches of packs that fit it (see fixed_shape.py).
     """
 
     pad: PadRight
     flatten: Flatten
     head_chooses: bool = False
+    shape: FixedShape | None = None
 
     def find_supervised(self, wanted: bool) -> None:
         """Add the positions of supervised tokens to every batch, or not, from now on."""
         self.head_chooses = wanted
 
+    def lay_out_for(self, shape: FixedShape | None) -> None:
+        """Lay every batch of packs out in this shape, from now on; None: in no shape."""
+        self.shape = shape
+
     def __call__(self, examples: list[dict[str, np.ndarray]]) -> dict[str, Any]:
-        batch = self.flatten(examples) if "lengths" in examples[0] else self.pad(examples)
-        return batch | supervised_positions(batch["labels"]) if self.head_chooses else batch
+        packed = "lengths" in examples[0]
+        batch = self.flatten(examples) if packed else self.pad(examples)
+        if self.head_chooses:
+            batch |= supervised_positions(batch["labels"])
+        if packed and self.shape is not None:
+            joined = (np.concatenate([pack[name] for pack in examples]) for name in ("input_ids", "labels", "lengths"))
+            laid_out = self.shape.lay_out(*joined)
+            if laid_out is not None:
+                batch["laid_out"] = laid_out
+        return batch

@@ -136,6 +136,7 @@ def begin(run: Run, trainer: DDPTrainer, resume: ResumePoint | None) -> None:
         trainer.model,
         run.folder,
         head_chooses=trainer.loss.head is not None,
+        step=trainer.step_choice,
     )
     print(described, flush=True)
     for sentence in summary_file.questionable(settings, trainer.data, decision):

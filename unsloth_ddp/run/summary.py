@@ -16,6 +16,7 @@ from unsloth_ddp.run.folder import LOCK_FILE, SUMMARY_FILE
 from unsloth_ddp.run.upload import upload
 from unsloth_ddp.training.memory_search import MicroBatchDecision, with_micro_batch
 from unsloth_ddp.training.meter import peak_memory_bytes
+from unsloth_ddp.training.step_choice import StepChoice
 from unsloth_ddp.utils.json_file import write_json
 from unsloth_ddp.utils.tables import render_pairs
 from unsloth_ddp.utils.versions import versions
@@ -34,6 +35,7 @@ def describe_run(
     run_folder: Path,
     *,
     head_chooses: bool,
+    step: StepChoice,
 ) -> str:
     """Return the table that the main process prints before step 1."""
     total, trainable = parameter_counts(model)
@@ -51,6 +53,7 @@ def describe_run(
             **describe_rows(settings, data, head_chooses=head_chooses),
             "optimizer": f"{settings.optim}, learning rate {settings.learning_rate:g}, {describe_schedule(settings)}",
             "checkpointing": f"{decision.kind}: {decision.reason}",
+            "CUDA graphs": f"{'on' if step.recorded else 'off'}: {step.reason}",
             **describe_steps(settings, data, decision),
             "written to": str(run_folder),
         }
@@ -153,6 +156,7 @@ def summarize(settings: Settings, runtime: Runtime, trainer: DDPTrainer, seconds
         "packing": packing is not None,
         "packs": len(packing) if packing is not None and not trainer.data.train.streamed else None,
         "gradient_checkpointing": trainer.checkpointing.kind,
+        "cuda_graphs": trainer.step_choice.recorded,
         "global_batch_size": plan.global_batch,
         "per_device_train_batch_size": plan.per_device,
         "gradient_accumulation_steps": plan.accumulation,

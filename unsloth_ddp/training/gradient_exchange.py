@@ -53,6 +53,10 @@ class GradientExchange:
             self.missing = None
         self._finish()
 
+    def average(self) -> None:
+        """Replace every gradient by the mean over ranks, after a last pass that told nothing of its progress."""
+        self._finish()
+
     def _complete(self, parameter: Tensor) -> None:
         if self.missing is None:
             return

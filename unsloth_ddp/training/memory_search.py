@@ -38,8 +38,9 @@ logger = logging.getLogger("unsloth_ddp")
 
 # Fraction left free on every GPU, for NCCL's buffers and fragmentation.
 HEADROOM = 0.08
-# With this many tokens at once a GPU is busy, and recomputing to get more of them costs more than it brings.
-ENOUGH_TOKENS = 8192
+# With this many tokens at once a GPU is busy, and recomputing to get more of them costs more than it brings. A recorded
+# pass does not wait for the host, so fewer are enough; more than the first number bring nothing.
+ENOUGH_TOKENS, ENOUGH_RECORDED = 8192, 2048
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,11 @@ def divisors(number: int) -> list[int]:
 
 
 def search(
-    kinds: Sequence[str], sizes: Sequence[int], tokens: Callable[[int], int], fits: Callable[[str, int], bool]
+    kinds: Sequence[str],
+    sizes: Sequence[int],
+    tokens: Callable[[int], int],
+    fits: Callable[[str, int], bool],
+    enough: int = ENOUGH_TOKENS,
 ) -> tuple[str, int] | None:
     """Return the first kind with which enough tokens fit at once, and the most rows that do; None if nothing fits.
 
@@ -81,6 +86,7 @@ def search(
         sizes: rows that a micro-batch may have, ascending.
         tokens: rows -> tokens of the largest micro-batch of so many rows.
         fits: (kind, rows) -> whether they fit; what fits with more rows is taken to fit with fewer.
+        enough: tokens at once with which a GPU is busy.
     """
     best: tuple[str, int] | None = None
     for kind in kinds:
@@ -94,7 +100,7 @@ def search(
         if not below:
             continue
         size = sizes[below - 1]
-        if size == sizes[-1] or tokens(size) >= ENOUGH_TOKENS:
+        if size == sizes[-1] or tokens(size) >= enough:
             return kind, size
         if best is None or tokens(size) > tokens(best[1]):
             best = kind, size
@@ -120,6 +126,7 @@ class MemorySearch:
         checkpointing: of the model; `use` switches its kind between trials.
         run: computes a micro-batch as a step does.
         bytes_later: what the optimizer and the exchange of gradients will keep on this rank.
+        recorded: micro-batches are to be replayed from a recording, so small ones are as fast as large ones.
     """
 
     def __init__(
@@ -130,7 +137,10 @@ class MemorySearch:
         checkpointing: GradientCheckpointing,
         run: MicroBatchRunner,
         bytes_later: int,
+        *,
+        recorded: bool = False,
     ) -> None:
+        self.recorded = recorded
         self.settings = settings
         self.runtime = runtime
         self.data = data
@@ -150,6 +160,8 @@ class MemorySearch:
         """
         plan = self.data.plan
         sizes_allowed = sizes_of(self.settings, plan)
+        if self.recorded:
+            sizes_allowed = self._up_to_enough(sizes_allowed)
 
         def candidates() -> tuple[list[str], list[int]]:
             kinds, sizes = list(self.checkpointing.kinds), sizes_allowed
@@ -171,6 +183,14 @@ class MemorySearch:
             return MicroBatchDecision(kinds[0], sizes[0], f"memory is not tried with sharding {self.runtime.sharding}")
         return self._choose_by_trial(kinds, sizes)
 
+    def _tokens(self, size: int) -> int:
+        return largest_tokens(self.data.train, size, self.settings.max_length)
+
+    def _up_to_enough(self, sizes: list[int]) -> list[int]:
+        """Return the sizes up to the first with enough tokens."""
+        below = [size for size in sizes if self._tokens(size) < ENOUGH_TOKENS]
+        return sizes[: len(below) + 1]
+
     def _choose_by_trial(self, kinds: Sequence[str], sizes: Sequence[int]) -> MicroBatchDecision:
         trials: dict[tuple[str, int], list[Trial]] = {}
 
@@ -181,7 +201,8 @@ class MemorySearch:
 
         # Unsloth says, when training begins, that it drops what a trial compiled.
         warnings.filterwarnings("ignore", message="Unsloth: detected a manual forward")
-        found = search(kinds, sizes, lambda size: largest_tokens(self.data.train, size, self.settings.max_length), fits)
+        enough = ENOUGH_RECORDED if self.recorded else ENOUGH_TOKENS
+        found = search(kinds, sizes, self._tokens, fits, enough)
         forget_free_memory()
         # Without room to spare is better than not at all.
         kind, size = found or (kinds[-1], sizes[0])

@@ -47,13 +47,13 @@ class MicroBatchLoss:
 
     def __call__(self, model: Any, inputs: dict[str, Tensor], divisor: Tensor) -> Tensor:
         """Return the loss, a 0-dim tensor."""
+        inputs = {name: value for name, value in inputs.items() if name != "laid_out"}
         if not self.divides:
             without_labels = {name: value for name, value in inputs.items() if name != "labels"}
             logits = model(**without_labels, use_cache=False).logits
             self.forward_done()
             return logits_to_step_loss(logits, inputs["labels"], divisor)
         if self.upstream is not None:
-            inputs = dict(inputs)
             positions = inputs.pop("supervised_positions", None)
             with self.head.at(positions) if self.head else nullcontext():
                 return self.upstream(model, inputs, num_items_in_batch=divisor)

@@ -106,11 +106,15 @@ class StepRetry:
                 raise
             logger.warning("the step is repeated: %s", error)
         else:
-            if self._start is not None:
-                self._start.done += 1
+            self.pass_done()
             return loss
         # Not in the except block, where the exception holds on to what was computed.
         return self._repeat(compute, model)
+
+    def pass_done(self) -> None:
+        """Count a micro-batch of the step as computed."""
+        if self._start is not None:
+            self._start.done += 1
 
     def _averaging(self, model: Any) -> contextlib.AbstractContextManager[None]:
         """Return who averages gradients in this pass.
@@ -167,14 +171,15 @@ class StepRetry:
         return [rank for rank, level in enumerate(levels) if level == furthest]
 
 
-def averages_gradients(method: str, find_unused: bool, *, replicated: bool, kinds: int) -> bool:
+def averages_gradients(method: str, find_unused: bool, *, replicated: bool, kinds: int, recorded: bool = False) -> bool:
     """Return whether the kit averages gradients over several ranks, and not DistributedDataParallel.
 
-    It does where a step may have to be repeated with another kind of gradient checkpointing. Not for --method full:
-    its buckets would be held twice.
+    It does where a step may have to be repeated with another kind of gradient checkpointing, or is replayed without
+    DistributedDataParallel's hooks. Not for --method full: its buckets would be held twice.
 
     Args:
         replicated: every one of several ranks holds the whole model.
         kinds: number of kinds of gradient checkpointing that the run may use.
+        recorded: micro-batches are to be replayed from a recording.
     """
-    return replicated and kinds > 1 and method != "full" and not find_unused
+    return replicated and (kinds > 1 or recorded) and method != "full" and not find_unused

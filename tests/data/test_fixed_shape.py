@@ -1,0 +1,76 @@
+"""Micro-batches of packs in one shape: nothing of the rows is lost, and what is added does not count."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from unsloth_ddp.data.collate import Collate, Flatten, PadRight
+from unsloth_ddp.data.fixed_shape import TILE, FixedShape
+from unsloth_ddp.data.labels import IGNORED
+
+SHAPE = FixedShape.that_holds(tokens=300, rows=12, longest=100)
+
+
+def rows_of(lengths: list[int], share: float = 0.3) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    random = np.random.default_rng(0)
+    ids = random.integers(3, 64, sum(lengths))
+    labels = np.where(random.random(len(ids)) < share, ids, IGNORED)
+    # A row's first token is predicted by none.
+    labels[np.cumsum([0, *lengths[:-1]])] = IGNORED
+    return ids, labels, np.array(lengths)
+
+
+@pytest.mark.parametrize("lengths", [[100, 100, 100], [7], [1, 1], [40, 60, 3, 1, 90]])
+@pytest.mark.parametrize("share", [0.0, 0.2, 1.0])
+def test_rows_keep_their_tokens_positions_and_labels(lengths: list[int], share: float) -> None:
+    ids, labels, array = rows_of(lengths, share)
+    vector = SHAPE.lay_out(ids, labels, array)
+    assert vector is not None
+    step = SHAPE.parts(vector)
+    total, ends = sum(lengths), np.cumsum(lengths)
+    assert step.input_ids.shape == step.position_ids.shape == (1, SHAPE.tokens) and SHAPE.tokens % TILE == 0
+    assert step.input_ids[0, :total].tolist() == ids.tolist()
+    boundaries = step.boundaries.tolist()
+    assert len(boundaries) == SHAPE.rows + 1 and boundaries[: len(lengths) + 1] == [0, *ends.tolist()]
+    assert boundaries == sorted(boundaries) and boundaries[-1] == SHAPE.tokens
+    assert max(np.diff(boundaries)) <= SHAPE.longest
+    # A position restarts exactly at a boundary.
+    starts = torch.nonzero(step.position_ids[0] == 0).flatten().tolist()
+    assert starts == sorted(set(boundaries[:-1]) - {SHAPE.tokens})
+    pairs = [
+        (at, label)
+        for at, label in zip(step.head_positions.tolist(), step.head_labels.tolist(), strict=True)
+        if label != IGNORED
+    ]
+    assert pairs == [(at, int(labels[at + 1])) for at in range(total - 1) if labels[at + 1] != IGNORED]
+    assert int(step.supervised) == len(pairs)
+    assert int(step.tokens) == sum(length for length in lengths if length > 1)
+
+
+def test_a_micro_batch_that_is_larger_than_the_shape_is_not_laid_out() -> None:
+    for lengths in ([101], [100, 100, 100, 100], [2] * 20):
+        assert SHAPE.lay_out(*rows_of(lengths)) is None
+
+
+def test_there_are_few_lengths_of_vectors() -> None:
+    lengths = set()
+    for count in range(SHAPE.tokens + 1):
+        size = SHAPE.head_size(count)
+        assert size >= count and size % TILE == 0
+        lengths.add(size)
+    assert len(lengths) <= 7
+
+
+def test_batches_carry_the_vector_only_where_they_fit() -> None:
+    ids, labels, lengths = rows_of([40, 20])
+    pack = {"input_ids": ids, "labels": labels, "lengths": lengths}
+    collate = Collate(PadRight(0), Flatten("positions"))
+    assert "laid_out" not in collate([pack])
+    collate.lay_out_for(SHAPE)
+    batch = collate([pack, pack])
+    assert int(SHAPE.parts(batch["laid_out"]).tokens) == 120
+    assert "laid_out" not in collate([pack] * 7)
+    row = {"input_ids": ids, "labels": labels}
+    assert "laid_out" not in collate([row])

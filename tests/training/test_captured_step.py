@@ -1,0 +1,140 @@
+"""Micro-batches of fixed shape: the loss and gradients of the model's own forward pass, summed over a step."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+
+from tests.data.test_fixed_shape import rows_of
+from tests.data.test_packing import KV, make
+from unsloth_ddp.data.collate import Collate, Flatten, PadRight
+from unsloth_ddp.data.fixed_shape import FixedShape
+from unsloth_ddp.model import head_loss as head_module
+from unsloth_ddp.model.head_loss import head_loss
+from unsloth_ddp.model.packed_forward import PackedForward
+from unsloth_ddp.training.captured_step import CapturedStep
+from unsloth_ddp.training.step_choice import check_recording
+
+SHAPE = FixedShape.that_holds(tokens=256, rows=12, longest=128)
+DEVICE = torch.device("cpu")
+
+
+def model_of(method: str) -> Any:
+    model = make("Llama", **KV)
+    model.set_attn_implementation("sdpa")
+    if method == "lora":
+        model = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"))
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(parameter, std=0.05)
+    return model.train()
+
+
+def captured_of(model: Any) -> CapturedStep:
+    return CapturedStep(model, PackedForward(model, SHAPE), contextlib.nullcontext, torch.float32, DEVICE)
+
+
+def batches() -> list[dict[str, Any]]:
+    collate = Collate(PadRight(0), Flatten("positions"))
+    collate.lay_out_for(SHAPE)
+    lengths: list[list[int]] = [[60, 50, 30], [128, 100], [9]]
+    packs = [dict(zip(("input_ids", "labels", "lengths"), rows_of(of), strict=True)) for of in lengths]
+    return [collate([pack]) for pack in packs]
+
+
+def ordinary_sum(model: Any, batch: dict[str, Any]) -> torch.Tensor:
+    logits = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False).logits
+    return torch.nn.functional.cross_entropy(logits[0, :-1], batch["labels"][0, 1:], ignore_index=-100, reduction="sum")
+
+
+def gradients(model: Any) -> torch.Tensor:
+    return torch.cat([p.grad.flatten() for p in model.parameters() if p.requires_grad])
+
+
+@pytest.mark.parametrize("method", ["lora", "full"])
+def test_a_step_of_replayed_and_ordinary_micro_batches_has_the_gradients_of_ordinary_ones(method: str) -> None:
+    model = model_of(method)
+    expected = sum(ordinary_sum(model, batch) for batch in batches()) / 7
+    expected.backward()
+    wanted = gradients(model)
+    captured, divisor = captured_of(model), torch.tensor(7.0)
+    for turn in range(3):
+        # As the optimizer does between steps.
+        model.zero_grad()
+        total = torch.zeros(())
+        for index, batch in enumerate(batches()):
+            if index == turn:
+                loss = ordinary_sum(model, batch) / 7
+                loss.backward()
+                total += loss.detach()
+            else:
+                total += captured.run(batch, divisor)[0]
+        torch.testing.assert_close(total, expected.detach(), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(gradients(model), wanted, rtol=1e-4, atol=1e-6)
+
+
+def test_counts_come_with_the_loss() -> None:
+    batch = batches()[0]
+    _, step = captured_of(model_of("lora")).run(batch, torch.ones(()))
+    assert int(step.supervised) == int((batch["labels"][0, 1:] != -100).sum()) and int(step.tokens) == 140
+
+
+def test_the_check_accepts_the_same_pass_and_names_another_one() -> None:
+    model = model_of("lora")
+    model.base_model.model.lm_head.weight.grad = None
+    captured, batch = captured_of(model), batches()[1]
+    assert check_recording(captured, batch, lambda one: ordinary_sum(model, one)) is None
+    assert all(p.grad is None for p in model.parameters())
+    reason = check_recording(captured, batch, lambda one: 1.02 * ordinary_sum(model, one))
+    assert reason is not None and reason.startswith("its loss would differ by 2.0e-02")
+    other = batches()[2]
+    reason = check_recording(
+        captured, batch, lambda one: ordinary_sum(model, one) + 0 * ordinary_sum(model, other).square() + _bent(model)
+    )
+    assert reason is not None and reason.startswith("its gradients would differ by")
+
+
+def _bent(model: Any) -> torch.Tensor:
+    """Zero, with a gradient."""
+    weight = next(p for p in model.parameters() if p.requires_grad)
+    return 1000 * (weight - weight.detach()).sum()
+
+
+def fail(*given: Any) -> None:
+    raise ValueError("no such layer")
+
+
+def test_a_pass_that_fails_is_named() -> None:
+    model = model_of("lora")
+    captured = captured_of(model)
+    captured.forward.layers[1].register_forward_pre_hook(fail)
+    reason = check_recording(captured, batches()[0], lambda one: one["labels"].sum() * _bent(model))
+    assert reason == "recording it failed: no such layer"
+
+
+def test_models_whose_head_is_no_plain_matrix_are_refused() -> None:
+    model = make("Llama", **KV)
+    model.lm_head = torch.nn.Sequential(model.lm_head)
+    with pytest.raises(NotImplementedError, match="head is not a plain matrix"):
+        PackedForward(model, SHAPE)
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_the_head_in_chunks_is_cross_entropy(monkeypatch: pytest.MonkeyPatch, trained: bool) -> None:
+    monkeypatch.setattr(head_module, "CHUNK", 16)
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(50, 8, generator=generator, requires_grad=True)
+    weight = torch.randn(30, 8, generator=generator, requires_grad=trained)
+    labels = torch.randint(0, 30, (50,), generator=generator)
+    labels[np.array([0, 7, 49])] = -100
+    ours = head_loss(hidden, weight, labels, torch.float32)
+    wanted = torch.nn.functional.cross_entropy(hidden @ weight.t(), labels, ignore_index=-100, reduction="sum")
+    inputs = [hidden, weight] if trained else [hidden]
+    torch.testing.assert_close(ours, wanted)
+    for one, other in zip(torch.autograd.grad(ours * 3, inputs), torch.autograd.grad(wanted * 3, inputs), strict=True):
+        torch.testing.assert_close(one, other)

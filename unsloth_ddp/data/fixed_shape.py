@@ -1,0 +1,113 @@
+"""Lay a micro-batch of packs out as one integer vector whose length does not depend on the rows.
+
+Kernels that are compiled for one shape, or recorded in a CUDA graph, need the same number of tokens, rows and supervised
+tokens in every micro-batch. Missing tokens are filled with rows of their own that nothing supervises, missing rows with
+empty ones, and missing supervised tokens with positions whose label is ignored.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from unsloth_ddp.data.labels import IGNORED
+
+# Matrix products are fastest with whole tiles.
+TILE = 128
+# Shares of a micro-batch's tokens that the head is computed for: the smallest that holds the supervised ones is taken.
+HEAD_SHARES = (1 / 16, 1 / 8, 1 / 4, 3 / 8, 1 / 2, 3 / 4, 1)
+# Numbers before the other parts: supervised tokens, and tokens of rows that are no filler.
+COUNTS = 2
+
+
+@dataclass(frozen=True)
+class StepTensors:
+    """The parts of a laid out micro-batch, all views of one vector.
+
+    Attributes:
+        supervised: 0-dim, supervised tokens.
+        tokens: 0-dim, tokens without the fill and without filler rows, which have one token.
+        input_ids: (1, tokens of the shape).
+        position_ids: (1, tokens of the shape); they restart at 0 in every row.
+        boundaries: (rows of the shape + 1,), the first token of each row, and the number of tokens for empty rows.
+        head_positions: (n,), the tokens that the head is computed for.
+        head_labels: (n,), what follows each, or IGNORED.
+    """
+
+    supervised: Tensor
+    tokens: Tensor
+    input_ids: Tensor
+    position_ids: Tensor
+    boundaries: Tensor
+    head_positions: Tensor
+    head_labels: Tensor
+
+
+@dataclass(frozen=True)
+class FixedShape:
+    """The sizes that every micro-batch is filled up to.
+
+    Args:
+        tokens: of a micro-batch.
+        rows: of a micro-batch, those that fill it up included.
+        longest: most tokens of a row.
+    """
+
+    tokens: int
+    rows: int
+    longest: int
+
+    @classmethod
+    def that_holds(cls, tokens: int, rows: int, longest: int) -> FixedShape:
+        """Return the shape that holds micro-batches of up to so many tokens and rows, and their fill."""
+        whole = math.ceil(tokens / TILE) * TILE
+        return cls(whole, rows + math.ceil(whole / longest), longest)
+
+    def head_size(self, supervised: int) -> int:
+        """Return how many tokens the head is computed for where so many are supervised."""
+        sizes = (math.ceil(self.tokens * share / TILE) * TILE for share in HEAD_SHARES)
+        return next(size for size in sizes if size >= supervised)
+
+    def lay_out(self, ids: np.ndarray, labels: np.ndarray, lengths: np.ndarray) -> Tensor | None:
+        """Return the vector of a micro-batch, int64; None if it is larger than the shape.
+
+        Args:
+            ids: (tokens,), the rows one after the other.
+            labels: (tokens,), IGNORED where a token is not supervised.
+            lengths: (rows,), the tokens of each row.
+        """
+        fill = self.tokens - len(ids)
+        if fill < 0 or lengths.max() > self.longest:
+            return None
+        whole, rest = divmod(fill, self.longest)
+        filled = np.concatenate([lengths, np.full(whole, self.longest), np.full(int(rest > 0), rest)]).astype(np.int64)
+        if len(filled) > self.rows:
+            return None
+        ends = np.cumsum(filled)
+        boundaries = np.full(self.rows + 1, self.tokens)
+        boundaries[: len(filled)] = ends - filled
+        following = np.append(labels[1:], IGNORED)
+        positions = np.flatnonzero(following != IGNORED)
+        missing = self.head_size(len(positions)) - len(positions)
+        parts = (
+            [len(positions), lengths[lengths > 1].sum()],
+            np.append(ids, np.zeros(fill)),
+            np.arange(self.tokens) - np.repeat(ends - filled, filled),
+            boundaries,
+            np.append(positions, np.zeros(missing)),
+            np.append(following[positions], np.full(missing, IGNORED)),
+        )
+        return torch.from_numpy(np.concatenate([np.asarray(part, dtype=np.int64) for part in parts]))
+
+    def parts(self, vector: Tensor) -> StepTensors:
+        """Return the parts of a vector from `lay_out`, on its device, without a copy."""
+        fixed = COUNTS + 2 * self.tokens + self.rows + 1
+        head = (len(vector) - fixed) // 2
+        counts, ids, positions, boundaries, picked, labels = vector.split(
+            [COUNTS, self.tokens, self.tokens, self.rows + 1, head, head]
+        )
+        return StepTensors(counts[0], counts[1], ids[None], positions[None], boundaries, picked, labels)

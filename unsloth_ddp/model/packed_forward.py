@@ -1,0 +1,142 @@
+"""Compute the loss of a micro-batch of fixed shape, without a wait for the device, so that it can be recorded.
+
+The model's decoder is called with row boundaries that stay on the device. Layers whose attention is Unsloth's look up
+the boundaries on the host, so that attention is computed by varlen.py's kernel there too.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from unsloth_ddp.data.fixed_shape import FixedShape, StepTensors
+from unsloth_ddp.model import varlen
+from unsloth_ddp.model.head_loss import head_loss
+from unsloth_ddp.model.modules import base_model
+
+# The function that Unsloth's attention layers of every family call, by this name in the family's module.
+UNSLOTH_ATTENTION = "run_attention"
+# varlen.py passes the module on where a mask is given, which is not so here.
+NO_MODULE = torch.nn.Identity()
+
+
+class Rows:
+    """The boundaries of the rows that attention is computed within, int32 (rows + 1,)."""
+
+    boundaries: Tensor
+
+
+class PackedForward:
+    """Call a causal language model on laid out micro-batches.
+
+    Args:
+        model: of Transformers, in PEFT's wrapper or not; with packed rows it uses torch's varlen_attn (see attention.py).
+        shape: of every micro-batch.
+
+    Raises:
+        NotImplementedError: the model cannot be called in this way; the message says why, in a few words.
+    """
+
+    def __init__(self, model: Any, shape: FixedShape) -> None:
+        base = base_model(model)
+        self.decoder: Any = base.get_decoder()
+        self.head: Any = base.get_output_embeddings()
+        self.shape = shape
+        self.layers: list[Any] = list(getattr(self.decoder, "layers", []))
+        if not self.layers:
+            raise NotImplementedError("its layers are not known")
+        if type(self.head) is not torch.nn.Linear or self.head.bias is not None:
+            raise NotImplementedError("its output head is not a plain matrix")
+        attention = {
+            type(module).forward.__module__
+            for layer in self.layers
+            for module in layer.modules()
+            if type(module).__name__.endswith("Attention") and type(module).forward.__module__.startswith("unsloth.")
+        }
+        self.unsloth_modules: list[Any] = [sys.modules[name] for name in attention]
+        if any(not hasattr(module, UNSLOTH_ATTENTION) for module in self.unsloth_modules):
+            raise NotImplementedError("Unsloth computes its attention in another way")
+        self._rows: Rows = Rows()
+        # One function for all calls: compiled layers are compiled anew for another one.
+        self._attend: Callable[..., Tensor] = _attention_within(self._rows, shape.longest)
+
+    def loss_sum(self, step: StepTensors, dtype: torch.dtype) -> Tensor:
+        """Return the summed token losses, 0-dim float32.
+
+        Args:
+            dtype: of the head's matrix products.
+        """
+        hidden = self._hidden(step)
+        selected = hidden.reshape(-1, hidden.shape[-1]).index_select(0, step.head_positions)
+        return head_loss(selected, self.head.weight, step.head_labels, dtype)
+
+    def _hidden(self, step: StepTensors) -> Tensor:
+        given: dict[str, Any] = {"input_ids": step.input_ids, "position_ids": step.position_ids, "use_cache": False}
+        if self.unsloth_modules:
+            with self._unsloth_attention(step.boundaries.int()):
+                output = self.decoder(**given)
+        else:
+            if self.decoder.config._attn_implementation == varlen.NAME:
+                boundaries, longest = step.boundaries.int(), self.shape.longest
+                given |= {"cu_seq_lens_q": boundaries, "cu_seq_lens_k": boundaries}
+                given |= {"max_length_q": longest, "max_length_k": longest}
+            output = self.decoder(**given)
+        hidden: Tensor = output[0]
+        return hidden
+
+    @contextmanager
+    def _unsloth_attention(self, boundaries: Tensor) -> Iterator[None]:
+        """Compute the attention of Unsloth's layers with these boundaries inside the block."""
+        before = [getattr(module, UNSLOTH_ATTENTION) for module in self.unsloth_modules]
+        allowed = getattr(self.decoder, "_unsloth_allow_packed_overlength", False)
+        self._rows.boundaries = boundaries
+        try:
+            # Unsloth would cut a micro-batch of several packs at the longest row.
+            self.decoder._unsloth_allow_packed_overlength = True
+            for module in self.unsloth_modules:
+                setattr(module, UNSLOTH_ATTENTION, self._attend)
+            yield
+        finally:
+            self.decoder._unsloth_allow_packed_overlength = allowed
+            for module, function in zip(self.unsloth_modules, before, strict=True):
+                setattr(module, UNSLOTH_ATTENTION, function)
+
+    @contextmanager
+    def compiled_layers(self) -> Iterator[None]:
+        """Run the layers compiled inside the block; each is compiled at its first call there."""
+        try:
+            for layer in self.layers:
+                layer.compile(dynamic=False)
+            with torch._dynamo.config.patch(recompile_limit=64, accumulated_recompile_limit=4096):
+                yield
+        finally:
+            for layer in self.layers:
+                # torch has no way to take a module's compile() back.
+                layer._compiled_call_impl = None
+
+
+def _attention_within(rows: Rows, longest: int) -> Callable[..., Tensor]:
+    """Return a function in place of Unsloth's run_attention: causal attention within the rows of a pack."""
+
+    def attend(*, config: Any, context: Any, Q: Tensor, K: Tensor, V: Tensor) -> Tensor:
+        given = config.flash_varlen_kwargs or {}
+        if given.get("softcap") or not context.is_causal:
+            raise NotImplementedError("its attention has a cap on its scores or looks ahead")
+        attended, _ = varlen.attend(
+            NO_MODULE,
+            Q,
+            K,
+            V,
+            scaling=given.get("softmax_scale"),
+            sliding_window=context.sliding_window if (context.sliding_window or 0) > 0 else None,
+            cu_seq_lens_q=rows.boundaries,
+            max_length_q=longest,
+        )
+        return attended
+
+    return attend

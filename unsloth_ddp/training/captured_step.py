@@ -1,0 +1,175 @@
+"""Record the forward and backward pass of a micro-batch once, and replay it: a step as fast as the GPU, not as its host.
+
+A small micro-batch is thousands of short kernels, and launching them takes the host longer than the GPU needs to run
+them. Micro-batches of one shape can share a CUDA graph, which starts them all at once, and layers compiled for it. The
+optimizer, the exchange of gradients and everything that is logged stay outside.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from unsloth_ddp.data.fixed_shape import FixedShape, StepTensors
+from unsloth_ddp.model.packed_forward import PackedForward
+from unsloth_ddp.utils.errors import one_line
+
+logger = logging.getLogger("unsloth_ddp")
+
+# Passes before a recording: the first compiles, the second has the memory that the first one's kernels were chosen with.
+WARM_UP = 2
+
+
+class RecordingFailed(RuntimeError):
+    """A pass could not be recorded; gradients are as they were before."""
+
+
+@dataclass
+class Recording:
+    """A recorded pass over one length of the laid out vector; replaying reads `vector` and writes `loss`."""
+
+    vector: Tensor
+    step: StepTensors
+    loss: Tensor
+    replay: Callable[[], None]
+
+
+class CapturedStep:
+    """Compute micro-batches of fixed shape by replaying a recorded pass.
+
+    Gradients are added to buffers that stay where they are, as the recording writes there.
+
+    Args:
+        model: whose parameters are trained; in training mode, without DistributedDataParallel around it.
+        forward: computes the loss.
+        autocast: the trainer's.
+        dtype: of the head's matrix products.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        forward: PackedForward,
+        autocast: Callable[[], AbstractContextManager[Any]],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.forward = forward
+        self.autocast = autocast
+        self.dtype = dtype
+        self.device = device
+        self.trained = [p for p in model.parameters() if p.requires_grad]
+        self.gradients: list[Tensor] = []
+        self.divisor = torch.ones((), device=device)
+        self.recordings: dict[int, Recording] = {}
+        self._pool: Any = None
+
+    @property
+    def shape(self) -> FixedShape:
+        """The shape of the micro-batches."""
+        return self.forward.shape
+
+    def takes(self, batch: dict[str, Any]) -> bool:
+        """Return whether a micro-batch is laid out, and not larger than the shape."""
+        return "laid_out" in batch
+
+    def run(self, batch: dict[str, Any], divisor: Tensor) -> tuple[Tensor, StepTensors]:
+        """Add the gradients of a micro-batch to those of its step.
+
+        Args:
+            batch: with the vector `laid_out` (see FixedShape.lay_out), on the device or in pinned memory.
+            divisor: of the summed token losses, 0-dim.
+
+        Returns:
+            the loss, 0-dim, and the parts of the micro-batch on the device; both are overwritten by the next call.
+
+        Raises:
+            RecordingFailed: this is the first micro-batch with so many supervised tokens, and memory is short, say.
+        """
+        vector = batch["laid_out"]
+        self._use_buffers()
+        self.divisor.copy_(divisor)
+        recording = self.recordings.get(len(vector))
+        if recording is None:
+            recording = self.recordings[len(vector)] = self._record(vector)
+        recording.vector.copy_(vector, non_blocking=True)
+        recording.replay()
+        return recording.loss, recording.step
+
+    def _use_buffers(self) -> None:
+        """Let every gradient lie in its buffer, with the value it has."""
+        if not self.gradients:
+            self.gradients = [torch.zeros_like(p) for p in self.trained]
+        pairs = list(zip(self.trained, self.gradients, strict=True))
+        if all(p.grad is buffer for p, buffer in pairs):
+            return
+        # The optimizer's zero_grad drops gradients, the exchange replaces them, and a pass without a recording makes new ones.
+        empty = [buffer for p, buffer in pairs if p.grad is None]
+        if empty:
+            torch._foreach_zero_(empty)
+        for p, buffer in pairs:
+            if p.grad is not None and p.grad is not buffer:
+                buffer.copy_(p.grad)
+            p.grad = buffer
+
+    def _record(self, example: Tensor) -> Recording:
+        """Record the pass over vectors as long as `example`; gradients and random numbers are left as they were."""
+        began = time.perf_counter()
+        vector = example.to(self.device, copy=True)
+        step = self.shape.parts(vector)
+        loss = torch.zeros((), device=self.device)
+
+        def compute() -> None:
+            with self.autocast():
+                computed = self.forward.loss_sum(step, self.dtype) / self.divisor
+            computed.backward()
+            loss.copy_(computed.detach())
+
+        if self.device.type != "cuda":
+            # A CPU has no graphs; it computes what a recording does.
+            return Recording(vector, step, loss, compute)
+        before = [buffer.clone() for buffer in self.gradients]
+        try:
+            replay = self._record_on_gpu(compute)
+        except Exception as error:
+            raise RecordingFailed(one_line(error, 200)) from error
+        finally:
+            torch._foreach_copy_(self.gradients, before)
+        logger.info(
+            "recorded the step of %d tokens, %d of them for the head, in %.1f s",
+            self.shape.tokens,
+            len(step.head_labels),
+            time.perf_counter() - began,
+        )
+        return Recording(vector, step, loss, replay)
+
+    def _record_on_gpu(self, compute: Callable[[], None]) -> Callable[[], None]:
+        """Return what replays `compute`, which runs a few times before."""
+        with torch.random.fork_rng(devices=[self.device]), self.forward.compiled_layers():
+            for _ in range(WARM_UP):
+                compute()
+            torch.cuda.synchronize(self.device)
+            graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self.device)
+            # Other threads pin memory and watch collectives meanwhile.
+            with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
+                compute()
+        self._pool = graph.pool()
+        return graph.replay
+
+
+def record_on_a_stream(device: torch.device) -> None:
+    """Make a stream of its own the current one; everything that follows has to be computed there.
+
+    Gradients are added on the stream that was current when a parameter was first used, and recording a graph fails where
+    that is the default stream, which cannot be recorded.
+    """
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.default_stream(device))
+    torch.cuda.set_stream(stream)

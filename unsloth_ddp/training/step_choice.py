@@ -1,0 +1,138 @@
+"""Choose how micro-batches are computed: by replaying a recorded pass (captured_step.py), or as the backend computes them."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from unsloth_ddp.config.options import Settings
+from unsloth_ddp.data.batch_plan import BatchPlan
+from unsloth_ddp.data.dataset import TokenizedRows
+from unsloth_ddp.data.fixed_shape import FixedShape
+from unsloth_ddp.data.training_data import TrainingData
+from unsloth_ddp.distributed.runtime import Runtime
+from unsloth_ddp.distributed.wire import sendable
+from unsloth_ddp.model import varlen
+from unsloth_ddp.training.captured_step import CapturedStep
+from unsloth_ddp.training.memory_search import largest_tokens
+from unsloth_ddp.utils.errors import UserError, one_line
+
+logger = logging.getLogger("unsloth_ddp")
+
+# Compiling and recording take as long as about so many micro-batches save.
+FEWEST_MICRO_BATCHES = 100
+# Rows of a streamed set are not known; micro-batches with more of them than one for so many tokens are not replayed.
+TOKENS_A_ROW = 16
+# Relative differences between a replayed pass and the backend's: both round to 16 bit, in another order.
+LOSS_TOLERANCE, GRADIENT_TOLERANCE = 5e-3, 5e-2
+
+
+@sendable
+@dataclass(frozen=True)
+class StepChoice:
+    """Whether a run replays recorded micro-batches, and the reason in a few words."""
+
+    recorded: bool
+    reason: str
+
+
+def obstacle(settings: Settings, runtime: Runtime, data: TrainingData) -> str | None:
+    """Return why a run cannot replay recorded micro-batches, in a few words; None if it can."""
+    if runtime.device_type != "cuda":
+        return "a CPU has no CUDA graphs"
+    if data.train.packing is None:
+        return "rows are padded, so micro-batches differ in shape"
+    if runtime.precision != "bf16":
+        return f"precision {runtime.precision} is not bf16"
+    if runtime.sharding != "none":
+        return f"sharding {runtime.sharding} gathers weights in every layer"
+    if settings.method == "full" and runtime.ranks.world_size > 1:
+        return "DistributedDataParallel sends the gradients of --method full during the backward pass"
+    if not varlen.is_available():
+        return "this torch has no varlen_attn for grouped heads and windows"
+    return None
+
+
+def too_short(settings: Settings, data: TrainingData, plan: BatchPlan) -> str | None:
+    """Return why a run is too short to earn back what compiling costs; None if it is not."""
+    steps = settings.max_steps if settings.max_steps > 0 else 0
+    if not steps:
+        if data.train.streamed:
+            return None
+        steps = math.ceil(plan.steps_per_epoch(data.train.units) * settings.num_train_epochs)
+    passes = steps * plan.accumulation
+    return f"{passes} micro-batches are too few to compile for" if passes < FEWEST_MICRO_BATCHES else None
+
+
+def shape_for(train: TokenizedRows, size: int, max_length: int) -> FixedShape:
+    """Return the shape of micro-batches of `size` packs, whichever they are."""
+    assert train.packing is not None
+    tokens = largest_tokens(train, size, max_length)
+    if train.streamed:
+        return FixedShape.that_holds(tokens, tokens // TOKENS_A_ROW, max_length)
+    rows = np.sort(np.diff(train.packing.starts))[::-1][:size].sum()
+    return FixedShape.that_holds(tokens, int(rows), max(train.packing.longest, max_length))
+
+
+def check_recording(
+    captured: CapturedStep, batch: dict[str, Any], ordinary: Callable[[dict[str, Any]], Tensor]
+) -> str | None:
+    """Return why a recorded pass is not used, in a few words: it fails, or it gives another loss or gradient.
+
+    Gradients are left as they were.
+
+    Args:
+        batch: with the laid out vector, on the device.
+        ordinary: batch -> summed token losses as the backend computes them, with their graph.
+    """
+    one = torch.ones((), device=captured.device)
+    before = [p.grad for p in captured.trained]
+    try:
+        for p in captured.trained:
+            p.grad = None
+        expected = ordinary(batch)
+        expected.backward()
+        gradients = [None if p.grad is None else p.grad.detach().clone() for p in captured.trained]
+        for p in captured.trained:
+            p.grad = None
+        loss, _ = captured.run(batch, one)
+        return _difference(expected, loss, gradients, captured.trained)
+    except Exception as error:
+        logger.warning("the step is not recorded: %s", error, exc_info=True)
+        return f"recording it failed: {one_line(error, 120)}"
+    finally:
+        for p, gradient in zip(captured.trained, before, strict=True):
+            p.grad = gradient
+
+
+def _difference(expected: Tensor, loss: Tensor, gradients: list[Tensor | None], trained: list[Any]) -> str | None:
+    off = abs(loss.item() - expected.item()) / max(abs(expected.item()), 1e-6)
+    if not off <= LOSS_TOLERANCE:
+        return f"its loss would differ by {off:.1e}"
+    squares = torch.zeros(2, dtype=torch.float64, device=loss.device)
+    for p, gradient in zip(trained, gradients, strict=True):
+        wanted = torch.zeros_like(p) if gradient is None else gradient
+        difference = p.grad.float() - wanted.float()
+        squares += torch.stack([difference.square().sum().double(), wanted.float().square().sum().double()])
+    far, whole = squares.sqrt().tolist()
+    logger.info("a recorded step differs by %.1e in its loss and %.1e in its gradients", off, far / max(whole, 1e-12))
+    if not far <= GRADIENT_TOLERANCE * max(whole, 1e-12):
+        return f"its gradients would differ by {far / max(whole, 1e-12):.1e}"
+    return None
+
+
+def refuse(settings: Settings, reason: str | None) -> None:
+    """Refuse --cuda_graphs on where there is a reason against it.
+
+    Raises:
+        UserError: naming the reason.
+    """
+    if settings.cuda_graphs == "on" and reason is not None:
+        raise UserError(f"cuda_graphs on is not possible, because {reason}; use --cuda_graphs auto or off.")

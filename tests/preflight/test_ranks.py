@@ -150,6 +150,8 @@ def run(tmp_path):
             changed or {},
             folder=tmp_path / "out",
             environ_of=as_nodes(per_node, count),
+            # The launcher of one node does not end the processes of another, which may still be printing.
+            end=per_node > 1,
         )
         return result, Report(tmp_path / "report.json")
 

@@ -16,6 +16,7 @@ from unsloth_ddp.data.collate import Collate, Flatten, PadRight
 from unsloth_ddp.data.fixed_shape import FixedShape
 from unsloth_ddp.model import head_loss as head_module
 from unsloth_ddp.model.head_loss import head_loss
+from unsloth_ddp.model.modules import without_dropout
 from unsloth_ddp.model.packed_forward import PackedForward
 from unsloth_ddp.training.captured_step import CapturedStep
 from unsloth_ddp.training.step_choice import check_recording
@@ -103,6 +104,23 @@ def _bent(model: Any) -> torch.Tensor:
     """Zero, with a gradient."""
     weight = next(p for p in model.parameters() if p.requires_grad)
     return 1000 * (weight - weight.detach()).sum()
+
+
+def test_dropout_is_left_out_of_the_check_and_back_afterwards() -> None:
+    model = make("Llama", **KV)
+    model.set_attn_implementation("sdpa")
+    config = LoraConfig(
+        r=4, lora_dropout=0.5, target_modules="all-linear", task_type="CAUSAL_LM", init_lora_weights=False
+    )
+    model = get_peft_model(model, config).train()
+    captured, batch = captured_of(model), batches()[1]
+    with without_dropout(model) as dropped:
+        assert dropped
+        assert check_recording(captured, batch, lambda one: ordinary_sum(model, one)) is None
+    first, second = (captured.run(batch, torch.ones(()))[0].item() for _ in range(2))
+    assert first != second
+    with without_dropout(model_of("lora")) as dropped:
+        assert not dropped
 
 
 def fail(*given: Any) -> None:

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+
 
 def base_model(model: Any) -> Any:
     """Return the Transformers model inside PEFT's wrapper, or the model itself if it is not wrapped."""
@@ -34,3 +36,17 @@ def _mode(model: Any, *, training: bool) -> Iterator[None]:
         yield
     finally:
         model.train(was_training)
+
+
+@contextmanager
+def without_dropout(model: Any) -> Iterator[bool]:
+    """Set every dropout layer's probability to 0 inside the block, in training mode too; yield whether there was one."""
+    layers = [module for module in model.modules() if isinstance(module, torch.nn.Dropout) and module.p > 0]
+    before = [layer.p for layer in layers]
+    for layer in layers:
+        layer.p = 0.0
+    try:
+        yield bool(layers)
+    finally:
+        for layer, p in zip(layers, before, strict=True):
+            layer.p = p

@@ -103,6 +103,11 @@ class CapturedStep:
         recording.replay()
         return recording.loss, recording.step
 
+    def forget(self) -> None:
+        """Record again what was recorded so far, at its next use: the model has changed."""
+        self.recordings.clear()
+        self._pool = None
+
     def _use_buffers(self) -> None:
         """Let every gradient lie in its buffer, with the value it has."""
         if not self.gradients:

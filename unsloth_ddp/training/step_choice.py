@@ -86,7 +86,7 @@ def check_recording(
 ) -> str | None:
     """Return why a recorded pass is not used, in a few words: it fails, or it gives another loss or gradient.
 
-    Gradients are left as they were.
+    Gradients are left as they were. The model must not draw random numbers, which would differ between the passes.
 
     Args:
         batch: with the laid out vector, on the device.

@@ -34,7 +34,7 @@ from unsloth_ddp.distributed.signals import EvaluationInterrupted, StopRequest
 from unsloth_ddp.model.attention import keys_for_packs, prepare_for_packs
 from unsloth_ddp.model.gradient_checkpointing import GradientCheckpointing
 from unsloth_ddp.model.load import DTYPES
-from unsloth_ddp.model.modules import evaluation_mode, training_mode
+from unsloth_ddp.model.modules import evaluation_mode, training_mode, without_dropout
 from unsloth_ddp.model.packed_forward import PackedForward
 from unsloth_ddp.model.supervised_head import fits_fused_head, head_with_equal_loss
 from unsloth_ddp.training.callbacks import CompareWeights, ReportProgress, StopTogether
@@ -275,8 +275,11 @@ class DDPTrainer(ResumableTrainer):
         captured = CapturedStep(self.model, forward, self.accelerator.autocast, torch.bfloat16, self.args.device)
         self.collate.lay_out_for(shape)
         batch = runner.batch_of([train.examples[index] for index in range(min(size, train.units))])
-        with training_mode(self.model):
-            return captured, check_recording(captured, batch, runner.loss_sum)
+        with training_mode(self.model), without_dropout(self.model) as dropped:
+            reason = check_recording(captured, batch, runner.loss_sum)
+        if dropped:
+            captured.forget()
+        return captured, reason
 
     # ---- rows: upstream shuffles with the global random state and shows some rows twice to even out the ranks ----
 

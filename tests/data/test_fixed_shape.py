@@ -26,14 +26,14 @@ def rows_of(lengths: list[int], share: float = 0.3) -> tuple[np.ndarray, np.ndar
 @pytest.mark.parametrize("share", [0.0, 0.2, 1.0])
 def test_rows_keep_their_tokens_positions_and_labels(lengths: list[int], share: float) -> None:
     ids, labels, array = rows_of(lengths, share)
-    vector = SHAPE.lay_out(ids, labels, array)
-    assert vector is not None
-    step = SHAPE.parts(vector)
+    laid_out = SHAPE.lay_out(ids, labels, array)
+    assert laid_out is not None
+    step = SHAPE.parts(laid_out)
     total, ends = sum(lengths), np.cumsum(lengths)
     assert step.input_ids.shape == step.position_ids.shape == (1, SHAPE.tokens) and SHAPE.tokens % TILE == 0
     assert step.input_ids[0, :total].tolist() == ids.tolist()
     boundaries = step.boundaries.tolist()
-    assert len(boundaries) == SHAPE.rows + 1 and boundaries[: len(lengths) + 1] == [0, *ends.tolist()]
+    assert len(boundaries) == laid_out.rows + 1 and boundaries[: len(lengths) + 1] == [0, *ends.tolist()]
     assert boundaries == sorted(boundaries) and boundaries[-1] == SHAPE.tokens
     assert max(np.diff(boundaries)) <= SHAPE.longest
     # A position restarts exactly at a boundary.
@@ -54,13 +54,19 @@ def test_a_micro_batch_that_is_larger_than_the_shape_is_not_laid_out() -> None:
         assert SHAPE.lay_out(*rows_of(lengths)) is None
 
 
-def test_there_are_few_lengths_of_vectors() -> None:
-    lengths = set()
-    for count in range(SHAPE.tokens + 1):
-        size = SHAPE.head_size(count)
-        assert size >= count and size % TILE == 0
-        lengths.add(size)
-    assert len(lengths) <= 7
+def test_there_are_few_sizes() -> None:
+    heads = {count: SHAPE.head_size(count) for count in range(SHAPE.tokens + 1)}
+    assert all(size >= count and size % TILE == 0 for count, size in heads.items()) and len(set(heads.values())) <= 7
+    many = FixedShape.that_holds(tokens=8192, rows=1000, longest=2048)
+    rows = {count: many.row_size(count) for count in range(1, many.rows + 1)}
+    assert all(size >= count for count, size in rows.items()) and len(set(rows.values())) <= 8
+
+
+def test_a_laid_out_micro_batch_moves_with_its_sizes() -> None:
+    laid_out = SHAPE.lay_out(*rows_of([40, 20]))
+    assert laid_out is not None
+    moved = laid_out.to("meta")
+    assert moved.sizes == laid_out.sizes and moved.vector.is_meta
 
 
 def test_batches_carry_the_vector_only_where_they_fit() -> None:

@@ -67,7 +67,7 @@ class Collate:
     """Flatten packs and pad rows, since training may use packs while evaluation uses rows.
 
     With `head_chooses`, add the positions of the supervised tokens to the batch (see model/supervised_head.py). With a
-    `shape`, add the vector `laid_out` to batches of packs that fit it (see fixed_shape.py).
+    `shape`, add `laid_out` to batches of packs that fit it (see fixed_shape.py).
     """
 
     pad: PadRight
@@ -85,7 +85,7 @@ class Collate:
 
     def __call__(self, examples: list[dict[str, np.ndarray]]) -> dict[str, Any]:
         packed = "lengths" in examples[0]
-        batch = self.flatten(examples) if packed else self.pad(examples)
+        batch: dict[str, Any] = self.flatten(examples) if packed else self.pad(examples)
         if self.head_chooses:
             batch |= supervised_positions(batch["labels"])
         if packed and self.shape is not None:

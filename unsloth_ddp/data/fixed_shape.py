@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,8 +21,38 @@ from unsloth_ddp.data.labels import IGNORED
 TILE = 128
 # Shares of a micro-batch's tokens that the head is computed for: the smallest that holds the supervised ones is taken.
 HEAD_SHARES = (1 / 16, 1 / 8, 1 / 4, 3 / 8, 1 / 2, 3 / 4, 1)
+# Attention launches blocks for every row, also for empty ones: rows are filled up to the next of so many numbers.
+ROW_SIZES = 8
 # Numbers before the other parts: supervised tokens, and tokens of rows that are no filler.
 COUNTS = 2
+
+
+@dataclass(frozen=True)
+class LaidOut:
+    """A micro-batch in one vector, with the sizes that its parts follow from.
+
+    Attributes:
+        vector: int64, as FixedShape.lay_out makes it.
+        rows: of the micro-batch, empty ones included.
+        head: tokens that the head is computed for.
+    """
+
+    vector: Tensor
+    rows: int
+    head: int
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """The sizes; passes over micro-batches of the same sizes are alike."""
+        return self.rows, self.head
+
+    def to(self, *args: Any, **kwargs: Any) -> LaidOut:
+        """Return it with the vector moved, as Tensor.to does; loaders call this."""
+        return LaidOut(self.vector.to(*args, **kwargs), self.rows, self.head)
+
+    def pin_memory(self, *args: Any) -> LaidOut:
+        """Return it with the vector in pinned memory; DataLoader calls this."""
+        return LaidOut(self.vector.pin_memory(*args), self.rows, self.head)
 
 
 @dataclass(frozen=True)
@@ -33,7 +64,7 @@ class StepTensors:
         tokens: 0-dim, tokens without the fill and without filler rows, which have one token.
         input_ids: (1, tokens of the shape).
         position_ids: (1, tokens of the shape); they restart at 0 in every row.
-        boundaries: (rows of the shape + 1,), the first token of each row, and the number of tokens for empty rows.
+        boundaries: (rows + 1,), the first token of each row, and the number of tokens for empty rows.
         head_positions: (n,), the tokens that the head is computed for.
         head_labels: (n,), what follows each, or IGNORED.
     """
@@ -49,11 +80,11 @@ class StepTensors:
 
 @dataclass(frozen=True)
 class FixedShape:
-    """The sizes that every micro-batch is filled up to.
+    """The sizes that micro-batches are filled up to: tokens always, rows and supervised tokens to one of a few numbers.
 
     Args:
         tokens: of a micro-batch.
-        rows: of a micro-batch, those that fill it up included.
+        rows: most of a micro-batch, those that fill it up included.
         longest: most tokens of a row.
     """
 
@@ -72,8 +103,13 @@ class FixedShape:
         sizes = (math.ceil(self.tokens * share / TILE) * TILE for share in HEAD_SHARES)
         return next(size for size in sizes if size >= supervised)
 
-    def lay_out(self, ids: np.ndarray, labels: np.ndarray, lengths: np.ndarray) -> Tensor | None:
-        """Return the vector of a micro-batch, int64; None if it is larger than the shape.
+    def row_size(self, rows: int) -> int:
+        """Return how many rows a micro-batch of so many has with empty ones."""
+        step = max(8, math.ceil(self.rows / ROW_SIZES))
+        return math.ceil(rows / step) * step
+
+    def lay_out(self, ids: np.ndarray, labels: np.ndarray, lengths: np.ndarray) -> LaidOut | None:
+        """Return a micro-batch in this shape; None if it is larger.
 
         Args:
             ids: (tokens,), the rows one after the other.
@@ -88,11 +124,13 @@ class FixedShape:
         if len(filled) > self.rows:
             return None
         ends = np.cumsum(filled)
-        boundaries = np.full(self.rows + 1, self.tokens)
+        rows = self.row_size(len(filled))
+        boundaries = np.full(rows + 1, self.tokens)
         boundaries[: len(filled)] = ends - filled
         following = np.append(labels[1:], IGNORED)
         positions = np.flatnonzero(following != IGNORED)
-        missing = self.head_size(len(positions)) - len(positions)
+        head = self.head_size(len(positions))
+        missing = head - len(positions)
         parts = (
             [len(positions), lengths[lengths > 1].sum()],
             np.append(ids, np.zeros(fill)),
@@ -101,13 +139,11 @@ class FixedShape:
             np.append(positions, np.zeros(missing)),
             np.append(following[positions], np.full(missing, IGNORED)),
         )
-        return torch.from_numpy(np.concatenate([np.asarray(part, dtype=np.int64) for part in parts]))
+        vector = np.concatenate([np.asarray(part, dtype=np.int64) for part in parts])
+        return LaidOut(torch.from_numpy(vector), rows, head)
 
-    def parts(self, vector: Tensor) -> StepTensors:
-        """Return the parts of a vector from `lay_out`, on its device, without a copy."""
-        fixed = COUNTS + 2 * self.tokens + self.rows + 1
-        head = (len(vector) - fixed) // 2
-        counts, ids, positions, boundaries, picked, labels = vector.split(
-            [COUNTS, self.tokens, self.tokens, self.rows + 1, head, head]
-        )
+    def parts(self, laid_out: LaidOut) -> StepTensors:
+        """Return the parts of a laid out micro-batch, on its device, without a copy."""
+        sizes = [COUNTS, self.tokens, self.tokens, laid_out.rows + 1, laid_out.head, laid_out.head]
+        counts, ids, positions, boundaries, picked, labels = laid_out.vector.split(sizes)
         return StepTensors(counts[0], counts[1], ids[None], positions[None], boundaries, picked, labels)

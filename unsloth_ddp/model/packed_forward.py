@@ -77,12 +77,15 @@ class PackedForward:
 
     def _hidden(self, step: StepTensors) -> Tensor:
         given: dict[str, Any] = {"input_ids": step.input_ids, "position_ids": step.position_ids, "use_cache": False}
+        boundaries = step.boundaries.int()
+        # Compiled layers are the same for any number of rows.
+        torch._dynamo.mark_dynamic(boundaries, 0)
         if self.unsloth_modules:
-            with self._unsloth_attention(step.boundaries.int()):
+            with self._unsloth_attention(boundaries):
                 output = self.decoder(**given)
         else:
             if self.decoder.config._attn_implementation == varlen.NAME:
-                boundaries, longest = step.boundaries.int(), self.shape.longest
+                longest = self.shape.longest
                 given |= {"cu_seq_lens_q": boundaries, "cu_seq_lens_k": boundaries}
                 given |= {"max_length_q": longest, "max_length_k": longest}
             output = self.decoder(**given)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unsloth_ddp.data.fixed_shape import FixedShape, StepTensors
+from unsloth_ddp.data.fixed_shape import FixedShape, LaidOut, StepTensors
 from unsloth_ddp.model.packed_forward import PackedForward
 from unsloth_ddp.utils.errors import one_line
 
@@ -33,9 +33,9 @@ class RecordingFailed(RuntimeError):
 
 @dataclass
 class Recording:
-    """A recorded pass over one length of the laid out vector; replaying reads `vector` and writes `loss`."""
+    """A recorded pass over micro-batches of the same sizes; replaying reads `laid_out` and writes `loss`."""
 
-    vector: Tensor
+    laid_out: LaidOut
     step: StepTensors
     loss: Tensor
     replay: Callable[[], None]
@@ -68,7 +68,7 @@ class CapturedStep:
         self.trained = [p for p in model.parameters() if p.requires_grad]
         self.gradients: list[Tensor] = []
         self.divisor = torch.ones((), device=device)
-        self.recordings: dict[int, Recording] = {}
+        self.recordings: dict[tuple[int, int], Recording] = {}
         self._pool: Any = None
 
     @property
@@ -84,22 +84,22 @@ class CapturedStep:
         """Add the gradients of a micro-batch to those of its step.
 
         Args:
-            batch: with the vector `laid_out` (see FixedShape.lay_out), on the device or in pinned memory.
+            batch: with `laid_out` (see FixedShape.lay_out), on the device or in pinned memory.
             divisor: of the summed token losses, 0-dim.
 
         Returns:
             the loss, 0-dim, and the parts of the micro-batch on the device; both are overwritten by the next call.
 
         Raises:
-            RecordingFailed: this is the first micro-batch with so many supervised tokens, and memory is short, say.
+            RecordingFailed: this is the first micro-batch of its sizes, and memory is short, say.
         """
-        vector = batch["laid_out"]
+        given: LaidOut = batch["laid_out"]
         self._use_buffers()
         self.divisor.copy_(divisor)
-        recording = self.recordings.get(len(vector))
+        recording = self.recordings.get(given.sizes)
         if recording is None:
-            recording = self.recordings[len(vector)] = self._record(vector)
-        recording.vector.copy_(vector, non_blocking=True)
+            recording = self.recordings[given.sizes] = self._record(given)
+        recording.laid_out.vector.copy_(given.vector, non_blocking=True)
         recording.replay()
         return recording.loss, recording.step
 
@@ -124,11 +124,11 @@ class CapturedStep:
                 buffer.copy_(p.grad)
             p.grad = buffer
 
-    def _record(self, example: Tensor) -> Recording:
-        """Record the pass over vectors as long as `example`; gradients and random numbers are left as they were."""
+    def _record(self, example: LaidOut) -> Recording:
+        """Record the pass over micro-batches like `example`; gradients and random numbers are left as they were."""
         began = time.perf_counter()
-        vector = example.to(self.device, copy=True)
-        step = self.shape.parts(vector)
+        laid_out = example.to(self.device, copy=True)
+        step = self.shape.parts(laid_out)
         loss = torch.zeros((), device=self.device)
 
         def compute() -> None:
@@ -139,7 +139,7 @@ class CapturedStep:
 
         if self.device.type != "cuda":
             # A CPU has no graphs; it computes what a recording does.
-            return Recording(vector, step, loss, compute)
+            return Recording(laid_out, step, loss, compute)
         before = [buffer.clone() for buffer in self.gradients]
         try:
             replay = self._record_on_gpu(compute)
@@ -148,12 +148,12 @@ class CapturedStep:
         finally:
             torch._foreach_copy_(self.gradients, before)
         logger.info(
-            "recorded the step of %d tokens, %d of them for the head, in %.1f s",
+            "recorded the step of %d tokens in %d rows, %d of them for the head, in %.1f s",
             self.shape.tokens,
-            len(step.head_labels),
+            *laid_out.sizes,
             time.perf_counter() - began,
         )
-        return Recording(vector, step, loss, replay)
+        return Recording(laid_out, step, loss, replay)
 
     def _record_on_gpu(self, compute: Callable[[], None]) -> Callable[[], None]:
         """Return what replays `compute`, which runs a few times before."""

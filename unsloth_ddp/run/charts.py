@@ -8,11 +8,12 @@ from dataclasses import dataclass, field
 
 Point = tuple[float, float]
 WIDTH, HEIGHT = 560, 250
-LEFT, RIGHT, TOP, BOTTOM = 62, 14, 12, 34
+LEFT, RIGHT, TOP, BOTTOM = 70, 14, 12, 38
 # More points are not seen at this width, and make the file large.
 MOST_POINTS = 500
 # Lines with more points than that are noisy where they show one step each, and get a smoothed line beside them.
 SMOOTHED_FROM = 60
+LOG_FROM = 50
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,8 @@ class Line:
     points: Sequence[Point]
     # Points are few, and each is worth a mark (evaluations).
     marked: bool = False
+    # The values are noisy, so that a smoothed line says more.
+    noisy: bool = False
 
 
 @dataclass(frozen=True)
@@ -86,6 +89,7 @@ def line_chart(
     *,
     x_name: str = "step",
     from_zero: bool = False,
+    may_be_log: bool = False,
     shown: Callable[[float], str] | None = None,
     note: str = "",
 ) -> Chart | None:
@@ -93,6 +97,7 @@ def line_chart(
 
     Args:
         from_zero: begin the y axis at 0.
+        may_be_log: use a logarithmic y axis where values above 0 reach over a factor of LOG_FROM.
         shown: text of a y value [4 digits].
     """
     lines = [line for line in lines if line.points]
@@ -102,13 +107,19 @@ def line_chart(
     xs = [x for line in lines for x, _ in line.points]
     ys = [y for line in lines for _, y in line.points]
     low, high = (0.0 if from_zero else min(ys)), max(ys)
-    x_axis, y_axis = axis(min(xs), max(xs), whole=True), axis(low, high)
+    x_axis = axis(min(xs), max(xs), whole=True, ticks=7)
     # The x axis ends where the data does.
     place_x = _scale(min(xs), max(xs), LEFT, WIDTH - RIGHT)
-    place_y = _scale(y_axis[0], y_axis[-1], HEIGHT - BOTTOM, TOP)
+    if may_be_log and low > 0 and high / low >= LOG_FROM:
+        y_axis = log_axis(low, high)
+        place_log = _scale(math.log10(low), math.log10(high), HEIGHT - BOTTOM, TOP)
+        title, place_y = f"{title} (logarithmic)", lambda y: place_log(math.log10(y))
+    else:
+        y_axis = axis(low, high)
+        place_y = _scale(y_axis[0], y_axis[-1], HEIGHT - BOTTOM, TOP)
     drawn: list[DrawnLine] = []
     for colour, line in enumerate(lines, 1):
-        smooth = len(line.points) >= SMOOTHED_FROM and not line.marked
+        smooth = line.noisy and len(line.points) >= SMOOTHED_FROM
         drawn.append(_draw(line, line.points, colour, place_x, place_y, text, x_name, faint=smooth))
         if smooth:
             drawn.append(_draw(line, smoothed(line.points), colour, place_x, place_y, text, x_name))
@@ -146,7 +157,11 @@ def histogram(title: str, edges: Sequence[int], counts: Sequence[int], *, x_name
     return Chart(
         title,
         x_name,
-        [Tick(round(place_x(x), 1), short_number(x)) for x in axis(edges[0], edges[-1], whole=True) if x <= edges[-1]],
+        [
+            Tick(round(place_x(x), 1), short_number(x))
+            for x in axis(edges[0], edges[-1], whole=True, ticks=7)
+            if edges[0] <= x <= edges[-1]
+        ],
         [Tick(round(place_y(y), 1), short_number(y)) for y in y_axis],
         bars=bars,
     )
@@ -166,6 +181,16 @@ def axis(low: float, high: float, *, whole: bool = False, ticks: int = 5) -> lis
         step = max(1.0, math.ceil(step) if step > 1 else 1.0)
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
     return [round(number * step, 12) for number in range(first, last + 1)]
+
+
+def log_axis(low: float, high: float) -> list[float]:
+    """Return the powers of ten between `low` and `high`, both above 0; with fewer than three also 2 and 5 times these."""
+    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    ticks = [10.0**power for power in powers if low <= 10.0**power <= high]
+    if len(ticks) >= 3:
+        return ticks
+    finer = [factor * 10.0**power for power in powers for factor in (1, 2, 5)]
+    return [tick for tick in finer if low <= tick <= high]
 
 
 def smoothed(points: Sequence[Point], window: int = 0) -> list[Point]:

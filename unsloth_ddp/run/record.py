@@ -182,8 +182,8 @@ def read_run(folder: Path) -> RunRecord:
         summary,
         record,
         history,
-        int(step) if is_number(step) else 0,
-        int(planned) if is_number(planned) else None,
+        int(step or 0) if is_number(step) else 0,
+        int(planned or 0) if is_number(planned) else None,
         checkpoint,
     )
 

@@ -22,7 +22,8 @@ from unsloth_ddp.utils.units import GIB, shown_bytes, shown_seconds
 
 TEMPLATES = Path(__file__).parent / "templates"
 # What a page shows of long lists.
-MOST_ANSWERS, MOST_RANKS = 24, 32
+OPEN_ANSWERS, MOST_ANSWERS, MOST_RANKS = 4, 50, 32
+METHODS = {"lora": "LoRA", "qlora": "QLoRA", "full": "full training"}
 
 
 @functools.cache
@@ -86,11 +87,15 @@ def curves(run: RunRecord) -> list[Chart]:
     charts = [
         loss_chart(run),
         line_chart("Learning rate", [Line("learning rate", run.series("learning_rate"))], from_zero=True),
-        line_chart("Tokens per second, all ranks", [Line("tokens/s", run.series("tokens_per_second"))], from_zero=True),
+        line_chart(
+            "Tokens per second, all ranks",
+            [Line("tokens/s", run.series("tokens_per_second"), noisy=True)],
+            from_zero=True,
+        ),
         line_chart(
             "Memory of the fullest rank", [Line("memory", memory)], from_zero=True, shown=lambda gib: f"{gib:.3g} GiB"
         ),
-        line_chart("Gradient norm", [Line("gradient norm", run.series("grad_norm"))], from_zero=True),
+        line_chart("Gradient norm", [Line("gradient norm", run.series("grad_norm"), noisy=True)], from_zero=True),
     ]
     return [chart for chart in charts if chart is not None]
 
@@ -99,7 +104,8 @@ def loss_chart(run: RunRecord) -> Chart | None:
     """Return the chart of training and evaluation loss; None if nothing was logged."""
     return line_chart(
         "Loss",
-        [Line("training", run.series("loss")), Line("evaluation", run.series("eval_loss"), marked=True)],
+        [Line("training", run.series("loss"), noisy=True), Line("evaluation", run.series("eval_loss"), marked=True)],
+        may_be_log=True,
         note="" if run.series("eval_loss") else "The run has no evaluation rows, or ended before the first evaluation.",
     )
 
@@ -124,6 +130,7 @@ def _printable(value: Any) -> Any:
 
 def _sentence(run: RunRecord) -> str:
     model = str(run.settings["model"]).rstrip("/").rpartition("/")[2]
+    method = METHODS.get(str(run.settings.get("method")), run.settings.get("method"))
     processes, device = run.fact("world_size"), run.fact("device")
     on = f" on {processes} x {device}" if processes and device else ""
     of = f" of {run.max_steps:,}" if run.max_steps else ""
@@ -133,7 +140,7 @@ def _sentence(run: RunRecord) -> str:
         end += f"; stopped on {cause}"
     elif run.state == "unfinished":
         end += "; the run was killed or failed, or still runs, and this is what its newest checkpoint holds"
-    return f"{model}, {run.settings.get('method')}{on}: {end}."
+    return f"{model}, {method}{on}: {end}."
 
 
 def _problems(run: RunRecord) -> list[str]:
@@ -208,7 +215,10 @@ def _ranks(run: RunRecord) -> dict[str, Any] | None:
         "left_out": f"The {MOST_RANKS} slowest of {count} ranks." if count > MOST_RANKS else "",
         "chart": line_chart(
             "Own seconds a step",
-            [Line("median", run.series("rank_step_seconds")), Line("slowest", run.series("rank_step_seconds_max"))],
+            [
+                Line("median", run.series("rank_step_seconds"), noisy=True),
+                Line("slowest", run.series("rank_step_seconds_max"), noisy=True),
+            ],
             from_zero=True,
         ),
     }
@@ -220,11 +230,12 @@ def _answers(run: RunRecord) -> dict[str, Any] | None:
         return None
     before, after = (sum(bool(one[f"exact_{when}"]) for one in answers) for when in ("before", "after"))
     count = len(answers)
-    shown = f" The first {MOST_ANSWERS}:" if count > MOST_ANSWERS else ""
+    shown = f" The page shows the first {MOST_ANSWERS}." if count > MOST_ANSWERS else ""
     return {
         "sentence": f"{before:,} of {count:,} held-out questions were answered exactly before training, {after:,} after."
         + shown,
-        "shown": answers[:MOST_ANSWERS],
+        "open": answers[:OPEN_ANSWERS],
+        "folded": answers[OPEN_ANSWERS:MOST_ANSWERS],
     }
 
 

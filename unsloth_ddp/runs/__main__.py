@@ -1,0 +1,97 @@
+"""List the runs of a folder, compare two of them, or write the report of one again.
+
+    uv run python -m unsloth_ddp.runs outputs
+    uv run python -m unsloth_ddp.runs --compare outputs/RUN outputs/OTHER
+    uv run python -m unsloth_ddp.runs --report outputs/RUN
+
+Reads what the runs left on the disk; no model is loaded and no GPU is needed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from unsloth_ddp.config.command_line import Parser
+from unsloth_ddp.distributed.exit_codes import EXIT_USER_ERROR
+from unsloth_ddp.run.record import RunRecord, find_runs, read_run
+from unsloth_ddp.run.report import write_report
+from unsloth_ddp.runs.compare import compare_runs, render_comparison
+from unsloth_ddp.runs.table import describe_run, render_runs
+from unsloth_ddp.utils.errors import UserError, os_reason
+from unsloth_ddp.utils.json_file import write_as_asked
+from unsloth_ddp.utils.redaction import hide, printable
+from unsloth_ddp.utils.streams import protect_streams
+
+
+def make_parser() -> Parser:
+    """Return the parser of the command line."""
+    parser = Parser(
+        prog="python -m unsloth_ddp.runs", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "outputs", type=Path, nargs="?", metavar="FOLDER", help="the folder of the runs, or one run [outputs]"
+    )
+    parser.add_argument("--compare", type=Path, nargs=2, metavar="RUN", help="show in what two runs differ")
+    parser.add_argument("--report", type=Path, metavar="RUN", help="write report.html of a run in any state")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="also write the table or the comparison to FILE as JSON"
+    )
+    return parser
+
+
+def show_runs(argv: list[str]) -> None:
+    """Read the command line and print what it asks for.
+
+    Raises:
+        UserError: a mistake in the options, or a folder that holds no readable run.
+    """
+    given = make_parser().parse_args(argv)
+    if sum(value is not None for value in (given.outputs, given.compare, given.report)) > 1:
+        raise UserError("FOLDER, --compare and --report are three uses of this command; give one of them.")
+    if given.report is not None:
+        if given.json:
+            raise UserError("--json writes the table or the comparison, and --report has neither; leave it out.")
+        _report(given.report)
+    elif given.compare is not None:
+        first, second = (read_run(folder) for folder in given.compare)
+        compared = compare_runs(first, second)
+        print(render_comparison(compared), flush=True)
+        if given.json:
+            write_as_asked("--json", given.json, compared.as_json())
+    else:
+        runs, problems = find_runs(given.outputs or Path("outputs"))
+        described = [describe_run(run) for run in runs]
+        if described:
+            print(render_runs(described), flush=True)
+        for problem in problems:
+            print(hide(printable(problem)), flush=True)
+        if given.json:
+            write_as_asked("--json", given.json, {"runs": described, "problems": problems})
+
+
+def _report(folder: Path) -> None:
+    run: RunRecord = read_run(folder)
+    try:
+        path = write_report(run)
+    except OSError as error:
+        raise UserError(f"the report of {folder} cannot be written: {os_reason(error)}.") from None
+    except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError):
+        raise UserError(f"{folder} has no report: a file of the run lacks a part or holds a wrong value.") from None
+    print(f"Wrote {path}, of the {run.state} run at step {run.step:,}.", flush=True)
+
+
+def main(argv: list[str]) -> int:
+    """Show the runs; return the exit code."""
+    try:
+        show_runs(argv)
+    except UserError as error:
+        print(f"runs: error: {error}", file=sys.stderr, flush=True)
+        return EXIT_USER_ERROR
+    return 0
+
+
+if __name__ == "__main__":
+    protect_streams()
+    sys.exit(main(sys.argv[1:]))

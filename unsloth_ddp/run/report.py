@@ -203,8 +203,9 @@ def _ranks(run: RunRecord) -> dict[str, Any] | None:
     sentence = "With sharded weights every forward pass waits for other ranks, so own seconds are not measured."
     if means:
         sentence = (
-            "Own seconds are the part of a step in which a rank waits for no other: reading its rows and the forward and "
-            "backward passes up to the exchange of gradients. A rank above the others makes all of them wait."
+            "Own seconds are those of a step in which a rank waits for no other: reading its rows, and its forward and "
+            "backward passes without the last backward pass, in which gradients are exchanged. The slowest rank makes all "
+            "others wait."
         )
     elif run.fact("sharding") in (None, "none"):
         sentence = "Own seconds were not measured."

@@ -10,18 +10,22 @@ Reads what the runs left on the disk; no model is loaded and no GPU is needed.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+
+import jinja2
 
 from unsloth_ddp.config.command_line import Parser
 from unsloth_ddp.distributed.exit_codes import EXIT_USER_ERROR
-from unsloth_ddp.run.record import RunRecord, find_runs, read_run
+from unsloth_ddp.run.files import RECORD_FILE, STATE_FILE, SUMMARY_FILE
+from unsloth_ddp.run.record import find_runs, read_run
 from unsloth_ddp.run.report import write_report
 from unsloth_ddp.runs.compare import compare_runs, render_comparison
 from unsloth_ddp.runs.table import describe_run, render_runs
-from unsloth_ddp.utils.errors import UserError, os_reason
+from unsloth_ddp.utils.errors import UserError, one_line, os_reason
 from unsloth_ddp.utils.json_file import write_as_asked
-from unsloth_ddp.utils.redaction import hide, printable
 from unsloth_ddp.utils.streams import protect_streams
 
 
@@ -56,30 +60,50 @@ def show_runs(argv: list[str]) -> None:
         _report(given.report)
     elif given.compare is not None:
         first, second = (read_run(folder) for folder in given.compare)
-        compared = compare_runs(first, second)
-        print(render_comparison(compared), flush=True)
+        with _named(f"{first.folder} and {second.folder}"):
+            compared = compare_runs(first, second)
+            print(render_comparison(compared), flush=True)
         if given.json:
             write_as_asked("--json", given.json, compared.as_json())
     else:
         runs, problems = find_runs(given.outputs or Path("outputs"))
-        described = [describe_run(run) for run in runs]
+        described = []
+        for run in runs:
+            try:
+                with _named(str(run.folder)):
+                    described.append(describe_run(run))
+            except UserError as error:
+                problems.append(str(error))
         if described:
             print(render_runs(described), flush=True)
         for problem in problems:
-            print(hide(printable(problem)), flush=True)
+            print(problem, flush=True)
         if given.json:
             write_as_asked("--json", given.json, {"runs": described, "problems": problems})
 
 
 def _report(folder: Path) -> None:
-    run: RunRecord = read_run(folder)
+    run = read_run(folder)
     try:
-        path = write_report(run)
+        with _named(str(folder)):
+            path = write_report(run)
     except OSError as error:
         raise UserError(f"the report of {folder} cannot be written: {os_reason(error)}.") from None
-    except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError):
-        raise UserError(f"{folder} has no report: a file of the run lacks a part or holds a wrong value.") from None
     print(f"Wrote {path}, of the {run.state} run at step {run.step:,}.", flush=True)
+
+
+@contextlib.contextmanager
+def _named(folders: str) -> Iterator[None]:
+    """Refuse a run whose files are JSON but not as the kit writes them."""
+    try:
+        yield
+    except UserError:
+        raise
+    except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError, jinja2.UndefinedError) as error:
+        raise UserError(
+            f"{folders}: {RECORD_FILE}, {SUMMARY_FILE} or {STATE_FILE} lacks a part or holds a value of the wrong type "
+            f"({type(error).__name__}: {one_line(error, 80)}); the file is damaged or of another version of the kit."
+        ) from None
 
 
 def main(argv: list[str]) -> int:

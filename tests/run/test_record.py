@@ -87,7 +87,7 @@ def test_a_damaged_or_newer_file_is_one_sentence(tmp_path, file, content, said):
 
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path):
-    with pytest.raises(UserError, match="is no run of this kit: it holds no settings.yaml"):
+    with pytest.raises(UserError, match=r"is no run of this kit: it holds no settings\.yaml"):
         read_run(tmp_path)
     with pytest.raises(UserError, match="is no folder"):
         read_run(tmp_path / "missing")

@@ -130,7 +130,7 @@ def _metadata(run: RunRecord, *, adapter: bool) -> str:
     ]
     data = ModelCardData(
         # The Hub takes repository ids only.
-        base_model=None if _is_local(run) else str(run.settings["model"]),
+        base_model=None if _is_local(run) else hide(str(run.settings["model"])),
         library_name="peft" if adapter else "transformers",
         pipeline_tag="text-generation",
         tags=tags,
@@ -237,4 +237,4 @@ FastLanguageModel.for_inference(model)""",
 
 
 def _uploaded_name(run: RunRecord) -> str:
-    return str(run.settings.get("hub_model_id") or run.name)
+    return hide(str(run.settings.get("hub_model_id") or run.name))

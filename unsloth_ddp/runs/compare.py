@@ -61,7 +61,10 @@ def compare_runs(first: RunRecord, second: RunRecord) -> Comparison:
         raise UserError(f"--compare {first.folder} {second.folder} is one run twice; name two.")
     names = (first.name, second.name)
     if names[0] == names[1]:
-        names = (str(first.folder), str(second.folder))
+        names = (
+            f"{first.folder.resolve().parent.name}/{first.name}",
+            f"{second.folder.resolve().parent.name}/{second.name}",
+        )
     losses, interpolated = aligned(first.series("loss"), second.series("loss"))
     notes = [note for run, name in zip(runs, names, strict=True) for note in _notes(run, name)]
     if interpolated:

@@ -115,17 +115,19 @@ def answer_facts(asked: list[Question], before: list[str], after: list[str]) -> 
     together = list(zip(asked, before, after, strict=True))[:MOST_ANSWERS]
     return [
         {
-            "turns": [
-                {"role": turn["role"], "text": str(turn.get("content") or "")[:LONGEST_ANSWER]} for turn in q.turns
-            ],
-            "expected": q.answer[:LONGEST_ANSWER],
-            "before": old[:LONGEST_ANSWER],
-            "after": new[:LONGEST_ANSWER],
+            "turns": [{"role": turn["role"], "text": _kept(str(turn.get("content") or ""))} for turn in q.turns],
+            "expected": _kept(q.answer),
+            "before": _kept(old),
+            "after": _kept(new),
             "exact_before": is_exact(q, old),
             "exact_after": is_exact(q, new),
         }
         for q, old, new in together
     ]
+
+
+def _kept(text: str) -> str:
+    return hide(text)[:LONGEST_ANSWER]
 
 
 def _counts(rows: TokenizedRows) -> dict[str, int]:

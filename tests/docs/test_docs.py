@@ -14,6 +14,7 @@ from unsloth_ddp.parity import __main__ as parity
 from unsloth_ddp.plan import __main__ as plan
 from unsloth_ddp.port import __main__ as port
 from unsloth_ddp.preflight import __main__ as preflight
+from unsloth_ddp.runs import __main__ as runs
 from unsloth_ddp.utils.error_table import KNOWN_ERRORS
 
 DOCS = REPO / "docs"
@@ -58,7 +59,7 @@ def without_foreign_words(text: str) -> str:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_options_exist(page):
-    parsers = [make_parser(""), *(module.make_parser() for module in (plan, parity, preflight, port, notebook))]
+    parsers = [make_parser(""), *(module.make_parser() for module in (plan, parity, preflight, port, runs, notebook))]
     known = {name for parser in parsers for action in parser._actions for name in action.option_strings}
     known |= set(re.findall(r"--\w+", usage())) | set().union(*OF_OTHERS.values())
     text = page.read_text()

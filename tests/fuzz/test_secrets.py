@@ -65,7 +65,8 @@ def test_a_run_leaves_no_secret_in_any_file_or_line(tmp_path: Path, tiny_model: 
     )
     run = tmp_path / "outputs" / "r"
     done.check()
-    for name in ("settings.yaml", "summary.json", "trainer_state.json", "checkpoint-2/manifest.json", "tensorboard"):
+    names = ("settings.yaml", "summary.json", "trainer_state.json", "checkpoint-2/manifest.json", "tensorboard")
+    for name in (*names, "record.json", "report.html", "README.md"):
         assert (run / name).exists(), name
     for rank in (0, 1):
         assert f"GET https://{HIDDEN}@hub/x, Bearer {HIDDEN}" in (run / "logs" / f"rank_{rank}.log").read_text()

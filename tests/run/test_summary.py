@@ -45,7 +45,7 @@ def test_the_summary_is_written_and_nothing_uploaded_unasked(tmp_path, hub, caps
 def test_an_upload_is_private_and_leaves_logs_and_checkpoints_out(tmp_path, hub, capsys):
     summary.finish(Settings(run_name="r", push_to_hub=True, merge=True), tmp_path, SUMMARY)
     assert hub[0] == ("create", "me/r", {"private": True, "exist_ok": True})
-    assert {"checkpoint*", "logs/*"} <= set(hub[1][1]["ignore_patterns"])
+    assert {"checkpoint*", "logs/*", "report.html", "record.json"} <= set(hub[1][1]["ignore_patterns"])
     assert hub[2][1]["path_in_repo"] == "merged"
     assert "Uploaded to https://hub/me/r" in capsys.readouterr().out
 

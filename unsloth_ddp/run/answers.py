@@ -94,7 +94,12 @@ def _until(text: str, end: str) -> str:
 
 def accuracy(asked: list[Question], answers: list[str]) -> float:
     """Return the fraction of answers equal to the expected one, apart from reasoning and from spaces around them."""
-    return sum(_said(a) == _said(q.answer) for q, a in zip(asked, answers, strict=True)) / len(asked)
+    return sum(is_exact(q, a) for q, a in zip(asked, answers, strict=True)) / len(asked)
+
+
+def is_exact(question: Question, answer: str) -> bool:
+    """Return whether an answer is the expected one, apart from reasoning and from spaces around it."""
+    return _said(answer) == _said(question.answer)
 
 
 def _said(answer: str) -> str:

@@ -21,12 +21,14 @@ from unsloth_ddp.checkpoints.resume_point import named_folder
 from unsloth_ddp.config.options import Settings, options_with
 from unsloth_ddp.config.yaml_file import Unreadable, read_yaml
 from unsloth_ddp.distributed.runtime import Runtime
+from unsloth_ddp.run.files import LOCK_FILE, RECORD_FILE, SETTINGS_FILE, SUMMARY_FILE
 from unsloth_ddp.utils.errors import UserError, os_reason
 from unsloth_ddp.utils.safe_files import foreign_owner, open_without_following_links
 
-SETTINGS_FILE, SUMMARY_FILE, LOCK_FILE = "settings.yaml", "summary.json", "run.lock"
 SETTINGS_ASIDE = "settings.partial"
 LOGS = "logs"
+# Everything that a run leaves if it fails before its first step.
+START_FILES = {LOCK_FILE, SETTINGS_ASIDE, SETTINGS_FILE, RECORD_FILE, LOGS}
 # Seconds that a job waits for the last one in its folder to end; a restart follows a kill closely.
 LOCK_PATIENCE = 30.0
 
@@ -197,7 +199,7 @@ def _holds_only_a_start(folder: Path) -> bool:
         return True
     logs = folder / LOGS
     only_logs = not logs.exists() or all(path.is_file() and path.suffix == ".log" for path in logs.iterdir())
-    return SETTINGS_FILE in held and held <= {LOCK_FILE, SETTINGS_ASIDE, SETTINGS_FILE, LOGS} and only_logs
+    return SETTINGS_FILE in held and held <= START_FILES and only_logs
 
 
 def open_run_folder(settings: Settings, runtime: Runtime, folder: Path) -> None:

@@ -23,10 +23,12 @@ from unsloth_ddp.data.training_data import TrainingData
 from unsloth_ddp.distributed import backend, sharding
 from unsloth_ddp.model import load
 from unsloth_ddp.model.attention import choose_packing
-from unsloth_ddp.run import answers
+from unsloth_ddp.run import answers, documents
 from unsloth_ddp.run import summary as summary_file
 from unsloth_ddp.run.context import Run
-from unsloth_ddp.run.folder import SETTINGS_FILE, continues, open_run_folder
+from unsloth_ddp.run.facts import answer_facts
+from unsloth_ddp.run.files import SETTINGS_FILE
+from unsloth_ddp.run.folder import continues, open_run_folder
 from unsloth_ddp.run.logs import start_logging, stop_library_output
 from unsloth_ddp.run.outcomes import (
     FolderRemoved,
@@ -126,6 +128,7 @@ def begin(run: Run, trainer: DDPTrainer, resume: ResumePoint | None) -> None:
     open_run_folder(settings, runtime, run.folder)
     start_logging(run.folder, runtime)
     trainer.checkpoints.open()
+    documents.begin(settings, runtime, trainer, run.folder, resume)
     for sentence in [*changes, *sharding.sharding_warnings(runtime.sharding, settings, runtime.ranks.nodes)]:
         print(sentence)
     described = summary_file.describe_run(
@@ -170,6 +173,7 @@ def train_from(run: Run, trainer: DDPTrainer, resume: ResumePoint | None) -> dic
     seconds = trainer.train_from(resume)
     if trainer.stopped:
         cause, checkpoints = str(run.stop.agreed_cause), trainer.checkpoints
+        documents.stopped(run.runtime, trainer, run.folder, cause)
         if checkpoints.last is None:
             raise StopNotSaved(cause, checkpoints.failed)
         raise RunStopped(cause, checkpoints.last, named=run.named)
@@ -198,6 +202,8 @@ def finish(run: Run, trainer: DDPTrainer, answered: AnsweredQuestions, summary: 
     if answered.questions:
         summary |= answers.report(answered.questions, answered.before, after)
     summary["wall_time_seconds"] = time.perf_counter() - run.began
+    kept = answer_facts(answered.questions, answered.before, after)
+    documents.finished(run.runtime, trainer, run.folder, summary, kept)
     if problem := checkpoints.in_main(lambda: summary_file.finish(settings, run.folder, summary)):
         raise RunNotFinished(run.folder, summary_file.SUMMARY_FILE, problem)
     if removed:

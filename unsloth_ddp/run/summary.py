@@ -12,7 +12,7 @@ from unsloth_ddp.config.questionable import questionable_settings
 from unsloth_ddp.data.training_data import TrainingData
 from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.model.load import parameter_counts
-from unsloth_ddp.run.folder import LOCK_FILE, SUMMARY_FILE
+from unsloth_ddp.run.files import LOCK_FILE, SUMMARY_FILE
 from unsloth_ddp.run.upload import upload
 from unsloth_ddp.training.memory_search import MicroBatchDecision, with_micro_batch
 from unsloth_ddp.training.meter import peak_memory_bytes

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from unsloth_ddp.config.options import Settings
+from unsloth_ddp.run.files import RECORD_FILE, REPORT_FILE
 from unsloth_ddp.utils.errors import UserError, one_line
 
 
@@ -43,7 +44,8 @@ def upload(settings: Settings, folder: Path) -> str:
     try:
         repo_id = settings.hub_model_id or f"{api.whoami()['name']}/{settings.run_name}"
         repo = api.create_repo(repo_id, private=settings.hub_private_repo, exist_ok=True)
-        ignored = ["checkpoint*", "logs/*", "merged/*", "*.partial", "run.lock"]
+        # The report and its record hold rows of the evaluation set and commands with local paths.
+        ignored = ["checkpoint*", "logs/*", "merged/*", "*.partial", "run.lock", RECORD_FILE, REPORT_FILE]
         api.upload_folder(repo_id=repo.repo_id, folder_path=folder, ignore_patterns=ignored)
         if settings.merge:
             api.upload_folder(repo_id=repo.repo_id, folder_path=folder / "merged", path_in_repo="merged")

@@ -11,13 +11,14 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
+import psutil
 import torch
 from torch import Tensor
 
 # Sums a rank keeps between two log lines.
 LOSS, SUPERVISED, TOKENS = range(3)
 # Gathered with them.
-OWN_SECONDS, STEPS, LEVEL = 3, 4, 5
+OWN_SECONDS, STEPS, LEVEL, MEMORY = 3, 4, 5, 6
 
 
 @dataclass
@@ -115,6 +116,8 @@ class Meter:
     pace: tuple[list[float], list[float], float] | None = None
     # Level of gradient checkpointing of each rank in the interval last collected (see oom_retry).
     levels: list[int] = field(default_factory=list)
+    # Memory of each rank in bytes when the interval was last collected (see memory_bytes).
+    memory: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.reset()
@@ -166,6 +169,11 @@ class Meter:
         self.sums.copy_(before[0])
         self.own_work.restore(before[1], micro_batches)
 
+    def per_rank(self) -> dict[str, list[float]]:
+        """Return what the interval last collected came to on each rank: own seconds a step, where measured, and bytes."""
+        seconds = {"seconds": [round(value, 5) for value in self.pace[0]]} if self.pace else {}
+        return {**seconds, "memory_bytes": list(self.memory)}
+
     def collect(self, level: int) -> dict[str, float]:
         """Return the interval's metrics over all ranks; every rank has to call this at the same step.
 
@@ -173,10 +181,13 @@ class Meter:
             level: of gradient checkpointing on this rank, which all ranks learn.
         """
         seconds = time.perf_counter() - self.began
-        own = torch.tensor((*self.own_work.take(), level), dtype=torch.float64, device=self.device)
+        own = torch.tensor(
+            (*self.own_work.take(), level, memory_bytes(self.device.type)), dtype=torch.float64, device=self.device
+        )
         per_rank = self.gather(torch.cat([self.sums, own])).cpu()
-        loss, supervised, tokens, _, steps, _ = per_rank.sum(dim=0).tolist()
+        loss, supervised, tokens, _, steps, *_ = per_rank.sum(dim=0).tolist()
         self.levels = per_rank[:, LEVEL].int().tolist()
+        self.memory = per_rank[:, MEMORY].long().tolist()
         self.pace = None
         self.totals.loss_sum += loss
         self.totals.supervised_tokens += round(supervised)
@@ -207,6 +218,13 @@ def real_tokens(inputs: Mapping[str, Tensor]) -> Tensor:
     begins = inputs["position_ids"][0] == 0
     ends = torch.cat([begins[1:], begins.new_ones(1)])
     return begins.numel() - (begins & ends).sum()
+
+
+def memory_bytes(device_type: str) -> int:
+    """Return the memory that this process holds now: reserved on its GPU, or resident on a CPU."""
+    if device_type == "cuda":
+        return torch.cuda.memory_reserved()
+    return psutil.Process().memory_info().rss
 
 
 def peak_memory_bytes(device_type: str) -> int:

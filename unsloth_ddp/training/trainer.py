@@ -410,6 +410,9 @@ class DDPTrainer(ResumableTrainer):
             self._count_steps_taken(logs)
         logger.info("step %s %s", self.state.global_step, logs)
         Trainer.log(self, logs, start_time)
+        if "loss" in logs:
+            # Kept with the losses for the report, and not logged: trackers take one number a name.
+            self.state.log_history[-1]["ranks"] = self.meter.per_rank()  # type: ignore[assignment]
 
     def _count_steps_taken(self, logs: dict[str, float]) -> None:
         """Correct upstream's rates, which count all planned steps, also those before a resume and after a stop."""

@@ -1,0 +1,32 @@
+"""Take the picture of a run's report that docs/after-training.md shows.
+
+    uv run accelerate launch --config_file accelerate_configs/cpu.yaml train_ddp.py --run_name demo --logging_steps 1
+    uv run python -m benchmarks.pictures.report outputs/demo docs/images/report.png
+
+It needs Chromium (on Debian: apt-get install chromium).
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from benchmarks.pictures.browser import take_picture
+from unsloth_ddp.run.files import REPORT_FILE
+
+
+def main() -> None:
+    """Read the command line and take the picture."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", type=Path, help="folder of a run with a report")
+    parser.add_argument("picture", type=Path, help="PNG file to write")
+    parser.add_argument("--width", type=int, default=1180)
+    parser.add_argument("--height", type=int, default=1480)
+    parser.add_argument("--dark", action="store_true")
+    given = parser.parse_args()
+    given.picture.parent.mkdir(parents=True, exist_ok=True)
+    take_picture(given.run / REPORT_FILE, given.picture, given.width, given.height, dark=given.dark)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,165 @@
+"""The model card: the Hub's metadata, what it names and what it keeps to itself, and code that runs."""
+
+from __future__ import annotations
+
+import ast
+import re
+import xml.etree.ElementTree as ET
+
+import pytest
+from huggingface_hub import ModelCard
+from markdown_it import MarkdownIt
+
+from tests.run.run_folders import FACTS, HOSTILE, PART, SUMMARY, TOKEN, make_run
+from tests.run.test_report import Page
+from unsloth_ddp.run.facts import base_license
+from unsloth_ddp.run.model_card import code, plain, render_card, write_card
+from unsloth_ddp.run.record import read_run
+
+
+def facts_with(**model):
+    return {**FACTS, "model": {**FACTS["model"], **model}}
+
+
+def card_of(folder, *, adapter=True) -> ModelCard:
+    return ModelCard(render_card(read_run(folder), adapter=adapter))
+
+
+def test_the_metadata_is_what_the_hub_reads(tmp_path):
+    data = card_of(make_run(tmp_path / "r")).data
+    assert (data.base_model, data.library_name, data.pipeline_tag) == ("owner/base", "peft", "text-generation")
+    assert (data.datasets, data.license) == (["me/chats"], "apache-2.0")
+    assert {"lora", "sft", "unsloth", "trl"} <= set(data.tags)
+    whole = card_of(make_run(tmp_path / "full", settings={"method": "full"}), adapter=False).data
+    assert whole.library_name == "transformers" and "lora" not in whole.tags
+
+
+def test_only_what_is_on_the_hub_is_in_the_metadata(tmp_path):
+    facts = {**facts_with(local=True, license=None), "data": {**FACTS["data"], "hub": []}}
+    settings = {"model": "/home/somebody/models/base", "dataset": ["/home/somebody/rows.jsonl"]}
+    card = card_of(make_run(tmp_path / "r", facts=facts, settings=settings))
+    assert card.data.base_model is None and card.data.datasets is None and card.data.license is None
+    assert "This adapter is `base`," in card.text and "`rows.jsonl`" in card.text
+    assert "The licence of the base model is not known here" in card.text
+    assert "somebody" not in card.content
+
+
+def test_the_card_says_what_the_model_is(tmp_path):
+    text = card_of(make_run(tmp_path / "r", settings={"model_revision": "abc123", "learning_rate": 0.5})).text
+    assert "This adapter is `owner/base` (revision `abc123`), fine-tuned with LoRA, on 60 rows." in text
+    for line in (
+        "| evaluation loss | 0.7500 |", "| held-out questions answered exactly | 0.0% before, 100.0% after |",
+        "| trained on | 2 x NVIDIA H100, bf16 |", "| `learning_rate` | `0.5` |", "| `lora_r` | `16` |",
+    ):  # fmt: skip
+        assert line in text
+    assert "Trained on `me/chats`, `rows.jsonl`." in text and "60 rows with 6,000 tokens" in text
+    assert "torch 2.14.0" in text and "names the licence `apache-2.0`" in text and "full_weights" not in text
+
+
+def test_a_run_without_evaluation_has_a_card_too(tmp_path):
+    facts = {**FACTS, "data": {**FACTS["data"], "evaluation": None}}
+    summary = {**SUMMARY, "eval_loss": None, "demo_accuracy_before": None}
+    text = card_of(make_run(tmp_path / "r", facts=facts, summary=summary)).text
+    assert (
+        "Not evaluated on held-out rows." in text and "evaluation loss |" not in text and "answered exactly" not in text
+    )
+
+
+@pytest.mark.parametrize("method", ["lora", "qlora", "full"])
+def test_the_code_is_python_that_names_the_run(tmp_path, method):
+    text = card_of(make_run(tmp_path / "r", settings={"method": method}), adapter=method != "full").text
+    blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    assert len(blocks) == 2
+    for block in blocks:
+        assert "r" in {node.value for node in ast.walk(ast.parse(block)) if isinstance(node, ast.Constant)}
+    assert ("load_in_4bit=True" in text) == (method == "qlora")
+    assert ("AutoPeftModelForCausalLM" in text) == (method != "full")
+
+
+def test_the_code_names_the_place_of_the_upload(tmp_path):
+    assert 'name = "me/mine"' in card_of(make_run(tmp_path / "r", settings={"hub_model_id": "me/mine"})).text
+
+
+def test_nothing_of_the_user_becomes_markup_and_no_secret_is_shown(tmp_path):
+    facts = {**facts_with(license={"license": "other", "license_name": HOSTILE}), "data": {**FACTS["data"], "hub": []}}
+    settings = {
+        "model": HOSTILE,
+        "dataset": [f"{TOKEN}.jsonl", f"{HOSTILE}.jsonl"],
+        "hub_model_id": HOSTILE,
+        "optim": HOSTILE,
+    }
+    part = {**PART, "versions": {HOSTILE: HOSTILE}}
+    folder = make_run(
+        tmp_path / "<b>r",
+        facts=facts,
+        settings=settings,
+        part=part,
+        summary={**SUMMARY, "device": HOSTILE, "versions": {HOSTILE: HOSTILE}},
+    )
+    content = render_card(read_run(folder), adapter=True)
+    assert TOKEN not in content and "[hidden]" in content
+    page = Page(MarkdownIt("commonmark").enable("table").render(content.split("\n---\n", 1)[1]))
+    assert not page.tags() & {"script", "b", "iframe"}
+    assert {attrs["src"] for tag, attrs in page.elements if tag == "img"} == {"curves.svg"}
+    assert all(str(attrs["href"]).startswith("https://github.com/") for tag, attrs in page.elements if tag == "a")
+    assert sum(tag == "pre" for tag, _ in page.elements) == 2 and HOSTILE.split("`")[0] in page.text
+    assert ModelCard(content).data.license == "other"
+
+
+@pytest.mark.parametrize("text, shown", [("a`b|c\nd", "`a'b\\|c d`"), ("", "none"), (5, "`5`")])
+def test_code_spans_hold_any_text(text, shown):
+    assert code(text) == shown
+
+
+def test_prose_is_escaped():
+    assert plain("<b>[x](y)_z") == r"\<b\>\[x\]\(y\)\_z"
+
+
+def test_the_curves_lie_beside_the_card_and_in_the_merged_model(tmp_path):
+    folder = make_run(tmp_path / "r", settings={"merge": True})
+    (folder / "merged").mkdir()
+    assert write_card(read_run(folder)) == [folder / "README.md", folder / "merged" / "README.md"]
+    for where, library in ((folder, "peft"), (folder / "merged", "transformers")):
+        card = ModelCard.load(where / "README.md")
+        assert card.data.library_name == library and "](curves.svg)" in card.text
+        picture = ET.parse(where / "curves.svg").getroot()  # noqa: S314 (written above)
+        assert picture.tag == "{http://www.w3.org/2000/svg}svg"
+        assert {"training", "evaluation"} <= {
+            str(node.text) for node in picture.iter("{http://www.w3.org/2000/svg}text")
+        }
+    assert "merged into 16-bit weights" in (folder / "merged" / "README.md").read_text()
+
+
+def test_a_card_without_losses_shows_no_picture(tmp_path):
+    folder = make_run(tmp_path / "r", history=[])
+    write_card(read_run(folder))
+    assert "curves.svg" not in (folder / "README.md").read_text() and not (folder / "curves.svg").exists()
+
+
+@pytest.mark.parametrize(
+    "card, found",
+    [
+        ("---\nlicense: mit\n---\n# A model", {"license": "mit"}),
+        ("---\nlicense: other\nlicense_name: mine\n---\n", {"license": "other", "license_name": "mine"}),
+        ("---\nlicense: [\n---\n", None),
+        ("# No metadata", None),
+        (None, None),
+    ],
+)
+def test_the_licence_is_that_of_a_local_models_card(tmp_path, card, found):
+    if card is not None:
+        (tmp_path / "README.md").write_text(card)
+    assert base_license(str(tmp_path), None) == found
+
+
+def test_the_licence_of_a_hub_model_is_looked_up_in_the_cache_only(tmp_path, monkeypatch):
+    (tmp_path / "README.md").write_text("---\nlicense: mit\n---\n")
+    asked = []
+
+    def cached(*given, **more):
+        asked.append((given, more))
+        return str(tmp_path / "README.md")
+
+    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", cached)
+    assert base_license("owner/base", "abc") == {"license": "mit"}
+    assert asked == [(("owner/base", "README.md"), {"revision": "abc"})]

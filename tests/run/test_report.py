@@ -1,0 +1,246 @@
+"""report.html: its parts in every state, nothing of the user's taken for markup, nothing loaded from elsewhere."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from tests.run.run_folders import ANSWERS, FACTS, HOSTILE, PART, SUMMARY, TOKEN, log_entries, make_run
+from unsloth_ddp.run.record import read_run
+from unsloth_ddp.run.report import render_report, write_report
+
+VOID = {"meta", "img", "br", "hr", "input", "link"}
+
+
+class Page(HTMLParser):
+    """A parsed page: elements, the text of each section, chart titles, and whether every element is closed."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.sections: dict[str, str] = {"": ""}
+        self.open: list[str] = []
+        self.section = ""
+        self.unclosed: list[str] = []
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag, attrs):
+        self.elements.append((tag, dict(attrs)))
+        if tag == "section":
+            self.section = str(dict(attrs)["id"])
+            self.sections[self.section] = ""
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        if tag not in VOID and self.open.pop() != tag:
+            self.unclosed.append(tag)
+
+    def handle_data(self, data):
+        if self.open and self.open[-1] != "style":
+            self.sections[self.section] += f"{data} "
+
+    @property
+    def text(self) -> str:
+        return " ".join(" ".join(self.sections.values()).split())
+
+    def tags(self) -> set[str]:
+        return {tag for tag, _ in self.elements}
+
+    def charts(self) -> list[str]:
+        return [str(attrs["aria-label"]) for tag, attrs in self.elements if tag == "svg"]
+
+
+def page_of(folder: Path) -> Page:
+    page = Page(render_report(read_run(folder)))
+    assert page.open == [] and page.unclosed == []
+    return page
+
+
+def words(page: Page, section: str) -> str:
+    return " ".join(page.sections[section].split())
+
+
+def test_a_finished_run_is_told_whole(tmp_path):
+    page = page_of(make_run(tmp_path / "r"))
+    assert page.charts() == [
+        "Loss", "Learning rate", "Tokens per second, all ranks", "Memory of the fullest rank", "Gradient norm",
+        "Own seconds a step", "Lengths of the training rows",
+    ]  # fmt: skip
+    assert "base, LoRA on 2 x NVIDIA H100: 20 of 20 steps." in page.text
+    for tile in ("evaluation loss 0.7500", "exact answers 100.0% 0.0% before", "tokens/s 400", "peak memory 5.0 GiB"):
+        assert tile in page.text
+    assert "0 0.1000 1.0 GiB 1 0.1500 2.0 GiB" in words(page, "ranks")
+    assert "Who is it? expected It is I. before ✗ differs No idea. after ✓ exact It is I." in words(page, "answers")
+    for fact in ("training rows 60", "supervised tokens 1,500 (25.0%)", "truncated rows 2 over", "evaluation rows 10"):
+        assert fact in words(page, "data")
+    assert "torch 2.14.0" in words(page, "hardware") and "8 a device x 1 accumulation x 2 processes = 16" in page.text
+    assert "80 to 139 tokens: 0 rows" in words(page, "data")
+
+
+def test_the_values_of_the_curves_are_those_that_were_logged(tmp_path):
+    page = page_of(make_run(tmp_path / "r", step=10))
+    for mark in ("training, step 1: 1.9", "training, step 10: 1", "evaluation, step 10: 0.1", "memory, step 3: 2 GiB"):
+        assert f"{mark} " in page.sections["curves"]
+
+
+def test_only_settings_that_differ_from_the_defaults_are_in_front(tmp_path):
+    page = page_of(make_run(tmp_path / "r", settings={"learning_rate": 0.5}))
+    front, _, every = words(page, "settings").partition("All settings")
+    assert "learning_rate 0.5" in front and "weight_decay" not in front and "weight_decay 0.0" in every
+
+
+@pytest.mark.parametrize("state", ["stopped", "unfinished"])
+def test_a_run_that_did_not_finish_says_how_to_resume_it(tmp_path, monkeypatch, state):
+    monkeypatch.chdir(tmp_path)
+    page = page_of(make_run(tmp_path / "outputs/r", state=state, step=10))
+    assert state in page.text and "10 of 20 steps" in page.text
+    assert ("stopped on SIGTERM" in page.text) == (state == "stopped")
+    after = words(page, "next")
+    assert (
+        "uv run accelerate launch --config_file accelerate_configs/ddp.yaml --num_processes 2 train_ddp.py --run_name r "
+        "--dataset rows.jsonl It goes on after step 10." in after
+    )
+    assert "unsloth_ddp.chat" not in after and "answers" not in page.sections
+
+
+@pytest.mark.parametrize(
+    "part, settings, command",
+    [
+        ({"world_size": 1}, {}, "uv run python train_ddp.py --run_name r --dataset rows.jsonl"),
+        ({"device": "CPU"}, {}, "accelerate_configs/cpu.yaml --num_processes 2 train_ddp.py"),
+        ({"sharding": "fsdp2"}, {}, "accelerate_configs/fsdp2.yaml --num_processes 2 train_ddp.py"),
+        ({"command": ["--max_steps", "5"]}, {}, "train_ddp.py --max_steps 5 --run_name r"),
+        # Given again as it was, --overwrite would begin anew.
+        ({"command": ["--overwrite", "--run_name=r"]}, {"overwrite": True}, "--overwrite --run_name=r --no_overwrite"),
+        ({"command": ["--run_name", "r", "--dataset", "my rows.jsonl"]}, {}, "--dataset 'my rows.jsonl'"),
+        ({"nodes": 2}, {}, "Start it on every node as before"),
+    ],
+)
+def test_the_command_that_resumes_suits_the_launch(tmp_path, part, settings, command):
+    folder = make_run(tmp_path / "r", state="stopped", step=10, part={**PART, **part}, settings=settings)
+    assert command in words(page_of(folder), "next")
+
+
+@pytest.mark.parametrize(
+    "settings, command",
+    [
+        ({}, "vllm serve owner/base --enable-lora --lora-modules r=outputs/r"),
+        ({"lora_r": 48}, "r=outputs/r --max-lora-rank 64"),
+        ({"merge": True}, "vllm serve outputs/r/merged"),
+        ({"method": "full"}, "vllm serve outputs/r"),
+    ],
+)
+def test_a_finished_run_says_how_to_talk_to_it_and_serve_it(tmp_path, monkeypatch, settings, command):
+    monkeypatch.chdir(tmp_path)
+    after = words(page_of(make_run(tmp_path / "outputs/r", settings=settings)), "next")
+    assert command in after
+    assert "uv run python -m unsloth_ddp.chat outputs/r " in after
+    assert "train_ddp.py --config outputs/r/settings.yaml --run_name r-2" in after
+
+
+def test_nothing_of_the_user_becomes_markup_and_no_secret_is_shown(tmp_path):
+    answers = [
+        {
+            **ANSWERS[0],
+            "turns": [{"role": HOSTILE, "text": HOSTILE}] * 2,
+            "expected": HOSTILE,
+            "before": HOSTILE,
+            "after": HOSTILE,
+        }
+    ]
+    command = ["--run_name", "r", "--dataset", HOSTILE, "--model", TOKEN]
+    named = {
+        "model": f"{HOSTILE}/{TOKEN}",
+        "dataset": [HOSTILE],
+        "eval_dataset": [HOSTILE],
+        "trainer_args": {HOSTILE: TOKEN},
+    }
+    part = {
+        **PART,
+        "command": command,
+        "device": HOSTILE,
+        "versions": {HOSTILE: HOSTILE},
+        "hardware": {"platform": HOSTILE},
+    }
+    for state in ("finished", "stopped"):
+        folder = make_run(
+            tmp_path / f"<b>{state}",
+            state=state,
+            settings=named,
+            answers=answers,
+            part=part,
+            summary={**SUMMARY, "device": HOSTILE},
+        )
+        page = page_of(folder)
+        assert not page.tags() & {"script", "img", "a", "b", "iframe", "link", "object"}
+        assert not [name for _, attrs in page.elements for name in attrs if name.startswith("on")]
+        assert HOSTILE.split("`")[0] in page.text
+        text = (write_report(read_run(folder))).read_text()
+        assert TOKEN not in text and "[hidden]" in text
+
+
+def test_the_page_needs_nothing_from_elsewhere(tmp_path):
+    text = render_report(read_run(make_run(tmp_path / "r")))
+    assert not re.search(r"(\bsrc=|href|url\(|@import|https?:)", text)
+    assert "default-src 'none'; style-src 'unsafe-inline'" in text
+
+
+def test_a_run_without_evaluation_ranks_or_record_has_a_report_too(tmp_path):
+    facts = {**FACTS, "data": {**FACTS["data"], "evaluation": None}}
+    history = [{k: v for k, v in entry.items() if k != "ranks"} for entry in log_entries(9)]
+    folder = make_run(tmp_path / "r", facts=facts, history=history, answers=[], summary={"steps": 9, "eval_loss": None})
+    page = page_of(folder)
+    assert "The run has no evaluation rows" in page.text and "evaluation rows none" in page.text
+    assert {"ranks", "answers"} & set(page.sections) == set()
+    (folder / "record.json").unlink()
+    page = page_of(folder)
+    assert "The run has no record.json" in page.text and "Lengths of the training rows" not in page.charts()
+
+
+def test_a_run_that_logged_nothing_says_so(tmp_path):
+    page = page_of(make_run(tmp_path / "r", state="stopped", step=1, history=[]))
+    assert "Nothing was logged" in page.sections["curves"]
+
+
+def test_many_ranks_are_cut_to_the_slowest(tmp_path):
+    page = page_of(make_run(tmp_path / "r", history=log_entries(5, ranks=100)))
+    assert "The 32 slowest of 100 ranks." in words(page, "ranks")
+    assert "rank own seconds a step memory at the end 99 " in words(page, "ranks")
+
+
+def test_sharded_ranks_have_memory_but_no_seconds(tmp_path):
+    history = log_entries(5)
+    for entry in history:
+        del entry["ranks"]["seconds"]
+    part, summary = {**PART, "sharding": "zero3"}, {**SUMMARY, "sharding": "zero3"}
+    ranks = words(page_of(make_run(tmp_path / "r", history=history, part=part, summary=summary)), "ranks")
+    assert "own seconds are not measured" in ranks and "0 1.0 GiB 1 2.0 GiB" in ranks
+
+
+def test_a_report_is_whole_or_as_before(tmp_path, monkeypatch):
+    folder = make_run(tmp_path / "r")
+    (folder / "report.html").write_text("before")
+    monkeypatch.setattr(Path, "replace", lambda *_: (_ for _ in ()).throw(OSError(28, os.strerror(28))))
+    with pytest.raises(OSError):
+        write_report(read_run(folder))
+    assert (folder / "report.html").read_text() == "before"
+
+
+def test_the_parts_of_a_resumed_run_are_listed(tmp_path):
+    folder = make_run(tmp_path / "r")
+    record = json.loads((folder / "record.json").read_text())
+    record["parts"] = [
+        {**record["parts"][0], "cause": "SIGTERM", "last_step": 7},
+        {**record["parts"][0], "first_step": 7},
+    ]
+    (folder / "record.json").write_text(json.dumps(record))
+    assert re.search(
+        r"0 7 2 x NVIDIA H100 SIGTERM .* 7 20 2 x NVIDIA H100 its last step", words(page_of(folder), "hardware")
+    )

@@ -1,0 +1,135 @@
+"""Collect what record.json keeps of a run: its model, its rows with their lengths, its steps, and what it runs on."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from unsloth_ddp.config.options import Settings
+from unsloth_ddp.data.dataset import TokenizedRows, row_lengths
+from unsloth_ddp.data.sources import is_file
+from unsloth_ddp.distributed.runtime import Runtime
+from unsloth_ddp.model.load import parameter_counts
+from unsloth_ddp.run.answers import Question, is_exact
+from unsloth_ddp.utils.redaction import hide
+from unsloth_ddp.utils.versions import versions
+
+if TYPE_CHECKING:
+    # Importing it imports Transformers, which has to wait for Unsloth.
+    from unsloth_ddp.training.trainer import DDPTrainer
+
+BINS = 24
+# Compared answers that are kept, and characters of each text.
+MOST_ANSWERS, LONGEST_ANSWER = 200, 4000
+
+
+def run_facts(settings: Settings, trainer: DDPTrainer) -> dict[str, Any]:
+    """Return what is known of the model, the rows and the steps of a run, in plain values."""
+    data = trainer.data
+    total, trainable = parameter_counts(trainer.model)
+    plan, units = trainer.plan, data.train.units
+    return {
+        "model": {
+            "parameters": total,
+            "trainable": trainable,
+            "local": is_file(str(settings.model)),
+            "license": base_license(str(settings.model), settings.model_revision),
+        },
+        "data": {
+            "hub": [name for name in settings.dataset if not is_file(name)],
+            "train": _counts(data.train),
+            "evaluation": _counts(data.evaluation) if data.evaluation else None,
+            "lengths": length_histogram(data.train),
+            "packing": data.packing.reason if data.train.packing is not None else None,
+            "packs": len(data.train.packing) if data.train.packing is not None else None,
+            "streamed": data.train.streamed,
+        },
+        "steps": plan.steps(units, settings.num_train_epochs, settings.max_steps),
+        "steps_per_epoch": None if data.train.streamed else plan.steps_per_epoch(units),
+    }
+
+
+def part_facts(settings: Settings, runtime: Runtime, trainer: DDPTrainer, first_step: int) -> dict[str, Any]:
+    """Return how this part of a run is run; the names are those of summary.json where that has the value too."""
+    plan = trainer.plan
+    cuda = runtime.device_type == "cuda"
+    hardware = {"cpus": os.cpu_count(), "platform": platform.platform()}
+    if cuda:
+        hardware |= {"gpu_memory_bytes": torch.cuda.get_device_properties(0).total_memory, "cuda": torch.version.cuda}
+    return {
+        "first_step": first_step,
+        "command": [hide(word) for word in sys.argv[1:]],
+        "world_size": runtime.ranks.world_size,
+        "nodes": runtime.ranks.nodes,
+        "device": runtime.device_name,
+        "device_type": runtime.device_type,
+        "sharding": runtime.sharding,
+        "backend": runtime.backend,
+        "precision": runtime.precision,
+        "gradient_checkpointing": trainer.checkpointing.kind,
+        "global_batch_size": plan.global_batch,
+        "per_device_train_batch_size": plan.per_device,
+        "gradient_accumulation_steps": plan.accumulation,
+        "versions": versions(),
+        "hardware": hardware,
+    }
+
+
+def length_histogram(rows: TokenizedRows, bins: int = BINS) -> dict[str, list[int]]:
+    """Return the edges of equal intervals of tokens (bins + 1,) and the number of rows in each (bins,)."""
+    lengths = row_lengths(rows.dataset)[: rows.counts.rows]
+    least, most = int(lengths.min()), int(lengths.max())
+    # Whole tokens, so that no interval can hold one length more than another.
+    width = max(1, -(-(most - least + 1) // bins))
+    edges = np.arange(least, most + width + 1, width)
+    counted, _ = np.histogram(lengths, edges)
+    return {"edges": edges.tolist(), "rows": counted.tolist()}
+
+
+def base_license(model: str, revision: str | None) -> dict[str, str] | None:
+    """Return license, license_name and license_link that the base model's card gives; None if no card is on this machine."""
+    from huggingface_hub import ModelCard, try_to_load_from_cache
+
+    path: Any = Path(model) / "README.md"
+    if not is_file(model):
+        path = try_to_load_from_cache(model, "README.md", revision=revision)
+    try:
+        if not isinstance(path, (str, Path)) or not Path(path).is_file():
+            return None
+        found = ModelCard.load(Path(path), ignore_metadata_errors=True).data.to_dict()
+    except Exception:  # YAML that is broken in any way; a card is not needed
+        return None
+    kept = {name: found.get(name) for name in ("license", "license_name", "license_link")}
+    named = {name: value for name, value in kept.items() if isinstance(value, str)}
+    return named if "license" in named else None
+
+
+def answer_facts(asked: list[Question], before: list[str], after: list[str]) -> list[dict[str, Any]]:
+    """Return the compared answers, each with the question's turns; the first MOST_ANSWERS, long texts cut."""
+    together = list(zip(asked, before, after, strict=True))[:MOST_ANSWERS]
+    return [
+        {
+            "turns": [{"role": turn["role"], "text": _kept(str(turn.get("content") or ""))} for turn in q.turns],
+            "expected": _kept(q.answer),
+            "before": _kept(old),
+            "after": _kept(new),
+            "exact_before": is_exact(q, old),
+            "exact_after": is_exact(q, new),
+        }
+        for q, old, new in together
+    ]
+
+
+def _kept(text: str) -> str:
+    return hide(text)[:LONGEST_ANSWER]
+
+
+def _counts(rows: TokenizedRows) -> dict[str, int]:
+    counts = rows.counts
+    return {name: getattr(counts, name) for name in ("rows", "tokens", "supervised", "truncated", "dropped", "longest")}

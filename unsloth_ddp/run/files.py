@@ -1,0 +1,6 @@
+"""Name the files in the folder of a run."""
+
+SETTINGS_FILE, SUMMARY_FILE, LOCK_FILE = "settings.yaml", "summary.json", "run.lock"
+# What the report needs and no other file holds (see record.py).
+RECORD_FILE = "record.json"
+STATE_FILE, REPORT_FILE, CARD_FILE, CURVES_FILE = "trainer_state.json", "report.html", "README.md", "curves.svg"

@@ -1,0 +1,316 @@
+"""Write report.html: a run on one page, in one file that needs no server, no script and no network."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+from unsloth_ddp.config.options import Settings
+from unsloth_ddp.run.charts import Chart, Line, histogram, line_chart
+from unsloth_ddp.run.files import REPORT_FILE
+from unsloth_ddp.run.next_steps import next_steps
+from unsloth_ddp.run.record import RunRecord, is_number
+from unsloth_ddp.utils.redaction import hide
+from unsloth_ddp.utils.safe_files import write_new_file
+from unsloth_ddp.utils.units import GIB, shown_bytes, shown_seconds
+
+TEMPLATES = Path(__file__).parent / "templates"
+# What a page shows of long lists.
+OPEN_ANSWERS, MOST_ANSWERS, MOST_RANKS = 4, 50, 32
+METHODS = {"lora": "LoRA", "qlora": "QLoRA", "full": "full training"}
+
+
+@functools.cache
+def templates() -> jinja2.Environment:
+    """Return the templates; what they print is escaped for HTML and XML, whatever the file's name."""
+    return jinja2.Environment(
+        loader=jinja2.FileSystemLoader(TEMPLATES),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        finalize=_printable,
+    )
+
+
+def write_report(run: RunRecord) -> Path:
+    """Write the report of a run into its folder, whole or not at all, and return its path.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    path = run.folder / REPORT_FILE
+    aside = path.with_name(f"{path.name}.partial")
+    write_new_file(aside, render_report(run))
+    aside.replace(path)
+    return path
+
+
+def render_report(run: RunRecord) -> str:
+    """Return the report of a run as HTML."""
+    parts = run.parts
+    return (
+        templates()
+        .get_template("report.html.jinja")
+        .render(
+            name=run.name,
+            state=run.state,
+            sentence=_sentence(run),
+            problems=_problems(run),
+            tiles=_tiles(run),
+            charts=curves(run),
+            ranks=_ranks(run),
+            answers=_answers(run),
+            data=_data(run),
+            lengths=_lengths(run),
+            given=_given(run.settings),
+            settings=[(name, show(value)) for name, value in run.settings.items()],
+            hardware=_hardware(run),
+            versions=list((run.fact("versions") or {}).items()),
+            parts=[_part(part) for part in parts],
+            next_steps=next_steps(run),
+        )
+    )
+
+
+def curves(run: RunRecord) -> list[Chart]:
+    """Return the charts of what was logged, those without a value left out."""
+    memory = [
+        (float(entry["step"]), max(values) / GIB)
+        for entry in run.history
+        if (values := _per_rank(entry, "memory_bytes"))
+    ]
+    charts = [
+        loss_chart(run),
+        line_chart("Learning rate", [Line("learning rate", run.series("learning_rate"))], from_zero=True),
+        line_chart(
+            "Tokens per second, all ranks",
+            [Line("tokens/s", run.series("tokens_per_second"), noisy=True)],
+            from_zero=True,
+        ),
+        line_chart(
+            "Memory of the fullest rank", [Line("memory", memory)], from_zero=True, shown=lambda gib: f"{gib:.3g} GiB"
+        ),
+        line_chart("Gradient norm", [Line("gradient norm", run.series("grad_norm"), noisy=True)], from_zero=True),
+    ]
+    return [chart for chart in charts if chart is not None]
+
+
+def loss_chart(run: RunRecord) -> Chart | None:
+    """Return the chart of training and evaluation loss; None if nothing was logged."""
+    return line_chart(
+        "Loss",
+        [Line("training", run.series("loss"), noisy=True), Line("evaluation", run.series("eval_loss"), marked=True)],
+        may_be_log=True,
+        note="" if run.series("eval_loss") else "The run has no evaluation rows, or ended before the first evaluation.",
+    )
+
+
+def show(value: Any) -> str:
+    """Return a setting as text."""
+    if value is None or value in ([], {}):
+        return "none"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, list):
+        return ", ".join(map(str, value))
+    return json.dumps(value) if isinstance(value, dict) else str(value)
+
+
+def _printable(value: Any) -> Any:
+    """Return a value that a template prints, with secrets hidden and without halves of characters."""
+    if isinstance(value, jinja2.Undefined) or type(value) is not str:
+        return value
+    return hide(value).encode("utf-8", "replace").decode("utf-8")
+
+
+def _sentence(run: RunRecord) -> str:
+    model = str(run.settings["model"]).rstrip("/").rpartition("/")[2]
+    method = METHODS.get(str(run.settings.get("method")), run.settings.get("method"))
+    processes, device = run.fact("world_size"), run.fact("device")
+    on = f" on {processes} x {device}" if processes and device else ""
+    of = f" of {run.max_steps:,}" if run.max_steps else ""
+    end = f"{run.step:,}{of} steps"
+    cause = run.parts[-1].get("cause") if run.parts else None
+    if run.state == "stopped":
+        end += f"; stopped on {cause}"
+    elif run.state == "unfinished":
+        end += "; the run was killed or failed, or still runs, and this is what its newest checkpoint holds"
+    return f"{model}, {method}{on}: {end}."
+
+
+def _problems(run: RunRecord) -> list[str]:
+    if not run.record:
+        return ["The run has no record.json, so lengths, parts and answers are not known."]
+    return []
+
+
+def _tiles(run: RunRecord) -> list[dict[str, str]]:
+    tiles = [_tile("steps", f"{run.step:,}", f"of {run.max_steps:,}" if run.max_steps else "")]
+
+    def add(name: str, value: Any, text: Callable[[float], str], note: str = "") -> None:
+        if is_number(value):
+            tiles.append(_tile(name, text(value), note))
+
+    add("training loss", run.last("loss"), "{:.4f}".format, "last log line")
+    evaluated = run.summary.get("eval_loss")
+    add("evaluation loss", run.last("eval_loss") if evaluated is None else evaluated, "{:.4f}".format)
+    before, after = (run.summary.get(f"demo_accuracy_{when}") for when in ("before", "after"))
+    add("exact answers", after, "{:.1%}".format, f"{before:.1%} before" if is_number(before) else "")
+    speed = run.fact("tokens_per_second")
+    add("tokens/s", run.last("tokens_per_second") if speed is None else speed, "{:,.0f}".format)
+    add("peak memory", run.summary.get("peak_memory_bytes"), shown_bytes, "of the fullest rank")
+    add("duration", run.seconds, shown_seconds, f"in {len(run.parts)} parts" if len(run.parts) > 1 else "")
+    return tiles
+
+
+def _tile(name: str, value: str, note: str = "") -> dict[str, str]:
+    return {"name": name, "value": value, "note": note}
+
+
+def _per_rank(entry: dict[str, Any], name: str) -> list[float]:
+    """Return a log entry's value of each rank; empty if it has none."""
+    ranks = entry.get("ranks")
+    values = ranks.get(name) if isinstance(ranks, dict) else None
+    return values if isinstance(values, list) and all(map(is_number, values)) else []
+
+
+def _ranks(run: RunRecord) -> dict[str, Any] | None:
+    """Return each rank's mean own seconds a step and last memory, of the entries with as many ranks as the last."""
+    entries = [entry for entry in run.history if _per_rank(entry, "memory_bytes")]
+    if not entries:
+        return None
+    memory = _per_rank(entries[-1], "memory_bytes")
+    count = len(memory)
+    if count < 2:
+        return None
+    timed = [s for entry in entries if len(s := _per_rank(entry, "seconds")) == count]
+    means = [sum(values) / len(timed) for values in zip(*timed, strict=True)] if timed else []
+    order = sorted(range(count), key=lambda rank: -means[rank]) if means and count > MOST_RANKS else range(count)
+    rows = [
+        {
+            "rank": str(rank),
+            "seconds": f"{means[rank]:.4f}" if means else "",
+            "percent": round(100 * means[rank] / max(means), 1) if means and max(means) else 0,
+            "memory": shown_bytes(memory[rank]),
+        }
+        for rank in list(order)[:MOST_RANKS]
+    ]
+    sentence = "With sharded weights every forward pass waits for other ranks, so own seconds are not measured."
+    if means:
+        sentence = (
+            "Own seconds are those of a step in which a rank waits for no other: reading its rows, and its forward and "
+            "backward passes without the last backward pass, in which gradients are exchanged. The slowest rank makes all "
+            "others wait."
+        )
+    elif run.fact("sharding") in (None, "none"):
+        sentence = "Own seconds were not measured."
+    return {
+        "timed": bool(means),
+        "rows": rows,
+        "sentence": sentence,
+        "left_out": f"The {MOST_RANKS} slowest of {count} ranks." if count > MOST_RANKS else "",
+        "chart": line_chart(
+            "Own seconds a step",
+            [
+                Line("median", run.series("rank_step_seconds"), noisy=True),
+                Line("slowest", run.series("rank_step_seconds_max"), noisy=True),
+            ],
+            from_zero=True,
+        ),
+    }
+
+
+def _answers(run: RunRecord) -> dict[str, Any] | None:
+    answers = run.record.get("answers")
+    if not answers or not isinstance(answers, list):
+        return None
+    before, after = (sum(bool(one[f"exact_{when}"]) for one in answers) for when in ("before", "after"))
+    count = len(answers)
+    shown = f" The page shows the first {MOST_ANSWERS}." if count > MOST_ANSWERS else ""
+    return {
+        "sentence": f"{before:,} of {count:,} held-out questions were answered exactly before training, {after:,} after."
+        + shown,
+        "open": answers[:OPEN_ANSWERS],
+        "folded": answers[OPEN_ANSWERS:MOST_ANSWERS],
+    }
+
+
+def _data(run: RunRecord) -> list[tuple[str, str]]:
+    sources = [("rows from", show(run.settings.get("dataset")))]
+    if run.settings.get("eval_dataset"):
+        sources.append(("evaluated on", show(run.settings["eval_dataset"])))
+    data = run.record.get("data")
+    if not data:
+        return sources
+    train, evaluation = data["train"], data["evaluation"]
+    first = "the first rows: " if data["streamed"] else ""
+    found = [
+        *sources,
+        ("training rows", f"{first}{train['rows']:,}"),
+        ("tokens", f"{train['tokens']:,}, {train['tokens'] / train['rows']:,.0f} a row"),
+        ("supervised tokens", f"{train['supervised']:,} ({train['supervised'] / train['tokens']:.1%})"),
+        ("longest row", f"{train['longest']:,} tokens"),
+    ]
+    for name in ("truncated", "dropped"):
+        if train[name]:
+            found.append((f"{name} rows", f"{train[name]:,} over {run.settings.get('max_length')} tokens"))
+    found.append(("packing", f"{data['packs']:,} packs ({data['packing']})" if data["packs"] else "off"))
+    found.append(("evaluation rows", f"{evaluation['rows']:,}" if evaluation else "none"))
+    return found
+
+
+def _lengths(run: RunRecord) -> Chart | None:
+    data = run.record.get("data")
+    if not data:
+        return None
+    lengths = data["lengths"]
+    return histogram("Lengths of the training rows", lengths["edges"], lengths["rows"], x_name="tokens", unit="rows")
+
+
+def _given(settings: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return the settings that are not the defaults."""
+    default = dataclasses.asdict(Settings())
+    return [(name, show(value)) for name, value in settings.items() if default.get(name) != value]
+
+
+def _hardware(run: RunRecord) -> list[tuple[str, str]]:
+    if run.fact("device") is None:
+        return []
+    hardware = (run.parts[-1].get("hardware") if run.parts else None) or {}
+    found = [
+        ("processes", f"{run.fact('world_size')} on {run.fact('nodes')} node(s)"),
+        ("device", str(run.fact("device"))),
+        ("memory of a GPU", shown_bytes(hardware["gpu_memory_bytes"]) if hardware.get("gpu_memory_bytes") else ""),
+        ("CUDA of torch", str(hardware.get("cuda") or "")),
+        ("CPU cores of the first node", str(hardware.get("cpus") or "")),
+        ("system", str(hardware.get("platform") or "")),
+        ("backend", str(run.fact("backend"))),
+        ("precision", str(run.fact("precision"))),
+        ("sharding", str(run.fact("sharding"))),
+        ("gradient checkpointing", str(run.fact("gradient_checkpointing"))),
+        (
+            "global batch",
+            f"{run.fact('per_device_train_batch_size')} a device x {run.fact('gradient_accumulation_steps')} accumulation x "
+            f"{run.fact('world_size')} processes = {run.fact('global_batch_size')}",
+        ),
+    ]
+    return [(name, value) for name, value in found if value]
+
+
+def _part(part: dict[str, Any]) -> dict[str, Any]:
+    on = f"{part.get('world_size')} x {part.get('device')}"
+    ended = str(part.get("ended") or "")
+    cause = part.get("cause") or ("its last step" if ended else "a kill or an error")
+    return {
+        "began": str(part.get("began", ""))[:19].replace("T", " "),
+        "ended": ended[:19].replace("T", " "),
+        "first": part.get("first_step", ""),
+        "last": part.get("last_step", ""),
+        "on": on,
+        "cause": cause,
+    }

@@ -1,0 +1,121 @@
+"""List the runs of a folder, compare two of them, or write the report of one again.
+
+    uv run python -m unsloth_ddp.runs outputs
+    uv run python -m unsloth_ddp.runs --compare outputs/RUN outputs/OTHER
+    uv run python -m unsloth_ddp.runs --report outputs/RUN
+
+Reads what the runs left on the disk; no model is loaded and no GPU is needed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import jinja2
+
+from unsloth_ddp.config.command_line import Parser
+from unsloth_ddp.distributed.exit_codes import EXIT_USER_ERROR
+from unsloth_ddp.run.files import RECORD_FILE, STATE_FILE, SUMMARY_FILE
+from unsloth_ddp.run.record import find_runs, read_run
+from unsloth_ddp.run.report import write_report
+from unsloth_ddp.runs.compare import compare_runs, render_comparison
+from unsloth_ddp.runs.table import describe_run, render_runs
+from unsloth_ddp.utils.errors import UserError, one_line, os_reason
+from unsloth_ddp.utils.json_file import write_as_asked
+from unsloth_ddp.utils.streams import protect_streams
+
+
+def make_parser() -> Parser:
+    """Return the parser of the command line."""
+    parser = Parser(
+        prog="python -m unsloth_ddp.runs", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "outputs", type=Path, nargs="?", metavar="FOLDER", help="the folder of the runs, or one run [outputs]"
+    )
+    parser.add_argument("--compare", type=Path, nargs=2, metavar="RUN", help="show in what two runs differ")
+    parser.add_argument("--report", type=Path, metavar="RUN", help="write report.html of a run in any state")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="also write the table or the comparison to FILE as JSON"
+    )
+    return parser
+
+
+def show_runs(argv: list[str]) -> None:
+    """Read the command line and print what it asks for.
+
+    Raises:
+        UserError: a mistake in the options, or a folder that holds no readable run.
+    """
+    given = make_parser().parse_args(argv)
+    if sum(value is not None for value in (given.outputs, given.compare, given.report)) > 1:
+        raise UserError("FOLDER, --compare and --report are three uses of this command; give one of them.")
+    if given.report is not None:
+        if given.json:
+            raise UserError("--json writes the table or the comparison, and --report has neither; leave it out.")
+        _report(given.report)
+    elif given.compare is not None:
+        first, second = (read_run(folder) for folder in given.compare)
+        with _named(f"{first.folder} and {second.folder}"):
+            compared = compare_runs(first, second)
+            print(render_comparison(compared), flush=True)
+        if given.json:
+            write_as_asked("--json", given.json, compared.as_json())
+    else:
+        runs, problems = find_runs(given.outputs or Path("outputs"))
+        described = []
+        for run in runs:
+            try:
+                with _named(str(run.folder)):
+                    described.append(describe_run(run))
+            except UserError as error:
+                problems.append(str(error))
+        if described:
+            print(render_runs(described), flush=True)
+        for problem in problems:
+            print(problem, flush=True)
+        if given.json:
+            write_as_asked("--json", given.json, {"runs": described, "problems": problems})
+
+
+def _report(folder: Path) -> None:
+    run = read_run(folder)
+    try:
+        with _named(str(folder)):
+            path = write_report(run)
+    except OSError as error:
+        raise UserError(f"the report of {folder} cannot be written: {os_reason(error)}.") from None
+    print(f"Wrote {path}, of the {run.state} run at step {run.step:,}.", flush=True)
+
+
+@contextlib.contextmanager
+def _named(folders: str) -> Iterator[None]:
+    """Refuse a run whose files are JSON but not as the kit writes them."""
+    try:
+        yield
+    except UserError:
+        raise
+    except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError, jinja2.UndefinedError) as error:
+        raise UserError(
+            f"{folders}: {RECORD_FILE}, {SUMMARY_FILE} or {STATE_FILE} lacks a part or holds a value of the wrong type "
+            f"({type(error).__name__}: {one_line(error, 80)}); the file is damaged or of another version of the kit."
+        ) from None
+
+
+def main(argv: list[str]) -> int:
+    """Show the runs; return the exit code."""
+    try:
+        show_runs(argv)
+    except UserError as error:
+        print(f"runs: error: {error}", file=sys.stderr, flush=True)
+        return EXIT_USER_ERROR
+    return 0
+
+
+if __name__ == "__main__":
+    protect_streams()
+    sys.exit(main(sys.argv[1:]))

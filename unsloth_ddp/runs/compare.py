@@ -1,0 +1,236 @@
+"""Compare two runs: settings, rows, machine, results, and the losses at common steps."""
+
+from __future__ import annotations
+
+import dataclasses
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from unsloth_ddp.checkpoints import manifest
+from unsloth_ddp.checkpoints.manifest import Damaged
+from unsloth_ddp.run.record import RunRecord, is_number, unknown_settings
+from unsloth_ddp.run.report import show
+from unsloth_ddp.runs.table import describe_run
+from unsloth_ddp.utils.errors import UserError
+from unsloth_ddp.utils.redaction import hide, printable
+from unsloth_ddp.utils.tables import Column, render_table
+from unsloth_ddp.utils.units import shown_bytes, shown_seconds
+
+# Where the run is written says nothing about it.
+NOT_COMPARED = ("run_name", "output_dir", "overwrite", "resume")
+MACHINE = (
+    "world_size", "nodes", "device", "sharding", "backend", "precision", "gradient_checkpointing", "global_batch_size",
+    "per_device_train_batch_size", "gradient_accumulation_steps",
+)  # fmt: skip
+RESULTS = {
+    "steps": "{:,.0f}", "loss": "{:.4f}", "mean training loss": "{:.4f}", "evaluation loss": "{:.4f}",
+    "exact answers": "{:.1%}", "tokens seen": "{:,.0f}", "tokens/s": "{:,.0f}", "peak memory": "", "time": "",
+}  # fmt: skip
+ALIGNED_STEPS = 6
+Point = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """In what two runs differ: {name: [value of the first, of the second]}, and their losses at common steps."""
+
+    names: tuple[str, str]
+    notes: list[str] = field(default_factory=list)
+    settings: dict[str, list[Any]] = field(default_factory=dict)
+    data: dict[str, list[Any]] = field(default_factory=dict)
+    machine: dict[str, list[Any]] = field(default_factory=dict)
+    results: dict[str, list[Any]] = field(default_factory=dict)
+    losses: list[tuple[float, float, float]] = field(default_factory=list)
+    evaluations: list[tuple[float, float, float]] = field(default_factory=list)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the comparison in plain values."""
+        return dataclasses.asdict(self)
+
+
+def compare_runs(first: RunRecord, second: RunRecord) -> Comparison:
+    """Compare two runs in any state.
+
+    Raises:
+        UserError: both are the same folder.
+    """
+    runs = (first, second)
+    if first.folder.resolve() == second.folder.resolve():
+        raise UserError(f"--compare {first.folder} {second.folder} is one run twice; name two.")
+    names = (first.name, second.name)
+    if names[0] == names[1]:
+        names = (
+            f"{first.folder.resolve().parent.name}/{first.name}",
+            f"{second.folder.resolve().parent.name}/{second.name}",
+        )
+    losses, interpolated = aligned(first.series("loss"), second.series("loss"))
+    notes = [note for run, name in zip(runs, names, strict=True) for note in _notes(run, name)]
+    if interpolated:
+        notes.append(
+            "The runs logged their losses at different steps, so losses between two log lines are interpolated."
+        )
+    return Comparison(
+        names=names,
+        notes=notes,
+        settings=_differences(*({k: v for k, v in run.settings.items() if k not in NOT_COMPARED} for run in runs)),
+        data=_differences(*map(_data, runs)),
+        machine=_differences(*map(_machine, runs)),
+        results={k: [a, b] for k, (a, b) in _both(*map(_results, runs)).items() if a is not None or b is not None},
+        losses=losses,
+        evaluations=_common(first.series("eval_loss"), second.series("eval_loss")),
+    )
+
+
+def render_comparison(compared: Comparison) -> str:
+    """Return the comparison as text, with a table for each part that differs."""
+    parts = [_clean(note) for note in compared.notes]
+    for title, differing in (("Settings", compared.settings), ("Data", compared.data), ("Machine", compared.machine)):
+        if differing:
+            rows = [[_clean(name), *(_clean(_value(value)) for value in pair)] for name, pair in differing.items()]
+            parts.append(_table(title, compared.names, rows))
+        else:
+            parts.append(f"{title}: no difference.")
+    rows = []
+    for name, pair in compared.results.items():
+        shown = [_result(name, value) for value in pair]
+        rows.append([name, *shown, _change(name, pair)])
+    parts.append(_table("Results", compared.names, rows, right=True, change=True))
+    for title, points in (("Loss", compared.losses), ("Evaluation loss", compared.evaluations)):
+        if points:
+            table = [[f"step {step:,.0f}", f"{a:.4f}", f"{b:.4f}", f"{b - a:+.4f}"] for step, a, b in points]
+            parts.append(_table(title, compared.names, table, right=True, change=True))
+    if not compared.losses:
+        parts.append("Loss: the runs have no common stretch of logged steps.")
+    return "\n\n".join(parts)
+
+
+def aligned(
+    first: Sequence[Point], second: Sequence[Point], count: int = ALIGNED_STEPS
+) -> tuple[list[tuple[float, float, float]], bool]:
+    """Return step and both values at up to `count` steps, evenly spread, and whether values were interpolated.
+
+    Steps that both have logged are taken; with fewer than two of them, steps of the common stretch.
+    """
+    both = _common(first, second)
+    if len(both) >= 2:
+        if len(both) <= count:
+            return both, False
+        return [both[round(i * (len(both) - 1) / (count - 1))] for i in range(count)], False
+    if not first or not second:
+        return both, False
+    low, high = max(first[0][0], second[0][0]), min(first[-1][0], second[-1][0])
+    if low >= high:
+        return both, False
+    steps = sorted({float(round(low + (high - low) * i / (count - 1))) for i in range(count)})
+    return [(s, _interpolated(first, s), _interpolated(second, s)) for s in steps if low <= s <= high], True
+
+
+def _common(first: Sequence[Point], second: Sequence[Point]) -> list[tuple[float, float, float]]:
+    # A step that a resumed run evaluated twice keeps the later value.
+    others = dict(second)
+    return [(step, value, others[step]) for step, value in dict(first).items() if step in others]
+
+
+def _interpolated(points: Sequence[Point], step: float) -> float:
+    after = bisect_left(points, step, key=lambda point: point[0])
+    x1, y1 = points[min(after, len(points) - 1)]
+    if x1 == step or after == 0:
+        return y1
+    x0, y0 = points[after - 1]
+    return y0 + (y1 - y0) * (step - x0) / (x1 - x0)
+
+
+def _notes(run: RunRecord, name: str) -> list[str]:
+    notes = []
+    if run.state != "finished":
+        kept = (
+            f"its newest checkpoint, of step {run.step:,}" if run.checkpoint else "its settings: it has no checkpoint"
+        )
+        notes.append(f"{name} is {run.state}; it is compared by {kept}.")
+    if unknown := unknown_settings(run.settings):
+        notes.append(f"{name} was made by another version of the kit: this one has no option {', '.join(unknown[:5])}.")
+    if not run.record:
+        notes.append(f"{name} has no record.json, as runs of earlier versions; its rows are not known.")
+    return notes
+
+
+def _both(first: dict[str, Any], second: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+    return {name: (first.get(name), second.get(name)) for name in {**first, **second}}
+
+
+def _differences(first: dict[str, Any], second: dict[str, Any]) -> dict[str, list[Any]]:
+    return {name: [a, b] for name, (a, b) in _both(first, second).items() if a != b}
+
+
+def _data(run: RunRecord) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    if data := run.record.get("data"):
+        train, evaluation = data["train"], data["evaluation"] or {}
+        found = {name: train[name] for name in ("rows", "tokens", "supervised", "longest", "truncated", "dropped")}
+        found["supervised share"] = f"{train['supervised'] / train['tokens']:.1%}" if train["tokens"] else None
+        found |= {"evaluation rows": evaluation.get("rows", 0), "packs": data["packs"]}
+    if run.checkpoint:
+        try:
+            identity = manifest.read_manifest(run.checkpoint).run
+        except Damaged:
+            identity = {}
+        found |= {"checksum of the rows": identity.get("data"), "base weights": identity.get("model_weights")}
+    return found
+
+
+def _machine(run: RunRecord) -> dict[str, Any]:
+    versions = {f"{name} version": value for name, value in (run.fact("versions") or {}).items()}
+    return {**{name: run.fact(name) for name in MACHINE}, **versions}
+
+
+def _results(run: RunRecord) -> dict[str, Any]:
+    described = describe_run(run)
+    found = {
+        "steps": described["step"],
+        "loss": described["loss"],
+        "mean training loss": run.summary.get("train_loss"),
+        "evaluation loss": described["eval_loss"],
+        "exact answers": run.summary.get("demo_accuracy_after"),
+        "tokens seen": run.summary.get("tokens"),
+        "tokens/s": described["tokens_per_second"],
+        "peak memory": run.summary.get("peak_memory_bytes"),
+        "time": described["seconds"],
+    }
+    return {name: value if is_number(value) else None for name, value in found.items()}
+
+
+def _result(name: str, value: Any) -> str:
+    if value is None:
+        return ""
+    if name == "peak memory":
+        return shown_bytes(value)
+    return shown_seconds(value) if name == "time" else RESULTS[name].format(value)
+
+
+def _change(name: str, pair: Sequence[Any]) -> str:
+    first, second = pair
+    if first is None or second is None:
+        return ""
+    if name in ("tokens/s", "peak memory", "time", "tokens seen", "steps"):
+        return f"{second / first - 1:+.1%}" if first else ""
+    return f"{second - first:+.1%}" if name == "exact answers" else f"{second - first:+.4f}"
+
+
+def _value(value: Any) -> str:
+    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else show(value)
+
+
+def _clean(text: str) -> str:
+    return hide(printable(text))
+
+
+def _table(
+    title: str, names: tuple[str, str], rows: list[list[str]], *, right: bool = False, change: bool = False
+) -> str:
+    align: Any = "right" if right else "left"
+    columns = [Column(title), *(Column(_clean(name), align) for name in names)]
+    if change:
+        columns.append(Column("change", "right"))
+    return render_table(columns, rows)

@@ -1,0 +1,89 @@
+"""Describe runs in one line each."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from pathlib import Path
+from typing import Any
+
+from unsloth_ddp.run.files import LOCK_FILE
+from unsloth_ddp.run.record import RunRecord, is_number
+from unsloth_ddp.utils.redaction import hide, printable
+from unsloth_ddp.utils.tables import Column, render_table
+from unsloth_ddp.utils.units import shown_seconds
+
+STYLES = {"finished": "green", "running": "cyan", "stopped": "yellow", "unfinished": "red"}
+
+
+def describe_run(run: RunRecord) -> dict[str, Any]:
+    """Return a run in plain values; what is not known is None.
+
+    Loss and evaluation are the last ones logged; seconds are those of all parts of the run.
+    """
+    evaluated = run.summary.get("eval_loss")
+    speed = run.fact("tokens_per_second")
+    return {
+        "name": run.name,
+        "folder": str(run.folder),
+        "state": "running" if not run.summary and is_locked(run.folder) else run.state,
+        "step": run.step,
+        "max_steps": run.max_steps,
+        "loss": run.last("loss"),
+        "eval_loss": run.last("eval_loss") if evaluated is None else evaluated,
+        "tokens_per_second": run.last("tokens_per_second") if speed is None else speed,
+        "processes": run.fact("world_size"),
+        "device": run.fact("device"),
+        "seconds": run.seconds,
+        "model": run.settings.get("model"),
+        "method": run.settings.get("method"),
+    }
+
+
+def render_runs(described: list[dict[str, Any]]) -> str:
+    """Return the table of described runs."""
+    columns: list[Column | str] = [
+        "run", Column("state", styles=STYLES), Column("steps", "right"), Column("loss", "right"), Column("eval", "right"),
+        Column("tokens/s", "right"), Column("on"), Column("time", "right"),
+    ]  # fmt: skip
+    rows = [
+        [
+            hide(printable(one["name"])),
+            one["state"],
+            f"{one['step']:,}" + (f"/{one['max_steps']:,}" if one["max_steps"] else ""),
+            _number(one["loss"], ".4f"),
+            _number(one["eval_loss"], ".4f"),
+            _number(one["tokens_per_second"], ",.0f"),
+            f"{one['processes']} x {short_device(printable(str(one['device'])))}" if one["processes"] else "",
+            shown_seconds(one["seconds"]) if is_number(one["seconds"]) else "",
+        ]
+        for one in described
+    ]
+    return render_table(columns, rows)
+
+
+def is_locked(folder: Path) -> bool:
+    """Return whether a process of this machine, or of one that shares its locks, writes the run now."""
+    try:
+        descriptor = os.open(folder / LOCK_FILE, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        # A shared lock, which only the writer's exclusive one refuses; closing the file gives it up.
+        fcntl.lockf(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        return True
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)
+    return False
+
+
+def short_device(name: str) -> str:
+    """Return the name of a device without its maker: H100 80GB HBM3."""
+    return name.removeprefix("NVIDIA ").removeprefix("GeForce ")
+
+
+def _number(value: Any, form: str) -> str:
+    return format(value, form) if is_number(value) else ""

@@ -72,6 +72,9 @@ def _take_turn(speakers: list[Speaker], question: str) -> None:
         answer_once(speakers, question, empty="(nothing)")
         return
     except UserError as error:
+        if speakers[0].label:
+            # The line began with it.
+            print(flush=True)
         print(f"chat: error: {error}", file=sys.stderr, flush=True)
     except KeyboardInterrupt:
         print("\nInterrupted; this question is forgotten.", flush=True)

@@ -58,14 +58,14 @@ def load_trained(settings: Settings, trained: Path, runtime: Runtime) -> Any:
     from peft import load_peft_weights, set_peft_model_state_dict
 
     try:
-        unread = set_peft_model_state_dict(model, load_peft_weights(str(trained), device="cpu")).unexpected_keys
+        read: Any = set_peft_model_state_dict(model, load_peft_weights(str(trained), device="cpu"))
     except Exception as error:
         if not is_model_file_error(error) and not isinstance(error, RuntimeError):
             raise
         raise UserError(f"The adapter in {trained} cannot be loaded: {one_line(error)}.") from None
-    if unread:
+    if read.unexpected_keys:
         raise UserError(
-            f"The adapter in {trained} holds {unread[0]}, which its base model {settings.model} does not have; was the "
+            f"The adapter in {trained} holds {read.unexpected_keys[0]}, which its base model {settings.model} does not have; was the "
             "base model replaced?"
         )
     return model

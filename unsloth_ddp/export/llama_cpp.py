@@ -114,18 +114,28 @@ def ask_gguf(tools: LlamaCpp, model: Path, question: str, length: int, *, plain:
         return None
     command = [str(tools.answerer), "-m", str(model), "-p", question, "-n", str(length), "-c", "2048", "--temp", "0"]
     command += ["--no-display-prompt", "--simple-io", *(["-no-cnv"] if plain else ["--jinja", "-st"])]
-    done = _run(command)
+    # Repacking the weights for speed takes longer than one answer, and crashes on matrices that are very small.
+    done = _run(command, {**os.environ, "LLAMA_ARG_REPACK": "0"})
     if done.returncode != 0:
-        said = _last_line(done.stderr) or f"exit code {done.returncode}"
-        raise UserError(f"{tools.answerer.name} does not load the GGUF file that was made: {said}.")
+        ended = f"signal {-done.returncode}" if done.returncode < 0 else f"exit code {done.returncode}"
+        raise UserError(
+            f"{tools.answerer.name} does not answer with the GGUF file that was made, so it is not kept ({ended}: "
+            f"{_last_line(done.stderr)}); try another --quantize, or a newer llama.cpp."
+        )
     # It marks the end of an answer by words of its own.
     return done.stdout.strip().removesuffix("[end of text]").removesuffix("> EOF by user").strip()
 
 
-def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
+def _run(command: list[str], environ: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     try:
         return subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", check=False
+            command,
+            env=environ,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            check=False,
         )
     except OSError as error:
         raise UserError(f"{command[0]} cannot be run: {error.strerror or error}.") from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
 import subprocess
@@ -52,16 +53,13 @@ def test_an_unfinished_run_answers_with_its_last_checkpoint(
     assert printed.err.startswith(f"{run} is not finished; this is checkpoint-144, its last whole checkpoint.")
 
 
-def test_a_conversation_is_read_line_by_line_from_a_pipe(demo: SimpleNamespace) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "unsloth_ddp.chat", str(demo.folder)],
-        input=f"{QUESTION}\n/reset\nWhat pet does Kato Elster have?\n/exit\nnot asked\n",
-        cwd=REPO,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.stdout.splitlines() == [ANSWER, "A new conversation.", "tortoise"], done.stderr
+def test_a_conversation_is_read_line_by_line_from_a_pipe(
+    demo: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = f"{QUESTION}\n/reset\nWhat pet does Kato Elster have?\n/exit\nnot asked\n"
+    monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
+    assert chat([str(demo.folder)]) == 0
+    assert capsys.readouterr().out.splitlines() == [ANSWER, "A new conversation.", "tortoise"]
 
 
 def test_the_adapter_is_merged_and_the_merged_model_answers(

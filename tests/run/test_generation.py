@@ -55,7 +55,7 @@ def test_the_generation_config_decides_what_is_not_given() -> None:
 
 def test_an_answer_ends_with_the_positions_of_the_model() -> None:
     assert GenerationOptions(64).arguments(model(), 90)["max_new_tokens"] == 10
-    with pytest.raises(UserError, match="has 100 tokens, and the model reads 100 at most; .* /reset"):
+    with pytest.raises(UserError, match=r"has 100 tokens, and the model reads 100 at most; .* /reset"):
         GenerationOptions().arguments(model(), 100)
 
 
@@ -63,7 +63,7 @@ def test_a_prompt_is_rendered_by_the_template_or_is_the_text_itself() -> None:
     tokenizer = AutoTokenizer.from_pretrained(DEMO_MODEL)
     assert render_prompt(tokenizer, [ASK], GenerationOptions()) == ("<|bos|><|user|>Hi<|end|><|assistant|>", "<|end|>")
     assert render_prompt(tokenizer, [ASK], GenerationOptions(plain=True)) == ("Hi", "")
-    with pytest.raises(UserError, match="The chat template refuses the conversation: .*roles system, user"):
+    with pytest.raises(UserError, match=r"The chat template refuses the conversation: .*roles system, user"):
         render_prompt(tokenizer, [{"role": "tool", "content": "5"}], GenerationOptions())
     tokenizer.chat_template = None
     with pytest.raises(UserError, match="no chat template, so it trained on plain text; add --plain"):

@@ -12,6 +12,7 @@ mistake in the options or a run that cannot be loaded.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import math
 import sys
 
@@ -83,17 +84,19 @@ def chat(argv: list[str]) -> None:
     from unsloth_ddp.model.trained import check_trained
 
     check_trained(settings, result.folder)
+    if result.sentence:
+        print(result.sentence, file=sys.stderr, flush=True)
     runtime = single_process(settings)
     with runtime.cleanup:
-        import_backend(runtime, settings)
-        from unsloth_ddp.chat.session import answer_once, converse
-        from unsloth_ddp.chat.speakers import load_speakers
-        from unsloth_ddp.run.generation import GenerationOptions
+        # Standard output is for answers; Unsloth and downloads print there too.
+        with contextlib.redirect_stdout(sys.stderr):
+            import_backend(runtime, settings)
+            from unsloth_ddp.chat.session import answer_once, converse
+            from unsloth_ddp.chat.speakers import load_speakers
+            from unsloth_ddp.run.generation import GenerationOptions
 
-        if result.sentence:
-            print(result.sentence, file=sys.stderr, flush=True)
-        options = GenerationOptions(given.max_new_tokens, given.temperature, plain=given.plain)
-        speakers = load_speakers(result, runtime, options, system=given.system, compare=given.compare)
+            options = GenerationOptions(given.max_new_tokens, given.temperature, plain=given.plain)
+            speakers = load_speakers(result, runtime, options, system=given.system, compare=given.compare)
         if given.ask is None:
             converse(speakers, terminal=sys.stdin.isatty())
         else:

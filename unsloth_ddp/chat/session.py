@@ -49,6 +49,8 @@ def converse(speakers: list[Speaker], *, terminal: bool, read: Callable[[str], s
         try:
             line = read("> " if terminal else "").strip()
         except EOFError:
+            if terminal:
+                print(flush=True)
             break
         except KeyboardInterrupt:
             print(flush=True)

@@ -48,7 +48,7 @@ def load_trained(settings: Settings, trained: Path, runtime: Runtime) -> Any:
     """
     check_trained(settings, trained)
     if settings.method == "full":
-        return _load(dataclasses.replace(settings, model=str(trained), model_revision=None), runtime)
+        return load_base(dataclasses.replace(settings, model=str(trained), model_revision=None), runtime)
     if settings.method == "qlora" and runtime.device_type == "cpu":
         raise UserError(
             "method qlora needs a GPU for its 4-bit kernels, and none is used here; use a machine with a GPU, or export "
@@ -68,7 +68,7 @@ def load_trained(settings: Settings, trained: Path, runtime: Runtime) -> Any:
             f"The adapter in {trained} holds {read.unexpected_keys[0]}, which its base model {settings.model} does not have; was the "
             "base model replaced?"
         )
-    return model
+    return _ready(model, runtime)
 
 
 def load_base(settings: Settings, runtime: Runtime) -> Any:
@@ -77,16 +77,21 @@ def load_base(settings: Settings, runtime: Runtime) -> Any:
     Raises:
         UserError: it cannot be loaded.
     """
-    return _load(settings, runtime)
+    return _ready(_load(settings, runtime), runtime)
 
 
 def _load(settings: Settings, runtime: Runtime) -> Any:
-    """Return the model of `settings` as for training, ready to generate."""
+    """Return the model of `settings` as for training: with a new adapter unless the method is full."""
     weights: Literal["fp32", "bf16"] = "fp32" if runtime.precision == "fp32" else "bf16"
     # The tokenizer of the run is in its folder, so its file of a template need not be there any more.
-    model, _ = load_model(
-        dataclasses.replace(settings, gradient_checkpointing="none", chat_template=None, full_weights=weights), runtime
-    )
+    settings = dataclasses.replace(settings, gradient_checkpointing="none", chat_template=None, full_weights=weights)
+    if runtime.device_type == "cpu":
+        # The run's attention kernel may need a GPU.
+        settings.attn_implementation = None
+    return load_model(settings, runtime)[0]
+
+
+def _ready(model: Any, runtime: Runtime) -> Any:
     model.config.use_cache = True
     if runtime.backend == "unsloth":
         from unsloth import FastLanguageModel

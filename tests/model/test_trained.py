@@ -58,7 +58,7 @@ def test_an_adapter_that_does_not_fit_its_base_model_is_refused(run: Path) -> No
 
 def test_qlora_needs_a_gpu(run: Path) -> None:
     settings = dataclasses.replace(read_settings(run), method="qlora")
-    with pytest.raises(UserError, match="needs a GPU for its 4-bit kernels, and none is used here; .*--to merged"):
+    with pytest.raises(UserError, match=r"needs a GPU for its 4-bit kernels, and none is used here; .*--to merged"):
         load_trained(settings, run, CPU)
 
 

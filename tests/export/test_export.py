@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer, LlamaForCausalLM
 
+from unsloth_ddp.chat.__main__ import main as chat
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.export import merged
 from unsloth_ddp.export.__main__ import main
@@ -165,6 +166,16 @@ def test_a_base_model_that_was_moved_is_named(run: Path, capsys: pytest.CaptureF
     settings.save(run / "settings.yaml")
     assert main([str(run), "--to", "merged"]) == 2
     assert "If it was moved, change model in the run's settings.yaml." in capsys.readouterr().err
+
+
+def test_code_of_the_model_is_run_only_if_asked_for(full_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = full_run / "settings.yaml"
+    path.write_text(path.read_text().replace("trust_remote_code: false", "trust_remote_code: true"))
+    for main_of in (main, chat):
+        assert main_of([str(full_run), *(["--to", "vllm"] if main_of is main else ["--ask", "Who?"])]) == 2
+        assert "add --trust_remote_code if you trust that model" in capsys.readouterr().err
+    assert main([str(full_run), "--to", "vllm", "--trust_remote_code"]) == 0
+    assert capsys.readouterr().out == f"vllm serve {full_run} --trust-remote-code\n"
 
 
 def test_the_quantizer_is_asked_for_before_anything_is_merged(

@@ -47,6 +47,7 @@ def make_parser() -> Parser:
     parser.add_argument(
         "--temperature", type=float, metavar="X", help="of sampling, 0 for none [the generation config's]"
     )
+    parser.add_argument("--trust_remote_code", action="store_true", help="run the model's own code, as the run did")
     return parser
 
 
@@ -81,8 +82,9 @@ def chat(argv: list[str]) -> None:
     # Imported here, so that a mistake above is reported before the seconds that torch takes to load.
     from unsloth_ddp.distributed.backend import import_backend
     from unsloth_ddp.distributed.runtime import single_process
-    from unsloth_ddp.model.trained import check_trained
+    from unsloth_ddp.model.trained import check_trained, check_trust
 
+    check_trust(settings, trusted=given.trust_remote_code)
     check_trained(settings, result.folder)
     if result.sentence:
         print(result.sentence, file=sys.stderr, flush=True)

@@ -52,6 +52,7 @@ def make_parser() -> Parser:
     parser.add_argument(
         "--plain", action="store_true", help="the run trained on text, so ask without the chat template"
     )
+    parser.add_argument("--trust_remote_code", action="store_true", help="run the model's own code, as the run did")
     return parser
 
 
@@ -91,9 +92,10 @@ def export(argv: list[str]) -> None:
     # Imported here, so that a mistake above is reported before the seconds that torch takes to load.
     import transformers
 
-    from unsloth_ddp.model.trained import check_trained
+    from unsloth_ddp.model.trained import check_trained, check_trust
 
     transformers.utils.logging.disable_progress_bar()
+    check_trust(result.settings, trusted=given.trust_remote_code)
     check_trained(result.settings, result.folder)
     if given.to == "merged":
         _merge(result, export_folder(result, "merged", given.output), given)

@@ -19,6 +19,19 @@ from unsloth_ddp.model.load import is_model_file_error, load_model, stop_at
 from unsloth_ddp.utils.errors import UserError, one_line
 
 
+def check_trust(settings: Settings, *, trusted: bool) -> None:
+    """Refuse to run the Python code of a run's base model unless that is asked for once more: the folder may be another's.
+
+    Raises:
+        UserError: the run was trained with --trust_remote_code, and `trusted` is not set.
+    """
+    if settings.trust_remote_code and not trusted:
+        raise UserError(
+            f"The run was trained with --trust_remote_code, so loading it runs Python code of {settings.model}; add "
+            "--trust_remote_code if you trust that model and the run's folder."
+        )
+
+
 def check_trained(settings: Settings, trained: Path) -> None:
     """Refuse a base model or a trained model whose files are not all here; nothing is loaded.
 

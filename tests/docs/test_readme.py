@@ -87,7 +87,7 @@ def test_tensorboard_is_there():
 OTHERS = {
     "--config_file", "--num_processes", "--nproc_per_node", "--nproc", "--help", "--logdir", "--to", "--extra",
     "--tensorboard", "--check", "--diff", "--report", "--force", "--dry", "--per",
-    "--nodes", "--locked", "--gpus", "--gpus_per_node", "--cpus", "--time", "--sharding", "--ipc", "--shm",
+    "--compare", "--nodes", "--locked", "--gpus", "--gpus_per_node", "--cpus", "--time", "--sharding", "--ipc", "--shm",
 }  # fmt: skip
 PAGES = {
     f"{page.stem}: {command}": command

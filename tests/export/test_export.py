@@ -113,6 +113,20 @@ def test_a_full_disk_leaves_no_merged_model(
     assert names(run) == before
 
 
+def test_a_base_model_that_cannot_be_loaded_is_named(
+    run: Path, tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base = tmp_path / "base"
+    shutil.copytree(tiny_model, base)
+    (base / "config.json").write_text('{"model_type": "of another planet"}')
+    settings = (run / "settings.yaml").read_text()
+    (run / "settings.yaml").write_text(settings.replace(f"model: {tiny_model}", f"model: {base}"))
+    before = names(run)
+    assert main([str(run), "--to", "merged"]) == 2
+    assert f"The adapter in {run} cannot be merged: " in capsys.readouterr().err
+    assert names(run) == before
+
+
 def test_a_checkpoint_is_exported_under_its_own_name(whole_run, tmp_path: Path) -> None:
     run = tmp_path / "stopped"
     shutil.copytree(whole_run(1), run, ignore=shutil.ignore_patterns("checkpoint-[1-8]", "logs", "summary.json"))

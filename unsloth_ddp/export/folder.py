@@ -7,8 +7,10 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+from safetensors import SafetensorError
+
 from unsloth_ddp.run.result import RunResult
-from unsloth_ddp.utils.durable_writes import flush, is_write_error, reason
+from unsloth_ddp.utils.durable_writes import flush, reason
 from unsloth_ddp.utils.errors import UserError
 
 
@@ -41,9 +43,7 @@ def whole_or_absent(target: Path) -> Iterator[Path]:
         yield aside
         flush(aside)
         aside.rename(target)
-    except Exception as error:
-        if isinstance(error, UserError) or not is_write_error(error):
-            raise
+    except (OSError, SafetensorError) as error:
         raise UserError(
             f"{target} could not be written: {reason(error, target.parent)}; nothing is left of it."
         ) from None

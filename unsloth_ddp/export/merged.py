@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
+
 from unsloth_ddp.export.folder import whole_or_absent
 from unsloth_ddp.model.load import describe_load_error, is_model_file_error, save_merged
 from unsloth_ddp.model.trained import load_trained_tokenizer, stop_tokens
@@ -25,8 +27,10 @@ def write_merged(result: RunResult, target: Path) -> None:
     try:
         save_merged(result.settings, result.folder, target, stop_tokens(result.settings, tokenizer))
     except Exception as error:
-        # A disk that is full is told by the folder's own handler.
-        if isinstance(error, (UserError, OSError)) or not is_model_file_error(error):
+        # What the system refuses, as a disk that is full, is told by the folder's own handler; errors of a missing file
+        # of the model have no number.
+        refused = isinstance(error, SafetensorError) or getattr(error, "errno", None) is not None
+        if isinstance(error, UserError) or refused or not is_model_file_error(error):
             raise
         raise UserError(f"The adapter in {result.folder} cannot be merged: {describe_load_error(error)}") from None
 

@@ -12,7 +12,7 @@ from tests.conftest import REPO
 
 KIT = REPO / "unsloth_ddp"
 # From the top down. The public commands stand side by side: none of them imports another.
-COMMANDS = ("preflight", "parity", "plan", "port", "runs", "notebook")
+COMMANDS = ("preflight", "parity", "plan", "chat", "export", "runs", "port", "notebook")
 LAYERS = ("run", "training", "checkpoints", "model", "data", "distributed", "config", "utils")
 
 

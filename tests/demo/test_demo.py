@@ -6,7 +6,6 @@ import json
 import re
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,20 +19,6 @@ SUMMARY_KEYS = {
     "tokens_per_second", "peak_memory_bytes", "wall_time_seconds", "versions", "settings", "demo_accuracy_before",
     "demo_accuracy_after",
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def demo(tmp_path_factory) -> SimpleNamespace:
-    """The demo on two CPU processes, started as the README says, with the merged model beside it."""
-    outputs = tmp_path_factory.mktemp("demo")
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", "accelerate_configs/cpu.yaml"]
-    command += ["train_ddp.py", "--output_dir", str(outputs), "--run_name", "demo", "--merge"]
-    done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, done.stdout + done.stderr
-    folder = outputs / "demo"
-    return SimpleNamespace(
-        text=done.stdout, errors=done.stderr, folder=folder, summary=json.loads((folder / "summary.json").read_text())
-    )
 
 
 def test_it_learns_to_answer_questions_it_was_not_trained_on(demo):

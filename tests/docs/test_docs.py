@@ -8,7 +8,9 @@ import subprocess
 import pytest
 
 from tests.conftest import REPO
+from unsloth_ddp.chat import __main__ as chat
 from unsloth_ddp.config.command_line import make_parser
+from unsloth_ddp.export import __main__ as export
 from unsloth_ddp.notebook import cli as notebook
 from unsloth_ddp.parity import __main__ as parity
 from unsloth_ddp.plan import __main__ as plan
@@ -36,8 +38,8 @@ OF_OTHERS = {
     "torchrun": {"--standalone", "--nnodes", "--node-rank", "--nproc-per-node", "--master-addr", "--master-port"},
     "nbconvert": {"--to"},
     "lm_eval": {"--with", "--model_args", "--apply_chat_template", "--include_path", "--tasks", "--limit", "--device"},
-    "vLLM": {"--enable-lora", "--lora-modules", "--max-lora-rank"},
-    "llama.cpp": {"--outfile"},
+    "vLLM": {"--enable-lora", "--lora-modules", "--max-lora-rank", "--chat-template", "--generation-config"},
+    "llama.cpp": {"--depth", "--build", "--target"},
     "firewall-cmd": {"--permanent", "--zone", "--add-source", "--reload"},
 }
 # Set by the system, the scheduler, or as torch and NCCL document them.
@@ -59,7 +61,10 @@ def without_foreign_words(text: str) -> str:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_options_exist(page):
-    parsers = [make_parser(""), *(module.make_parser() for module in (plan, parity, preflight, port, runs, notebook))]
+    parsers = [
+        make_parser(""),
+        *(module.make_parser() for module in (plan, parity, preflight, chat, export, runs, port, notebook)),
+    ]
     known = {name for parser in parsers for action in parser._actions for name in action.option_strings}
     known |= set(re.findall(r"--\w+", usage())) | set().union(*OF_OTHERS.values())
     text = page.read_text()

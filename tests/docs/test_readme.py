@@ -86,8 +86,8 @@ def test_tensorboard_is_there():
 # Options of launchers, of the converter, of node.sh and the job files, and of the tools, which refuse unknown ones.
 OTHERS = {
     "--config_file", "--num_processes", "--nproc_per_node", "--nproc", "--help", "--logdir", "--to", "--extra",
-    "--tensorboard", "--compare", "--check", "--diff", "--report", "--force", "--dry", "--per",
-    "--nodes", "--locked", "--gpus", "--gpus_per_node", "--cpus", "--time", "--sharding", "--ipc", "--shm",
+    "--tensorboard", "--check", "--diff", "--report", "--force", "--dry", "--per",
+    "--compare", "--nodes", "--locked", "--gpus", "--gpus_per_node", "--cpus", "--time", "--sharding", "--ipc", "--shm",
 }  # fmt: skip
 PAGES = {
     f"{page.stem}: {command}": command

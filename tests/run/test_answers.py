@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 from tests.conftest import DEMO_MODEL
 from unsloth_ddp.data.chat_template import set_chat_template
 from unsloth_ddp.data.formats import Example
-from unsloth_ddp.run.answers import Question, _end_of_turn, _generate, _until, accuracy, questions
+from unsloth_ddp.run.answers import Question, _generate, _until, accuracy, end_of_turn, questions
 
 ASK = {"role": "user", "content": "Hi"}
 ANSWER = {"role": "assistant", "content": "Hello."}
@@ -60,7 +60,7 @@ def test_a_question_is_asked_with_its_tools() -> None:
 def test_an_end_of_turn_in_plain_text_is_no_part_of_the_answer() -> None:
     tokenizer = AutoTokenizer.from_pretrained(DEMO_MODEL)
     set_chat_template(tokenizer, "chatml")
-    end = _end_of_turn(tokenizer, Question([ASK], "Hello."))
+    end = end_of_turn(tokenizer, Question([ASK], "Hello."))
     assert end == "<|im_end|>"
     assert _until("Hello.<|im_end|>\n and more", end) == "Hello."
     assert _until("Hello.", end) == _until(" Hello. ", "") == "Hello."

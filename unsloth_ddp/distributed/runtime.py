@@ -186,6 +186,23 @@ def started(settings: Settings, ranks: Ranks) -> Iterator[Runtime]:
             _stop_processes(runtime)
 
 
+def single_process(settings: Settings) -> Runtime:
+    """Return the runtime of one process without a process group, which loads a trained model and answers with it.
+
+    The backend is the run's where this machine has it, and the precision is what this machine computes in.
+    """
+    import torch
+
+    cuda = torch.cuda.is_available() and not asks_for_cpu(settings)
+    return Runtime(
+        ranks=Ranks(),
+        backend=choose_backend(settings.backend if cuda else "transformers", cuda),
+        device_type="cuda" if cuda else "cpu",
+        precision=_choose_precision("auto", cuda),
+        device_name=torch.cuda.get_device_name() if cuda else "CPU",
+    )
+
+
 def let_idle_threads_sleep(environ: MutableMapping[str, str] = os.environ) -> None:
     """Make OpenMP threads sleep while they wait for each other; call this before torch is imported.
 

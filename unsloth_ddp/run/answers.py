@@ -77,11 +77,11 @@ def _generate(model: Any, tokenizer: Any, asked: list[Question]) -> list[str]:
             pad_token_id=tokenizer.pad_token_id,
         )
     new = generated[:, inputs["input_ids"].shape[1] :]
-    end = _end_of_turn(tokenizer, asked[0])
+    end = end_of_turn(tokenizer, asked[0])
     return [_until(text, end) for text in tokenizer.batch_decode(new, skip_special_tokens=True)]
 
 
-def _end_of_turn(tokenizer: Any, question: Question) -> str:
+def end_of_turn(tokenizer: Any, question: Question) -> str:
     """Return what the chat template writes after an answer; it may be plain text, as <|im_end|> in many base models."""
     chat = [*question.turns, {"role": "assistant", "content": question.answer}]
     rendered = str(tokenizer.apply_chat_template(chat, tools=question.tools, tokenize=False))

@@ -1,0 +1,94 @@
+"""Which files of a run's folder are its result."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from unsloth_ddp.checkpoints import manifest
+from unsloth_ddp.checkpoints.manifest import Manifest
+from unsloth_ddp.config.options import Settings
+from unsloth_ddp.run.result import find_result
+from unsloth_ddp.utils.errors import UserError
+
+WEIGHTS = "adapter_model.safetensors"
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """The folder of a run that has only begun."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    Settings(model="m", dataset=["d"], run_name="run").save(folder / "settings.yaml")
+    return folder
+
+
+def add_checkpoint(run: Path, step: int, weights: str = WEIGHTS) -> Path:
+    folder = run / f"checkpoint-{step}"
+    folder.mkdir()
+    (folder / weights).write_text(f"weights of step {step}")
+    (folder / "trainer_state.json").write_text("{}")
+    text = Manifest(step, {}, {}, manifest.describe_files(folder)).to_text()
+    (folder / manifest.FILE_NAME).write_text(text)
+    return folder
+
+
+def refused(named: Path) -> str:
+    with pytest.raises(UserError) as error:
+        find_result(str(named))
+    return str(error.value)
+
+
+def test_the_result_of_a_finished_run_is_in_its_folder(run: Path) -> None:
+    add_checkpoint(run, 5)
+    (run / "summary.json").write_text("{}")
+    (run / WEIGHTS).write_text("weights")
+    found = find_result(str(run))
+    assert (found.folder, found.step, found.sentence, found.is_adapter) == (run, None, "", True)
+    assert found.settings.model == "m"
+
+
+def test_an_unfinished_run_gives_its_last_whole_checkpoint_and_says_so(run: Path) -> None:
+    whole, broken = add_checkpoint(run, 5), add_checkpoint(run, 10)
+    (broken / WEIGHTS).write_text("weights of step 1O")
+    # The weights of an earlier end, before the run was resumed.
+    (run / WEIGHTS).write_text("weights")
+    found = find_result(str(run))
+    assert (found.folder, found.step) == (whole, 5)
+    assert found.sentence == f"{run} is not finished; this is checkpoint-5, its last whole checkpoint."
+
+
+def test_a_checkpoint_can_be_named(run: Path) -> None:
+    add_checkpoint(run, 10)
+    found = find_result(str(add_checkpoint(run, 5)))
+    assert (found.run, found.step, found.sentence) == (run, 5, f"This is checkpoint-5 of {run}.")
+
+
+def test_what_holds_nothing_whole_is_refused(run: Path, tmp_path: Path) -> None:
+    assert "there is no such folder; give the folder of a run" in refused(tmp_path / "nowhere")
+    assert "is not the folder of a run (it has no settings.yaml)" in refused(tmp_path)
+    assert refused(run) == f"{run} is not finished and has no checkpoint yet; let it write one, or give another run."
+    broken = add_checkpoint(run, 5)
+    (broken / WEIGHTS).unlink()
+    assert f"none of its checkpoints is whole (checkpoint-5: {WEIGHTS} is missing)" in refused(run)
+    assert "is not a whole checkpoint" in refused(broken)
+    (run / "summary.json").write_text("{}")
+    assert f"{run} holds no {WEIGHTS}" in refused(run)
+
+
+def test_a_checkpoint_of_shards_is_refused(run: Path) -> None:
+    folder = add_checkpoint(run, 5, weights="shard_0.distcp")
+    assert f"{folder} holds no {WEIGHTS}" in refused(run) and "shards only" in refused(run)
+
+
+def test_a_run_of_another_version_is_refused(run: Path) -> None:
+    add_checkpoint(run, 5)
+    settings = (run / "settings.yaml").read_text()
+    (run / "settings.yaml").write_text(settings + "number_of_moons: 2\n")
+    assert f"{run} was written by another version of the kit, or was edited" in refused(run)
+    assert "number_of_moons" in refused(run)
+    (run / "settings.yaml").write_text(settings)
+    path = run / "checkpoint-5" / manifest.FILE_NAME
+    path.write_text(path.read_text().replace('"format": 1', '"format": 9'))
+    assert "is of format 9, which this release does not read" in refused(run)

@@ -1,0 +1,1 @@
+"""Talk to the result of a run in the terminal."""

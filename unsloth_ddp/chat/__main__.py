@@ -1,0 +1,123 @@
+"""Talk to the result of a run in the terminal.
+
+    uv run python -m unsloth_ddp.chat outputs/RUN
+One answer, which is all that is printed to standard output:
+    uv run python -m unsloth_ddp.chat outputs/RUN --ask "In which city does Kato Elster live?"
+
+RUN is the folder of a finished run, of an unfinished one (its last whole checkpoint answers), or a checkpoint of a run.
+In a conversation /reset begins a new one and /exit ends it, as the end of the input does. Exit code: 0, or 2 for a
+mistake in the options or a run that cannot be loaded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import math
+import sys
+
+from unsloth_ddp.config.command_line import Parser
+from unsloth_ddp.data.hub import use_cache_if_hub_is_unreachable
+from unsloth_ddp.distributed.exit_codes import EXIT_USER_ERROR
+from unsloth_ddp.distributed.runtime import let_idle_threads_sleep, quiet_imports
+from unsloth_ddp.run.result import find_result
+from unsloth_ddp.utils.errors import UserError
+from unsloth_ddp.utils.streams import protect_streams
+
+
+def make_parser() -> Parser:
+    """Return the parser of the command line."""
+    parser = Parser(
+        prog="python -m unsloth_ddp.chat",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("run", metavar="RUN", help="folder of a run, or a checkpoint in it")
+    parser.add_argument("--ask", metavar="TEXT", help="print the answer to this question, and end")
+    parser.add_argument("--compare", action="store_true", help="let the base model answer too, before the trained one")
+    parser.add_argument("--system", metavar="TEXT", help="system prompt of the conversation [none]")
+    parser.add_argument("--plain", action="store_true", help="continue a text, without the chat template and a history")
+    parser.add_argument(
+        "--max_new_tokens",
+        type=int,
+        metavar="N",
+        help="tokens of an answer at most [the generation config's, else 512]",
+    )
+    parser.add_argument(
+        "--temperature", type=float, metavar="X", help="of sampling, 0 for none [the generation config's]"
+    )
+    parser.add_argument("--trust_remote_code", action="store_true", help="run the model's own code, as the run did")
+    return parser
+
+
+def check(given: argparse.Namespace) -> None:
+    """Refuse values out of bounds, and options that do not go together.
+
+    Raises:
+        UserError: naming the option.
+    """
+    if given.max_new_tokens is not None and given.max_new_tokens <= 0:
+        raise UserError(f"--max_new_tokens is {given.max_new_tokens}, but it has to be above 0.")
+    if given.temperature is not None and not (0 <= given.temperature < math.inf):
+        raise UserError(f"--temperature is {given.temperature:g}, but it has to be 0 or more.")
+    if given.plain and given.system is not None:
+        raise UserError("--system has no place in --plain, which renders no chat; write it into the text.")
+    if given.ask is not None and not given.ask.strip():
+        raise UserError("--ask is empty; give the question.")
+
+
+def chat(argv: list[str]) -> None:
+    """Read the command line, load the run, and answer.
+
+    Raises:
+        UserError: a mistake in the options, or a run that cannot be loaded.
+    """
+    given = make_parser().parse_args(argv)
+    check(given)
+    result = find_result(given.run)
+    settings = result.settings
+    use_cache_if_hub_is_unreachable(settings)
+    quiet_imports()
+    # Imported here, so that a mistake above is reported before the seconds that torch takes to load.
+    from unsloth_ddp.distributed.backend import import_backend
+    from unsloth_ddp.distributed.runtime import single_process
+    from unsloth_ddp.model.trained import check_trained, check_trust
+
+    check_trust(settings, trusted=given.trust_remote_code)
+    check_trained(settings, result.folder)
+    if result.sentence:
+        print(result.sentence, file=sys.stderr, flush=True)
+    runtime = single_process(settings)
+    with runtime.cleanup:
+        # Standard output is for answers; Unsloth and downloads print there too.
+        with contextlib.redirect_stdout(sys.stderr):
+            import_backend(runtime, settings)
+            from unsloth_ddp.chat.session import answer_once, converse
+            from unsloth_ddp.chat.speakers import load_speakers
+            from unsloth_ddp.run.generation import GenerationOptions
+
+            options = GenerationOptions(given.max_new_tokens, given.temperature, plain=given.plain)
+            speakers = load_speakers(result, runtime, options, system=given.system, compare=given.compare)
+        if given.ask is None:
+            converse(speakers, terminal=sys.stdin.isatty())
+        else:
+            answer_once(speakers, given.ask)
+
+
+def main(argv: list[str]) -> int:
+    """Chat; return the exit code."""
+    try:
+        chat(argv)
+    except UserError as error:
+        print(f"chat: error: {error}", file=sys.stderr, flush=True)
+        return EXIT_USER_ERROR
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    protect_streams()
+    let_idle_threads_sleep()
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,174 @@
+"""Turn the result of a run into what another program needs.
+
+    uv run python -m unsloth_ddp.export outputs/RUN --to merged           # a whole 16-bit model for any library
+    uv run python -m unsloth_ddp.export outputs/RUN --to gguf --quantize q4_k_m --llama_cpp ~/llama.cpp
+    uv run python -m unsloth_ddp.export outputs/RUN --to ollama --llama_cpp ~/llama.cpp
+    uv run python -m unsloth_ddp.export outputs/RUN --to vllm             # prints the command that serves the adapter
+    uv run python -m unsloth_ddp.export outputs/RUN --to transformers     # prints the command that serves the merged model
+
+RUN is the folder of a finished run, of an unfinished one (its last whole checkpoint is taken), or a checkpoint of a run.
+A folder is built aside, loaded, asked a question, and only then moved into place. No GPU is needed. Exit code: 0, or 2
+for a mistake in the options, a missing program, or a run that cannot be exported.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from unsloth_ddp.config.command_line import Parser
+from unsloth_ddp.data.hub import use_cache_if_hub_is_unreachable
+from unsloth_ddp.distributed.exit_codes import EXIT_USER_ERROR
+from unsloth_ddp.distributed.runtime import let_idle_threads_sleep, quiet_imports
+from unsloth_ddp.export.folder import export_folder
+from unsloth_ddp.export.llama_cpp import CONVERTED, QUANTIZED, LlamaCpp, find_llama_cpp
+from unsloth_ddp.run.result import RunResult, find_result
+from unsloth_ddp.utils.errors import UserError
+from unsloth_ddp.utils.streams import protect_streams
+
+TARGETS = ("merged", "gguf", "ollama", "vllm", "transformers")
+WITH_LLAMA_CPP = ("gguf", "ollama")
+QUESTION = "Hello! Who are you?"
+
+
+def make_parser() -> Parser:
+    """Return the parser of the command line."""
+    parser = Parser(
+        prog="python -m unsloth_ddp.export",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("run", metavar="RUN", help="folder of a run, or a checkpoint in it")
+    parser.add_argument("--to", choices=TARGETS, required=True, help="what to make")
+    parser.add_argument("--output", metavar="DIR", help="folder to write [a new one in the run's folder]")
+    parser.add_argument(
+        "--quantize", type=str.lower, choices=(*CONVERTED, *QUANTIZED), metavar="TYPE",
+        help=f"weights of a GGUF file: {', '.join(CONVERTED)}; with llama-quantize also {', '.join(QUANTIZED)} [bf16]",
+    )  # fmt: skip
+    parser.add_argument("--llama_cpp", metavar="DIR", help="llama.cpp's folder [the variable LLAMA_CPP, or the PATH]")
+    parser.add_argument("--ask", metavar="TEXT", default=QUESTION, help=f"asked of what was exported [{QUESTION}]")
+    parser.add_argument(
+        "--plain", action="store_true", help="the run trained on text, so ask without the chat template"
+    )
+    parser.add_argument("--trust_remote_code", action="store_true", help="run the model's own code, as the run did")
+    return parser
+
+
+def check(given: argparse.Namespace) -> None:
+    """Refuse options that do not go together.
+
+    Raises:
+        UserError: naming the option.
+    """
+    for option in ("quantize", "llama_cpp"):
+        if getattr(given, option) and given.to not in WITH_LLAMA_CPP:
+            raise UserError(f"--{option} is for --to gguf and --to ollama, but --to is {given.to}; leave it out.")
+    if not given.ask.strip():
+        raise UserError("--ask is empty; give a question, or leave it out.")
+
+
+def export(argv: list[str]) -> None:
+    """Read the command line and export.
+
+    Raises:
+        UserError: a mistake in the options, a missing program, or a run that cannot be exported.
+    """
+    given = make_parser().parse_args(argv)
+    check(given)
+    result = find_result(given.run)
+    if given.to == "merged" and not result.is_adapter:
+        raise UserError(
+            f"{result.folder} holds a whole model already, as --method full trains one; load it from there."
+        )
+    tools = None
+    if given.to in WITH_LLAMA_CPP:
+        tools = find_llama_cpp(given.llama_cpp, quantize=given.quantize in QUANTIZED)
+    if result.sentence:
+        print(result.sentence, file=sys.stderr, flush=True)
+    use_cache_if_hub_is_unreachable(result.settings)
+    quiet_imports()
+    # Imported here, so that a mistake above is reported before the seconds that torch takes to load.
+    import transformers
+
+    from unsloth_ddp.model.trained import check_trained, check_trust
+
+    transformers.utils.logging.disable_progress_bar()
+    check_trust(result.settings, trusted=given.trust_remote_code)
+    check_trained(result.settings, result.folder)
+    if given.to == "merged":
+        _merge(result, export_folder(result, "merged", given.output), given)
+    elif tools is not None:
+        _convert(result, tools, given)
+    elif given.to == "vllm":
+        _serve_with_vllm(result, given)
+    else:
+        _serve_with_transformers(result, given)
+
+
+def _merge(result: RunResult, target: Path, given: argparse.Namespace) -> None:
+    from unsloth_ddp.export.merged import export_merged
+
+    print(f"Merging {result.folder} into {result.settings.model} ...", flush=True)
+    answer = export_merged(result, target, given.ask, plain=given.plain)
+    _report(target, given.ask, answer)
+
+
+def _convert(result: RunResult, tools: LlamaCpp, given: argparse.Namespace) -> None:
+    from unsloth_ddp.export.gguf import export_gguf
+
+    target, kind = export_folder(result, given.to, given.output), given.quantize or "bf16"
+    print(f"Converting {result.folder} to GGUF ({kind}) ...", flush=True)
+    ollama = given.to == "ollama"
+    answer, missing = export_gguf(result, target, tools, kind, given.ask, plain=given.plain, modelfile=ollama)
+    _report(target, given.ask, answer)
+    if missing:
+        print(missing, flush=True)
+    if ollama:
+        print(f"Ollama takes it with:\n  ollama create {result.run.name} -f {target / 'Modelfile'}", flush=True)
+
+
+def _serve_with_vllm(result: RunResult, given: argparse.Namespace) -> None:
+    from unsloth_ddp.export.serve import vllm_command
+
+    # A folder is only written where vLLM has to be told more than its command line holds.
+    print(vllm_command(result, lambda: export_folder(result, "vllm", given.output)), flush=True)
+
+
+def _serve_with_transformers(result: RunResult, given: argparse.Namespace) -> None:
+    from unsloth_ddp.export.merged import whole_model
+    from unsloth_ddp.export.serve import transformers_command
+
+    whole = whole_model(result)
+    if whole is None:
+        whole = export_folder(result, "merged", given.output)
+        _merge(result, whole, given)
+        print("transformers serve loads whole models only, so the adapter was merged; serve it with:", flush=True)
+    print(transformers_command(result, whole), flush=True)
+
+
+def _report(target: Path, question: str, answer: str | None) -> None:
+    if answer is None:
+        print("Nothing here can ask the file a question, because llama-completion is not there.", flush=True)
+    else:
+        print(f"Loaded again and asked: {question}\nIt answers: {answer or '(nothing)'}", flush=True)
+    print(f"Written to {target}", flush=True)
+
+
+def main(argv: list[str]) -> int:
+    """Export; return the exit code."""
+    try:
+        export(argv)
+    except UserError as error:
+        print(f"export: error: {error}", file=sys.stderr, flush=True)
+        return EXIT_USER_ERROR
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    protect_streams()
+    let_idle_threads_sleep()
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,146 @@
+"""Find the programs of llama.cpp, and run them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from unsloth_ddp.utils.errors import UserError, one_line
+
+CONVERTER, QUANTIZER = "convert_hf_to_gguf.py", "llama-quantize"
+# Programs that answer one question and end; newer releases have the first, all have had the second.
+ANSWERERS = ("llama-completion", "llama-cli")
+# Where a build leaves its programs, below llama.cpp's folder.
+BUILT = ("", "build/bin", "bin")
+# Data types that the converter writes itself; llama-quantize makes the others from bf16.
+CONVERTED = ("bf16", "f16", "f32", "q8_0")
+QUANTIZED = (
+    "q2_k", "q3_k_s", "q3_k_m", "q3_k_l", "q4_0", "q4_1", "q4_k_s", "q4_k_m", "q5_0", "q5_1", "q5_k_s", "q5_k_m", "q6_k",
+    "iq4_nl", "iq4_xs",
+)  # fmt: skip
+CLONE = "git clone --depth 1 https://github.com/ggml-org/llama.cpp"
+
+
+@dataclass(frozen=True)
+class LlamaCpp:
+    """The programs of llama.cpp that an export needs; None for what is not there."""
+
+    converter: Path
+    quantizer: Path | None
+    answerer: Path | None
+
+
+def find_llama_cpp(named: str | None, *, quantize: bool, environ: Mapping[str, str] = os.environ) -> LlamaCpp:
+    """Return llama.cpp's programs in the folder `named`, in that of the variable LLAMA_CPP, or on the PATH.
+
+    Raises:
+        UserError: the converter is missing, or the quantizer that `quantize` needs; with how to get it.
+    """
+    given = named or environ.get("LLAMA_CPP")
+    folder = Path(given).expanduser().resolve() if given else None
+    if folder is not None and not folder.is_dir():
+        origin = "--llama_cpp" if named else "LLAMA_CPP"
+        raise UserError(f"{origin} {given}: there is no such folder; {CLONE}, and give the folder that it makes.")
+
+    def find(name: str) -> Path | None:
+        places = [str(folder / place) for place in BUILT] if folder else []
+        found = shutil.which(name, path=os.pathsep.join([*places, environ.get("PATH", "")]))
+        # The script need not be executable.
+        script = folder / name if folder else None
+        return Path(found) if found else script if script and script.is_file() else None
+
+    converter, quantizer = find(CONVERTER), find(QUANTIZER)
+    if converter is None:
+        where = f"not in {folder}" if folder else "not on the PATH"
+        raise UserError(
+            f"GGUF files are made by llama.cpp's {CONVERTER}, which is {where}; {CLONE}, and give its folder with --llama_cpp "
+            "or in LLAMA_CPP."
+        )
+    if quantize and quantizer is None:
+        raise UserError(
+            f"--quantize needs {QUANTIZER}, which is not there; build it in llama.cpp's folder with cmake -B build && cmake "
+            "--build build --target llama-quantize llama-completion, or take bf16, f16, f32 or q8_0, which need no build."
+        )
+    return LlamaCpp(converter, quantizer, next((path for path in map(find, ANSWERERS) if path), None))
+
+
+def run_converter(tools: LlamaCpp, model: Path, target: Path, kind: str) -> None:
+    """Convert a whole model to a GGUF file.
+
+    Raises:
+        UserError: the converter refuses the model; with its reason.
+    """
+    done = _run([sys.executable, str(tools.converter), str(model), "--outfile", str(target), "--outtype", kind])
+    if done.returncode == 0 and target.is_file():
+        return
+    said = _last_line(done.stderr) or _last_line(done.stdout)
+    if "pre-tokenizer was not recognized" in done.stderr:
+        raise UserError(
+            "llama.cpp does not know this model's tokenizer, so it makes no GGUF file of it; serve the merged model "
+            "(--to merged) with vLLM or Transformers, or ask llama.cpp's project to add the tokenizer."
+        )
+    if "ModuleNotFoundError" in said or "ImportError" in said:
+        raise UserError(
+            f"llama.cpp's converter lacks a package ({said}); install what requirements/requirements-convert_hf_to_gguf.txt "
+            "in its folder lists."
+        )
+    raise UserError(f"llama.cpp's converter refuses the model: {said or f'exit code {done.returncode}'}.")
+
+
+def run_quantizer(tools: LlamaCpp, source: Path, target: Path, kind: str) -> None:
+    """Quantize a GGUF file.
+
+    Raises:
+        UserError: the quantizer fails; with its reason.
+    """
+    done = _run([str(tools.quantizer), str(source), str(target), kind.upper()])
+    if done.returncode != 0 or not target.is_file():
+        said = _last_line(done.stderr) or _last_line(done.stdout) or f"exit code {done.returncode}"
+        raise UserError(f"{QUANTIZER} {kind} failed: {said}.")
+
+
+def ask_gguf(tools: LlamaCpp, model: Path, question: str, length: int, *, plain: bool) -> str | None:
+    """Return the answer of a GGUF file, with the chat template that it holds; None if no program here can ask it.
+
+    Raises:
+        UserError: llama.cpp does not load the file.
+    """
+    if tools.answerer is None:
+        return None
+    command = [str(tools.answerer), "-m", str(model), "-p", question, "-n", str(length), "-c", "2048", "--temp", "0"]
+    command += ["--no-display-prompt", "--simple-io", *(["-no-cnv"] if plain else ["--jinja", "-st"])]
+    # Repacking the weights for speed takes longer than one answer, and crashes on matrices that are very small.
+    done = _run(command, {**os.environ, "LLAMA_ARG_REPACK": "0"})
+    if done.returncode != 0:
+        ended = f"signal {-done.returncode}" if done.returncode < 0 else f"exit code {done.returncode}"
+        raise UserError(
+            f"{tools.answerer.name} does not answer with the GGUF file that was made, so it is not kept ({ended}: "
+            f"{_last_line(done.stderr)}); try another --quantize, or a newer llama.cpp."
+        )
+    # It marks the end of an answer by words of its own.
+    return done.stdout.strip().removesuffix("[end of text]").removesuffix("> EOF by user").strip()
+
+
+def _run(command: list[str], environ: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    try:
+        return subprocess.run(
+            command,
+            env=environ,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            check=False,
+        )
+    except OSError as error:
+        raise UserError(f"{command[0]} cannot be run: {error.strerror or error}.") from None
+
+
+def _last_line(text: str) -> str:
+    lines = [line for line in text.splitlines() if line.strip()]
+    return one_line(lines[-1]).rstrip(".") if lines else ""

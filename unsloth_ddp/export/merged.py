@@ -1,0 +1,69 @@
+"""Export a run with an adapter as a whole 16-bit model, and ask that model a question."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+
+from unsloth_ddp.export.folder import whole_or_absent
+from unsloth_ddp.model.load import describe_load_error, is_model_file_error, save_merged
+from unsloth_ddp.model.trained import load_trained_tokenizer, stop_tokens
+from unsloth_ddp.run.result import RunResult
+from unsloth_ddp.utils.errors import UserError
+
+# Of the answer to the question that an export is asked, in tokens.
+ANSWER_LENGTH = 64
+
+
+def write_merged(result: RunResult, target: Path) -> None:
+    """Merge the run's adapter into its base model, in bf16 on the CPU, and write the whole model to `target`.
+
+    Raises:
+        UserError: the base model or the adapter cannot be loaded.
+    """
+    tokenizer = load_trained_tokenizer(result.settings, result.folder)
+    try:
+        save_merged(result.settings, result.folder, target, stop_tokens(result.settings, tokenizer))
+    except Exception as error:
+        # What the system refuses, as a disk that is full, is told by the folder's own handler; errors of a missing file
+        # of the model have no number.
+        refused = isinstance(error, SafetensorError) or getattr(error, "errno", None) is not None
+        if isinstance(error, UserError) or refused or not is_model_file_error(error):
+            raise
+        raise UserError(f"The adapter in {result.folder} cannot be merged: {describe_load_error(error)}") from None
+
+
+def ask_whole_model(result: RunResult, folder: Path, question: str, *, plain: bool) -> str:
+    """Load a whole model with Transformers, on the CPU, and return its answer to the question, without sampling."""
+    import torch
+    import transformers
+
+    from unsloth_ddp.run.generation import GenerationOptions, generate
+
+    tokenizer = load_trained_tokenizer(result.settings, folder)
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.bfloat16, device_map={"": "cpu"}, trust_remote_code=result.settings.trust_remote_code
+    )
+    options = GenerationOptions(ANSWER_LENGTH, temperature=0, plain=plain)
+    return generate(model.eval(), tokenizer, [{"role": "user", "content": question}], options, lambda piece: None)
+
+
+def export_merged(result: RunResult, target: Path, question: str, *, plain: bool) -> str:
+    """Write the merged model to `target`, whole or not at all; return its answer to the question.
+
+    Raises:
+        UserError: it cannot be loaded, merged or written.
+    """
+    with whole_or_absent(target) as aside:
+        write_merged(result, aside)
+        return ask_whole_model(result, aside, question, plain=plain)
+
+
+def whole_model(result: RunResult) -> Path | None:
+    """Return the folder of the run's whole model if there is one: that of full training, or merged/ of a finished run."""
+    if not result.is_adapter:
+        return result.folder
+    merged = result.run / "merged"
+    return merged if result.step is None and (merged / "config.json").is_file() else None

@@ -1,0 +1,130 @@
+"""Generate one answer of a trained model, written piece by piece while it is generated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import TextStreamer
+
+from unsloth_ddp.data.messages import Message
+from unsloth_ddp.run.answers import Question, end_of_turn
+from unsloth_ddp.utils.errors import UserError, one_line
+
+# Of models whose generation config does not say how long an answer may be.
+MAX_NEW_TOKENS = 512
+
+
+@dataclass(frozen=True)
+class GenerationOptions:
+    """How to generate; None leaves a value to the model's generation config.
+
+    Args:
+        max_new_tokens: the length of an answer at most, in tokens.
+        temperature: of sampling; 0 takes the most probable token each time.
+        plain: continue the last message's text as it stands, without the chat template.
+    """
+
+    max_new_tokens: int | None = None
+    temperature: float | None = None
+    plain: bool = False
+
+    def arguments(self, model: Any, prompt_tokens: int) -> dict[str, Any]:
+        """Return the arguments for model.generate.
+
+        Raises:
+            UserError: the prompt fills all positions of the model.
+        """
+        sampling: dict[str, Any] = {}
+        if self.temperature is not None:
+            sampling = (
+                {"do_sample": False} if self.temperature == 0 else {"do_sample": True, "temperature": self.temperature}
+            )
+        if self.temperature == 0:
+            # They would be named as unused, once for each answer.
+            sampling |= {"temperature": None, "top_p": None, "top_k": None}
+        most = self.max_new_tokens or model.generation_config.max_new_tokens or MAX_NEW_TOKENS
+        positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        if positions and prompt_tokens >= positions:
+            raise UserError(
+                f"The conversation has {prompt_tokens:,} tokens, and the model reads {positions:,} at most; ask less, or begin "
+                "a new one with /reset."
+            )
+        return {**sampling, "max_new_tokens": min(most, positions - prompt_tokens) if positions else most}
+
+
+class PieceStreamer(TextStreamer):
+    """Hand on generated text in pieces, up to the end of the turn.
+
+    Args:
+        write: is given the pieces.
+        end: what the chat template writes after an answer. Base models may know it as plain text only, not as one token.
+    """
+
+    def __init__(self, tokenizer: Any, write: Callable[[str], None], end: str) -> None:
+        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        self.write = write
+        self.end_of_turn = end
+        self.text = ""
+        self._held = ""
+        self._ended = False
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        """Write the text but for what may turn out to be the end of the turn, or white space around the answer."""
+        if self._ended:
+            return
+        known = self._held + text
+        if self.end_of_turn and self.end_of_turn in known:
+            known, self._ended = known.partition(self.end_of_turn)[0], True
+        self._ended = self._ended or stream_end
+        kept = 0 if self._ended else _beginning_of(self.end_of_turn, known)
+        piece = known[: len(known) - kept].rstrip()
+        self._held = known[len(piece) :]
+        if not self.text:
+            piece = piece.lstrip()
+        if piece:
+            self.text += piece
+            self.write(piece)
+
+
+def _beginning_of(end: str, text: str) -> int:
+    """Return how many of the last characters of `text` are the first of `end`."""
+    return next((n for n in range(min(len(end) - 1, len(text)), 0, -1) if text.endswith(end[:n])), 0)
+
+
+def render_prompt(tokenizer: Any, messages: list[Message], options: GenerationOptions) -> tuple[str, str]:
+    """Return the prompt, and the text that ends the answer to it.
+
+    Raises:
+        UserError: there is no chat template, or it refuses the messages.
+    """
+    if options.plain:
+        return str(messages[-1]["content"]), ""
+    if tokenizer.chat_template is None:
+        raise UserError(
+            "The run's tokenizer has no chat template, so it trained on plain text; add --plain, which continues a text."
+        )
+    try:
+        prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        return str(prompt), end_of_turn(tokenizer, Question([messages[-1]], "Hi."))
+    except Exception as error:  # templates raise exceptions of their own
+        raise UserError(f"The chat template refuses the conversation: {one_line(error)}.") from None
+
+
+def generate(
+    model: Any, tokenizer: Any, messages: list[Message], options: GenerationOptions, write: Callable[[str], None]
+) -> str:
+    """Return the answer to the messages; each piece of it is given to `write` while the rest is generated.
+
+    Raises:
+        UserError: there is no chat template, it refuses the messages, or they are too long for the model.
+    """
+    prompt, end = render_prompt(tokenizer, messages, options)
+    inputs = tokenizer(prompt, add_special_tokens=options.plain, return_tensors="pt").to(model.device)
+    arguments = options.arguments(model, inputs["input_ids"].shape[1])
+    streamer = PieceStreamer(tokenizer, write, end)
+    with torch.no_grad():
+        model.generate(**inputs, **arguments, streamer=streamer, use_cache=True, pad_token_id=tokenizer.pad_token_id)
+    return streamer.text

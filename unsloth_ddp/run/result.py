@@ -1,0 +1,113 @@
+"""Find what a run has written: the result of a finished run, or the last whole checkpoint of an unfinished one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from unsloth_ddp.checkpoints import manifest
+from unsloth_ddp.checkpoints.folders import step_folders
+from unsloth_ddp.checkpoints.manifest import Damaged
+from unsloth_ddp.config.options import Settings
+from unsloth_ddp.config.parse import read_config
+from unsloth_ddp.run.folder import SETTINGS_FILE, SUMMARY_FILE
+from unsloth_ddp.utils.errors import UserError, os_reason
+
+ADAPTER, WHOLE = "adapter_model.safetensors", "model.safetensors"
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """What a run has trained.
+
+    Args:
+        run: the folder of the run.
+        folder: holds the adapter or model: the run's folder, or a checkpoint of it.
+        settings: of the run.
+        step: of the checkpoint; None for the result of a finished run.
+        sentence: says which checkpoint it is, and why; empty for the result of a finished run.
+    """
+
+    run: Path
+    folder: Path
+    settings: Settings
+    step: int | None = None
+    sentence: str = ""
+
+    @property
+    def is_adapter(self) -> bool:
+        """Return whether the run trained an adapter and not every parameter."""
+        return self.settings.method != "full"
+
+
+def find_result(named: str) -> RunResult:
+    """Return the result of the run in folder `named`, or of the checkpoint `named`.
+
+    Raises:
+        UserError: it is no run's folder, is of another version, or holds nothing that is whole.
+    """
+    folder = Path(named).expanduser()
+    try:
+        folder = folder.resolve()
+        if not folder.is_dir():
+            raise UserError(f"{named}: there is no such folder; give the folder of a run, such as outputs/RUN.")
+        if (folder / manifest.FILE_NAME).is_file() and (folder.parent / SETTINGS_FILE).is_file():
+            return _named_checkpoint(folder)
+        if not (folder / SETTINGS_FILE).is_file():
+            raise UserError(
+                f"{named} is not the folder of a run (it has no {SETTINGS_FILE}); give the folder of a run, such as "
+                "outputs/RUN."
+            )
+        settings = read_settings(folder)
+        if (folder / SUMMARY_FILE).is_file():
+            _check_weights(folder, settings)
+            return RunResult(folder, folder, settings)
+        return _last_checkpoint(folder, settings)
+    except OSError as error:
+        raise UserError(f"{named} cannot be read: {os_reason(error)}.") from None
+
+
+def read_settings(run: Path) -> Settings:
+    """Return the settings of a run.
+
+    Raises:
+        UserError: they cannot be read, or hold what this release does not know.
+    """
+    try:
+        return Settings(**read_config(run / SETTINGS_FILE))
+    except UserError as error:
+        raise UserError(f"{run} was written by another version of the kit, or was edited: {error}") from None
+
+
+def _named_checkpoint(folder: Path) -> RunResult:
+    settings = read_settings(folder.parent)
+    try:
+        step = manifest.verify(folder).step
+    except Damaged as error:
+        raise UserError(f"{folder} is not a whole checkpoint: {error}; give another.") from None
+    _check_weights(folder, settings)
+    return RunResult(folder.parent, folder, settings, step, f"This is {folder.name} of {folder.parent}.")
+
+
+def _last_checkpoint(run: Path, settings: Settings) -> RunResult:
+    newest, skipped = manifest.newest(step_folders(run), manifest.verify)
+    if newest is not None:
+        _check_weights(newest, settings)
+        sentence = f"{run} is not finished; this is {newest.name}, its last whole checkpoint."
+        return RunResult(run, newest, settings, manifest.read_manifest(newest).step, sentence)
+    if skipped:
+        raise UserError(
+            f"{run} is not finished, and none of its checkpoints is whole ({skipped[0][0].name}: {skipped[0][1]}); start it "
+            "again with the same --run_name."
+        )
+    raise UserError(f"{run} is not finished and has no checkpoint yet; let it write one, or give another run.")
+
+
+def _check_weights(folder: Path, settings: Settings) -> None:
+    """Refuse a folder without the weights as one file or an index of files; sharded runs write other checkpoints."""
+    wanted = [WHOLE, f"{WHOLE}.index.json"] if settings.method == "full" else [ADAPTER]
+    if not any((folder / name).is_file() for name in wanted):
+        raise UserError(
+            f"{folder} holds no {wanted[0]}, so there is nothing to load; checkpoints of sharded runs hold shards only, "
+            "which become a model when the run finishes."
+        )

@@ -31,7 +31,15 @@ from unsloth_ddp.plan.network import (
 )
 from unsloth_ddp.plan.rows import RowLengths, in_order, largest_micro_batch
 from unsloth_ddp.plan.shape import ModelShape
-from unsloth_ddp.training.memory_search import divisors, search, sizes_of, with_micro_batch
+from unsloth_ddp.training.memory_search import (
+    ENOUGH_RECORDED,
+    ENOUGH_TOKENS,
+    divisors,
+    search,
+    sizes_of,
+    up_to_enough,
+    with_micro_batch,
+)
 
 NUMBER_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
@@ -128,12 +136,15 @@ def choose_micro_batch(
     settings: Settings, shape: ModelShape, rows: RowLengths, batch: BatchPlan, gpu_memory: float | None
 ) -> int:
     """Choose the micro-batch as a run with DDP does (training/memory_search.py); a GPU's whole share without its memory."""
-    sizes = sizes_of(settings, batch)
-    if gpu_memory is None:
-        return sizes[-1]
+    sizes, recorded = sizes_of(settings, batch), records_steps(settings, rows, batch.processes)
 
     def tokens(size: int) -> int:
         return size * (settings.max_length if rows.streamed else rows.longest)
+
+    if recorded:
+        sizes = up_to_enough(sizes, tokens)
+    if gpu_memory is None:
+        return sizes[-1]
 
     def fits_with(kind: str, size: int) -> bool:
         work = make_workload(settings, rows, tokens(size), batch.processes)
@@ -142,8 +153,15 @@ def choose_micro_batch(
         )
         return judge_fit(found, gpu_memory) == "fits"
 
-    found = search(checkpointing_kinds(settings), sizes, tokens, fits_with)
+    enough = ENOUGH_RECORDED if recorded else ENOUGH_TOKENS
+    found = search(checkpointing_kinds(settings), sizes, tokens, fits_with, enough)
     return found[1] if found else sizes[0]
+
+
+def records_steps(settings: Settings, rows: RowLengths, processes: int) -> bool:
+    """Return whether a run on GPUs replays recorded micro-batches (see training/step_choice.py)."""
+    possible = rows.unit == "packs" and precision_of(settings) == "bf16"
+    return settings.cuda_graphs != "off" and possible and (settings.method != "full" or processes == 1)
 
 
 def checkpointing_kinds(settings: Settings) -> tuple[Checkpointing, ...]:

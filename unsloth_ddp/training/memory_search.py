@@ -114,6 +114,12 @@ def sizes_of(settings: Settings, plan: BatchPlan) -> list[int]:
     return [plan.per_device]
 
 
+def up_to_enough(sizes: list[int], tokens: Callable[[int], int]) -> list[int]:
+    """Return the sizes up to the first with enough tokens; larger ones would bring a recorded pass nothing."""
+    below = [size for size in sizes if tokens(size) < ENOUGH_TOKENS]
+    return sizes[: len(below) + 1]
+
+
 def with_micro_batch(plan: BatchPlan, per_device: int) -> BatchPlan:
     """Return the plan of the same global batch with another micro-batch."""
     return BatchPlan(per_device, plan.per_device * plan.accumulation // per_device, plan.processes)
@@ -161,7 +167,7 @@ class MemorySearch:
         plan = self.data.plan
         sizes_allowed = sizes_of(self.settings, plan)
         if self.recorded:
-            sizes_allowed = self._up_to_enough(sizes_allowed)
+            sizes_allowed = up_to_enough(sizes_allowed, self._tokens)
 
         def candidates() -> tuple[list[str], list[int]]:
             kinds, sizes = list(self.checkpointing.kinds), sizes_allowed
@@ -185,11 +191,6 @@ class MemorySearch:
 
     def _tokens(self, size: int) -> int:
         return largest_tokens(self.data.train, size, self.settings.max_length)
-
-    def _up_to_enough(self, sizes: list[int]) -> list[int]:
-        """Return the sizes up to the first with enough tokens."""
-        below = [size for size in sizes if self._tokens(size) < ENOUGH_TOKENS]
-        return sizes[: len(below) + 1]
 
     def _choose_by_trial(self, kinds: Sequence[str], sizes: Sequence[int]) -> MicroBatchDecision:
         trials: dict[tuple[str, int], list[Trial]] = {}

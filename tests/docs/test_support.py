@@ -49,7 +49,9 @@ def place(column: str) -> SimpleNamespace:
     if column != "CPU":
         kind, letter = column.split(", ")
         backend, device, sharding = BACKENDS[letter], "cuda", SHARDINGS[kind]
-    return SimpleNamespace(device_type=device, backend=backend, sharding=sharding, on_main=lambda work: work())
+    return SimpleNamespace(
+        device_type=device, backend=backend, sharding=sharding, precision="bf16", on_main=lambda work: work()
+    )
 
 
 def parse(options: str) -> Any:

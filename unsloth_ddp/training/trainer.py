@@ -6,6 +6,7 @@ below replaces one step of the loop and says what upstream does there instead.
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import time
@@ -36,7 +37,7 @@ from unsloth_ddp.model.gradient_checkpointing import GradientCheckpointing
 from unsloth_ddp.model.load import DTYPES
 from unsloth_ddp.model.modules import evaluation_mode
 from unsloth_ddp.model.supervised_head import fits_fused_head, head_with_equal_loss
-from unsloth_ddp.training.callbacks import CompareWeights, ReportProgress, StopTogether
+from unsloth_ddp.training.callbacks import CompareWeights, CountOverflows, ReportProgress, StopTogether
 from unsloth_ddp.training.deepspeed_precision import reduce_in_fp32
 from unsloth_ddp.training.gradient_exchange import GradientExchange
 from unsloth_ddp.training.loss import step_divisor, supervised_tokens
@@ -116,6 +117,9 @@ class DDPTrainer(ResumableTrainer):
         self._keep_training_when_a_tracker_fails()
         self._set_gradient_precision()
         self._compare_weights()
+        if runtime.precision == "fp16":
+            left_out = functools.partial(getattr, self.accelerator, "optimizer_step_was_skipped")
+            self.add_callback(CountOverflows(left_out, runtime.ranks.is_main))
         self.exchange = self._gradient_exchange()
         self.retry = StepRetry(
             self.checkpointing,

@@ -16,15 +16,21 @@ from safetensors.torch import load_file
 from tests.ranks import run_ranks, train
 from tests.training.test_loss_averaging import options
 
-# fp16 has 11 bits: measured are differences of 2e-3 of the largest update.
-TOLERANCE = 1e-2
+# fp16 has 11 bits: measured are differences of 8e-4 of the largest update.
+TOLERANCE = 4e-3
 
 
-def train_in_fp16(argv: list[str], cwd: str, first_scale: float) -> None:
-    """Train with precision fp16 and a gradient scaler that begins with this scale."""
+def train_in_fp16(argv: list[str], cwd: str, first_scale: float, exchange: bool) -> None:
+    """Train with precision fp16 and a gradient scaler that begins with this scale.
+
+    `exchange` has the kit average the gradients, as it does where a step may be repeated, instead of DDP.
+    """
     from accelerate import Accelerator
 
     from unsloth_ddp.distributed import runtime
+    from unsloth_ddp.training import trainer
+
+    trainer.averages_gradients = lambda *_, replicated, **__: replicated and exchange
 
     runtime._choose_precision = lambda *_: "fp16"
     begin = Accelerator.__init__
@@ -43,9 +49,11 @@ def trained(tmp_path_factory, tiny_model, uneven_rows):
     """Train in a layout once; returns the run's folder."""
     cwd = tmp_path_factory.mktemp("fp16")
 
-    def run(name: str, processes: int, per_device: int, *more: str, scale: float | None = 2.0**14) -> Path:
+    def run(
+        name: str, processes: int, per_device: int, *more: str, scale: float | None = 2.0**14, exchange: bool = False
+    ) -> Path:
         argv = [*options(tiny_model, uneven_rows, per_device, name), *more]
-        target = (train, argv, str(cwd)) if scale is None else (train_in_fp16, argv, str(cwd), scale)
+        target = (train, argv, str(cwd)) if scale is None else (train_in_fp16, argv, str(cwd), scale, exchange)
         if not (cwd / "outputs" / name / "summary.json").exists():
             run_ranks(processes, *target, folder=cwd / f"{name}.out").check()
         return cwd / "outputs" / name
@@ -61,18 +69,18 @@ def update_difference(one: Path, other: Path) -> float:
     return max((a[name].float() - b[name].float()).abs().max().item() for name in a) / largest
 
 
-@pytest.mark.parametrize("checkpointing", ["none", "auto"])
-def test_the_step_is_that_of_fp32_and_of_any_layout(trained, checkpointing):
-    """With auto the kit exchanges the gradients, else DistributedDataParallel does: scaled gradients in both."""
+@pytest.mark.parametrize("exchange", [False, True])
+def test_the_step_is_that_of_fp32_and_of_any_layout(trained, exchange):
+    """Scaled gradients are averaged by DistributedDataParallel, or by the kit's own exchange."""
     single, exact = trained("one", 1, 8), trained("fp32", 1, 8, scale=None)
-    double = trained(f"two_{checkpointing}", 2, 2, "--gradient_checkpointing", checkpointing)
+    double = trained(f"two_{exchange}", 2, 2, exchange=exchange)
     assert json.loads((double / "summary.json").read_text())["precision"] == "fp16"
     assert 0 < update_difference(single, exact) < TOLERANCE
     assert update_difference(single, double) < TOLERANCE
 
 
 def test_steps_that_overflow_are_left_out_on_every_rank_and_counted(trained):
-    run = trained("overflow", 2, 2, "--gradient_checkpointing", "auto", "--drift_check_steps", "1", scale=2.0**60)
+    run = trained("overflow", 2, 2, "--drift_check_steps", "1", scale=2.0**60, exchange=True)
     weights = load_file(run / "adapter_model.safetensors")
     assert all(not tensor.any() for name, tensor in weights.items() if "lora_B" in name)
     assert all(torch.isfinite(tensor).all() for tensor in weights.values())

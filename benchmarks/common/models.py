@@ -14,8 +14,13 @@ SHAPES = {
     # name: (hidden, layers, heads, key-value heads, feed-forward, vocabulary), as published in the models' config.json
     "qwen3_0.6b": (1024, 28, 16, 8, 3072, 151936),
     "qwen3_1.7b": (2048, 28, 16, 8, 6144, 151936),
+    "qwen3_4b": (2560, 36, 32, 8, 9728, 151936),
     "qwen3_8b": (4096, 36, 32, 8, 12288, 151936),
+    "qwen3_14b": (5120, 40, 40, 8, 17408, 151936),
+    "qwen3_32b": (5120, 64, 64, 8, 25600, 151936),
 }
+# Small models share the embedding and the output head.
+TIED = ("qwen3_0.6b", "qwen3_1.7b", "qwen3_4b")
 
 
 def make_config(shape: str) -> Any:
@@ -32,7 +37,7 @@ def make_config(shape: str) -> Any:
         intermediate_size=intermediate,
         vocab_size=vocabulary,
         max_position_embeddings=40960,
-        tie_word_embeddings=shape != "qwen3_8b",
+        tie_word_embeddings=shape in TIED,
         dtype="bfloat16",
     )
 

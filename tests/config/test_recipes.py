@@ -21,6 +21,10 @@ def test_all_are_here():
         "qwen3_8b_lora",
         "llama3.1_8b_qlora",
         "qwen3_1.7b_full",
+        "qwen3_4b_qlora_12gb",
+        "qwen3_8b_qlora_16gb",
+        "qwen3_14b_qlora_24gb",
+        "qwen3_32b_qlora_48gb",
     }
     assert {p.stem for p in CONFIGS} == {"cpu", "single_gpu", "ddp", "multi_node", "zero2", "zero3", "fsdp2"}
 

@@ -32,7 +32,8 @@ OF_OTHERS = {
     },
     "Slurm": {"--nodes", "--gpus-per-node", "--cpus-per-task", "--time", "--signal"},
     "uv": {"--locked", "--extra", "--group"},
-    "docker": {"--shm-size", "--ipc", "--gpus"},
+    "sky": {"--secret"},
+    "docker": {"--shm-size", "--ipc", "--gpus", "--rm", "--init", "--build-arg", "--tag", "--time", "--network"},
     "hf": {"--force-download"},
     "accelerate": {"--quiet"},
     "torchrun": {"--standalone", "--nnodes", "--node-rank", "--nproc-per-node", "--master-addr", "--master-port"},
@@ -44,7 +45,7 @@ OF_OTHERS = {
 }
 # Set by the system, the scheduler, or as torch and NCCL document them.
 NOT_THE_KITS = re.compile(
-    r"SLURM_|SRUN_|PBS_|GLOO_|NCCL_|CUDA_|PET_|TORCH_|BASH_|PIPESTATUS|SECONDS|HOME$|TMPDIR$|PWD$|PATH$"
+    r"SLURM_|SRUN_|PBS_|SKYPILOT_|DSTACK_|GLOO_|NCCL_|CUDA_|PET_|TORCH_|BASH_|PIPESTATUS|SECONDS|HOME$|TMPDIR$|PWD$|PATH$"
 )
 
 

@@ -49,7 +49,9 @@ def place(column: str) -> SimpleNamespace:
     if column != "CPU":
         kind, letter = column.split(", ")
         backend, device, sharding = BACKENDS[letter], "cuda", SHARDINGS[kind]
-    return SimpleNamespace(device_type=device, backend=backend, sharding=sharding, on_main=lambda work: work())
+    return SimpleNamespace(
+        device_type=device, backend=backend, sharding=sharding, precision="bf16", on_main=lambda work: work()
+    )
 
 
 def parse(options: str) -> Any:
@@ -62,6 +64,7 @@ def every_package_and_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have DeepSpeed, bitsandbytes and a GPU with bf16, as far as the rules look for them."""
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "GPU")
 
 
 def support(options: str, where: SimpleNamespace) -> str:

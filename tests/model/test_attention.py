@@ -96,6 +96,32 @@ def test_attention_of_transformers_uses_the_selected_kernel(
         assert choice.reason == "backend transformers (bf16, sdpa) has no attention kernel for packed rows"
 
 
+@pytest.mark.parametrize("xformers", [False, True])
+def test_a_t4_packs_with_xformers_only(xformers: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's kernel is flash attention, which needs compute capability 8; xformers has one for 7.5."""
+    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (7, 5))
+    dispatch = ModuleType("unsloth.utils.attention_dispatch")
+    dispatch.XFORMERS, dispatch.FLASH_VARLEN = "xformers", "flash_varlen"  # type: ignore[attr-defined]
+    dispatch.select_attention_backend = lambda use_varlen: "xformers" if xformers else "sdpa"  # type: ignore[attr-defined]
+    dispatch._TORCH_VARLEN_ATTN = found_by_unsloth()  # type: ignore[attr-defined]
+    utils = ModuleType("unsloth.utils")
+    utils.attention_dispatch = dispatch  # type: ignore[attr-defined]
+    for module in (ModuleType("unsloth"), utils, dispatch):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    model = make("Qwen3", **KV, head_dim=16)
+    model.unsloth_layer = QAttention(1, 1)
+    runtime = Runtime(Ranks(), "unsloth", "cuda", "fp16", "Tesla T4")
+    choice = attention.choose_packing(Settings(model="m"), runtime, model)
+    assert choice.packed is xformers
+    assert choice.reason == (
+        "xformers keeps rows apart"
+        if xformers
+        else "backend unsloth (fp16) on Tesla T4 (compute capability 7.5, older than flash attention) has no attention "
+        "kernel for packed rows"
+    )
+
+
 @pytest.mark.parametrize("name", ["BioGpt", "Falcon", "OPT", "XGLM"])
 def test_models_whose_masks_lose_positions_do_not_pack_without_a_kernel(name: str) -> None:
     sizes = {"ffn_dim": 48, "d_model": 32, "num_layers": 2, "word_embed_proj_dim": 32, "attention_heads": 2}

@@ -345,6 +345,15 @@ def test_a_picture_without_matplotlib_says_how_to_get_it(capsys, tmp_path, demo_
         (["--lr_scheduler_type", "cosine_with_min_lr"], "lr_scheduler_type cosine_with_min_lr does not work with"),
         (["--bandwidth", "fast"], "bandwidth 'fast' is not a bandwidth above 0; write 25Gbps"),
         (["--gpu_memory", "big"], "memory 'big'"),
+        (["--compute_capability", "T4"], "--compute_capability is T4, but it has the form 7.5"),
+        (
+            ["--compute_capability", "7.5", "--precision", "bf16"],
+            "not supported by a GPU of compute capability 7.5; use",
+        ),
+        (
+            ["--compute_capability", "7.5", "--method", "full", "--full_weights", "bf16"],
+            "full_weights bf16 needs precision bf16",
+        ),
         (["--calibrate", "outputs/x"], "name it with --calibration"),
         (
             ["--calibrate", "outputs/no", "--calibration", "c.json"],
@@ -385,6 +394,16 @@ def test_packs_are_planned_where_packing_is_on(capsys, tmp_path):
         assert plan(*words, "--global_batch_tokens", "1000") == 2
         said = capsys.readouterr().err
         assert f"rows are padded: backend {place} has no attention kernel for packed rows; give" in said
+
+
+def test_a_t4_is_planned_in_fp16_and_without_packs(capsys):
+    assert plan("--compute_capability", "7.5", "--backend", "unsloth") == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "method lora, fp16, backend unsloth" in printed
+    assert (
+        "packing auto is planned as padded rows, because backend unsloth (fp16) on a GPU (compute capability 7.5, older than "
+        "flash attention) has no attention kernel for packed rows; --packing on plans packs"
+    ) in printed.replace("- ", "")
 
 
 def test_what_auto_is_planned_as_is_not_said_to_fit_where_nothing_does(capsys):

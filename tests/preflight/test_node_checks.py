@@ -282,3 +282,27 @@ def test_the_doctors_report():
     assert (
         machine.check_doctor(0, 2, "Traceback\nNotImplementedError: no").values[0] == "exit 2: NotImplementedError: no"
     )
+
+
+@pytest.mark.parametrize(
+    ("gpus", "wanted", "verdict", "shown"),
+    [
+        ([], "auto", "ok", "fp32 (auto)"),
+        ([("NVIDIA H200", "9.0")], "auto", "ok", "bf16 (auto)"),
+        ([("NVIDIA H200", "9.0"), ("Tesla T4", "7.5")], "auto", "ok", "fp16 (auto): Tesla T4 (compute capability 7.5) has no bf16"),
+        ([("Tesla T4", "7.5")], "bf16", "failure", "bf16"),
+    ],
+)  # fmt: skip
+def test_the_precision_is_the_one_that_the_weakest_gpu_has(gpus, wanted, verdict, shown):
+    devices = [{"name": name, "capability": capability} for name, capability in gpus]
+    found = machine.check_precision(0, devices, wanted, "lora", "fp32")
+    assert found.verdict == verdict and found.values[0].startswith(shown)
+    if verdict == "failure":
+        assert found.remedy == (
+            "precision bf16 is not supported by Tesla T4 (compute capability 7.5); use --precision fp16."
+        )
+
+
+def test_weights_that_a_t4_cannot_train_are_found_before_the_run():
+    found = machine.check_precision(0, [{"name": "Tesla T4", "capability": "7.5"}], "auto", "full", "bf16")
+    assert found.verdict == "failure" and "use --full_weights fp32" in found.remedy

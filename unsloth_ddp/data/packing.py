@@ -188,6 +188,11 @@ def describe_backend(backend: str, precision: str, settings: Settings) -> str:
     return f"backend {backend} ({precision}{asked})"
 
 
+def describe_older_gpu(name: str, capability: tuple[int, int]) -> str:
+    """Describe a GPU that is older than flash attention, as an addition to `describe_backend`."""
+    return f" on {name} (compute capability {capability[0]}.{capability[1]}, older than flash attention)"
+
+
 @dataclass
 class BatchRequest:
     """The requested size of a step (see the options of the same names).

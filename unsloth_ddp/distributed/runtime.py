@@ -20,6 +20,7 @@ from typing import Any, Literal, TypeVar
 
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.distributed import wire
+from unsloth_ddp.distributed.precision import Precision, choose_precision
 from unsloth_ddp.distributed.progress import Progress
 from unsloth_ddp.distributed.ranks import RankLocation, Ranks, this_location
 from unsloth_ddp.distributed.rendezvous import check_secret, rendezvous, secret_of
@@ -63,7 +64,7 @@ class Runtime:
     ranks: Ranks
     backend: Literal["unsloth", "transformers"]
     device_type: Literal["cuda", "cpu"]
-    precision: Literal["bf16", "fp16", "fp32"]
+    precision: Precision
     device_name: str
     sharding: Sharding = "none"
     control_group: Any = None
@@ -218,17 +219,11 @@ def quiet_imports() -> None:
         logging.getLogger(library).setLevel(logging.ERROR)
 
 
-def _choose_precision(wanted: str, cuda: bool) -> Literal["bf16", "fp16", "fp32"]:
+def _choose_precision(wanted: str, cuda: bool) -> Precision:
     import torch
 
-    has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False) if cuda else True
-    if wanted == "bf16" and not has_bf16:
-        raise UserError(f"precision bf16 is not supported by {torch.cuda.get_device_name()}; use --precision fp16.")
-    if wanted == "fp16" and not cuda:
-        raise UserError("precision fp16 needs a GPU; use --precision fp32 or bf16 on a CPU.")
-    if wanted == "auto":
-        return ("bf16" if has_bf16 else "fp16") if cuda else "fp32"
-    return "bf16" if wanted == "bf16" else "fp16" if wanted == "fp16" else "fp32"
+    bf16 = cuda and torch.cuda.is_bf16_supported(including_emulation=False)
+    return choose_precision(wanted, torch.cuda.get_device_name() if cuda else None, bf16)
 
 
 def control_timeout(settings: Settings) -> timedelta:

@@ -13,7 +13,8 @@ from typing import Any, Literal
 import torch
 
 from unsloth_ddp.config.parse import Settings
-from unsloth_ddp.data.packing import PackingDecision, decide_packing, describe_backend
+from unsloth_ddp.data.packing import PackingDecision, decide_packing, describe_backend, describe_older_gpu
+from unsloth_ddp.distributed.precision import AMPERE
 from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.model import varlen
 from unsloth_ddp.model.modules import base_model
@@ -59,12 +60,12 @@ def select_varlen_kernel(setup: AttentionSetup) -> str | None:
     """
     if setup.device_type != "cuda" or not setup.sixteen_bit or setup.head_dim > LARGEST_HEAD or setup.head_dim % 8:
         return None
-    torch_kernel = TORCH_KERNEL if setup.torch_varlen and setup.capability >= 8 else None
+    torch_kernel = TORCH_KERNEL if setup.torch_varlen and setup.capability >= AMPERE[0] else None
     if not setup.unsloth_attention:
         if "flash" in setup.implementation:
             return "flash-attn"
         return torch_kernel if setup.implementation in ("sdpa", varlen.NAME) and setup.replaceable else None
-    if setup.flash_attn and setup.capability >= 8:
+    if setup.flash_attn and setup.capability >= AMPERE[0]:
         return "flash-attn"
     return torch_kernel or ("xformers" if setup.xformers else None)
 
@@ -83,7 +84,7 @@ def choose_packing(settings: Settings, runtime: Runtime, model: Any) -> PackingD
     model_type = base_model(model).config.model_type
     choice = decide_packing(
         settings.packing,
-        "a CPU" if runtime.device_type == "cpu" else describe_backend(runtime.backend, runtime.precision, settings),
+        _place(settings, runtime),
         everywhere,
         mixing_reason(model) or lost_boundaries_reason(model_type, everywhere, _implementation(model)),
         untested_reason(model),
@@ -91,6 +92,15 @@ def choose_packing(settings: Settings, runtime: Runtime, model: Any) -> PackingD
     if choice.packed and setup and not setup.unsloth_attention and kernel == TORCH_KERNEL:
         varlen.use(base_model(model))
     return choice
+
+
+def _place(settings: Settings, runtime: Runtime) -> str:
+    """Describe where attention runs; of older GPUs their generation is the reason that they have no kernel."""
+    if runtime.device_type == "cpu":
+        return "a CPU"
+    capability = torch.cuda.get_device_capability()
+    older = "" if capability >= AMPERE else describe_older_gpu(runtime.device_name, capability)
+    return describe_backend(runtime.backend, runtime.precision, settings) + older
 
 
 def keys_for_packs(runtime: Runtime, model: Any) -> Literal["unsloth", "flash", "positions"]:

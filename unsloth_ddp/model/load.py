@@ -16,6 +16,7 @@ import torch
 
 from unsloth_ddp.config.parse import Settings
 from unsloth_ddp.data.chat_template import check_chat_template, set_chat_template
+from unsloth_ddp.distributed.precision import AMPERE, check_full_weights
 from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.model.download import download_model
 from unsloth_ddp.model.files_check import check_complete, check_local_model
@@ -40,6 +41,12 @@ def check_model(settings: Settings, runtime: Runtime) -> None:
         raise UserError("method qlora needs a GPU for its 4-bit kernels, and this run uses none; use --method lora.")
     if settings.method == "qlora" and importlib.util.find_spec("bitsandbytes") is None:
         raise UserError("method qlora needs bitsandbytes, which is not installed here; use --method lora.")
+    check_full_weights(settings.method, settings.full_weights, runtime.precision)
+    asked = settings.attn_implementation
+    if runtime.device_type == "cuda" and asked and "flash" in asked and torch.cuda.get_device_capability() < AMPERE:
+        raise UserError(
+            f"attn_implementation {asked} needs compute capability 8.0, which {runtime.device_name} does not have; use sdpa."
+        )
     check_chat_template(settings.chat_template)
     if runtime.backend == "transformers" and settings.gradient_checkpointing == "unsloth":
         raise UserError(

@@ -9,14 +9,18 @@ needed.
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
+import re
 import sys
 from pathlib import Path
 
 from unsloth_ddp.config.command_line import Parser, make_command_parser
+from unsloth_ddp.config.options import Settings
 from unsloth_ddp.config.parse import parse_settings
 from unsloth_ddp.data.hub import use_cache_if_hub_is_unreachable
 from unsloth_ddp.distributed.exit_codes import EXIT_USER_ERROR
+from unsloth_ddp.distributed.precision import AMPERE, check_full_weights, choose_precision, has_bf16
 from unsloth_ddp.distributed.runtime import quiet_imports
 from unsloth_ddp.utils.errors import UserError
 from unsloth_ddp.utils.json_file import write_as_asked
@@ -39,6 +43,10 @@ def make_parser() -> Parser:
         help="bandwidth between the GPUs of a machine, such as 400GB/s [not counted]",
     )
     parser.add_argument("--gpu_memory", metavar="SIZE", help="memory of a GPU, such as 80GB or 139GiB [no verdict]")
+    parser.add_argument(
+        "--compute_capability", metavar="X.Y",
+        help="of the GPU: 7.5 for a T4 or RTX 20, 7.0 for a V100, which have no bf16 and no flash attention [8.0 or newer]",
+    )  # fmt: skip
     parser.add_argument(
         "--calibration", metavar="FILE", help="measured speeds: a file, or h200 for the shipped one [no times]"
     )
@@ -79,6 +87,8 @@ def plan(argv: list[str]) -> None:
     networks = [parse_bandwidth("--bandwidth", text) for text in given.bandwidth]
     inside = parse_bandwidth("--node_bandwidth", given.node_bandwidth) if given.node_bandwidth else None
     gpu_memory = parse_memory("--gpu_memory", given.gpu_memory) if given.gpu_memory else None
+    capability = _parse_capability(given.compute_capability)
+    settings = with_precision_of(settings, capability)
     use_cache_if_hub_is_unreachable(settings)
     quiet_imports()
     # Imported here, so that mistakes in the options are reported before torch is loaded, which takes seconds.
@@ -94,7 +104,7 @@ def plan(argv: list[str]) -> None:
     request = BatchRequest.of(settings, given.nodes * given.gpus_per_node)
     _silence_transformers()
     calibration = load_calibration(given.calibration) if given.calibration and not given.calibrate else None
-    hardware = Hardware(given.nodes, given.gpus_per_node, networks, inside, gpu_memory)
+    hardware = Hardware(given.nodes, given.gpus_per_node, networks, inside, gpu_memory, capability)
     check_training_arguments(settings)
     shape = read_model_shape(settings)
     if gpu_memory:
@@ -107,7 +117,7 @@ def plan(argv: list[str]) -> None:
                 flush=True,
             )
     rows = tokenize_rows(settings)
-    batch, packing, _ = plan_step(request, rows.lengths, planned_packing(settings))
+    batch, packing, _ = plan_step(request, rows.lengths, planned_packing(settings, capability))
     if given.calibrate:
         found = [measure_run(run, settings.model, shape, rows) for run in given.calibrate]
         if len({gpu for gpu, _ in found}) > 1:
@@ -122,6 +132,27 @@ def plan(argv: list[str]) -> None:
         write_as_asked("--json", given.json, plan_as_json(made))
     if given.picture:
         draw_efficiency(given.picture, hardware, computed)
+
+
+def _parse_capability(text: str | None) -> tuple[int, int]:
+    if text is None:
+        return AMPERE
+    found = re.fullmatch(r"(\d{1,2})\.(\d)", text)
+    if not found:
+        raise UserError(f"--compute_capability is {text}, but it has the form 7.5 (NVIDIA lists that of every GPU).")
+    return int(found[1]), int(found[2])
+
+
+def with_precision_of(settings: Settings, capability: tuple[int, int]) -> Settings:
+    """Return the settings with the precision that a run would choose on GPUs of this compute capability.
+
+    Raises:
+        UserError: the GPUs do not have the precision that is asked for.
+    """
+    gpu = f"a GPU of compute capability {capability[0]}.{capability[1]}"
+    precision = choose_precision(settings.precision, gpu, has_bf16(capability))
+    check_full_weights(settings.method, settings.full_weights, precision)
+    return dataclasses.replace(settings, precision=precision)
 
 
 def _silence_transformers() -> None:

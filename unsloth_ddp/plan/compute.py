@@ -8,7 +8,8 @@ from typing import Literal, cast, get_args
 
 from unsloth_ddp.config.parse import Settings
 from unsloth_ddp.data.batch_plan import BatchPlan
-from unsloth_ddp.data.packing import PackingDecision, decide_packing, describe_backend
+from unsloth_ddp.data.packing import PackingDecision, decide_packing, describe_backend, describe_older_gpu
+from unsloth_ddp.distributed.precision import AMPERE
 from unsloth_ddp.distributed.sharding import Sharding
 from unsloth_ddp.plan.calibration import Calibration, SpeedEstimate, SpeedQuery, estimate_speed, kind_of_rows
 from unsloth_ddp.plan.memory import (
@@ -46,13 +47,17 @@ NUMBER_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 @dataclass(frozen=True)
 class Hardware:
-    """The machines to rent; `gpu_memory` (bytes) and `inside` (bytes per second) are None where not given."""
+    """The machines to rent; `gpu_memory` (bytes) and `inside` (bytes per second) are None where not given.
+
+    `capability` is the compute capability of the GPUs.
+    """
 
     nodes: int
     gpus_per_node: int
     networks: list[float]
     inside: float | None = None
     gpu_memory: float | None = None
+    capability: tuple[int, int] = AMPERE
 
     @property
     def processes(self) -> int:
@@ -171,14 +176,16 @@ def checkpointing_kinds(settings: Settings) -> tuple[Checkpointing, ...]:
     return CHECKPOINTING_KINDS if backend_of(settings) == "unsloth" else CHECKPOINTING_KINDS[:2]
 
 
-def planned_packing(settings: Settings) -> PackingDecision:
-    """Decide packing as on a GPU of compute capability 8 or more without flash-attn (model/attention.py)."""
+def planned_packing(settings: Settings, capability: tuple[int, int] = AMPERE) -> PackingDecision:
+    """Decide packing as on a GPU of this compute capability without flash-attn and xformers (model/attention.py)."""
     backend, precision = backend_of(settings), precision_of(settings)
     replaceable = backend == "unsloth" or settings.attn_implementation is None
-    kernel = "torch's varlen_attn" if replaceable and precision != "fp32" else None
-    return decide_packing(
-        settings.packing, describe_backend(backend, precision, settings), kernel, wrong=None, doubtful=None
-    )
+    older = capability < AMPERE
+    kernel = "torch's varlen_attn" if replaceable and precision != "fp32" and not older else None
+    place = describe_backend(backend, precision, settings)
+    if older:
+        place += describe_older_gpu("a GPU", capability)
+    return decide_packing(settings.packing, place, kernel, wrong=None, doubtful=None)
 
 
 def make_memory_row(

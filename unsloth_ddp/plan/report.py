@@ -235,9 +235,11 @@ def notes(report: PlanReport) -> list[str]:
             f"that of micro-batches with {report.settings.max_length:,} tokens per {report.rows.unit.removesuffix('s')}."
         )
     if report.settings.packing == "auto":
-        packed = planned_packing(report.settings).packed
+        decision = planned_packing(report.settings, report.hardware.capability)
         planned = "packed rows, for which most models have a kernel with torch 2.12 on"
-        said.append(f"packing auto is planned as {planned if packed else 'padded rows; --packing on plans packs'}.")
+        if not decision.packed:
+            planned = f"padded rows, because {decision.reason}; --packing on plans packs"
+        said.append(f"packing auto is planned as {planned}.")
     return [*said, *_describe_auto_options(report), *_describe_scaling(plan)]
 
 

@@ -6,7 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from unsloth_ddp.distributed.precision import check_full_weights, choose_precision, has_bf16
 from unsloth_ddp.preflight.checks import Check, Verdict
+from unsloth_ddp.utils.errors import UserError
 from unsloth_ddp.utils.units import GIB, shown_bytes
 
 # Containers get 64 MB by default; NCCL and data loaders need more.
@@ -127,6 +129,33 @@ def check_gpus(
     if processes and processes < len(devices):
         return row("warning", f"{len(devices) - processes} GPUs stay idle; start one process a GPU.")
     return Check("GPUs", {node: shown})
+
+
+def check_precision(
+    node: int, devices: Sequence[Mapping[str, Any]], wanted: str, method: str, full_weights: str
+) -> Check:
+    """Check that the GPUs have the precision of the run: those before Ampere have no bf16.
+
+    Args:
+        devices: name and compute capability of each GPU; none for a run on the CPU.
+        wanted: --precision.
+    """
+    weakest = min(devices, key=lambda device: _capability(device), default=None)
+    gpu = f"{weakest['name']} (compute capability {weakest['capability']})" if weakest else None
+    try:
+        precision = choose_precision(wanted, gpu, bf16=weakest is not None and has_bf16(_capability(weakest)))
+        check_full_weights(method, full_weights, precision)
+    except UserError as error:
+        return Check("precision", {node: wanted}, "failure", str(error))
+    shown = precision if wanted != "auto" else f"{precision} (auto)"
+    if weakest and not has_bf16(_capability(weakest)):
+        shown += f": {gpu} has no bf16, and no flash attention for packed rows"
+    return Check("precision", {node: shown})
+
+
+def _capability(device: Mapping[str, Any]) -> tuple[int, int]:
+    major, _, minor = str(device["capability"]).partition(".")
+    return int(major), int(minor)
 
 
 def list_gpus(devices: Sequence[Mapping[str, Any]]) -> str:

@@ -154,6 +154,10 @@ def check_machine(
 
         return machine.check_driver(node, read_driver_version(), read_driver_cuda(), torch.version.cuda)
 
+    def precision() -> Check:
+        used = [] if cpu else devices
+        return machine.check_precision(node, used, settings.precision, settings.method, settings.full_weights)
+
     def sharding() -> Check:
         wanted = sharding_from_environment(environ)
         accelerator = bool(devices) and not cpu
@@ -173,6 +177,7 @@ def check_machine(
         run_check("datasets cache", node, cache),
         run_check("shared memory", node, memory),
         run_check("GPUs", node, gpu_check),
+        run_check("precision", node, precision),
         run_check("sharding", node, sharding),
     ]
     if not cpu and (devices or has_nvidia()):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 from transformers import TrainerCallback
@@ -55,6 +56,35 @@ class ReportProgress(TrainerCallback):
         self.progress.advance()
 
     on_substep_end = on_step_end = on_prediction_step = _move
+
+
+class CountOverflows(TrainerCallback):
+    """Count the steps whose gradients overflowed in fp16, which the gradient scaler leaves out, and say so at the end.
+
+    Args:
+        was_left_out: returns whether the last optimizer step was left out.
+        speaks: whether this process prints.
+    """
+
+    def __init__(self, was_left_out: Callable[[], bool], speaks: bool) -> None:
+        self.was_left_out = was_left_out
+        self.speaks = speaks
+        self.left_out = self.steps = 0
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Count the step."""
+        self.steps += 1
+        self.left_out += self.was_left_out()
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Print the number of steps that were left out, if any."""
+        if self.left_out and self.speaks:
+            print(
+                f"The gradients of {self.left_out} of {self.steps} steps overflowed in fp16, so these steps changed no "
+                "weight. A few at the beginning are usual, while the scale of the loss is found; for more of them lower "
+                "--learning_rate, or use --precision fp32.",
+                flush=True,
+            )
 
 
 class CompareWeights(TrainerCallback):

@@ -6,6 +6,7 @@ below replaces one step of the loop and says what upstream does there instead.
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import time
@@ -37,7 +38,7 @@ from unsloth_ddp.model.load import DTYPES
 from unsloth_ddp.model.modules import evaluation_mode, training_mode, without_dropout
 from unsloth_ddp.model.packed_forward import PackedForward
 from unsloth_ddp.model.supervised_head import fits_fused_head, head_with_equal_loss
-from unsloth_ddp.training.callbacks import CompareWeights, ReportProgress, StopTogether
+from unsloth_ddp.training.callbacks import CompareWeights, CountOverflows, ReportProgress, StopTogether
 from unsloth_ddp.training.captured_step import CapturedStep, RecordingFailed, record_on_a_stream
 from unsloth_ddp.training.deepspeed_precision import reduce_in_fp32
 from unsloth_ddp.training.gradient_exchange import GradientExchange
@@ -125,6 +126,9 @@ class DDPTrainer(ResumableTrainer):
         self._keep_training_when_a_tracker_fails()
         self._set_gradient_precision()
         self._compare_weights()
+        if runtime.precision == "fp16":
+            left_out = functools.partial(getattr, self.accelerator, "optimizer_step_was_skipped")
+            self.add_callback(CountOverflows(left_out, runtime.ranks.is_main))
         self.exchange = self._gradient_exchange()
         self.retry = StepRetry(
             self.checkpointing,

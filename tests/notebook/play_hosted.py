@@ -1,0 +1,39 @@
+"""Run a notebook of Kaggle or Colab as it would run there, in this folder: `play_hosted.py FILE.ipynb`.
+
+Lines that install are skipped, and Colab's Drive is a stand-in; every other command runs, and its failure ends this.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+from IPython.core.interactiveshell import InteractiveShell
+
+INSTALLERS = ("git ", "pip ", "uv ")
+
+
+def run(command: str) -> None:
+    """Run a shell line, unless it installs."""
+    if not command.startswith(INSTALLERS):
+        subprocess.run(["bash", "-c", command], check=True)
+
+
+def play(path: Path) -> None:
+    """Run every code cell; the first error ends it."""
+    colab = ModuleType("google.colab")
+    colab.drive = ModuleType("drive")  # type: ignore[attr-defined]
+    colab.drive.mount = lambda folder: Path(folder).mkdir(parents=True)  # type: ignore[attr-defined]
+    sys.modules |= {"google": ModuleType("google"), "google.colab": colab}
+    shell = InteractiveShell.instance()
+    shell.system = run
+    for cell in json.loads(path.read_text())["cells"]:
+        if cell["cell_type"] == "code":
+            shell.run_cell("".join(cell["source"])).raise_error()
+
+
+if __name__ == "__main__":
+    play(Path(sys.argv[1]))

@@ -1,0 +1,76 @@
+"""The memory beside each recipe for a size of card is what the plan says for it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from benchmarks.common.models import make_config
+from tests.conftest import REPO
+from unsloth_ddp.config.parse import parse_settings
+from unsloth_ddp.data.packing import BatchRequest, plan_step
+from unsloth_ddp.distributed.precision import AMPERE
+from unsloth_ddp.plan.__main__ import with_precision_of
+from unsloth_ddp.plan.compute import Hardware, make_plan, planned_packing
+from unsloth_ddp.plan.memory import MemoryEstimate
+from unsloth_ddp.plan.rows import RowLengths
+from unsloth_ddp.plan.shape import read_model_shape
+from unsloth_ddp.utils.units import GIB, parse_memory
+
+RECIPES = sorted((REPO / "recipes").glob("*_*gb.yaml"))
+PLANNED = re.compile(
+    r"\(--gpu_memory (?P<memory>\w+)\): (?P<peak>[\d.]+) of (?P<of>[\d.]+) GiB, with (?P<units>\d+) packs of (?P<tokens>\d+) tokens "
+    r"at once and gradient checkpointing (?P<kind>\w+)\."
+)
+ON_A_T4 = re.compile(
+    r"\(--compute_capability (?P<capability>7\.5)\).*: (?P<peak>[\d.]+) of (?P<of>[\d.]+) GiB, with (?P<units>\d+) rows of (?P<tokens>\d+) "
+)
+
+
+def plan_of(
+    recipe: Path, folder: Path, memory: float, capability: tuple[int, int]
+) -> tuple[MemoryEstimate, str, str, int, str]:
+    """Plan a recipe on one card with rows of its whole max_length: memory, verdict, checkpointing, units at once, unit."""
+    settings = parse_settings(["--config", str(recipe), "--dataset", "rows.jsonl"])
+    make_config(settings.model.rpartition("/")[2].lower().replace("-", "_")).save_pretrained(folder)
+    settings = with_precision_of(
+        parse_settings(["--config", str(recipe), "--model", str(folder), "--dataset", "rows.jsonl"]), capability
+    )
+    rows = RowLengths(np.full(64, settings.max_length), 64 * settings.max_length)
+    batch, packing, _ = plan_step(BatchRequest.of(settings, 1), rows.lengths, planned_packing(settings, capability))
+    rows = rows.packed(packing)
+    hardware = Hardware(1, 1, [1e9], gpu_memory=memory, capability=capability)
+    plan = make_plan(settings, read_model_shape(settings), rows, batch, hardware, None)
+    (chosen,) = (row for row in plan.memory if (row.method, row.sharding) == (settings.method, "none"))
+    return chosen.memory, chosen.verdict, chosen.checkpointing, plan.batch.per_device, rows.unit
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+def test_the_figures_in_the_recipe_are_the_plans(recipe, tmp_path):
+    text = recipe.read_text()
+    found = PLANNED.search(text)
+    assert found, text
+    assert recipe.stem.endswith(f"_{found['memory'].lower()}")
+    memory = parse_memory("--gpu_memory", found["memory"])
+    assert found["of"] == f"{memory / GIB:.1f}"
+    estimate, verdict, kind, units, unit = plan_of(recipe, tmp_path, memory, AMPERE)
+    assert verdict == "fits"
+    assert (f"{estimate.total / GIB:.1f}", kind, str(units), unit) == (
+        found["peak"],
+        found["kind"],
+        found["units"],
+        "packs",
+    )
+    assert parse_settings(["--config", str(recipe), "--dataset", "rows.jsonl"]).max_length == int(found["tokens"])
+
+
+def test_the_recipe_for_16_gb_fits_a_t4(tmp_path):
+    recipe = REPO / "recipes" / "qwen3_8b_qlora_16gb.yaml"
+    found = ON_A_T4.search(recipe.read_text())
+    assert found
+    estimate, verdict, _, units, unit = plan_of(recipe, tmp_path, parse_memory("--gpu_memory", "16GB"), (7, 5))
+    assert verdict == "fits"
+    assert (f"{estimate.total / GIB:.1f}", str(units), unit) == (found["peak"], found["units"], "rows")

@@ -17,7 +17,7 @@ from torch import Tensor
 # Sums a rank keeps between two log lines.
 LOSS, SUPERVISED, TOKENS = range(3)
 # Gathered with them.
-OWN_SECONDS, STEPS, LEVEL = 3, 4, 5
+OWN_SECONDS, STEPS, LEVEL, MEMORY = 3, 4, 5, 6
 
 
 @dataclass
@@ -173,16 +173,22 @@ class Meter:
             level: of gradient checkpointing on this rank, which all ranks learn.
         """
         seconds = time.perf_counter() - self.began
-        own = torch.tensor((*self.own_work.take(), level), dtype=torch.float64, device=self.device)
+        mine = (*self.own_work.take(), level, peak_memory_bytes(self.device.type))
+        own = torch.tensor(mine, dtype=torch.float64, device=self.device)
         per_rank = self.gather(torch.cat([self.sums, own])).cpu()
-        loss, supervised, tokens, _, steps, _ = per_rank.sum(dim=0).tolist()
+        loss, supervised, tokens, _, steps, *_ = per_rank.sum(dim=0).tolist()
         self.levels = per_rank[:, LEVEL].int().tolist()
         self.pace = None
         self.totals.loss_sum += loss
         self.totals.supervised_tokens += round(supervised)
         self.totals.tokens += round(tokens)
         self.reset()
-        metrics = {"tokens_per_second": tokens / seconds if seconds else 0.0, "num_tokens": float(self.totals.tokens)}
+        metrics = {
+            "tokens_per_second": tokens / seconds if seconds else 0.0,
+            "num_tokens": float(self.totals.tokens),
+            # Of the rank that needs most, since training began.
+            "peak_memory_bytes": per_rank[:, MEMORY].max().item(),
+        }
         if supervised:
             metrics["loss"] = loss / supervised
             with_tokens = per_rank[per_rank[:, SUPERVISED] > 0]

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from transformers import TrainerCallback
+from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 
 from unsloth_ddp.distributed.progress import Progress
 from unsloth_ddp.training.live_display import LiveDisplay, can_draw
@@ -42,10 +42,13 @@ def choose_view(*, lines: bool) -> View:
     return LogLines() if lines or not can_draw(sys.stdout) else LiveDisplay(sys.stdout)  # type: ignore[arg-type]
 
 
+def without_bars(callbacks: list[Any]) -> list[Any]:
+    """Return a trainer's callbacks without those of Transformers that print dictionaries and draw bars."""
+    return [callback for callback in callbacks if not isinstance(callback, (ProgressCallback, PrinterCallback))]
+
+
 class ShowTraining(TrainerCallback):
     """Tell the view what happens in a run; in the main process only.
-
-    It takes the place of Transformers' callbacks that print dictionaries and draw bars.
 
     Args:
         last_checkpoint: returns the newest whole checkpoint of the run.

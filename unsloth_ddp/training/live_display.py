@@ -10,7 +10,7 @@ import contextlib
 import math
 import sys
 import time
-from typing import Any
+from typing import IO, Any, cast
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -34,7 +34,7 @@ def can_draw(stream: Any) -> bool:
     """Return whether a stream is a terminal that the display can be drawn on."""
     if not isinstance(stream, ProtectedStream) or not stream.isatty():
         return False
-    console = Console(file=_Drawing(stream))
+    console = Console(file=_drawing(stream))
     return (
         not console.is_dumb_terminal
         and console.encoding.startswith("utf")
@@ -52,7 +52,7 @@ class LiveDisplay:
 
     def __init__(self, stream: ProtectedStream) -> None:
         self._stream = stream
-        self._console = _Terminal(file=_Drawing(stream), highlight=False)
+        self._console = _Terminal(file=_drawing(stream), highlight=False)
         self._status: Status | None = None
         self._live: Live | None = None
         self._open = contextlib.ExitStack()
@@ -127,6 +127,10 @@ class _Drawing:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
+
+
+def _drawing(stream: ProtectedStream) -> IO[str]:
+    return cast(IO[str], _Drawing(stream))
 
 
 class _Terminal(Console):

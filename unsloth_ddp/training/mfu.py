@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from unsloth_ddp.distributed.runtime import Runtime
+
 # FLOP a second of dense 16-bit matrix products with 32-bit sums, from NVIDIA's data sheets (half of a figure "with
 # sparsity"), by words of the name that torch gives.
 PEAK_FLOPS = {
@@ -32,6 +34,21 @@ PEAK_FLOPS = {
 }
 # Other products with these words have other rates.
 OTHER_PRODUCTS = {"MIG", "Laptop", "D", "Ti"}
+
+
+class Utilization:
+    """Turn the tokens per second of all GPUs into MFU, where the GPU's peak and the model's work are known."""
+
+    def __init__(self, model: Any, runtime: Runtime) -> None:
+        self._processes = runtime.ranks.world_size
+        self._peak = peak_flops(runtime.device_name, runtime.precision)
+        self._work = flops_a_token(model) if self._peak is not None else None
+
+    def metrics(self, tokens_per_second: float) -> dict[str, float]:
+        """Return {"mfu": share}, or nothing where it is not known."""
+        if self._peak is None or self._work is None:
+            return {}
+        return {"mfu": tokens_per_second / self._processes * self._work / self._peak}
 
 
 def peak_flops(device_name: str, precision: str) -> float | None:

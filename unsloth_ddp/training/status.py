@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -93,7 +94,7 @@ def sparkline(values: Sequence[float], width: int) -> str:
     """
     count = min(width, len(values))
     borders = [round(part * len(values) / count) for part in range(count + 1)] if count else []
-    parts = [values[begin:end] for begin, end in zip(borders, borders[1:], strict=False)]
+    parts = [values[begin:end] for begin, end in itertools.pairwise(borders)]
     means = [sum(part) / len(part) for part in parts]
     finite = [mean for mean in means if math.isfinite(mean)]
     if not finite:

@@ -20,6 +20,16 @@ SPEED = {
 RANKS = "rank_"
 
 
+def protect_trackers(callbacks: list[Any], trackers: tuple[type, ...], settings: Settings) -> list[Any]:
+    """Return a trainer's callbacks with its trackers grouped and kept from ending the training.
+
+    Args:
+        trackers: classes of the callbacks that report to a tracker.
+    """
+    grouped = [GroupedTensorBoard(settings) if isinstance(c, TensorBoardCallback) else c for c in callbacks]
+    return [BestEffort(callback) if isinstance(callback, trackers) else callback for callback in grouped]
+
+
 class GroupedTensorBoard(TensorBoardCallback):
     """Transformers' TensorBoard tracker with names in groups (train/, eval/, speed/, ranks/) and a table of settings."""
 

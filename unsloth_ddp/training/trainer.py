@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.data import DataLoader
-from transformers import PrinterCallback, ProgressCallback, Trainer
-from transformers.integrations import TensorBoardCallback, get_reporting_integration_callbacks
+from transformers import Trainer
+from transformers.integrations import get_reporting_integration_callbacks
 from transformers.trainer_utils import EvalLoopOutput
 
 from unsloth_ddp.checkpoints.identity import batch_identity
@@ -37,8 +37,8 @@ from unsloth_ddp.model.load import DTYPES
 from unsloth_ddp.model.modules import evaluation_mode
 from unsloth_ddp.model.supervised_head import fits_fused_head, head_with_equal_loss
 from unsloth_ddp.training.callbacks import CompareWeights, ReportProgress, StopTogether
-from unsloth_ddp.training.display import ShowTraining, View, choose_view
 from unsloth_ddp.training.deepspeed_precision import reduce_in_fp32
+from unsloth_ddp.training.display import ShowTraining, choose_view, without_bars
 from unsloth_ddp.training.gradient_exchange import GradientExchange
 from unsloth_ddp.training.loss import step_divisor, supervised_tokens
 from unsloth_ddp.training.memory_search import (
@@ -49,13 +49,13 @@ from unsloth_ddp.training.memory_search import (
     with_micro_batch,
 )
 from unsloth_ddp.training.meter import peak_memory_bytes, real_tokens
-from unsloth_ddp.training.mfu import flops_a_token, peak_flops
+from unsloth_ddp.training.mfu import Utilization
 from unsloth_ddp.training.micro_batch_loss import MicroBatchLoss, MicroBatchRunner
 from unsloth_ddp.training.oom_retry import StepRetry, averages_gradients
 from unsloth_ddp.training.row_feed import RowFeed
 from unsloth_ddp.training.saving import ResumableTrainer
 from unsloth_ddp.training.stragglers import Stragglers, describe_straggler
-from unsloth_ddp.training.trackers import BestEffort, GroupedTensorBoard
+from unsloth_ddp.training.trackers import protect_trackers
 from unsloth_ddp.utils.errors import UserError
 
 logger = logging.getLogger("unsloth_ddp")
@@ -115,9 +115,8 @@ class DDPTrainer(ResumableTrainer):
         # Unsloth lowers what is its default to the rows of a micro-batch, which are not chosen yet.
         self.args.per_device_eval_batch_size = settings.per_device_eval_batch_size
         self._check_precision()
-        self._group_tensorboard()
-        self._keep_training_when_a_tracker_fails()
-        self.view = self._show_training()
+        self.view = choose_view(lines=bool(config.disable_tqdm))
+        self._set_callbacks()
         self._set_gradient_precision()
         self._compare_weights()
         self.exchange = self._gradient_exchange()
@@ -139,8 +138,7 @@ class DDPTrainer(ResumableTrainer):
         self.model_accepts_loss_kwargs = True
         self.stragglers = Stragglers()
         self.peak_before_steps = 0
-        self._peak_flops = peak_flops(runtime.device_name, runtime.precision)
-        self._flops_a_token = flops_a_token(model) if self._peak_flops else None
+        self.utilization = Utilization(model, runtime)
 
     def _check_precision(self) -> None:
         used = "bf16" if self.args.bf16 else "fp16" if self.args.fp16 else "fp32"
@@ -152,26 +150,11 @@ class DDPTrainer(ResumableTrainer):
                 f"--precision {used}, or --backend transformers."
             )
 
-    def _show_training(self) -> View:
-        """Replace upstream's bar and dictionaries by the kit's display, and return that."""
-        for upstream in (ProgressCallback, PrinterCallback):
-            self.remove_callback(upstream)
-        view = choose_view(lines=self.args.disable_tqdm)
-        self.add_callback(ShowTraining(view, self.runtime.progress, lambda: self.checkpoints.last))
-        return view
-
-    def _group_tensorboard(self) -> None:
-        self.callback_handler.callbacks = [
-            GroupedTensorBoard(self.settings) if isinstance(callback, TensorBoardCallback) else callback
-            for callback in self.callback_handler.callbacks
-        ]
-
-    def _keep_training_when_a_tracker_fails(self) -> None:
+    def _set_callbacks(self) -> None:
         trackers = tuple(get_reporting_integration_callbacks(self.args.report_to))
-        self.callback_handler.callbacks = [
-            BestEffort(callback) if isinstance(callback, trackers) else callback
-            for callback in self.callback_handler.callbacks
-        ]
+        shown = ShowTraining(self.view, self.runtime.progress, lambda: self.checkpoints.last)
+        upstream = self.callback_handler.callbacks
+        self.callback_handler.callbacks = [*protect_trackers(without_bars(upstream), trackers, self.settings), shown]
 
     def _set_gradient_precision(self) -> None:
         if self.is_fsdp_enabled and self.runtime.precision != "fp32":
@@ -354,9 +337,7 @@ class DDPTrainer(ResumableTrainer):
         """Log exact token means; every rank calls this at the same steps."""
         if "loss" in logs:
             logs.update(self._collect())
-            if self._peak_flops and self._flops_a_token:
-                rate = logs["tokens_per_second"] / self.args.world_size
-                logs["mfu"] = rate * self._flops_a_token / self._peak_flops
+            logs.update(self.utilization.metrics(logs["tokens_per_second"]))
             self._name_stragglers()
         if "train_loss" in logs:
             self._collect()

@@ -70,7 +70,7 @@ class ProtectedStream:
     def draw(self, text: str) -> None:
         """Write at once and past a diversion; nothing that is drawn goes to the log file.
 
-        Nothing is drawn any more over what print_to_stderr wrote.
+        Nothing is drawn after end_drawing.
         """
         if self._lost or _drawing_is_over.is_set():
             return
@@ -146,6 +146,7 @@ def diverted(to: Callable[[str], None]) -> Iterator[None]:
         for stream in streams:
             stream.divert(None)
 
+    _drawing_is_over.clear()
     for stream in streams:
         stream.divert(to)
     _diversions.append(restore)
@@ -168,13 +169,21 @@ def _end_diversions() -> None:
 os.register_at_fork(after_in_child=_end_diversions)
 
 
-def print_to_stderr(text: str) -> None:
-    """Write to standard error at once, without the locks of streams, which a thread that hangs may hold.
+def end_drawing() -> None:
+    """Leave what is drawn on the terminal as it is, and let all text be written below it.
 
-    The process is about to end: nothing is drawn on the terminal from now on, and what is printed goes straight there.
+    For the end of a run, when other processes (the launcher) write to the terminal too. Takes no lock.
     """
     _drawing_is_over.set()
     _end_diversions()
+
+
+def print_to_stderr(text: str) -> None:
+    """Write to standard error at once, without the locks of streams, which a thread that hangs may hold.
+
+    The process is about to end, and draws no more.
+    """
+    end_drawing()
     with contextlib.suppress(OSError):
         os.write(2, hide(text).encode(errors="backslashreplace"))
 

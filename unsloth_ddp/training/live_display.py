@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import sys
 import time
 from typing import IO, Any, cast
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, ConsoleDimensions, Group, RenderableType
 from rich.live import Live
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
@@ -34,7 +35,7 @@ def can_draw(stream: Any) -> bool:
     """Return whether a stream is a terminal that the display can be drawn on."""
     if not isinstance(stream, ProtectedStream) or not stream.isatty():
         return False
-    console = Console(file=_drawing(stream))
+    console = _Terminal(file=_drawing(stream))
     return (
         not console.is_dumb_terminal
         and console.encoding.startswith("utf")
@@ -73,8 +74,8 @@ class LiveDisplay:
             redirect_stderr=False,
             vertical_overflow="crop",
         )
-        self._live.start(refresh=True)
         self._open.enter_context(diverted(self._print_above))
+        self._live.start(refresh=True)
 
     def logged(self, status: Status) -> None:
         """Do nothing: the next frame shows it."""
@@ -134,7 +135,15 @@ def _drawing(stream: ProtectedStream) -> IO[str]:
 
 
 class _Terminal(Console):
-    """A console that never hides the cursor: a process that is killed could not show it again."""
+    """A console of the size of its file, which never hides the cursor: a process that is killed could not show it."""
+
+    @property  # type: ignore[misc]
+    def size(self) -> ConsoleDimensions:
+        with contextlib.suppress(OSError, ValueError):
+            found = os.get_terminal_size(self.file.fileno())
+            if found.columns and found.lines:
+                return ConsoleDimensions(found.columns, found.lines)
+        return super().size
 
     def show_cursor(self, show: bool = True) -> bool:
         return False

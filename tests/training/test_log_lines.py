@@ -50,12 +50,12 @@ def test_columns_stand_below_their_names_and_the_header_comes_again(capsys) -> N
 
 
 def test_the_largest_numbers_fit_100_columns(capsys) -> None:
-    status = Status("r", 10**7, step=10**7 - 3, epoch=999.99)
-    status.time_left = TimeLeft(iter([0.0, 1e6, 1e6]).__next__)
+    status = Status("r", 10**6, step=10**6 - 3, epoch=999.99)
+    status.time_left = TimeLeft(iter([0.0, 30.0, 30.0]).__next__)
     status.time_left.step_done(1)
     status.time_left.step_done(2)
     lines = printed(capsys, status, 1, loss=123456.789, grad_norm=1e9, mfu=0.461, tokens_per_second=1.2e6)
-    assert max(map(len, lines)) <= 100 and "46.1%" in lines[1] and "MFU" in lines[0]
+    assert max(map(len, lines)) <= 100 and "46.1%" in lines[1] and "347d 5h" in lines[1] and "MFU" in lines[0]
 
 
 def test_an_evaluation_has_a_line(capsys) -> None:
@@ -117,5 +117,5 @@ def test_numbers_and_durations_keep_their_width() -> None:
         "-", "0.0000", "1.2346", "1.00e-07", "1.23e+04", "nan", "-0.5000",
     ]  # fmt: skip
     assert [shown_clock(seconds) for seconds in (None, 5, 65.4, 3723, 2 * 86_400 + 11_045)] == [
-        "-", "0:05", "1:05", "1:02:03", "2d 3:04:05",
+        "-", "0:05", "1:05", "1:02:03", "2d 3h",
     ]  # fmt: skip

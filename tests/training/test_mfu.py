@@ -29,7 +29,7 @@ def test_the_work_of_a_token_is_what_the_plan_counts(method, path, tiny_model, t
     model.save_pretrained(tmp_path)
     settings = Settings(model=str(tmp_path), method=method)
     if method == "lora":
-        model = get_peft_model(model, lora_config(settings, model))
+        model = get_peft_model(model, lora_config(settings))
     assert flops_a_token(model) == read_model_shape(settings).flops_a_token(method)
 
 
@@ -60,7 +60,7 @@ def test_mfu_is_the_share_of_one_gpu() -> None:
     model = AutoModelForCausalLM.from_pretrained(DEMO_MODEL)
     work = flops_a_token(model)
     assert work is not None
-    runtime = Runtime(Ranks(0, 4, 0, 4), "transformers", "cuda", "bf16", "NVIDIA H200")
+    runtime = Runtime(Ranks(world_size=4), "transformers", "cuda", "bf16", "NVIDIA H200")
     assert Utilization(model, runtime).metrics(4e6) == {"mfu": pytest.approx(1e6 * work / 989e12)}
     runtime.device_name = "CPU"
     assert Utilization(model, runtime).metrics(4e6) == {}

@@ -59,7 +59,7 @@ def training_cells(status: Status) -> dict[str, tuple[int, str]]:
         "grad norm": (9, shown_number(status.grad_norm, 3)),
         "learning rate": (13, "-" if status.learning_rate is None else f"{status.learning_rate:.2e}"),
         "tokens/s": (9, "-" if rate is None else f"{rate:,.0f}"),
-        **({} if status.mfu is None else {"MFU": (6, f"{status.mfu:.1%}")}),
+        **({} if status.mfu is None else {"MFU": (5, f"{status.mfu:.1%}")}),
         "memory": (10, "-" if memory is None else shown_bytes(memory)),
         "time left": (9, shown_clock(status.seconds_left)),
     }

@@ -116,10 +116,11 @@ def shown_number(value: float | None, decimals: int = 4) -> str:
 
 
 def shown_clock(seconds: float | None) -> str:
-    """Return a duration as 0:05, 1:02:03 or 2d 3:04:05; - for None."""
+    """Return a duration as 0:05, 1:02:03 or, from a day on, 2d 3h; - for None."""
     if seconds is None:
         return "-"
     days, rest = divmod(round(seconds), 86_400)
     hours, rest = divmod(rest, 3600)
-    clock = f"{hours}:{rest // 60:02}:{rest % 60:02}" if hours or days else f"{rest // 60}:{rest % 60:02}"
-    return f"{days}d {clock}" if days else clock
+    if days:
+        return f"{days}d {hours}h"
+    return f"{hours}:{rest // 60:02}:{rest % 60:02}" if hours else f"{rest // 60}:{rest % 60:02}"

@@ -78,7 +78,9 @@ def draw(screen: pyte.Screen) -> str:
         for style, cells in itertools.groupby(row, _style):
             text.append("".join(cell.data for cell in cells), style)
         console.print(text, overflow="crop")
-    return console.export_svg(title="accelerate launch train_ddp.py", unique_id="terminal")
+    svg = console.export_svg(title="accelerate launch train_ddp.py", unique_id="terminal")
+    # Fonts from the network; any monospace font does.
+    return re.sub(r"@font-face \{[^}]*\}\s*", "", svg)
 
 
 def _style(cell: Any) -> Style:

@@ -170,7 +170,7 @@ def _progress(status: Status) -> Table:
     line.add_column(no_wrap=True, justify="right")
     line.add_row(
         Text(f"step {status.step:,} of {status.steps:,}", style="bold"),
-        ProgressBar(total=max(1, status.steps), completed=status.step),
+        ProgressBar(total=max(1, status.steps), completed=status.step, complete_style="cyan", finished_style="green"),
         f"{_activity(status)}{status.step / max(1, status.steps):.0%}{_left(status)}",
     )
     return line

@@ -67,6 +67,7 @@ CALLED = {
     f"{TRAINER}._evaluate": "self trial ignore_keys_for_eval skip_scheduler",
     f"{TRAINER}._prepare_inputs": "self inputs",
     f"{TRAINER}.compute_loss_context_manager": "self",
+    "transformers/integrations/integration_utils.py:TensorBoardCallback._init_summary_writer": "self args",
     "transformers/trainer_callback.py:TrainerState.compute_steps": "self args max_steps",
     "transformers/modeling_utils.py:PreTrainedModel._can_set_attn_implementation": "cls",
     "transformers/masking_utils.py:sdpa_mask": "batch_size q_length kv_length q_offset kv_offset mask_function "
@@ -82,6 +83,7 @@ CALLED = {
 # Attributes and module variables that are read or set, by the file that has to name them.
 NAMES = {
     "transformers/trainer.py": ["is_fsdp_enabled", "is_deepspeed_enabled", "model_accepts_loss_kwargs"],
+    "transformers/integrations/integration_utils.py": ["tb_writer", "TENSORBOARD_LOGGING_DIR"],
     "transformers/modeling_utils.py": ["_supports_attention_backend", "_supports_flash_attn", "_attn_implementation"],
     "accelerate/utils/dataclasses.py": ["mixed_precision_policy", "gradient_as_bucket_view"],
     "accelerate/accelerator.py": ["ddp_handler"],

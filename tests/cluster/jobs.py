@@ -74,8 +74,8 @@ def outputs(hosts: list[Host], folder: Path) -> list[str]:
 
 
 def losses(text: str) -> list[float]:
-    """The losses of all steps, as they were printed."""
-    return [float(loss) for loss in re.findall(r"'loss': '?([0-9.e-]+)", text)]
+    """The losses of all steps, as they were printed in lines of step, epoch, loss and more."""
+    return [float(loss) for loss in re.findall(r"\d+/\d+ +[0-9.]+ +([0-9.e+-]+) ", text)]
 
 
 def train_loss(run: Path) -> float:

@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from tests.cluster.hosts import Host, wait_for_all
+from tests.cluster.jobs import losses
 from tests.conftest import REPO
 from tests.waiting import wait_until
 
@@ -33,7 +34,7 @@ def launchers(two_hosts, tmp_path, tiny_model, uneven_rows):
         command += [*launch.split(), "--main_process_port", "6001", str(REPO / "train_ddp.py"), *options.split()]
         processes.append(host.start(command, tmp_path / f"{host.name}.txt"))
     said = tmp_path / "node1.txt"
-    wait_until(lambda: said.read_text(errors="replace").count("'loss'") > 1, 400, "the first steps")
+    wait_until(lambda: len(losses(said.read_text(errors="replace"))) > 1, 400, "the first steps")
     return processes
 
 

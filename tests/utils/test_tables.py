@@ -6,7 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unsloth_ddp.utils.tables import LONGEST_WORD, Column, column_widths, render_pairs, render_table, wrap_text
+from unsloth_ddp.utils.tables import (
+    LONGEST_WORD,
+    Column,
+    column_widths,
+    fit_text,
+    render_pairs,
+    render_table,
+    wrap_text,
+)
 
 WORDS = st.lists(st.text("abcdefgh", min_size=1, max_size=12), min_size=1, max_size=30).map(" ".join)
 
@@ -50,3 +58,7 @@ def test_colours_only_colour(colour: bool) -> None:
     column = Column("verdict", styles={"failure": "bold red"})
     text = render_table(["row", column], [["a", "failure"]], width=80, colour=colour)
     assert "failure" in text and ("\x1b[" in text) is colour
+
+
+def test_a_sentence_is_wrapped_between_words_only_where_it_is_too_long():
+    assert fit_text("  kept  as is\none two three four five", width=14) == "  kept  as is\none two three\nfour five"

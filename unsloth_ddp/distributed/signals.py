@@ -25,6 +25,7 @@ import psutil
 from unsloth_ddp.distributed.exit_codes import EXIT_FAILURE, EXIT_STOPPED, note_exit_code, under_launcher
 from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.utils.durations import parse_duration
+from unsloth_ddp.utils.streams import end_drawing
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 IGNORABLE = (signal.SIGINT, signal.SIGHUP)
@@ -218,6 +219,7 @@ class StopRequest:
 
     def _print(self, text: str) -> None:
         if self._is_main:
+            end_drawing()
             print(text, flush=True)
 
     def _stop_listening_in_child(self) -> None:

@@ -39,6 +39,7 @@ from unsloth_ddp.parity.report import render_comparisons, write_result
 from unsloth_ddp.parity.run import ParityCheck, run_launches
 from unsloth_ddp.utils.errors import UserError, one_line
 from unsloth_ddp.utils.streams import protect_streams
+from unsloth_ddp.utils.tables import fit_text
 
 
 def make_parser() -> Parser:
@@ -125,21 +126,19 @@ def main(argv: list[str]) -> int:
     try:
         check, given = read_command_line(argv)
         for sentence in describe_omissions(check.settings, check.precision, bool(check.gpus)):
-            print(sentence)
+            print(fit_text(sentence))
         count = len(check.gpus)
         device = f"{count} GPU{'s' if count > 1 else ''}" if count else "CPU"
         settings = check.settings
-        print(
-            f"{settings.model}: method {settings.method}, {check.precision}, {device}, SGD with learning rate {LEARNING_RATE}.",
-            flush=True,
-        )
+        how = f"method {settings.method}, {check.precision}, {device}, SGD with learning rate {LEARNING_RATE}"
+        print(fit_text(f"{settings.model}: {how}."), flush=True)
         rows, tolerance, errors = run_in_temporary_folder(check)
         agree, sentence = overall_verdict(rows, tolerance)
         print(render_comparisons(rows, colour=sys.stdout.isatty()))
         for text in errors:
             print(f"\n{text}\n")
-        print(sentence)
-        print(f"Tolerance: {tolerance.value:.1e} ({tolerance.reason}).")
+        print(fit_text(sentence))
+        print(fit_text(f"Tolerance: {tolerance.value:.1e} ({tolerance.reason})."))
         if given.json:
             write_result(given.json, rows, check, tolerance, agree, errors)
     except UserError as error:

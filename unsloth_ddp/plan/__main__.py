@@ -25,6 +25,7 @@ from unsloth_ddp.distributed.runtime import quiet_imports
 from unsloth_ddp.utils.errors import UserError
 from unsloth_ddp.utils.json_file import write_as_asked
 from unsloth_ddp.utils.streams import protect_streams
+from unsloth_ddp.utils.tables import fit_text
 from unsloth_ddp.utils.units import parse_bandwidth, parse_memory, shown_bytes
 
 
@@ -112,8 +113,10 @@ def plan(argv: list[str]) -> None:
         if least.memory.total > gpu_memory:
             # Said before the rows are downloaded and tokenized.
             print(
-                f"plan: {settings.model} does not fit this GPU in any way: even method {least.method} with sharding "
-                f"{least.sharding} needs at least {shown_bytes(least.memory.total)}, and a GPU has {shown_bytes(gpu_memory)}.",
+                fit_text(
+                    f"plan: {settings.model} does not fit this GPU in any way: even method {least.method} with sharding "
+                    f"{least.sharding} needs at least {shown_bytes(least.memory.total)}, and a GPU has {shown_bytes(gpu_memory)}."
+                ),
                 flush=True,
             )
     rows = tokenize_rows(settings)

@@ -12,7 +12,7 @@ from typing import Any
 from unsloth_ddp.preflight.bandwidth import CollectiveTiming
 from unsloth_ddp.preflight.checks import Check, exit_code, name_nodes, summarize_checks, worst_verdict
 from unsloth_ddp.utils.json_file import write_json
-from unsloth_ddp.utils.tables import Column, render_table
+from unsloth_ddp.utils.tables import Column, fit_text, render_table
 
 COLOURS = {"ok": "green", "warning": "yellow", "failure": "bold red"}
 
@@ -38,7 +38,7 @@ def show_checks(
         print(json.dumps(content, indent=2), flush=True)
     else:
         print(render_checks(checks, title, colour=sys.stdout.isatty()))
-        print(verdict_line(checks), flush=True)
+        print(fit_text(verdict_line(checks)), flush=True)
     if json_file not in (None, "-") and writes:
         try:
             write_json(Path(str(json_file)), content)

@@ -11,6 +11,7 @@ from pathlib import Path
 from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.utils.redaction import hide
 from unsloth_ddp.utils.safe_files import open_without_following_links
+from unsloth_ddp.utils.streams import stream_handlers
 
 LOGS = "logs"
 # Transformers' logger does not hand its messages on to the root logger; nor does the kit's, because Unsloth gives the root
@@ -28,10 +29,13 @@ def start_logging(folder: Path, runtime: Runtime) -> None:
     ours.setLevel(logging.INFO)
     ours.propagate = False
     logging.captureWarnings(True)
+    # From here on the file has what libraries say, and the terminal only their errors.
+    for handler in stream_handlers():
+        handler.setLevel(max(handler.level, logging.ERROR))
 
 
 def stop_library_output(runtime: Runtime) -> None:
-    """Keep one progress bar, the trainer's, and the warnings of the main process; call it after importing the backend."""
+    """Keep the warnings of the main process, and no progress bars; call it after importing the backend."""
     import transformers
 
     transformers.utils.logging.disable_progress_bar()

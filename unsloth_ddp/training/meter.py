@@ -18,7 +18,7 @@ from torch import Tensor
 # Sums a rank keeps between two log lines.
 LOSS, SUPERVISED, TOKENS = range(3)
 # Gathered with them.
-OWN_SECONDS, STEPS, LEVEL, MEMORY = 3, 4, 5, 6
+OWN_SECONDS, STEPS, LEVEL, MEMORY, PEAK = 3, 4, 5, 6, 7
 
 
 @dataclass
@@ -181,9 +181,8 @@ class Meter:
             level: of gradient checkpointing on this rank, which all ranks learn.
         """
         seconds = time.perf_counter() - self.began
-        own = torch.tensor(
-            (*self.own_work.take(), level, memory_bytes(self.device.type)), dtype=torch.float64, device=self.device
-        )
+        memory = memory_bytes(self.device.type), peak_memory_bytes(self.device.type)
+        own = torch.tensor((*self.own_work.take(), level, *memory), dtype=torch.float64, device=self.device)
         per_rank = self.gather(torch.cat([self.sums, own])).cpu()
         loss, supervised, tokens, _, steps, *_ = per_rank.sum(dim=0).tolist()
         self.levels = per_rank[:, LEVEL].int().tolist()
@@ -193,7 +192,12 @@ class Meter:
         self.totals.supervised_tokens += round(supervised)
         self.totals.tokens += round(tokens)
         self.reset()
-        metrics = {"tokens_per_second": tokens / seconds if seconds else 0.0, "num_tokens": float(self.totals.tokens)}
+        metrics = {
+            "tokens_per_second": tokens / seconds if seconds else 0.0,
+            "num_tokens": float(self.totals.tokens),
+            # Of the rank that needs most, since training began.
+            "peak_memory_bytes": per_rank[:, PEAK].max().item(),
+        }
         if supervised:
             metrics["loss"] = loss / supervised
             with_tokens = per_rank[per_rank[:, SUPERVISED] > 0]

@@ -6,7 +6,6 @@ Import this after the backend: with Unsloth imported, `SFTConfig` is Unsloth's o
 from __future__ import annotations
 
 import dataclasses
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -92,9 +91,9 @@ def make_config(settings: Settings, runtime: Runtime, plan: BatchPlan, run_folde
         "logging_first_step": True,
         "restore_callback_states_from_checkpoint": True,
         "trust_remote_code": settings.trust_remote_code,
-        # A bar that is not on a terminal would fill a log file with its redraws.
         "log_level_replica": "error",
-        "disable_tqdm": not sys.stderr.isatty(),
+        # Given as true, it has log lines printed on a terminal too; there is no bar of tqdm's (see display.py).
+        "disable_tqdm": False,
         "dataloader_pin_memory": runtime.device_type == "cuda",
     }
     same_name = {n: getattr(settings, n) for n in defaults if hasattr(settings, n)}

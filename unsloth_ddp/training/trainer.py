@@ -41,6 +41,7 @@ from unsloth_ddp.model.supervised_head import fits_fused_head, head_with_equal_l
 from unsloth_ddp.training.callbacks import CompareWeights, CountOverflows, ReportProgress, StopTogether
 from unsloth_ddp.training.captured_step import CapturedStep, RecordingFailed, record_on_a_stream
 from unsloth_ddp.training.deepspeed_precision import reduce_in_fp32
+from unsloth_ddp.training.display import ShowTraining, choose_view, without_bars
 from unsloth_ddp.training.gradient_exchange import GradientExchange
 from unsloth_ddp.training.loss import step_divisor, supervised_tokens
 from unsloth_ddp.training.memory_search import (
@@ -51,13 +52,14 @@ from unsloth_ddp.training.memory_search import (
     with_micro_batch,
 )
 from unsloth_ddp.training.meter import peak_memory_bytes, real_tokens
+from unsloth_ddp.training.mfu import Utilization
 from unsloth_ddp.training.micro_batch_loss import MicroBatchLoss, MicroBatchRunner
 from unsloth_ddp.training.oom_retry import StepRetry, averages_gradients
 from unsloth_ddp.training.row_feed import RowFeed
 from unsloth_ddp.training.saving import ResumableTrainer
 from unsloth_ddp.training.step_choice import StepChoice, check_recording, obstacle, refuse, shape_for, too_short
 from unsloth_ddp.training.stragglers import Stragglers, describe_straggler
-from unsloth_ddp.training.trackers import BestEffort
+from unsloth_ddp.training.trackers import protect_trackers
 from unsloth_ddp.utils.errors import UserError
 
 logger = logging.getLogger("unsloth_ddp")
@@ -123,7 +125,8 @@ class DDPTrainer(ResumableTrainer):
         # Unsloth lowers what is its default to the rows of a micro-batch, which are not chosen yet.
         self.args.per_device_eval_batch_size = settings.per_device_eval_batch_size
         self._check_precision()
-        self._keep_training_when_a_tracker_fails()
+        self.view = choose_view(lines=bool(config.disable_tqdm))
+        self._set_callbacks()
         self._set_gradient_precision()
         self._compare_weights()
         if runtime.precision == "fp16":
@@ -148,6 +151,7 @@ class DDPTrainer(ResumableTrainer):
         self.model_accepts_loss_kwargs = True
         self.stragglers = Stragglers()
         self.peak_before_steps = 0
+        self.utilization = Utilization(model, runtime)
 
     def _check_precision(self) -> None:
         used = "bf16" if self.args.bf16 else "fp16" if self.args.fp16 else "fp32"
@@ -159,12 +163,11 @@ class DDPTrainer(ResumableTrainer):
                 f"--precision {used}, or --backend transformers."
             )
 
-    def _keep_training_when_a_tracker_fails(self) -> None:
+    def _set_callbacks(self) -> None:
         trackers = tuple(get_reporting_integration_callbacks(self.args.report_to))
-        self.callback_handler.callbacks = [
-            BestEffort(callback) if isinstance(callback, trackers) else callback
-            for callback in self.callback_handler.callbacks
-        ]
+        shown = ShowTraining(self.view, self.runtime.progress, lambda: self.checkpoints.last)
+        upstream = self.callback_handler.callbacks
+        self.callback_handler.callbacks = [*protect_trackers(without_bars(upstream), trackers, self.settings), shown]
 
     def _set_gradient_precision(self) -> None:
         if self.is_fsdp_enabled and self.runtime.precision != "fp32":
@@ -389,6 +392,7 @@ class DDPTrainer(ResumableTrainer):
         one = torch.ones((), device=self.args.device)
         sums = torch.zeros(2, dtype=torch.float64, device=self.args.device)
         evaluating = self.runtime.progress.doing("evaluating")
+        self.callback_handler.eval_dataloader = dataloader
         with self.meter.paused(), evaluation_mode(model), torch.no_grad():
             with evaluating:
                 for inputs in dataloader:
@@ -407,6 +411,7 @@ class DDPTrainer(ResumableTrainer):
         """Log exact token means; every rank calls this at the same steps."""
         if "loss" in logs:
             logs.update(self._collect())
+            logs.update(self.utilization.metrics(logs["tokens_per_second"]))
             self._name_stragglers()
         if "train_loss" in logs:
             self._collect()
@@ -472,6 +477,8 @@ class DDPTrainer(ResumableTrainer):
         except EvaluationInterrupted:
             self.evaluation_interrupted = True
             self.save_interrupted()
+        finally:
+            self.view.end()
         self.runtime.progress.enter("finishing")
         return time.perf_counter() - began
 

@@ -10,7 +10,8 @@ import contextlib
 import logging
 import os
 import sys
-from collections.abc import Iterable
+import threading
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TextIO, cast
 
 from unsloth_ddp.utils.redaction import hide
@@ -32,10 +33,14 @@ class ProtectedStream:
         self._lost = False
         self._line = ""
         self._lines: collections.deque[str] = collections.deque(maxlen=LINES_KEPT)
+        self._diverted: Callable[[str], None] | None = None
 
     def write(self, text: str) -> int:
         """Write `text` without secrets; to the log file of this rank if the stream is lost."""
         hidden = hide(text)
+        if self._diverted is not None:
+            self._diverted(hidden)
+            return len(text)
         if self._lost:
             self._log(hidden)
             return len(text)
@@ -52,6 +57,32 @@ class ProtectedStream:
         """Write several texts."""
         for line in lines:
             self.write(line)
+
+    def divert(self, to: Callable[[str], None] | None) -> None:
+        """Hand what is written from now on to this function, without secrets; None: write it again."""
+        self._diverted = to
+
+    @property
+    def is_lost(self) -> bool:
+        """Return whether nobody can read the stream any more."""
+        return self._lost
+
+    def draw(self, text: str) -> None:
+        """Write at once and past a diversion; nothing that is drawn goes to the log file.
+
+        Nothing is drawn after end_drawing.
+        """
+        if self._lost or _drawing_is_over.is_set():
+            return
+        try:
+            self._stream.write(hide(text))
+            self._stream.flush()
+        except OSError as error:
+            self._lose(error)
+
+    def keep(self, line: str) -> None:
+        """Write a line to the log file of this rank, as a lost stream does."""
+        self._log(f"{line}\n")
 
     def flush(self) -> None:
         """Flush the stream if it is not lost."""
@@ -98,13 +129,61 @@ def protect_streams() -> None:
             continue
         protected = cast(TextIO, ProtectedStream(stream, title))
         setattr(sys, name, protected)
-        for handler in _stream_handlers():
+        for handler in stream_handlers():
             if handler.stream is stream or _descriptor(handler.stream) == _descriptor(stream) is not None:
                 handler.setStream(protected)
 
 
+@contextlib.contextmanager
+def diverted(to: Callable[[str], None]) -> Iterator[None]:
+    """Hand what is written to the protected standard streams to this function within the block.
+
+    A forked process writes to the streams again: the function may hold locks of threads that it does not have.
+    """
+    streams = [stream for stream in (sys.stdout, sys.stderr) if isinstance(stream, ProtectedStream)]
+
+    def restore() -> None:
+        for stream in streams:
+            stream.divert(None)
+
+    _drawing_is_over.clear()
+    for stream in streams:
+        stream.divert(to)
+    _diversions.append(restore)
+    try:
+        yield
+    finally:
+        _diversions.remove(restore)
+        restore()
+
+
+_diversions: list[Callable[[], None]] = []
+_drawing_is_over = threading.Event()
+
+
+def _end_diversions() -> None:
+    for restore in _diversions:
+        restore()
+
+
+os.register_at_fork(after_in_child=_end_diversions)
+
+
+def end_drawing() -> None:
+    """Leave what is drawn on the terminal as it is, and let all text be written below it.
+
+    For the end of a run, when other processes (the launcher) write to the terminal too. Takes no lock.
+    """
+    _drawing_is_over.set()
+    _end_diversions()
+
+
 def print_to_stderr(text: str) -> None:
-    """Write to standard error at once, without Python's locks, which a thread that hangs may hold."""
+    """Write to standard error at once, without the locks of streams, which a thread that hangs may hold.
+
+    The process is about to end, and draws no more.
+    """
+    end_drawing()
     with contextlib.suppress(OSError):
         os.write(2, hide(text).encode(errors="backslashreplace"))
 
@@ -117,9 +196,10 @@ def _descriptor(stream: Any) -> int | None:
         return None
 
 
-def _stream_handlers() -> Iterable[Any]:
+def stream_handlers() -> Iterator[logging.StreamHandler[Any]]:
+    """Yield the handlers of all loggers that write to a stream and not to a file."""
     loggers = [logging.getLogger(), *logging.Logger.manager.loggerDict.values()]
     for logger in loggers:
         for handler in getattr(logger, "handlers", ()):
-            if isinstance(handler, logging.StreamHandler):
+            if isinstance(handler, logging.StreamHandler) and not isinstance(handler, logging.FileHandler):
                 yield handler

@@ -145,6 +145,17 @@ def wrap_text(text: str, width: int) -> list[str]:
     return lines
 
 
+def fit_text(text: str, width: int | None = None) -> str:
+    """Return text wrapped between words to `width` columns; the words of a line that fits stay as they are.
+
+    Args:
+        width: [output_width()]
+    """
+    columns = width or output_width()
+    lines = [[line] if cell_len(line) <= columns else wrap_text(line, columns) for line in text.splitlines()]
+    return "\n".join(part for parts in lines for part in parts)
+
+
 def _pieces(word: str) -> list[str]:
     """Return the parts that a word may be broken into; the word itself unless it is long."""
     if cell_len(word) <= LONGEST_WORD:

@@ -1,0 +1,216 @@
+"""The live display under a pseudo terminal: what a person sees, however the run goes and ends."""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator
+
+import pytest
+from rich.console import Console
+
+from tests.terminal import Seen, Terminal, train_on_terminal
+from tests.waiting import wait_until
+from unsloth_ddp.distributed.signals import StopRequest
+from unsloth_ddp.training.live_display import LiveDisplay, can_draw, describe
+from unsloth_ddp.training.status import Status
+from unsloth_ddp.utils.streams import LOGGER, ProtectedStream, print_to_stderr
+
+RUNNING = Status(
+    "a run", 144, 3.0, step=50, epoch=1.04, losses=[9.5, 4.0, 2.0, 1.25], grad_norm=1.5, learning_rate=1e-3,
+    tokens_per_second=15_904.0, mfu=0.461, memory_bytes=3 * 2**30, capacity_bytes=80 * 2**30,
+    evaluation=(48, 0.5517, 2.0), checkpoint=("checkpoint-40", 0.0),
+)  # fmt: skip
+
+
+class OnTerminal:
+    """A terminal that standard output and standard error write to, and a display of RUNNING there."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.terminal = Terminal()
+        for name in ("stdout", "stderr"):
+            monkeypatch.setattr(sys, name, ProtectedStream(self.terminal.stream, name))
+        self.stdout: ProtectedStream = sys.stdout  # type: ignore[assignment]
+        self.display = LiveDisplay(self.stdout)
+        self.display.begin(RUNNING)
+
+    def end(self) -> Seen:
+        """End the display; return what a person sees."""
+        self.display.end()
+        return Seen(self.terminal.close())
+
+
+@pytest.fixture
+def show(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], OnTerminal]]:
+    """Make an OnTerminal; called in the test, because pytest sets sys.stdout before it."""
+    monkeypatch.setenv("TERM", "xterm-256color")
+    for name in ("NO_COLOR", "FORCE_COLOR", "TTY_INTERACTIVE", "TTY_COMPATIBLE", "COLUMNS", "LINES"):
+        monkeypatch.delenv(name, raising=False)
+    made: list[OnTerminal] = []
+
+    def begin() -> OnTerminal:
+        made.append(OnTerminal(monkeypatch))
+        return made[0]
+
+    yield begin
+    for one in made:
+        one.display.end()
+
+
+def frames(rows: list[str]) -> list[int]:
+    """The rows at which a display begins."""
+    return [number for number, row in enumerate(rows) if row.startswith("╭─ a run ")]
+
+
+def test_what_is_printed_stands_above_one_display(show) -> None:
+    shown = show()
+    library = logging.StreamHandler(sys.stderr)
+    warning = "host2 is slower than the others: " + "its own work takes longer than theirs, " * 6 + "and all wait."
+    print("first line")
+    print(warning, flush=True)
+    library.handle(logging.LogRecord("lib", logging.WARNING, "", 0, "a library warns", None, None))
+    print("two", "halves", end=" ")
+    print("of a line")
+    shown.display.end()
+    print("below", flush=True)
+    seen = shown.end()
+    (top,) = frames(seen.rows)
+    said = seen.rows[:top]
+    assert said[0] == "first line" and said[-2:] == ["a library warns", "two halves of a line"]
+    assert " ".join(said[1:-2]) == warning and all(len(row) <= 100 for row in said)
+    assert seen.rows[-1] == "below" and seen.rows[-2].startswith("╰") and len(seen.rows) == top + 8
+    assert not seen.cursor_hidden
+
+
+def test_it_shows_everything_that_is_known(show) -> None:
+    shown = show()
+    text = shown.end().text
+    for part in (
+        "step 50 of 144", "35%", "1.2500", "█▃▂▁", "1.04 of 3", "1.00e-03", "1.500", "15,904  (MFU 46.1%)",
+        "3.0 GiB of 80.0 GiB", "loss 0.5517 at step 48", "checkpoint-40",
+    ):  # fmt: skip
+        assert part in text, part
+
+
+def test_a_process_that_is_killed_leaves_the_terminal_in_order(show) -> None:
+    shown = show()
+    print("a line", flush=True)
+    # As kill -9 would leave it: nothing is written after the last frame.
+    wait_until(lambda: b"a line" in shown.terminal.output and shown.terminal.output.endswith(b"\n"), 10, "a frame")
+    raw = shown.terminal.output
+    seen = Seen(raw)
+    assert (seen.column, seen.row) == (0, len(seen.rows)) and seen.rows[-1].startswith("╰")
+    # No mode of the terminal was changed.
+    assert not re.search(rb"\x1b\[\?|\x1b[=>78c]", raw)
+
+
+def test_a_diagnosis_is_not_drawn_over(show, monkeypatch) -> None:
+    shown = show()
+    # Standard error of this process is pytest's.
+    write = os.write
+    monkeypatch.setattr(os, "write", lambda number, data: write(shown.terminal.slave, data))
+    print_to_stderr("train_ddp.py: error: rank 1 died\n  rank 0: step 8\n")
+    monkeypatch.setattr(os, "write", write)
+    shown.display._live.refresh()  # type: ignore[union-attr]
+    print("printed later")
+    seen = shown.end()
+    assert len(frames(seen.rows)) == 1 and seen.rows[-4].startswith("╰")
+    assert seen.rows[-3:] == ["train_ddp.py: error: rank 1 died", "  rank 0: step 8", "printed later"]
+
+
+def test_after_a_signal_the_display_stays_and_text_follows(show) -> None:
+    shown = show()
+    shown.terminal.stream.write("the launcher writes too\n")
+    stop = StopRequest(is_main=True)
+    stop._training = True
+    stop._handle("SIGINT")
+    shown.terminal.stream.write("and again\n")
+    seen = shown.end()
+    assert len(frames(seen.rows)) == 1
+    assert seen.rows[-3] == "the launcher writes too" and seen.rows[-1] == "and again"
+    assert seen.rows[-2].startswith("SIGINT: saving a checkpoint")
+
+
+def test_a_closed_terminal_leaves_lines_and_no_frames_in_the_log(show, tmp_path) -> None:
+    shown = show()
+    handler = logging.FileHandler(tmp_path / "rank_0.log")
+    logging.getLogger(LOGGER).addHandler(handler)
+    try:
+        # Until the other end is gone, what is written still arrives.
+        shown.terminal.hang_up()
+        print("after the hangup", flush=True)
+        print("one more", flush=True)
+        shown.display.end()
+        lost, *lines = (tmp_path / "rank_0.log").read_text().splitlines()
+    finally:
+        logging.getLogger(LOGGER).removeHandler(handler)
+        handler.close()
+    assert "cannot be written any more" in lost and lines == ["after the hangup", "one more"]
+
+
+def test_a_forked_process_writes_without_the_display(show) -> None:
+    shown = show()
+    child = os.fork()
+    if child == 0:
+        print("from a worker", flush=True)
+        os._exit(0)
+    os.waitpid(child, 0)
+    shown.display.end()
+    assert b"from a worker\r\n" in shown.terminal.close()
+
+
+@pytest.mark.parametrize(
+    ("status", "width"), [(Status("r", 10), 100), (RUNNING, 100), (Status("x" * 300, 10**7, step=10**6), 72)]
+)
+def test_the_height_is_the_same_for_every_state(status: Status, width: int) -> None:
+    console = Console(file=io.StringIO(), width=width, color_system=None)
+    lines = console.render_lines(describe(status, width), pad=False)
+    assert len(lines) == 7
+    assert all(sum(segment.cell_length for segment in line) <= width for line in lines)
+
+
+def test_only_a_terminal_that_can_be_drawn_on_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("NO_COLOR", "FORCE_COLOR", "TTY_INTERACTIVE", "TTY_COMPATIBLE", "COLUMNS", "LINES"):
+        monkeypatch.delenv(name, raising=False)
+
+    def drawn(kind: str = "xterm", **size: int) -> bool:
+        monkeypatch.setenv("TERM", kind)
+        terminal = Terminal(**size)
+        found = can_draw(ProtectedStream(terminal.stream, "standard output"))
+        terminal.close()
+        return found
+
+    assert drawn()
+    assert not drawn(kind="dumb") and not drawn(columns=60) and not drawn(lines=10)
+    assert not can_draw(ProtectedStream(io.StringIO(), "standard output"))
+
+
+def test_a_run_on_a_terminal_shows_one_display_and_its_end(job, place) -> None:
+    kept = place / "terminal.bytes"
+    job(
+        "--max_steps 6 --logging_steps 1 --eval_fraction 0.2 --eval_steps 3 --save_steps 3",
+        "terminal",
+        target=train_on_terminal,
+        args=(str(kept),),
+    )
+    seen = Seen(kept.read_bytes())
+    tops = [number for number, row in enumerate(seen.rows) if row.startswith("╭─ terminal ")]
+    assert len(tops) == 1, seen.text
+    shown = "\n".join(seen.rows[tops[0] : tops[0] + 7])
+    assert "step 6 of 6" in shown and "at step 6" in shown and "checkpoint-6, 0:0" in shown and "100%" in shown
+    assert " ".join(seen.rows[tops[0] + 7 :]).startswith("Done: 6 steps")
+    assert "{'" not in seen.text and "it/s" not in seen.text and "[transformers]" not in seen.text
+
+
+def test_an_error_stands_below_the_last_state(job, place) -> None:
+    kept = place / "failed.bytes"
+    job("--max_steps 6 --logging_steps 1", "failed", code=1, target=train_on_terminal, args=(str(kept), 4))
+    seen = Seen(kept.read_bytes())
+    (top,) = [number for number, row in enumerate(seen.rows) if row.startswith("╭─ failed ")]
+    assert "step 3 of 6" in seen.rows[top + 1] and seen.rows[top + 6].startswith("╰")
+    below = "\n".join(seen.rows[top + 7 :])
+    assert below.startswith("Traceback") and "RuntimeError: the test ends this run" in below
+    assert not seen.cursor_hidden

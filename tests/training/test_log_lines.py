@@ -1,0 +1,121 @@
+"""The lines of a log file or a pipe: aligned, with a header now and then, and nothing twice."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+
+import pytest
+
+from unsloth_ddp.training.log_lines import LINES_A_HEADER, LogLines
+from unsloth_ddp.training.status import Status, TimeLeft, shown_clock, shown_number, sparkline
+
+LOGS = {
+    "loss": 1.5, "grad_norm": 0.25, "learning_rate": 1e-4, "tokens_per_second": 15904.2, "peak_memory_bytes": 2.0**31,
+}  # fmt: skip
+
+
+def printed(capsys: pytest.CaptureFixture[str], status: Status, lines: int, **logs: float) -> list[str]:
+    view = LogLines()
+    for _ in range(lines):
+        status.step += 1
+        status.update({**LOGS, **logs})
+        view.logged(status)
+    return capsys.readouterr().out.splitlines()
+
+
+def test_columns_stand_below_their_names_and_the_header_comes_again(capsys) -> None:
+    lines = printed(capsys, Status("r", 1000), 2 * LINES_A_HEADER + 1)
+    headers = [number for number, line in enumerate(lines) if "loss" in line]
+    assert headers == [0, LINES_A_HEADER + 1, 2 * LINES_A_HEADER + 2] and len(lines) == 2 * LINES_A_HEADER + 4
+    assert len({len(line) for line in lines}) == 1
+    assert lines[0].split() == [
+        "step",
+        "epoch",
+        "loss",
+        "grad",
+        "norm",
+        "learning",
+        "rate",
+        "tokens/s",
+        "memory",
+        "time",
+        "left",
+    ]
+    assert lines[1].split()[:7] == ["1/1000", "0.00", "1.5000", "0.250", "1.00e-04", "15,904", "2.0"]
+    # Every value ends where its name does.
+    for name, value in (("loss", "1.5000"), ("tokens/s", "15,904"), ("memory", "2.0 GiB")):
+        assert lines[0].index(name) + len(name) == lines[1].index(value) + len(value)
+
+
+def test_the_largest_numbers_fit_100_columns(capsys) -> None:
+    status = Status("r", 10**6, step=10**6 - 3, epoch=999.99)
+    status.time_left = TimeLeft(iter([0.0, 30.0, 30.0]).__next__)
+    status.time_left.step_done(1)
+    status.time_left.step_done(2)
+    lines = printed(capsys, status, 1, loss=123456.789, grad_norm=1e9, mfu=0.461, tokens_per_second=1.2e6)
+    assert max(map(len, lines)) <= 100 and "46.1%" in lines[1] and "347d 5h" in lines[1] and "MFU" in lines[0]
+
+
+def test_an_evaluation_has_a_line(capsys) -> None:
+    status = Status("r", 1000, step=50, epoch=2.5, evaluation=(50, 0.5517, 3.25))
+    LogLines().evaluated(status)
+    assert capsys.readouterr().out == "  50/1000    2.50  evaluation: loss 0.5517, 3.2 s\n"
+
+
+def test_a_run_in_a_pipe_prints_lines_and_no_dictionaries(job, place) -> None:
+    options = "--max_steps 6 --logging_steps 2 --eval_fraction 0.2 --eval_steps 3"
+    text = job(options, "lines", ranks=2).output
+    number = r"[0-9.,e+-]+"
+    steps = re.findall(rf"^ *(\d)/6 +{number} +({number}) +{number} +{number} +{number} +{number} [KMG]iB", text, re.M)
+    history = json.loads((place / "outputs/lines/trainer_state.json").read_text())["log_history"]
+    trained = [(entry["step"], entry["loss"]) for entry in history if "loss" in entry]
+    assert [(int(step), float(loss)) for step, loss in steps] == [
+        (step, pytest.approx(loss, abs=1e-4)) for step, loss in trained
+    ]
+    assert re.findall(r"^ *(\d)/6 +\S+  evaluation: loss \d", text, re.M) == ["3", "6"]
+    assert text.count("learning rate   tokens/s") == 1
+    assert "{'" not in text and "it/s" not in text and "[transformers]" not in text
+    log = (place / "outputs/lines/logs/rank_0.log").read_text()
+    assert log.count("{'loss': ") == len(trained) and log.count("{'eval_loss': ") == 2
+    assert all(entry["peak_memory_bytes"] > 2**20 for entry in history if "loss" in entry)
+
+
+def test_time_left_leaves_the_first_step_out() -> None:
+    now = [0.0]
+    left = TimeLeft(lambda: now[0])
+    assert left.seconds(10) is None
+    for step, at in ((1, 100.0), (2, 102.0), (3, 104.0)):
+        now[0] = at
+        left.step_done(step)
+        assert (left.seconds(10) is None) == (step == 1)
+    assert left.seconds(10) == 14.0
+    now[0] = 105.0
+    assert left.seconds(10) == 13.0
+    now[0] = 1000.0
+    assert left.seconds(10) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("values", "curve"),
+    [
+        ([], ""),
+        ([2.0], "▁"),
+        ([5.0, 5.0, 5.0], "▁▁▁"),
+        ([0.0, 7.0, math.nan, 3.5], "▁█ ▅"),
+        ([0.0, 0.0, 7.0, 7.0, 3.0, 3.0, 0.0, 0.0], "▁█▄▁"),
+        ([math.inf, math.nan], ""),
+    ],
+)
+def test_a_curve_goes_from_its_lowest_to_its_highest_value(values: list[float], curve: str) -> None:
+    assert sparkline(values, 4) == curve
+
+
+def test_numbers_and_durations_keep_their_width() -> None:
+    assert [shown_number(value) for value in (None, 0.0, 1.23456, 1e-7, 12345.6, math.nan, -0.5)] == [
+        "-", "0.0000", "1.2346", "1.00e-07", "1.23e+04", "nan", "-0.5000",
+    ]  # fmt: skip
+    assert [shown_clock(seconds) for seconds in (None, 5, 65.4, 3723, 2 * 86_400 + 11_045)] == [
+        "-", "0:05", "1:05", "1:02:03", "2d 3h",
+    ]  # fmt: skip

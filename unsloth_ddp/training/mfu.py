@@ -1,0 +1,92 @@
+"""Compute model FLOPs utilization (MFU): the share of a GPU's peak rate that the model's work takes.
+
+The work of a token is counted as unsloth_ddp.plan counts it: 2 n FLOP forward, 2 n for input gradients, and 2 for each
+trained weight, where n is the number of weights that a token is multiplied with. Attention scores are left out. So is
+recomputation, which is work of the hardware and not of the model.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import torch
+
+from unsloth_ddp.distributed.runtime import Runtime
+
+# FLOP a second of dense 16-bit matrix products with 32-bit sums, from NVIDIA's data sheets (half of a figure "with
+# sparsity"), by words of the name that torch gives.
+PEAK_FLOPS = {
+    ("B200",): 2250e12,
+    ("H200",): 989e12,
+    ("H200", "NVL"): 835e12,
+    ("H100",): 989e12,
+    ("H100", "NVL"): 835e12,
+    ("H100", "PCIe"): 756e12,
+    ("A100",): 312e12,
+    ("A40",): 149.7e12,
+    ("A10",): 125e12,
+    ("L40S",): 362e12,
+    ("L4",): 121e12,
+    ("T4",): 65e12,
+    ("RTX", "4090"): 165.2e12,
+    ("RTX", "3090"): 71e12,
+}
+# Other products with these words have other rates.
+OTHER_PRODUCTS = {"MIG", "Laptop", "D", "Ti"}
+
+
+class Utilization:
+    """Turn the tokens per second of all GPUs into MFU, where the GPU's peak and the model's work are known."""
+
+    def __init__(self, model: Any, runtime: Runtime) -> None:
+        self._processes = runtime.ranks.world_size
+        self._peak = peak_flops(runtime.device_name, runtime.precision)
+        self._work = flops_a_token(model) if self._peak is not None else None
+
+    def metrics(self, tokens_per_second: float) -> dict[str, float]:
+        """Return {"mfu": share}, or nothing where it is not known."""
+        if self._peak is None or self._work is None:
+            return {}
+        return {"mfu": tokens_per_second / self._processes * self._work / self._peak}
+
+
+def peak_flops(device_name: str, precision: str) -> float | None:
+    """Return the peak FLOP a second of a GPU in 16 bit; None for another precision or a GPU that is not listed."""
+    words = set(re.split(r"[\s-]+", device_name))
+    known = [name for name in PEAK_FLOPS if words.issuperset(name)]
+    if precision == "fp32" or not known or words & OTHER_PRODUCTS:
+        return None
+    return PEAK_FLOPS[max(known, key=len)]
+
+
+def flops_a_token(model: Any) -> float | None:
+    """Return the model FLOP of a token; None for models of which a token uses only a part (experts, images)."""
+    config = model.config.get_text_config()
+    parts = ("num_experts", "num_local_experts", "n_routed_experts")
+    if any(getattr(config, name, None) for name in parts) or getattr(model.config, "vision_config", None) is not None:
+        return None
+    head = model.get_output_embeddings()
+    embeddings = {
+        parameter
+        for module in model.modules()
+        if isinstance(module, torch.nn.Embedding)
+        for parameter in module.parameters(recurse=False)
+    }
+    if head is not None:
+        # A tied one is multiplied too.
+        embeddings -= set(head.parameters(recurse=False))
+    used = trained = 0
+    for parameter in model.parameters():
+        shape = _shape(parameter)
+        if len(shape) < 2 or parameter in embeddings:
+            continue
+        used += shape.numel()
+        trained += shape.numel() if parameter.requires_grad else 0
+    return 4.0 * used + 2.0 * trained
+
+
+def _shape(parameter: Any) -> torch.Size:
+    """Return the shape of a weight that may be packed to 4 bit, or partitioned by ZeRO-3."""
+    state = getattr(parameter, "quant_state", None)
+    return torch.Size(state.shape if state is not None else getattr(parameter, "ds_shape", parameter.shape))

@@ -40,6 +40,7 @@ def describe_run(
     """Return the table that the main process prints before step 1."""
     total, trainable = parameter_counts(model)
     beside = "" if settings.method == "full" else ", adapter included"
+    cuda = runtime.device_type == "cuda"
     sharding = {"sharding": runtime.sharding} if runtime.sharding != "none" else {}
     return render_pairs(
         {
@@ -53,7 +54,7 @@ def describe_run(
             **describe_rows(settings, data, head_chooses=head_chooses),
             "optimizer": f"{settings.optim}, learning rate {settings.learning_rate:g}, {describe_schedule(settings)}",
             "checkpointing": f"{decision.kind}: {decision.reason}",
-            "CUDA graphs": f"{'on' if step.recorded else 'off'}: {step.reason}",
+            **({"CUDA graphs": f"{'on' if step.recorded else 'off'}: {step.reason}"} if cuda else {}),
             **describe_steps(settings, data, decision),
             "written to": str(run_folder),
         }

@@ -22,6 +22,7 @@ from benchmarks.speed.figures import figures, first_step_at, kit_intervals, used
 from benchmarks.speed.peers.measure import Marks, Pace, add_unsloth_options, make_parser, real_tokens
 from benchmarks.speed.profile_summary import busy_seconds, gpu_summary, waits
 from benchmarks.speed.report import markdown
+from benchmarks.speed.scaling import gradient_bytes, scaling_rows
 from benchmarks.speed.schedule import Running, Start, left_out, next_start
 from tests.waiting import is_running, wait_until
 from unsloth_ddp.config.parse import parse_settings
@@ -267,6 +268,29 @@ def test_the_report_compares_with_the_kit_and_with_one_gpu() -> None:
     assert "| trl | 250 | 240 to 260 | 0.25 | 2.5% | 5.0% | 8 x 4 rows, padded; none | 500 | 2.0 | 40 | 1 |" in lines
     assert "| chat s lora | kit | 2 | weak | 950 | 95.0% | 500 |" in lines
     assert {"- trl_packed1: ended with 1", "- late: no time for 90 s"} <= set(lines)
+
+
+def test_several_gpus_stand_beside_the_published_table_and_the_plan() -> None:
+    several = [
+        cell("kit", 980, 8, "weak"),
+        cell("kit", 700, 8, "strong"),
+        cell("kit", 990, 2, "weak"),
+        cell("trl", 1, 4, "weak"),
+    ]
+    rows = scaling_rows([cell("kit", 1000), *({**one, "shape": "qwen3_8b"} for one in [cell("kit", 1000), *several])])
+    assert [row[:6] for row in rows] == [
+        ["chat qwen3_8b lora", "8", "strong", "5.60x", "70.0%", "6.4x (80%)"],
+        ["chat qwen3_8b lora", "2", "weak", "1.98x", "99.0%", "1.9x (95%)"],
+        ["chat qwen3_8b lora", "8", "weak", "7.84x", "98.0%", "6.4x (80%)"],
+    ]
+    planned = float(rows[2][6].split("%")[0])
+    assert 98 < planned <= 100 and rows[2][6].endswith(f"({planned - 98:+.1f}%)")
+
+
+def test_gradients_of_an_adapter_are_counted_from_the_shape() -> None:
+    # Qwen3-8B with rank 16 on all linear layers has 43,646,976 trainable parameters.
+    assert gradient_bytes("qwen3_8b", "lora") == 4 * 43_646_976
+    assert gradient_bytes("demo", "lora") is None
 
 
 @pytest.mark.slow

@@ -157,7 +157,7 @@ def summarize(settings: Settings, runtime: Runtime, trainer: DDPTrainer, seconds
         "packing": packing is not None,
         "packs": len(packing) if packing is not None and not trainer.data.train.streamed else None,
         "gradient_checkpointing": trainer.checkpointing.kind,
-        "cuda_graphs": trainer.step_choice.recorded,
+        "cuda_graphs": trainer.recorded.choice.recorded,
         "global_batch_size": plan.global_batch,
         "per_device_train_batch_size": plan.per_device,
         "gradient_accumulation_steps": plan.accumulation,

@@ -35,11 +35,9 @@ from unsloth_ddp.distributed.signals import EvaluationInterrupted, StopRequest
 from unsloth_ddp.model.attention import keys_for_packs, prepare_for_packs
 from unsloth_ddp.model.gradient_checkpointing import GradientCheckpointing
 from unsloth_ddp.model.load import DTYPES
-from unsloth_ddp.model.modules import evaluation_mode, training_mode, without_dropout
-from unsloth_ddp.model.packed_forward import PackedForward
+from unsloth_ddp.model.modules import evaluation_mode
 from unsloth_ddp.model.supervised_head import fits_fused_head, head_with_equal_loss
 from unsloth_ddp.training.callbacks import CompareWeights, CountOverflows, ReportProgress, StopTogether
-from unsloth_ddp.training.captured_step import CapturedStep, RecordingFailed, record_on_a_stream
 from unsloth_ddp.training.deepspeed_precision import reduce_in_fp32
 from unsloth_ddp.training.display import ShowTraining, choose_view, without_bars
 from unsloth_ddp.training.gradient_exchange import GradientExchange
@@ -55,9 +53,9 @@ from unsloth_ddp.training.meter import peak_memory_bytes, real_tokens
 from unsloth_ddp.training.mfu import Utilization
 from unsloth_ddp.training.micro_batch_loss import MicroBatchLoss, MicroBatchRunner
 from unsloth_ddp.training.oom_retry import StepRetry, averages_gradients
+from unsloth_ddp.training.recorded_steps import RecordedSteps
 from unsloth_ddp.training.row_feed import RowFeed
 from unsloth_ddp.training.saving import ResumableTrainer
-from unsloth_ddp.training.step_choice import StepChoice, check_recording, obstacle, refuse, shape_for, too_short
 from unsloth_ddp.training.stragglers import Stragglers, describe_straggler
 from unsloth_ddp.training.trackers import protect_trackers
 from unsloth_ddp.utils.errors import UserError
@@ -90,12 +88,6 @@ class DDPTrainer(ResumableTrainer):
         self.data = data
         self.stop = stop
         self.evaluation_interrupted = False
-        self.captured: CapturedStep | None = None
-        against = "--cuda_graphs off" if settings.cuda_graphs == "off" else obstacle(settings, runtime, data)
-        refuse(settings, against)
-        self.step_choice = StepChoice(against is None, against or "")
-        if self.step_choice.recorded:
-            record_on_a_stream(config.device)
         # TensorBoard events go to <run>/tensorboard/.
         os.environ.setdefault("TENSORBOARD_LOGGING_DIR", str(Path(config.output_dir) / "tensorboard"))
         # How many packs make a step is known since the rows are.
@@ -105,6 +97,7 @@ class DDPTrainer(ResumableTrainer):
             prepare_for_packs(runtime, model)
         self.checkpointing = GradientCheckpointing(model, runtime, settings)
         self.collate = Collate(PadRight(tokenizer.pad_token_id), Flatten(keys_for_packs(runtime, model)))
+        self.recorded = RecordedSteps(settings, runtime, data, self.collate, config.device)
         seed = config.seed if config.data_seed is None else config.data_seed
         evaluation = data.evaluation
         super().__init__(
@@ -194,7 +187,7 @@ class DDPTrainer(ResumableTrainer):
             self.settings.ddp_find_unused_parameters,
             replicated=several,
             kinds=len(self.checkpointing.kinds),
-            recorded=self.step_choice.recorded,
+            recorded=self.recorded.choice.recorded,
         ):
             return None
         return GradientExchange((p for p in self.model.parameters() if p.requires_grad), self.args.world_size)
@@ -216,7 +209,7 @@ class DDPTrainer(ResumableTrainer):
             self.checkpointing,
             runner,
             added,
-            recorded=self.step_choice.recorded,
+            recorded=self.recorded.choice.recorded,
         )
         decision = search.choose(resume.manifest.run if resume else {})
         self.retry.start_with(decision.kind)
@@ -227,8 +220,8 @@ class DDPTrainer(ResumableTrainer):
         self.checkpoints.update_identity(**batch_identity(plan), gradient_checkpointing=decision.kind)
         # After the trials, which have to allow for rows of which everything is supervised.
         self._choose_head(runner)
-        self._choose_step(runner, decision)
-        self.checkpoints.update_identity(cuda_graphs="on" if self.step_choice.recorded else "off")
+        self.recorded.prepare(runner, decision, self.plan, self.accelerator.autocast)
+        self.checkpoints.update_identity(cuda_graphs="on" if self.recorded.choice.recorded else "off")
         forget_free_memory()
         if self.runtime.device_type == "cuda":
             torch.cuda.empty_cache()
@@ -256,37 +249,6 @@ class DDPTrainer(ResumableTrainer):
         )
         self.loss.use_head(head)
         self.collate.find_supervised(head is not None)
-
-    def _choose_step(self, runner: MicroBatchRunner, decision: MicroBatchDecision) -> None:
-        """Replay micro-batches from a recording where that is possible on every rank, right, and pays."""
-        if not self.step_choice.recorded:
-            return
-        reason = None if self.settings.cuda_graphs == "on" else too_short(self.settings, self.data, self.plan)
-        if decision.kind != "none":
-            reason = f"gradient checkpointing {decision.kind} is not recorded"
-        if reason is None:
-            captured, reason = self._try_recording(runner, decision.per_device)
-            reason = next((one for one in self.runtime.gather(reason) if one is not None), None)
-            self.captured = captured if reason is None else None
-        refuse(self.settings, reason)
-        self.step_choice = StepChoice(reason is None, reason or "a trial gave the same loss and gradients")
-        self.collate.lay_out_for(self.captured.shape if self.captured else None)
-
-    def _try_recording(self, runner: MicroBatchRunner, size: int) -> tuple[CapturedStep | None, str | None]:
-        train = self.data.train
-        shape = shape_for(train, size, self.settings.max_length)
-        try:
-            forward = PackedForward(self.model, shape)
-        except NotImplementedError as error:
-            return None, str(error)
-        captured = CapturedStep(self.model, forward, self.accelerator.autocast, torch.bfloat16, self.args.device)
-        self.collate.lay_out_for(shape)
-        batch = runner.batch_of([train.examples[index] for index in range(min(size, train.units))])
-        with training_mode(self.model), without_dropout(self.model) as dropped:
-            reason = check_recording(captured, batch, runner.loss_sum)
-        if dropped:
-            captured.forget()
-        return captured, reason
 
     # ---- rows: upstream shuffles with the global random state and shows some rows twice to even out the ranks ----
 
@@ -327,22 +289,12 @@ class DDPTrainer(ResumableTrainer):
 
     def training_step(self, model: Any, inputs: dict[str, Tensor], num_items_in_batch: Any = None) -> Tensor:
         """Compute one micro-batch forward and backward; a step that runs out of memory is repeated with less."""
-        if self.captured is not None and self.captured.takes(inputs):
-            try:
-                return self._replay(self.captured, inputs, num_items_in_batch)
-            except RecordingFailed as failed:
-                self.captured = None
-                self.collate.lay_out_for(None)
-                print(
-                    f"Micro-batches are no longer replayed on {self.runtime.locations[self.runtime.ranks.rank]}: {failed}",
-                    flush=True,
-                )
-        return self.retry.run(super().training_step, model, inputs, num_items_in_batch)
-
-    def _replay(self, captured: CapturedStep, inputs: dict[str, Tensor], divisor: Tensor) -> Tensor:
-        loss, step = captured.run(inputs, divisor)
+        replayed = self.recorded.run(inputs, num_items_in_batch)
+        if replayed is None:
+            return self.retry.run(super().training_step, model, inputs, num_items_in_batch)
+        loss, step = replayed
         self.meter.own_work.forward_done()
-        self.meter.add(loss * divisor, step.supervised, step.tokens)
+        self.meter.add(loss * num_items_in_batch, step.supervised, step.tokens)
         self.retry.pass_done()
         if self.exchange is not None and self.accelerator.sync_gradients:
             self.exchange.average()

@@ -1,0 +1,110 @@
+"""Decide whether a run replays recorded micro-batches, prepare them, and replay them (see captured_step.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from unsloth_ddp.config.options import Settings
+from unsloth_ddp.data.batch_plan import BatchPlan
+from unsloth_ddp.data.collate import Collate
+from unsloth_ddp.data.fixed_shape import StepTensors
+from unsloth_ddp.data.training_data import TrainingData
+from unsloth_ddp.distributed.runtime import Runtime
+from unsloth_ddp.model.modules import training_mode, without_dropout
+from unsloth_ddp.model.packed_forward import PackedForward
+from unsloth_ddp.training.captured_step import CapturedStep, RecordingFailed, record_on_a_stream
+from unsloth_ddp.training.memory_search import MicroBatchDecision
+from unsloth_ddp.training.micro_batch_loss import MicroBatchRunner
+from unsloth_ddp.training.step_choice import StepChoice, check_recording, obstacle, refuse, shape_for, too_short
+
+
+class RecordedSteps:
+    """Replay micro-batches from a recording where that is possible on every rank, right, and pays.
+
+    Args:
+        collate: of the trainer; it lays micro-batches out once they are replayed.
+
+    Raises:
+        UserError: --cuda_graphs on, and it is known already that they are not possible.
+    """
+
+    def __init__(
+        self, settings: Settings, runtime: Runtime, data: TrainingData, collate: Collate, device: torch.device
+    ) -> None:
+        self.settings = settings
+        self.runtime = runtime
+        self.data = data
+        self.collate = collate
+        self.device = device
+        self.captured: CapturedStep | None = None
+        against = "--cuda_graphs off" if settings.cuda_graphs == "off" else obstacle(settings, runtime, data)
+        refuse(settings, against)
+        self.choice = StepChoice(against is None, against or "")
+        if self.choice.recorded:
+            record_on_a_stream(device)
+
+    def prepare(
+        self,
+        runner: MicroBatchRunner,
+        decision: MicroBatchDecision,
+        plan: BatchPlan,
+        autocast: Callable[[], AbstractContextManager[Any]],
+    ) -> None:
+        """Decide for good, now that the micro-batch is known; every rank calls this.
+
+        Args:
+            runner: computes a micro-batch as the backend does.
+            plan: with the micro-batch that was chosen.
+            autocast: the trainer's.
+
+        Raises:
+            UserError: --cuda_graphs on, and they are not possible.
+        """
+        if not self.choice.recorded:
+            return
+        reason = None if self.settings.cuda_graphs == "on" else too_short(self.settings, self.data, plan)
+        if decision.kind != "none":
+            reason = f"gradient checkpointing {decision.kind} is not recorded"
+        if reason is None:
+            captured, reason = self._try(runner, decision.per_device, autocast)
+            reason = next((one for one in self.runtime.gather(reason) if one is not None), None)
+            self.captured = captured if reason is None else None
+        refuse(self.settings, reason)
+        self.choice = StepChoice(reason is None, reason or "a trial gave the same loss and gradients")
+        self.collate.lay_out_for(self.captured.shape if self.captured else None)
+
+    def _try(
+        self, runner: MicroBatchRunner, size: int, autocast: Callable[[], AbstractContextManager[Any]]
+    ) -> tuple[CapturedStep | None, str | None]:
+        train, model = self.data.train, runner.model
+        shape = shape_for(train, size, self.settings.max_length)
+        try:
+            forward = PackedForward(model, shape)
+        except NotImplementedError as error:
+            return None, str(error)
+        captured = CapturedStep(model, forward, autocast, torch.bfloat16, self.device)
+        self.collate.lay_out_for(shape)
+        batch = runner.batch_of([train.examples[index] for index in range(min(size, train.units))])
+        with training_mode(model), without_dropout(model) as dropped:
+            reason = check_recording(captured, batch, runner.loss_sum)
+        if dropped:
+            captured.forget()
+        return captured, reason
+
+    def run(self, batch: dict[str, Any], divisor: Tensor) -> tuple[Tensor, StepTensors] | None:
+        """Return the loss and the parts of a micro-batch (see CapturedStep.run); None if it has to be computed as usual."""
+        if self.captured is None or not self.captured.takes(batch):
+            return None
+        try:
+            return self.captured.run(batch, divisor)
+        except RecordingFailed as failed:
+            self.captured = None
+            self.collate.lay_out_for(None)
+            location = self.runtime.locations[self.runtime.ranks.rank]
+            print(f"Micro-batches are no longer replayed on {location}: {failed}", flush=True)
+            return None

@@ -242,7 +242,8 @@ def test_without_uv_and_environment_it_says_what_to_do(node):
 def test_shell_scripts_are_clean():
     if shutil.which("shellcheck") is None:
         pytest.skip("shellcheck is missing (Debian's package shellcheck)")
-    scripts = [str(path) for path in sorted((REPO / "cluster").iterdir())] + [str(REPO / ".ci" / "run")]
+    shell = (path for path in sorted((REPO / "cluster").iterdir()) if path.suffix not in (".yml", ".yaml"))
+    scripts = [*map(str, shell), str(REPO / ".ci" / "run")]
     done = subprocess.run(["shellcheck", "--shell=bash", *scripts], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
 

@@ -76,5 +76,5 @@ def test_a_template_without_an_end_is_stopped(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(render_limits, "SECONDS", 0.2)
     tokenizer = AutoTokenizer.from_pretrained(DEMO_MODEL)
     tokenizer.chat_template = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
-    with pytest.raises(UserError, match="the chat template cannot render a row .*does not end within"):
+    with pytest.raises(UserError, match=r"the chat template cannot render a row .*does not end within"):
         render_prompt(tokenizer, [ASK], GenerationOptions())

@@ -170,7 +170,7 @@ def test_values_of_the_fields_own_types_go_through(tmp_path: Path) -> None:
     [
         ("cosine", {"num_cycles": "x"}, "does not work with lr_scheduler_kwargs {'num_cycles': 'x'}"),
         ("polynomial", {"power": -1}, "does not work with lr_scheduler_kwargs {'power': -1}"),
-        ("cosine_with_min_lr", {"min_lr_rate": -1}, "the learning rate becomes -"),
+        ("polynomial", {"lr_end": -0.001}, "(the learning rate becomes -"),
     ],
 )
 def test_keywords_that_a_schedule_reads_after_the_warm_up_are_tried(

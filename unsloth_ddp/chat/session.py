@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from unsloth_ddp.chat.speakers import Speaker
 from unsloth_ddp.utils.errors import UserError
-from unsloth_ddp.utils.redaction import printable
+from unsloth_ddp.utils.redaction import printable_lines
 
 RESET, EXIT, HELP = "/reset", "/exit", "/help"
 COMMANDS = f"{RESET} begins a new conversation, {EXIT} ends, Ctrl+C interrupts an answer."
@@ -16,7 +16,7 @@ COMMANDS = f"{RESET} begins a new conversation, {EXIT} ends, Ctrl+C interrupts a
 
 def write_piece(piece: str) -> None:
     """Write a piece of an answer at once, with characters that a terminal would act on written out."""
-    print("\n".join("\t".join(map(printable, line.split("\t"))) for line in piece.split("\n")), end="", flush=True)
+    print(printable_lines(piece), end="", flush=True)
 
 
 def answer_once(speakers: list[Speaker], question: str, *, empty: str = "") -> None:

@@ -26,6 +26,7 @@ from unsloth_ddp.export.folder import export_folder
 from unsloth_ddp.export.llama_cpp import CONVERTED, QUANTIZED, LlamaCpp, find_llama_cpp
 from unsloth_ddp.run.result import RunResult, find_result
 from unsloth_ddp.utils.errors import UserError
+from unsloth_ddp.utils.redaction import printable_lines
 from unsloth_ddp.utils.streams import protect_streams
 
 TARGETS = ("merged", "gguf", "ollama", "vllm", "transformers")
@@ -154,7 +155,7 @@ def _report(target: Path, question: str, answer: str | None) -> None:
     if answer is None:
         print("Nothing here can ask the file a question, because llama-completion is not there.", flush=True)
     else:
-        print(f"Loaded again and asked: {question}\nIt answers: {answer or '(nothing)'}", flush=True)
+        print(f"Loaded again and asked: {question}\nIt answers: {printable_lines(answer) or '(nothing)'}", flush=True)
     print(f"Written to {target}", flush=True)
 
 

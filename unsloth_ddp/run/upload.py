@@ -11,7 +11,6 @@ from unsloth_ddp.model.source_check import ADAPTER_FILE
 from unsloth_ddp.run.files import RECORD_FILE, REPORT_FILE, SETTINGS_FILE, STATE_FILE, SUMMARY_FILE
 from unsloth_ddp.utils.errors import UserError, one_line
 
-
 # The report and its record hold rows of the evaluation set; all of these hold local paths, and so names of users, or the
 # name of the host, which is part of the names of TensorBoard's files.
 PRIVATE = [

@@ -25,7 +25,6 @@ from unsloth_ddp.model.gradient_checkpointing import loaded_with
 from unsloth_ddp.training.optimizer_check import check_optimizer
 from unsloth_ddp.utils.errors import UserError
 
-
 # The types that JSON and YAML have, as a user would call them. Fields with other types are left to TRL.
 KINDS = {
     bool: "true or false",

@@ -9,7 +9,7 @@ import pytest
 
 from unsloth_ddp.chat import speakers as speakers_module
 from unsloth_ddp.chat.__main__ import main
-from unsloth_ddp.chat.session import COMMANDS, answer_once, converse
+from unsloth_ddp.chat.session import COMMANDS, answer_once, converse, write_piece
 from unsloth_ddp.chat.speakers import Speaker
 from unsloth_ddp.run.generation import GenerationOptions
 from unsloth_ddp.utils.errors import UserError
@@ -113,3 +113,9 @@ def test_a_mistake_is_one_sentence_and_exit_code_2(
     printed = capsys.readouterr()
     assert printed.out == "" and printed.err.startswith("chat: error: ") and sentence in printed.err
     assert printed.err.count("\n") == 1
+
+
+def test_an_answer_cannot_act_on_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    """A model from elsewhere may have learned to write a title, a link or a clipboard's content."""
+    write_piece("a\tb\n\x1b]0;owned\x07\x9b2J\u202e\r\n")
+    assert capsys.readouterr().out == "a\tb\n\\x1b]0;owned\\x07\\x9b2J\\u202e \n"

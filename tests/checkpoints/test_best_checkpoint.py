@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -12,9 +13,14 @@ import pytest
 
 from tests.jobs import LAST, manifest_steps
 from tests.ranks import train
+from unsloth_ddp.checkpoints import manifest
+from unsloth_ddp.checkpoints.manifest import Manifest
+from unsloth_ddp.checkpoints.resume_point import ResumePoint
 from unsloth_ddp.checkpoints.writer import Checkpoints
 from unsloth_ddp.training.callbacks import StopTogether
 from unsloth_ddp.training.saving import ResumableTrainer
+
+RUN = {"seed": 1, "learning_rate": 1e-4, "model_weights": "aa"}
 
 BEST = (
     "--global_batch_size 4 --num_train_epochs 3 --eval_fraction 0.2 --eval_steps 1 --save_steps 1 --save_total_limit 2 "
@@ -103,3 +109,26 @@ def test_where_the_best_step_could_not_be_saved_the_best_of_the_others_counts(jo
     assert "checkpoint-3 could not be written: refused; checkpoint-2 stays the last whole one." in printed
     assert manifest_steps(run) == [5, LAST]
     assert adapter(run) == adapter(run / "checkpoint-5")
+
+
+@pytest.mark.parametrize(
+    ("folder", "run", "said"),
+    [
+        ("other/checkpoint-3", RUN, None),
+        ("other/checkpoint-3", RUN | {"model_weights": "bb"}, "checkpoint-3, is of another run; it is not used."),
+        ("other/checkpoint-3", None, "checkpoint-3, is no checkpoint; it is not used."),
+        ("other/weights", RUN, "weights, is no checkpoint; it is not used."),
+    ],
+)
+def test_the_best_checkpoint_that_a_state_names_is_taken_of_the_same_run_only(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], folder: str, run: dict[str, Any] | None, said: str | None
+) -> None:
+    """An edited state, or one of a checkpoint from elsewhere, would make another run's weights the result of this one."""
+    named = tmp_path / folder
+    named.mkdir(parents=True)
+    if run is not None:
+        (named / manifest.FILE_NAME).write_text(Manifest(3, run, {}, {}).to_text())
+    resumed = SimpleNamespace(resume_point=ResumePoint(tmp_path / "checkpoint-5", Manifest(5, RUN, {}, {})))
+    known = ResumableTrainer._known_checkpoint(resumed, str(named))  # type: ignore[arg-type]
+    assert known == (None if said else str(named))
+    assert (said or "") in capsys.readouterr().out

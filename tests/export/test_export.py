@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 from pathlib import Path
 
@@ -203,3 +204,11 @@ def test_the_quantizer_is_asked_for_before_anything_is_merged(
     assert main([str(run), "--to", "gguf", "--quantize", "q8_0", "--llama_cpp", str(llama_cpp)]) == 0
     assert "Nothing here can ask the file a question" in capsys.readouterr().out
     assert json.loads((run / "gguf/mine-q8_0.gguf").read_text())["type"] == "q8_0"
+
+
+def test_the_command_for_ollama_is_quoted(full_run: Path, llama_cpp: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A folder's name is copied into a shell, so a space or a semicolon in it must not end the command."""
+    run = full_run.rename(full_run.parent / "my run; echo owned")
+    assert main([str(run), "--to", "ollama", "--llama_cpp", str(llama_cpp)]) == 0
+    command = capsys.readouterr().out.splitlines()[-1].strip()
+    assert shlex.split(command) == ["ollama", "create", run.name, "-f", f"{run}/ollama/Modelfile"]

@@ -66,6 +66,13 @@ def test_an_end_of_turn_in_plain_text_is_no_part_of_the_answer() -> None:
     assert _until("Hello.", end) == _until(" Hello. ", "") == "Hello."
 
 
+@pytest.mark.parametrize("answer", ["e", "im", "|", "user", "<|im_end|>"])
+def test_an_answer_that_is_a_part_of_what_ends_it_does_not_shorten_the_end(answer: str) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(DEMO_MODEL)
+    set_chat_template(tokenizer, "chatml")
+    assert end_of_turn(tokenizer, Question([ASK], answer)) == "<|im_end|>"
+
+
 def test_reasoning_before_an_answer_is_not_compared() -> None:
     asked = [Question([ASK], "Hello."), Question([ASK], "<think>\nR\n</think>\n\nHello.")]
     assert accuracy(asked, ["<think>\n\n</think>\n\nHello.", " Hello. "]) == 1

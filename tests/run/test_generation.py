@@ -9,6 +9,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from tests.conftest import DEMO_MODEL
+from unsloth_ddp.data import render_limits
 from unsloth_ddp.run.generation import GenerationOptions, PieceStreamer, render_prompt
 from unsloth_ddp.utils.errors import UserError
 
@@ -67,4 +68,13 @@ def test_a_prompt_is_rendered_by_the_template_or_is_the_text_itself() -> None:
         render_prompt(tokenizer, [{"role": "tool", "content": "5"}], GenerationOptions())
     tokenizer.chat_template = None
     with pytest.raises(UserError, match="no chat template, so it trained on plain text; add --plain"):
+        render_prompt(tokenizer, [ASK], GenerationOptions())
+
+
+def test_a_template_without_an_end_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The template comes with the run's folder, which may be another's."""
+    monkeypatch.setattr(render_limits, "SECONDS", 0.2)
+    tokenizer = AutoTokenizer.from_pretrained(DEMO_MODEL)
+    tokenizer.chat_template = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    with pytest.raises(UserError, match=r"the chat template cannot render a row .*does not end within"):
         render_prompt(tokenizer, [ASK], GenerationOptions())

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+import shutil
+import socket
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from huggingface_hub.utils import filter_repo_objects
 
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.run import summary, upload
@@ -30,6 +34,9 @@ def hub(monkeypatch):
         def upload_folder(self, **given):
             asked.append(("upload", given))
 
+        def upload_file(self, **given):
+            asked.append(("file", given))
+
     monkeypatch.setattr("huggingface_hub.HfApi", Api)
     return asked
 
@@ -46,8 +53,33 @@ def test_an_upload_is_private_and_leaves_logs_and_checkpoints_out(tmp_path, hub,
     summary.finish(Settings(run_name="r", push_to_hub=True, merge=True), tmp_path, SUMMARY)
     assert hub[0] == ("create", "me/r", {"private": True, "exist_ok": True})
     assert {"checkpoint*", "logs/*", "report.html", "record.json"} <= set(hub[1][1]["ignore_patterns"])
+    assert [kind for kind, *_ in hub] == ["create", "upload", "upload"]
     assert hub[2][1]["path_in_repo"] == "merged"
     assert "Uploaded to https://hub/me/r" in capsys.readouterr().out
+
+
+def test_what_is_uploaded_names_no_folder_user_or_host_of_this_machine(whole_run, hub, tmp_path):
+    """Every file of a real run that goes to the Hub, by its name and its content."""
+    folder = tmp_path / "r"
+    shutil.copytree(whole_run(1), folder)
+    upload.upload(Settings(run_name="r", push_to_hub=True, method="lora"), folder)
+    (_, given), (_, adapter) = hub[1:3]
+    paths = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()}
+    sent = set(filter_repo_objects(paths, ignore_patterns=given["ignore_patterns"]))
+    assert {"README.md", "adapter_model.safetensors", "tokenizer.json", "chat_template.jinja"} <= sent
+    assert not [name for name in sent if socket.gethostname() in name]
+    local = [str(tmp_path.parents[1]).encode(), str(Path(__file__).parents[2]).encode()]
+    assert {name for name in sent if any(word in paths[name].read_bytes() for word in local)} == set()
+    config = json.loads((folder / "adapter_config.json").read_text())
+    assert adapter["path_in_repo"] == "adapter_config.json" and Path(config["base_model_name_or_path"]).is_absolute()
+    named = Path(config["base_model_name_or_path"]).name
+    assert json.loads(adapter["path_or_fileobj"]) == {**config, "base_model_name_or_path": named}
+
+
+def test_a_base_model_of_the_hub_keeps_its_name_in_the_uploaded_adapter(tmp_path):
+    (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "Qwen/Qwen3-8B"}')
+    config = upload.shared_adapter_config(tmp_path)
+    assert config is not None and json.loads(config)["base_model_name_or_path"] == "Qwen/Qwen3-8B"
 
 
 def test_a_failed_upload_says_that_the_run_is_whole(tmp_path, monkeypatch):

@@ -136,3 +136,46 @@ def test_a_keyword_that_a_schedule_does_not_take_is_refused(tmp_path: Path) -> N
         UserError, match=r"cosine does not work with lr_scheduler_kwargs {'cycles': 2} \(.*'cycles'\); mend"
     ):
         config_with(tmp_path, {"lr_scheduler_type": "cosine"}, lr_scheduler_kwargs={"cycles": 2})
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "takes"),
+    [
+        ("load_best_model_at_end", "false", "but it takes true or false."),
+        ("torch_compile", 1, "but it takes true or false."),
+        ("dataloader_num_workers", 1.5, "but it takes a whole number."),
+        ("data_seed", 1.5, "but it takes a whole number."),
+        ("metric_for_best_model", 3, "but it takes a text."),
+        ("liger_kernel_config", "x", "but it takes a mapping."),
+        ("gradient_checkpointing_kwargs", 5, "but it takes a text or a mapping."),
+        ("activation_offloading", "no", "but it takes true or false."),
+        ("log_level", "loud", "it takes one of detail, debug,"),
+        ("dataloader_persistent_workers", True, "give dataloader_num_workers too"),
+    ],
+)
+def test_a_value_of_another_type_is_refused(tmp_path: Path, name: str, value: Any, takes: str) -> None:
+    with pytest.raises(UserError, match=f"trainer_args: {name} .*{takes}"):
+        config_with(tmp_path, {"gradient_checkpointing": "torch"}, **{name: value})
+
+
+def test_values_of_the_fields_own_types_go_through(tmp_path: Path) -> None:
+    given = {"eval_delay": 0, "log_level": "info", "neftune_noise_alpha": None, "debug": "underflow_overflow"}
+    given |= {"dataloader_num_workers": 1, "dataloader_persistent_workers": True, "data_seed": 3}
+    config = config_with(tmp_path, **given)
+    assert (config.eval_delay, config.log_level, config.data_seed) == (0, "info", 3)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "given", "said"),
+    [
+        ("cosine", {"num_cycles": "x"}, "does not work with lr_scheduler_kwargs {'num_cycles': 'x'}"),
+        ("polynomial", {"power": -1}, "does not work with lr_scheduler_kwargs {'power': -1}"),
+        ("polynomial", {"lr_end": -0.001}, "(the learning rate becomes -"),
+    ],
+)
+def test_keywords_that_a_schedule_reads_after_the_warm_up_are_tried(
+    tmp_path: Path, schedule: str, given: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(UserError) as refused:
+        config_with(tmp_path, {"lr_scheduler_type": schedule}, lr_scheduler_kwargs=given)
+    assert said in str(refused.value)

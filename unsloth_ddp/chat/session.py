@@ -8,14 +8,15 @@ from collections.abc import Callable
 
 from unsloth_ddp.chat.speakers import Speaker
 from unsloth_ddp.utils.errors import UserError
+from unsloth_ddp.utils.redaction import printable_lines
 
 RESET, EXIT, HELP = "/reset", "/exit", "/help"
 COMMANDS = f"{RESET} begins a new conversation, {EXIT} ends, Ctrl+C interrupts an answer."
 
 
 def write_piece(piece: str) -> None:
-    """Write a piece of an answer at once."""
-    print(piece, end="", flush=True)
+    """Write a piece of an answer at once, with characters that a terminal would act on written out."""
+    print(printable_lines(piece), end="", flush=True)
 
 
 def answer_once(speakers: list[Speaker], question: str, *, empty: str = "") -> None:

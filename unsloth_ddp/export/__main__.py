@@ -14,6 +14,7 @@ for a mistake in the options, a missing program, or a run that cannot be exporte
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from unsloth_ddp.export.folder import export_folder
 from unsloth_ddp.export.llama_cpp import CONVERTED, QUANTIZED, LlamaCpp, find_llama_cpp
 from unsloth_ddp.run.result import RunResult, find_result
 from unsloth_ddp.utils.errors import UserError
+from unsloth_ddp.utils.redaction import printable_lines
 from unsloth_ddp.utils.streams import protect_streams
 
 TARGETS = ("merged", "gguf", "ollama", "vllm", "transformers")
@@ -126,7 +128,8 @@ def _convert(result: RunResult, tools: LlamaCpp, given: argparse.Namespace) -> N
     if missing:
         print(missing, flush=True)
     if ollama:
-        print(f"Ollama takes it with:\n  ollama create {result.run.name} -f {target / 'Modelfile'}", flush=True)
+        command = shlex.join(["ollama", "create", result.run.name, "-f", str(target / "Modelfile")])
+        print(f"Ollama takes it with:\n  {command}", flush=True)
 
 
 def _serve_with_vllm(result: RunResult, given: argparse.Namespace) -> None:
@@ -152,7 +155,7 @@ def _report(target: Path, question: str, answer: str | None) -> None:
     if answer is None:
         print("Nothing here can ask the file a question, because llama-completion is not there.", flush=True)
     else:
-        print(f"Loaded again and asked: {question}\nIt answers: {answer or '(nothing)'}", flush=True)
+        print(f"Loaded again and asked: {question}\nIt answers: {printable_lines(answer) or '(nothing)'}", flush=True)
     print(f"Written to {target}", flush=True)
 
 

@@ -9,10 +9,12 @@ import torch
 
 from unsloth_ddp.data.formats import Example, Message
 from unsloth_ddp.distributed.runtime import Runtime
+from unsloth_ddp.utils.redaction import printable_lines
 
 SAMPLES = 3
 MAX_NEW_TOKENS = 32
 BATCH = 64
+ANY_ANSWER = "@answer@"
 
 
 @dataclass(frozen=True)
@@ -83,9 +85,10 @@ def _generate(model: Any, tokenizer: Any, asked: list[Question]) -> list[str]:
 
 def end_of_turn(tokenizer: Any, question: Question) -> str:
     """Return what the chat template writes after an answer; it may be plain text, as <|im_end|> in many base models."""
-    chat = [*question.turns, {"role": "assistant", "content": question.answer}]
+    # Not the expected answer, which may be a part of what ends it: "e" is one of <|im_end|>.
+    chat = [*question.turns, {"role": "assistant", "content": ANY_ANSWER}]
     rendered = str(tokenizer.apply_chat_template(chat, tools=question.tools, tokenize=False))
-    return rendered.rpartition(question.answer.strip())[2].strip()
+    return rendered.rpartition(ANY_ANSWER)[2].strip()
 
 
 def _until(text: str, end: str) -> str:
@@ -111,5 +114,6 @@ def report(asked: list[Question], before: list[str], after: list[str]) -> dict[s
     accuracies = accuracy(asked, before), accuracy(asked, after)
     print(f"Held-out questions answered exactly: {accuracies[0]:.1%} before, {accuracies[1]:.1%} after ({len(asked)}).")
     for question, old, new in list(zip(asked, before, after, strict=True))[:SAMPLES]:
-        print(f"  {question.turns[-1]['content']}\n    before: {old or '(nothing)'}\n    after:  {new or '(nothing)'}")
+        shown = f"  {question.turns[-1]['content']}\n    before: {old or '(nothing)'}\n    after:  {new or '(nothing)'}"
+        print(printable_lines(shown))
     return {"demo_accuracy_before": accuracies[0], "demo_accuracy_after": accuracies[1]}

@@ -10,6 +10,7 @@ import torch
 from transformers import TextStreamer
 
 from unsloth_ddp.data.messages import Message
+from unsloth_ddp.data.render_limits import TemplateOverrun, check_length, limited_rendering, overrun_sentence
 from unsloth_ddp.run.answers import Question, end_of_turn
 from unsloth_ddp.utils.errors import UserError, one_line
 
@@ -107,8 +108,11 @@ def render_prompt(tokenizer: Any, messages: list[Message], options: GenerationOp
             "The run's tokenizer has no chat template, so it trained on plain text; add --plain, which continues a text."
         )
     try:
-        prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-        return str(prompt), end_of_turn(tokenizer, Question([messages[-1]], "Hi."))
+        with limited_rendering():
+            prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+            return check_length(str(prompt)), end_of_turn(tokenizer, Question([messages[-1]], "Hi."))
+    except TemplateOverrun as error:
+        raise UserError(overrun_sentence(error)) from None
     except Exception as error:  # templates raise exceptions of their own
         raise UserError(f"The chat template refuses the conversation: {one_line(error)}.") from None
 

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from unsloth_ddp.config.options import Settings
-from unsloth_ddp.run.files import RECORD_FILE, REPORT_FILE
+from unsloth_ddp.data.sources import is_file
+from unsloth_ddp.model.source_check import ADAPTER_FILE
+from unsloth_ddp.run.files import RECORD_FILE, REPORT_FILE, SETTINGS_FILE, STATE_FILE, SUMMARY_FILE
 from unsloth_ddp.utils.errors import UserError, one_line
+
+# The report and its record hold rows of the evaluation set; all of these hold local paths, and so names of users, or the
+# name of the host, which is part of the names of TensorBoard's files.
+PRIVATE = [
+    "checkpoint*", "logs/*", "merged/*", "*.partial", "run.lock", "tensorboard/*", "training_args.bin",
+    RECORD_FILE, REPORT_FILE, SETTINGS_FILE, STATE_FILE, SUMMARY_FILE,
+]  # fmt: skip
 
 
 def check_upload(settings: Settings) -> None:
@@ -31,8 +41,20 @@ def check_upload(settings: Settings) -> None:
         )
 
 
+def shared_adapter_config(folder: Path) -> bytes | None:
+    """Return the adapter's config for others, in which a local base model is named without its folders; None if there is none."""
+    try:
+        config = json.loads((folder / ADAPTER_FILE).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    base = config.get("base_model_name_or_path")
+    if isinstance(base, str) and is_file(base):
+        config["base_model_name_or_path"] = Path(base).expanduser().name
+    return (json.dumps(config, indent=2, sort_keys=True) + "\n").encode()
+
+
 def upload(settings: Settings, folder: Path) -> str:
-    """Upload the finished run without checkpoints and logs, and return its address on the Hub.
+    """Upload the result of the finished run and its card, and return its address on the Hub.
 
     Raises:
         UserError: the Hub refuses or cannot be reached; the run on disk is whole.
@@ -44,9 +66,9 @@ def upload(settings: Settings, folder: Path) -> str:
     try:
         repo_id = settings.hub_model_id or f"{api.whoami()['name']}/{settings.run_name}"
         repo = api.create_repo(repo_id, private=settings.hub_private_repo, exist_ok=True)
-        # The report and its record hold rows of the evaluation set and commands with local paths.
-        ignored = ["checkpoint*", "logs/*", "merged/*", "*.partial", "run.lock", RECORD_FILE, REPORT_FILE]
-        api.upload_folder(repo_id=repo.repo_id, folder_path=folder, ignore_patterns=ignored)
+        api.upload_folder(repo_id=repo.repo_id, folder_path=folder, ignore_patterns=[*PRIVATE, ADAPTER_FILE])
+        if (adapter := shared_adapter_config(folder)) is not None:
+            api.upload_file(repo_id=repo.repo_id, path_or_fileobj=adapter, path_in_repo=ADAPTER_FILE)
         if settings.merge:
             api.upload_folder(repo_id=repo.repo_id, folder_path=folder / "merged", path_in_repo="merged")
     except (HfHubHTTPError, LocalTokenNotFoundError, OSError) as error:

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch.optim.lr_scheduler import LambdaLR
 from transformers import Trainer, TrainingArguments, get_scheduler
 from transformers.training_args import OptimizerNames, ParallelMode
 
@@ -92,13 +94,15 @@ def _check_schedule(settings: Settings) -> None:
     given = settings.trainer_args.get("lr_scheduler_kwargs") or {}
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=settings.learning_rate)
     try:
-        get_scheduler(
+        schedule = get_scheduler(
             settings.lr_scheduler_type,
             optimizer,
             num_warmup_steps=1,
             num_training_steps=100,
             scheduler_specific_kwargs=given,
         )
+        if isinstance(schedule, LambdaLR):
+            _follow(schedule, optimizer)
     except Exception as error:
         example = SCHEDULE_EXAMPLES.get(settings.lr_scheduler_type)
         fix = (
@@ -110,3 +114,17 @@ def _check_schedule(settings: Settings) -> None:
             f"lr_scheduler_type {settings.lr_scheduler_type} does not work with lr_scheduler_kwargs {given or 'left out'} "
             f"({one_line(error)}); {fix}."
         ) from None
+
+
+def _follow(schedule: LambdaLR, optimizer: torch.optim.Optimizer) -> None:
+    """Take the steps of a schedule, which reads most of its keywords only after the warm-up.
+
+    Raises:
+        ValueError: a learning rate is no finite number of 0 or more.
+    """
+    for _ in range(100):
+        optimizer.step()
+        schedule.step()
+        rate = schedule.get_last_lr()[0]
+        if not (isinstance(rate, (int, float)) and 0 <= rate < math.inf):
+            raise ValueError(f"the learning rate becomes {rate}")

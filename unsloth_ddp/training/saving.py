@@ -18,6 +18,7 @@ from transformers import Trainer, set_seed
 from transformers.trainer_utils import IntervalStrategy
 from trl import SFTTrainer
 
+from unsloth_ddp.checkpoints import manifest
 from unsloth_ddp.checkpoints.folders import is_whole
 from unsloth_ddp.checkpoints.resume_point import ResumePoint
 from unsloth_ddp.checkpoints.writer import Checkpoints
@@ -137,10 +138,16 @@ class ResumableTrainer(SFTTrainer):
 
     def _known_checkpoint(self, named: Any) -> str | None:
         """Return the best checkpoint that a resumed state names, if it is one; an edited state may name anything."""
-        if named is None or (_is_step_folder(str(named)) and is_whole(Path(str(named)))):
-            return named
+        if named is None:
+            return None
+        problem = "no checkpoint"
+        if _is_step_folder(str(named)) and is_whole(Path(str(named))):
+            resumed, found = self.resume_point, manifest.read_manifest(Path(str(named)))
+            if resumed is None or not manifest.compare_runs(found.run, resumed.manifest.run).refused:
+                return str(named)
+            problem = "of another run"
         print(
-            f"The best checkpoint that the resumed state names, {printable(str(named))}, is no checkpoint; it is not used."
+            f"The best checkpoint that the resumed state names, {printable(str(named))}, is {problem}; it is not used."
         )
         return None
 

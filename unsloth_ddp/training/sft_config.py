@@ -6,10 +6,15 @@ Import this after the backend: with Unsloth imported, `SFTConfig` is Unsloth's o
 from __future__ import annotations
 
 import dataclasses
+import types
+import typing
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from transformers import TrainingArguments
 from transformers.integrations import INTEGRATION_TO_CALLBACK, get_available_reporting_integrations
+from transformers.training_args import trainer_log_levels
 from trl.trainer.sft_config import SFTConfig
 
 from unsloth_ddp.config.parse import Settings
@@ -19,6 +24,51 @@ from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.model.gradient_checkpointing import loaded_with
 from unsloth_ddp.training.optimizer_check import check_optimizer
 from unsloth_ddp.utils.errors import UserError
+
+# The types that JSON and YAML have, as a user would call them. Fields with other types are left to TRL.
+KINDS = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "a text",
+    dict: "a mapping",
+    list: "a list",
+}
+
+
+def check_values(given: Mapping[str, Any]) -> None:
+    """Refuse values of a type that a field does not have, which TRL accepts: the text "false" would count as true.
+
+    Raises:
+        UserError: naming the field and what it takes.
+    """
+    # Not SFTConfig's, of which Unsloth has a version of its own; what TRL adds is decided by the kit, but for one field.
+    hints = {**typing.get_type_hints(TrainingArguments), "activation_offloading": bool}
+    for name, value in given.items():
+        kinds = _kinds(hints.get(name))
+        # A whole number is a number too; true is none, although Python has it so.
+        fits = type(value) in kinds or (type(value) is int and float in kinds)
+        if value is not None and kinds and not fits:
+            takes = " or ".join(KINDS[kind] for kind in KINDS if kind in kinds)
+            raise UserError(f"trainer_args: {name} is {str(value)[:200]!r}, but it takes {takes}.")
+    for name in ("log_level", "log_level_replica"):
+        if name in given and given[name] not in trainer_log_levels:
+            raise UserError(
+                f"trainer_args: {name} is {str(given[name])[:200]!r}; it takes one of {', '.join(trainer_log_levels)}."
+            )
+    if given.get("dataloader_persistent_workers") and not given.get("dataloader_num_workers"):
+        raise UserError(
+            "trainer_args: dataloader_persistent_workers keeps processes that load rows, and there are none; give "
+            "dataloader_num_workers too, or take it out."
+        )
+
+
+def _kinds(hint: Any) -> set[type]:
+    """Return the types of KINDS that a field takes; none if it takes any other, such as a class of Transformers."""
+    union = typing.get_origin(hint) in (typing.Union, types.UnionType)
+    parts = [part for part in (typing.get_args(hint) if union else (hint,)) if part is not type(None)]
+    found = {typing.get_origin(part) or part for part in parts}
+    return found if found <= KINDS.keys() else set()
 
 
 def make_config(settings: Settings, runtime: Runtime, plan: BatchPlan, run_folder: Path) -> Any:
@@ -40,6 +90,7 @@ def make_config(settings: Settings, runtime: Runtime, plan: BatchPlan, run_folde
             raise UserError(
                 f"trainer_args: SFTConfig has no field {name}; {nearest(name, defaults, 'the documentation of TRL')}"
             )
+    check_values(settings.trainer_args)
     check_optimizer(settings)
     if "gradient_checkpointing_kwargs" in settings.trainer_args and settings.gradient_checkpointing == "auto":
         raise UserError(

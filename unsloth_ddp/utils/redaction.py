@@ -76,6 +76,11 @@ def printable(text: str) -> str:
     return CONTROL.sub(lambda match: " " if match[0] in "\r\n\t" else repr(match[0])[1:-1], text)
 
 
+def printable_lines(text: str) -> str:
+    """Return `text` as printable does, with its line ends and tabs kept."""
+    return "\n".join("\t".join(map(printable, line.split("\t"))) for line in text.split("\n"))
+
+
 def find_secret(name: str, value: Any, environ: Mapping[str, str] | None = None) -> str | None:
     """Return where an option's value holds a secret, as name.field; None if it holds none."""
     known = _secret_values(os.environ if environ is None else environ)

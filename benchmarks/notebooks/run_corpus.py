@@ -106,7 +106,12 @@ def summary(outcome: Outcome) -> dict[str, Any]:
 def check(path: Path, script: str, result: Result, options: argparse.Namespace) -> None:
     """All checks of one converted notebook, into its result."""
     common = Settings(python=options.python, limit=options.limit, versions=pins(judge.read_text(path)))
-    plain = run_notebook(path, common)
+    try:
+        plain = run_notebook(path, common)
+    except SyntaxError:  # a cell that is no Python, for which the converter refuses the notebook too
+        if script:
+            raise
+        return
     result.plain = summary(plain)
     if not script:
         return

@@ -1,6 +1,7 @@
 """Commands that a notebook starts: with which environment, which programs, and which train by themselves."""
 
 import os
+import subprocess
 from typing import Any
 
 import pytest
@@ -20,10 +21,18 @@ from unsloth_ddp.notebook.types import NotebookError
         ("p = subprocess.Popen(['a'], env=os.environ)", "subprocess.Popen(['a'], env=child_environment())"),
         ("def f():\n    return run(['a'])\nf()", "return run(['a'], env=child_environment())"),
         ("!python x.py", 'run_shell("python x.py")'),
+        ("print(os.popen('a').read())", "os.popen(own_shell('a')).read()"),
+        ("p = os.popen(mode='r', cmd='a')", "os.popen(mode='r', cmd=own_shell('a'))"),
+        ("x = subprocess.getoutput('a ' + b, encoding='utf-8')", "getoutput(own_shell('a ' + b), encoding='utf-8')"),
+        ("def f():\n    return getstatusoutput('a')[0]\nf()", "return getstatusoutput(own_shell('a'))[0]"),
+        ("def f():\n    return popen('a')\nf()", "return popen(own_shell('a'))"),
     ],
 )
 def test_commands_do_not_get_the_launcher_s_variables(cell: str, made: str) -> None:
-    done = convert_cells("import os, subprocess\nfrom subprocess import run\nmine = {}", LOAD, cell, TRAIN)
+    imports = (
+        "import os, subprocess\nfrom os import popen\nfrom subprocess import getstatusoutput, run\nmine, b = {}, ''"
+    )
+    done = convert_cells(imports, LOAD, cell, TRAIN)
     assert made in body(done) and "def child_environment" in done.script
 
 
@@ -48,6 +57,23 @@ def test_the_environment_of_a_command() -> None:
     ]
     kept = {"PATH": "x", "HF_TOKEN": "y", "RANKS": "z", "NAME": "n", "CUDA_VISIBLE_DEVICES": "0"}
     assert space["child_environment"]({**dict.fromkeys(launcher, "1"), **kept}) == kept
+
+
+def test_a_command_that_takes_no_environment_removes_the_variables_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    space: dict[str, Any] = {"os": os, "re": __import__("re")}
+    exec(HELPERS["child_environment"].source, space)
+    exec(HELPERS["own_shell"].source, space)
+    for name in ("RANK", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "KEPT"):
+        monkeypatch.setenv(name, "7")
+    monkeypatch.setitem(os.environ, "PMIX_no-name", "7")  # unset would fail on it and end the shell
+    command = space["own_shell"]("echo $RANK $MASTER_PORT $TORCHELASTIC_RUN_ID $KEPT; exit 3")
+    done = subprocess.run(["sh", "-c", command], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (3, "7\n", "")
+
+
+def test_arguments_that_are_not_spelled_out_are_pointed_at() -> None:
+    done = convert_cells("import os", LOAD, "words = ['a']\nos.popen(*words)", TRAIN)
+    assert kinds(done) == ["shell"] and "own_shell" in done.script
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """The corpus check's own tests: each kind of bad script is caught, and a good one is not."""
 
+import argparse
 import json
 import sys
 from pathlib import Path
@@ -9,7 +10,9 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks" / "notebooks"))
 
 import judge
+import run_corpus
 from harness import Cell, Outcome, Settings, pins, read_cells, run_notebook, run_ranks, run_script
+from making import write
 
 NOTEBOOK = [
     "%%capture\nimport os\n!pip install unsloth==1.2.3\nprint('hidden')\nos.environ['MINE'] = '2'",
@@ -218,3 +221,10 @@ def test_lost_text_is_named() -> None:
     ]
     assert judge.text_kept(cells, 'if main:\n    x = """a\n  b"""\n    # why\n') == []
     assert judge.text_kept(cells, 'x = """a\n b"""\n') == ['cell 3 loses \'"""a\\n  b"""\'', "cell 3 loses '# why'"]
+
+
+def test_a_notebook_refused_for_a_cell_that_is_no_python_does_not_end_the_run(tmp_path: Path) -> None:
+    path = write(tmp_path / "bad.ipynb", "from trl import SFTTrainer\nif x:\n        y = 1\n    z = 2")
+    options = argparse.Namespace(corpus=tmp_path, converter="kit", keep=None, jobs=1, python=sys.executable, limit=10.0)
+    [result] = run_corpus.run([path], options)
+    assert "not Python" in result.error and not result.plain and not result.passes

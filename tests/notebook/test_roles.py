@@ -325,3 +325,57 @@ def test_a_callback_saves_once_and_what_does_not_train_is_left_alone() -> None:
 def test_what_starts_trainings_by_itself_is_said(start: str, kind: str) -> None:
     function = "def go():\n    " + TRAIN.replace("\n", "\n    ")
     assert kinds(convert_cells(LOAD, DATA, function, start)) == [kind]
+
+
+@pytest.mark.parametrize("function", ["generate", "stream_generate"])
+def test_a_library_s_function_that_generates_runs_on_the_main_process(function: str) -> None:
+    cell = f"from some_library import {function}\nanswer = {function}(model, tokenizer, prompt='x')\nprint(answer)"
+    text = body(convert_cells(LOAD, DATA, TRAIN, cell))
+    assert f"if IS_MAIN:\n    answer = {function}(model, tokenizer, prompt='x')\n    print(answer)" in text
+
+
+def test_a_function_of_the_notebook_called_like_one_that_generates_is_judged_by_its_body() -> None:
+    cell = "def generate(rows):\n    return [r['a'] for r in rows]\nkept = generate(dataset)\ntexts = sorted(kept)"
+    assert "\nkept = generate(dataset)\n" in body(convert_cells(LOAD, DATA, cell, TRAIN))
+
+
+def test_a_module_used_in_a_function_is_not_changed_by_it() -> None:
+    """Where `json.dump(...)` counted as a change of json, a later `json.load` for training would need the generation."""
+    cells = (
+        "import json, builtins\ndef show(m):\n    out = m.generate('x')\n    json.write(out)\n    return out",
+        "answer = show(model)\nprint(answer)",
+        "def rows(text):\n    return json.loads(text)\ndataset = rows('[1]')",
+    )
+    done = convert_cells(LOAD, *cells, TRAIN)
+    assert "inference" not in kinds(done) and "if IS_MAIN:\n    answer = show(model)\n    print(answer)" in body(done)
+
+
+STOPWATCH = "import time\nstarted = 0\ndef tick():\n    global started\n    started = time.time()\n"
+STOPWATCH += "def tock():\n    print(time.time() - started)\n"
+TIMED = "def show(text):\n    {}\n    print(model.generate(text))\n    tock()\n"
+LOOP = "for row in dataset:\n    model(row).loss.backward()\n    show('x')"
+
+
+@pytest.mark.parametrize(
+    ("first", "apart"),
+    [
+        ("tick()", True),
+        ("global started\n    started = time.time()", True),
+        ("tock()\n    tick()", False),  # reads what an earlier call left
+        ("if text:\n        tick()", False),
+        ("print(started)\n    tick()", False),
+        ("global started\n    started = started + 1", False),
+    ],
+)
+def test_a_global_that_a_function_sets_before_it_reads_it_ties_its_calls_to_nothing(first: str, apart: bool) -> None:
+    text = body(convert_cells(LOAD, DATA, STOPWATCH + TIMED.format(first), "show('before')", LOOP))
+    assert ("if IS_MAIN:\n    show('before')" in text) is apart
+    assert apart or "\nshow('before')\n" in text
+
+
+def test_a_stopwatch_that_training_reads_runs_everywhere() -> None:
+    stop = "for row in dataset:\n    model(row).loss.backward()\n    tock()"
+    text = body(
+        convert_cells(LOAD, DATA, STOPWATCH + "def both():\n    tick()\n    print(model.generate('x'))", "both()", stop)
+    )
+    assert "\nboth()\n" in text

@@ -32,7 +32,14 @@ class ConversionContext:
     @property
     def command_names(self) -> set[str]:
         """Return names imported from modules that start commands or log in."""
-        modules = ("subprocess.", "os.system", "asyncio.create_subprocess", "huggingface_hub.", "wandb.login")
+        modules = (
+            "subprocess.",
+            "os.system",
+            "os.popen",
+            "asyncio.create_subprocess",
+            "huggingface_hub.",
+            "wandb.login",
+        )
         return {name for name, path in self.imports.items() if path.startswith(modules)}
 
     @property

@@ -190,7 +190,8 @@ def call_effects(site: CallSite, full: str, trainers: set[str], subclasses: set[
         return {Effect.MODE}
     if tail == "backward" and site.is_method:
         found.add(Effect.LOOP)
-    if (site.is_method and tail in _INFER and not _PAID.search(full)) or full == "transformers.pipeline":
+    # "." also where a library's function was imported under its own name; not for a function of the notebook
+    if ("." in full and tail in _INFER and not _PAID.search(full)) or full == "transformers.pipeline":
         found.add(Effect.INFER)
     if _SAVE.match(tail) or (tail == "save" and site.root.startswith(("model", "trainer"))):
         found.add(Effect.SAVE)

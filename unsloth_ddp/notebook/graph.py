@@ -251,30 +251,38 @@ def _is_shown(node: cst.BaseStatement) -> bool:
 def _mutations_through_functions(graph: Graph, statement: Statement) -> None:
     """Add what the notebook's own functions change: their globals, and the arguments they assign into."""
     usage = statement.usage
-    seen: set[str] = set()
+    seen: set[tuple[str, frozenset[str]]] = set()
+    before = set(usage.mutates)
+    arguments: set[str] = set()
+    changed: set[str] = set()  # what a function changes without having set it itself
 
-    def visit(name: str) -> None:
-        if name in seen or name not in graph.functions:
+    def visit(name: str, own: frozenset[str]) -> None:
+        if (name, own) in seen or name not in graph.functions:
             return
-        seen.add(name)
+        seen.add((name, own))
         body = graph.functions[name]
-        usage.mutates |= body.writes | (body.mutates - set(body.params))
+        own |= _sets_first(body, graph.functions)
+        found = body.writes | (body.mutates - set(body.params) - graph.imports.keys())
+        usage.mutates |= found
+        changed.update(found - own)
         for inner in body.calls:
-            visit(inner.path)
+            visit(inner.path, own)
 
     for site in usage.calls:
         body = graph.functions.get(site.path)
         if body is None:
             if site.bare and not statement.effects - _MAY_CHANGE_ARGUMENTS:
-                usage.mutates |= site.names  # an unknown function called for its effect alone
+                arguments |= site.names  # an unknown function called for its effect alone
             continue
-        visit(site.path)
+        visit(site.path, frozenset())
         for index, arg in enumerate(site.node.args):
             if not isinstance(arg.value, cst.Name):
                 continue
             param = arg.keyword.value if arg.keyword else (body.params[index] if index < len(body.params) else "")
             if param in body.mutates and param in _assigned_into(body):
-                usage.mutates.add(arg.value.value)
+                arguments.add(arg.value.value)
+    usage.mutates |= arguments
+    usage.replaces = usage.mutates - before - changed - arguments
     usage.mutates -= _only_harmless(statement)
 
 
@@ -307,7 +315,7 @@ def _link(graph: Graph) -> None:
     functions: dict[str, DeferredBody] = {}
     for index, statement in enumerate(graph.statements):
         usage = statement.usage
-        reads = _with_deferred(usage.reads | usage.mutates, functions)
+        reads = _with_deferred(usage.reads | usage.mutates - usage.replaces, functions)
         for name in list(reads):
             reads |= carried.get(name, set())
         for name in reads:
@@ -331,11 +339,28 @@ def _link(graph: Graph) -> None:
 
 def _with_deferred(names: set[str], functions: dict[str, DeferredBody]) -> set[str]:
     """Return `names` and everything that the functions among them read when they run."""
-    found, queue = set(names), list(names)
+    found = set(names)
+    queue: list[tuple[str, frozenset[str]]] = [(name, frozenset()) for name in names]
+    seen = set(queue)
     while queue:
-        body = functions.get(queue.pop())
-        if body is not None:
-            fresh = (body.reads | body.mutates - set(body.params)) - found
-            found |= fresh
-            queue += fresh
+        name, own = queue.pop()
+        body = functions.get(name)
+        if body is None:
+            continue
+        own |= _sets_first(body, functions)  # a stopwatch kept in a global: what an earlier call left there is not read
+        fresh = (body.reads | body.mutates - set(body.params)) - own
+        found |= fresh
+        further = {(read, own) for read in fresh} - seen
+        seen |= further
+        queue += further
     return found
+
+
+def _sets_first(body: DeferredBody, functions: dict[str, DeferredBody]) -> frozenset[str]:
+    """Return the globals that a function sets before it, or a function that it calls, can read them."""
+    found: set[str] = set()
+    for part in (body, *(functions.get(name) for name in body.starts)):
+        if part is None or not (part is body or part.only_sets):
+            break
+        found |= {name for name, path in part.sets.items() if path.split(".")[0] not in functions}
+    return frozenset(found)

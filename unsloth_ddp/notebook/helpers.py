@@ -198,6 +198,16 @@ def child_environment(given=None):
 ''',
         ("re",),
     ),
+    "own_shell": Helper(
+        '''\
+def own_shell(command):
+    """Return a shell command that first removes the launcher's variables: with them it would join this job and hang."""
+    names = [name for name in os.environ if name not in child_environment() and name.isidentifier()]
+    return f"unset {' '.join(names)}\\n{command}" if names else command
+''',
+        (),
+        ("child_environment",),
+    ),
     "run_shell": Helper(
         '''\
 def run_shell(command, arguments="", program=None):

@@ -58,6 +58,11 @@ class DeferredBody:
     mutates: set[str] = field(default_factory=set)  # parameters and globals
     bases: list[str] = field(default_factory=list)
     methods: set[str] = field(default_factory=set)
+    sets: dict[str, str] = field(
+        default_factory=dict
+    )  # globals set before anything else -> the path called for it, or ""
+    starts: list[str] = field(default_factory=list)  # functions called before anything else
+    only_sets: bool = False  # nothing follows `sets`
 
 
 @dataclass
@@ -67,6 +72,9 @@ class NameUsage:
     reads: set[str] = field(default_factory=set)
     writes: set[str] = field(default_factory=set)
     mutates: set[str] = field(default_factory=set)
+    replaces: set[str] = field(
+        default_factory=set
+    )  # of these, globals that a function it calls sets before it reads them
     calls: list[CallSite] = field(default_factory=list)
     defines: dict[str, DeferredBody] = field(default_factory=dict)
     imports: dict[str, str] = field(default_factory=dict)  # bound name -> dotted path
@@ -277,6 +285,8 @@ class _Collector(NamesRead):
         for default in defaults(node.params):
             default.visit(self)
         self._body(node.name.value, parameters(node.params), [node.body])
+        if len(self.scopes) == 1:
+            _note_start(node.body, self.scopes[0].usage.defines[node.name.value])
         return False
 
     def _body(self, name: str, params: list[str], parts: Iterable[cst.CSTNode]) -> None:
@@ -360,3 +370,34 @@ class _Collector(NamesRead):
         parent.usage.reads |= scope.usage.reads - scope.local
         parent.usage.mutates |= scope.usage.mutates - scope.local
         parent.usage.calls += scope.usage.calls
+
+
+def _note_start(block: cst.BaseSuite, body: DeferredBody) -> None:
+    """Note which globals a function sets, and which functions it calls, before it does anything else."""
+    for line in block.body:
+        for small in line.body if isinstance(line, cst.SimpleStatementLine) else [line]:
+            match small:
+                case cst.Global() | cst.Expr(value=cst.SimpleString()):
+                    pass
+                case cst.Assign(targets=[cst.AssignTarget(target=cst.Name(value=name))]) if name in body.writes:
+                    path = _made_from_nothing(small.value)
+                    if path is None or body.starts:
+                        return
+                    body.sets[name] = path
+                case cst.Expr(value=cst.Call(func=cst.Name(value=name), args=[])):
+                    body.starts.append(name)
+                case _:
+                    return
+    body.only_sets = not body.starts
+
+
+def _made_from_nothing(value: cst.BaseExpression) -> str | None:
+    """Return the path of the call without arguments that a value is, "" for a constant, None for anything else."""
+    match value:
+        case cst.Call(args=[]):
+            return dotted(value.func)
+        case cst.BaseNumber() | cst.SimpleString() | cst.Name(value="None" | "True" | "False"):
+            return ""
+        case cst.List(elements=[]) | cst.Dict(elements=[]):
+            return ""
+    return None

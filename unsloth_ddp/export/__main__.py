@@ -14,6 +14,7 @@ for a mistake in the options, a missing program, or a run that cannot be exporte
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 from pathlib import Path
 
@@ -126,7 +127,8 @@ def _convert(result: RunResult, tools: LlamaCpp, given: argparse.Namespace) -> N
     if missing:
         print(missing, flush=True)
     if ollama:
-        print(f"Ollama takes it with:\n  ollama create {result.run.name} -f {target / 'Modelfile'}", flush=True)
+        command = shlex.join(["ollama", "create", result.run.name, "-f", str(target / "Modelfile")])
+        print(f"Ollama takes it with:\n  {command}", flush=True)
 
 
 def _serve_with_vllm(result: RunResult, given: argparse.Namespace) -> None:

@@ -72,7 +72,9 @@ def _run_near(folder: Path) -> Path | None:
     """Return the run that a folder lies in, or the newest one in it; None if there is none."""
     if (folder.parent / SETTINGS_FILE).is_file():
         return folder.parent
-    return max((path.parent for path in folder.glob(f"*/{SETTINGS_FILE}")), key=lambda run: run.stat().st_mtime, default=None)
+    return max(
+        (path.parent for path in folder.glob(f"*/{SETTINGS_FILE}")), key=lambda run: run.stat().st_mtime, default=None
+    )
 
 
 def read_settings(run: Path) -> Settings:

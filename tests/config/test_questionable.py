@@ -25,6 +25,7 @@ RUN: dict[str, Any] = {"steps": 100, "steps_per_epoch": 50, "rows": 800, "rows_p
         ({}, {"truncated": 800}, "All 800 rows are cut at max_length 2048, and learn no end; raise --max_length."),
         ({}, {"truncated": 400}, "400 of 800 rows are cut at max_length 2048"),
         ({}, {"steps": 3}, "The run has 3 optimizer steps, which is little to learn from; raise --num_train_epochs or"),
+        ({"max_steps": 3}, {"steps": 3}, "The run has 3 optimizer steps, which is little to learn from; raise --max_steps."),
         ({}, {"steps": 1}, "The run has 1 optimizer step, which"),
     ],
 )  # fmt: skip

@@ -25,6 +25,25 @@ def test_supervised_parts_stand_in_brackets() -> None:
     assert shown == "user\nhi [[ASSISTANT]]|user [[AGAIN]]"
 
 
+class Trimming(Letters):
+    """As tokenizers of SentencePiece's kind, it drops the space that a text begins with."""
+
+    def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
+        return super().decode(ids, skip_special_tokens).removeprefix(" ")
+
+
+def test_a_part_keeps_the_space_that_it_begins_with() -> None:
+    text = "pet: cat"
+    labels = [-100] * 4 + [ord(one) for one in text[4:]]
+    assert preview_row(Trimming(), [ord(one) for one in text], labels, None).endswith("\npet:[[ cat]]")
+
+
+def test_the_first_token_of_a_text_is_not_counted() -> None:
+    head, shown = preview("TEXT")
+    assert "(4 tokens; [[supervised]], 3 tokens):" in head
+    assert shown == "T[[EXT]]"
+
+
 def test_a_row_that_was_cut_says_where() -> None:
     head, shown = preview("user ASSIS", cut_at=10)
     assert "(10 tokens, cut at --max_length 10; [[supervised]], 5 tokens):" in head

@@ -48,7 +48,11 @@ def test_an_adapter_names_its_base_model_and_how_to_train_on(adapter: Path) -> N
     (adapter / "checkpoint-20" / "manifest.json").write_text("{}")
     assert refusal(adapter) == f"{begin}, or --model owner/base --resume {adapter}/checkpoint-20 to go on with its run."
     (adapter / "summary.json").write_text("{}")
-    assert "merge_and_unload" in refusal(adapter), "a finished run has nothing left to train"
+    # A finished run has nothing left to train.
+    assert refusal(adapter) == (
+        f"{begin}, or merge it with `python -m unsloth_ddp.export {adapter} --to merged` and give --model {adapter}/merged "
+        "to train on from it."
+    )
     (adapter / "merged").mkdir()
     (adapter / "merged" / "config.json").write_text("{}")
     assert refusal(adapter) == f"{begin}, or --model {adapter}/merged to train on from its merged model."

@@ -19,6 +19,8 @@ INSTALLERS = ("git ", "pip ", "uv ")
 def run(command: str) -> None:
     """Run a shell line, unless it installs."""
     if not command.startswith(INSTALLERS):
+        # Else what a cell has printed would come after the command's own output.
+        sys.stdout.flush()
         subprocess.run(["bash", "-c", command], check=True)
 
 

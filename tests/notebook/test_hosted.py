@@ -62,6 +62,9 @@ def test_every_option_of_its_commands_exists(name, tmp_path, monkeypatch):
     assert (settings.output_dir, settings.run_name) == (f"{folder}/outputs", run)
     # The cell that reads the answers looks where the run writes.
     assert any(f"{folder}/outputs/{run}/summary.json" in cell for cell in cells(name))
+    # So does the one that asks a question.
+    (asked,) = (options for _, _, module, *options in modules if module == "unsloth_ddp.chat")
+    assert asked[:2] == [f"{folder}/outputs/{run}", "--ask"]
 
 
 @pytest.mark.slow
@@ -103,6 +106,8 @@ def test_the_cells_train_the_demo(name, tmp_path):
     assert "training can start" in done.stdout
     found = re.search(r"Answered exactly: (\d+)% before, (\d+)% after\.", done.stdout)
     assert found, done.stdout[-3000:]
+    # The question is asked afterwards; libraries print to standard error there, so what follows is the answer.
+    assert done.stdout[found.end() :].strip(), done.stdout[-3000:]
     history = json.loads((home / "outputs" / run / "trainer_state.json").read_text())
     assert history["global_step"] == 4
     result = tmp_path / "drive/MyDrive/unsloth_ddp/colab" if name == "colab" else home / "outputs" / run

@@ -131,10 +131,14 @@ def test_the_command_that_resumes_suits_the_launch(tmp_path, part, settings, com
 @pytest.mark.parametrize(
     "settings, command",
     [
-        ({}, "vllm serve owner/base --enable-lora --lora-modules r=outputs/r"),
-        ({"lora_r": 48}, "r=outputs/r --max-lora-rank 64"),
-        ({"merge": True}, "vllm serve outputs/r/merged"),
-        ({"method": "full"}, "vllm serve outputs/r"),
+        # What the adapter needs (template, stop tokens, rank) is found by that command.
+        ({}, "uv run python -m unsloth_ddp.export outputs/r --to vllm It prints"),
+        ({}, "uv run python -m unsloth_ddp.export outputs/r --to gguf This needs a clone of llama.cpp"),
+        ({"merge": True}, "vllm serve outputs/r/merged Install"),
+        ({"method": "full"}, "vllm serve outputs/r Install"),
+        ({"trust_remote_code": True}, "unsloth_ddp.chat outputs/r --trust_remote_code "),
+        ({"trust_remote_code": True}, "--to vllm --trust_remote_code It prints"),
+        ({"trust_remote_code": True, "merge": True}, "vllm serve outputs/r/merged --trust-remote-code Install"),
     ],
 )
 def test_a_finished_run_says_how_to_talk_to_it_and_serve_it(tmp_path, monkeypatch, settings, command):

@@ -67,7 +67,20 @@ def test_a_checkpoint_can_be_named(run: Path) -> None:
 
 def test_what_holds_nothing_whole_is_refused(run: Path, tmp_path: Path) -> None:
     assert "there is no such folder; give the folder of a run" in refused(tmp_path / "nowhere")
-    assert "is not the folder of a run (it has no settings.yaml)" in refused(tmp_path)
+    (tmp_path / "nothing/empty").mkdir(parents=True)
+    assert refused(tmp_path / "nothing/empty") == (
+        f"{tmp_path}/nothing/empty is not the folder of a run (it has no settings.yaml); give the folder of a run, such as "
+        "outputs/RUN."
+    )
+    # A folder that holds runs, or lies in one, names one.
+    (run / "merged").mkdir()
+    for near in (tmp_path, run / "merged"):
+        assert (
+            f"is not the folder of a run (it has no settings.yaml); give the folder of a run, such as {run}."
+            in refused(near)
+        )
+    (tmp_path / "README.md").write_text("")
+    assert "README.md is a file; give the folder of a run" in refused(tmp_path / "README.md")
     assert refused(run) == f"{run} is not finished and has no checkpoint yet; let it write one, or give another run."
     broken = add_checkpoint(run, 5)
     (broken / WEIGHTS).unlink()

@@ -37,7 +37,7 @@ def questionable_settings(
             _learning_rate(settings),
             _batch(rows, rows_per_step, steps_per_epoch),
             _length(settings, rows, truncated),
-            _steps(steps),
+            _steps(settings, steps),
         )
         if sentence
     ]
@@ -80,10 +80,9 @@ def _length(settings: Settings, rows: int | None, truncated: int) -> str | None:
     return f"{share} {rows:,} rows are cut at max_length {settings.max_length}, and learn no end; raise --max_length."
 
 
-def _steps(steps: int) -> str | None:
+def _steps(settings: Settings, steps: int) -> str | None:
     if steps >= FEW_STEPS:
         return None
-    return (
-        f"The run has {steps} optimizer step{'s' if steps > 1 else ''}, which is little to learn from; raise "
-        "--num_train_epochs or lower --global_batch_size."
-    )
+    # max_steps, where given, is the length of the run, whatever the epochs and the batch are.
+    more = "--max_steps" if settings.max_steps > 0 else "--num_train_epochs or lower --global_batch_size"
+    return f"The run has {steps} optimizer step{'s' if steps > 1 else ''}, which is little to learn from; raise {more}."

@@ -26,10 +26,19 @@ def preview_row(tokenizer: Any, input_ids: list[int], labels: list[int], cut_at:
         labels: (tokens,), IGNORED where a token is not supervised.
         cut_at: the --max_length at which the row was cut, or None.
     """
-    parts = []
-    pairs = list(zip(input_ids, labels, strict=True))
-    for supervised, run in groupby(pairs, key=lambda pair: pair[1] != IGNORED):
-        text = tokenizer.decode([token for token, _ in run], skip_special_tokens=False)
+    # Nothing comes before the first token from which it could be predicted.
+    labels = [IGNORED, *labels[1:]]
+    parts, end, before = [], 0, ""
+    for supervised, run in groupby(labels, key=lambda label: label != IGNORED):
+        start, end = end, end + len(list(run))
+        # Many tokenizers drop the space that a text begins with, so a part is what it adds to the text before it.
+        so_far = tokenizer.decode(input_ids[:end], skip_special_tokens=False)
+        text = (
+            so_far[len(before) :]
+            if so_far.startswith(before)
+            else tokenizer.decode(input_ids[start:end], skip_special_tokens=False)
+        )
+        before = so_far
         text = "\n".join(printable(line) for line in text.split("\n"))
         parts.append(f"{SUPERVISED_START}{text}{SUPERVISED_END}" if supervised else text)
     shown = "".join(parts)

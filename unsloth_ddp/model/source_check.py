@@ -38,6 +38,11 @@ def check_no_adapter(model: str, adapter: dict[str, Any] | None) -> None:
         further = f"{model_option} --resume {shlex.quote(model)} to go on with its run"
     elif checkpoints and not (folder / "summary.json").exists():
         further = f"{model_option} --resume {shlex.quote(str(checkpoints[-1].parent))} to go on with its run"
+    elif (folder / "summary.json").exists():
+        further = (
+            f"merge it with `python -m unsloth_ddp.export {shlex.quote(model)} --to merged` and give "
+            f"--model {shlex.quote(str(merged))} to train on from it"
+        )
     else:
         further = "a model into which it was merged (PEFT's merge_and_unload) to train on from it"
     raise UserError(

@@ -30,9 +30,14 @@ def next_steps(run: RunRecord) -> list[NextStep]:
         again = (
             f"--config {shlex.quote(os.path.join(folder, 'settings.yaml'))} --run_name {shlex.quote(run.name + '-2')}"
         )
+        trust = " --trust_remote_code" if run.settings.get("trust_remote_code") else ""
         steps += [
-            NextStep("Chat with it", f"uv run python -m unsloth_ddp.chat {where}"),
-            NextStep("Export it for llama.cpp", f"uv run python -m unsloth_ddp.export {where} --to gguf"),
+            NextStep("Chat with it", f"uv run python -m unsloth_ddp.chat {where}{trust}"),
+            NextStep(
+                "Export it for llama.cpp",
+                f"uv run python -m unsloth_ddp.export {where} --to gguf{trust}",
+                "This needs a clone of llama.cpp; name its folder with --llama_cpp or in the variable LLAMA_CPP.",
+            ),
             _serve(run, folder),
             NextStep("Repeat it under another name", f"{_launcher(run)} {again}", _on_every_node(run)),
         ]
@@ -89,21 +94,15 @@ def _on_every_node(run: RunRecord) -> str:
 
 
 def _serve(run: RunRecord, folder: str) -> NextStep:
-    title, where = "Serve it with vLLM", shlex.quote(folder)
-    if run.settings.get("method") == "full":
-        return NextStep(title, f"vllm serve {where}")
-    if run.settings.get("merge"):
-        return NextStep(title, f"vllm serve {shlex.quote(os.path.join(folder, 'merged'))}")
-    rank = run.settings.get("lora_r")
-    # vLLM's own limit is 16, and it takes powers of two from 8 on.
-    most = f" --max-lora-rank {_rank_of_vllm(rank)}" if isinstance(rank, int) and rank > 16 else ""
-    adapter = shlex.quote(f"{run.name}={folder}")
+    title, install = "Serve it with vLLM", "Install vLLM in an environment of its own."
+    trusted = bool(run.settings.get("trust_remote_code"))
+    if run.settings.get("method") == "full" or run.settings.get("merge"):
+        whole = folder if run.settings.get("method") == "full" else os.path.join(folder, "merged")
+        return NextStep(title, shlex.join(["vllm", "serve", whole, *["--trust-remote-code"] * trusted]), install)
+    # What the adapter needs beside its base model (template, stop tokens, rank) is read from its files by that command.
+    command = f"uv run python -m unsloth_ddp.export {shlex.quote(folder)} --to vllm"
     return NextStep(
         title,
-        f"vllm serve {shlex.quote(str(run.settings['model']))} --enable-lora --lora-modules {adapter}{most}",
-        "Install vLLM in an environment of its own.",
+        command + " --trust_remote_code" * trusted,
+        f"It prints the command that serves the adapter with the chat template and stop tokens of the run. {install}",
     )
-
-
-def _rank_of_vllm(rank: int) -> int:
-    return next((size for size in (32, 64, 128, 256, 320, 512) if size >= rank), rank)

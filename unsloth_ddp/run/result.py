@@ -50,13 +50,14 @@ def find_result(named: str) -> RunResult:
     try:
         folder = folder.resolve()
         if not folder.is_dir():
-            raise UserError(f"{named}: there is no such folder; give the folder of a run, such as outputs/RUN.")
+            problem = " is a file" if folder.exists() else ": there is no such folder"
+            raise UserError(f"{named}{problem}; give the folder of a run, such as outputs/RUN.")
         if (folder / manifest.FILE_NAME).is_file() and (folder.parent / SETTINGS_FILE).is_file():
             return _named_checkpoint(folder)
         if not (folder / SETTINGS_FILE).is_file():
             raise UserError(
                 f"{named} is not the folder of a run (it has no {SETTINGS_FILE}); give the folder of a run, such as "
-                "outputs/RUN."
+                f"{_run_near(folder) or 'outputs/RUN'}."
             )
         settings = read_settings(folder)
         if (folder / SUMMARY_FILE).is_file():
@@ -65,6 +66,15 @@ def find_result(named: str) -> RunResult:
         return _last_checkpoint(folder, settings)
     except OSError as error:
         raise UserError(f"{named} cannot be read: {os_reason(error)}.") from None
+
+
+def _run_near(folder: Path) -> Path | None:
+    """Return the run that a folder lies in, or the newest one in it; None if there is none."""
+    if (folder.parent / SETTINGS_FILE).is_file():
+        return folder.parent
+    return max(
+        (path.parent for path in folder.glob(f"*/{SETTINGS_FILE}")), key=lambda run: run.stat().st_mtime, default=None
+    )
 
 
 def read_settings(run: Path) -> Settings:

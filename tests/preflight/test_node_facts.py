@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import hashlib
 import json
 import os
-import re
 import socket
 import subprocess
-import sys
-import threading
 import time
 
 import pytest
 from safetensors.torch import load_file
 
-from tests.conftest import DEMO_MODEL, REPO
-from tests.preflight.rows import documented, undocumented
-from tests.ranks import free_port
+from tests.conftest import DEMO_MODEL
 from tests.waiting import is_running, wait_until
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.preflight import (
-    background,
     collectives,
     disk_space,
     doctor,
@@ -32,29 +25,14 @@ from unsloth_ddp.preflight import (
     machine_facts,
     network_facts,
     node_checks,
-    output,
-    rendezvous,
-    shared_folder,
-    training_arguments,
 )
-from unsloth_ddp.preflight.__main__ import parse
 from unsloth_ddp.preflight.checks import Check
-from unsloth_ddp.preflight.process_info import read_process_info
 from unsloth_ddp.preflight.time_limit import run_or_none, run_with_limit
-from unsloth_ddp.utils.errors import UserError
 
 CONFIG = {
     "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32,
     "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "dtype": "bfloat16",
 }  # fmt: skip
-
-
-@pytest.fixture
-def stuck():
-    """Something that hangs until the test is over."""
-    over = threading.Event()
-    yield lambda: over.wait(60)
-    over.set()
 
 
 def test_an_adapter_is_counted_as_peft_makes_it(tiny_model):
@@ -242,236 +220,6 @@ def test_the_kits_files_decide_and_the_commit_is_shown(tmp_path):
     assert after["commit"].endswith("+dirty") and after["hash"] != before["hash"]
 
 
-def test_places_with_and_without_a_launcher():
-    alone = read_process_info({"NNODES": "3", "NODE_RANK": "2", "MASTER_ADDR": "m"})
-    assert (alone.ranks.rank, alone.ranks.world_size, alone.ranks.local_rank, alone.port) == (2, 3, 0, 6001)
-    assert not alone.launched and alone.ranks.is_local_main
-    environ = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4", "MASTER_PORT": "7"}
-    worker = read_process_info(environ)
-    assert (worker.nodes, worker.node_rank, worker.launched, worker.ranks.is_local_main, worker.port) == (
-        2,
-        1,
-        True,
-        False,
-        7,
-    )
-
-
-@pytest.mark.parametrize(("environ", "listens"), [({}, True), ({"TORCHELASTIC_USE_AGENT_STORE": "True"}, False)])
-def test_below_a_launcher_its_own_store_is_used(environ, listens, monkeypatch):
-    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
-    for name, value in environ.items():
-        monkeypatch.setenv(name, value)
-    worker = read_process_info({"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"})
-    assert rendezvous.hosts_store(worker, master_is_here=True) is listens
-    node_0 = read_process_info({"NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "m"})
-    assert rendezvous.hosts_store(node_0, master_is_here=True)
-    assert not rendezvous.hosts_store(node_0, master_is_here=False)
-
-
-def test_what_keeps_a_port_from_answering_is_told():
-    assert rendezvous.wait_for_port("127.0.0.1", free_port(), 0.3) == "refused"
-    assert "does not resolve" in rendezvous.wait_for_port("no-such-host.invalid", 1, 0.3)
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        assert rendezvous.wait_for_port("127.0.0.1", server.getsockname()[1], 5) == ""
-
-
-def test_a_value_is_json_and_signed_where_the_job_has_a_secret():
-    value = {"host": "a", "values": [1, None]}
-    assert rendezvous.decode("who/1", rendezvous.encode("who/1", value, ""), "") == value
-    signed = rendezvous.encode("who/1", value, "secret")
-    assert rendezvous.decode("who/1", signed, "secret") == value and b"secret" not in signed
-    for key, content, secret in (
-        ("who/1", rendezvous.encode("who/1", value, "guessed"), "secret"),
-        ("who/1", rendezvous.encode("who/1", value, ""), "secret"),
-        # A value of another key, and one that was changed on the way.
-        ("who/2", signed, "secret"),
-        ("who/1", signed.replace(b"null", b"true"), "secret"),
-        ("who/1", b"", "secret"),
-    ):
-        with pytest.raises(rendezvous.RendezvousError, match="not signed with this job's UNSLOTH_DDP_SECRET"):
-            rendezvous.decode(key, content, secret)
-    for content in (b"\x80\x04]", b"{", b"[" * 100_000, b"\xff"):
-        with pytest.raises(rendezvous.RendezvousError, match="is no JSON"):
-            rendezvous.decode("who/1", content, "")
-
-
-@pytest.mark.parametrize("roll", [None, [], {}, {"present": [{"rank": 0}]}, {"present": 3}, "roll"])
-def test_a_roll_that_preflight_did_not_send_is_refused(roll):
-    with pytest.raises(rendezvous.RendezvousError, match="another program writes to this store"):
-        rendezvous._judge_roll(roll, read_process_info({}))
-
-
-def test_strangers_on_the_store_are_told_by_the_secret(monkeypatch):
-    """One that connects to node 0's store and hands in a value for the node that is to come."""
-    from torch.distributed import PrefixStore, TCPStore
-
-    port = free_port()
-    environ = {"NNODES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    monkeypatch.setenv("UNSLOTH_DDP_SECRET", "only the nodes know this")
-    node_0 = rendezvous.Rendezvous(read_process_info({**environ, "NODE_RANK": "0"}), True, 10)
-    node_1 = rendezvous.Rendezvous(read_process_info({**environ, "NODE_RANK": "1"}), False, 10)
-    node_1.put("node/1", {"host": "b"})
-    assert node_0.get("node/1", 10) == {"host": "b"}
-    stranger = PrefixStore("preflight/0/meeting", TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False))
-    stranger.set("node/1", '{"host": "mine"}')
-    with pytest.raises(rendezvous.RendezvousError, match="node/1 is not signed"):
-        node_0.get("node/1", 10)
-
-
-MEET = """
-import os, sys
-os.environ.pop("TORCH_CPP_LOG_LEVEL", None)
-from unsloth_ddp.preflight import __main__, rendezvous
-from unsloth_ddp.preflight.process_info import read_process_info
-from unsloth_ddp.preflight.time_limit import run_or_none, run_with_limit
-
-def run(options, settings):
-    import torch.distributed
-    (row,) = rendezvous.join_rendezvous(read_process_info(), False, options.timeout)[1]
-    print(row.remedy)
-    return 1
-
-__main__.run_preflight = run
-sys.argv = ["preflight", "--timeout", "2"]
-__main__.main()
-"""
-
-
-@pytest.mark.parametrize("answers", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_another_program_at_the_master_port_is_told_in_time_and_without_a_stack(answers):
-    """One that hangs up, and one that says nothing."""
-    kept = []
-
-    def accept(server: socket.socket) -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                client = server.accept()[0]
-                client.close() if answers else kept.append(client)
-
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        threading.Thread(target=accept, args=(server,), daemon=True).start()
-        port = server.getsockname()[1]
-        environ = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        command = [sys.executable, "-c", MEET]
-        done = subprocess.run(command, cwd=REPO, env=os.environ | environ, capture_output=True, text=True, timeout=60)
-        server.shutdown(socket.SHUT_RDWR)
-    assert done.stderr == ""
-    told = re.fullmatch(
-        rf"Node 0 did not answer at 127.0.0.1:{port} within (\d+) s: another program listens there: .*\n", done.stdout
-    )
-    assert told and 1 <= int(told[1]) <= 8, done.stdout
-
-
-def test_the_token_is_found_in_a_shared_folder_only(tmp_path, monkeypatch):
-    monkeypatch.setattr(shared_folder, "TOKEN_SECONDS", 0.1)
-    (tmp_path / "other").mkdir()
-    left = shared_folder.write_token(tmp_path)
-    assert left is not None
-    assert shared_folder.find_token(tmp_path, left[0].name, left[1]) is True
-    assert shared_folder.find_token(tmp_path / "other", left[0].name, left[1]) is False
-    assert shared_folder.find_token(tmp_path, left[0].name, "another run's") is False
-    assert shared_folder.write_token(tmp_path / "no" / "such") is None
-
-
-def test_the_table_shows_nodes_that_saw_the_same_in_one_line():
-    assert output.merge_values({0: "a", 1: "a"}) == "a"
-    assert output.merge_values({0: "a", 1: "b", 2: "a"}) == "nodes 0, 2: a\nnode 1: b"
-    text = output.render_checks([Check("disk", {0: "full [1]"}, "failure", "Free some.")], "Preflight", width=100)
-    assert all(part in text for part in ("Preflight", "disk", "full [1]", "failure", "Free some."))
-    assert max(map(len, text.splitlines())) <= 100
-
-
-@pytest.mark.parametrize(
-    ("argv", "sentence"),
-    [
-        (["--timeout", "soon"], "--timeout is soon"),
-        (["--timeout", "0"], "--timeout is 0"),
-        (["--jsn"], "there is no option jsn"),
-        (["--learning_rate", "fast"], "learning_rate is 'fast'"),
-    ],
-)
-def test_mistakes_in_the_options_are_refused(argv, sentence):
-    with pytest.raises(UserError, match=sentence):
-        parse(argv)
-
-
-def test_preflights_options_are_told_from_the_runs():
-    options, settings = parse(["--json", "--learning_rate", "1", "--timeout", "5", "--use_cpu"])
-    assert (options.json, options.timeout, settings.learning_rate, settings.use_cpu) == ("-", 5, 1.0, True)
-    assert parse(["--json", "f.json"])[0].json == "f.json"
-
-
-def test_help_is_preflights_own(capsys):
-    with pytest.raises(SystemExit):
-        parse(["--help"])
-    printed = capsys.readouterr().out
-    assert printed.startswith("usage: python -m unsloth_ddp.preflight") and "those of train_ddp.py" in printed
-
-
-def preflight(*argv: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    """Preflight as a user starts it, on this machine alone."""
-    command = [sys.executable, "-m", "unsloth_ddp.preflight", *argv]
-    env = {**os.environ, **environ}
-    return subprocess.run(command, cwd=REPO, env=env, capture_output=True, text=True, timeout=280)
-
-
-def test_one_node_is_checked_with_plain_python(tmp_path):
-    done = preflight("--use_cpu", "--output_dir", str(tmp_path / "out"), "--json")
-    report = json.loads(done.stdout)
-    assert (done.returncode, report["exit_code"]) == (0, 0), done.stdout
-    # A busy machine may not import in time what that check needs.
-    others = [check for check in report["checks"] if check["name"] != "training arguments"]
-    assert {check["verdict"] for check in others} == {"ok"}, done.stdout
-    names = [check["name"] for check in report["checks"]]
-    for name in (
-        "environment",
-        "output folder",
-        "shared memory",
-        "GPUs",
-        "versions",
-        "kit",
-        "settings",
-        "data",
-        "model",
-    ):
-        assert name in names
-    assert undocumented(report) == set()
-    assert not (tmp_path / "out").exists()
-
-
-def test_every_row_that_the_page_lists_can_be_made():
-    source = "".join(path.read_text() for path in (REPO / "unsloth_ddp" / "preflight").glob("*.py"))
-    made = {name for name in documented() if f'"{name.removesuffix("NAME")}' in source or f'"{name} (' in source}
-    # The operations of torch.distributed, with a dash.
-    assert documented() - made == {"all-reduce"}
-
-
-def test_a_failure_is_exit_code_1_and_a_mistake_2(tmp_path):
-    (tmp_path / "file").write_text("")
-    argv = ["--use_cpu", "--output_dir", str(tmp_path / "file"), "--dataset", str(tmp_path / "no.jsonl")]
-    done = preflight(*argv, "--model", str(DEMO_MODEL))
-    assert done.returncode == 1
-    assert "preflight: 2 failures (output folder, data: dataset no.jsonl)" in done.stdout
-    done = preflight("--no_such_option", UNSLOTH_DDP_EXIT_CODE_FILE=str(tmp_path / "code"))
-    assert (done.returncode, done.stdout) == (2, "")
-    assert (
-        done.stderr
-        == "preflight: error: command line: there is no option no_such_option; python -m unsloth_ddp.preflight --help and "
-        "train_ddp.py --help list them all.\n"
-    )
-    assert (tmp_path / "code").read_text() == "2\n"
-
-
-def test_variables_that_cannot_be_read_are_a_row_too(tmp_path):
-    done = preflight("--use_cpu", NNODES="2")
-    assert done.returncode == 1
-    assert "NODE_RANK is not set on this node" in " ".join(done.stdout.split())
-    done = preflight("--use_cpu", "--json", str(tmp_path / "new" / "report.json"), NNODES="2")
-    report = json.loads((tmp_path / "new" / "report.json").read_text())
-    assert (done.returncode, report["exit_code"], report["checks"][0]["name"]) == (1, 1, "environment")
-
-
 class FakeProperties:
     """What torch.cuda.get_device_properties gives."""
 
@@ -536,68 +284,3 @@ def test_the_doctor_is_stopped_with_all_it_started(monkeypatch, tmp_path):
     wait_until(lambda: not is_running(int(started.read_text())), 30, "the end of the doctor's child")
     # Nothing of the launcher's reached it.
     assert started_doctor.command.output.startswith("False ['doctor', '--gpus']")
-
-
-def test_training_arguments_are_checked_only_where_they_are_not_the_defaults():
-    assert not training_arguments.needs_check(Settings(model="m", dataset=["d"], learning_rate=1.0))
-    for changed in ({"optim": "sgd"}, {"lr_scheduler_type": "cosine"}, {"trainer_args": {"adam_beta2": 0.9}}):
-        assert training_arguments.needs_check(Settings(model="m", dataset=["d"], **changed))
-    checked = training_arguments.TrainingArguments(Settings(model="m", dataset=["d"]))
-    assert checked.check(0) == training_arguments.Check("training arguments", {0: "defaults"})
-    checked.end()
-
-
-def test_training_arguments_are_refused_as_a_run_refuses_them(tmp_path, capsys):
-    path = tmp_path / "settings.yaml"
-    Settings(model="m", dataset=["d"], lr_scheduler_type="cosine_with_min_lr").save(path)
-    assert training_arguments.main(path) == 2
-    assert capsys.readouterr().out.startswith("lr_scheduler_type cosine_with_min_lr does not work with")
-    Settings(model="m", dataset=["d"], trainer_args={"no_such_field": 1}).save(path)
-    assert training_arguments.main(path) == 2
-    assert "SFTConfig has no field no_such_field" in capsys.readouterr().out
-    # A GPU may do what this process, on the CPU, cannot.
-    Settings(model="m", dataset=["d"], trainer_args={"tf32": True}, precision="bf16").save(path)
-    assert training_arguments.main(path) == 0
-
-
-@pytest.mark.parametrize(
-    ("script", "verdict", "value"),
-    [
-        ("raise SystemExit", "ok", "accepted"),
-        ("print('noise'); print('optim x is refused'); raise SystemExit(2)", "failure", "refused"),
-        ("raise ValueError('not expected')", "warning", "not checked: exit code 1: ValueError: not expected"),
-        ("import time; time.sleep(60)", "warning", "not checked: no answer in time"),
-    ],
-)
-def test_the_check_of_training_arguments_has_a_row(script, verdict, value, monkeypatch):
-    checked = training_arguments.TrainingArguments.__new__(training_arguments.TrainingArguments)
-    checked.command = background.BackgroundCommand([sys.executable, "-c", script])
-    monkeypatch.setattr(training_arguments, "LIMIT_SECONDS", 1 if "sleep" in script else 60)
-    found = checked.check(1)
-    assert (found.verdict, found.values[1]) == (verdict, value)
-    assert verdict != "failure" or found.remedy == "optim x is refused"
-
-
-@pytest.mark.parametrize(
-    ("launcher", "words", "devices", "verdict", "remedy"),
-    [
-        ({}, "", [], "ok", ""),
-        ({"UNSLOTH_FSDP2": "1"}, "", [], "failure", "sharding fsdp2 needs GPUs and none is used here"),
-        ({"UNSLOTH_FSDP2": "1"}, "", [{"name": "H200"}], "ok", ""),
-        ({"UNSLOTH_FSDP2": "1"}, "--gradient_checkpointing unsloth", [{"name": "H200"}], "failure", "does not go with"),
-        ({"ACCELERATE_USE_DEEPSPEED": "true"}, "", [{"name": "H200"}], "failure", "DeepSpeed, which is not installed"),
-        ({}, "--backend unsloth", [], "failure", "backend unsloth needs an accelerator"),
-    ],
-)
-def test_a_sharding_that_training_would_refuse_is_a_failure(
-    launcher, words, devices, verdict, remedy, tmp_path, monkeypatch
-):
-    monkeypatch.setattr(node_checks, "read_driver_version", lambda: None)
-    monkeypatch.setattr("unsloth_ddp.distributed.sharding.importlib.util.find_spec", lambda name: None)
-    _, settings = parse(["--output_dir", str(tmp_path / "outputs"), *words.split()])
-    environ = {**os.environ, **launcher}
-    probed = folders.NodeFolders()
-    found = node_checks.check_machine(read_process_info(environ), settings, environ, probed, devices, "")
-    probed.remove()
-    row = next(check for check in found if check.name == "sharding")
-    assert (row.verdict, remedy in row.remedy) == (verdict, True), row

@@ -1,0 +1,188 @@
+"""Run the command on one node: its options, its table, its exit codes, and the check of training arguments."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.conftest import DEMO_MODEL, REPO
+from tests.preflight.rows import documented, undocumented
+from unsloth_ddp.config.options import Settings
+from unsloth_ddp.preflight import (
+    background,
+    folders,
+    node_checks,
+    output,
+    training_arguments,
+)
+from unsloth_ddp.preflight.__main__ import parse
+from unsloth_ddp.preflight.checks import Check
+from unsloth_ddp.preflight.process_info import read_process_info
+from unsloth_ddp.utils.errors import UserError
+
+
+def test_the_table_shows_nodes_that_saw_the_same_in_one_line():
+    assert output.merge_values({0: "a", 1: "a"}) == "a"
+    assert output.merge_values({0: "a", 1: "b", 2: "a"}) == "nodes 0, 2: a\nnode 1: b"
+    text = output.render_checks([Check("disk", {0: "full [1]"}, "failure", "Free some.")], "Preflight", width=100)
+    assert all(part in text for part in ("Preflight", "disk", "full [1]", "failure", "Free some."))
+    assert max(map(len, text.splitlines())) <= 100
+
+
+@pytest.mark.parametrize(
+    ("argv", "sentence"),
+    [
+        (["--timeout", "soon"], "--timeout is soon"),
+        (["--timeout", "0"], "--timeout is 0"),
+        (["--jsn"], "there is no option jsn"),
+        (["--learning_rate", "fast"], "learning_rate is 'fast'"),
+    ],
+)
+def test_mistakes_in_the_options_are_refused(argv, sentence):
+    with pytest.raises(UserError, match=sentence):
+        parse(argv)
+
+
+def test_preflights_options_are_told_from_the_runs():
+    options, settings = parse(["--json", "--learning_rate", "1", "--timeout", "5", "--use_cpu"])
+    assert (options.json, options.timeout, settings.learning_rate, settings.use_cpu) == ("-", 5, 1.0, True)
+    assert parse(["--json", "f.json"])[0].json == "f.json"
+
+
+def test_help_is_preflights_own(capsys):
+    with pytest.raises(SystemExit):
+        parse(["--help"])
+    printed = capsys.readouterr().out
+    assert printed.startswith("usage: python -m unsloth_ddp.preflight") and "those of train_ddp.py" in printed
+
+
+def preflight(*argv: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    """Preflight as a user starts it, on this machine alone."""
+    command = [sys.executable, "-m", "unsloth_ddp.preflight", *argv]
+    env = {**os.environ, **environ}
+    return subprocess.run(command, cwd=REPO, env=env, capture_output=True, text=True, timeout=280)
+
+
+def test_one_node_is_checked_with_plain_python(tmp_path):
+    done = preflight("--use_cpu", "--output_dir", str(tmp_path / "out"), "--json")
+    report = json.loads(done.stdout)
+    assert (done.returncode, report["exit_code"]) == (0, 0), done.stdout
+    # A busy machine may not import in time what that check needs.
+    others = [check for check in report["checks"] if check["name"] != "training arguments"]
+    assert {check["verdict"] for check in others} == {"ok"}, done.stdout
+    names = [check["name"] for check in report["checks"]]
+    for name in (
+        "environment",
+        "output folder",
+        "shared memory",
+        "GPUs",
+        "versions",
+        "kit",
+        "settings",
+        "data",
+        "model",
+    ):
+        assert name in names
+    assert undocumented(report) == set()
+    assert not (tmp_path / "out").exists()
+
+
+def test_every_row_that_the_page_lists_can_be_made():
+    source = "".join(path.read_text() for path in (REPO / "unsloth_ddp" / "preflight").glob("*.py"))
+    made = {name for name in documented() if f'"{name.removesuffix("NAME")}' in source or f'"{name} (' in source}
+    # The operations of torch.distributed, with a dash.
+    assert documented() - made == {"all-reduce"}
+
+
+def test_a_failure_is_exit_code_1_and_a_mistake_2(tmp_path):
+    (tmp_path / "file").write_text("")
+    argv = ["--use_cpu", "--output_dir", str(tmp_path / "file"), "--dataset", str(tmp_path / "no.jsonl")]
+    done = preflight(*argv, "--model", str(DEMO_MODEL))
+    assert done.returncode == 1
+    assert "preflight: 2 failures (output folder, data: dataset no.jsonl)" in done.stdout
+    done = preflight("--no_such_option", UNSLOTH_DDP_EXIT_CODE_FILE=str(tmp_path / "code"))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert (
+        done.stderr
+        == "preflight: error: command line: there is no option no_such_option; python -m unsloth_ddp.preflight --help and "
+        "train_ddp.py --help list them all.\n"
+    )
+    assert (tmp_path / "code").read_text() == "2\n"
+
+
+def test_variables_that_cannot_be_read_are_a_row_too(tmp_path):
+    done = preflight("--use_cpu", NNODES="2")
+    assert done.returncode == 1
+    assert "NODE_RANK is not set on this node" in " ".join(done.stdout.split())
+    done = preflight("--use_cpu", "--json", str(tmp_path / "new" / "report.json"), NNODES="2")
+    report = json.loads((tmp_path / "new" / "report.json").read_text())
+    assert (done.returncode, report["exit_code"], report["checks"][0]["name"]) == (1, 1, "environment")
+
+
+def test_training_arguments_are_checked_only_where_they_are_not_the_defaults():
+    assert not training_arguments.needs_check(Settings(model="m", dataset=["d"], learning_rate=1.0))
+    for changed in ({"optim": "sgd"}, {"lr_scheduler_type": "cosine"}, {"trainer_args": {"adam_beta2": 0.9}}):
+        assert training_arguments.needs_check(Settings(model="m", dataset=["d"], **changed))
+    checked = training_arguments.TrainingArguments(Settings(model="m", dataset=["d"]))
+    assert checked.check(0) == training_arguments.Check("training arguments", {0: "defaults"})
+    checked.end()
+
+
+def test_training_arguments_are_refused_as_a_run_refuses_them(tmp_path, capsys):
+    path = tmp_path / "settings.yaml"
+    Settings(model="m", dataset=["d"], lr_scheduler_type="cosine_with_min_lr").save(path)
+    assert training_arguments.main(path) == 2
+    assert capsys.readouterr().out.startswith("lr_scheduler_type cosine_with_min_lr does not work with")
+    Settings(model="m", dataset=["d"], trainer_args={"no_such_field": 1}).save(path)
+    assert training_arguments.main(path) == 2
+    assert "SFTConfig has no field no_such_field" in capsys.readouterr().out
+    # A GPU may do what this process, on the CPU, cannot.
+    Settings(model="m", dataset=["d"], trainer_args={"tf32": True}, precision="bf16").save(path)
+    assert training_arguments.main(path) == 0
+
+
+@pytest.mark.parametrize(
+    ("script", "verdict", "value"),
+    [
+        ("raise SystemExit", "ok", "accepted"),
+        ("print('noise'); print('optim x is refused'); raise SystemExit(2)", "failure", "refused"),
+        ("raise ValueError('not expected')", "warning", "not checked: exit code 1: ValueError: not expected"),
+        ("import time; time.sleep(60)", "warning", "not checked: no answer in time"),
+    ],
+)
+def test_the_check_of_training_arguments_has_a_row(script, verdict, value, monkeypatch):
+    checked = training_arguments.TrainingArguments.__new__(training_arguments.TrainingArguments)
+    checked.command = background.BackgroundCommand([sys.executable, "-c", script])
+    monkeypatch.setattr(training_arguments, "LIMIT_SECONDS", 1 if "sleep" in script else 60)
+    found = checked.check(1)
+    assert (found.verdict, found.values[1]) == (verdict, value)
+    assert verdict != "failure" or found.remedy == "optim x is refused"
+
+
+@pytest.mark.parametrize(
+    ("launcher", "words", "devices", "verdict", "remedy"),
+    [
+        ({}, "", [], "ok", ""),
+        ({"UNSLOTH_FSDP2": "1"}, "", [], "failure", "sharding fsdp2 needs GPUs and none is used here"),
+        ({"UNSLOTH_FSDP2": "1"}, "", [{"name": "H200"}], "ok", ""),
+        ({"UNSLOTH_FSDP2": "1"}, "--gradient_checkpointing unsloth", [{"name": "H200"}], "failure", "does not go with"),
+        ({"ACCELERATE_USE_DEEPSPEED": "true"}, "", [{"name": "H200"}], "failure", "DeepSpeed, which is not installed"),
+        ({}, "--backend unsloth", [], "failure", "backend unsloth needs an accelerator"),
+    ],
+)
+def test_a_sharding_that_training_would_refuse_is_a_failure(
+    launcher, words, devices, verdict, remedy, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(node_checks, "read_driver_version", lambda: None)
+    monkeypatch.setattr("unsloth_ddp.distributed.sharding.importlib.util.find_spec", lambda name: None)
+    _, settings = parse(["--output_dir", str(tmp_path / "outputs"), *words.split()])
+    environ = {**os.environ, **launcher}
+    probed = folders.NodeFolders()
+    found = node_checks.check_machine(read_process_info(environ), settings, environ, probed, devices, "")
+    probed.remove()
+    row = next(check for check in found if check.name == "sharding")
+    assert (row.verdict, remedy in row.remedy) == (verdict, True), row

@@ -55,7 +55,7 @@ class Terminal:
 
 
 class Seen:
-    """What stands on a terminal after this output, scrolled lines included."""
+    """Return the lines on a terminal after this output, scrolled ones included."""
 
     def __init__(self, output: bytes, columns: int = COLUMNS, lines: int = LINES) -> None:
         self.screen = pyte.HistoryScreen(columns, lines, history=10_000)

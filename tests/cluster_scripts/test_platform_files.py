@@ -27,7 +27,7 @@ every_file = pytest.mark.parametrize("name", NAMES)
 
 @pytest.fixture
 def place(tmp_path):
-    """Where the commands run, on a machine with 8 GPUs."""
+    """Imitate a machine with 8 GPUs for the commands."""
     made = Workplace(tmp_path)
     made.tool("nvidia-smi", NVIDIA_SMI)
     (tmp_path / "rows.jsonl").write_text("{}\n")

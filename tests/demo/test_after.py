@@ -1,4 +1,4 @@
-"""What can be done with the demo's result: talk to it, merge it, and write what other programs need."""
+"""Talk to the demo's result, merge it, and write what other programs need."""
 
 from __future__ import annotations
 

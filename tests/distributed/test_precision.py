@@ -1,4 +1,4 @@
-"""Which precision a run computes in: on a CPU, on GPUs with bf16, and on older ones (T4, V100)."""
+"""Choose the precision that a run computes in: on a CPU, on GPUs with bf16, and on older ones (T4, V100)."""
 
 from __future__ import annotations
 

@@ -16,10 +16,12 @@ from unsloth_ddp.config.parse import parse_settings
 from unsloth_ddp.distributed import runtime as processes
 from unsloth_ddp.distributed.drift import REPLICATED
 from unsloth_ddp.distributed.sharding import check_sharding, sharding_warnings
+from unsloth_ddp.model import varlen
 from unsloth_ddp.model.attention import AttentionSetup, select_varlen_kernel
 from unsloth_ddp.model.gradient_checkpointing import kinds_here
 from unsloth_ddp.model.load import check_model
 from unsloth_ddp.model.source_check import check_quantization
+from unsloth_ddp.training.step_choice import obstacle
 from unsloth_ddp.utils.errors import UserError
 
 PAGE = (REPO / "docs" / "support.md").read_text()
@@ -101,6 +103,25 @@ def test_weights_are_compared_where_the_table_says(row: str, column: str, cell: 
     assert cell == ("yes" if place(column).sharding in REPLICATED else "no")
 
 
+@pytest.mark.parametrize(("row", "column", "cell"), [c for c in CELLS if c[0].startswith("CUDA graphs")])
+def test_cuda_graphs_are_used_where_the_table_says(
+    row: str, column: str, cell: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(varlen, "is_available", lambda: True)
+    where = place(column)
+    where.precision, where.ranks = "bf16", SimpleNamespace(world_size=2)
+    packed: Any = SimpleNamespace(train=SimpleNamespace(packing=object()))
+    assert cell == ("yes" if obstacle(parse(""), where, packed) is None else "no")
+    several = obstacle(parse("--method full"), where, packed)
+    assert several is not None
+    where.ranks.world_size = 1
+    assert (obstacle(parse("--method full"), where, packed) is None) == (cell == "yes")
+    padded: Any = SimpleNamespace(train=SimpleNamespace(packing=None))
+    assert obstacle(parse(""), where, padded) is not None
+    where.precision = "fp16"
+    assert obstacle(parse(""), where, packed) is not None
+
+
 @pytest.mark.parametrize(("row", "column", "cell"), [c for c in CELLS if c[0].startswith("nodes without")])
 def test_a_shared_disk_is_needed_where_the_table_says(row: str, column: str, cell: str) -> None:
     where = place(column)
@@ -116,7 +137,7 @@ def test_a_shared_disk_is_needed_where_the_table_says(row: str, column: str, cel
 def test_every_row_is_checked_by_one_of_these() -> None:
     kinds = ("`", "takes")
     rest = [row[0] for row in SUPPORT[1:] if not row[0].endswith(kinds)]
-    assert rest == ["weights compared between ranks", "nodes without a shared disk"]
+    assert rest == ["CUDA graphs, packed rows in bf16", "weights compared between ranks", "nodes without a shared disk"]
     assert len(SUPPORT[0]) == 1 + 1 + 2 * len(SHARDINGS)
 
 

@@ -1,4 +1,4 @@
-"""What vLLM is told of an adapter."""
+"""Tell vLLM of an adapter."""
 
 from __future__ import annotations
 

@@ -340,7 +340,7 @@ def test_a_function_of_the_notebook_called_like_one_that_generates_is_judged_by_
 
 
 def test_a_module_used_in_a_function_is_not_changed_by_it() -> None:
-    """Where `json.dump(...)` counted as a change of json, a later `json.load` for training would need the generation."""
+    """If `json.dump(...)` counted as a change of json, a later `json.load` for training would need the generation."""
     cells = (
         "import json, builtins\ndef show(m):\n    out = m.generate('x')\n    json.write(out)\n    return out",
         "answer = show(model)\nprint(answer)",

@@ -1,4 +1,4 @@
-"""What the tests of preflight share."""
+"""Share fixtures among the tests of preflight."""
 
 from __future__ import annotations
 

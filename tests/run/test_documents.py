@@ -1,4 +1,4 @@
-"""What a real run leaves to read, finished and stopped; a document that cannot be written costs one sentence."""
+"""Read what a real run leaves, finished and stopped; a document that cannot be written costs one sentence."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_a_stopped_run_has_a_report_and_goes_on_in_a_second_part(job):
 
 @pytest.fixture
 def trainer(tmp_path):
-    """What documents read of a trainer, of a run whose folder is there."""
+    """Stand in for a trainer: the parts that documents read, of a run whose folder is there."""
     folder = make_run(tmp_path / "r")
     state = json.loads((folder / "trainer_state.json").read_text())
     return SimpleNamespace(folder=folder, state=SimpleNamespace(**state))

@@ -1,4 +1,4 @@
-"""How an answer is generated, and what of it is written."""
+"""Check how an answer is generated, and which part of it is written."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run's folder tells of it: record.json, its states, its parts, and folders that are none."""
+"""Read a run from its folder: record.json, states, parts, and folders that are no run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which files of a run's folder are its result."""
+"""Find the files of a run's folder that are its result."""
 
 from __future__ import annotations
 

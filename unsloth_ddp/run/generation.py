@@ -20,7 +20,7 @@ MAX_NEW_TOKENS = 512
 
 @dataclass(frozen=True)
 class GenerationOptions:
-    """How to generate; None leaves a value to the model's generation config.
+    """Hold the settings of generation; None leaves a value to the model's generation config.
 
     Args:
         max_new_tokens: the length of an answer at most, in tokens.

@@ -18,7 +18,7 @@ ADAPTER, WHOLE = "adapter_model.safetensors", "model.safetensors"
 
 @dataclass(frozen=True)
 class RunResult:
-    """What a run has trained.
+    """Hold what a run has trained.
 
     Args:
         run: the folder of the run.

@@ -18,7 +18,7 @@ from unsloth_ddp.training.status import Status
 
 
 class View(Protocol):
-    """What shows a run; only the main process has one."""
+    """Return the display of a run; only the main process has one."""
 
     def begin(self, status: Status) -> None:
         """Show the state before the first step; `status` changes from now on."""

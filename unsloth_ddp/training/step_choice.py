@@ -37,7 +37,7 @@ LOSS_TOLERANCE, GRADIENT_TOLERANCE = 5e-3, 5e-2
 @sendable
 @dataclass(frozen=True)
 class StepChoice:
-    """Whether a run replays recorded micro-batches, and the reason in a few words."""
+    """Hold whether a run replays recorded micro-batches, and the reason in a few words."""
 
     recorded: bool
     reason: str

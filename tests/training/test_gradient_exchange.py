@@ -55,8 +55,11 @@ def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name.removeprefix("module."): p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-def compare(folder: str, breaks_at: int | None) -> None:
-    """One rank: a step with the exchange, broken off once on rank 1 if asked, and one with DDP alone."""
+def compare(folder: str, breaks_at: int | None, replays: tuple[int, ...] = ()) -> None:
+    """Take a step with the exchange, broken off once on rank 1 if asked, and one with DDP alone.
+
+    Ranks in `replays` compute without DDP's forward pass and average afterwards, as recorded steps do.
+    """
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel
 
@@ -85,7 +88,12 @@ def compare(folder: str, breaks_at: int | None) -> None:
             step(mine, exchange.last_pass, breaks_at)
         assert 0 < len(exchange.sent) < len(exchange.buckets)
         mine.zero_grad()
-    step(mine, exchange.last_pass)
+    if rank in replays:
+        for batch in (first, last):
+            mine.module(batch).square().sum().backward()
+        exchange.average()
+    else:
+        step(mine, exchange.last_pass)
     found = gradients(mine)
     assert torch.equal(found.pop("unused"), torch.zeros(3))
     assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
@@ -97,6 +105,15 @@ def compare(folder: str, breaks_at: int | None) -> None:
 @pytest.mark.parametrize("breaks_at", [None, 3])
 def test_gradients_are_those_of_ddp_to_the_bit(tmp_path: Path, breaks_at: int | None) -> None:
     run_ranks(2, compare, str(tmp_path), breaks_at, folder=tmp_path / "ranks").check()
+    for rank in range(2):
+        assert len((tmp_path / f"compared_{rank}").read_text().split()) == 2 * LAYERS
+
+
+@pytest.mark.parametrize("replays", [(0,), (0, 1)])
+def test_ranks_that_replay_average_alike_also_beside_one_that_does_not(
+    tmp_path: Path, replays: tuple[int, ...]
+) -> None:
+    run_ranks(2, compare, str(tmp_path), None, replays, folder=tmp_path / "ranks").check()
     for rank in range(2):
         assert len((tmp_path / f"compared_{rank}").read_text().split()) == 2 * LAYERS
 

@@ -20,7 +20,15 @@ from unsloth_ddp.model.packed_forward import PackedForward
 from unsloth_ddp.training.captured_step import CapturedStep, RecordingFailed, record_on_a_stream
 from unsloth_ddp.training.memory_search import MicroBatchDecision
 from unsloth_ddp.training.micro_batch_loss import MicroBatchRunner
-from unsloth_ddp.training.step_choice import StepChoice, check_recording, obstacle, refuse, shape_for, too_short
+from unsloth_ddp.training.step_choice import (
+    StepChoice,
+    check_recording,
+    obstacle,
+    refuse,
+    shape_for,
+    too_short,
+    untried,
+)
 
 
 class RecordedSteps:
@@ -44,6 +52,8 @@ class RecordedSteps:
         self.captured: CapturedStep | None = None
         against = "--cuda_graphs off" if settings.cuda_graphs == "off" else obstacle(settings, runtime, data)
         refuse(settings, against)
+        if settings.cuda_graphs == "auto":
+            against = against or untried(runtime)
         self.choice = StepChoice(against is None, against or "")
         if self.choice.recorded:
             record_on_a_stream(device)

@@ -41,7 +41,7 @@ WORKS = {
     "long": Work("long", 8192, 8, 128, 8192),
 }
 TINY_WORKS = {
-    "chat": Work("chat", 48, 4, 64, 28),
+    "chat": Work("chat", 48, 8, 64, 28),
     "full": Work("full", 48, 2, 32, 48),
     "long": Work("long", 96, 2, 16, 96),
 }

@@ -48,7 +48,7 @@ def describe_run(
             "device": runtime.device_name,
             **sharding,
             "backend": runtime.backend,
-            "precision": runtime.precision,
+            "precision": runtime.precision + (", products with frozen weights in FP8" if settings.fp8 else ""),
             "model": f"{settings.model} ({total:,} parameters{beside})",
             "method": f"{settings.method} ({trainable:,} trainable parameters, {trainable / total:.2%})",
             **describe_rows(settings, data, head_chooses=head_chooses),

@@ -105,4 +105,4 @@ def test_the_fields_of_sft_config_are_those_of_the_installed_trl() -> None:
 
     from trl.trainer.sft_config import SFTConfig
 
-    assert {f.name for f in dataclasses.fields(SFTConfig) if f.init} <= sft_config_fields()
+    assert {f.name for f in dataclasses.fields(SFTConfig) if f.init} <= sft_config_fields().keys()

@@ -36,7 +36,7 @@ def check_settings(settings: Settings) -> None:
         raise UserError("merge is for lora and qlora; method full already writes a whole model, so leave merge out.")
     _check_evaluation(settings)
     _check_names(settings)
-    check_trainer_args(settings.trainer_args)
+    check_trainer_args(settings)
     _check_streaming(settings)
     _check_run_name(settings.run_name)
     _check_paths(settings)

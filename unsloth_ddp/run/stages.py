@@ -60,7 +60,8 @@ def make_config(run: Run) -> Any:
     """Return TRL's SFTConfig; a mistake in it is found before rows are read, and with ZeRO-3 the model needs it."""
     from unsloth_ddp.training.sft_config import make_config
 
-    return make_config(run.settings, run.runtime, _request(run).plan, run.folder)
+    # Every rank refuses the same values, and only one of them tells.
+    return run.runtime.on_every_rank(lambda: make_config(run.settings, run.runtime, _request(run).plan, run.folder))
 
 
 def read_examples(run: Run) -> None:

@@ -86,8 +86,8 @@ def chat(argv: list[str]) -> None:
 
     check_trust(settings, trusted=given.trust_remote_code)
     check_trained(settings, result.folder)
-    if result.sentence:
-        print(result.sentence, file=sys.stderr, flush=True)
+    for sentence in result.sentences(plain=given.plain):
+        print(sentence, file=sys.stderr, flush=True)
     runtime = single_process(settings)
     with runtime.cleanup:
         # Standard output is for answers; Unsloth and downloads print there too.

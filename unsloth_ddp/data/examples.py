@@ -68,6 +68,12 @@ def held_out_examples(folder: Path, limit: int) -> list[Example]:
     return [Example(**json.loads(row["example"])) for row in rows.select(range(min(limit, len(rows))))]
 
 
+def trains_on_text(folder: Path) -> bool:
+    """Return whether the first training row is plain text, without messages."""
+    first = datasets.load_from_disk(folder / "examples_train")[0]
+    return json.loads(first["example"])["text"] is not None
+
+
 def split_rows(rows: datasets.Dataset, fraction: float, seed: int) -> tuple[datasets.Dataset, datasets.Dataset]:
     """Split off a fraction of the rows, drawn with a seed, for evaluation."""
     aside = round(len(rows) * fraction)

@@ -87,8 +87,8 @@ def export(argv: list[str]) -> None:
     tools = None
     if given.to in WITH_LLAMA_CPP:
         tools = find_llama_cpp(given.llama_cpp, quantize=given.quantize in QUANTIZED)
-    if result.sentence:
-        print(result.sentence, file=sys.stderr, flush=True)
+    for sentence in result.sentences(plain=given.plain):
+        print(sentence, file=sys.stderr, flush=True)
     use_cache_if_hub_is_unreachable(result.settings)
     quiet_imports()
     # Imported here, so that a mistake above is reported before the seconds that torch takes to load.

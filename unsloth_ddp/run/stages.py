@@ -134,7 +134,7 @@ def begin(run: Run, trainer: DDPTrainer, resume: ResumePoint | None) -> None:
     open_run_folder(settings, runtime, run.folder)
     start_logging(run.folder, runtime)
     trainer.checkpoints.open()
-    documents.begin(settings, runtime, trainer, run.folder, resume)
+    documents.begin(settings, runtime, trainer, run.folder, resume, plain_text=examples.trains_on_text(run.node_folder))
     for sentence in [*changes, *sharding.sharding_warnings(runtime.sharding, settings, runtime.ranks.nodes)]:
         print(sentence)
     described = summary_file.describe_run(

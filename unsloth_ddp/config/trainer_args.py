@@ -7,6 +7,7 @@ be accepted and then do nothing; the others would undo what it does.
 from __future__ import annotations
 
 import importlib.util
+import json
 from typing import Any
 
 from unsloth_ddp.config.aliases import ALIASES
@@ -150,30 +151,41 @@ NEEDS: dict[str, tuple[str, str]] = {
 }
 
 
+class RefusedField(UserError):
+    """A field of trainer_args that is refused; `name` is the field's."""
+
+    def __init__(self, name: str, sentence: str) -> None:
+        super().__init__(sentence)
+        self.name = name
+
+
 def check_trainer_args(settings: Settings) -> None:
     """Refuse fields that do not exist, are options of their own or decided by the kit, and values that cannot work.
 
     What only the libraries know, such as the arguments of an optimizer, is tried in training/optimizer_check.py.
 
     Raises:
-        UserError: naming the first of them and what to give instead.
+        RefusedField: naming the first of them and what to give instead.
     """
-    given, fields = settings.trainer_args, sft_config_fields()
-    for name, value in given.items():
-        if name in OWNED_ARGS or name in OPTIONS:
-            raise UserError(f"trainer_args: {name} is decided by the kit; {OWNED_ARGS.get(name, f'use --{name}')}.")
-        if fields and name not in fields:
-            alias = ALIASES.get(name)
-            hint = (
-                f"use --{alias.option}."
-                if alias and alias.option
-                else nearest(name, fields, "the documentation of TRL")
-            )
-            raise UserError(f"trainer_args: SFTConfig has no field {name}; {hint}")
-        if value is not None:
-            _check_type(name, value, fields.get(name, frozenset()))
-            _check_value(name, value)
+    for name, value in settings.trainer_args.items():
+        try:
+            _check_field(name, value)
+        except UserError as error:
+            raise RefusedField(name, str(error)) from None
     _check_together(settings)
+
+
+def _check_field(name: str, value: Any) -> None:
+    fields = sft_config_fields()
+    if name in OWNED_ARGS or name in OPTIONS:
+        raise UserError(f"trainer_args: {name} is decided by the kit; {OWNED_ARGS.get(name, f'use --{name}')}.")
+    if fields and name not in fields:
+        alias = ALIASES.get(name)
+        hint = f"use --{alias.option}." if alias and alias.option else nearest(name, fields, "the documentation of TRL")
+        raise UserError(f"trainer_args: SFTConfig has no field {name}; {hint}")
+    if value is not None:
+        _check_type(name, value, fields.get(name, frozenset()))
+        _check_value(name, value)
 
 
 def _check_type(name: str, value: Any, kinds: frozenset[str]) -> None:
@@ -225,16 +237,19 @@ def _check_together(settings: Settings) -> None:
     }
     for name, (needed, said) in NEEDS.items():
         if given.get(name) and not there[needed]:
-            raise UserError(f"trainer_args: {name} {_shown(given[name])} does nothing: {said}, or take {name} out.")
+            value = json.dumps(given[name])[:200]
+            raise RefusedField(name, f"trainer_args: {name} {value} does nothing: {said}, or take {name} out.")
     if given.get("torch_compile") is False and (given.get("torch_compile_backend") or given.get("torch_compile_mode")):
-        raise UserError(
+        raise RefusedField(
+            "torch_compile",
             "trainer_args: torch_compile is false, but torch_compile_backend and torch_compile_mode switch it on; keep one "
-            "or the other."
+            "or the other.",
         )
     if given.get("use_liger_kernel") and importlib.util.find_spec("liger_kernel") is None:
-        raise UserError(
+        raise RefusedField(
+            "use_liger_kernel",
             "trainer_args: use_liger_kernel needs the package liger-kernel, which is not installed; add it (uv pip install "
-            "liger-kernel), or take it out."
+            "liger-kernel), or take it out.",
         )
 
 

@@ -31,10 +31,11 @@ def train(run: Run) -> None:
     # Imports torch, which takes seconds: a mistake in the settings has been reported by now.
     from unsloth_ddp.run import stages
 
-    stages.read_examples(run)
-    resume = stages.find_resume_point(run)
+    stages.check_model(run)
     stages.import_backend(run)
     config = stages.make_config(run)
+    stages.read_examples(run)
+    resume = stages.find_resume_point(run)
     model, tokenizer = stages.load_model(run)
     data = stages.prepare_data(run, model, tokenizer, resume)
     trainer = stages.make_trainer(run, config, model, tokenizer, data)

@@ -167,7 +167,7 @@ def test_a_missing_file_is_refused(tmp_path: Path) -> None:
         (["--no_lora"], "command line: there is no option no_lora; "),
         (["--epochs", "3"], "command line: there is no option epochs; here it is num_train_epochs."),
         (["--node_rank", "3"], "there is no option node_rank; train_ddp.py --help lists them all."),
-        (["rows.jsonl"], "command line: rows.jsonl stands alone; every value follows an option such as --dataset."),
+        (["rows.jsonl"], "command line: rows.jsonl stands alone; every value follows an option."),
         (["--merge", "rows.jsonl"], "command line: merge is 'rows.jsonl', but it takes true or false."),
         (["--lora_r"], "command line: argument --lora_r: expected one argument."),
         (["--lora_r", "x"], "command line: lora_r is 'x', but it takes a whole number."),

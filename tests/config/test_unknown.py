@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import typing
 from typing import Any
 
@@ -105,4 +106,33 @@ def test_the_fields_of_sft_config_are_those_of_the_installed_trl() -> None:
 
     from trl.trainer.sft_config import SFTConfig
 
-    assert {f.name for f in dataclasses.fields(SFTConfig) if f.init} <= sft_config_fields()
+    assert {f.name for f in dataclasses.fields(SFTConfig) if f.init} <= sft_config_fields().keys()
+
+
+@pytest.mark.parametrize(
+    ("command", "words", "said"),
+    [
+        ("chat", "RUN --plane", "there is no option plane; did you mean plain?"),
+        ("chat", "RUN --max-new-token 5", "there is no option max_new_token; did you mean max_new_tokens?"),
+        ("export", "RUN --to gguf --quantise q8_0", "there is no option quantise; did you mean quantize?"),
+        ("export", "RUN --to gguf --lora_r 8", "there is no option lora_r; it is an option of train_ddp.py."),
+        ("runs", "--compair A B", "there is no option compair; did you mean compare?"),
+        ("runs", "--foo", "there is no option foo; python -m unsloth_ddp.runs --help lists them all."),
+        ("plan", "--gpus_per_nod 4", "there is no option gpus_per_nod; did you mean gpus_per_node?"),
+        ("port", "FILE --outptu x", "there is no option outptu; did you mean output?"),
+        ("chat", "RUN what is it", "what stands alone"),
+    ],
+)
+def test_every_command_names_the_nearest_of_its_options(
+    command: str, words: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main = importlib.import_module(f"unsloth_ddp.{command}.__main__").main
+    if command == "port":
+        with pytest.raises(SystemExit) as ended:
+            main(words.split())
+        code = ended.value.code
+    else:
+        code = main(words.split())
+    printed = capsys.readouterr().err
+    assert (code, len(printed.splitlines())) == (2, 1)
+    assert f"command line: {said}" in printed

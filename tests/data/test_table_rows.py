@@ -12,7 +12,8 @@ import pyarrow.parquet
 import pytest
 
 from unsloth_ddp.data.formats import Example, to_example
-from unsloth_ddp.data.sources import read_rows, without_filled_nulls
+from unsloth_ddp.data.sources import read_rows
+from unsloth_ddp.data.table_nulls import without_filled_nulls
 
 
 def tool(name: str, **properties: dict[str, Any]) -> dict[str, Any]:
@@ -31,7 +32,17 @@ def chat(call: dict[str, Any], **columns: Any) -> dict[str, Any]:
 
 
 NUMBER, TEXT = {"type": "number"}, {"type": "string", "enum": ["Rome", "Oslo"]}
+# As pydantic describes an optional argument, and as OpenAI's strict mode writes one that is required and may be null.
+OPTIONAL = {"anyOf": [{"type": "string"}, {"type": "null"}], "default": None}
+STRICT = tool("convert", amount=NUMBER, unit={"anyOf": [{"type": "string"}, {"type": "null"}]})
+LENIENT = tool("look", unit=OPTIONAL, place=TEXT)
+LENIENT["function"]["parameters"]["required"] = ["place"]
+NESTED = tool("book", seat={"type": "object", "properties": {"row": NUMBER, "side": NUMBER}, "required": ["row"]})
 ROWS: list[dict[str, Any]] = [
+    chat({"name": "convert", "arguments": {"amount": 3, "unit": None}}, tools=[STRICT, tool("now")]),
+    chat({"name": "look", "arguments": {"place": "Rome"}}, tools=[LENIENT]),
+    chat({"name": "look", "arguments": {"place": "Rome"}}, tools=[LENIENT, STRICT]),
+    chat({"name": "book", "arguments": {"seat": {"row": None}}}, tools=[NESTED]),
     chat({"name": "add", "arguments": {"a": 2, "b": 3}}, tools=[tool("add", a=NUMBER, b=NUMBER)]),
     chat({"name": "weather", "arguments": {"city": "Rome"}}, tools=[tool("weather", city=TEXT), tool("now")]),
     chat({"name": "find", "arguments": {"where": {"near": "Rome"}, "tags": ["a"]}}, tools=[tool("find", where=TEXT)]),
@@ -50,8 +61,10 @@ def expected(tmp_path: Path) -> list[Example]:
 
 
 def test_the_rows_have_what_they_say(expected: list[Example]) -> None:
-    assert expected[1].tools == ROWS[1]["tools"]
-    assert expected[1].messages[1]["tool_calls"][0]["function"]["arguments"] == {"city": "Rome"}
+    assert [example.tools for example in expected] == [row.get("tools") for row in ROWS]
+    calls = [row["messages"][1]["tool_calls"][0]["function"] for row in ROWS if "tools" in row]
+    read = [e.messages[1]["tool_calls"][0]["function"] for e in expected if e.tools]
+    assert [call["arguments"] for call in read] == [call["arguments"] for call in calls]
 
 
 @pytest.mark.parametrize("made_by", ["pyarrow", "datasets"])
@@ -87,6 +100,15 @@ def test_arguments_in_a_map_column_are_an_object(tmp_path: Path) -> None:
     pyarrow.parquet.write_table(table, tmp_path / "rows.parquet")
     (example,) = examples(str(tmp_path / "rows.parquet"))
     assert example.messages[0]["tool_calls"][0]["function"]["arguments"] == {"city": "Rome"}
+
+
+def test_a_null_argument_is_kept_if_the_tool_requires_it_also_where_tools_are_text() -> None:
+    row = chat({"name": "convert", "arguments": {"amount": 3, "unit": None, "city": None}})
+    for tools in ([STRICT], json.dumps([STRICT]), json.dumps([STRICT["function"]])):
+        kept = without_filled_nulls({**row, "tools": tools})
+        assert kept["messages"][1]["tool_calls"][0]["function"]["arguments"] == {"amount": 3, "unit": None}
+    without = without_filled_nulls(row)
+    assert without["messages"][1]["tool_calls"][0]["function"]["arguments"] == {"amount": 3}
 
 
 def test_nulls_in_lists_and_of_whole_columns_stay() -> None:

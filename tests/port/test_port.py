@@ -135,7 +135,8 @@ def test_a_file_of_llama_factory_with_its_list_of_data_sets(tmp_path: Path) -> N
     # Its own defaults.
     assert (settings.lora_r, settings.lora_alpha, settings.learning_rate) == (8, 16, 5e-5)
     assert (settings.precision, settings.eval_strategy, settings.eval_steps) == ("bf16", "steps", 100)
-    assert result.left_out["ddp_timeout"] == "ddp_timeout is 180000000, but it has to be 10,000,000 or below"
+    assert result.left_out["ddp_timeout"] == "180000000, but it has to be 10,000,000 or below"
+    assert "dataset_dir" not in result.left_out
 
 
 def test_a_data_set_that_is_nowhere_is_a_thing_to_do() -> None:
@@ -264,3 +265,12 @@ def test_what_the_kit_refuses_is_told_in_the_result() -> None:
         ported("base_model: m\ndatasets: [{path: d}]\nval_set_size: 0.1\ntest_datasets: [{path: e}]\n"), Path("x")
     )
     assert "# To do before it runs:\n#   eval_fraction and eval_dataset are both given" in text
+
+
+def test_a_field_that_would_do_nothing_here_is_left_out_with_the_reason(tmp_path: Path) -> None:
+    given = {"model_name_or_path": "m", "dataset_name": "d", "eval_strategy": "no", "output_dir": "out"}
+    fields = {"dataloader_persistent_workers": True, "metric_for_best_model": "eval_loss", "adam_beta2": 0.95}
+    result = port({**given, **fields}, TRL, tmp_path)
+    assert result.options["trainer_args"] == {"adam_beta2": 0.95}
+    assert result.left_out["dataloader_persistent_workers"].startswith("true does nothing: no processes load rows")
+    assert "there are no evaluation rows" in result.left_out["metric_for_best_model"]

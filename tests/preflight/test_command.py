@@ -6,6 +6,8 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -112,6 +114,41 @@ def test_a_failure_is_exit_code_1_and_a_mistake_2(tmp_path):
         "train_ddp.py --help list them all.\n"
     )
     assert (tmp_path / "code").read_text() == "2\n"
+
+
+def rows_check(folder: Path, *sources: str, **options: Any) -> Check:
+    """The row of the table about the rows of these files in a folder."""
+    dataset = [one if "/" in one else str(folder / one) for one in sources]
+    settings = Settings(model=str(DEMO_MODEL), dataset=dataset, use_cpu=True, **options)
+    checks = node_checks.check_machine(read_process_info({}), settings, {}, folders.NodeFolders(), [], "")
+    return next(check for check in checks if check.name == "rows")
+
+
+def test_the_first_rows_of_every_file_are_read_as_a_run_reads_them(tmp_path: Path) -> None:
+    good = json.dumps({"text": "words"})
+    (tmp_path / "good.jsonl").write_text(f"{good}\n" * 150)
+    (tmp_path / "bad.jsonl").write_text(f'{good}\n{{"question": "Who?"}}\n')
+    (tmp_path / "late.jsonl").write_text(f"{good}\n" * 100 + "no JSON\n")
+    (tmp_path / "empty.jsonl").write_text("")
+    (tmp_path / "notes.txt").write_text("words")
+    assert rows_check(tmp_path, "good.jsonl", "late.jsonl") == Check("rows", {0: "first 200 of 2 files"})
+    for source, said in (
+        ("bad.jsonl", f"{tmp_path}/bad.jsonl:2: unknown columns (question); accepted columns"),
+        ("empty.jsonl", "empty.jsonl holds no rows"),
+        ("notes.txt", "notes.txt is not a .jsonl"),
+        (".", "is a folder"),
+    ):
+        refused = rows_check(tmp_path, "good.jsonl", source)
+        assert refused.verdict == "failure" and said in refused.remedy
+    evaluated = rows_check(tmp_path, "good.jsonl", eval_dataset=[str(tmp_path / "bad.jsonl")])
+    assert "bad.jsonl:2" in evaluated.remedy
+    # The row `data` reports a file that is missing, and a folder of a stream may hold empty files.
+    assert rows_check(tmp_path, "good.jsonl", "no.jsonl").values == {0: "first 100 of 1 file"}
+    (tmp_path / "shards").mkdir()
+    for name in ("good", "empty"):
+        (tmp_path / f"{name}.jsonl").rename(tmp_path / "shards" / f"{name}.jsonl")
+    streamed = rows_check(tmp_path, "shards", "owner/name", streaming=True)
+    assert streamed == Check("rows", {0: "first 100 of 2 files; Hub datasets not read"})
 
 
 def test_variables_that_cannot_be_read_are_a_row_too(tmp_path):

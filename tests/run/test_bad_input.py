@@ -106,6 +106,15 @@ MISTAKES = {
         f'{GOOD} --trainer_args {{"neftune_noise_alfa":1}}',
         "did you mean neftune_noise_alpha",
     ),
+    # What only the libraries know is tried before the broken row is read.
+    "arguments of the optimizer": (
+        f'--model {DEMO_MODEL} --dataset broken.jsonl --optim sgd --trainer_args {{"adam_beta1":0.5}}',
+        "adam_beta1 changes nothing in optim sgd; take it out",
+    ),
+    "unknown compiler": (
+        f'--model {DEMO_MODEL} --dataset broken.jsonl --trainer_args {{"torch_compile_backend":"inducter"}}',
+        "torch_compile_backend is 'inducter', but torch and accelerate know .*inductor",
+    ),
 }
 
 

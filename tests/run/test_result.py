@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from pathlib import Path
 
 import pytest
 
 from unsloth_ddp.checkpoints import manifest
 from unsloth_ddp.checkpoints.manifest import Manifest
+from unsloth_ddp.config.checks import with_full_paths
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.run.result import find_result
 from unsloth_ddp.utils.errors import UserError
@@ -105,3 +108,39 @@ def test_a_run_of_another_version_is_refused(run: Path) -> None:
     path = run / "checkpoint-5" / manifest.FILE_NAME
     path.write_text(path.read_text().replace('"format": 1', '"format": 9'))
     assert "is of format 9, which this release does not read" in refused(run)
+
+
+def test_a_base_model_is_found_from_another_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "demo" / "model").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    given = Settings(model="demo/model", dataset=["owner/rows"], chat_template="chatml", output_dir="outputs")
+    saved = with_full_paths(dataclasses.asdict(given))
+    assert saved["model"] == str(tmp_path / "demo" / "model")
+    # A name of the Hub, a word and the folder of the results stay as they were given.
+    assert (saved["dataset"], saved["chat_template"], saved["output_dir"]) == (["owner/rows"], "chatml", "outputs")
+
+
+def test_a_base_model_that_is_gone_is_said_with_where_it_was_looked_for(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add_checkpoint(run, 5)
+    (run / "record.json").write_text(json.dumps({"format": 1, "model": {"local": True}, "data": {}}))
+    monkeypatch.chdir(tmp_path)
+    Settings(model="demo/model", dataset=["d"], run_name="run").save(run / "settings.yaml")
+    said = refused(run)
+    assert f"looked for {tmp_path}/demo/model and {run}/demo/model" in said and f"model in {run}/settings.yaml" in said
+    Settings(model=f"{tmp_path}/gone", dataset=["d"], run_name="run").save(run / "settings.yaml")
+    assert f"looked for {tmp_path}/gone. " in refused(run)
+    (tmp_path / "demo" / "model").mkdir(parents=True)
+    Settings(model="demo/model", dataset=["d"], run_name="run").save(run / "settings.yaml")
+    assert find_result(str(run)).step == 5
+
+
+def test_a_run_on_plain_text_says_how_to_ask_it(run: Path) -> None:
+    add_checkpoint(run, 5)
+    (run / "record.json").write_text(json.dumps({"format": 1, "data": {"plain_text": True}}))
+    found = find_result(str(run))
+    assert "trained on plain text, without a chat template; add --plain" in found.sentences(plain=False)[-1]
+    assert found.sentences(plain=True) == [found.sentence]
+    (run / "record.json").write_text("damaged")
+    assert find_result(str(run)).sentences(plain=False) == [found.sentence]

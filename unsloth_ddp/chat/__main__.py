@@ -16,9 +16,8 @@ import contextlib
 import math
 import sys
 
-from unsloth_ddp.config.command_line import Parser
+from unsloth_ddp.config.command_line import Parser, run_command
 from unsloth_ddp.data.hub import use_cache_if_hub_is_unreachable
-from unsloth_ddp.distributed.exit_codes import EXIT_USER_ERROR
 from unsloth_ddp.distributed.runtime import let_idle_threads_sleep, quiet_imports
 from unsloth_ddp.run.result import find_result
 from unsloth_ddp.utils.errors import UserError
@@ -27,12 +26,7 @@ from unsloth_ddp.utils.streams import protect_streams
 
 def make_parser() -> Parser:
     """Return the parser of the command line."""
-    parser = Parser(
-        prog="python -m unsloth_ddp.chat",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = Parser("python -m unsloth_ddp.chat", __doc__)
     parser.add_argument("run", metavar="RUN", help="folder of a run, or a checkpoint in it")
     parser.add_argument("--ask", metavar="TEXT", help="print the answer to this question, and end")
     parser.add_argument("--compare", action="store_true", help="let the base model answer too, before the trained one")
@@ -86,8 +80,8 @@ def chat(argv: list[str]) -> None:
 
     check_trust(settings, trusted=given.trust_remote_code)
     check_trained(settings, result.folder)
-    if result.sentence:
-        print(result.sentence, file=sys.stderr, flush=True)
+    for sentence in result.sentences(plain=given.plain):
+        print(sentence, file=sys.stderr, flush=True)
     runtime = single_process(settings)
     with runtime.cleanup:
         # Standard output is for answers; Unsloth and downloads print there too.
@@ -107,14 +101,7 @@ def chat(argv: list[str]) -> None:
 
 def main(argv: list[str]) -> int:
     """Chat; return the exit code."""
-    try:
-        chat(argv)
-    except UserError as error:
-        print(f"chat: error: {error}", file=sys.stderr, flush=True)
-        return EXIT_USER_ERROR
-    except KeyboardInterrupt:
-        return 130
-    return 0
+    return run_command("chat", chat, argv)
 
 
 if __name__ == "__main__":

@@ -47,7 +47,7 @@ RENAMED = {
     "lora_target_modules": "target_modules/S",
     "lora_modules_to_save": "modules_to_save/S additional_target/L",
     "use_rslora": "peft_use_rslora/A",
-    "dataset": "dataset_name/T data_path/G train_file/G train_data/G data_files/G train_dataset/G",
+    "dataset": "dataset_name/T data/G data_path/G train_file/G train_data/G data_files/G train_dataset/G",
     "dataset_split": "dataset_train_split/T",
     "eval_dataset_split": "dataset_test_split/T",
     "eval_dataset": "val_dataset/S eval_data_path/G validation_file/G eval_file/G",

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from unsloth_ddp.config.options import OPTIONS, DataSettings, Settings, TrainingSettings
 from unsloth_ddp.config.trainer_args import check_trainer_args
@@ -36,7 +38,7 @@ def check_settings(settings: Settings) -> None:
         raise UserError("merge is for lora and qlora; method full already writes a whole model, so leave merge out.")
     _check_evaluation(settings)
     _check_names(settings)
-    check_trainer_args(settings.trainer_args)
+    check_trainer_args(settings)
     _check_streaming(settings)
     _check_run_name(settings.run_name)
     _check_paths(settings)
@@ -140,3 +142,20 @@ def full_path(name: str, path: Path) -> Path:
         reason = str(getattr(error, "strerror", error)).rstrip(".")
         raise UserError(f"{name} {str(path)[:200]} cannot be looked up: {reason}; give another.") from None
     return full
+
+
+def with_full_paths(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options with every path that leads to something on this machine in full, so that they mean the same anywhere."""
+    return {name: _full_if_there(name, value) if name in OPTIONS else value for name, value in options.items()}
+
+
+def _full_if_there(name: str, value: Any) -> Any:
+    if isinstance(value, list):
+        return [_full_if_there(name, item) for item in value]
+    if OPTIONS[name].path != "read" or value in OPTIONS[name].words or not isinstance(value, str):
+        return value
+    try:
+        path = Path(value).expanduser()
+        return str(path.resolve()) if path.exists() else value
+    except (OSError, RuntimeError, ValueError):
+        return value

@@ -1,4 +1,4 @@
-"""Define the command line: one group of options per topic, every value as text."""
+"""Define the command lines: that of train_ddp.py, with one group of options per topic, and those of the commands."""
 
 from __future__ import annotations
 
@@ -6,14 +6,39 @@ import argparse
 import dataclasses
 import sys
 import typing
+from collections.abc import Callable
 from typing import Any, Literal, NoReturn
 
 from unsloth_ddp.config.options import OPTIONS, TOPICS, TYPES, Settings
+from unsloth_ddp.config.unknown import Command, unknown_options, unknown_words
 from unsloth_ddp.utils.errors import UserError
 
 
 class Parser(argparse.ArgumentParser):
-    """Raise instead of printing the usage from every rank, and read - and _ in option names alike."""
+    """Raise instead of printing the usage from every rank, and read - and _ in option names alike.
+
+    Args:
+        prog: the command, as a user types it.
+        description: shown by --help as it is written.
+        takes_settings: the options of train_ddp.py may stand beside its own; parse_settings reads them.
+    """
+
+    def __init__(self, prog: str, description: str | None, *, takes_settings: bool = False, **given: Any) -> None:
+        super().__init__(
+            prog=prog,
+            description=description,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+            **given,
+        )
+        self.takes_settings = takes_settings
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse as argparse does; unknown options are refused with the nearest one."""
+        found, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            raise unknown_options(unknown_words(unknown), "command line", self.command())
+        return found
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse as argparse does, with --global-batch-size read as --global_batch_size."""
@@ -23,31 +48,32 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise UserError(f"command line: {message}.")
 
-    def own_options(self) -> list[str]:
-        """Return the names of the options, without dashes."""
-        return [name.lstrip("-") for action in self._actions for name in action.option_strings]
+    def command(self) -> Command:
+        """Return what a refusal has to know of this command."""
+        own = tuple(name.lstrip("-") for action in self._actions for name in action.option_strings)
+        return Command(self.prog, own, self.takes_settings)
 
 
 def make_command_parser(prog: str, description: str | None) -> Parser:
     """Return the parser of a command with options of its own; all others are left to parse_settings."""
-    return Parser(
-        prog=prog,
-        description=description,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-        epilog="All other options are those of train_ddp.py.",
-    )
+    return Parser(prog, description, takes_settings=True, epilog="All other options are those of train_ddp.py.")
+
+
+def run_command(name: str, work: Callable[[list[str]], None], argv: list[str]) -> int:
+    """Run a command and return its exit code; a user's mistake is one sentence that begins with the command's name."""
+    try:
+        work(argv)
+    except UserError as error:
+        print(f"{name}: error: {error}", file=sys.stderr, flush=True)
+        return UserError.exit_code
+    except KeyboardInterrupt:
+        return 130
+    return 0
 
 
 def make_parser(description: str) -> Parser:
     """Return the parser of train_ddp.py's options, each as text that convert_value reads."""
-    parser = Parser(
-        prog="train_ddp.py",
-        description=description,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-        argument_default=argparse.SUPPRESS,
-    )
+    parser = Parser("train_ddp.py", description, argument_default=argparse.SUPPRESS)
     parser.add_argument("--config", metavar="FILE", help="YAML file of options; the command line wins over it.")
     defaults = Settings()
     for topic in TOPICS:

@@ -7,14 +7,13 @@ is also why TRL's own TrlParser, whose conventions this follows, is not used.
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
 from unsloth_ddp.config.checks import check_settings, full_path
 from unsloth_ddp.config.command_line import Parser, make_parser
 from unsloth_ddp.config.options import OPTIONS, Settings
-from unsloth_ddp.config.unknown import unknown_options
+from unsloth_ddp.config.unknown import unknown_options, unknown_words
 from unsloth_ddp.config.values import convert_value
 from unsloth_ddp.config.yaml_file import Unreadable, read_yaml
 from unsloth_ddp.utils.errors import UserError, os_reason
@@ -35,7 +34,7 @@ def parse_settings(argv: list[str], description: str = "", command: Parser | Non
     """
     given, unknown = make_parser(description).parse_known_args(argv)
     if unknown:
-        raise unknown_options(_unknown_words(unknown), "command line", command)
+        raise unknown_options(unknown_words(unknown), "command line", command.command() if command else None)
     on_command_line = {
         # Written as absolute paths, because in the saved settings ./ will mean the run's own folder.
         name: _relative_to(Path.cwd(), name, convert_value(name, value, "command line"))
@@ -48,25 +47,6 @@ def parse_settings(argv: list[str], description: str = "", command: Parser | Non
     settings = Settings(**{**(read_config(Path(config)) if config else {}), **on_command_line})
     check_settings(settings)
     return settings
-
-
-def _unknown_words(words: list[str]) -> dict[str, str | None]:
-    """Return the options among words that argparse left, with their values.
-
-    Raises:
-        UserError: a value stands without an option before it.
-    """
-    found: dict[str, str | None] = {}
-    name = ""
-    for word in words:
-        if re.match(r"--?[A-Za-z_]", word):
-            name, equals, value = word.lstrip("-").partition("=")
-            found[name] = value if equals else None
-        elif not found:
-            raise UserError(f"command line: {word} stands alone; every value follows an option such as --dataset.")
-        else:
-            found[name] = found[name] or word
-    return found
 
 
 def read_config(path: Path) -> dict[str, Any]:

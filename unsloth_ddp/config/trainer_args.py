@@ -1,4 +1,4 @@
-"""Refuse fields of TRL's SFTConfig that `trainer_args` may not set, and numbers that would fail late.
+"""Refuse fields of TRL's SFTConfig that `trainer_args` may not set, and values that would fail late or do nothing.
 
 The kit reads, orders, pads and packs the rows, computes the loss and evaluates by itself, so that most owned fields would
 be accepted and then do nothing; the others would undo what it does.
@@ -6,13 +6,14 @@ be accepted and then do nothing; the others would undo what it does.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import importlib.util
+import json
 from typing import Any
 
 from unsloth_ddp.config.aliases import ALIASES
 from unsloth_ddp.config.declare import Bounds
-from unsloth_ddp.config.options import OPTIONS
-from unsloth_ddp.config.upstream_names import sft_config_fields
+from unsloth_ddp.config.options import OPTIONS, Settings
+from unsloth_ddp.config.upstream_names import KINDS, nearest, sft_config_fields
 from unsloth_ddp.utils.errors import UserError
 
 PACKING = "use --packing; what is not packed is padded to the longest row of its micro-batch"
@@ -105,20 +106,152 @@ NUMBERS = {
 }
 
 
-def check_trainer_args(given: Mapping[str, Any]) -> None:
-    """Refuse fields that are options of their own or that the kit decides, and numbers out of bounds.
+# Texts that Transformers refuses late or never.
+TEXTS = {
+    "log_level": ("detail", "debug", "info", "warning", "error", "critical", "passive"),
+    "log_level_replica": ("detail", "debug", "info", "warning", "error", "critical", "passive"),
+    "logging_strategy": ("no", "steps", "epoch"),
+    "debug": ("", "underflow_overflow"),
+    "dataloader_multiprocessing_context": ("fork", "spawn", "forkserver"),
+    "torch_compile_mode": ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"),
+    # An evaluation has no other metric.
+    "metric_for_best_model": ("loss", "eval_loss"),
+}
+COUNTED_TOKENS = ("all", "non_padding", "no")
+# What torch.utils.checkpoint takes of plain values.
+CHECKPOINT_KEYWORDS = {
+    "use_reentrant": (True, False),
+    "preserve_rng_state": (True, False),
+    "determinism_check": ("default", "none"),
+    "debug": (True, False),
+    "early_stop": (True, False),
+}
+NO_WORKERS = "no processes load rows; give dataloader_num_workers too"
+NO_EVALUATION = "there are no evaluation rows; give --eval_dataset or --eval_fraction"
+# Fields that do nothing without another field or option: what they need, and what to say.
+NEEDS: dict[str, tuple[str, str]] = {
+    "dataloader_persistent_workers": ("workers", NO_WORKERS),
+    "dataloader_prefetch_factor": ("workers", NO_WORKERS),
+    "dataloader_multiprocessing_context": ("workers", NO_WORKERS),
+    "liger_kernel_config": ("liger", "Liger's kernels are not asked for; give use_liger_kernel too"),
+    "eval_delay": ("evaluation", NO_EVALUATION),
+    "eval_on_start": ("evaluation", NO_EVALUATION),
+    "load_best_model_at_end": ("evaluation", NO_EVALUATION),
+    "metric_for_best_model": ("evaluation", NO_EVALUATION),
+    "greater_is_better": ("evaluation", NO_EVALUATION),
+    "gradient_checkpointing_kwargs": (
+        "checkpointing",
+        "it needs a kind to go with; give --gradient_checkpointing torch or unsloth, because auto sets its own and none "
+        "has none",
+    ),
+    **dict.fromkeys(
+        ("project", "trackio_space_id", "trackio_bucket_id", "trackio_static_space_id"),
+        ("trackio", "it is for the tracker trackio, which gets no reports; give --report_to trackio too"),
+    ),
+}
+
+
+class RefusedField(UserError):
+    """A field of trainer_args that is refused; `name` is the field's."""
+
+    def __init__(self, name: str, sentence: str) -> None:
+        super().__init__(sentence)
+        self.name = name
+
+
+def check_trainer_args(settings: Settings) -> None:
+    """Refuse fields that do not exist, are options of their own or decided by the kit, and values that cannot work.
+
+    What only the libraries know, such as the arguments of an optimizer, is tried in training/optimizer_check.py.
 
     Raises:
-        UserError: naming the first of them and what to give instead.
+        RefusedField: naming the first of them and what to give instead.
     """
-    for name, value in given.items():
-        if name in OWNED_ARGS or name in OPTIONS:
-            raise UserError(f"trainer_args: {name} is decided by the kit; {OWNED_ARGS.get(name, f'use --{name}')}.")
+    for name, value in settings.trainer_args.items():
+        try:
+            _check_field(name, value)
+        except UserError as error:
+            raise RefusedField(name, str(error)) from None
+    _check_together(settings)
+
+
+def _check_field(name: str, value: Any) -> None:
+    fields = sft_config_fields()
+    if name in OWNED_ARGS or name in OPTIONS:
+        raise UserError(f"trainer_args: {name} is decided by the kit; {OWNED_ARGS.get(name, f'use --{name}')}.")
+    if fields and name not in fields:
         alias = ALIASES.get(name)
-        if alias and alias.option and name not in sft_config_fields():
-            raise UserError(f"trainer_args: SFTConfig has no field {name}; use --{alias.option}.")
-        if name not in NUMBERS or value is None:
-            continue
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise UserError(f"trainer_args: {name} is {str(value)[:200]!r}, but it takes a number.")
+        hint = f"use --{alias.option}." if alias and alias.option else nearest(name, fields, "the documentation of TRL")
+        raise UserError(f"trainer_args: SFTConfig has no field {name}; {hint}")
+    if value is not None:
+        _check_type(name, value, fields.get(name, frozenset()))
+        _check_value(name, value)
+
+
+def _check_type(name: str, value: Any, kinds: frozenset[str]) -> None:
+    """Refuse a value of another type, which TRL would accept: the text "false" would count as true."""
+    # A whole number is a number too; true is none, although Python has it so.
+    if kinds and type(value).__name__ not in kinds and not (type(value) is int and "float" in kinds):
+        takes = " or ".join(said for kind, said in KINDS.items() if kind in kinds)
+        raise UserError(f"trainer_args: {name} is {_shown(value)}, but it takes {takes}.")
+
+
+def _check_value(name: str, value: Any) -> None:
+    if name in NUMBERS:
         NUMBERS[name].check(f"trainer_args: {name}", value)
+    accepted: tuple[Any, ...] = TEXTS.get(name, ())
+    if name == "include_num_input_tokens_seen" and isinstance(value, str):
+        accepted = COUNTED_TOKENS
+    if accepted and value not in accepted:
+        listed = ", ".join(one for one in accepted if one)
+        raise UserError(f"trainer_args: {name} is {_shown(value)}, but it takes {listed}.")
+    if name == "greater_is_better" and value:
+        raise UserError(
+            "trainer_args: greater_is_better true keeps the checkpoint with the highest loss, the only metric of an "
+            "evaluation; leave it out."
+        )
+    if name == "gradient_checkpointing_kwargs":
+        for key, item in value.items():
+            choices = CHECKPOINT_KEYWORDS.get(key)
+            if choices is None:
+                raise UserError(
+                    f"trainer_args: gradient_checkpointing_kwargs has no keyword {key[:100]}; "
+                    f"{nearest(key, CHECKPOINT_KEYWORDS, 'the documentation of torch.utils.checkpoint')}"
+                )
+            if not any(item is choice or (isinstance(item, str) and item == choice) for choice in choices):
+                takes = "true or false" if True in choices else " or ".join(map(str, choices))
+                raise UserError(
+                    f"trainer_args: gradient_checkpointing_kwargs: {key} is {_shown(item)}, but it takes {takes}."
+                )
+
+
+def _check_together(settings: Settings) -> None:
+    """Refuse fields that would do nothing without another one."""
+    given = settings.trainer_args
+    there = {
+        "workers": bool(given.get("dataloader_num_workers")),
+        "liger": bool(given.get("use_liger_kernel")),
+        "evaluation": bool(settings.eval_dataset or settings.eval_fraction),
+        "checkpointing": settings.gradient_checkpointing in ("torch", "unsloth"),
+        "trackio": "trackio" in settings.report_to or settings.report_to == ["all"],
+    }
+    for name, (needed, said) in NEEDS.items():
+        if given.get(name) and not there[needed]:
+            value = json.dumps(given[name])[:200]
+            raise RefusedField(name, f"trainer_args: {name} {value} does nothing: {said}, or take {name} out.")
+    if given.get("torch_compile") is False and (given.get("torch_compile_backend") or given.get("torch_compile_mode")):
+        raise RefusedField(
+            "torch_compile",
+            "trainer_args: torch_compile is false, but torch_compile_backend and torch_compile_mode switch it on; keep one "
+            "or the other.",
+        )
+    if given.get("use_liger_kernel") and importlib.util.find_spec("liger_kernel") is None:
+        raise RefusedField(
+            "use_liger_kernel",
+            "trainer_args: use_liger_kernel needs the package liger-kernel, which is not installed; add it (uv pip install "
+            "liger-kernel), or take it out.",
+        )
+
+
+def _shown(value: Any) -> str:
+    return repr(str(value)[:200])

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from unsloth_ddp.config.aliases import ALIASES, TOOLS
-from unsloth_ddp.config.command_line import Parser
 from unsloth_ddp.config.options import OPTIONS
 from unsloth_ddp.config.trainer_args import OWNED_ARGS
 from unsloth_ddp.config.upstream_names import sft_config_fields
@@ -21,18 +21,36 @@ LONGEST_NAME = 60
 MANY = 3
 
 
-def unknown_options(given: Mapping[str, Any], source: str | Path, command: Parser | None = None) -> UserError:
+class Command(NamedTuple):
+    """A command with options of its own.
+
+    Args:
+        prog: the command, as a user types it.
+        own: the names of its options.
+        takes_settings: those of train_ddp.py may stand beside them.
+    """
+
+    prog: str
+    own: tuple[str, ...]
+    takes_settings: bool
+
+
+def unknown_options(given: Mapping[str, Any], source: str | Path, command: Command | None = None) -> UserError:
     """Return the refusal of all options of a file or command line that do not exist.
 
     Args:
         given: Their values by name; None where the value is not known.
         source: The file, or "command line".
-        command: As for parse_settings.
+        command: Whose command line it is, if it is not train_ddp.py's.
     """
     of_command_line = not isinstance(source, Path)
-    known = [*(command.own_options() if command else []), *OPTIONS]
-    hints = {name: _hint(name, value, known, of_command_line) for name, value in given.items()}
-    lists = f"{command.prog} --help and train_ddp.py --help list" if command else "train_ddp.py --help lists"
+    own = command.own if command else ()
+    if command and not command.takes_settings:
+        hints = {name: _own_hint(name, own) for name in given}
+        lists = f"{command.prog} --help lists"
+    else:
+        hints = {name: _hint(name, value, [*own, *OPTIONS], of_command_line) for name, value in given.items()}
+        lists = f"{command.prog} --help and train_ddp.py --help list" if command else "train_ddp.py --help lists"
     if len(given) == 1:
         name, hint = next(iter(hints.items()))
         said = f"there is no option {name[:LONGEST_NAME]}; {hint or f'{lists} them all'}"
@@ -44,6 +62,36 @@ def unknown_options(given: Mapping[str, Any], source: str | Path, command: Parse
     if tool and not of_command_line:
         said += f". python -m unsloth_ddp.port {source} turns a file of {tool} into one of this kit"
     return UserError(f"{source}: {said}{'' if said.endswith('?') else '.'}")
+
+
+def unknown_words(words: list[str]) -> dict[str, str | None]:
+    """Return the options among words that argparse left, with their values.
+
+    Raises:
+        UserError: a value stands without an option before it.
+    """
+    found: dict[str, str | None] = {}
+    name = ""
+    for word in words:
+        if re.match(r"--?[A-Za-z_]", word):
+            name, equals, value = word.lstrip("-").partition("=")
+            found[name] = value if equals else None
+        elif not found:
+            raise UserError(f"command line: {word} stands alone; every value follows an option.")
+        else:
+            found[name] = found[name] or word
+    return found
+
+
+def _own_hint(name: str, own: Sequence[str]) -> str:
+    """Return what to give instead of an option that a command without train_ddp.py's options does not have."""
+    if near := _near(name, own):
+        return f"did you mean {near}?"
+    return "it is an option of train_ddp.py" if name in OPTIONS else ""
+
+
+def _near(name: str, known: Sequence[str]) -> str | None:
+    return next(iter(difflib.get_close_matches(name[:100], known, n=1, cutoff=0.75)), None)
 
 
 def _hint(name: str, value: Any, known: Sequence[str], of_command_line: bool) -> str:
@@ -60,11 +108,11 @@ def _hint(name: str, value: Any, known: Sequence[str], of_command_line: bool) ->
     if name in sft_config_fields():
         return "give it in trainer_args"
     # A misspelt name only: a name that shares a word with another, such as micro_batch_size, may mean something else.
-    near = difflib.get_close_matches(name[:100], [*known, *ALIASES], n=1, cutoff=0.75)
-    if near and (alias := ALIASES.get(near[0])):
+    near = _near(name, [*known, *ALIASES])
+    if near and (alias := ALIASES.get(near)):
         return f"did you mean {alias.option}?" if alias.option else ""
     if near:
-        return f"did you mean {near[0]}?"
+        return f"did you mean {near}?"
     holding = [other for other in known if len(name) > 3 and f"_{name}_" in f"_{other}_"]
     return f"did you mean {' or '.join(holding)}?" if 0 < len(holding) < 4 else ""
 

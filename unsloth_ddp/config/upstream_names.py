@@ -21,6 +21,15 @@ NAMES = {
     "lr_scheduler_type": ("trainer_utils.py", "SchedulerType"),
     "report_to": ("integrations/integration_utils.py", "INTEGRATION_TO_CALLBACK"),
 }
+# The types that JSON and YAML have, as a user would call them.
+KINDS = {
+    "bool": "true or false",
+    "int": "a whole number",
+    "float": "a number",
+    "str": "a text",
+    "dict": "a mapping",
+    "list": "a list",
+}
 # The classes that together hold SFTConfig's fields.
 SFT_CONFIG = (
     ("trl", "trainer/sft_config.py", "SFTConfig"),
@@ -37,10 +46,36 @@ def known_names(option: str) -> tuple[str, ...]:
 
 
 @functools.cache
-def sft_config_fields() -> frozenset[str]:
-    """Return the fields of the installed TRL's SFTConfig."""
-    nodes = [node for place in SFT_CONFIG for node in _defined(*place)]
-    return frozenset(n.target.id for n in nodes if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name))
+def sft_config_fields() -> dict[str, frozenset[str]]:
+    """Return the fields of the installed TRL's SFTConfig, each with the types of KINDS that it takes.
+
+    Without types a field takes others, such as a class of Transformers.
+    """
+    nodes = [node for place in reversed(SFT_CONFIG) for node in _defined(*place)]
+    return {
+        node.target.id: _kinds(node.annotation)
+        for node in nodes
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+    }
+
+
+def _kinds(annotation: ast.expr) -> frozenset[str]:
+    found = _named_types(annotation) - {"None"}
+    # Transformers parses a mapping from JSON text too, and the kit's checks read the mapping.
+    found -= {"str"} if "dict" in found else set()
+    return frozenset(found if found <= KINDS.keys() else ())
+
+
+def _named_types(node: ast.expr) -> set[str]:
+    """Return the names of the types in an annotation such as `str | list[str] | None`."""
+    if isinstance(node, ast.BinOp):
+        return _named_types(node.left) | _named_types(node.right)
+    if isinstance(node, ast.Tuple):
+        return {name for item in node.elts for name in _named_types(item)}
+    if isinstance(node, ast.Subscript):
+        outer = ast.unparse(node.value)
+        return _named_types(node.slice) if outer in ("Optional", "Union") else {outer}
+    return {ast.unparse(node)}
 
 
 def _defined(package: str, file: str, name: str) -> list[ast.AST]:

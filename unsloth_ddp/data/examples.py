@@ -14,9 +14,10 @@ from typing import Any
 import datasets
 
 from unsloth_ddp.config.parse import Settings
-from unsloth_ddp.data.formats import SHOWN_COLUMNS, Example, to_example
+from unsloth_ddp.data.checked_rows import checked_rows
+from unsloth_ddp.data.formats import SHOWN_COLUMNS, Example
 from unsloth_ddp.data.revisions import dataset_revisions
-from unsloth_ddp.data.sources import checked_files, left_out, read_rows
+from unsloth_ddp.data.sources import checked_files, left_out
 from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.utils.errors import UserError
 from unsloth_ddp.utils.redaction import printable
@@ -67,6 +68,12 @@ def held_out_examples(folder: Path, limit: int) -> list[Example]:
     return [Example(**json.loads(row["example"])) for row in rows.select(range(min(limit, len(rows))))]
 
 
+def trains_on_text(folder: Path) -> bool:
+    """Return whether the first training row is plain text, without messages."""
+    first = datasets.load_from_disk(folder / "examples_train")[0]
+    return json.loads(first["example"])["text"] is not None
+
+
 def split_rows(rows: datasets.Dataset, fraction: float, seed: int) -> tuple[datasets.Dataset, datasets.Dataset]:
     """Split off a fraction of the rows, drawn with a seed, for evaluation."""
     aside = round(len(rows) * fraction)
@@ -99,19 +106,16 @@ def _examples(
     def rows() -> Iterator[dict[str, str]]:
         for source in files:
             location = ""
-            for location, columns in read_rows(source, split, config, revisions.get(source), streaming=streaming):
-                try:
-                    example = to_example(columns)
-                    unread.update(example.unread)
-                    if (number := next(numbers)) % ROWS_BETWEEN_LINES == 0:
-                        print(f"{number:,} rows read.", flush=True)
-                    example.unread = []
-                    yield {"location": location, "example": json.dumps(dataclasses.asdict(example))}
-                except UserError as error:
-                    raise UserError(f"{location}: {error}") from None
             # A folder may hold empty shards, but a file that the user names should hold rows.
-            if not location and source in sources:
-                raise UserError(f"dataset {source} holds no rows; leave it out, or look why it is empty.")
+            may_be_empty = source not in sources
+            for location, example in checked_rows(
+                source, split, config, revisions.get(source), streaming=streaming, may_be_empty=may_be_empty
+            ):
+                unread.update(example.unread)
+                if (number := next(numbers)) % ROWS_BETWEEN_LINES == 0:
+                    print(f"{number:,} rows read.", flush=True)
+                example.unread = []
+                yield {"location": location, "example": json.dumps(dataclasses.asdict(example))}
             if not location and source not in empty:
                 empty.append(source)
 

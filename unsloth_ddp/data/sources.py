@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from unsloth_ddp.data.table_nulls import without_filled_nulls
 from unsloth_ddp.utils.errors import UserError, one_line, os_reason
 from unsloth_ddp.utils.known_errors import find_known_error
 
@@ -293,23 +294,6 @@ def _parquet_rows(path: Path) -> Iterator[SourceRow]:
     except (pyarrow.ArrowException, ValueError, OverflowError, KeyError) as error:
         reason = _in_one_line(error) or type(error).__name__
         raise UserError(f"{path} is not readable Parquet after row {number} ({reason}); write it again.") from None
-
-
-def without_filled_nulls(columns: Any) -> Any:
-    """Remove the nulls inside the columns of a table's row.
-
-    A table gives all objects of a column the same fields and fills those that an object lacks with null. Tool calls and
-    schemas would be trained with arguments and properties that nobody wrote.
-    """
-    if not isinstance(columns, dict):
-        return columns
-    return {name: _without_nulls(value) for name, value in columns.items()}
-
-
-def _without_nulls(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _without_nulls(item) for name, item in value.items() if item is not None}
-    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 def _hub_rows(

@@ -98,12 +98,20 @@ class Runtime:
         Returns the result on the rank that ran it and None on the others. A UserError is raised on every rank alike.
         Any other exception is raised where it happened, and as a RuntimeError on the other ranks.
         """
-        result, failure = None, None
-        if self.ranks.is_local_main if per_node else self.ranks.is_main:
-            try:
-                result = work()
-            except Exception as error:
-                failure = error
+        runs = self.ranks.is_local_main if per_node else self.ranks.is_main
+        return self._together(work if runs else lambda: None)
+
+    def on_every_rank(self, work: Callable[[], T]) -> T:
+        """Run `work` on every rank and return its result; what fails on one rank is raised on all, as by on_main."""
+        return self._together(work)
+
+    def _together(self, work: Callable[[], T]) -> T:
+        result: Any = None
+        failure = None
+        try:
+            result = work()
+        except Exception as error:
+            failure = error
         failures = self.gather(_describe(failure))
         if failure is not None:
             raise failure

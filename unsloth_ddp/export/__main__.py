@@ -18,9 +18,8 @@ import shlex
 import sys
 from pathlib import Path
 
-from unsloth_ddp.config.command_line import Parser
+from unsloth_ddp.config.command_line import Parser, run_command
 from unsloth_ddp.data.hub import use_cache_if_hub_is_unreachable
-from unsloth_ddp.distributed.exit_codes import EXIT_USER_ERROR
 from unsloth_ddp.distributed.runtime import let_idle_threads_sleep, quiet_imports
 from unsloth_ddp.export.folder import export_folder
 from unsloth_ddp.export.llama_cpp import CONVERTED, QUANTIZED, LlamaCpp, find_llama_cpp
@@ -36,12 +35,7 @@ QUESTION = "Hello! Who are you?"
 
 def make_parser() -> Parser:
     """Return the parser of the command line."""
-    parser = Parser(
-        prog="python -m unsloth_ddp.export",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = Parser("python -m unsloth_ddp.export", __doc__)
     parser.add_argument("run", metavar="RUN", help="folder of a run, or a checkpoint in it")
     parser.add_argument("--to", choices=TARGETS, required=True, help="what to make")
     parser.add_argument("--output", metavar="DIR", help="folder to write [a new one in the run's folder]")
@@ -87,8 +81,8 @@ def export(argv: list[str]) -> None:
     tools = None
     if given.to in WITH_LLAMA_CPP:
         tools = find_llama_cpp(given.llama_cpp, quantize=given.quantize in QUANTIZED)
-    if result.sentence:
-        print(result.sentence, file=sys.stderr, flush=True)
+    for sentence in result.sentences(plain=given.plain):
+        print(sentence, file=sys.stderr, flush=True)
     use_cache_if_hub_is_unreachable(result.settings)
     quiet_imports()
     # Imported here, so that a mistake above is reported before the seconds that torch takes to load.
@@ -161,14 +155,7 @@ def _report(target: Path, question: str, answer: str | None) -> None:
 
 def main(argv: list[str]) -> int:
     """Export; return the exit code."""
-    try:
-        export(argv)
-    except UserError as error:
-        print(f"export: error: {error}", file=sys.stderr, flush=True)
-        return EXIT_USER_ERROR
-    except KeyboardInterrupt:
-        return 130
-    return 0
+    return run_command("export", export, argv)
 
 
 if __name__ == "__main__":

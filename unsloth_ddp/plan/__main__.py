@@ -15,11 +15,10 @@ import re
 import sys
 from pathlib import Path
 
-from unsloth_ddp.config.command_line import Parser, make_command_parser
+from unsloth_ddp.config.command_line import Parser, make_command_parser, run_command
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.config.parse import parse_settings
 from unsloth_ddp.data.hub import use_cache_if_hub_is_unreachable
-from unsloth_ddp.distributed.exit_codes import EXIT_USER_ERROR
 from unsloth_ddp.distributed.precision import AMPERE, check_full_weights, choose_precision, has_bf16
 from unsloth_ddp.distributed.runtime import quiet_imports
 from unsloth_ddp.utils.errors import UserError
@@ -167,12 +166,7 @@ def _silence_transformers() -> None:
 
 def main(argv: list[str]) -> int:
     """Plan; return the exit code."""
-    try:
-        plan(argv)
-    except UserError as error:
-        print(f"plan: error: {error}", file=sys.stderr, flush=True)
-        return EXIT_USER_ERROR
-    return 0
+    return run_command("plan", plan, argv)
 
 
 if __name__ == "__main__":

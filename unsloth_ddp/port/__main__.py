@@ -8,7 +8,6 @@ Options that the file leaves out get the other tool's default where the kit's di
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 from typing import Any
@@ -28,9 +27,7 @@ from unsloth_ddp.utils.redaction import printable
 
 def make_parser() -> Parser:
     """Return the parser of the command line."""
-    parser = Parser(
-        prog="python -m unsloth_ddp.port", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser("python -m unsloth_ddp.port", __doc__)
     parser.add_argument("file", type=Path, metavar="FILE", help="the other tool's YAML file")
     parser.add_argument("--tool", choices=sorted(PORTED_TOOLS), help="the tool it is for [by its keys]")
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the result there [print it]")

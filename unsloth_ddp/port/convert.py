@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from unsloth_ddp.config.aliases import ALIASES, OTHER_VALUES, TOOLS
-from unsloth_ddp.config.options import OPTIONS
-from unsloth_ddp.config.trainer_args import OWNED_ARGS
+from unsloth_ddp.config.options import OPTIONS, Settings
+from unsloth_ddp.config.trainer_args import OWNED_ARGS, RefusedField, check_trainer_args
 from unsloth_ddp.config.upstream_names import known_names, sft_config_fields
 from unsloth_ddp.port.ported import Ported
 from unsloth_ddp.port.rows import plain_path, port_mappings, port_names
@@ -82,7 +82,20 @@ def port(content: Mapping[str, Any], tool: str, folder: Path) -> Ported:
         elif value is not False:
             ported.left_out[key] = "the kit has no such option"
     _complete(ported, given)
+    _leave_out_refused(ported)
     return ported
+
+
+def _leave_out_refused(ported: Ported) -> None:
+    """Leave out fields for trainer_args that the kit refuses, most often as they would do nothing."""
+    while ported.options.get("trainer_args"):
+        try:
+            check_trainer_args(Settings(**ported.options))
+            return
+        except RefusedField as refused:
+            del ported.options["trainer_args"][refused.name]
+            ported.left_out[refused.name] = str(refused).removeprefix(f"trainer_args: {refused.name} ").rstrip(".")
+    ported.options.pop("trainer_args", None)
 
 
 def _port_alias(ported: Ported, key: str, value: Any) -> None:
@@ -215,6 +228,8 @@ def _environment(ported: Ported, key: str, value: Any, given: Mapping[str, Any])
 
 
 RULES: dict[str, Rule] = {
+    # Read with the names of data sets.
+    "dataset_dir": lambda ported, key, value, given: None,
     "output_dir": _run_folder,
     "gradient_checkpointing": _recompute,
     "gradient_checkpointing_kwargs": _recompute,

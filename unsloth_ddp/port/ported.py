@@ -38,7 +38,8 @@ class Ported:
                 converted = convert_value(option, value, self.tool)
                 OPTIONS[option].check(option, converted)
             except UserError as refused:
-                self.left_out[name] = str(refused).removeprefix(f"{self.tool}: ").rstrip(".")
+                said = str(refused).removeprefix(f"{self.tool}: ").rstrip(".")
+                self.left_out[name] = said.removeprefix(f"{name} is ")
                 continue
             # load_in_4bit or quantization_bit beside an adapter of kind lora, in either order.
             if option == "method" and {converted, self.options.get("method")} == {"lora", "qlora"}:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from unsloth_ddp.config.parse import Settings
+from unsloth_ddp.data.checked_rows import check_first_rows
 from unsloth_ddp.distributed.runtime import asks_for_cpu, choose_backend
 from unsloth_ddp.distributed.sharding import check_sharding, sharding_from_environment
 from unsloth_ddp.preflight import disk_space, machine, network
@@ -40,6 +41,9 @@ from unsloth_ddp.preflight.time_limit import run_with_limit
 from unsloth_ddp.utils.errors import UserError, one_line
 
 CHECK_SECONDS = 20
+# Rows of every file that are read; a .json file has to be read to its end for them.
+FIRST_ROWS = 100
+ROWS_SECONDS = 60
 
 
 def run_check(name: str, node: int, check: Callable[[], Check], seconds: float = CHECK_SECONDS) -> Check:
@@ -170,11 +174,21 @@ def check_machine(
             return Check("sharding", {node: wanted}, "failure", str(error))
         return Check("sharding", {node: wanted})
 
+    def rows() -> Check:
+        try:
+            read = check_first_rows(settings, FIRST_ROWS)
+        except UserError as error:
+            return Check("rows", {node: "refused"}, "failure", str(error))
+        parts = [f"first {read.rows:,} of {read.files:,} file{'s' if read.files > 1 else ''}"] if read.files else []
+        parts += ["Hub datasets not read"] if read.hub else []
+        return Check("rows", {node: "; ".join(parts) or "none"})
+
     checks = [
         run_check("clock", node, lambda: machine.check_clock(node, read_clock_error(), process.nodes)),
         run_check("output folder", node, output),
         run_check("compiled cache", node, temporary),
         run_check("datasets cache", node, cache),
+        run_check("rows", node, rows, ROWS_SECONDS),
         run_check("shared memory", node, memory),
         run_check("GPUs", node, gpu_check),
         run_check("precision", node, precision),

@@ -26,12 +26,26 @@ if TYPE_CHECKING:
     from unsloth_ddp.training.trainer import DDPTrainer
 
 
-def begin(settings: Settings, runtime: Runtime, trainer: DDPTrainer, folder: Path, resume: ResumePoint | None) -> None:
-    """Write record.json before the first step."""
+def begin(
+    settings: Settings,
+    runtime: Runtime,
+    trainer: DDPTrainer,
+    folder: Path,
+    resume: ResumePoint | None,
+    *,
+    plain_text: bool,
+) -> None:
+    """Write record.json before the first step.
+
+    Args:
+        plain_text: the rows are texts, without messages.
+    """
 
     def write() -> None:
         part = part_facts(settings, runtime, trainer, resume.manifest.step if resume else 0)
-        begin_record(folder, run_facts(settings, trainer), part, continued=resume is not None and resume.of_this_run)
+        facts = run_facts(settings, trainer)
+        facts["data"]["plain_text"] = plain_text
+        begin_record(folder, facts, part, continued=resume is not None and resume.of_this_run)
 
     _write(runtime, folder / RECORD_FILE, write)
 

@@ -18,6 +18,7 @@ import psutil
 
 from unsloth_ddp.checkpoints.folders import step_folders
 from unsloth_ddp.checkpoints.resume_point import named_folder
+from unsloth_ddp.config.checks import with_full_paths
 from unsloth_ddp.config.options import Settings, options_with
 from unsloth_ddp.config.yaml_file import Unreadable, read_yaml
 from unsloth_ddp.distributed.runtime import Runtime
@@ -160,9 +161,9 @@ def _changed_settings(settings: Settings, folder: Path) -> list[str] | None:
         before = read_yaml(folder / SETTINGS_FILE)
     except (OSError, Unreadable):
         return None
-    now = dataclasses.asdict(settings)
     if not isinstance(before, dict):
         return None
+    before, now = with_full_paths(before), with_full_paths(dataclasses.asdict(settings))
     return [name for name in options_with(new_run=True) if before.get(name) != now[name]]
 
 
@@ -220,7 +221,7 @@ def open_run_folder(settings: Settings, runtime: Runtime, folder: Path) -> None:
         # A finished run that resumes from one of its checkpoints is unfinished again.
         (folder / SUMMARY_FILE).unlink(missing_ok=True)
         # A start that is killed here must find its own folder again.
-        settings.save(folder / SETTINGS_ASIDE)
+        Settings(**with_full_paths(dataclasses.asdict(settings))).save(folder / SETTINGS_ASIDE)
         (folder / SETTINGS_ASIDE).replace(folder / SETTINGS_FILE)
 
     try:

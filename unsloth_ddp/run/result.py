@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from unsloth_ddp.checkpoints import manifest
 from unsloth_ddp.checkpoints.folders import step_folders
@@ -11,6 +13,7 @@ from unsloth_ddp.checkpoints.manifest import Damaged
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.config.parse import read_config
 from unsloth_ddp.run.folder import SETTINGS_FILE, SUMMARY_FILE
+from unsloth_ddp.run.record import read_run
 from unsloth_ddp.utils.errors import UserError, os_reason
 
 ADAPTER, WHOLE = "adapter_model.safetensors", "model.safetensors"
@@ -26,6 +29,7 @@ class RunResult:
         settings: of the run.
         step: of the checkpoint; None for the result of a finished run.
         sentence: says which checkpoint it is, and why; empty for the result of a finished run.
+        plain_text: the run trained on texts, without a chat template.
     """
 
     run: Path
@@ -33,11 +37,26 @@ class RunResult:
     settings: Settings
     step: int | None = None
     sentence: str = ""
+    plain_text: bool = False
 
     @property
     def is_adapter(self) -> bool:
         """Return whether the run trained an adapter and not every parameter."""
         return self.settings.method != "full"
+
+    def sentences(self, *, plain: bool) -> list[str]:
+        """Return what to tell before the result is used.
+
+        Args:
+            plain: it is asked without the chat template.
+        """
+        found = [self.sentence] if self.sentence else []
+        if self.plain_text and not plain:
+            found.append(
+                f"{self.run} trained on plain text, without a chat template; add --plain, which continues a text as the rows "
+                "were written."
+            )
+        return found
 
 
 def find_result(named: str) -> RunResult:
@@ -46,6 +65,35 @@ def find_result(named: str) -> RunResult:
     Raises:
         UserError: it is no run's folder, is of another version, or holds nothing that is whole.
     """
+    result = _find(named)
+    record = _record(result.run)
+    if record.get("model", {}).get("local") and result.is_adapter:
+        _check_base_is_there(result)
+    return dataclasses.replace(result, plain_text=bool(record.get("data", {}).get("plain_text")))
+
+
+def _record(run: Path) -> dict[str, Any]:
+    """Return what is recorded of a run; nothing where that cannot be read, since the result can be used without it."""
+    try:
+        record = read_run(run).record
+    except UserError:
+        return {}
+    return {name: value for name, value in record.items() if isinstance(value, dict)}
+
+
+def _check_base_is_there(result: RunResult) -> None:
+    """Refuse a base model that was a folder and is none now; a relative one would be looked for on the Hub."""
+    base = Path(str(result.settings.model)).expanduser()
+    if base.exists():
+        return
+    places = [base] if base.is_absolute() else [Path.cwd() / base, result.run / base]
+    raise UserError(
+        f"The base model of {result.run} is not there: looked for {' and '.join(map(str, places))}. If it was moved, change "
+        f"model in {result.run / SETTINGS_FILE}."
+    )
+
+
+def _find(named: str) -> RunResult:
     folder = Path(named).expanduser()
     try:
         folder = folder.resolve()

@@ -44,9 +44,28 @@ if TYPE_CHECKING:
     from unsloth_ddp.training.trainer import DDPTrainer
 
 
+def check_model(run: Run) -> None:
+    """Refuse a model or options that this machine cannot load, before anything is imported or read for it."""
+    load.check_model(run.settings, run.runtime)
+
+
+def import_backend(run: Run) -> None:
+    """Import Unsloth, if it is the backend; from here on Transformers and TRL may be imported."""
+    print(f"Importing {'Unsloth' if run.runtime.backend == 'unsloth' else 'Transformers'} ...", flush=True)
+    backend.import_backend(run.runtime, run.settings)
+    stop_library_output(run.runtime)
+
+
+def make_config(run: Run) -> Any:
+    """Return TRL's SFTConfig; a mistake in it is found before rows are read, and with ZeRO-3 the model needs it."""
+    from unsloth_ddp.training.sft_config import make_config
+
+    # Every rank refuses the same values, and only one of them tells.
+    return run.runtime.on_every_rank(lambda: make_config(run.settings, run.runtime, _request(run).plan, run.folder))
+
+
 def read_examples(run: Run) -> None:
     """Read and check every row into the node's folder, before any model is loaded."""
-    load.check_model(run.settings, run.runtime)
     print(f"Reading rows from {', '.join(run.settings.dataset)[:200]} ...", flush=True)
     examples.read_examples(run.settings, run.runtime, run.node_folder)
 
@@ -62,19 +81,6 @@ def find_resume_point(run: Run) -> ResumePoint | None:
         return None
     resume_point.check_resume(point, run.identity, settings, runtime)
     return resume_point.fetch(point, runtime)
-
-
-def import_backend(run: Run) -> None:
-    """Import Unsloth, if it is the backend; from here on Transformers and TRL may be imported."""
-    backend.import_backend(run.runtime, run.settings)
-    stop_library_output(run.runtime)
-
-
-def make_config(run: Run) -> Any:
-    """Return TRL's SFTConfig; it has to exist before the model is loaded with ZeRO-3."""
-    from unsloth_ddp.training.sft_config import make_config
-
-    return make_config(run.settings, run.runtime, _request(run).plan, run.folder)
 
 
 def load_model(run: Run) -> tuple[Any, Any]:
@@ -128,7 +134,7 @@ def begin(run: Run, trainer: DDPTrainer, resume: ResumePoint | None) -> None:
     open_run_folder(settings, runtime, run.folder)
     start_logging(run.folder, runtime)
     trainer.checkpoints.open()
-    documents.begin(settings, runtime, trainer, run.folder, resume)
+    documents.begin(settings, runtime, trainer, run.folder, resume, plain_text=examples.trains_on_text(run.node_folder))
     for sentence in [*changes, *sharding.sharding_warnings(runtime.sharding, settings, runtime.ranks.nodes)]:
         print(sentence)
     described = summary_file.describe_run(

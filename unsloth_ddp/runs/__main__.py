@@ -9,7 +9,6 @@ Reads what the runs left on the disk; no model is loaded and no GPU is needed.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import sys
 from collections.abc import Iterator
@@ -17,8 +16,7 @@ from pathlib import Path
 
 import jinja2
 
-from unsloth_ddp.config.command_line import Parser
-from unsloth_ddp.distributed.exit_codes import EXIT_USER_ERROR
+from unsloth_ddp.config.command_line import Parser, run_command
 from unsloth_ddp.run.files import RECORD_FILE, STATE_FILE, SUMMARY_FILE
 from unsloth_ddp.run.record import find_runs, read_run
 from unsloth_ddp.run.report import write_report
@@ -31,9 +29,7 @@ from unsloth_ddp.utils.streams import protect_streams
 
 def make_parser() -> Parser:
     """Return the parser of the command line."""
-    parser = Parser(
-        prog="python -m unsloth_ddp.runs", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser("python -m unsloth_ddp.runs", __doc__)
     parser.add_argument(
         "outputs", type=Path, nargs="?", metavar="FOLDER", help="the folder of the runs, or one run [outputs]"
     )
@@ -108,12 +104,7 @@ def _named(folders: str) -> Iterator[None]:
 
 def main(argv: list[str]) -> int:
     """Show the runs; return the exit code."""
-    try:
-        show_runs(argv)
-    except UserError as error:
-        print(f"runs: error: {error}", file=sys.stderr, flush=True)
-        return EXIT_USER_ERROR
-    return 0
+    return run_command("runs", show_runs, argv)
 
 
 if __name__ == "__main__":

@@ -60,6 +60,13 @@ def check_optimizer(settings: Settings) -> None:
             f"trainer_args: optim_args {str(optim_args)[:100]!r} changes nothing in optim {settings.optim}; take it out, or "
             "give names that this optimizer reads."
         )
+    for name in ("adam_beta1", "adam_beta2", "adam_epsilon"):
+        if settings.trainer_args.get(name) is None:
+            continue
+        # Another value than the given one, which may be the default.
+        other = {**settings.trainer_args, name: settings.trainer_args[name] / 2 + 1e-9}
+        if _state(optimizer) == _state(_built(settings, other)):
+            raise UserError(f"trainer_args: {name} changes nothing in optim {settings.optim}; take it out.")
     _check_schedule(settings)
 
 

@@ -6,69 +6,37 @@ Import this after the backend: with Unsloth imported, `SFTConfig` is Unsloth's o
 from __future__ import annotations
 
 import dataclasses
-import types
-import typing
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from transformers import TrainingArguments
+import torch
+from accelerate.utils import DynamoBackend
 from transformers.integrations import INTEGRATION_TO_CALLBACK, get_available_reporting_integrations
-from transformers.training_args import trainer_log_levels
 from trl.trainer.sft_config import SFTConfig
 
 from unsloth_ddp.config.parse import Settings
-from unsloth_ddp.config.upstream_names import choose_trackers, nearest
+from unsloth_ddp.config.upstream_names import choose_trackers
 from unsloth_ddp.data.batch_plan import BatchPlan
 from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.model.gradient_checkpointing import loaded_with
 from unsloth_ddp.training.optimizer_check import check_optimizer
 from unsloth_ddp.utils.errors import UserError
 
-# The types that JSON and YAML have, as a user would call them. Fields with other types are left to TRL.
-KINDS = {
-    bool: "true or false",
-    int: "a whole number",
-    float: "a number",
-    str: "a text",
-    dict: "a mapping",
-    list: "a list",
-}
 
-
-def check_values(given: Mapping[str, Any]) -> None:
-    """Refuse values of a type that a field does not have, which TRL accepts: the text "false" would count as true.
+def check_compiler(given: Mapping[str, Any]) -> None:
+    """Refuse a backend of torch.compile that torch or accelerate does not know; it would fail at the first step.
 
     Raises:
-        UserError: naming the field and what it takes.
+        UserError: naming those that there are.
     """
-    # Not SFTConfig's, of which Unsloth has a version of its own; what TRL adds is decided by the kit, but for one field.
-    hints = {**typing.get_type_hints(TrainingArguments), "activation_offloading": bool}
-    for name, value in given.items():
-        kinds = _kinds(hints.get(name))
-        # A whole number is a number too; true is none, although Python has it so.
-        fits = type(value) in kinds or (type(value) is int and float in kinds)
-        if value is not None and kinds and not fits:
-            takes = " or ".join(KINDS[kind] for kind in KINDS if kind in kinds)
-            raise UserError(f"trainer_args: {name} is {str(value)[:200]!r}, but it takes {takes}.")
-    for name in ("log_level", "log_level_replica"):
-        if name in given and given[name] not in trainer_log_levels:
-            raise UserError(
-                f"trainer_args: {name} is {str(given[name])[:200]!r}; it takes one of {', '.join(trainer_log_levels)}."
-            )
-    if given.get("dataloader_persistent_workers") and not given.get("dataloader_num_workers"):
+    backend = given.get("torch_compile_backend")
+    known = [name for name in torch._dynamo.list_backends(None) if name.upper() in DynamoBackend.__members__]
+    if backend is not None and backend not in known:
         raise UserError(
-            "trainer_args: dataloader_persistent_workers keeps processes that load rows, and there are none; give "
-            "dataloader_num_workers too, or take it out."
+            f"trainer_args: torch_compile_backend is {str(backend)[:200]!r}, but torch and accelerate know "
+            f"{', '.join(known)}; give one of them, or leave it out for inductor."
         )
-
-
-def _kinds(hint: Any) -> set[type]:
-    """Return the types of KINDS that a field takes; none if it takes any other, such as a class of Transformers."""
-    union = typing.get_origin(hint) in (typing.Union, types.UnionType)
-    parts = [part for part in (typing.get_args(hint) if union else (hint,)) if part is not type(None)]
-    found = {typing.get_origin(part) or part for part in parts}
-    return found if found <= KINDS.keys() else set()
 
 
 def make_config(settings: Settings, runtime: Runtime, plan: BatchPlan, run_folder: Path) -> Any:
@@ -77,26 +45,15 @@ def make_config(settings: Settings, runtime: Runtime, plan: BatchPlan, run_folde
     To be made before the model is loaded, and kept: with ZeRO-3 it is what makes Transformers load in parts.
 
     Raises:
-        UserError: trainer_args names no field of SFTConfig, or a value it refuses; or as
-            choose_trackers.
+        UserError: the libraries refuse a value; or as check_compiler, check_optimizer and choose_trackers.
     """
     defaults = {
         f.name: f.default if f.default is not dataclasses.MISSING else f.default_factory()  # type: ignore[operator]
         for f in dataclasses.fields(SFTConfig)
         if f.init
     }
-    for name in settings.trainer_args:
-        if name not in defaults:
-            raise UserError(
-                f"trainer_args: SFTConfig has no field {name}; {nearest(name, defaults, 'the documentation of TRL')}"
-            )
-    check_values(settings.trainer_args)
+    check_compiler(settings.trainer_args)
     check_optimizer(settings)
-    if "gradient_checkpointing_kwargs" in settings.trainer_args and settings.gradient_checkpointing == "auto":
-        raise UserError(
-            "trainer_args: gradient_checkpointing_kwargs needs a kind to go with; give --gradient_checkpointing torch or "
-            "unsloth, because auto sets its own."
-        )
     strategy = settings.eval_strategy
     if strategy == "auto":
         strategy = "steps" if settings.eval_steps else "epoch"

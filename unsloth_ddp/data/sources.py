@@ -284,15 +284,46 @@ def _parquet_rows(path: Path) -> Iterator[SourceRow]:
             names = table.schema_arrow.names
             if len(set(names)) != len(names):
                 raise UserError(f"{path} names a column twice ({', '.join(names)[:200]}); rename one.")
+            in_json = {field.name: field.type for field in table.schema_arrow if _holds_json(field.type)}
             for batch in table.iter_batches(batch_size=1024):
                 for columns in batch.to_pylist(maps_as_pydicts="strict"):
                     number += 1
+                    columns |= {name: _without_json(columns[name], kind) for name, kind in in_json.items()}
                     yield SourceRow(f"{path} row {number}", without_filled_nulls(columns))
     except UserError:
         raise
-    except (pyarrow.ArrowException, ValueError, OverflowError, KeyError) as error:
+    except (pyarrow.ArrowException, ValueError, OverflowError, KeyError, RecursionError) as error:
         reason = _in_one_line(error) or type(error).__name__
         raise UserError(f"{path} is not readable Parquet after row {number} ({reason}); write it again.") from None
+
+
+def _holds_json(kind: Any) -> bool:
+    """Return whether values of an Arrow type are, or hold, JSON text."""
+    import pyarrow
+
+    return isinstance(kind, pyarrow.JsonType) or any(_holds_json(kind.field(i).type) for i in range(kind.num_fields))
+
+
+def _without_json(value: Any, kind: Any) -> Any:
+    """Parse the JSON text in a value of a Parquet column.
+
+    Datasets writes objects whose fields differ in type as JSON text, even whole messages. Left alone, a content that is
+    text would be trained with quotation marks around it.
+
+    Raises:
+        ValueError, RecursionError: the text is not JSON.
+    """
+    import pyarrow
+
+    if value is None or not _holds_json(kind):
+        return value
+    if isinstance(kind, pyarrow.JsonType):
+        return DECODER.decode(value)
+    if pyarrow.types.is_struct(kind):
+        return {field.name: _without_json(value[field.name], field.type) for field in kind}
+    if pyarrow.types.is_map(kind):
+        return {name: _without_json(item, kind.item_type) for name, item in value.items()}
+    return [_without_json(item, kind.value_type) for item in value]
 
 
 def without_filled_nulls(columns: Any) -> Any:

@@ -137,6 +137,10 @@ def test_a_changed_run_is_refused_with_both_values_unless_told_otherwise(job, wh
         printed = job(f"{WHOLE_RUN} {change}", "changed", code=2).output
         assert f"{checkpoint} was made by another run ({values}" in printed
         assert printed.splitlines()[-1].startswith("train_ddp.py: error: ") and "Traceback" not in printed
+    # A PEFT model would leave out tensors that do not fit, or end in a traceback.
+    printed = job(f"{WHOLE_RUN} --lora_target_modules q_proj --resume_anyway", "changed", code=2).output
+    assert f"{checkpoint} cannot be resumed: other weights are trained than before (lora_target_modules" in printed
+    assert "Traceback" not in printed
     printed = job(f"{WHOLE_RUN} --seed 7 --resume_anyway", "changed").output
     assert "resume_anyway: seed 42 -> 7." in printed
 

@@ -6,10 +6,12 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from unsloth_ddp.checkpoints import manifest, resume_point
+from unsloth_ddp.checkpoints.identity import trained_identity
 from unsloth_ddp.checkpoints.manifest import Damaged, Manifest
 from unsloth_ddp.checkpoints.writer import to_remove
 from unsloth_ddp.config.options import Settings
@@ -189,6 +191,31 @@ def test_a_change_is_refused_or_said_with_both_values(change, part, text):
     found = manifest.compare_runs(FACTS, {**FACTS, **change})
     assert [sentence.split(":")[0] for sentence in getattr(found, part)] == [text]
     assert sum(map(len, (found.impossible, found.refused, found.reported))) == 1
+
+
+def test_a_checkpoint_of_other_trained_weights_cannot_be_resumed():
+    before = {**FACTS, "trained": "28 tensors (a)", "lora_r": 16}
+    assert manifest.compare_runs(before, {**before}) == manifest.Comparison()
+    (text,) = manifest.compare_runs(before, {**before, "trained": "28 tensors (b)", "lora_r": 8}).impossible
+    assert text.startswith("other weights are trained than before (lora_r 16 -> 8), ")
+    (text,) = manifest.compare_runs(before, {**before, "trained": "7 tensors (b)"}).impossible
+    assert "(28 tensors (a) -> 7 tensors (b))" in text
+    # Earlier releases did not keep it.
+    assert manifest.compare_runs(FACTS, {**FACTS, "trained": "7 tensors (b)"}) == manifest.Comparison()
+
+
+def test_trained_weights_are_known_by_names_and_shapes_whoever_holds_them():
+    def described(model):
+        return trained_identity(model)["trained"]
+
+    model, same, other = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2), torch.nn.Linear(3, 4)
+    assert described(model) == described(same) != described(other)
+    assert described(torch.nn.Sequential(model)) != described(model)
+    # ZeRO-3 keeps the shape of a weight that lies elsewhere.
+    same.weight.ds_shape, same.weight.data = same.weight.shape, torch.empty(0)
+    assert described(same) == described(model)
+    same.weight.requires_grad_(False)
+    assert described(same).startswith("1 tensors") and described(same) != described(model)
 
 
 @pytest.mark.parametrize(

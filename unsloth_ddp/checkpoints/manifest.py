@@ -254,6 +254,13 @@ def compare_runs(before: Mapping[str, Any], now: Mapping[str, Any]) -> Compariso
         result.instead = f"give --{option} {' '.join(map(printable, map(str, values)))} to read the same commit again"
     elif any(change.startswith(("model_weights", "model_config", "model_tokenizer")) for change in result.refused):
         result.instead = "put the earlier files of the model back"
+    if "trained" in before and "trained" in now and before["trained"] != now["trained"]:
+        # A LoRA adapter's tensors that do not fit would partly be left out without an error.
+        changed = ", ".join(result.refused) or f"{before['trained']} -> {now['trained']}"
+        result.impossible.append(
+            f"other weights are trained than before ({changed}), and those of the checkpoint do not fit; go back to the "
+            "first value"
+        )
     old, new = before.get("sharding", "none"), now.get("sharding", "none")
     if old != new:
         result.impossible.append(

@@ -165,6 +165,7 @@ FACTS = {
     "model": "m",
     "seed": 1,
     "learning_rate": 0.1,
+    "lr_scheduler_type": "linear",
     "global_batch_size": 8,
     "data": "a",
     "world_size": 2,
@@ -182,7 +183,7 @@ def test_equal_runs_have_nothing_to_say():
         ({"global_batch_size": 16}, "refused", "global_batch_size 8 -> 16"),
         ({"data": "b"}, "refused", "data a -> b"),
         ({"seed": 2}, "refused", "seed 1 -> 2"),
-        ({"learning_rate": 0.2}, "refused", "learning_rate 0.1 -> 0.2"),
+        ({"lr_scheduler_type": "cosine"}, "refused", "lr_scheduler_type linear -> cosine"),
         ({"world_size": 4}, "reported", "world_size 2 -> 4"),
         ({"sharding": "zero2"}, "impossible", "sharding none -> zero2"),
     ],
@@ -216,6 +217,27 @@ def test_trained_weights_are_known_by_names_and_shapes_whoever_holds_them():
     assert described(same) == described(model)
     same.weight.requires_grad_(False)
     assert described(same).startswith("1 tensors") and described(same) != described(model)
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "said"),
+    [
+        ({"learning_rate": 0.1, "optim": "a"}, {"learning_rate": 0.2, "optim": "b"}, "learning_rate 0.1 -> 0.2, optim a -> b:"),
+        ({"trainer_args": {}}, {"trainer_args": {"adam_beta2": 0.9}}, "adam_beta2 default -> 0.9:"),
+        ({"trainer_args": {"optim_args": "x"}}, {"trainer_args": {"seed": 1}}, "optim_args x -> default:"),
+        ({"trainer_args": {"adam_beta2": 0.9}}, {"trainer_args": {"adam_beta2": 0.9, "x": 1}}, None),
+        ({"lr_scheduler_type": "linear"}, {"lr_scheduler_type": "cosine"}, None),
+        ({"lr_scheduler_type": "linear"}, {"lr_scheduler_type": "reduce_lr_on_plateau"}, "lr_scheduler_type linear -> red"),
+        ({"lr_scheduler_type": "reduce_lr_on_plateau"}, {"lr_scheduler_type": "reduce_lr_on_plateau"}, None),
+        ({}, {"lr_scheduler_type": "reduce_lr_on_plateau", "trainer_args": {"adam_beta2": 0.9}, "optim": "a"}, None),
+    ],
+)  # fmt: skip
+def test_what_the_optimizers_saved_state_holds_cannot_be_changed(before, now, said):
+    compared = manifest.compare_runs(before, now)
+    found = compared.impossible
+    assert len(found) == (said is not None)
+    # Whoever asks only whether two runs are the same finds the difference too.
+    assert said is None or (compared.refused and found[0].startswith(said) and "go back to the first" in found[0])
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,8 @@ MAGIC = {
     b"PAR1": ("Parquet", "name it .parquet"),
     b"ARROW1\0\0": ("Arrow", "write it as Parquet"),
 }
+# As datasets on the Hub name the files of such splits: test-00000-of-00001.parquet, validation/0.jsonl.
+OTHER_SPLIT = re.compile(r"(?<![a-z])(?:test|testing|valid|validation|val|dev|eval|evaluation|held_?out)(?![a-z])")
 SPACE = re.compile(r"[ \t\r\n]*")
 
 
@@ -108,9 +110,19 @@ def streamed_sources(sources: list[str]) -> list[str]:
 
 
 def left_out(sources: list[str]) -> list[str]:
-    """Return the .json files in the folders among `sources`: metadata, or lists that must be read completely."""
+    """Return the files in the folders among `sources` that may hold rows and are not read.
+
+    These are .json files (metadata, or lists that must be read completely), packed files and Arrow files.
+    """
     folders = [Path(source).expanduser() for source in sources if is_file(source)]
-    return [path for folder in folders for path in _files_in(folder, (".json",)) or []]
+    return [path for folder in folders for path in _files_in(folder, (".json", ".arrow", *PACKED_SUFFIXES)) or []]
+
+
+def of_other_splits(sources: list[str]) -> list[str]:
+    """Return the row files in the folders among `sources` whose path names a split that is not for training."""
+    folders = [Path(source).expanduser() for source in sources if is_file(source)]
+    files = [(folder, path) for folder in folders for path in _files_in(folder, STREAMED_SUFFIXES) or []]
+    return [path for folder, path in files if OTHER_SPLIT.search(str(Path(path).relative_to(folder)).lower())]
 
 
 def _files_in(folder: Path, suffixes: tuple[str, ...]) -> list[str] | None:

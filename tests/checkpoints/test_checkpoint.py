@@ -12,6 +12,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 
 from tests.jobs import LAST, WHOLE_RUN, assert_same, copy_until, ends, manifest_steps
 from tests.ranks import train
@@ -137,8 +138,20 @@ def test_a_changed_run_is_refused_with_both_values_unless_told_otherwise(job, wh
         printed = job(f"{WHOLE_RUN} {change}", "changed", code=2).output
         assert f"{checkpoint} was made by another run ({values}" in printed
         assert printed.splitlines()[-1].startswith("train_ddp.py: error: ") and "Traceback" not in printed
+    # A PEFT model would leave out tensors that do not fit, or end in a traceback.
+    printed = job(f"{WHOLE_RUN} --lora_target_modules q_proj --resume_anyway", "changed", code=2).output
+    assert f"{checkpoint} cannot be resumed: other weights are trained than before (lora_target_modules" in printed
+    assert "Traceback" not in printed
     printed = job(f"{WHOLE_RUN} --seed 7 --resume_anyway", "changed").output
     assert "resume_anyway: seed 42 -> 7." in printed
+
+
+def test_a_resumed_run_that_evaluates_at_other_steps_learns_the_same(job, whole_run):
+    resumed = copy_until(whole_run(1), 3, "unevaluated")
+    job(f"{WHOLE_RUN} --eval_strategy no", "unevaluated")
+    found, expected = (load_file(run / "adapter_model.safetensors") for run in (resumed, whole_run(1)))
+    # With dropout, whose numbers the evaluation's loader must not shift.
+    assert_same(found, expected)
 
 
 def test_a_damaged_checkpoint_is_skipped_by_name_and_goes_with_the_next_save(job, whole_run, place):

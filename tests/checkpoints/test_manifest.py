@@ -6,10 +6,12 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from unsloth_ddp.checkpoints import manifest, resume_point
+from unsloth_ddp.checkpoints.identity import trained_identity
 from unsloth_ddp.checkpoints.manifest import Damaged, Manifest
 from unsloth_ddp.checkpoints.writer import to_remove
 from unsloth_ddp.config.options import Settings
@@ -163,6 +165,7 @@ FACTS = {
     "model": "m",
     "seed": 1,
     "learning_rate": 0.1,
+    "lr_scheduler_type": "linear",
     "global_batch_size": 8,
     "data": "a",
     "world_size": 2,
@@ -180,7 +183,7 @@ def test_equal_runs_have_nothing_to_say():
         ({"global_batch_size": 16}, "refused", "global_batch_size 8 -> 16"),
         ({"data": "b"}, "refused", "data a -> b"),
         ({"seed": 2}, "refused", "seed 1 -> 2"),
-        ({"learning_rate": 0.2}, "refused", "learning_rate 0.1 -> 0.2"),
+        ({"lr_scheduler_type": "cosine"}, "refused", "lr_scheduler_type linear -> cosine"),
         ({"world_size": 4}, "reported", "world_size 2 -> 4"),
         ({"sharding": "zero2"}, "impossible", "sharding none -> zero2"),
     ],
@@ -189,6 +192,52 @@ def test_a_change_is_refused_or_said_with_both_values(change, part, text):
     found = manifest.compare_runs(FACTS, {**FACTS, **change})
     assert [sentence.split(":")[0] for sentence in getattr(found, part)] == [text]
     assert sum(map(len, (found.impossible, found.refused, found.reported))) == 1
+
+
+def test_a_checkpoint_of_other_trained_weights_cannot_be_resumed():
+    before = {**FACTS, "trained": "28 tensors (a)", "lora_r": 16}
+    assert manifest.compare_runs(before, {**before}) == manifest.Comparison()
+    (text,) = manifest.compare_runs(before, {**before, "trained": "28 tensors (b)", "lora_r": 8}).impossible
+    assert text.startswith("other weights are trained than before (lora_r 16 -> 8), ")
+    (text,) = manifest.compare_runs(before, {**before, "trained": "7 tensors (b)"}).impossible
+    assert "(28 tensors (a) -> 7 tensors (b))" in text
+    # Earlier releases did not keep it.
+    assert manifest.compare_runs(FACTS, {**FACTS, "trained": "7 tensors (b)"}) == manifest.Comparison()
+
+
+def test_trained_weights_are_known_by_names_and_shapes_whoever_holds_them():
+    def described(model):
+        return trained_identity(model)["trained"]
+
+    model, same, other = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2), torch.nn.Linear(3, 4)
+    assert described(model) == described(same) != described(other)
+    assert described(torch.nn.Sequential(model)) != described(model)
+    # ZeRO-3 keeps the shape of a weight that lies elsewhere.
+    same.weight.ds_shape, same.weight.data = same.weight.shape, torch.empty(0)
+    assert described(same) == described(model)
+    same.weight.requires_grad_(False)
+    assert described(same).startswith("1 tensors") and described(same) != described(model)
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "said"),
+    [
+        ({"learning_rate": 0.1, "optim": "a"}, {"learning_rate": 0.2, "optim": "b"}, "learning_rate 0.1 -> 0.2, optim a -> b:"),
+        ({"trainer_args": {}}, {"trainer_args": {"adam_beta2": 0.9}}, "adam_beta2 default -> 0.9:"),
+        ({"trainer_args": {"optim_args": "x"}}, {"trainer_args": {"seed": 1}}, "optim_args x -> default:"),
+        ({"trainer_args": {"adam_beta2": 0.9}}, {"trainer_args": {"adam_beta2": 0.9, "x": 1}}, None),
+        ({"lr_scheduler_type": "linear"}, {"lr_scheduler_type": "cosine"}, None),
+        ({"lr_scheduler_type": "linear"}, {"lr_scheduler_type": "reduce_lr_on_plateau"}, "lr_scheduler_type linear -> red"),
+        ({"lr_scheduler_type": "reduce_lr_on_plateau"}, {"lr_scheduler_type": "reduce_lr_on_plateau"}, None),
+        ({}, {"lr_scheduler_type": "reduce_lr_on_plateau", "trainer_args": {"adam_beta2": 0.9}, "optim": "a"}, None),
+    ],
+)  # fmt: skip
+def test_what_the_optimizers_saved_state_holds_cannot_be_changed(before, now, said):
+    compared = manifest.compare_runs(before, now)
+    found = compared.impossible
+    assert len(found) == (said is not None)
+    # Whoever asks only whether two runs are the same finds the difference too.
+    assert said is None or (compared.refused and found[0].startswith(said) and "go back to the first" in found[0])
 
 
 @pytest.mark.parametrize(

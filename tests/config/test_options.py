@@ -32,7 +32,7 @@ def test_every_declaration_is_complete(name: str) -> None:
     else:
         assert bounds == (None,) * 4, "bounds of something that is no number"
     assert declared.help.endswith((".", ")")), declared.help
-    assert declared.on_resume in ("refuse", "report", "allow")
+    assert declared.on_resume in ("refuse", "keep", "report", "allow")
     assert not (declared.resolved and declared.on_resume == "allow"), "a resolved value that nothing compares"
     assert not (declared.words and not declared.path)
     declared.check(name, getattr(Settings(), name))
@@ -47,8 +47,9 @@ def test_a_declaration_that_no_one_reads_is_none() -> None:
 def test_a_change_of_every_guarded_option_is_refused_or_reported_on_resume() -> None:
     for name, declared in OPTIONS.items():
         found = manifest.compare_runs({name: 1}, {name: 2})
-        assert bool(found.refused) == (declared.on_resume == "refuse"), name
+        assert bool(found.refused) == (declared.on_resume in ("refuse", "keep")), name
         assert bool(found.reported) == (declared.on_resume == "report"), name
+        assert bool(found.impossible) == (declared.on_resume == "keep"), name
 
 
 def test_options_are_found_by_their_declaration() -> None:

@@ -386,3 +386,16 @@ def test_the_names_are_those_of_the_installed_transformers() -> None:
     assert set(known_names("lr_scheduler_type")) == {str(one.value) for one in SchedulerType}
     assert set(known_names("optim")) == {str(one.value) for one in OptimizerNames}
     assert set(known_names("report_to")) == set(INTEGRATION_TO_CALLBACK)
+
+
+def test_a_few_lines_that_stand_for_more_values_than_memory_holds_are_refused(config: Any) -> None:
+    levels = "".join(f"  x{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 10))
+    for text, said in (
+        (f"trainer_args:\n  x0: &a0 [{'l, ' * 8}l]\n{levels}", "stand for too many values"),
+        (f"trainer_args:\n  x: &a {'l' * 9000}\n  y: [{'*a, ' * 900}*a]\n", "stand for too many values"),
+        ("trainer_args: &a {x: *a}\n", "stands for a value that it is part of"),
+    ):
+        with pytest.raises(UserError, match=said):
+            read_config(config(text))
+    shared = "dataset: &d [a.jsonl]\neval_dataset: *d\n"
+    assert read_config(config(shared)) == {"dataset": ["a.jsonl"], "eval_dataset": ["a.jsonl"]}

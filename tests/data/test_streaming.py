@@ -14,7 +14,7 @@ import pytest
 from torch.utils.data import DataLoader
 
 from unsloth_ddp.data.batch_plan import BatchPlan
-from unsloth_ddp.data.sources import SourceRow, left_out, read_rows, streamed_sources
+from unsloth_ddp.data.sources import SourceRow, left_out, of_other_splits, read_rows, streamed_sources
 from unsloth_ddp.data.stream_order import FIRST, StreamPosition, shuffled, stream_rows
 from unsloth_ddp.data.stream_steps import StepFiller
 from unsloth_ddp.data.stream_windows import StreamedWindows
@@ -235,6 +235,22 @@ def test_a_folder_stands_for_its_files_by_name(tmp_path: Path) -> None:
     names = [f"{tmp_path}/{name}" for name in ("a/1.csv", "a/2.parquet", "b.jsonl")]
     assert found == [*names, "owner/name", f"{tmp_path}/b.jsonl"]
     assert left_out([str(tmp_path), "owner/name", f"{tmp_path}/b.jsonl"]) == [f"{tmp_path}/a/config.json"]
+
+
+def test_files_of_a_folder_that_may_hold_rows_and_are_not_read_are_known(tmp_path: Path) -> None:
+    for name in ("a.jsonl", "b.jsonl.gz", "c.zst", "d.arrow", "README.md", ".hidden.json"):
+        (tmp_path / name).touch()
+    assert left_out([str(tmp_path)]) == [f"{tmp_path}/{name}" for name in ("b.jsonl.gz", "c.zst", "d.arrow")]
+
+
+def test_files_of_a_folder_that_are_named_as_another_split_are_known(tmp_path: Path) -> None:
+    folder = tmp_path / "test"
+    others = ["data/test-00000-of-00001.parquet", "eval.csv", "validation/0.jsonl", "x_dev.jsonl"]
+    for name in (*others, "data/train-00000-of-00001.parquet", "latest.jsonl", "devices.csv", "contest/0.jsonl"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).touch()
+    assert of_other_splits([str(folder), "owner/test"]) == [f"{folder}/{name}" for name in others]
+    assert of_other_splits([f"{folder}/eval.csv"]) == []
 
 
 def test_the_files_of_a_folder_are_in_order_wherever_they_are_listed(

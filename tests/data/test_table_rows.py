@@ -14,6 +14,7 @@ import pytest
 from unsloth_ddp.data.formats import Example, to_example
 from unsloth_ddp.data.sources import read_rows
 from unsloth_ddp.data.table_nulls import without_filled_nulls
+from unsloth_ddp.utils.errors import UserError
 
 
 def tool(name: str, **properties: dict[str, Any]) -> dict[str, Any]:
@@ -75,6 +76,44 @@ def test_rows_of_parquet_have_no_nulls_that_nobody_wrote(tmp_path: Path, expecte
     else:
         datasets.Dataset.from_list(ROWS).to_parquet(path)
     assert examples(str(path)) == expected
+
+
+def as_datasets_writes_it(tmp_path: Path, rows: list[dict[str, Any]]) -> str:
+    (tmp_path / "mixed.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path = str(tmp_path / "mixed.jsonl")
+    table: Any = datasets.load_dataset("json", data_files=path, split="train", cache_dir=str(tmp_path / "cache"))
+    assert "Json" in str(table.features)
+    table.to_parquet(tmp_path / "mixed.parquet")
+    return str(tmp_path / "mixed.parquet")
+
+
+def test_messages_that_datasets_wrote_as_json_text_are_read(tmp_path: Path, expected: list[Example]) -> None:
+    assert examples(as_datasets_writes_it(tmp_path, ROWS)) == expected
+
+
+def test_content_that_datasets_wrote_as_json_text_has_no_quotation_marks(tmp_path: Path) -> None:
+    parts = [{"type": "text", "text": "Who?"}]
+    rows = [{"messages": [{"role": "user", "content": parts}, {"role": "assistant", "content": 'The "one".'}]}]
+    (example,) = examples(as_datasets_writes_it(tmp_path, rows))
+    assert [message["content"] for message in example.messages] == ["Who?", 'The "one".']
+
+
+def test_json_text_in_maps_and_whole_columns_is_read(tmp_path: Path) -> None:
+    def column(*texts: str | None) -> pa.Array:
+        return pa.ExtensionArray.from_storage(pa.json_(), pa.array(texts))
+
+    maps = pa.MapArray.from_arrays([0, 1, 1], pa.array(["k"]), column('{"n": 1}'))
+    table = pa.table({"text": column('"a"', None), "map": maps})
+    pyarrow.parquet.write_table(table, tmp_path / "rows.parquet")
+    found = [row.columns for row in read_rows(str(tmp_path / "rows.parquet"), "train")]
+    assert found == [{"text": "a", "map": {"k": {"n": 1}}}, {"text": None, "map": {}}]
+
+
+def test_broken_json_text_in_a_table_is_refused(tmp_path: Path) -> None:
+    column = pa.ExtensionArray.from_storage(pa.json_(), pa.array(['"good"', '{"a": 1, "a": 2}']))
+    pyarrow.parquet.write_table(pa.table({"text": column}), tmp_path / "rows.parquet")
+    with pytest.raises(UserError, match=r"rows.parquet is not readable Parquet after row 2 \('a' is given twice\)"):
+        examples(str(tmp_path / "rows.parquet"))
 
 
 @pytest.mark.parametrize("kind", ["in memory", "streamed", "JSONL of the Hub"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import subprocess
 
 import pytest
@@ -34,6 +35,24 @@ def test_the_workflow_runs_what_contributors_run():
     assert "bash .ci/run" in steps
     assert workflow["permissions"] == {"contents": "read"}
     assert "bash .ci/run" in (REPO / "Makefile").read_text()
+
+
+def test_the_audit_can_read_what_it_exports_and_fails_if_it_audits_nothing(tmp_path):
+    workflow = yaml.safe_load((REPO / ".github/workflows/ci.yml").read_text())
+    script = next(step["run"] for step in workflow["jobs"]["audit"]["steps"] if "pip-audit" in step.get("run", ""))
+    export, audit = (shlex.split(line) for line in script.splitlines() if line.startswith("uv"))
+    export[export.index("-o") + 1] = str(tmp_path / "requirements.txt")
+    subprocess.run([*export, "--offline", "--quiet"], cwd=REPO, check=True)
+    requirements = (tmp_path / "requirements.txt").read_text().replace("\\\n", " ").splitlines()
+    pinned = [line for line in requirements if line.strip() and not line.lstrip().startswith("#")]
+    assert len(pinned) > 100 and all(re.match(r"[\w.-]+==", line) for line in pinned)
+    # pip-audit refuses to guess versions: with --require-hashes every line needs one, and otherwise --no-deps.
+    if "--require-hashes" in audit:
+        assert [line for line in pinned if "--hash" not in line] == []
+    else:
+        assert "--no-deps" in audit
+    # Packages that it cannot look up are otherwise left out with exit code 0.
+    assert "--strict" in audit
 
 
 @pytest.mark.parametrize("path", [path for path in TEMPLATES if path.stem != "config"], ids=lambda path: path.stem)

@@ -57,6 +57,30 @@ def test_a_question_is_asked_with_its_tools() -> None:
     ]
 
 
+def test_a_template_that_takes_calls_as_text_only_is_asked_as_rows_are_tokenized() -> None:
+    tokenizer = AutoTokenizer.from_pretrained(DEMO_MODEL)
+    tokenizer.padding_side = "left"
+    # As DeepSeek-V3's.
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% for c in m.tool_calls or [] %}{{ 'call ' + c.function.arguments }}{% endfor %}"
+        "{{ m.content or '' }}{% endfor %}"
+    )
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    turns = [ASK, {"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "tool", "content": "5"}]
+    asked: list[torch.Tensor] = []
+
+    def generate(input_ids: torch.Tensor, **options: Any) -> torch.Tensor:
+        asked.append(input_ids)
+        return torch.nn.functional.pad(input_ids, (0, 1), value=tokenizer.eos_token_id)
+
+    question = Question(turns, "Hello.")
+    assert _generate(SimpleNamespace(generate=generate, device="cpu"), tokenizer, [question]) == [""]
+    assert asked[0][0].tolist() == tokenizer('Hicall {"a": 1}5', add_special_tokens=False)["input_ids"]
+    tokenizer.chat_template = "{{ raise_exception('never') }}"
+    with pytest.raises(Exception, match="never"):
+        end_of_turn(tokenizer, question)
+
+
 def test_an_end_of_turn_in_plain_text_is_no_part_of_the_answer() -> None:
     tokenizer = AutoTokenizer.from_pretrained(DEMO_MODEL)
     set_chat_template(tokenizer, "chatml")

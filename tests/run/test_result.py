@@ -52,6 +52,15 @@ def test_the_result_of_a_finished_run_is_in_its_folder(run: Path) -> None:
     assert found.settings.model == "m"
 
 
+def test_the_compiled_modules_of_a_run_are_neither_run_nor_removed(run: Path) -> None:
+    (run / "summary.json").write_text("{}")
+    (run / WEIGHTS).write_text("weights")
+    Settings(model="m", compiled_cache_dir=str(run / "theirs"), clear_compiled_cache=True).save(run / "settings.new")
+    (run / "settings.new").replace(run / "settings.yaml")
+    found = find_result(str(run)).settings
+    assert (found.compiled_cache_dir, found.clear_compiled_cache) == (None, False)
+
+
 def test_an_unfinished_run_gives_its_last_whole_checkpoint_and_says_so(run: Path) -> None:
     whole, broken = add_checkpoint(run, 5), add_checkpoint(run, 10)
     (broken / WEIGHTS).write_text("weights of step 1O")

@@ -8,6 +8,7 @@ import socket
 from pathlib import Path
 from types import SimpleNamespace
 
+import httpx
 import pytest
 from huggingface_hub.utils import filter_repo_objects
 
@@ -82,15 +83,43 @@ def test_a_base_model_of_the_hub_keeps_its_name_in_the_uploaded_adapter(tmp_path
     assert config is not None and json.loads(config)["base_model_name_or_path"] == "Qwen/Qwen3-8B"
 
 
-def test_a_failed_upload_says_that_the_run_is_whole(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (OSError("no route to host"), "no route to host"),
+        (httpx.ConnectError("[Errno 111] Connection refused"), r"\[Errno 111\] Connection refused"),
+        (RuntimeError("Data processing error: CAS"), "Data processing error: CAS"),
+        (httpx.ReadTimeout(""), "ReadTimeout"),
+    ],
+)
+def test_a_failed_upload_says_that_the_run_is_whole(tmp_path, monkeypatch, error, said):
     class Api:
         def whoami(self):
-            raise OSError("no route to host")
+            raise error
 
     monkeypatch.setattr("huggingface_hub.HfApi", Api)
-    with pytest.raises(UserError, match=r"whole in .* not uploaded: no route"):
+    with pytest.raises(UserError, match=f"whole in .* not uploaded: {said}$"):
         summary.finish(Settings(run_name="r", push_to_hub=True), tmp_path, SUMMARY)
     assert (tmp_path / "summary.json").is_file()
+
+
+@pytest.mark.parametrize(
+    ("named", "said"),
+    [
+        ({"run_name": "my run (1)"}, r"run_name my run \(1\) cannot name a repository"),
+        ({"run_name": "ü"}, "run_name ü cannot name a repository"),
+        ({"run_name": "r" * 97}, "cannot name a repository"),
+        ({"run_name": "r", "hub_model_id": "a/b/c"}, "hub_model_id a/b/c cannot name a repository"),
+        ({"run_name": "r", "hub_model_id": "me/-r"}, "hub_model_id me/-r cannot name a repository"),
+    ],
+)
+def test_a_name_that_the_hub_refuses_is_refused_before_the_run_begins(monkeypatch, named, said):
+    monkeypatch.setattr("huggingface_hub.get_token", lambda: "hf_x")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    with pytest.raises(UserError, match=said):
+        upload.check_upload(Settings(push_to_hub=True, **named))
+    upload.check_upload(Settings(push_to_hub=True, run_name="my run (1)", hub_model_id="me/my-run"))
+    upload.check_upload(Settings(**named))
 
 
 def test_an_upload_needs_a_token_and_a_hub_before_the_run_begins(monkeypatch):
@@ -99,10 +128,10 @@ def test_an_upload_needs_a_token_and_a_hub_before_the_run_begins(monkeypatch):
     with pytest.raises(UserError, match="push_to_hub needs a token"):
         upload.check_upload(Settings(push_to_hub=True))
     monkeypatch.setattr("huggingface_hub.get_token", lambda: "hf_x")
-    upload.check_upload(Settings(push_to_hub=True))
+    upload.check_upload(Settings(push_to_hub=True, run_name="r"))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(UserError, match="push_to_hub needs the Hub, which is switched off"):
-        upload.check_upload(Settings(push_to_hub=True))
+        upload.check_upload(Settings(push_to_hub=True, run_name="r"))
 
 
 def test_the_table_names_schedule_and_warm_up():

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
+
+import xxhash
 
 from unsloth_ddp.checkpoints import manifest
 from unsloth_ddp.config.options import Settings
@@ -28,6 +31,18 @@ def run_identity(settings: Settings, runtime: Runtime) -> dict[str, Any]:
         "precision": runtime.precision,
     }
     return identity | runtime.broadcast_from_main(lambda: model_identity(settings))
+
+
+def trained_identity(model: Any) -> dict[str, str]:
+    """Return what identifies the trained weights of a model by their names and shapes, before any is sharded."""
+    # ZeRO-3 leaves an empty tensor in each parameter's place.
+    shapes = {
+        name: tuple(getattr(weight, "ds_shape", weight.shape))
+        for name, weight in model.named_parameters()
+        if weight.requires_grad
+    }
+    digest = xxhash.xxh3_64(json.dumps(sorted(shapes.items())).encode()).hexdigest()
+    return {"trained": f"{len(shapes)} tensors ({digest})"}
 
 
 def batch_identity(plan: BatchPlan) -> dict[str, Any]:

@@ -26,7 +26,12 @@ FILE_NAME = "manifest.json"
 FORMAT = 1
 
 # Options that a resumed run has to share with the checkpoint as given; their declarations say which.
-GUARDED = options_with(on_resume="refuse", resolved=False)
+GUARDED = (*options_with(on_resume="refuse", resolved=False), *options_with(on_resume="keep"))
+# Of them, and of the fields of trainer_args, those whose first value is in the optimizer's saved state.
+KEPT = options_with(on_resume="keep")
+KEPT_FIELDS = ("adam_beta1", "adam_beta2", "adam_epsilon", "optim_args", "optim_target_modules")
+# The one schedule whose state no other can read.
+PLATEAU = "reduce_lr_on_plateau"
 # Facts that it has to share: what the run made of options, and what follows from several of them.
 GUARDED_FACTS = (
     *options_with(on_resume="refuse", resolved=True), "steps", "rows", "data", "sources", "sources_revision",
@@ -254,6 +259,22 @@ def compare_runs(before: Mapping[str, Any], now: Mapping[str, Any]) -> Compariso
         result.instead = f"give --{option} {' '.join(map(printable, map(str, values)))} to read the same commit again"
     elif any(change.startswith(("model_weights", "model_config", "model_tokenizer")) for change in result.refused):
         result.instead = "put the earlier files of the model back"
+    kept = [*changes(KEPT), *_changed_fields(before.get("trainer_args"), now.get("trainer_args"))]
+    schedules = [run.get("lr_scheduler_type") for run in (before, now)]
+    if PLATEAU in schedules and None not in schedules:
+        kept += changes(("lr_scheduler_type",))
+    if kept:
+        result.impossible.append(
+            f"{', '.join(kept)}: the saved state of the optimizer and its schedule holds the first value, and another would do "
+            "nothing; go back to the first value"
+        )
+    if "trained" in before and "trained" in now and before["trained"] != now["trained"]:
+        # A LoRA adapter's tensors that do not fit would partly be left out without an error.
+        changed = ", ".join(result.refused) or f"{before['trained']} -> {now['trained']}"
+        result.impossible.append(
+            f"other weights are trained than before ({changed}), and those of the checkpoint do not fit; go back to the "
+            "first value"
+        )
     old, new = before.get("sharding", "none"), now.get("sharding", "none")
     if old != new:
         result.impossible.append(
@@ -265,6 +286,14 @@ def compare_runs(before: Mapping[str, Any], now: Mapping[str, Any]) -> Compariso
             f"process; start {before.get('world_size')} processes"
         )
     return result
+
+
+def _changed_fields(before: Any, now: Any) -> list[str]:
+    """Return the changes of those fields of trainer_args that the optimizer's saved state holds."""
+    if not isinstance(before, dict) or not isinstance(now, dict):
+        return []
+    names = [name for name in KEPT_FIELDS if before.get(name) != now.get(name)]
+    return [f"{name} {_shown(before.get(name, 'default'))} -> {_shown(now.get(name, 'default'))}" for name in names]
 
 
 def _shown(value: Any) -> str:

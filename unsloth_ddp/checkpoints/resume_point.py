@@ -55,7 +55,7 @@ class ResumePoint:
         if found.reported:
             sentences.append(
                 f"Changed since the checkpoint: {', '.join(found.reported)}. A step takes the same rows as before; "
-                "numbers are the same up to rounding, and dropout draws anew where the number of processes changed."
+                "numbers are the same up to rounding, and dropout draws anew where processes or rows a device changed."
             )
         return sentences
 

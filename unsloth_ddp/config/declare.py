@@ -45,8 +45,10 @@ class Option(Bounds):
     Attributes:
         help: One line for --help, which shows the default too.
         on_resume: What happens when the value differs from the checkpoint's. refuse: the run is refused unless
-            --resume_anyway is given. report: the run continues and names the change. allow: nothing, either because the
-            option does not change what is learned or because its effect is compared instead (rows, data, steps).
+            --resume_anyway is given. keep: it is refused with --resume_anyway too, because the optimizer's saved state
+            holds the first value, and another would do nothing. report: the run continues and names the change. allow:
+            nothing, either because the option does not change what is learned or because its effect is compared instead
+            (rows, data, steps).
         resolved: On resume, compare the value that the run decided on (a fact of the run with the option's name) instead
             of the one given. For options that can be auto, or that follow from others.
         summary: summary.json shows the value.
@@ -57,7 +59,7 @@ class Option(Bounds):
     """
 
     help: str
-    on_resume: Literal["refuse", "report", "allow"]
+    on_resume: Literal["refuse", "keep", "report", "allow"]
     summary: bool
     resolved: bool = False
     new_run: bool = True

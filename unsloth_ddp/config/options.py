@@ -244,21 +244,21 @@ class TrainingSettings:
         on_resume="allow",
         summary=True,
     )
-    learning_rate: float = option(2e-4, "Peak learning rate.", above=0, on_resume="refuse", summary=True)
+    learning_rate: float = option(2e-4, "Peak learning rate.", above=0, on_resume="keep", summary=True)
     lr_scheduler_type: str = option(
         "linear", "Schedule of the learning rate, by its Transformers name.", on_resume="refuse", summary=True
     )
     warmup_steps: float = option(
         0.0, "Steps of warm-up; below 1, a fraction of all steps.", at_least=0, on_resume="refuse", summary=True
     )
-    weight_decay: float = option(0.0, "Weight decay.", at_least=0, on_resume="refuse", summary=True)
+    weight_decay: float = option(0.0, "Weight decay.", at_least=0, on_resume="keep", summary=True)
     max_grad_norm: float = option(
         1.0, "Clip gradients to this norm; 0: never.", at_least=0, on_resume="refuse", summary=True
     )
     optim: str = option(
         "adamw_torch_fused",
         "Optimizer, by its Transformers name (adamw_8bit, sgd, ...).",
-        on_resume="refuse",
+        on_resume="keep",
         summary=True,
     )
     gradient_checkpointing: Literal["auto", "none", "torch", "unsloth"] = option(

@@ -11,6 +11,8 @@ from unsloth_ddp.utils.errors import one_line
 
 # Far above any settings: a data or weights file given as --config by mistake is not parsed for minutes.
 LARGEST_BYTES = 1 << 20
+# With aliases, a few lines can stand for more values than fit into memory, as soon as they are shown or copied.
+MOST_CHARACTERS = 4 * LARGEST_BYTES
 
 
 class Unreadable(ValueError):
@@ -29,11 +31,36 @@ def read_yaml(path: Path) -> Any:
     if len(content) > LARGEST_BYTES:
         raise Unreadable(f"it has over {LARGEST_BYTES:,} bytes, too many for a file of settings")
     try:
-        return yaml.load(content.decode("utf-8"), Loader=_Loader)  # noqa: S506 (a SafeLoader)
+        values = yaml.load(content.decode("utf-8"), Loader=_Loader)  # noqa: S506 (a SafeLoader)
+        if _written_out(values, {}) > MOST_CHARACTERS:
+            raise Unreadable("its aliases (*name) stand for too many values; write them out")
+        return values
+    except Unreadable:
+        raise
     except RecursionError:
         raise Unreadable("nested too deeply") from None
     except (yaml.YAMLError, ValueError, OverflowError) as error:
         raise Unreadable(one_line(error)) from None
+
+
+def _written_out(value: Any, counted: dict[int, int]) -> int:
+    """Return about how many characters a value has if every alias in it is written out.
+
+    Args:
+        counted: of the lists and mappings seen so far, by id.
+
+    Raises:
+        Unreadable: a list or mapping holds itself.
+    """
+    if not isinstance(value, (dict, list, tuple, set)):
+        return len(value) + 1 if isinstance(value, (str, bytes)) else 1
+    if id(value) not in counted:
+        counted[id(value)] = -1
+        inner = [*value, *value.values()] if isinstance(value, dict) else value
+        counted[id(value)] = 1 + sum(_written_out(item, counted) for item in inner)
+    if counted[id(value)] < 0:
+        raise Unreadable("an alias (*name) stands for a value that it is part of")
+    return counted[id(value)]
 
 
 class _Loader(yaml.SafeLoader):

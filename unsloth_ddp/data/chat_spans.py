@@ -287,11 +287,11 @@ def _with_reasoning_key(message: Message) -> Message:
 
 
 def _with_calls_as_text(example: Example) -> Example:
+    return replace(example, messages=[with_calls_as_text(message) for message in example.messages])
+
+
+def with_calls_as_text(message: Message) -> Message:
     """Write tool calls as OpenAI does, with arguments as JSON text and null as empty content; some templates need it."""
-    return replace(example, messages=[_openai_call(message) for message in example.messages])
-
-
-def _openai_call(message: Message) -> Message:
     if not message.get("tool_calls"):
         return message
     calls = [

@@ -17,7 +17,7 @@ from unsloth_ddp.config.parse import Settings
 from unsloth_ddp.data.checked_rows import checked_rows
 from unsloth_ddp.data.formats import SHOWN_COLUMNS, Example
 from unsloth_ddp.data.revisions import dataset_revisions
-from unsloth_ddp.data.sources import checked_files, left_out
+from unsloth_ddp.data.sources import checked_files, left_out, of_other_splits
 from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.utils.errors import UserError
 from unsloth_ddp.utils.redaction import printable
@@ -97,8 +97,13 @@ def _examples(
     files = checked_files(sources, streaming=streaming)
     empty = [file for file in files if file not in sources and Path(file).stat().st_size == 0]
     if streaming and (lists := left_out(sources)):
-        more = f" and {len(lists) - 1} more .json files are" if len(lists) > 1 else " is"
+        more = f" and {len(lists) - 1} more files are" if len(lists) > 1 else " is"
         print(f"{lists[0]}{more} not read: a folder stands for its .jsonl, .parquet and .csv files.")
+    if streaming and (others := of_other_splits(sources)):
+        more = f" and {len(others) - 1} more files are" if len(others) > 1 else " is"
+        print(
+            f"{others[0]}{more} trained too, though the name is that of another split; name the files that are to be trained."
+        )
 
     unread: Counter[str] = Counter()
     numbers = itertools.count(1)

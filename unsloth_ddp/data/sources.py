@@ -27,6 +27,8 @@ MAGIC = {
     b"PAR1": ("Parquet", "name it .parquet"),
     b"ARROW1\0\0": ("Arrow", "write it as Parquet"),
 }
+# As datasets on the Hub name the files of such splits: test-00000-of-00001.parquet, validation/0.jsonl.
+OTHER_SPLIT = re.compile(r"(?<![a-z])(?:test|testing|valid|validation|val|dev|eval|evaluation|held_?out)(?![a-z])")
 SPACE = re.compile(r"[ \t\r\n]*")
 
 
@@ -109,9 +111,19 @@ def streamed_sources(sources: list[str]) -> list[str]:
 
 
 def left_out(sources: list[str]) -> list[str]:
-    """Return the .json files in the folders among `sources`: metadata, or lists that must be read completely."""
+    """Return the files in the folders among `sources` that may hold rows and are not read.
+
+    These are .json files (metadata, or lists that must be read completely), packed files and Arrow files.
+    """
     folders = [Path(source).expanduser() for source in sources if is_file(source)]
-    return [path for folder in folders for path in _files_in(folder, (".json",)) or []]
+    return [path for folder in folders for path in _files_in(folder, (".json", ".arrow", *PACKED_SUFFIXES)) or []]
+
+
+def of_other_splits(sources: list[str]) -> list[str]:
+    """Return the row files in the folders among `sources` whose path names a split that is not for training."""
+    folders = [Path(source).expanduser() for source in sources if is_file(source)]
+    files = [(folder, path) for folder in folders for path in _files_in(folder, STREAMED_SUFFIXES) or []]
+    return [path for folder, path in files if OTHER_SPLIT.search(str(Path(path).relative_to(folder)).lower())]
 
 
 def _files_in(folder: Path, suffixes: tuple[str, ...]) -> list[str] | None:
@@ -285,15 +297,46 @@ def _parquet_rows(path: Path) -> Iterator[SourceRow]:
             names = table.schema_arrow.names
             if len(set(names)) != len(names):
                 raise UserError(f"{path} names a column twice ({', '.join(names)[:200]}); rename one.")
+            in_json = {field.name: field.type for field in table.schema_arrow if _holds_json(field.type)}
             for batch in table.iter_batches(batch_size=1024):
                 for columns in batch.to_pylist(maps_as_pydicts="strict"):
                     number += 1
+                    columns |= {name: _without_json(columns[name], kind) for name, kind in in_json.items()}
                     yield SourceRow(f"{path} row {number}", without_filled_nulls(columns))
     except UserError:
         raise
-    except (pyarrow.ArrowException, ValueError, OverflowError, KeyError) as error:
+    except (pyarrow.ArrowException, ValueError, OverflowError, KeyError, RecursionError) as error:
         reason = _in_one_line(error) or type(error).__name__
         raise UserError(f"{path} is not readable Parquet after row {number} ({reason}); write it again.") from None
+
+
+def _holds_json(kind: Any) -> bool:
+    """Return whether values of an Arrow type are, or hold, JSON text."""
+    import pyarrow
+
+    return isinstance(kind, pyarrow.JsonType) or any(_holds_json(kind.field(i).type) for i in range(kind.num_fields))
+
+
+def _without_json(value: Any, kind: Any) -> Any:
+    """Parse the JSON text in a value of a Parquet column.
+
+    Datasets writes objects whose fields differ in type as JSON text, even whole messages. Left alone, a content that is
+    text would be trained with quotation marks around it.
+
+    Raises:
+        ValueError, RecursionError: the text is not JSON.
+    """
+    import pyarrow
+
+    if value is None or not _holds_json(kind):
+        return value
+    if isinstance(kind, pyarrow.JsonType):
+        return DECODER.decode(value)
+    if pyarrow.types.is_struct(kind):
+        return {field.name: _without_json(value[field.name], field.type) for field in kind}
+    if pyarrow.types.is_map(kind):
+        return {name: _without_json(item, kind.item_type) for name, item in value.items()}
+    return [_without_json(item, kind.value_type) for item in value]
 
 
 def _hub_rows(

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from unsloth_ddp.data.chat_spans import with_calls_as_text
 from unsloth_ddp.data.formats import Example, Message
 from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.utils.redaction import printable_lines
@@ -66,9 +67,7 @@ def answer(model: Any, tokenizer: Any, asked: list[Question], runtime: Runtime) 
 
 
 def _generate(model: Any, tokenizer: Any, asked: list[Question]) -> list[str]:
-    texts = [
-        tokenizer.apply_chat_template(q.turns, tools=q.tools, add_generation_prompt=True, tokenize=False) for q in asked
-    ]
+    texts = [_rendered(tokenizer, q.turns, q.tools, add_generation_prompt=True) for q in asked]
     inputs = tokenizer(texts, add_special_tokens=False, padding=True, return_tensors="pt").to(model.device)
     with torch.no_grad():
         generated = model.generate(
@@ -87,8 +86,18 @@ def end_of_turn(tokenizer: Any, question: Question) -> str:
     """Return what the chat template writes after an answer; it may be plain text, as <|im_end|> in many base models."""
     # Not the expected answer, which may be a part of what ends it: "e" is one of <|im_end|>.
     chat = [*question.turns, {"role": "assistant", "content": ANY_ANSWER}]
-    rendered = str(tokenizer.apply_chat_template(chat, tools=question.tools, tokenize=False))
-    return rendered.rpartition(ANY_ANSWER)[2].strip()
+    return _rendered(tokenizer, chat, question.tools).rpartition(ANY_ANSWER)[2].strip()
+
+
+def _rendered(tokenizer: Any, chat: list[Message], tools: list[Any] | None, **how: Any) -> str:
+    try:
+        return str(tokenizer.apply_chat_template(chat, tools=tools, tokenize=False, **how))
+    except Exception:
+        if not any(message.get("tool_calls") for message in chat):
+            raise
+        # As rows are tokenized: some templates take the arguments of a call as text only.
+        chat = [with_calls_as_text(message) for message in chat]
+        return str(tokenizer.apply_chat_template(chat, tools=tools, tokenize=False, **how))
 
 
 def _until(text: str, end: str) -> str:

@@ -126,15 +126,17 @@ def _run_near(folder: Path) -> Path | None:
 
 
 def read_settings(run: Path) -> Settings:
-    """Return the settings of a run.
+    """Return the settings of a run, to load its result with: the folder of compiled modules is a new one.
 
     Raises:
         UserError: they cannot be read, or hold what this release does not know.
     """
     try:
-        return Settings(**read_config(run / SETTINGS_FILE))
+        settings = Settings(**read_config(run / SETTINGS_FILE))
     except UserError as error:
         raise UserError(f"{run} was written by another version of the kit, or was edited: {error}") from None
+    # Unsloth runs the modules in that folder, which whoever wrote the run's folder has named, and another job may use it.
+    return dataclasses.replace(settings, compiled_cache_dir=None, clear_compiled_cache=False)
 
 
 def _named_checkpoint(folder: Path) -> RunResult:

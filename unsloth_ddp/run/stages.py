@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from unsloth_ddp.checkpoints import resume_point
-from unsloth_ddp.checkpoints.identity import batch_identity, run_identity
+from unsloth_ddp.checkpoints.identity import batch_identity, run_identity, trained_identity
 from unsloth_ddp.checkpoints.resume_point import ResumePoint
 from unsloth_ddp.checkpoints.writer import Checkpoints
 from unsloth_ddp.data import dataset, examples
@@ -86,7 +86,9 @@ def find_resume_point(run: Run) -> ResumePoint | None:
 def load_model(run: Run) -> tuple[Any, Any]:
     """Return the model, on this process's device, and its tokenizer."""
     print(f"Loading model {run.settings.model} ...", flush=True)
-    return load.load_model(run.settings, run.runtime)
+    model, tokenizer = load.load_model(run.settings, run.runtime)
+    run.identify(**trained_identity(model))
+    return model, tokenizer
 
 
 def prepare_data(run: Run, model: Any, tokenizer: Any, resume: ResumePoint | None) -> TrainingData:

@@ -23,11 +23,13 @@ def check_upload(settings: Settings) -> None:
     """Refuse an upload that would fail when the run is done; the network is not asked.
 
     Raises:
-        UserError: there is no token, or the Hub's libraries are offline.
+        UserError: there is no token, the Hub's libraries are offline, or the Hub takes no repository of that name.
     """
     if not settings.push_to_hub:
         return
     import huggingface_hub
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
 
     if huggingface_hub.constants.HF_HUB_OFFLINE:
         raise UserError(
@@ -39,6 +41,15 @@ def check_upload(settings: Settings) -> None:
             "push_to_hub needs a token of the Hub, and none is found; log in once with hf auth login, set HF_TOKEN, or leave "
             "push_to_hub out."
         )
+    try:
+        # The account is not known yet; its name counts too, so a run's name may be refused at the end for its length.
+        validate_repo_id(settings.hub_model_id or f"account/{settings.run_name}")
+    except HFValidationError:
+        given = f"hub_model_id {settings.hub_model_id}" if settings.hub_model_id else f"run_name {settings.run_name}"
+        raise UserError(
+            f"{given} cannot name a repository on the Hub, which takes account/name of letters, digits, '-', '_' and '.', 96 "
+            "characters at most; give --hub_model_id."
+        ) from None
 
 
 def shared_adapter_config(folder: Path) -> bytes | None:
@@ -60,7 +71,6 @@ def upload(settings: Settings, folder: Path) -> str:
         UserError: the Hub refuses or cannot be reached; the run on disk is whole.
     """
     from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
 
     api = HfApi()
     try:
@@ -71,6 +81,8 @@ def upload(settings: Settings, folder: Path) -> str:
             api.upload_file(repo_id=repo.repo_id, path_or_fileobj=adapter, path_in_repo=ADAPTER_FILE)
         if settings.merge:
             api.upload_folder(repo_id=repo.repo_id, folder_path=folder / "merged", path_in_repo="merged")
-    except (HfHubHTTPError, LocalTokenNotFoundError, OSError) as error:
-        raise UserError(f"The run is whole in {folder}, but was not uploaded: {one_line(error)}") from None
+    except Exception as error:
+        # The errors of the Hub's libraries (its own, httpx's, hf_xet's) have no class in common.
+        reason = one_line(error) or type(error).__name__
+        raise UserError(f"The run is whole in {folder}, but was not uploaded: {reason}") from None
     return repo.url

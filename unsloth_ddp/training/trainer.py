@@ -324,10 +324,9 @@ class DDPTrainer(ResumableTrainer):
         random_state = torch.get_rng_state()
         try:
             return Trainer.evaluate(self, eval_dataset, ignore_keys, metric_key_prefix)
-        except EvaluationInterrupted:
-            # The loader drew a seed. The resumed run evaluates this step again and has to draw the same one.
+        finally:
+            # The loader draws a seed. Dropout draws the same numbers whenever, and however often, a run evaluates.
             torch.set_rng_state(random_state)
-            raise
 
     # ---- evaluation: upstream averages the means of batches, and counts repeated rows again ----
 

@@ -14,6 +14,7 @@ from unsloth_ddp.notebook.arguments import code, keyword
 from unsloth_ddp.notebook.checks import (
     check_notebook,
     check_statement,
+    only_remote_training,
     only_training_command,
     trains_nothing,
 )
@@ -25,7 +26,7 @@ from unsloth_ddp.notebook.graph import SEEDS, Graph, Role, Statement, build
 from unsloth_ddp.notebook.ipython import command_of, without_installs
 from unsloth_ddp.notebook.lines import comment_line
 from unsloth_ddp.notebook.magics import Lowered, add_automagic, lower
-from unsloth_ddp.notebook.main_values import mark_sent
+from unsloth_ddp.notebook.main_values import mark_sent, stand_in_for_runs
 from unsloth_ddp.notebook.name_usage import collect
 from unsloth_ddp.notebook.normalise import normalise
 from unsloth_ddp.notebook.prologue import IDENTIFIERS, MODULES, Names, render_device, render_region
@@ -70,9 +71,16 @@ def convert_notebook(notebook: Notebook, options: ConversionOptions) -> Conversi
             f"{notebook.name}: its only training is the command `{command[1]}` in cell {command[0]}, which starts "
             "processes of its own; run that command itself on several GPUs, or give a notebook whose cells train."
         )
+    elsewhere = only_remote_training(graph)
+    if elsewhere is not None:
+        raise NotebookError(
+            f"{notebook.name}: its only training, `{elsewhere[1]}()` in cell {elsewhere[0]}, runs on machines of a "
+            "service; choose the number of GPUs there, or give a notebook whose cells train."
+        )
     _know_configs(graph, context)
     assign_roles(graph)
     mark_sent(graph)
+    stand_in_for_runs(graph)
     assign_seeds(graph)
     script = _write(notebook, cells, graph, context)
     script = context.place(script)

@@ -9,7 +9,7 @@ from functools import cached_property
 
 import libcst as cst
 
-from unsloth_ddp.notebook.effects import Effect, call_effects, is_trainer_call, starts_run
+from unsloth_ddp.notebook.effects import REMOTE_STARTS, Effect, call_effects, downloads_data, is_remote, is_trainer_call, starts_run
 from unsloth_ddp.notebook.name_usage import CallSite, DeferredBody, NameUsage, collect
 from unsloth_ddp.notebook.syntax import HARMLESS, is_false
 
@@ -57,6 +57,8 @@ class Statement:
     runs: frozenset[str] = frozenset()  # names that hold a tracked run just before this
     configs: frozenset[str] = frozenset()  # names that hold the config of one
     takes_sent: bool = False  # the main process sends it values
+    stands_in: bool = False  # the other processes get a stand-in for the run that it starts
+    reads_one_node: bool = False  # it reads back what only the main process could save
     timed: frozenset[str] | None = None  # names of clock readings used for durations only; None ignores clocks
 
     @property
@@ -81,6 +83,12 @@ class Graph:
         usages = [s.usage for s in self.statements]
         assigned = [pair for usage in usages for pair in usage.assigned]
         return frozenset(name for name, site in assigned if starts_run(self.full_path(site)))
+
+    @cached_property
+    def remote_names(self) -> frozenset[str]:
+        """Return the names that hold a trainer, an estimator or a client of a service that trains elsewhere."""
+        assigned = [pair for s in self.statements for pair in s.usage.assigned]
+        return frozenset(name for name, site in assigned if is_remote(self.full_path(site)))
 
     @property
     def function_effects(self) -> dict[str, set[Effect]]:
@@ -183,6 +191,10 @@ class _Effects:
 
     def of_site(self, site: CallSite) -> set[Effect]:
         graph = self.graph
+        if site.root in graph.remote_names and site.tail in REMOTE_STARTS:
+            return {Effect.PAID}
+        if is_remote(graph.full_path(site)):
+            return set()
         if is_trainer_call(site, graph.trainer_classes):
             return {Effect.TRAINER}
         found: set[Effect] = set()
@@ -190,6 +202,8 @@ class _Effects:
         if body is not None:
             if not body.methods and not body.bases:
                 found |= self.of_function(site.path)
+            elif any(downloads_data(graph.full_path(inner)) for inner in body.calls):
+                found.add(Effect.DATA)  # a Dataset class that downloads when it is made
         else:
             found |= call_effects(site, graph.full_path(site), self.trainers, graph.trainer_classes)
         if owner := self.owner(site):
@@ -228,6 +242,7 @@ def _find_effects(graph: Graph) -> None:
             if body is not None and (body.methods or body.bases):
                 instances.update(dict.fromkeys(statement.usage.writes, site.path))
         trainers |= {name for name, site in statement.usage.assigned if is_trainer_call(site, graph.trainer_classes)}
+    trainers -= graph.remote_names
     effects = graph.effects = _Effects(graph, trainers, instances)
     for statement in graph.statements:
         for site in statement.usage.calls:
@@ -271,7 +286,8 @@ def _mutations_through_functions(graph: Graph, statement: Statement) -> None:
     for site in usage.calls:
         body = graph.functions.get(site.path)
         if body is None:
-            if site.bare and not statement.effects - _MAY_CHANGE_ARGUMENTS:
+            told = site.root in graph.run_names  # a tracker takes what it is told as it is
+            if site.bare and not told and not statement.effects - _MAY_CHANGE_ARGUMENTS:
                 arguments |= site.names  # an unknown function called for its effect alone
             continue
         visit(site.path, frozenset())

@@ -141,6 +141,8 @@ class MainValues:
         return self._hands_on(node)
 
     def _hands_on(self, node: cst.CSTNode) -> bool:
+        if isinstance(node, cst.WithItem) and self.tracked(node.item)[0]:
+            return True
         if self.is_sent(node):
             return False
         kept = self.tracked(node)[0] == "run" or self._trains_within(node)
@@ -166,6 +168,8 @@ class MainValues:
                 return []
             case cst.Import() | cst.ImportFrom() | cst.AsName():
                 return []
+            case cst.WithItem(item=item) if self.tracked(item)[0]:
+                return []  # a context is entered, not sent
             case cst.Attribute() | cst.Arg() | cst.NamedExpr() | cst.AugAssign():
                 return [node.value]
             case cst.AnnAssign():
@@ -306,6 +310,24 @@ class _Uses(NamesRead):
 
     def _time(self, *operands: cst.BaseExpression) -> None:
         self.timing.update(part.value for part in operands if isinstance(part, cst.Name))
+
+
+def stand_in_for_runs(graph: Graph) -> None:
+    """Mark the runs that code on every process passes on: there, the other processes get a stand-in that does nothing."""
+    wanted: set[str] = set()
+    for statement in graph.statements:
+        if statement.needed and statement.role in (Role.ALL, Role.FIRST) and MainValues(graph, statement).leaves_run():
+            wanted |= statement.runs
+    for statement in graph.statements:
+        if statement.role is Role.MAIN and isinstance(statement.node, cst.SimpleStatementLine):
+            started = {name for name, site in statement.usage.assigned if starts_run(graph.full_path(site))}
+            statement.stands_in = len(statement.node.body) == 1 and bool(started & wanted)
+
+
+def has_stand_in(graph: Graph, statement: Statement) -> bool:
+    """Return whether the other processes have a stand-in for every run that a statement could use."""
+    found = {name for s in graph.statements if s.stands_in for name in s.usage.writes}
+    return bool(statement.runs) and statement.runs <= found
 
 
 # Edits ---------------------------------------------------------------------------------------------------------------

@@ -91,12 +91,13 @@ def _groups(placed: list[EditedStatement], graph: Graph) -> list[list[EditedStat
     groups: list[list[EditedStatement]] = []
     for position, item in enumerate(placed):
         role = item.statement.role
-        alone = item.statement.share_value or item.statement.seed is not None
+        alone = item.statement.share_value or item.statement.stands_in or item.statement.seed is not None
         same = groups and not alone and role is groups[-1][0].statement.role and role is not Role.ALL
-        if same and not _must_share_first(groups[-1]):
+        if same and not _must_share_first(groups[-1]) and not groups[-1][0].statement.stands_in:
             groups[-1].append(item)
             continue
-        if groups and groups[-1][0].statement.role is Role.MAIN and _joins(item, placed[position + 1 :], graph):
+        before = groups[-1][0].statement if groups else None
+        if before and before.role is Role.MAIN and not before.stands_in and _joins(item, placed[position + 1 :], graph):
             groups[-1].append(item)
             continue
         groups.append([item])
@@ -230,6 +231,8 @@ def _guard(
     who = "only the main process" if role is Role.MAIN else "one process a node"
     kind = "save" if Effect.SAVE in effects else "once" if effects & _WAITS else "main process"
     note = context.edit(kind, f"{who} {_listed(words)}")
+    if group[0].statement.stands_in:
+        return [lead(_with_stand_in(nodes[0], context), [note])]
     shared = _shared_value(group, nodes, share, context)
     if shared is not None:
         return [lead(shared, [note])]
@@ -248,6 +251,15 @@ def _guard(
     if not share and (effects & _WAITS or slow):
         made.append(_call(names["wait_for_everyone"]))
     return made
+
+
+def _with_stand_in(node: cst.BaseStatement, context: ConversionContext) -> cst.BaseStatement:
+    """Return `run = start() if IS_MAIN else NoRun()`."""
+    assert isinstance(node, cst.SimpleStatementLine) and isinstance(node.body[0], cst.Assign)
+    small = node.body[0]
+    other = cst.parse_expression(f"{context.names['NoRun']}()")
+    value = cst.IfExp(test=cst.Name(context.names["IS_MAIN"]), body=small.value, orelse=other)
+    return node.with_changes(body=[small.with_changes(value=value)])
 
 
 def _shared_value(

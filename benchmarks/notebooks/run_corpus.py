@@ -26,7 +26,7 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import judge
-from harness import Outcome, Settings, pins, read_cells, run_notebook, run_ranks, run_script
+from harness import Outcome, Settings, pins, read_cells, run_notebook, run_other_node, run_ranks, run_script
 
 VARIANTS = ("AMD-", "Kaggle-", "HuggingFace Course-")
 CHECKS = (
@@ -124,16 +124,16 @@ def check(path: Path, script: str, result: Result, options: argparse.Namespace) 
         "leftovers": judge.leftovers(script),
         "installs": judge.installs(script) + judge.installs_run(ranks),
         "text_kept": judge.text_kept(read_cells(path), script),
-        "settings": judge.settings(plain, ranks),
+        "settings": judge.settings(plain, ranks, script),
         "trains": judge.reaches_training(plain, ranks),
         "rank_1": judge.main_only(rank_1),
         "rank_0": judge.kept(plain, rank_0),
-        "read_back": judge.read_back(rank_0, rank_1),
+        "read_back": judge.read_back(rank_0, rank_1) and judge.read_back(rank_0, rank_1, run_other_node(script, common)),
         "in_step": judge.in_step(ranks),
         "start_and_end": judge.start_and_end(plain, ranks),
         "data": judge.data(ranks),
         "same_training": [
-            f"rank {rank}: {text}" for rank, one in enumerate(ranks) for text in judge.same_training(plain, one)
+            f"rank {rank}: {text}" for rank, one in enumerate(ranks) for text in judge.same_training(plain, one, rank)
         ],
         "single": judge.single(plain, alone),
         "same_bytes": [] if CONVERTERS[options.converter](path)[0] == script else ["converting twice differs"],

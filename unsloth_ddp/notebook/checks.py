@@ -170,7 +170,11 @@ def _check_trainers(statement: Statement, graph: Graph, context: ConversionConte
             notes.append(context.warn("sizing", _LIGHTNING))
         elif keyword(site.node, "args") is None and not any(_might_be_arguments(arg) for arg in site.node.args):
             notes.append(
-                context.warn("arguments", f"{site.tail} has no arguments object, so DDP settings are the defaults")
+                context.warn(
+                    "arguments",
+                    f"{site.tail} has no arguments object: each process takes the default batch, so the global batch "
+                    "is that times the number of processes",
+                )
             )
     return notes
 

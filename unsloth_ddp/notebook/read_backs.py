@@ -44,7 +44,8 @@ def _writers(path: str, saved: dict[str, list[Statement]]) -> list[Statement]:
 
 def _settle(reader: Statement, writers: list[Statement], reload: bool) -> None:
     if not reader.needed and not reload:
-        reader.role = Role.MAIN if any(writer.role is Role.MAIN for writer in writers) else Role.NODE
+        results = any(writer.role is Role.MAIN or Effect.SAVE in writer.effects for writer in writers)
+        reader.role = Role.MAIN if results else Role.NODE
         return
     for writer in writers:
         if writer.role is Role.MAIN and _can_save_on_each_node(writer):

@@ -128,7 +128,8 @@ def check(path: Path, script: str, result: Result, options: argparse.Namespace) 
         "trains": judge.reaches_training(plain, ranks),
         "rank_1": judge.main_only(rank_1),
         "rank_0": judge.kept(plain, rank_0),
-        "read_back": judge.read_back(rank_0, rank_1) and judge.read_back(rank_0, rank_1, run_other_node(script, common)),
+        "read_back": judge.read_back(rank_0, rank_1)
+        and judge.read_back(rank_0, rank_1, run_other_node(script, common)),
         "in_step": judge.in_step(ranks),
         "start_and_end": judge.start_and_end(plain, ranks),
         "data": judge.data(ranks),

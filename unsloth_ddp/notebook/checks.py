@@ -14,7 +14,7 @@ from unsloth_ddp.notebook.graph import SEEDS, Graph, Role, Statement, is_dead
 from unsloth_ddp.notebook.hosts import HOST_NAMES
 from unsloth_ddp.notebook.ipython import command_of
 from unsloth_ddp.notebook.load import DEVICE_COUNTS
-from unsloth_ddp.notebook.main_values import MainValues, has_stand_in
+from unsloth_ddp.notebook.main_values import MainValues, stand_in_serves
 from unsloth_ddp.notebook.syntax import BUILTINS
 
 # Code that mentions none of these has nothing to do with a model.
@@ -106,7 +106,7 @@ def check_statement(statement: Statement, graph: Graph, context: ConversionConte
                 "put it under `if IS_MAIN:` if it only evaluates",
             )
         )
-    shared = statement.needed and statement.role in (Role.ALL, Role.FIRST) and not has_stand_in(graph, statement)
+    shared = statement.needed and statement.role in (Role.ALL, Role.FIRST) and not stand_in_serves(graph, statement)
     if shared and MainValues(graph, statement).leaves_run():
         notes.append(context.warn("tracker", "uses a tracked run that only the main process has"))
     notes += _check_names(statement, context)

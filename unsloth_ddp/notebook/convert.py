@@ -218,13 +218,25 @@ def _header(context: ConversionContext, notes: list[str]) -> str:
         "#     accelerate launch SCRIPT             every GPU of this machine",
         "#     torchrun --nproc-per-node 2 SCRIPT   two of them",
     ]
-    wanted = list(dict.fromkeys(context.requirements))
+    wanted = _without_repeats(context.requirements)
     if wanted:
         lines += ["#", "# The notebook installed these; install them before you run this:"]
-        lines += ["#     " + " ".join(name.split()) for name in wanted]
+        lines += ["#     " + name for name in wanted]
     if notes:
         lines += ["#", *notes]
     return "\n".join(lines) + "\n\n"
+
+
+def _without_repeats(requirements: list[str]) -> list[str]:
+    """Return what to install, each package once: the notebook's last words on its version count."""
+    found: dict[str, str] = {}
+    for text in requirements:
+        name = " ".join(text.split())
+        package = re.split(r"[\[<>=!~;@ ]", name.lower().replace("_", "-"), maxsplit=1)[0]
+        key = package if re.fullmatch(r"[a-z0-9][a-z0-9.-]*", package) else name
+        if key not in found or name.lower().replace("_", "-") != package:
+            found[key] = name
+    return list(found.values())
 
 
 def _prose(cell: Cell) -> str:

@@ -9,7 +9,15 @@ from functools import cached_property
 
 import libcst as cst
 
-from unsloth_ddp.notebook.effects import REMOTE_STARTS, Effect, call_effects, downloads_data, is_remote, is_trainer_call, starts_run
+from unsloth_ddp.notebook.effects import (
+    REMOTE_STARTS,
+    Effect,
+    call_effects,
+    downloads_data,
+    is_remote,
+    is_trainer_call,
+    starts_run,
+)
 from unsloth_ddp.notebook.name_usage import CallSite, DeferredBody, NameUsage, collect
 from unsloth_ddp.notebook.syntax import HARMLESS, is_false
 

@@ -152,6 +152,27 @@ class MainValues:
         """Return whether a tracker gets the result of a training, which every process must take part in."""
         return isinstance(node, cst.Call) and self.tracked(node)[0] == "value" and not self._may_run_once(node)
 
+    def only_told(self, node: cst.CSTNode) -> bool:
+        """Return whether every use of a run is a call for its own sake, or a context to enter, or an argument of those."""
+        match node:
+            case cst.SimpleStatementLine(body=[cst.Expr(value=cst.Call(args=args))]) if not self._trains_within(
+                node.body[0].value  # type: ignore[attr-defined]
+            ):
+                return not any(self.reads_tracker(arg) and self.tracked(arg.value)[0] != "run" for arg in args)
+            case cst.WithItem(item=item) if self.tracked(item)[0]:
+                return True
+        return not self.tracked(node)[0] and all(self.only_told(part) for part in self.parts_of(node))
+
+    @staticmethod
+    def parts_of(node: cst.CSTNode) -> Iterable[cst.CSTNode]:
+        """Return the parts of a node, without names that are not read: parameters, targets, attributes, keywords."""
+        match node:
+            case cst.FunctionDef(body=body):
+                return [body]
+            case cst.Attribute(value=value) | cst.Arg(value=value):
+                return [value]
+        return node.children
+
     def reads_tracker(self, node: cst.CSTNode) -> bool:
         """Return whether an expression reads anything of a tracker."""
         return self._any(node, lambda part: bool(self.tracked(part)[0]))
@@ -324,10 +345,20 @@ def stand_in_for_runs(graph: Graph) -> None:
             statement.stands_in = len(statement.node.body) == 1 and bool(started & wanted)
 
 
-def has_stand_in(graph: Graph, statement: Statement) -> bool:
-    """Return whether the other processes have a stand-in for every run that a statement could use."""
+def stand_in_serves(graph: Graph, statement: Statement) -> bool:
+    """Return whether a stand-in is as good as the run in a statement: it is only told something, or handed to a training."""
     found = {name for s in graph.statements if s.stands_in for name in s.usage.writes}
-    return bool(statement.runs) and statement.runs <= found
+    if not statement.runs or not statement.runs <= found:
+        return False
+    told = MainValues(graph, statement).only_told(statement.node)
+    return told or (bool(statement.effects & SEEDS) and not statement.usage.writes and _is_call(statement.node))
+
+
+def _is_call(node: cst.BaseStatement) -> bool:
+    match node:
+        case cst.SimpleStatementLine(body=[cst.Expr(value=cst.Call(func=cst.Name()))]):
+            return True
+    return False
 
 
 # Edits ---------------------------------------------------------------------------------------------------------------

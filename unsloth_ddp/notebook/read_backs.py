@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import libcst as cst
 
@@ -33,7 +33,7 @@ def keep_read_backs(graph: Graph, last: int) -> None:
         elif statement.role in (Role.ALL, Role.FIRST) and saved:
             found = [s for path in paths.read_by(statement) for s in _writers(path, saved)]
             if found and statement.usage.calls and not statement.usage.defines:
-                _settle(statement, found, Effect.LOAD in statement.effects and index < last)
+                _settle(statement, found, index < last)
         paths.learn(statement)
 
 
@@ -42,10 +42,10 @@ def _writers(path: str, saved: dict[str, list[Statement]]) -> list[Statement]:
     return [statement for folder in folders for statement in saved[folder]]
 
 
-def _settle(reader: Statement, writers: list[Statement], reload: bool) -> None:
-    if not reader.needed and not reload:
-        results = any(writer.role is Role.MAIN or Effect.SAVE in writer.effects for writer in writers)
-        reader.role = Role.MAIN if results else Role.NODE
+def _settle(reader: Statement, writers: list[Statement], before: bool) -> None:
+    if not reader.needed and not (before and Effect.LOAD in reader.effects):
+        on_one = not before or any(writer.role is Role.MAIN for writer in writers)
+        reader.role = Role.MAIN if on_one else Role.NODE
         return
     for writer in writers:
         if writer.role is Role.MAIN and _can_save_on_each_node(writer):
@@ -112,7 +112,7 @@ class _Paths:
                     return self._joined("/", [arg.value for arg in args])
         return None
 
-    def _joined(self, between: str, parts: list[cst.CSTNode] | tuple[cst.CSTNode, ...]) -> str | None:
+    def _joined(self, between: str, parts: Sequence[cst.CSTNode]) -> str | None:
         texts = [self.text(part) for part in parts]
         return None if None in texts else between.join(text for text in texts if text is not None)
 

@@ -26,7 +26,7 @@ def assign_roles(graph: Graph) -> None:
     _mark_needed(graph)
     last = graph.last_seed
     for index, statement in enumerate(graph.statements):
-        statement.role = _first_role(statement)
+        statement.role = _first_role(statement, after=index > last)
         if statement.role is Role.MAIN and index < last and _makes_files(statement):
             statement.role = Role.NODE  # every node reads them from a disk of its own
     _drop_installs(graph)
@@ -50,13 +50,15 @@ def _mark_needed(graph: Graph) -> None:
             queue += statement.uses
 
 
-def _first_role(statement: Statement) -> Role:
+def _first_role(statement: Statement, after: bool) -> Role:
+    """Return the role by a statement's effects alone. `after`: it follows the last training."""
     effects = statement.effects
     if is_dead(statement.node):
         return Role.DEAD
     if effects & SEEDS or Effect.SYNC in effects:
         return Role.ALL  # a guard around something that waits for every process would wait for ever
-    if Effect.STATE in effects and effects & (ONCE | MAIN_ONLY):
+    tries = after and Effect.INFER in effects and not statement.needed  # its seeds are for what it generates
+    if Effect.STATE in effects and effects & (ONCE | MAIN_ONLY) and not tries:
         return _role_of_state(statement)
     if effects & ONCE and (statement.needed is False or _can_share(statement)):
         return Role.NODE if effects & PER_NODE and not effects & {Effect.SAVE, Effect.PAID} else Role.MAIN
@@ -261,7 +263,10 @@ def _bound(statement: Statement) -> set[str]:
 
 def _role_of_what_it_reads(graph: Graph, index: int, statement: Statement) -> Role | None:
     roles = set()
-    for name in statement.usage.reads | statement.usage.mutates:
+    names = statement.usage.reads | statement.usage.mutates
+    for function in statement.usage.reads & graph.functions.keys():
+        names |= graph.functions[function].reads
+    for name in names:
         definitions, everywhere = _latest(graph, index, name)
         if not definitions or everywhere:
             continue

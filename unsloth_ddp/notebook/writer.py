@@ -147,7 +147,7 @@ def _made(
     context.cell = group[0].statement.cell
     effects: set[Effect] = set().union(*(p.statement.effects for p in group))
     share = sorted(set().union(*(p.statement.share for p in group)))
-    if role is Role.MAIN and all(needs_no_guard(p.statement, graph) for p in group):
+    if role in (Role.MAIN, Role.NODE) and all(needs_no_guard(p.statement, graph) for p in group):
         return nodes
     if role in (Role.MAIN, Role.NODE):
         return _guard(role, group, nodes, effects, share, graph, context)
@@ -179,12 +179,14 @@ def needs_no_guard(statement: Statement, graph: Graph) -> bool:
 
 
 def _is_plain(node: cst.BaseStatement) -> bool:
-    """Return whether a statement is `print(...)` of plain values, an expression without calls, or `pass`."""
+    """Return whether a statement prints plain values, assigns a constant, or does nothing."""
     match node:
         case cst.SimpleStatementLine(body=[cst.Pass()]):
             return True
         case cst.SimpleStatementLine(body=[cst.Expr(value=cst.Call(func=cst.Name("print"), args=args))]):
             parts: list[cst.CSTNode] = list(args)
+        case cst.SimpleStatementLine(body=[cst.Assign(value=value)]):
+            return _is_constant(value)
         case cst.SimpleStatementLine(body=[cst.Expr(value=value)]) if not isinstance(value, cst.Call):
             parts = [value]
         case _:
@@ -193,6 +195,20 @@ def _is_plain(node: cst.BaseStatement) -> bool:
     for part in parts:
         part.visit(finder)
     return finder.plain
+
+
+def _is_constant(value: cst.BaseExpression) -> bool:
+    """Return whether an expression is a text, a number, or a list or dict of these."""
+    match value:
+        case cst.SimpleString() | cst.BaseNumber() | cst.Name(value="None" | "True" | "False"):
+            return True
+        case cst.List(elements=elements) | cst.Tuple(elements=elements):
+            return all(_is_constant(element.value) for element in elements)
+        case cst.Dict(elements=elements):
+            return all(
+                isinstance(e, cst.DictElement) and _is_constant(e.key) and _is_constant(e.value) for e in elements
+            )
+    return False
 
 
 _PLAIN_CALLS = {"len", "str", "int", "float", "round", "type", "sorted", "list", "repr", "min", "max", "sum", "format"}

@@ -160,6 +160,8 @@ def kept(plain: Outcome, rank_0: Outcome) -> list[str]:
         for event in plain.of(*ON_RANK_0)
         # What an installing cell runs besides (which GPU is it? which version?) goes with the install.
         if event["kind"] != "shell" or event["at"].split(":")[0] not in installing
+        # A line that a cell leaves open (`end=""`) goes on in the script.
+        if event["kind"] != "print" or event["at"]
     )
     have = Counter(effect(event) for event in rank_0.of(*ON_RANK_0))
     return [
@@ -258,7 +260,7 @@ def same_training(plain: Outcome, outcome: Outcome, rank: int = 0) -> list[str]:
     if not plain.trains or len(outcome.trains) < len(plain.trains):  # nothing to compare; reaches_training says so
         return []
     found = []
-    want, have = training_steps(plain), training_steps(outcome)
+    want, have = training_steps(plain, len(plain.trains)), training_steps(outcome, len(plain.trains))
     for name, steps in want.items():
         there = have.get(name, [])
         if rank and name.startswith("load ") and is_part(there, steps):
@@ -280,11 +282,14 @@ def is_part(part: list[Any], whole: list[Any]) -> bool:
     return all(any(item == other for other in rest) for item in part)
 
 
-def training_steps(outcome: Outcome) -> dict[str, list[Any]]:
-    """Return the events that shape the training, by name: loads, preparations, attributes set, trainers with their data."""
+def training_steps(outcome: Outcome, trains: int) -> dict[str, list[Any]]:
+    """Return the events that shape the first `trains` trainings, by name.
+
+    These are loads, preparations, attributes set, and trainers with their data.
+    """
     ends = [i for i, event in enumerate(outcome.events) if event["kind"] == "train"]
     steps: dict[str, list[Any]] = {}
-    for event in outcome.events[: ends[-1] if ends else 0]:
+    for event in outcome.events[: ends[trains - 1] if ends else 0]:
         if event["kind"] in ("load", "prepare", "set", "trainer"):
             name = f"{event['kind']} {event['name']}"
             steps.setdefault(name, []).append(without(ALLOWED, [event.get("given"), event.get("config")]))

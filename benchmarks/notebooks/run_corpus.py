@@ -7,6 +7,7 @@ HuggingFace Course- variants. See README.md here for what the columns mean.
 """
 
 import argparse
+import datetime
 import importlib.metadata
 import json
 import platform
@@ -225,7 +226,11 @@ def versions(options: argparse.Namespace) -> dict[str, str]:
     code = "import platform; print(platform.python_version())"
     python = subprocess.run([options.python, "-I", "-S", "-c", code], capture_output=True, text=True).stdout.strip()
     libraries = {name: importlib.metadata.version(name) for name in ("nbconvert", "ipython", "libcst")}
+    git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
+    commit = subprocess.run(git, capture_output=True, text=True).stdout.strip()
     return {
+        "date": datetime.date.today().isoformat(),
+        "converter's commit": commit,
         "corpus": options.commit,
         "programs run by Python": python,
         "Python": platform.python_version(),
@@ -248,12 +253,74 @@ def write(path: Path, results: list[Result], options: argparse.Namespace) -> Non
     path.write_text(f'{json.dumps(payload, indent=1)[:-2]},\n "notebooks": [\n{lines}\n ]\n}}\n')
 
 
+# Why a notebook was refused, by a part of the sentence.
+REFUSED = {
+    "is not Python": "a cell is not Python",
+    "its only training is the command": "its only training is a command",
+    "runs on machines of a service": "its only training runs at a service",
+}
+
+
+def write_elsewhere(path: Path, results: list[Result], options: argparse.Namespace) -> None:
+    """Write the outcomes of the notebooks from elsewhere into their list, which has each one's commit."""
+    listed = json.loads(path.read_text())["notebooks"]
+    commits = {(entry["repository"], entry["path"]): entry["commit"] for entry in listed}
+    entries = []
+    for result in results:
+        owner, _, rest = result.name.partition("/")
+        repository = owner.replace("+", "/", 1)
+        error = result.plain.get("error") or {}
+        entries.append(
+            {
+                "repository": repository,
+                "path": rest,
+                "commit": commits[repository, rest],
+                "refused": next((why for part, why in REFUSED.items() if part in result.error), result.error[:80]),
+                "warnings": len(result.warnings),
+                "plain_trains": result.plain.get("trains", []),
+                "plain_stops": error.get("type", ""),
+                "rank_0_trains": result.counts.get("rank_0_trains", 0),
+                "rank_1_trains": result.counts.get("rank_1_trains", 0),
+                "rank_1_side_effects": result.counts.get("rank_1_side_effects", 0),
+                "fails": [name for name, found in result.findings.items() if found],
+            }
+        )
+    payload = {"made with": versions(options), "totals": totals_elsewhere(entries, results)}
+    lines = ",\n".join("  " + json.dumps(entry, ensure_ascii=False) for entry in entries)
+    path.write_text(
+        f'{json.dumps(payload, indent=1, ensure_ascii=False)[:-2]},\n "notebooks": [\n{lines}\n ]\n}}\n',
+        encoding="utf-8",
+    )
+
+
+def totals_elsewhere(entries: list[dict[str, Any]], results: list[Result]) -> dict[str, Any]:
+    """Count the outcomes of the notebooks from elsewhere."""
+    done = [entry for entry in entries if not entry["refused"]]
+    reach = [entry for entry in done if entry["plain_trains"]]
+    passed = [result for result in results if result.findings]
+    return {
+        "notebooks": len(entries),
+        "repositories": len({entry["repository"] for entry in entries}),
+        "convert": len(done),
+        "refused": dict(Counter(entry["refused"] for entry in entries if entry["refused"])),
+        "without_warning": sum(not entry["warnings"] for entry in done),
+        "plain_reaches_train": len(reach),
+        "both_ranks_reach_it": sum(entry["rank_0_trains"] > 0 and entry["rank_1_trains"] > 0 for entry in reach),
+        "plain_stops_early": dict(Counter(entry["plain_stops"] for entry in done if entry["plain_stops"])),
+        "no_side_effect_on_rank_1": sum(not entry["rank_1_side_effects"] for entry in done),
+        "same_collectives": sum(not result.findings["in_step"] for result in passed),
+        "all_checks_pass": sum(not entry["fails"] for entry in done),
+        "fails": dict(Counter(name for entry in done for name in entry["fails"])),
+    }
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--corpus", type=Path, required=True, help="a checkout of unslothai/notebooks")
     parser.add_argument("--all", action="store_true", help="every notebook, not only the 158 without a prefix")
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time (default 1)")
     parser.add_argument("--json", type=Path, help="write every notebook's outcome here")
+    parser.add_argument("--elsewhere", type=Path, help="write the outcomes into this list of notebooks from elsewhere")
     parser.add_argument("--python", default=sys.executable, help="runs the programs; 3.12 is what Colab has")
     parser.add_argument("--commit", default="", help="the corpus's commit, to note in the JSON")
     parser.add_argument("--limit", type=float, default=10.0, help="seconds a run may take (default 10)")
@@ -271,6 +338,8 @@ def main() -> int:
     report(results, Console(width=160))
     if options.json:
         write(options.json, results, options)
+    if options.elsewhere:
+        write_elsewhere(options.elsewhere, results, options)
     return 0 if all(result.passes for result in results) else 1
 
 

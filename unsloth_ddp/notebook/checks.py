@@ -14,7 +14,8 @@ from unsloth_ddp.notebook.graph import SEEDS, Graph, Role, Statement, is_dead
 from unsloth_ddp.notebook.hosts import HOST_NAMES
 from unsloth_ddp.notebook.ipython import command_of
 from unsloth_ddp.notebook.load import DEVICE_COUNTS
-from unsloth_ddp.notebook.main_values import MainValues, stand_in_serves
+from unsloth_ddp.notebook.main_values import MainValues
+from unsloth_ddp.notebook.stand_ins import stand_in_serves
 from unsloth_ddp.notebook.syntax import BUILTINS
 
 # Code that mentions none of these has nothing to do with a model.
@@ -163,8 +164,10 @@ def _check_trainers(statement: Statement, graph: Graph, context: ConversionConte
     notes = []
     sites = [*statement.usage.calls, *(c for body in statement.usage.defines.values() for c in body.calls)]
     for site in sites:
-        remote = is_remote(graph.full_path(site))
-        if remote or not is_trainer_call(site, graph.trainer_classes) or splats(site.node):
+        full = graph.full_path(site)
+        if site.path in graph.callable_trainers:
+            notes.append(context.warn("arguments", f"{site.path}() trains with a batch of its own on every process"))
+        if is_remote(full) or not is_trainer_call(site, graph.trainer_classes) or splats(site.node):
             continue
         if graph.full_path(site).split(".")[0] in ("lightning", "pytorch_lightning"):
             notes.append(context.warn("sizing", _LIGHTNING))

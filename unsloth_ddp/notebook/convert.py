@@ -25,14 +25,16 @@ from unsloth_ddp.notebook.effects import Effect, is_trainer_call
 from unsloth_ddp.notebook.graph import SEEDS, Graph, Role, Statement, build
 from unsloth_ddp.notebook.ipython import command_of, without_installs
 from unsloth_ddp.notebook.lines import comment_line
+from unsloth_ddp.notebook.links import link
 from unsloth_ddp.notebook.magics import Lowered, add_automagic, lower
-from unsloth_ddp.notebook.main_values import mark_sent, stand_in_for_runs
+from unsloth_ddp.notebook.main_values import mark_sent
 from unsloth_ddp.notebook.name_usage import collect
 from unsloth_ddp.notebook.normalise import normalise
 from unsloth_ddp.notebook.prologue import IDENTIFIERS, MODULES, Names, render_device, render_region
 from unsloth_ddp.notebook.reader import read_notebook
 from unsloth_ddp.notebook.rewrite import rewrite
 from unsloth_ddp.notebook.roles import assign_roles
+from unsloth_ddp.notebook.stand_ins import stand_in_for_runs
 from unsloth_ddp.notebook.syntax import dotted
 from unsloth_ddp.notebook.types import Cell, Conversion, ConversionOptions, ConversionReport, Notebook, NotebookError
 from unsloth_ddp.notebook.writer import DEVICE_MARK, EditedStatement, cell_body, needs_no_guard
@@ -65,6 +67,7 @@ def convert_notebook(notebook: Notebook, options: ConversionOptions) -> Conversi
     context = _context(parsed, options, report)
     cells = [_normalised(cell, module, lowered, context) for cell, module, lowered in parsed]
     graph = build((cell.number, cell.body) for cell in cells)
+    link(graph)
     command = only_training_command(graph)
     if command is not None:
         raise NotebookError(

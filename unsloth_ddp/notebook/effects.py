@@ -129,7 +129,8 @@ _SEEDS_ALL = re.compile(
     r"^(transformers|accelerate|trl|lightning|pytorch_lightning)\.(\w+\.)*"
     r"(set_seed|seed_everything|enable_full_determinism)$"
 )
-_TRAINER_NAME = re.compile(r"^([A-Z]\w*)?Trainer$")
+# Those of tokenizers count words.
+_TRAINER_NAME = re.compile(r"^(?!(Bpe|WordPiece|WordLevel|Unigram)Trainer$)([A-Z]\w*)?Trainer$")
 _REMOTE = re.compile(r"^(sagemaker|kubeflow|vertexai|google\.cloud\.aiplatform|azure\.ai\.ml|ray\.train)\.")
 REMOTE_STARTS = {"train", "fit", "deploy", "run", "submit", "create_job"}
 _LOADER_NAME = re.compile(r"(^|\.)Fast[A-Z]\w*\.from_pretrained$")
@@ -138,7 +139,12 @@ _PURE_BUILTINS = BUILTINS - {"print", "exec", "eval", "open", "input", "setattr"
 
 def is_trainer_call(site: CallSite, subclasses: frozenset[str] | set[str]) -> bool:
     """Return whether a call constructs a trainer: a class called ...Trainer, or the notebook's subclass of one."""
-    return bool(site.node.args) and (bool(_TRAINER_NAME.match(site.tail)) or site.path in subclasses)
+    return bool(site.node.args) and makes_trainer(site, subclasses)
+
+
+def makes_trainer(site: CallSite, subclasses: frozenset[str] | set[str]) -> bool:
+    """Return whether a call makes a trainer, with or without arguments."""
+    return bool(_TRAINER_NAME.match(site.tail)) or site.path in subclasses
 
 
 def is_remote(full: str) -> bool:

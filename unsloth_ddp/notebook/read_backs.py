@@ -54,7 +54,7 @@ def _settle(reader: Statement, writers: list[Statement], before: bool) -> None:
 
 
 def _can_save_on_each_node(statement: Statement) -> bool:
-    calls = [site.tail for site in statement.usage.calls]
+    calls = [site.tail for site in statement.usage.calls if "tokenizer" not in site.root.lower()]
     own = statement.effects <= {Effect.SAVE, Effect.FILE, Effect.PRINT, Effect.SHOW}
     return own and not any(tail in _ONE_PROCESS_SAVES or "push" in tail for tail in calls)
 

@@ -90,11 +90,16 @@ def _role_of_state(statement: Statement) -> Role:
     return Role.MAIN if statement.share_value else Role.ALL
 
 
+_NOT_SENT = {"from_pretrained", "get_peft_model", "DataLoader"}
+
+
 def _can_share(statement: Statement) -> bool:
     """Return whether a needed statement may run once: it binds no module, function or class."""
     usage = statement.usage
     if usage.imports or usage.defines:
         return False
+    if any(site.tail in _NOT_SENT or ".optim." in f".{site.path}" for site in usage.calls):
+        return False  # sent apart, an optimizer would no longer have its model's weights
     return not isinstance(statement.node, cst.SimpleStatementLine) or bool(usage.writes) or not usage.mutates
 
 

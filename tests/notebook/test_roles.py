@@ -402,3 +402,50 @@ def test_an_import_before_its_use_in_one_line_reads_nothing_from_above() -> None
     install = "import os\nif 'COLAB_' in os.environ:\n    import torch; v = torch.__version__\n    !pip install x{v}"
     text = body(convert_cells(install + "\nimport torch; torch.set_printoptions(2)", LOAD, DATA, TRAIN))
     assert "pass" not in text and "COLAB_" not in text and "torch.set_printoptions(2)" in text
+
+
+def test_an_object_that_trains_when_called_is_never_guarded() -> None:
+    """On the main process alone its training would wait for the others."""
+    cell = "from txtai.pipeline import HFTrainer\ntrainer = HFTrainer()\nmodel, tok = trainer('m', rows)\nmodel.generate('x')"
+    done = convert_cells("import torch\nrows = [1]", cell)
+    assert "\nmodel, tok = trainer('m', rows)\n" in body(done) and "arguments" in kinds(done)
+
+
+def test_the_trainer_of_a_tokenizer_is_none() -> None:
+    cell = (
+        "from tokenizers.trainers import BpeTrainer\ntrainer = BpeTrainer(vocab_size=100)\n"
+        "tokens.train(['a.txt'], trainer)"
+    )
+    assert kinds(convert_cells(LOAD, "tokens = object()", cell, DATA, TRAIN)) == []
+
+
+def test_the_tokenizer_that_training_reads_back_is_saved_on_each_node() -> None:
+    cell = "tokenizer.save_model('words')\nfrom transformers import BertTokenizerFast"
+    read = "tokenizer = BertTokenizerFast.from_pretrained('words')"
+    used = TRAIN.replace("model=model,", "model=model, processing_class=tokenizer,")
+    text = body(convert_cells(LOAD, DATA, cell, read, used))
+    assert "if LOCAL_RANK == 0:\n    tokenizer.save_model('words')" in text and f"\n{read}\n" in text
+
+
+def test_a_block_that_makes_model_and_optimizer_runs_on_every_process() -> None:
+    """Sent apart, the optimizer would hold other weights than the model."""
+    cell = (
+        "if __name__ == '__main__':\n    model = AutoModel.from_pretrained('m')\n    open('a', 'w').write('x')\n"
+        "    optimizer = torch.optim.AdamW(model.parameters())"
+    )
+    loop = "for row in rows:\n    model(row).loss.backward()\n    optimizer.step()"
+    text = body(convert_cells("import torch\nfrom transformers import AutoModel\nrows = [1]", cell, loop))
+    assert "from_main(lambda" not in text and "IS_MAIN" not in text
+    assert "if __name__ == '__main__':" in text
+
+
+def test_methods_of_a_class_that_another_inherits_are_followed() -> None:
+    cells = (
+        "class Bench:\n    def size(self):\n        torch.save(1, 'x.pt')\n        return 1",
+        "class Later(Bench):\n    def name(self):\n        return 'later'",
+        "bench = Bench()\nsizes = bench.size()",
+        TRAIN,
+        "bench = Later()\nsizes = bench.size()",
+    )
+    text = body(convert_cells("import torch", LOAD, DATA, *cells))
+    assert text.count("    sizes = bench.size()") == 2

@@ -11,6 +11,7 @@ import datetime
 import importlib.metadata
 import json
 import platform
+import random
 import re
 import subprocess
 import sys
@@ -244,6 +245,7 @@ def write(path: Path, results: list[Result], options: argparse.Namespace) -> Non
     payload = {
         "made with": versions(options),
         "converter": options.converter,
+        **({"sample": options.sample, "seed": options.seed} if options.sample else {}),
         "totals": {
             "without prefix": totals([result for result in results if result.name in first]),
             "all": totals(results),
@@ -326,12 +328,16 @@ def main() -> int:
     parser.add_argument("--limit", type=float, default=10.0, help="seconds a run may take (default 10)")
     parser.add_argument("--converter", choices=CONVERTERS, default="kit", help="whose scripts to check")
     parser.add_argument("--keep", type=Path, help="write the scripts into this folder")
+    parser.add_argument("--sample", type=int, help="only so many, drawn with --seed")
+    parser.add_argument("--seed", type=int, default=20, help="seed of --sample (default 20)")
     parser.add_argument("--only", action="append", default=[], help="only notebooks whose name contains this")
     options = parser.parse_args()
     paths = select(options.corpus, options.all)
     paths = [path for path in paths if not options.only or any(part in path.name for part in options.only)]
     if not paths:
         parser.error(f"no notebook under {options.corpus}")
+    if options.sample:
+        paths = sorted(random.Random(options.seed).sample(paths, min(options.sample, len(paths))))
     if options.keep:
         options.keep.mkdir(parents=True, exist_ok=True)
     results = run(paths, options)

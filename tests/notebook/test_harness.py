@@ -288,7 +288,7 @@ def test_a_line_that_a_cell_leaves_open_goes_on_in_the_script(tmp_path: Path) ->
 def test_the_list_of_notebooks_from_elsewhere_is_written(tmp_path: Path) -> None:
     folder = tmp_path / "corpus" / "owner+name"
     folder.mkdir(parents=True)
-    train = "from trl import SFTTrainer\ntrainer = SFTTrainer(model=1, args=2)\ntrainer.train()\nmissing_name"
+    train = "from trl import SFTTrainer\nfrom trl import SFTConfig\ntrainer = SFTTrainer(model=1, args=SFTConfig())\ntrainer.train()\nmissing_name"
     paths = [write(folder / "good.ipynb", train), write(folder / "remote.ipynb", "import transformers\n!torchrun x.py")]
     entries = [{"repository": "owner/name", "path": path.name, "commit": "c"} for path in paths]
     listed = tmp_path / "list.json"

@@ -435,8 +435,8 @@ def test_a_block_that_makes_model_and_optimizer_runs_on_every_process() -> None:
     )
     loop = "for row in rows:\n    model(row).loss.backward()\n    optimizer.step()"
     text = body(convert_cells("import torch\nfrom transformers import AutoModel\nrows = [1]", cell, loop))
-    assert "from_main(lambda" not in text and "IS_MAIN" not in text
-    assert "if __name__ == '__main__':" in text
+    assert "from_main(lambda" not in text
+    assert "with main_process_first():\n    if __name__ == '__main__':\n        model = AutoModel" in text
 
 
 def test_methods_of_a_class_that_another_inherits_are_followed() -> None:

@@ -98,7 +98,8 @@ def _can_share(statement: Statement) -> bool:
     usage = statement.usage
     if usage.imports or usage.defines:
         return False
-    if any(site.tail in _NOT_SENT or ".optim." in f".{site.path}" for site in usage.calls):
+    block = not isinstance(statement.node, cst.SimpleStatementLine)
+    if block and any(site.tail in _NOT_SENT or ".optim." in f".{site.path}" for site in usage.calls):
         return False  # sent apart, an optimizer would no longer have its model's weights
     return not isinstance(statement.node, cst.SimpleStatementLine) or bool(usage.writes) or not usage.mutates
 

@@ -240,19 +240,20 @@ def versions(options: argparse.Namespace) -> dict[str, str]:
 
 
 def write(path: Path, results: list[Result], options: argparse.Namespace) -> None:
-    """The figures, of the whole and of the notebooks without a variant's prefix, and every notebook's outcome."""
-    first = {str(path.relative_to(options.corpus)) for path in select(options.corpus, everything=False)}
-    payload = {
-        "made with": versions(options),
-        "converter": options.converter,
-        **({"sample": options.sample, "seed": options.seed} if options.sample else {}),
-        "totals": {
-            "without prefix": totals([result for result in results if result.name in first]),
-            "all": totals(results),
-        },
-    }
-    lines = ",\n".join("  " + json.dumps(public(result, options.corpus)) for result in results)  # one line a notebook
-    path.write_text(f'{json.dumps(payload, indent=1)[:-2]},\n "notebooks": [\n{lines}\n ]\n}}\n')
+    """Write a run's figures and every notebook's outcome; rows of other notebooks stay, each with its own run's name."""
+    which = "all" if options.all else "without prefix"
+    name = f"{options.sample} of {which}, seed {options.seed}" if options.sample else which
+    head = {"made with": versions(options), "converter": options.converter, "totals": totals(results)}
+    merge(path, name, head, [public(result, options.corpus) for result in results])
+
+
+def merge(path: Path, name: str, head: dict[str, Any], rows: list[dict[str, Any]]) -> None:
+    """Put a run's figures and rows into a file of results."""
+    before = json.loads(path.read_text()) if path.exists() else {"runs": {}, "notebooks": []}
+    runs = {**before["runs"], name: head}
+    merged = {row["name"]: row for row in before["notebooks"]} | {row["name"]: {**row, "run": name} for row in rows}
+    lines = ",\n".join("  " + json.dumps(merged[key]) for key in sorted(merged))  # one line a notebook
+    path.write_text(f'{json.dumps({"runs": runs}, indent=1)[:-2]},\n "notebooks": [\n{lines}\n ]\n}}\n')
 
 
 # Why a notebook was refused, by a part of the sentence.

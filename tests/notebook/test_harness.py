@@ -302,3 +302,24 @@ def test_the_list_of_notebooks_from_elsewhere_is_written(tmp_path: Path) -> None
     assert made["totals"]["refused"] == {"its only training is a command": 1}
     good, remote = made["notebooks"]
     assert good["plain_trains"] == ["SFTTrainer"] and good["rank_1_trains"] == 1 and remote["commit"] == "c"
+
+
+def test_the_readme_has_the_figures_of_the_results() -> None:
+    folder = Path(run_corpus.__file__).parent
+    rows = [line.split("|")[1:-1] for line in (folder / "README.md").read_text().splitlines() if line.startswith("| ")]
+    table = {cells[0].strip(): [cell.strip() for cell in cells[1:]] for cells in rows if len(cells) == 5}
+    whole = json.loads((folder / "results.json").read_text())["runs"]["without prefix"]["totals"]
+    assert table["convert"][0] == str(whole["convert"]) and table["every check passes"] != []
+    for name, column in (("elsewhere", 1), ("elsewhere_more", 3)):
+        totals = json.loads((folder / f"{name}.json").read_text())["totals"]
+        figures = {
+            "convert and compile": totals["convert"],
+            "refused": sum(totals["refused"].values()),
+            "without any warning": totals["without_warning"],
+            "plain notebook reaches train": totals["plain_reaches_train"],
+            "both ranks of 2 reach it": totals["both_ranks_reach_it"],
+            "no side effect on rank 1": totals["no_side_effect_on_rank_1"],
+            "same collectives": totals["same_collectives"],
+            "all checks pass": totals["all_checks_pass"],
+        }
+        assert {name: table[name][column] for name in figures} == {k: str(v) for k, v in figures.items()}

@@ -60,7 +60,12 @@ def load(stub: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         asked = kwargs.get("device_map", "absent")
         device_map = {str(k): plain(v) for k, v in asked.items()} if isinstance(asked, dict) else plain(asked)
         RECORDER.add("load", owner, device_map=device_map, given=plain({"name": args, **kwargs}))
-    return Stub(f"{stub._name}()")
+    made = Stub(f"{stub._name}()")
+    if weights:
+        names = ("model_name", "pretrained_model_name_or_path")
+        name = args[0] if args else next((kwargs[key] for key in names if key in kwargs), None)
+        made.__dict__["_origin"] = f"{owner} of {plain(name)}"
+    return made
 
 
 def chat_template(stub: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -125,11 +125,13 @@ class Trainer(Base):
         data = kwargs.get("train_dataset")
         self.__dict__.update(kwargs)
         self.__dict__.update(args=config if config is not None else Config(), options=kwargs)
+        self.__dict__["has_arguments"] = config is not None or any(name in kwargs for name in WATCHED)
         if data is not None:
             self.train_dataset = data
         if args and "model" not in kwargs:
             self.model = args[0]
         given = {name: value for name, value in kwargs.items() if name not in ("model", "args")}
+        given["trains"] = getattr(self.__dict__.get("model"), "__dict__", {}).get("_origin")
         RECORDER.add("trainer", self.kind(), **self.settings(), given=plain(given), config=plain(self.args))
 
     def kind(self) -> str:
@@ -150,7 +152,7 @@ class Trainer(Base):
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         Group.collective("train")
-        RECORDER.add("train", self.kind(), **self.settings())
+        RECORDER.add("train", self.kind(), arguments=self.has_arguments, **self.settings())
         RECORDER.phase = "in_train"
         try:
             for function in rewards_of(self):

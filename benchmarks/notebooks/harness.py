@@ -91,6 +91,7 @@ class Settings:
     world: int = 1  # 1: no ranks in the environment, as under plain `python`
     python: str = sys.executable
     limit: float = 60.0
+    local_rank: int | None = None  # the rank where it is not given
     ipython: bool = False  # a script run by `ipython`, which has get_ipython()
     versions: dict[str, str] = field(default_factory=dict)
     after: Outcome | None = None  # rank 0's run: another rank sees what it made and sent, once it has waited for it
@@ -121,10 +122,18 @@ def run_ranks(source: str, settings: Settings = Settings(), world: int = 2) -> l
     return [first, *others]
 
 
+def run_other_node(source: str, settings: Settings = Settings()) -> Outcome:
+    """Run a script as the first process of a second node of two, each with one process."""
+    with tempfile.TemporaryDirectory(prefix="shared") as name:
+        first = run_script(source, replace(settings, world=2, keep=Path(name)))
+        return run_script(source, replace(settings, rank=1, local_rank=0, world=2, after=first, shared=Path(name)))
+
+
 def _environment(settings: Settings, home: Path) -> dict[str, str]:
     environment = {"PATH": os.environ.get("PATH", ""), "HOME": str(home), "LC_ALL": "C.UTF-8"}
     if settings.world > 1:
-        ranks = {"RANK": settings.rank, "LOCAL_RANK": settings.rank}
+        local = settings.rank if settings.local_rank is None else settings.local_rank
+        ranks = {"RANK": settings.rank, "LOCAL_RANK": local}
         ranks |= {"WORLD_SIZE": settings.world, "LOCAL_WORLD_SIZE": settings.world}
         environment |= {key: str(value) for key, value in ranks.items()}
         environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}

@@ -119,9 +119,19 @@ def main_only(rank_1: Outcome) -> list[str]:
     return found + ([f"rank 1: {len(bad) - 20} more side effects"] if len(bad) > 20 else [])
 
 
-def read_back(rank_0: Outcome, rank_1: Outcome) -> list[str]:
-    """Only the main process reads what only it saved: on another machine those files do not exist."""
-    saved = [event["text"].split(",")[0] for event in rank_0.of("save") if event.get("text")]
+def saved_paths(outcome: Outcome) -> list[str]:
+    """Return what a run's saves were given first: the path."""
+    return [event["text"].split(",")[0] for event in outcome.of("save") if event.get("text")]
+
+
+def read_back(rank_0: Outcome, rank_1: Outcome, node_1: Outcome | None = None) -> list[str]:
+    """Only the main process reads what only it saved: on another machine those files do not exist.
+
+    Args:
+        node_1: the run of the first process of a second machine, which may save the same there.
+    """
+    there = set(saved_paths(node_1)) if node_1 else set()
+    saved = [path for path in saved_paths(rank_0) if path not in there]
     return [
         f"rank 1 reads what rank 0 saved: {event['name']} at {event['at']}"
         for event in rank_1.of("read")
@@ -150,6 +160,8 @@ def kept(plain: Outcome, rank_0: Outcome) -> list[str]:
         for event in plain.of(*ON_RANK_0)
         # What an installing cell runs besides (which GPU is it? which version?) goes with the install.
         if event["kind"] != "shell" or event["at"].split(":")[0] not in installing
+        # A line that a cell leaves open (`end=""`) goes on in the script.
+        if event["kind"] != "print" or event["at"]
     )
     have = Counter(effect(event) for event in rank_0.of(*ON_RANK_0))
     return [
@@ -187,8 +199,11 @@ def in_step(ranks: list[Outcome]) -> list[str]:
     return []
 
 
-def settings(plain: Outcome, ranks: list[Outcome]) -> list[str]:
-    """device_map bound to the local rank at load; the DDP arguments set in every trainer; the global batch kept."""
+def settings(plain: Outcome, ranks: list[Outcome], script: str = "") -> list[str]:
+    """device_map bound to the local rank at load; the DDP arguments set in every trainer; the global batch kept.
+
+    A trainer that is given no arguments has no place for them; the script must warn of it.
+    """
     found = []
     for rank, outcome in enumerate(ranks):
         if len(outcome.trains) < len(plain.trains):
@@ -198,11 +213,14 @@ def settings(plain: Outcome, ranks: list[Outcome]) -> list[str]:
                 found.append(f"rank {rank} loads with device_map {event['device_map']} at {event['at']}")
         for event in outcome.trains:
             given = event["settings"]
+            if not event.get("arguments", True) and "has no arguments object" in script:
+                continue
             for name, want in (("ddp_find_unused_parameters", False), ("average_tokens_across_devices", True)):
                 if given.get(name) is not want:
                     found.append(f"rank {rank} trains with {name} = {given.get(name, 'absent')} at {event['at']}")
     for before, after in zip(plain.trains, ranks[-1].trains, strict=False):
-        found += batch_changed(before, after, len(ranks))
+        if after.get("arguments", True) or "has no arguments object" not in script:
+            found += batch_changed(before, after, len(ranks))
     return found
 
 
@@ -234,14 +252,19 @@ ALLOWED = (
 )
 
 
-def same_training(plain: Outcome, outcome: Outcome) -> list[str]:
-    """The model, the data and the arguments of every training are the notebook's, but for what DDP needs."""
+def same_training(plain: Outcome, outcome: Outcome, rank: int = 0) -> list[str]:
+    """The model, the data and the arguments of every training are the notebook's, but for what DDP needs.
+
+    Ranks other than 0 may lack loads of models that are only tried: the trainers' events say which load is theirs.
+    """
     if not plain.trains or len(outcome.trains) < len(plain.trains):  # nothing to compare; reaches_training says so
         return []
     found = []
-    want, have = training_steps(plain), training_steps(outcome)
+    want, have = training_steps(plain, len(plain.trains)), training_steps(outcome, len(plain.trains))
     for name, steps in want.items():
         there = have.get(name, [])
+        if rank and name.startswith("load ") and is_part(there, steps):
+            continue
         if len(steps) != len(there):
             found.append(
                 f"{name} happens {len(there)} times before training, was {len(steps)}{first_place(outcome, name)}"
@@ -253,11 +276,20 @@ def same_training(plain: Outcome, outcome: Outcome) -> list[str]:
     return found
 
 
-def training_steps(outcome: Outcome) -> dict[str, list[Any]]:
-    """Return the events that shape the training, by name: loads, preparations, attributes set, trainers with their data."""
+def is_part(part: list[Any], whole: list[Any]) -> bool:
+    """Return whether a list is what is left of another with some items taken out."""
+    rest = iter(whole)
+    return all(any(item == other for other in rest) for item in part)
+
+
+def training_steps(outcome: Outcome, trains: int) -> dict[str, list[Any]]:
+    """Return the events that shape the first `trains` trainings, by name.
+
+    These are loads, preparations, attributes set, and trainers with their data.
+    """
     ends = [i for i, event in enumerate(outcome.events) if event["kind"] == "train"]
     steps: dict[str, list[Any]] = {}
-    for event in outcome.events[: ends[-1] if ends else 0]:
+    for event in outcome.events[: ends[trains - 1] if ends else 0]:
         if event["kind"] in ("load", "prepare", "set", "trainer"):
             name = f"{event['kind']} {event['name']}"
             steps.setdefault(name, []).append(without(ALLOWED, [event.get("given"), event.get("config")]))
@@ -303,6 +335,8 @@ def start_and_end(plain: Outcome, ranks: list[Outcome]) -> list[str]:
     wanted = imported_with(plain)
     for rank, outcome in enumerate(ranks):
         first = next((event for event in outcome.of("device", "load", "trainer")), None)
+        if first is None and not outcome.ended_well and not plain.ended_well:
+            continue  # as the notebook did, it stopped before it needed a device
         if first is None or first["kind"] != "device" or first["index"] != rank:
             found.append(f"rank {rank} does not begin with torch.cuda.set_device({rank})")
         groups = [event["name"] for event in outcome.of("group")]

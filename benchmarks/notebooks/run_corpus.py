@@ -7,9 +7,11 @@ HuggingFace Course- variants. See README.md here for what the columns mean.
 """
 
 import argparse
+import datetime
 import importlib.metadata
 import json
 import platform
+import random
 import re
 import subprocess
 import sys
@@ -26,7 +28,7 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import judge
-from harness import Outcome, Settings, pins, read_cells, run_notebook, run_ranks, run_script
+from harness import Outcome, Settings, pins, read_cells, run_notebook, run_other_node, run_ranks, run_script
 
 VARIANTS = ("AMD-", "Kaggle-", "HuggingFace Course-")
 CHECKS = (
@@ -124,16 +126,17 @@ def check(path: Path, script: str, result: Result, options: argparse.Namespace) 
         "leftovers": judge.leftovers(script),
         "installs": judge.installs(script) + judge.installs_run(ranks),
         "text_kept": judge.text_kept(read_cells(path), script),
-        "settings": judge.settings(plain, ranks),
+        "settings": judge.settings(plain, ranks, script),
         "trains": judge.reaches_training(plain, ranks),
         "rank_1": judge.main_only(rank_1),
         "rank_0": judge.kept(plain, rank_0),
-        "read_back": judge.read_back(rank_0, rank_1),
+        "read_back": judge.read_back(rank_0, rank_1)
+        and judge.read_back(rank_0, rank_1, run_other_node(script, common)),
         "in_step": judge.in_step(ranks),
         "start_and_end": judge.start_and_end(plain, ranks),
         "data": judge.data(ranks),
         "same_training": [
-            f"rank {rank}: {text}" for rank, one in enumerate(ranks) for text in judge.same_training(plain, one)
+            f"rank {rank}: {text}" for rank, one in enumerate(ranks) for text in judge.same_training(plain, one, rank)
         ],
         "single": judge.single(plain, alone),
         "same_bytes": [] if CONVERTERS[options.converter](path)[0] == script else ["converting twice differs"],
@@ -224,7 +227,11 @@ def versions(options: argparse.Namespace) -> dict[str, str]:
     code = "import platform; print(platform.python_version())"
     python = subprocess.run([options.python, "-I", "-S", "-c", code], capture_output=True, text=True).stdout.strip()
     libraries = {name: importlib.metadata.version(name) for name in ("nbconvert", "ipython", "libcst")}
+    git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
+    commit = subprocess.run(git, capture_output=True, text=True).stdout.strip()
     return {
+        "date": datetime.date.today().isoformat(),
+        "converter's commit": commit,
         "corpus": options.commit,
         "programs run by Python": python,
         "Python": platform.python_version(),
@@ -233,18 +240,81 @@ def versions(options: argparse.Namespace) -> dict[str, str]:
 
 
 def write(path: Path, results: list[Result], options: argparse.Namespace) -> None:
-    """The figures, of the whole and of the notebooks without a variant's prefix, and every notebook's outcome."""
-    first = {str(path.relative_to(options.corpus)) for path in select(options.corpus, everything=False)}
-    payload = {
-        "made with": versions(options),
-        "converter": options.converter,
-        "totals": {
-            "without prefix": totals([result for result in results if result.name in first]),
-            "all": totals(results),
-        },
+    """Write a run's figures and every notebook's outcome; rows of other notebooks stay, each with its own run's name."""
+    which = "all" if options.all else "without prefix"
+    name = f"{options.sample} of {which}, seed {options.seed}" if options.sample else which
+    head = {"made with": versions(options), "converter": options.converter, "totals": totals(results)}
+    merge(path, name, head, [public(result, options.corpus) for result in results])
+
+
+def merge(path: Path, name: str, head: dict[str, Any], rows: list[dict[str, Any]]) -> None:
+    """Put a run's figures and rows into a file of results."""
+    before = json.loads(path.read_text()) if path.exists() else {"runs": {}, "notebooks": []}
+    runs = {**before["runs"], name: head}
+    merged = {row["name"]: row for row in before["notebooks"]} | {row["name"]: {**row, "run": name} for row in rows}
+    lines = ",\n".join("  " + json.dumps(merged[key]) for key in sorted(merged))  # one line a notebook
+    path.write_text(f'{json.dumps({"runs": runs}, indent=1)[:-2]},\n "notebooks": [\n{lines}\n ]\n}}\n')
+
+
+# Why a notebook was refused, by a part of the sentence.
+REFUSED = {
+    "is not Python": "a cell is not Python",
+    "its only training is the command": "its only training is a command",
+    "runs on machines of a service": "its only training runs at a service",
+}
+
+
+def write_elsewhere(path: Path, results: list[Result], options: argparse.Namespace) -> None:
+    """Write the outcomes of the notebooks from elsewhere into their list, which has each one's commit."""
+    listed = json.loads(path.read_text())["notebooks"]
+    commits = {(entry["repository"], entry["path"]): entry["commit"] for entry in listed}
+    entries = []
+    for result in results:
+        owner, _, rest = result.name.partition("/")
+        repository = owner.replace("+", "/", 1)
+        error = result.plain.get("error") or {}
+        entries.append(
+            {
+                "repository": repository,
+                "path": rest,
+                "commit": commits[repository, rest],
+                "refused": next((why for part, why in REFUSED.items() if part in result.error), result.error[:80]),
+                "warnings": len(result.warnings),
+                "plain_trains": result.plain.get("trains", []),
+                "plain_stops": error.get("type", ""),
+                "rank_0_trains": result.counts.get("rank_0_trains", 0),
+                "rank_1_trains": result.counts.get("rank_1_trains", 0),
+                "rank_1_side_effects": result.counts.get("rank_1_side_effects", 0),
+                "fails": [name for name, found in result.findings.items() if found],
+            }
+        )
+    payload = {"made with": versions(options), "totals": totals_elsewhere(entries, results)}
+    lines = ",\n".join("  " + json.dumps(entry, ensure_ascii=False) for entry in entries)
+    path.write_text(
+        f'{json.dumps(payload, indent=1, ensure_ascii=False)[:-2]},\n "notebooks": [\n{lines}\n ]\n}}\n',
+        encoding="utf-8",
+    )
+
+
+def totals_elsewhere(entries: list[dict[str, Any]], results: list[Result]) -> dict[str, Any]:
+    """Count the outcomes of the notebooks from elsewhere."""
+    done = [entry for entry in entries if not entry["refused"]]
+    reach = [entry for entry in done if entry["plain_trains"]]
+    passed = [result for result in results if result.findings]
+    return {
+        "notebooks": len(entries),
+        "repositories": len({entry["repository"] for entry in entries}),
+        "convert": len(done),
+        "refused": dict(Counter(entry["refused"] for entry in entries if entry["refused"])),
+        "without_warning": sum(not entry["warnings"] for entry in done),
+        "plain_reaches_train": len(reach),
+        "both_ranks_reach_it": sum(entry["rank_0_trains"] > 0 and entry["rank_1_trains"] > 0 for entry in reach),
+        "plain_stops_early": dict(Counter(entry["plain_stops"] for entry in done if entry["plain_stops"])),
+        "no_side_effect_on_rank_1": sum(not entry["rank_1_side_effects"] for entry in done),
+        "same_collectives": sum(not result.findings["in_step"] for result in passed),
+        "all_checks_pass": sum(not entry["fails"] for entry in done),
+        "fails": dict(Counter(name for entry in done for name in entry["fails"])),
     }
-    lines = ",\n".join("  " + json.dumps(public(result, options.corpus)) for result in results)  # one line a notebook
-    path.write_text(f'{json.dumps(payload, indent=1)[:-2]},\n "notebooks": [\n{lines}\n ]\n}}\n')
 
 
 def main() -> int:
@@ -253,23 +323,30 @@ def main() -> int:
     parser.add_argument("--all", action="store_true", help="every notebook, not only the 158 without a prefix")
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time (default 1)")
     parser.add_argument("--json", type=Path, help="write every notebook's outcome here")
+    parser.add_argument("--elsewhere", type=Path, help="write the outcomes into this list of notebooks from elsewhere")
     parser.add_argument("--python", default=sys.executable, help="runs the programs; 3.12 is what Colab has")
     parser.add_argument("--commit", default="", help="the corpus's commit, to note in the JSON")
     parser.add_argument("--limit", type=float, default=10.0, help="seconds a run may take (default 10)")
     parser.add_argument("--converter", choices=CONVERTERS, default="kit", help="whose scripts to check")
     parser.add_argument("--keep", type=Path, help="write the scripts into this folder")
+    parser.add_argument("--sample", type=int, help="only so many, drawn with --seed")
+    parser.add_argument("--seed", type=int, default=20, help="seed of --sample (default 20)")
     parser.add_argument("--only", action="append", default=[], help="only notebooks whose name contains this")
     options = parser.parse_args()
     paths = select(options.corpus, options.all)
     paths = [path for path in paths if not options.only or any(part in path.name for part in options.only)]
     if not paths:
         parser.error(f"no notebook under {options.corpus}")
+    if options.sample:
+        paths = sorted(random.Random(options.seed).sample(paths, min(options.sample, len(paths))))
     if options.keep:
         options.keep.mkdir(parents=True, exist_ok=True)
     results = run(paths, options)
     report(results, Console(width=160))
     if options.json:
         write(options.json, results, options)
+    if options.elsewhere:
+        write_elsewhere(options.elsewhere, results, options)
     return 0 if all(result.passes for result in results) else 1
 
 

@@ -99,7 +99,7 @@ class Operators:
         count = unpack_count(sys._getframe(1))
         name = self._name
         if name.endswith(".from_pretrained()"):  # model, tokenizer = FastLanguageModel.from_pretrained(...)
-            return iter([Stub("model"), Stub("tokenizer")] + [Stub("extra")] * ((count or 2) - 2))
+            return iter([follow(self, Stub("model")), Stub("tokenizer")] + [Stub("extra")] * ((count or 2) - 2))
         return iter([Text("1", f"{name}[]") for _ in range(ITEMS if count is None else count)])
 
     def __reversed__(self) -> Iterator[Any]:
@@ -344,6 +344,7 @@ def child(parent: Any, name: str) -> Any:
     if name[:1].isupper():
         made = next((make(path, name) for suffix, make in CLASSES if name.endswith(suffix)), None)
     made = Stub(path) if made is None else made
+    follow(parent, made)
     parent.__dict__[name] = made
     return made
 
@@ -357,7 +358,14 @@ def call(stub: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     decorates = len(args) == 1 and not kwargs and isinstance(args[0], types.FunctionType | type)
     if decorates and name.rsplit(".", 1)[-1] not in CALLS_BACK:
         return args[0]
-    return Stub(f"{name}()")
+    return follow(stub, Stub(f"{name}()"))
+
+
+def follow(parent: Any, made: Any) -> Any:
+    """Let what comes of a loaded model say which load it comes from."""
+    if "_origin" in parent.__dict__ and isinstance(made, Stub):
+        made.__dict__["_origin"] = parent.__dict__["_origin"]
+    return made
 
 
 class StubModule(Operators, types.ModuleType):

@@ -151,3 +151,26 @@ def test_arguments_and_programs_reach_the_command(capfd: pytest.CaptureFixture[s
     assert space["run_shell"]("echo $1 in; exit 3", '"a b"') == 3
     space["run_shell"]("print('from python')", program="python3")
     assert capfd.readouterr().out == "a b in\nfrom python\n"
+
+
+@pytest.mark.parametrize(
+    ("made", "started"),
+    [
+        ("from sagemaker.modules.train import ModelTrainer\njob = ModelTrainer(source_code=x)", "job.train(wait=True)"),
+        (
+            "from sagemaker.huggingface import HuggingFace\njob = HuggingFace(entry_point='t.py')",
+            "job.fit({'train': x})",
+        ),
+        ("from kubeflow.trainer import TrainerClient\njob = TrainerClient()", "job.train(trainer=x)"),
+    ],
+)
+def test_a_training_on_machines_of_a_service_is_refused(made: str, started: str) -> None:
+    said = r"its only training, `job\.\w+\(\)` in cell 3, runs on machines of a service; choose the number"
+    with pytest.raises(NotebookError, match=said):
+        convert_cells("import transformers\nx = 1", made, started)
+
+
+def test_a_training_at_a_service_beside_one_here_is_started_once() -> None:
+    made = "from sagemaker.modules.train import ModelTrainer\njob = ModelTrainer(source_code=x)"
+    done = convert_cells(LOAD, "dataset = [1]", TRAIN, made, "job.train()")
+    assert "if IS_MAIN:\n    job.train()" in body(done) and kinds(done) == ["paid call"]

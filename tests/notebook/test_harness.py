@@ -11,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks" / "not
 
 import judge
 import run_corpus
-from harness import Cell, Outcome, Settings, pins, read_cells, run_notebook, run_ranks, run_script
+from harness import Cell, Outcome, Settings, pins, read_cells, run_notebook, run_other_node, run_ranks, run_script
 from making import write
 
 NOTEBOOK = [
@@ -228,3 +228,98 @@ def test_a_notebook_refused_for_a_cell_that_is_no_python_does_not_end_the_run(tm
     options = argparse.Namespace(corpus=tmp_path, converter="kit", keep=None, jobs=1, python=sys.executable, limit=10.0)
     [result] = run_corpus.run([path], options)
     assert "not Python" in result.error and not result.plain and not result.passes
+
+
+def test_what_each_node_saves_may_be_read_on_each() -> None:
+    save = (
+        "import os, torch\nrank = int(os.environ['RANK'])\nfirst = int(os.environ['LOCAL_RANK']) == 0\n"
+        "torch.distributed.init_process_group()\nif {who}: torch.nn.Linear(1, 1).save_pretrained('lora')\n"
+        "torch.distributed.barrier()\ntorch.load('lora/x')"
+    )
+    for who, found in (("first", 0), ("rank == 0", 1)):
+        script = save.replace("{who}", who)
+        ranks = run_ranks(script)
+        assert len(judge.read_back(*ranks)) == 1
+        assert len(judge.read_back(*ranks, run_other_node(script))) == found
+
+
+TRIED = """
+import os
+from transformers import AutoModelForCausalLM
+from trl import SFTConfig, SFTTrainer
+main = os.environ.get("RANK", "0") == "0"
+model = AutoModelForCausalLM.from_pretrained("base")
+if main: other = AutoModelForCausalLM.from_pretrained("chat")
+trainer = SFTTrainer(model = model, args = SFTConfig(max_steps = 1))
+trainer.train()
+"""
+
+
+def test_a_rank_may_lack_the_load_of_a_model_that_is_only_tried() -> None:
+    whole = run_script(TRIED)
+    rank_1 = run_ranks(TRIED)[1]
+    assert judge.same_training(whole, rank_1) and judge.same_training(whole, rank_1, rank=1) == []
+
+
+def test_a_rank_that_trains_another_model_is_caught() -> None:
+    other = TRIED.replace("if main: other =", "if not main: model =")
+    found = judge.same_training(run_script(TRIED), run_ranks(other)[1], rank=1)
+    assert any("trainer SFTTrainer differs" in text and "AutoModelForCausalLM of chat" in text for text in found)
+
+
+def test_a_trainer_without_arguments_needs_the_warning() -> None:
+    script = "from setfit import SetFitTrainer\nSetFitTrainer(model = 1).train()"
+    plain, ranks = run_script(script), run_ranks(script)
+    assert judge.settings(plain, ranks, script)
+    assert judge.settings(plain, ranks, "# ddp: CHECK: SetFitTrainer has no arguments object") == []
+
+
+def test_only_as_many_trainings_are_compared_as_the_notebook_came_to() -> None:
+    again = TRIED + "last = AutoModelForCausalLM.from_pretrained('last')\ntrainer.train()"
+    assert judge.same_training(run_script(TRIED), run_script(again)) == []
+
+
+def test_a_line_that_a_cell_leaves_open_goes_on_in_the_script(tmp_path: Path) -> None:
+    path = write(tmp_path / "open.ipynb", "import torch\nprint('a', end='')", "print('b')")
+    plain, script = run_notebook(path), "import torch\nprint('a', end='')\nprint('b')"
+    assert plain.counts("print")["print stdout"] == 2 and judge.kept(plain, run_script(script)) == []
+
+
+def test_the_list_of_notebooks_from_elsewhere_is_written(tmp_path: Path) -> None:
+    folder = tmp_path / "corpus" / "owner+name"
+    folder.mkdir(parents=True)
+    train = "from trl import SFTTrainer\nfrom trl import SFTConfig\ntrainer = SFTTrainer(model=1, args=SFTConfig())\ntrainer.train()\nmissing_name"
+    paths = [write(folder / "good.ipynb", train), write(folder / "remote.ipynb", "import transformers\n!torchrun x.py")]
+    entries = [{"repository": "owner/name", "path": path.name, "commit": "c"} for path in paths]
+    listed = tmp_path / "list.json"
+    listed.write_text(json.dumps({"notebooks": entries}))
+    options = argparse.Namespace(
+        corpus=tmp_path / "corpus", converter="kit", keep=None, jobs=1, python=sys.executable, limit=10.0, commit=""
+    )
+    run_corpus.write_elsewhere(listed, run_corpus.run(paths, options), options)
+    made = json.loads(listed.read_text())
+    assert made["totals"]["convert"] == 1 and made["totals"]["plain_stops_early"] == {"NameError": 1}
+    assert made["totals"]["refused"] == {"its only training is a command": 1}
+    good, remote = made["notebooks"]
+    assert good["plain_trains"] == ["SFTTrainer"] and good["rank_1_trains"] == 1 and remote["commit"] == "c"
+
+
+def test_the_readme_has_the_figures_of_the_results() -> None:
+    folder = Path(run_corpus.__file__).parent
+    rows = [line.split("|")[1:-1] for line in (folder / "README.md").read_text().splitlines() if line.startswith("| ")]
+    table = {cells[0].strip(): [cell.strip() for cell in cells[1:]] for cells in rows if len(cells) == 5}
+    whole = json.loads((folder / "results.json").read_text())["runs"]["without prefix"]["totals"]
+    assert table["convert"][0] == str(whole["convert"]) and table["every check passes"] != []
+    for name, column in (("elsewhere", 1), ("elsewhere_more", 3)):
+        totals = json.loads((folder / f"{name}.json").read_text())["totals"]
+        figures = {
+            "convert and compile": totals["convert"],
+            "refused": sum(totals["refused"].values()),
+            "without any warning": totals["without_warning"],
+            "plain notebook reaches train": totals["plain_reaches_train"],
+            "both ranks of 2 reach it": totals["both_ranks_reach_it"],
+            "no side effect on rank 1": totals["no_side_effect_on_rank_1"],
+            "same collectives": totals["same_collectives"],
+            "all checks pass": totals["all_checks_pass"],
+        }
+        assert {name: table[name][column] for name in figures} == {k: str(v) for k, v in figures.items()}

@@ -1,7 +1,7 @@
 """Loading and devices."""
 
 import pytest
-from making import LOAD, body, convert_cells, kinds
+from making import LOAD, TRAIN, body, convert_cells, kinds
 
 
 @pytest.mark.parametrize("loader", ["FastLanguageModel", "FastModel", "FastVisionModel", "FastSentenceTransformer"])
@@ -103,3 +103,31 @@ def test_loaders_that_load_no_model_get_no_device_map(cell: str) -> None:
 def test_a_loader_of_another_name_is_known_by_what_it_imports() -> None:
     done = convert_cells("from unsloth import FastVisionModel as Vision\nm, t = Vision.from_pretrained('m')")
     assert "Vision.from_pretrained('m', device_map={\"\": LOCAL_RANK})" in body(done)
+
+
+@pytest.mark.parametrize("given", ["'cpu'", '"cpu"', '{"": "cpu"}', "{'': 'cpu'}", "torch.device('cpu')"])
+def test_a_model_kept_on_the_cpu_stays_there(given: str) -> None:
+    line = f"model = AutoModel.from_pretrained('m', device_map={given})"
+    assert line in body(convert_cells("import torch\nfrom transformers import AutoModel", line))
+
+
+def test_the_number_of_gpus_is_what_a_process_has() -> None:
+    """With the launcher's number of GPUs, code for several would wrap the model that DDP is to wrap."""
+    cell = "import torch\nif torch.cuda.device_count() > 1:\n    model = torch.nn.DataParallel(model)"
+    done = convert_cells(LOAD, "dataset = [1]", cell, TRAIN)
+    assert "if min(1, torch.cuda.device_count()) > 1:" in body(done) and "sizing" not in kinds(done)
+    named = "from torch.cuda import device_count\nsteps = 8 // max(1, device_count())\ndataset = rows[:steps]"
+    assert "max(1, min(1, device_count()))" in body(convert_cells(LOAD, named, TRAIN))
+
+
+def test_a_number_of_gpus_in_a_message_stays() -> None:
+    line = "print(f'{torch.cuda.device_count()} GPUs')"
+    assert line in body(convert_cells(LOAD, "import torch\ndataset = [1]", line, TRAIN))
+
+
+def test_a_server_behind_a_from_pretrained_starts_once_a_node() -> None:
+    kit = "from unsloth.dataprep import SyntheticDataKit\nkit = SyntheticDataKit.from_pretrained('m')"
+    rows = "from datasets import load_dataset\nfiles = kit.chunk_data('a.txt')\ndataset = load_dataset('text', data_files=files)"
+    text = body(convert_cells(kit, rows, LOAD, TRAIN))
+    assert "if LOCAL_RANK == 0:\n    kit = SyntheticDataKit" in text
+    assert "files = from_main(lambda: files)" in text or "files = from_main(lambda: kit.chunk_data" in text

@@ -1,5 +1,8 @@
 """What only the main process has, or what each process would make anew, is read once and sent."""
 
+import copy
+from typing import Any
+
 import pytest
 from making import LOAD, body, convert_cells, kinds
 
@@ -243,3 +246,39 @@ def test_the_helper_is_there_before_the_first_value_is_sent() -> None:
     assert text.index("def from_main") < text.index("value = from_main")
     text = convert_cells("import random\nvalue = random.random()", LOAD, "rows = [1]", TRAIN).script
     assert text.index("def same_draws") < text.index("same_draws(3407)")
+
+
+COMET = "import comet_ml\nexperiment = comet_ml.start()\nhyper = {'lr': 1}\nexperiment.log_parameters(hyper)"
+COMET_LOOP = (
+    "def train(model, experiment):\n    for batch in rows:\n        loss = model(batch)\n        loss.backward()\n"
+    "        experiment.log_metric('loss', loss)"
+)
+
+
+def test_a_run_that_a_loop_passes_on_has_a_stand_in() -> None:
+    """Without one, the other processes end with a NameError where the main one trains."""
+    go = (
+        "model = Net(hyper['lr'])\nwith experiment.train():\n    train(model, experiment)\nlog_model(experiment, model)"
+    )
+    done = convert_cells("import torch\nfrom nets import Net, log_model\nrows = [1]", COMET, COMET_LOOP, go)
+    text = body(done)
+    assert "experiment = comet_ml.start() if IS_MAIN else NoRun()" in text and "tracker" not in kinds(done)
+    assert "\nwith experiment.train():\n    train(model, experiment)\n" in text
+    assert "if IS_MAIN:\n    log_model(experiment, model)" in text
+    assert "from_main" not in text  # what a tracker is told stays as it is
+
+
+def test_a_stand_in_takes_whatever_a_run_takes() -> None:
+    from unsloth_ddp.notebook.helpers import HELPERS
+
+    space: dict[str, Any] = {}
+    exec(HELPERS["NoRun"].source, space)
+    run = space["NoRun"]()
+    with run.train() as inside:
+        inside.log({"a": 1}).anything.at_all(2)
+    assert copy.deepcopy(run) is not run  # trainers copy what their callbacks hold
+
+
+def test_a_run_that_no_loop_passes_on_has_no_stand_in() -> None:
+    text = body(convert_cells(LOAD, "dataset = [1]", COMET, TRAIN, "experiment.end()"))
+    assert "if IS_MAIN:\n    experiment = comet_ml.start()" in text and "NoRun" not in text

@@ -123,7 +123,7 @@ def test_a_model_reloaded_to_be_tried_is_loaded_once() -> None:
     assert "if IS_MAIN:\n    model, tokenizer = FastLanguageModel" in text
 
 
-def test_files_written_for_training_are_written_once() -> None:
+def test_files_written_for_training_are_written_once_a_node() -> None:
     cell = (
         "import json\nwith open('rows.jsonl', 'w') as file:\n    for row in rows:\n        file.write(json.dumps(row))"
     )
@@ -132,7 +132,8 @@ def test_files_written_for_training_are_written_once() -> None:
             LOAD, "rows = [{'text': 'a'}]", cell, "dataset = load_dataset('json', data_files='rows.jsonl')", TRAIN
         )
     )
-    assert "if IS_MAIN:\n    with open('rows.jsonl', 'w')" in text
+    assert "if LOCAL_RANK == 0:\n    with open('rows.jsonl', 'w')" in text
+    assert "\nrows = [" in text  # a constant needs no guard
     assert text.index("wait_for_everyone()") < text.index("main_process_first()")
 
 
@@ -287,9 +288,9 @@ def test_a_custom_loss_is_said() -> None:
 
 
 def test_sizing_code_is_said() -> None:
-    assert "sizing" in kinds(
-        convert_cells(LOAD, "import torch\nn = torch.cuda.device_count()\ndataset = rows[:n]", TRAIN)
-    )
+    assert "sizing" in kinds(convert_cells(LOAD, "n = xm.device_count()\ndataset = rows[:n]", TRAIN))
+    spawn = "import torch.multiprocessing as mp\nmp.spawn(go, nprocs=2)"
+    assert "sizing" in kinds(convert_cells(LOAD, DATA, spawn, TRAIN))
     assert "sizing" in kinds(
         convert_cells(
             LOAD,
@@ -379,3 +380,72 @@ def test_a_stopwatch_that_training_reads_runs_everywhere() -> None:
         convert_cells(LOAD, DATA, STOPWATCH + "def both():\n    tick()\n    print(model.generate('x'))", "both()", stop)
     )
     assert "\nboth()\n" in text
+
+
+def test_a_class_that_downloads_when_it_is_made_is_made_on_one_process_first() -> None:
+    cell = (
+        "class Rows(Dataset):\n    def __init__(self, name):\n        self.rows = load_dataset(name)\n"
+        "dataset = Rows('d')"
+    )
+    cells = ("from torch.utils.data import Dataset\nfrom datasets import load_dataset", cell)
+    assert "with main_process_first():\n    dataset = Rows('d')" in body(convert_cells(LOAD, *cells, TRAIN))
+
+
+def test_the_trainer_of_lightning_trains_and_is_to_be_checked() -> None:
+    cell = "import lightning as L\ntrainer = L.Trainer(devices=[0], max_epochs=2)\ntrainer.fit(module)"
+    done = convert_cells("import torch\nfrom mine import module", cell, "trainer.save_checkpoint('x')")
+    assert "\ntrainer.fit(module)\n" in body(done) and "sizing" in kinds(done) and "no trainer" not in kinds(done)
+
+
+def test_an_import_before_its_use_in_one_line_reads_nothing_from_above() -> None:
+    """The cell's `if` then serves the installs only, and goes with them."""
+    install = "import os\nif 'COLAB_' in os.environ:\n    import torch; v = torch.__version__\n    !pip install x{v}"
+    text = body(convert_cells(install + "\nimport torch; torch.set_printoptions(2)", LOAD, DATA, TRAIN))
+    assert "pass" not in text and "COLAB_" not in text and "torch.set_printoptions(2)" in text
+
+
+def test_an_object_that_trains_when_called_is_never_guarded() -> None:
+    """On the main process alone its training would wait for the others."""
+    cell = "from txtai.pipeline import HFTrainer\ntrainer = HFTrainer()\nmodel, tok = trainer('m', rows)\nmodel.generate('x')"
+    done = convert_cells("import torch\nrows = [1]", cell)
+    assert "\nmodel, tok = trainer('m', rows)\n" in body(done) and "arguments" in kinds(done)
+
+
+def test_the_trainer_of_a_tokenizer_is_none() -> None:
+    cell = (
+        "from tokenizers.trainers import BpeTrainer\ntrainer = BpeTrainer(vocab_size=100)\n"
+        "tokens.train(['a.txt'], trainer)"
+    )
+    assert kinds(convert_cells(LOAD, "tokens = object()", cell, DATA, TRAIN)) == []
+
+
+def test_the_tokenizer_that_training_reads_back_is_saved_on_each_node() -> None:
+    cell = "tokenizer.save_model('words')\nfrom transformers import BertTokenizerFast"
+    read = "tokenizer = BertTokenizerFast.from_pretrained('words')"
+    used = TRAIN.replace("model=model,", "model=model, processing_class=tokenizer,")
+    text = body(convert_cells(LOAD, DATA, cell, read, used))
+    assert "if LOCAL_RANK == 0:\n    tokenizer.save_model('words')" in text and f"\n{read}\n" in text
+
+
+def test_a_block_that_makes_model_and_optimizer_runs_on_every_process() -> None:
+    """Sent apart, the optimizer would hold other weights than the model."""
+    cell = (
+        "if __name__ == '__main__':\n    model = AutoModel.from_pretrained('m')\n    open('a', 'w').write('x')\n"
+        "    optimizer = torch.optim.AdamW(model.parameters())"
+    )
+    loop = "for row in rows:\n    model(row).loss.backward()\n    optimizer.step()"
+    text = body(convert_cells("import torch\nfrom transformers import AutoModel\nrows = [1]", cell, loop))
+    assert "from_main(lambda" not in text
+    assert "with main_process_first():\n    if __name__ == '__main__':\n        model = AutoModel" in text
+
+
+def test_methods_of_a_class_that_another_inherits_are_followed() -> None:
+    cells = (
+        "class Bench:\n    def size(self):\n        torch.save(1, 'x.pt')\n        return 1",
+        "class Later(Bench):\n    def name(self):\n        return 'later'",
+        "bench = Bench()\nsizes = bench.size()",
+        TRAIN,
+        "bench = Later()\nsizes = bench.size()",
+    )
+    text = body(convert_cells("import torch", LOAD, DATA, *cells))
+    assert text.count("    sizes = bench.size()") == 2

@@ -9,28 +9,33 @@ import libcst as cst
 from unsloth_ddp.notebook.arguments import code, keyword, splats
 from unsloth_ddp.notebook.commands import training_line
 from unsloth_ddp.notebook.context import ConversionContext
-from unsloth_ddp.notebook.effects import Effect, differs_by_process, is_trainer_call
+from unsloth_ddp.notebook.effects import Effect, differs_by_process, is_remote, is_trainer_call
 from unsloth_ddp.notebook.graph import SEEDS, Graph, Role, Statement, is_dead
 from unsloth_ddp.notebook.hosts import HOST_NAMES
 from unsloth_ddp.notebook.ipython import command_of
+from unsloth_ddp.notebook.load import DEVICE_COUNTS
 from unsloth_ddp.notebook.main_values import MainValues
+from unsloth_ddp.notebook.stand_ins import stand_in_serves
 from unsloth_ddp.notebook.syntax import BUILTINS
 
 # Code that mentions none of these has nothing to do with a model.
 _LIBRARIES = ("unsloth", "transformers", "trl", "peft", "torch", "from_pretrained", "Trainer(", ".backward(")
+_STARTS_PROCESSES = "starts processes itself, as the launcher does; call its function instead"
 # What starts trainings by itself, and why that does not go with a launcher.
 _STARTERS = {
     "wandb.agent": ("tracker", "a sweep gives every process values of its own; start each trial by itself"),
     "optuna.create_study": ("tracker", "a study gives every process values of its own; start each trial by itself"),
-    "accelerate.notebook_launcher": (
-        "sizing",
-        "starts processes itself, as the launcher does; call its function instead",
-    ),
+    "accelerate.notebook_launcher": ("sizing", _STARTS_PROCESSES),
+    "torch.multiprocessing.spawn": ("sizing", _STARTS_PROCESSES),
 }
 _LOOP = "a hand-written training loop: its gradients are not averaged over processes"
 _LOOP_WITH_ACCELERATE = (
     "Accelerate averages the gradients of this loop; every process takes a whole batch of the DataLoader, so divide "
     "its batch_size by the number of processes to keep the global batch"
+)
+_LIGHTNING = (
+    "Lightning's Trainer takes what it is told for the number of processes: set devices and num_nodes to those of the "
+    "launch, and divide accumulate_grad_batches by the number of processes"
 )
 _OWN_LOADERS = ("get_train_dataloader",)
 _SHARDS = {"prepare", "prepare_data_loader", "get_train_dataloader", "DistributedSampler"}
@@ -44,6 +49,20 @@ def only_training_command(graph: Graph) -> tuple[int, str] | None:
         return None
     found = ((s.cell, training_line(command_of(site.node))) for s in live for site in s.usage.calls)
     return next(((cell, line) for cell, line in found if line), None)
+
+
+def only_remote_training(graph: Graph) -> tuple[int, str] | None:
+    """Return the cell and the call that starts a training elsewhere, where no statement trains here."""
+    live = [statement for statement in graph.statements if not is_dead(statement.node)]
+    if any(statement.effects & SEEDS for statement in live):
+        return None
+    found = (
+        (s.cell, site.path)
+        for s in live
+        for site in s.usage.calls
+        if site.root in graph.remote_names and site.tail in ("train", "fit")
+    )
+    return next(found, None)
 
 
 def trains_nothing(sources: list[str]) -> bool:
@@ -78,6 +97,8 @@ def check_statement(statement: Statement, graph: Graph, context: ConversionConte
         notes.append(context.warn("server", "starts another process: once a node; check who must reach it"))
     if Effect.PAID in statement.effects:
         notes.append(context.warn("paid call", "calls a service: once, by the main process"))
+    if statement.reads_one_node:
+        notes.append(context.warn("read back", "only the main process saved this: several nodes need a shared disk"))
     if Effect.INFER in effects and statement.needed and not effects & {Effect.TRAIN, Effect.TRAINER}:
         notes.append(
             context.warn(
@@ -86,7 +107,8 @@ def check_statement(statement: Statement, graph: Graph, context: ConversionConte
                 "put it under `if IS_MAIN:` if it only evaluates",
             )
         )
-    if statement.needed and statement.role in (Role.ALL, Role.FIRST) and MainValues(graph, statement).leaves_run():
+    shared = statement.needed and statement.role in (Role.ALL, Role.FIRST) and not stand_in_serves(graph, statement)
+    if shared and MainValues(graph, statement).leaves_run():
         notes.append(context.warn("tracker", "uses a tracked run that only the main process has"))
     notes += _check_names(statement, context)
     notes += _check_commands(statement, context)
@@ -142,11 +164,20 @@ def _check_trainers(statement: Statement, graph: Graph, context: ConversionConte
     notes = []
     sites = [*statement.usage.calls, *(c for body in statement.usage.defines.values() for c in body.calls)]
     for site in sites:
-        if not is_trainer_call(site, graph.trainer_classes) or splats(site.node):
+        full = graph.full_path(site)
+        if site.path in graph.callable_trainers:
+            notes.append(context.warn("arguments", f"{site.path}() trains with a batch of its own on every process"))
+        if is_remote(full) or not is_trainer_call(site, graph.trainer_classes) or splats(site.node):
             continue
-        if keyword(site.node, "args") is None and not any(_might_be_arguments(arg) for arg in site.node.args):
+        if graph.full_path(site).split(".")[0] in ("lightning", "pytorch_lightning"):
+            notes.append(context.warn("sizing", _LIGHTNING))
+        elif keyword(site.node, "args") is None and not any(_might_be_arguments(arg) for arg in site.node.args):
             notes.append(
-                context.warn("arguments", f"{site.tail} has no arguments object, so DDP settings are the defaults")
+                context.warn(
+                    "arguments",
+                    f"{site.tail} has no arguments object: each process takes the default batch, so the global batch "
+                    "is that times the number of processes",
+                )
             )
     return notes
 
@@ -191,7 +222,8 @@ def _check_loss(statement: Statement, graph: Graph, context: ConversionContext) 
 def _check_sizing(statement: Statement, graph: Graph, context: ConversionContext) -> list[str]:
     """Warn about code that computes with the batch or the number of devices."""
     sites = [*statement.usage.calls, *(c for body in statement.usage.defines.values() for c in body.calls)]
-    if any(site.tail == "device_count" for site in sites) and statement.role is not Role.MAIN:
+    counts = [graph.full_path(site) for site in sites if site.tail == "device_count"]
+    if set(counts) - set(DEVICE_COUNTS) and statement.role is not Role.MAIN:
         return [context.warn("sizing", "counts the GPUs itself; under DDP every process has one")]
     if isinstance(statement.node, cst.SimpleStatementLine) and any(_sets_batch(small) for small in statement.node.body):
         return [context.warn("sizing", "changes the batch after the arguments were made; check the global batch")]

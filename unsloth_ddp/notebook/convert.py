@@ -14,6 +14,7 @@ from unsloth_ddp.notebook.arguments import code, keyword
 from unsloth_ddp.notebook.checks import (
     check_notebook,
     check_statement,
+    only_remote_training,
     only_training_command,
     trains_nothing,
 )
@@ -24,6 +25,7 @@ from unsloth_ddp.notebook.effects import Effect, is_trainer_call
 from unsloth_ddp.notebook.graph import SEEDS, Graph, Role, Statement, build
 from unsloth_ddp.notebook.ipython import command_of, without_installs
 from unsloth_ddp.notebook.lines import comment_line
+from unsloth_ddp.notebook.links import link
 from unsloth_ddp.notebook.magics import Lowered, add_automagic, lower
 from unsloth_ddp.notebook.main_values import mark_sent
 from unsloth_ddp.notebook.name_usage import collect
@@ -32,6 +34,7 @@ from unsloth_ddp.notebook.prologue import IDENTIFIERS, MODULES, Names, render_de
 from unsloth_ddp.notebook.reader import read_notebook
 from unsloth_ddp.notebook.rewrite import rewrite
 from unsloth_ddp.notebook.roles import assign_roles
+from unsloth_ddp.notebook.stand_ins import stand_in_for_runs
 from unsloth_ddp.notebook.syntax import dotted
 from unsloth_ddp.notebook.types import Cell, Conversion, ConversionOptions, ConversionReport, Notebook, NotebookError
 from unsloth_ddp.notebook.writer import DEVICE_MARK, EditedStatement, cell_body, needs_no_guard
@@ -64,15 +67,23 @@ def convert_notebook(notebook: Notebook, options: ConversionOptions) -> Conversi
     context = _context(parsed, options, report)
     cells = [_normalised(cell, module, lowered, context) for cell, module, lowered in parsed]
     graph = build((cell.number, cell.body) for cell in cells)
+    link(graph)
     command = only_training_command(graph)
     if command is not None:
         raise NotebookError(
             f"{notebook.name}: its only training is the command `{command[1]}` in cell {command[0]}, which starts "
             "processes of its own; run that command itself on several GPUs, or give a notebook whose cells train."
         )
+    elsewhere = only_remote_training(graph)
+    if elsewhere is not None:
+        raise NotebookError(
+            f"{notebook.name}: its only training, `{elsewhere[1]}()` in cell {elsewhere[0]}, runs on machines of a "
+            "service; choose the number of GPUs there, or give a notebook whose cells train."
+        )
     _know_configs(graph, context)
     assign_roles(graph)
     mark_sent(graph)
+    stand_in_for_runs(graph)
     assign_seeds(graph)
     script = _write(notebook, cells, graph, context)
     script = context.place(script)
@@ -210,13 +221,25 @@ def _header(context: ConversionContext, notes: list[str]) -> str:
         "#     accelerate launch SCRIPT             every GPU of this machine",
         "#     torchrun --nproc-per-node 2 SCRIPT   two of them",
     ]
-    wanted = list(dict.fromkeys(context.requirements))
+    wanted = _without_repeats(context.requirements)
     if wanted:
         lines += ["#", "# The notebook installed these; install them before you run this:"]
-        lines += ["#     " + " ".join(name.split()) for name in wanted]
+        lines += ["#     " + name for name in wanted]
     if notes:
         lines += ["#", *notes]
     return "\n".join(lines) + "\n\n"
+
+
+def _without_repeats(requirements: list[str]) -> list[str]:
+    """Return what to install, each package once: the notebook's last words on its version count."""
+    found: dict[str, str] = {}
+    for text in requirements:
+        name = " ".join(text.split())
+        package = re.split(r"[\[<>=!~;@ ]", name.lower().replace("_", "-"), maxsplit=1)[0]
+        key = package if re.fullmatch(r"[a-z0-9][a-z0-9.-]*", package) else name
+        if key not in found or name.lower().replace("_", "-") != package:
+            found[key] = name
+    return list(found.values())
 
 
 def _prose(cell: Cell) -> str:

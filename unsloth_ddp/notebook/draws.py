@@ -20,12 +20,13 @@ def assign_seeds(graph: Graph) -> None:
     """
     seeded: set[str] = set()
     number = 0
-    for statement in graph.statements:
+    for index, statement in enumerate(graph.statements):
         if statement.role in (Role.DEAD, Role.DROP):
             continue
         unseeded, drawn, inside = _follow(graph, statement, seeded)
         everywhere = statement.role in (Role.ALL, Role.FIRST)
-        if everywhere and statement.needed and unseeded:
+        on_each_node = statement.role is Role.NODE and index < graph.last_seed  # its files must be alike
+        if ((everywhere and statement.needed) or on_each_node) and unseeded:
             statement.seed = Seed(number, tuple(sorted(unseeded)) if seeded else ())
             number += 1
         if everywhere and not statement.conditional:

@@ -45,7 +45,7 @@ ONCE = {Effect.FILE, Effect.PAID, Effect.SERVER, Effect.SHELL, Effect.LOGIN, Eff
 # One process a node: what they leave behind lives on the node.
 PER_NODE = {Effect.SERVER, Effect.SHELL, Effect.LOGIN}
 
-_TRAIN = {"train", "evaluate", "predict", "hyperparameter_search"}
+_TRAIN = {"train", "fit", "evaluate", "validate", "predict", "hyperparameter_search"}
 _INFER = {
     "generate",
     "fast_generate",
@@ -129,14 +129,27 @@ _SEEDS_ALL = re.compile(
     r"^(transformers|accelerate|trl|lightning|pytorch_lightning)\.(\w+\.)*"
     r"(set_seed|seed_everything|enable_full_determinism)$"
 )
-_TRAINER_NAME = re.compile(r"^([A-Z]\w*)?Trainer$")
+# Those of tokenizers count words.
+_TRAINER_NAME = re.compile(r"^(?!(Bpe|WordPiece|WordLevel|Unigram)Trainer$)([A-Z]\w*)?Trainer$")
+_REMOTE = re.compile(r"^(sagemaker|kubeflow|vertexai|google\.cloud\.aiplatform|azure\.ai\.ml|ray\.train)\.")
+REMOTE_STARTS = {"train", "fit", "deploy", "run", "submit", "create_job"}
 _LOADER_NAME = re.compile(r"(^|\.)Fast[A-Z]\w*\.from_pretrained$")
 _PURE_BUILTINS = BUILTINS - {"print", "exec", "eval", "open", "input", "setattr", "delattr", "__import__", "compile"}
 
 
 def is_trainer_call(site: CallSite, subclasses: frozenset[str] | set[str]) -> bool:
     """Return whether a call constructs a trainer: a class called ...Trainer, or the notebook's subclass of one."""
-    return bool(site.node.args) and (bool(_TRAINER_NAME.match(site.tail)) or site.path in subclasses)
+    return bool(site.node.args) and makes_trainer(site, subclasses)
+
+
+def makes_trainer(site: CallSite, subclasses: frozenset[str] | set[str]) -> bool:
+    """Return whether a call makes a trainer, with or without arguments."""
+    return bool(_TRAINER_NAME.match(site.tail)) or site.path in subclasses
+
+
+def is_remote(full: str) -> bool:
+    """Return whether a callee belongs to a library whose trainings run on machines of its own."""
+    return bool(_REMOTE.match(full))
 
 
 def is_loader_call(path: str) -> bool:
@@ -243,8 +256,13 @@ def _process_effects(site: CallSite, full: str) -> set[Effect]:
     return {Effect.SERVER} if _SERVER_CALLS.match(full) or site.tail == "launch_openenv" else set()
 
 
+def downloads_data(full: str) -> bool:
+    """Return whether a callee fetches data or files, or prepares them in a cache."""
+    return bool(_DATA_CALLS.search(full))
+
+
 def _is_data(site: CallSite, full: str) -> bool:
-    if _DATA_CALLS.search(full):
+    if downloads_data(full):
         return True
     return (
         site.is_method and site.tail in _DATA_METHODS and bool(site.node.args) and site.root not in ("pool", "executor")

@@ -9,7 +9,16 @@ from functools import cached_property
 
 import libcst as cst
 
-from unsloth_ddp.notebook.effects import Effect, call_effects, is_trainer_call, starts_run
+from unsloth_ddp.notebook.effects import (
+    REMOTE_STARTS,
+    Effect,
+    call_effects,
+    downloads_data,
+    is_remote,
+    is_trainer_call,
+    makes_trainer,
+    starts_run,
+)
 from unsloth_ddp.notebook.name_usage import CallSite, DeferredBody, NameUsage, collect
 from unsloth_ddp.notebook.syntax import HARMLESS, is_false
 
@@ -57,6 +66,8 @@ class Statement:
     runs: frozenset[str] = frozenset()  # names that hold a tracked run just before this
     configs: frozenset[str] = frozenset()  # names that hold the config of one
     takes_sent: bool = False  # the main process sends it values
+    stands_in: bool = False  # the other processes get a stand-in for the run that it starts
+    reads_one_node: bool = False  # it reads back what only the main process could save
     timed: frozenset[str] | None = None  # names of clock readings used for durations only; None ignores clocks
 
     @property
@@ -81,6 +92,18 @@ class Graph:
         usages = [s.usage for s in self.statements]
         assigned = [pair for usage in usages for pair in usage.assigned]
         return frozenset(name for name, site in assigned if starts_run(self.full_path(site)))
+
+    @cached_property
+    def remote_names(self) -> frozenset[str]:
+        """Return the names that hold a trainer, an estimator or a client of a service that trains elsewhere."""
+        assigned = [pair for s in self.statements for pair in s.usage.assigned]
+        return frozenset(name for name, site in assigned if is_remote(self.full_path(site)))
+
+    @property
+    def callable_trainers(self) -> set[str]:
+        """Return the names that hold a trainer; calling one trains."""
+        assert self.effects is not None
+        return self.effects.trainers
 
     @property
     def function_effects(self) -> dict[str, set[Effect]]:
@@ -140,7 +163,6 @@ def build(cells: Iterable[tuple[int, Iterable[cst.BaseStatement]]]) -> Graph:
         statement.usage.mutates -= imports.keys()
     graph = Graph(statements, imports, functions, _trainer_classes(functions))
     _find_effects(graph)
-    _link(graph)
     return graph
 
 
@@ -177,12 +199,18 @@ def _trainer_classes(functions: dict[str, DeferredBody]) -> set[str]:
 class _Effects:
     """Effects of statements and functions, found through the call graph."""
 
-    def __init__(self, graph: Graph, trainers: set[str], instances: dict[str, str]) -> None:
+    def __init__(self, graph: Graph, trainers: set[str], instances: dict[str, set[str]]) -> None:
         self.graph, self.trainers, self.instances = graph, trainers, instances
         self.known: dict[str, set[Effect]] = {}
 
     def of_site(self, site: CallSite) -> set[Effect]:
         graph = self.graph
+        if site.root in graph.remote_names and site.tail in REMOTE_STARTS:
+            return {Effect.PAID}
+        if is_remote(graph.full_path(site)):
+            return set()
+        if site.path in self.trainers:
+            return {Effect.TRAIN}  # an object that trains when it is called
         if is_trainer_call(site, graph.trainer_classes):
             return {Effect.TRAINER}
         found: set[Effect] = set()
@@ -190,6 +218,8 @@ class _Effects:
         if body is not None:
             if not body.methods and not body.bases:
                 found |= self.of_function(site.path)
+            elif any(downloads_data(graph.full_path(inner)) for inner in body.calls):
+                found.add(Effect.DATA)  # a Dataset class that downloads when it is made
         else:
             found |= call_effects(site, graph.full_path(site), self.trainers, graph.trainer_classes)
         if owner := self.owner(site):
@@ -204,9 +234,20 @@ class _Effects:
             case cst.Attribute(value=cst.Call(func=cst.Name(value=name))):
                 pass
             case _:
-                name = self.instances.get(site.root, "") if site.is_method else ""
-        body = self.graph.functions.get(name)
-        return name if body is not None and site.tail in body.methods else None
+                found = self.instances.get(site.root, set()) if site.is_method else set()
+                return next((owner for name in sorted(found) if (owner := self._defines(name, site.tail))), None)
+        return self._defines(name, site.tail)
+
+    def _defines(self, name: str, method: str) -> str | None:
+        """Return the notebook's class that defines a method for a class: itself, or what it inherits from."""
+        seen: set[str] = set()
+        while name in self.graph.functions and name not in seen:
+            seen.add(name)
+            body = self.graph.functions[name]
+            if method in body.methods:
+                return name
+            name = next((base for base in body.bases if base in self.graph.functions), "")
+        return None
 
     def of_function(self, name: str) -> set[Effect]:
         if name not in self.known:
@@ -221,13 +262,15 @@ class _Effects:
 
 def _find_effects(graph: Graph) -> None:
     trainers: set[str] = set()
-    instances: dict[str, str] = {}
+    instances: dict[str, set[str]] = {}
     for statement in graph.statements:
         for site in statement.usage.calls:
             body = graph.functions.get(site.path)
             if body is not None and (body.methods or body.bases):
-                instances.update(dict.fromkeys(statement.usage.writes, site.path))
-        trainers |= {name for name, site in statement.usage.assigned if is_trainer_call(site, graph.trainer_classes)}
+                for name in statement.usage.writes:
+                    instances.setdefault(name, set()).add(site.path)
+        trainers |= {name for name, site in statement.usage.assigned if makes_trainer(site, graph.trainer_classes)}
+    trainers -= graph.remote_names | graph.functions.keys()
     effects = graph.effects = _Effects(graph, trainers, instances)
     for statement in graph.statements:
         for site in statement.usage.calls:
@@ -261,7 +304,7 @@ def _mutations_through_functions(graph: Graph, statement: Statement) -> None:
             return
         seen.add((name, own))
         body = graph.functions[name]
-        own |= _sets_first(body, graph.functions)
+        own |= sets_first(body, graph.functions)
         found = body.writes | (body.mutates - set(body.params) - graph.imports.keys())
         usage.mutates |= found
         changed.update(found - own)
@@ -271,7 +314,8 @@ def _mutations_through_functions(graph: Graph, statement: Statement) -> None:
     for site in usage.calls:
         body = graph.functions.get(site.path)
         if body is None:
-            if site.bare and not statement.effects - _MAY_CHANGE_ARGUMENTS:
+            told = site.root in graph.run_names  # a tracker takes what it is told as it is
+            if site.bare and not told and not statement.effects - _MAY_CHANGE_ARGUMENTS:
                 arguments |= site.names  # an unknown function called for its effect alone
             continue
         visit(site.path, frozenset())
@@ -305,58 +349,7 @@ def _only_harmless(statement: Statement) -> set[str]:
     return set()
 
 
-# Definitions and uses ------------------------------------------------------------------------------------------------
-
-
-def _link(graph: Graph) -> None:
-    """Connect every statement to the statements whose definitions it reads."""
-    reaching: dict[str, list[int]] = {}
-    carried: dict[str, set[str]] = {}  # what an object will read later, through functions it holds
-    functions: dict[str, DeferredBody] = {}
-    for index, statement in enumerate(graph.statements):
-        usage = statement.usage
-        reads = _with_deferred(usage.reads | usage.mutates - usage.replaces, functions)
-        for name in list(reads):
-            reads |= carried.get(name, set())
-        for name in reads:
-            statement.uses.update(reaching.get(name, ()))
-        functions.update(usage.defines)
-        later = reads - usage.reads if not statement.effects & {Effect.TRAINER} else set(reads)
-        for name in usage.writes | usage.mutates:
-            carried[name] = (carried.get(name, set()) if name in usage.mutates else set()) | later - {name}
-        for name in usage.mutates:
-            reaching.setdefault(name, []).append(index)
-        for name in usage.writes:
-            if statement.conditional:
-                reaching.setdefault(name, []).append(index)
-            else:
-                reaching[name] = [index]
-    for index, statement in enumerate(graph.statements):
-        statement.uses.discard(index)
-        for used in statement.uses:
-            graph.statements[used].used_by.add(index)
-
-
-def _with_deferred(names: set[str], functions: dict[str, DeferredBody]) -> set[str]:
-    """Return `names` and everything that the functions among them read when they run."""
-    found = set(names)
-    queue: list[tuple[str, frozenset[str]]] = [(name, frozenset()) for name in names]
-    seen = set(queue)
-    while queue:
-        name, own = queue.pop()
-        body = functions.get(name)
-        if body is None:
-            continue
-        own |= _sets_first(body, functions)  # a stopwatch kept in a global: what an earlier call left there is not read
-        fresh = (body.reads | body.mutates - set(body.params)) - own
-        found |= fresh
-        further = {(read, own) for read in fresh} - seen
-        seen |= further
-        queue += further
-    return found
-
-
-def _sets_first(body: DeferredBody, functions: dict[str, DeferredBody]) -> frozenset[str]:
+def sets_first(body: DeferredBody, functions: dict[str, DeferredBody]) -> frozenset[str]:
     """Return the globals that a function sets before it, or a function that it calls, can read them."""
     found: set[str] = set()
     for part in (body, *(functions.get(name) for name in body.starts)):

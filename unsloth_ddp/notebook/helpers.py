@@ -88,6 +88,24 @@ def from_main(make):
         ("sys",),
         ("wait_group",),
     ),
+    "NoRun": Helper('''\
+class NoRun:
+    """Stands for a tracked run on the other processes: takes every call and does nothing."""
+
+    def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self
+
+    def __call__(self, *args, **kwargs):
+        return self
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        return None
+'''),
     "main_only": Helper(
         '''\
 def main_only(make):

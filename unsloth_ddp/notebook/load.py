@@ -22,6 +22,11 @@ _SPREADS = {
     '"unsloth"',
     "'unsloth'",
 }
+_ON_CPU = re.compile(r"""(\{\s*["']{2}\s*:\s*)?(torch\.device\()?["']cpu["']\)?(\s*,?\s*\})?""")
+
+
+# What a script asks for the number of GPUs.
+DEVICE_COUNTS = ("torch.cuda.device_count", "torch.accelerator.device_count")
 
 
 def edit_load(call: cst.Call, context: ConversionContext) -> tuple[cst.Call, list[str]]:
@@ -33,6 +38,8 @@ def edit_load(call: cst.Call, context: ConversionContext) -> tuple[cst.Call, lis
     ours = is_loader_call(path) or _loads_model(path, context)
     if not ours and (old is None or code(old.value) == "None"):
         return call, []
+    if old is not None and _ON_CPU.fullmatch(code(old.value)):
+        return call, []  # on the CPU on purpose: to merge it, or to look at its layers
     notes: list[str] = []
     call = _bind(call, old, context, notes)
     offload = keyword(call, "offload_embedding")
@@ -97,3 +104,8 @@ def edit_device_number(call: cst.Call, context: ConversionContext) -> cst.Call |
     args = list(call.args)
     args[index] = args[index].with_changes(value=cst.Name(context.names["LOCAL_RANK"]))
     return call.with_changes(args=args)
+
+
+def edit_device_count(call: cst.Call, full: str) -> cst.BaseExpression | None:
+    """Replace the number of GPUs by what a process has of them: one, or none on a machine without."""
+    return None if full not in DEVICE_COUNTS else cst.parse_expression(f"min(1, {code(call)})")

@@ -141,6 +141,8 @@ class MainValues:
         return self._hands_on(node)
 
     def _hands_on(self, node: cst.CSTNode) -> bool:
+        if isinstance(node, cst.WithItem) and self.tracked(node.item)[0]:
+            return True
         if self.is_sent(node):
             return False
         kept = self.tracked(node)[0] == "run" or self._trains_within(node)
@@ -149,6 +151,27 @@ class MainValues:
     def _trains_within(self, node: cst.CSTNode) -> bool:
         """Return whether a tracker gets the result of a training, which every process must take part in."""
         return isinstance(node, cst.Call) and self.tracked(node)[0] == "value" and not self._may_run_once(node)
+
+    def only_told(self, node: cst.CSTNode) -> bool:
+        """Return whether every use of a run is a call for its own sake, or a context to enter, or an argument of those."""
+        match node:
+            case cst.SimpleStatementLine(body=[cst.Expr(value=cst.Call(args=args))]) if not self._trains_within(
+                node.body[0].value  # type: ignore[attr-defined]
+            ):
+                return not any(self.reads_tracker(arg) and self.tracked(arg.value)[0] != "run" for arg in args)
+            case cst.WithItem(item=item) if self.tracked(item)[0]:
+                return True
+        return not self.tracked(node)[0] and all(self.only_told(part) for part in self.parts_of(node))
+
+    @staticmethod
+    def parts_of(node: cst.CSTNode) -> Iterable[cst.CSTNode]:
+        """Return the parts of a node, without names that are not read: parameters, targets, attributes, keywords."""
+        match node:
+            case cst.FunctionDef(body=body):
+                return [body]
+            case cst.Attribute(value=value) | cst.Arg(value=value):
+                return [value]
+        return node.children
 
     def reads_tracker(self, node: cst.CSTNode) -> bool:
         """Return whether an expression reads anything of a tracker."""
@@ -166,6 +189,8 @@ class MainValues:
                 return []
             case cst.Import() | cst.ImportFrom() | cst.AsName():
                 return []
+            case cst.WithItem(item=item) if self.tracked(item)[0]:
+                return []  # a context is entered, not sent
             case cst.Attribute() | cst.Arg() | cst.NamedExpr() | cst.AugAssign():
                 return [node.value]
             case cst.AnnAssign():

@@ -95,6 +95,7 @@ class _Scope:
 def collect(node: cst.CSTNode) -> NameUsage:
     """Collect the usage of names in one top-level statement."""
     visitor = _Collector()
+    visitor.straight = isinstance(node, cst.SimpleStatementLine)
     node.visit(visitor)
     usage = visitor.scopes[0].usage
     usage.assigned = visitor.assigned
@@ -107,6 +108,7 @@ class _Collector(NamesRead):
         self.function: list[DeferredBody] = []
         self.bare: cst.Call | None = None
         self.assigned: list[tuple[str, CallSite]] = []
+        self.straight = False  # one line, in which `import torch; torch.x` reads its own torch
 
     # Names -----------------------------------------------------------------------------------------------------------
 
@@ -237,6 +239,8 @@ class _Collector(NamesRead):
 
     def _import(self, name: str, path: str) -> None:
         self._write(name)
+        if self.straight and len(self.scopes) == 1:
+            self.scopes[-1].own.add(name)
         self.scopes[-1].usage.imports[name] = path
 
     # Statements ------------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from unsloth_ddp.notebook.effects import Effect, starts_run
 from unsloth_ddp.notebook.graph import SEEDS, Graph, Role, Statement
 from unsloth_ddp.notebook.ipython import IPythonCall, as_python_string, command_of, ipython_call, without_installs
 from unsloth_ddp.notebook.lines import LineEditor, comment_line, lead
-from unsloth_ddp.notebook.load import edit_device_number, edit_device_string, edit_load
+from unsloth_ddp.notebook.load import edit_device_count, edit_device_number, edit_device_string, edit_load
 from unsloth_ddp.notebook.logins import edit_login
 from unsloth_ddp.notebook.main_values import send_values
 from unsloth_ddp.notebook.name_usage import CallSite, collect
@@ -25,7 +25,17 @@ from unsloth_ddp.notebook.tracked_runs import can_be_disabled, edit_run, tells_t
 
 # Words without which a statement has nothing to edit; most have none of them.
 _TRIGGERS = (
-    *("from_pretrained", "Config(", "Arguments(", "cuda", "get_ipython", "await", "train_test_split", "shuffle"),
+    *(
+        "from_pretrained",
+        "Config(",
+        "Arguments(",
+        "cuda",
+        "device_count",
+        "get_ipython",
+        "await",
+        "train_test_split",
+        "shuffle",
+    ),
     *("RandomState", "default_rng", "Random(", "sample", "input(", "getpass", "subprocess", "os.system", "os.popen"),
     *("init(", "init_run(", "start(", "start_run(", "login(", "should_", "create_subprocess"),
     *("wandb", "mlflow", "trackio", "comet_ml", "neptune"),
@@ -108,6 +118,10 @@ class _Rewriter(LineEditor):
             self.note(context.edit("device", "this process's GPU instead of a fixed one"))
             return numbered
         self.note(*notes)
+        counted = edit_device_count(call, self.graph.full_path(CallSite(dotted(call.func), call, frozenset())))
+        if counted is not None and not self.context.on_one_process and not self.formatted:
+            self.note(context.edit("device", "each process has one GPU"))
+            return counted
         path = code(call.func)
         if path in ("input", "getpass", "getpass.getpass"):
             return self._ask(call)

@@ -7,14 +7,13 @@ would have run in the notebook.
 
 from __future__ import annotations
 
-import re
-
 import libcst as cst
 
 from unsloth_ddp.notebook.effects import MAIN_ONLY, ONCE, PER_NODE, Effect
 from unsloth_ddp.notebook.graph import SEEDS, Graph, Role, Statement, is_dead
 from unsloth_ddp.notebook.ipython import command_of, without_installs
 from unsloth_ddp.notebook.main_values import keep_trackers
+from unsloth_ddp.notebook.read_backs import keep_read_backs
 from unsloth_ddp.notebook.syntax import BUILTINS
 
 # What every process must run together.
@@ -27,13 +26,13 @@ def assign_roles(graph: Graph) -> None:
     _mark_needed(graph)
     last = graph.last_seed
     for index, statement in enumerate(graph.statements):
-        statement.role = _first_role(statement)
+        statement.role = _first_role(statement, after=index > last)
         if statement.role is Role.MAIN and index < last and _makes_files(statement):
             statement.role = Role.NODE  # every node reads them from a disk of its own
     _drop_installs(graph)
     keep_trackers(graph)
     _keep_handles(graph)
-    _keep_read_backs(graph, last)
+    keep_read_backs(graph, last)
     while _settle(graph, last):
         pass
     for statement in graph.statements:
@@ -51,13 +50,15 @@ def _mark_needed(graph: Graph) -> None:
             queue += statement.uses
 
 
-def _first_role(statement: Statement) -> Role:
+def _first_role(statement: Statement, after: bool) -> Role:
+    """Return the role by a statement's effects alone. `after`: it follows the last training."""
     effects = statement.effects
     if is_dead(statement.node):
         return Role.DEAD
     if effects & SEEDS or Effect.SYNC in effects:
         return Role.ALL  # a guard around something that waits for every process would wait for ever
-    if Effect.STATE in effects and effects & (ONCE | MAIN_ONLY):
+    tries = after and Effect.INFER in effects and not statement.needed  # its seeds are for what it generates
+    if Effect.STATE in effects and effects & (ONCE | MAIN_ONLY) and not tries:
         return _role_of_state(statement)
     if effects & ONCE and (statement.needed is False or _can_share(statement)):
         return Role.NODE if effects & PER_NODE and not effects & {Effect.SAVE, Effect.PAID} else Role.MAIN
@@ -89,11 +90,17 @@ def _role_of_state(statement: Statement) -> Role:
     return Role.MAIN if statement.share_value else Role.ALL
 
 
+_NOT_SENT = {"from_pretrained", "get_peft_model", "DataLoader"}
+
+
 def _can_share(statement: Statement) -> bool:
     """Return whether a needed statement may run once: it binds no module, function or class."""
     usage = statement.usage
     if usage.imports or usage.defines:
         return False
+    block = not isinstance(statement.node, cst.SimpleStatementLine)
+    if block and any(site.tail in _NOT_SENT or ".optim." in f".{site.path}" for site in usage.calls):
+        return False  # sent apart, an optimizer would no longer have its model's weights
     return not isinstance(statement.node, cst.SimpleStatementLine) or bool(usage.writes) or not usage.mutates
 
 
@@ -131,41 +138,6 @@ def _keep_handles(graph: Graph) -> None:
         elif statement.role is Role.ALL:
             handles -= usage.writes if not statement.conditional else set()
         statement.handles = statement.handles | (usage.mutates & handles)
-
-
-def _keep_read_backs(graph: Graph, last: int) -> None:
-    """Keep what reads back a path that the main process saved on that process, unless training needs it."""
-    saved: dict[str, Role] = {}
-    for index, statement in enumerate(graph.statements):
-        if statement.role in _APART and statement.effects & {Effect.SAVE, Effect.FILE}:
-            found = {text for text in _strings(statement.node) if re.fullmatch(r"[\w./~-]+", text)}
-            saved |= dict.fromkeys(found, statement.role)
-        elif statement.role in (Role.ALL, Role.FIRST) and not statement.needed and saved:
-            reload = Effect.LOAD in statement.effects and index < last
-            calls = bool(statement.usage.calls) and not statement.usage.defines
-            roles = {saved[path] for text in _strings(statement.node) for path in saved if _under(text, {path})}
-            if calls and not reload and roles:
-                statement.role = Role.MAIN if Role.MAIN in roles else Role.NODE
-
-
-def _under(path: str, saved: set[str]) -> bool:
-    return any(path == folder or path.startswith(folder.rstrip("/") + "/") for folder in saved)
-
-
-def _strings(node: cst.CSTNode) -> list[str]:
-    """Return the texts of the strings among a statement's call arguments."""
-    found = _Strings()
-    node.visit(found)
-    return found.texts
-
-
-class _Strings(cst.CSTVisitor):
-    def __init__(self) -> None:
-        self.texts: list[str] = []
-
-    def visit_Arg(self, node: cst.Arg) -> None:
-        if isinstance(node.value, cst.SimpleString) and isinstance(node.value.evaluated_value, str):
-            self.texts.append(node.value.evaluated_value)
 
 
 # Installs ------------------------------------------------------------------------------------------------------------
@@ -269,10 +241,13 @@ def _settle(graph: Graph, last: int) -> bool:
             continue
         role = _role_of_what_it_reads(graph, index, statement)
         if role is None and _only_main_uses(graph, index, statement, last):
-            role = Role.MAIN
+            role = _role_of_users(graph, statement)
         if role is not None:
             statement.role = role
             moved = True
+    for statement in _reloaded_to_be_tried(graph, last):
+        statement.role = _role_of_users(graph, statement)
+        moved = True
     for statement in graph.statements:
         if statement.role is Role.NODE and not statement.needed and _reads_main(graph, statement):
             statement.role = Role.MAIN
@@ -283,7 +258,9 @@ def _settle(graph: Graph, last: int) -> bool:
 def _latest(graph: Graph, index: int, name: str) -> tuple[list[Statement], bool]:
     """Return the definitions of a name just before `index`, and whether any of them exists on every process."""
     found = [graph.statements[i] for i in sorted(graph.statements[index].uses) if name in _bound(graph.statements[i])]
-    return found, any(s.role in (Role.ALL, Role.FIRST) or name in s.share or s.needed for s in found)
+    return found, any(
+        s.role in (Role.ALL, Role.FIRST) or name in s.share or (s.needed and name not in s.handles) for s in found
+    )
 
 
 def _bound(statement: Statement) -> set[str]:
@@ -292,7 +269,10 @@ def _bound(statement: Statement) -> set[str]:
 
 def _role_of_what_it_reads(graph: Graph, index: int, statement: Statement) -> Role | None:
     roles = set()
-    for name in statement.usage.reads | statement.usage.mutates:
+    names = statement.usage.reads | statement.usage.mutates
+    for function in statement.usage.reads & graph.functions.keys():
+        names |= graph.functions[function].reads
+    for name in names:
         definitions, everywhere = _latest(graph, index, name)
         if not definitions or everywhere:
             continue
@@ -305,6 +285,64 @@ def _role_of_what_it_reads(graph: Graph, index: int, statement: Statement) -> Ro
 def _reads_main(graph: Graph, statement: Statement) -> bool:
     index = graph.statements.index(statement)
     return _role_of_what_it_reads(graph, index, statement) is Role.MAIN
+
+
+def _role_of_users(graph: Graph, statement: Statement) -> Role:
+    """Return the role of what only one process uses: what one on each node uses has to be there on each."""
+    users = {graph.statements[i].role for i in statement.used_by}
+    return Role.NODE if Role.NODE in users else Role.MAIN
+
+
+def _reloaded_to_be_tried(graph: Graph, last: int) -> list[Statement]:
+    """Return statements after the training that together serve only the main process.
+
+    A model that is loaded to be tried is of no use to the others, nor is what follows it: `model.eval()`,
+    `model = PeftModel.from_pretrained(model, ...)`. One by one each would keep the others everywhere.
+    """
+    statements = graph.statements
+    group = {
+        i
+        for i, s in enumerate(statements)
+        if i > last and s.role in (Role.ALL, Role.FIRST) and not s.needed
+        if not s.effects & (_TOGETHER | {Effect.MODE, Effect.STATE}) and not s.usage.imports and not s.usage.defines
+    }
+    before = None
+    while before != group:
+        before = set(group)
+        for index in before:
+            if not _stays_within(graph, index, group):
+                group.discard(index)
+    kept: set[int] = set()
+    while True:
+        grown = {i for i in group - kept if _serves(graph, i, kept)}
+        if not grown:
+            return [statements[i] for i in sorted(kept)]
+        kept |= grown
+
+
+def _stays_within(graph: Graph, index: int, group: set[int]) -> bool:
+    """Return whether only the main process or the group uses a statement, and whether its objects are the group's."""
+    statement = graph.statements[index]
+    for i in statement.used_by:
+        user = graph.statements[i]
+        if i not in group and user.role not in (*_APART, Role.DEAD) and Effect.MODE not in user.effects:
+            return False
+    return bool(statement.usage.writes) or bool(_defined_within(graph, index, group))
+
+
+def _serves(graph: Graph, index: int, kept: set[int]) -> bool:
+    statement = graph.statements[index]
+    if not statement.usage.writes:
+        return bool(_defined_within(graph, index, kept))
+    return any(i in kept or graph.statements[i].role in _APART for i in statement.used_by)
+
+
+def _defined_within(graph: Graph, index: int, group: set[int]) -> set[str]:
+    """Return the names that a statement reads and that only statements of the group bind."""
+    statement = graph.statements[index]
+    names = statement.usage.reads | statement.usage.mutates
+    binders = {name: {i for i in statement.uses if name in graph.statements[i].usage.writes} for name in names}
+    return {name for name, found in binders.items() if found and found <= group}
 
 
 def _only_main_uses(graph: Graph, index: int, statement: Statement, last: int) -> bool:

@@ -91,12 +91,13 @@ def _groups(placed: list[EditedStatement], graph: Graph) -> list[list[EditedStat
     groups: list[list[EditedStatement]] = []
     for position, item in enumerate(placed):
         role = item.statement.role
-        alone = item.statement.share_value or item.statement.seed is not None
+        alone = item.statement.share_value or item.statement.stands_in or item.statement.seed is not None
         same = groups and not alone and role is groups[-1][0].statement.role and role is not Role.ALL
-        if same and not _must_share_first(groups[-1]):
+        if same and not _must_share_first(groups[-1]) and not groups[-1][0].statement.stands_in:
             groups[-1].append(item)
             continue
-        if groups and groups[-1][0].statement.role is Role.MAIN and _joins(item, placed[position + 1 :], graph):
+        before = groups[-1][0].statement if groups else None
+        if before and before.role is Role.MAIN and not before.stands_in and _joins(item, placed[position + 1 :], graph):
             groups[-1].append(item)
             continue
         groups.append([item])
@@ -146,7 +147,7 @@ def _made(
     context.cell = group[0].statement.cell
     effects: set[Effect] = set().union(*(p.statement.effects for p in group))
     share = sorted(set().union(*(p.statement.share for p in group)))
-    if role is Role.MAIN and all(needs_no_guard(p.statement, graph) for p in group):
+    if role in (Role.MAIN, Role.NODE) and all(needs_no_guard(p.statement, graph) for p in group):
         return nodes
     if role in (Role.MAIN, Role.NODE):
         return _guard(role, group, nodes, effects, share, graph, context)
@@ -178,12 +179,14 @@ def needs_no_guard(statement: Statement, graph: Graph) -> bool:
 
 
 def _is_plain(node: cst.BaseStatement) -> bool:
-    """Return whether a statement is `print(...)` of plain values, an expression without calls, or `pass`."""
+    """Return whether a statement prints plain values, assigns a constant, or does nothing."""
     match node:
         case cst.SimpleStatementLine(body=[cst.Pass()]):
             return True
         case cst.SimpleStatementLine(body=[cst.Expr(value=cst.Call(func=cst.Name("print"), args=args))]):
             parts: list[cst.CSTNode] = list(args)
+        case cst.SimpleStatementLine(body=[cst.Assign(value=value)]):
+            return _is_constant(value)
         case cst.SimpleStatementLine(body=[cst.Expr(value=value)]) if not isinstance(value, cst.Call):
             parts = [value]
         case _:
@@ -192,6 +195,20 @@ def _is_plain(node: cst.BaseStatement) -> bool:
     for part in parts:
         part.visit(finder)
     return finder.plain
+
+
+def _is_constant(value: cst.BaseExpression) -> bool:
+    """Return whether an expression is a text, a number, or a list or dict of these."""
+    match value:
+        case cst.SimpleString() | cst.BaseNumber() | cst.Name(value="None" | "True" | "False"):
+            return True
+        case cst.List(elements=elements) | cst.Tuple(elements=elements):
+            return all(_is_constant(element.value) for element in elements)
+        case cst.Dict(elements=elements):
+            return all(
+                isinstance(e, cst.DictElement) and _is_constant(e.key) and _is_constant(e.value) for e in elements
+            )
+    return False
 
 
 _PLAIN_CALLS = {"len", "str", "int", "float", "round", "type", "sorted", "list", "repr", "min", "max", "sum", "format"}
@@ -230,6 +247,8 @@ def _guard(
     who = "only the main process" if role is Role.MAIN else "one process a node"
     kind = "save" if Effect.SAVE in effects else "once" if effects & _WAITS else "main process"
     note = context.edit(kind, f"{who} {_listed(words)}")
+    if group[0].statement.stands_in:
+        return [lead(_with_stand_in(nodes[0], context), [note])]
     shared = _shared_value(group, nodes, share, context)
     if shared is not None:
         return [lead(shared, [note])]
@@ -248,6 +267,15 @@ def _guard(
     if not share and (effects & _WAITS or slow):
         made.append(_call(names["wait_for_everyone"]))
     return made
+
+
+def _with_stand_in(node: cst.BaseStatement, context: ConversionContext) -> cst.BaseStatement:
+    """Return `run = start() if IS_MAIN else NoRun()`."""
+    assert isinstance(node, cst.SimpleStatementLine) and isinstance(node.body[0], cst.Assign)
+    small = node.body[0]
+    other = cst.parse_expression(f"{context.names['NoRun']}()")
+    value = cst.IfExp(test=cst.Name(context.names["IS_MAIN"]), body=small.value, orelse=other)
+    return node.with_changes(body=[small.with_changes(value=value)])
 
 
 def _shared_value(

@@ -14,6 +14,7 @@ from unsloth_ddp.distributed.sharding import Sharding
 from unsloth_ddp.plan.calibration import Calibration, SpeedEstimate, SpeedQuery, estimate_speed, kind_of_rows
 from unsloth_ddp.plan.memory import (
     CHECKPOINTING_KINDS,
+    RESERVE,
     Checkpointing,
     MemoryEstimate,
     Method,
@@ -156,7 +157,8 @@ def choose_micro_batch(
         found = estimate_memory(
             shape, settings.method, "none", dataclasses.replace(work, checkpointing=cast(Checkpointing, kind))
         )
-        return judge_fit(found, gpu_memory) == "fits"
+        # Also where it is a lower bound, which has no verdict.
+        return found.total <= RESERVE * gpu_memory
 
     enough = ENOUGH_RECORDED if recorded else ENOUGH_TOKENS
     found = search(checkpointing_kinds(settings), sizes, tokens, fits_with, enough)

@@ -7,6 +7,7 @@ runs took up to twice as much (docs/plan.md). The driver, NCCL and fragmentation
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -99,10 +100,13 @@ def estimate_memory(shape: ModelShape, method: Method, sharding: Sharding, work:
     frozen = _frozen_bytes(shape, method, work)
     activations = estimate_activations(shape, method, work)
     if sharding == "none":
-        return _with_ddp(shape, method, work, frozen, activations)
-    if sharding == "fsdp2":
-        return _with_fsdp2(shape, method, work, frozen, activations)
-    return _with_zero(shape, method, sharding, work, frozen, activations)
+        found = _with_ddp(shape, method, work, frozen, activations)
+    elif sharding == "fsdp2":
+        found = _with_fsdp2(shape, method, work, frozen, activations)
+    else:
+        found = _with_zero(shape, method, sharding, work, frozen, activations)
+    # No mixture of experts was held against a run.
+    return dataclasses.replace(found, lower_bound=True) if shape.has_experts else found
 
 
 def _frozen_bytes(shape: ModelShape, method: Method, work: Workload) -> float:
@@ -202,7 +206,13 @@ def estimate_activations(shape: ModelShape, method: Method, work: Workload) -> f
     }[work.checkpointing]
     logits = min(work.tokens * shape.vocabulary, LOGITS_AT_ONCE) * work.precision
     unpacked = shape.largest_linear * work.precision if method == "qlora" else 0
-    return work.tokens * scale * (kept + shape.outside_kept) + max(work.tokens * scale * recomputed, logits) + unpacked
+    # PEFT adds an adapter on experts to a copy of their weights, which the backward pass needs.
+    added = 0.0
+    if method != "full" and work.backend == "transformers":
+        held_at_once = 1 if work.checkpointing == "none" else max(1, shape.layers)
+        added = shape.adapted_experts * work.precision / held_at_once
+    peak = max(work.tokens * scale * recomputed, logits)
+    return work.tokens * scale * (kept + shape.outside_kept) + peak + unpacked + added
 
 
 def _share_kept(method: Method, work: Workload) -> float:

@@ -184,6 +184,8 @@ def verdict_sentence(report: PlanReport) -> str:
     needed = f"needs about {shown_bytes(mine.memory.total)} at its peak"
     if mine.verdict == "fits":
         return f"The run fits: method {settings.method} with DDP {needed} on {gpu}."
+    if mine.verdict == "unknown":
+        return f"The run may fit: method {settings.method} with DDP needs at least {shown_bytes(mine.memory.total)} on {gpu}."
     if mine.verdict == "tight":
         return f"The run may not fit: method {settings.method} with DDP {needed} on {gpu}, and {1 - RESERVE:.0%} should stay free."
     others = [row for row in plan.memory if row.verdict in ("fits", "unknown")]
@@ -207,10 +209,13 @@ def notes(report: PlanReport) -> list[str]:
         "NCCL and fragmentation. DDP is within 4 % of runs on H200s, LoRA with ZeRO-2 and FSDP2 and full with ZeRO-2 within "
         "10 %. The other rows are lower bounds, and runs took up to twice as much: their verdict is unknown (docs/plan.md)."
     ]
-    if report.shape.all_experts:
+    if report.shape.has_experts:
         said.append(
-            "Mixture of experts: every expert is counted as if each token used all of them, so time is too high."
+            "Mixture of experts: no such model was measured, so every figure of memory is a lower bound."
+            + (" QLoRA leaves the experts in 16 bit." if report.shape.experts else "")
         )
+    if report.shape.all_experts:
+        said.append("Every expert is counted as if each token used all of them, so time is too high.")
     if hardware.inside is None and hardware.gpus_per_node > 1:
         said.append("The links inside a node are not counted: give --node_bandwidth (preflight measures it).")
     if calibration is None:

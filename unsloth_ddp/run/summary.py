@@ -11,6 +11,7 @@ from unsloth_ddp.config.options import Settings, options_with
 from unsloth_ddp.config.questionable import questionable_settings
 from unsloth_ddp.data.training_data import TrainingData
 from unsloth_ddp.distributed.runtime import Runtime
+from unsloth_ddp.model.experts import describe_experts
 from unsloth_ddp.model.load import parameter_counts
 from unsloth_ddp.run.files import LOCK_FILE, SUMMARY_FILE
 from unsloth_ddp.run.upload import upload
@@ -39,6 +40,7 @@ def describe_run(
 ) -> str:
     """Return the table that the main process prints before step 1."""
     total, trainable = parameter_counts(model)
+    experts = describe_experts(model)
     beside = "" if settings.method == "full" else ", adapter included"
     cuda = runtime.device_type == "cuda"
     sharding = {"sharding": runtime.sharding} if runtime.sharding != "none" else {}
@@ -51,6 +53,7 @@ def describe_run(
             "precision": runtime.precision,
             "model": f"{settings.model} ({total:,} parameters{beside})",
             "method": f"{settings.method} ({trainable:,} trainable parameters, {trainable / total:.2%})",
+            **({"experts": experts} if experts else {}),
             **describe_rows(settings, data, head_chooses=head_chooses),
             "optimizer": f"{settings.optim}, learning rate {settings.learning_rate:g}, {describe_schedule(settings)}",
             "checkpointing": f"{decision.kind}: {decision.reason}",

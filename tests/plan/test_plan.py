@@ -12,6 +12,7 @@ import pytest
 import transformers
 
 from tests.conftest import REPO
+from tests.mixtures import save_mixture
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.data.batch_plan import plan_batch
 from unsloth_ddp.plan import __main__ as command
@@ -206,7 +207,7 @@ def test_a_published_mixture_has_its_published_counts(tmp_path):
 
 def test_a_mixtures_memory_is_a_lower_bound_and_says_so(capsys, tmp_path):
     folder = save_mixture("qwen3_moe", tmp_path)
-    assert main(["--model", str(folder), "--dataset", "demo/train.jsonl", "--gpu_memory", "24GB"]) == 0
+    assert command.main(["--model", str(folder), "--dataset", "demo/train.jsonl", "--gpu_memory", "24GB"]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert "The run may fit: method lora with DDP needs at least " in said
     assert "no such model was measured, so every figure of memory is a lower bound. QLoRA leaves the experts in" in said

@@ -9,7 +9,6 @@ Needs no GPU and no network: the shapes are those of the models' published confi
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import functools
 import json
 import tempfile
@@ -87,7 +86,9 @@ def cell(name: str, shape: ModelShape, method: Method, gpu_gb: float, measured: 
     said: list[str] = []
     for count in COUNTS:
         ways = ways_to_train(shape, method, gpu_gb, count)
-        by_verdict = {verdict: [way for way in ways if way.verdict == verdict] for verdict in ("fits", "tight", "unknown")}
+        by_verdict = {
+            verdict: [way for way in ways if way.verdict == verdict] for verdict in ("fits", "tight", "unknown")
+        }
         if by_verdict["fits"]:
             # DDP sends least, ZeRO-2 less than those that shard the weights: the order of the type.
             way = by_verdict["fits"][0]
@@ -131,7 +132,12 @@ def make_tables() -> str:
         header = [METHODS[method], *(f"{gb} GB" for gb in GPU_GB)]
         lines += ["| " + " | ".join(header) + " |", "|---" * len(header) + "|"]
         lines += [*(make_line(label, method, measured) for label in MODELS), ""]
-    lines += ["Measured on H200s, in GiB of one GPU:", "", "| model | method | sharding | GPUs | measured |", "|---" * 5 + "|"]
+    lines += [
+        "Measured on H200s, in GiB of one GPU:",
+        "",
+        "| model | method | sharding | GPUs | measured |",
+        "|---" * 5 + "|",
+    ]
     labels = {name: label for label, name in MODELS.items()}
     for (name, method, sharding, count), peak in sorted(measured.items()):
         lines.append(f"| {labels[name]} | {METHODS[method]} | {NAMES[sharding]} | {count} | {peak:.1f} |")

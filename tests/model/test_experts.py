@@ -84,7 +84,15 @@ def test_a_dense_model_is_adapted_as_before() -> None:
         model = AutoModelForCausalLM.from_config(LlamaConfig(**sizes, vocab_size=8))
     config = lora_config(settings(), model)
     assert (config.target_modules, config.target_parameters) == ("all-linear", None)
-    assert target_modules(settings(), model) == ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
+    assert target_modules(settings(), model) == [
+        "down_proj",
+        "gate_proj",
+        "k_proj",
+        "o_proj",
+        "q_proj",
+        "up_proj",
+        "v_proj",
+    ]
     assert describe_experts(model) is None
     # A kernel of a convolution has three dimensions, too.
     model.conv = torch.nn.Conv1d(2, 2, 2, device="meta")

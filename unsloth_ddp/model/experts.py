@@ -66,7 +66,9 @@ def describe_experts(model: torch.nn.Module) -> str | None:
         return None
     if all(parameter.requires_grad for parameter in stacked.values()):
         return "trained; the balancing loss is left out"
-    adapted = {name for name, parameter in adapted_parameters(model) if any(parameter is one for one in stacked.values())}
+    adapted = {
+        name for name, parameter in adapted_parameters(model) if any(parameter is one for one in stacked.values())
+    }
     if not adapted:
         return "left as they are; --lora_target_parameters all-experts adapts them"
     return f"adapted ({', '.join(sorted(adapted))}); the balancing loss is left out"

@@ -116,7 +116,9 @@ def _check_parameter_names(settings: Settings, model: torch.nn.Module) -> None:
             )
         return
     known = {
-        f".{path}.{name}": module for path, module in model.named_modules() for name, _ in module.named_parameters(recurse=False)
+        f".{path}.{name}": module
+        for path, module in model.named_modules()
+        for name, _ in module.named_parameters(recurse=False)
     }
     parameters = dict(model.named_parameters())
     for name in given:

@@ -11,6 +11,7 @@ from unsloth_ddp.config.options import Settings, options_with
 from unsloth_ddp.config.questionable import questionable_settings
 from unsloth_ddp.data.training_data import TrainingData
 from unsloth_ddp.distributed.runtime import Runtime
+from unsloth_ddp.distributed.sharding import describe_sharding
 from unsloth_ddp.model.experts import describe_experts
 from unsloth_ddp.model.load import parameter_counts
 from unsloth_ddp.run.files import LOCK_FILE, SUMMARY_FILE
@@ -43,7 +44,7 @@ def describe_run(
     experts = describe_experts(model)
     beside = "" if settings.method == "full" else ", adapter included"
     cuda = runtime.device_type == "cuda"
-    sharding = {"sharding": runtime.sharding} if runtime.sharding != "none" else {}
+    sharding = {"sharding": describe_sharding(runtime.sharding, runtime.offload)} if runtime.sharding != "none" else {}
     return render_pairs(
         {
             "processes": f"{runtime.ranks.world_size} on {runtime.ranks.nodes} node(s)",
@@ -155,6 +156,7 @@ def summarize(settings: Settings, runtime: Runtime, trainer: DDPTrainer, seconds
         "nodes": runtime.ranks.nodes,
         "device": runtime.device_name,
         "sharding": runtime.sharding,
+        "offload": runtime.offload,
         "backend": runtime.backend,
         "precision": runtime.precision,
         "packing": packing is not None,

@@ -34,9 +34,14 @@ def stacked_experts(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
         for path, module in model.named_modules()
         if not isinstance(module, _ConvNd)
         for name, parameter in module.named_parameters(recurse=False)
-        # With ZeRO-3 the tensor itself is empty.
-        if len(getattr(parameter, "ds_shape", parameter.shape)) == 3
+        if len(full_shape(parameter)) == 3
     }
+
+
+def full_shape(parameter: Any) -> tuple[int, ...]:
+    """Return the shape of a weight, also where ZeRO-3 left its tensor empty or bitsandbytes packed it to 4 bit."""
+    packed = getattr(parameter, "quant_state", None)
+    return tuple(packed.shape if packed is not None else getattr(parameter, "ds_shape", parameter.shape))
 
 
 def name_in_layer(full_name: str) -> str:

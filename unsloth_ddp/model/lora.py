@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from unsloth_ddp.config.parse import Settings
-from unsloth_ddp.model.experts import names_in_layers, stacked_experts
+from unsloth_ddp.model.experts import full_shape, names_in_layers, stacked_experts
 from unsloth_ddp.utils.errors import UserError
 
 # Names of an expert's linear layers -> of the tensor in which Transformers stacks them. PEFT 0.21 reads the same names
@@ -134,7 +134,7 @@ def _check_parameter_names(settings: Settings, model: torch.nn.Module) -> None:
                 f"lora_target_parameters {name[:100]} belongs to a linear layer of {settings.model}; name the layer in "
                 f"lora_target_modules ({path.split('.')[-2]})."
             )
-        shape = getattr(parameters[path[1:]], "ds_shape", parameters[path[1:]].shape)
+        shape = full_shape(parameters[path[1:]])
         if len(shape) not in (2, 3):
             raise UserError(
                 f"lora_target_parameters {name[:100]} has {len(shape)} dimension(s) in {settings.model}, and an adapter "

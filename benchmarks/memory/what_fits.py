@@ -14,7 +14,7 @@ import json
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 import numpy as np
 
@@ -41,29 +41,11 @@ METHODS = {"lora": "LoRA r16", "qlora": "QLoRA r16", "full": "every parameter"}
 NAMES = {"none": "DDP", "zero2": "ZeRO-2", "zero3": "ZeRO-3", "fsdp2": "FSDP2"}
 
 
-def config_of(name: str) -> Any:
-    """Return the config of a model, with the values of its published config.json."""
-    import transformers
-
-    if name == "llama3_70b":
-        return transformers.LlamaConfig(
-            hidden_size=8192, num_hidden_layers=80, num_attention_heads=64, num_key_value_heads=8, head_dim=128,
-            intermediate_size=28672, vocab_size=128256, tie_word_embeddings=False,
-        )  # fmt: skip
-    if name == "qwen3_30b_a3b":
-        return transformers.Qwen3MoeConfig(
-            hidden_size=2048, num_hidden_layers=48, num_attention_heads=32, num_key_value_heads=4, head_dim=128,
-            intermediate_size=6144, moe_intermediate_size=768, num_experts=128, num_experts_per_tok=8,
-            vocab_size=151936, tie_word_embeddings=False,
-        )  # fmt: skip
-    return make_config(name)
-
-
 @functools.cache
 def shape_of(name: str) -> ModelShape:
     """Return the counts of a model with the default adapter."""
     with tempfile.TemporaryDirectory() as folder:
-        config_of(name).save_pretrained(folder)
+        make_config(name).save_pretrained(folder)
         return read_model_shape(Settings(model=folder))
 
 

@@ -183,6 +183,7 @@ def test_equal_runs_have_nothing_to_say():
         ({"learning_rate": 0.2}, "refused", "learning_rate 0.1 -> 0.2"),
         ({"world_size": 4}, "reported", "world_size 2 -> 4"),
         ({"sharding": "zero2"}, "impossible", "sharding none -> zero2"),
+        ({"offload": "parameters"}, "impossible", "offload none -> parameters"),
     ],
 )
 def test_a_change_is_refused_or_said_with_both_values(change, part, text):

@@ -19,7 +19,7 @@ from unsloth_ddp.plan import __main__ as command
 from unsloth_ddp.plan import calibration as calibrations
 from unsloth_ddp.plan import network
 from unsloth_ddp.plan.calibration import Calibration, Measurement, load_calibration
-from unsloth_ddp.plan.compute import Hardware, choose_micro_batch, make_memory_row, make_plan
+from unsloth_ddp.plan.compute import Hardware, choose_micro_batch, find_least_memory, make_memory_row, make_plan
 from unsloth_ddp.plan.memory import (
     Workload,
 )
@@ -269,6 +269,27 @@ def test_a_micro_batch_is_planned_as_a_run_chooses_it(measured_job):
     # Of two processes, only those that ask for it record.
     assert [planned(gib) for gib in (None, 140, 40, 24)] == ordinary
     assert planned(141, per_device_train_batch_size=4) == planned(141, gradient_accumulation_steps=16) == 1
+
+
+def test_host_memory_is_offered_where_no_sharding_does(measured_job):
+    shapes, _ = measured_job
+    rows = RowLengths(np.full(64, 2048), supervised=1)
+    settings = Settings(model="m", dataset=["d"], method="full", gradient_checkpointing="torch")
+
+    def offered(gib: float | None, gpus: int) -> dict[tuple[str, str], str]:
+        hardware = Hardware(1, gpus, [1e9], gpu_memory=gib and gib * 2**30)
+        made = make_plan(settings, shapes["qwen3_8b"], rows, plan_batch(1, gpus, 16, 1), hardware, None)
+        report = render_plan(PlanReport(settings, shapes["qwen3_8b"], rows, hardware, made, None))
+        rows_offered = {(row.method, row.config): row.verdict for row in made.memory if row.offload != "none"}
+        assert ("Host memory of a node: " in " ".join(report.split())) == ("unknown" in rows_offered.values())
+        return rows_offered
+
+    assert offered(None, 2) == {} and offered(141, 2) == {}
+    # On one GPU DeepSpeed alone does it, and adapters fit as they are.
+    assert offered(80, 1) == {("full", "zero2_offload"): "unknown", ("full", "zero3_offload"): "unknown"}
+    assert offered(24, 2)["full", "fsdp2_offload"] == "does not fit"
+    least = find_least_memory(settings, shapes["qwen3_8b"], 1)
+    assert least.config in ("zero3_offload", "none")
 
 
 # ---- the command ----

@@ -157,6 +157,14 @@ def test_fsdp1_is_refused():
         sharding_from_environment({"ACCELERATE_USE_FSDP": "true"})
 
 
+def test_a_parallelism_that_the_kit_does_not_have_is_refused():
+    environ = {**launched("fsdp2"), "ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_TP_SIZE": "1"}
+    assert sharding_from_environment(environ) == "fsdp2"
+    environ["PARALLELISM_CONFIG_DP_REPLICATE_SIZE"] = "2"
+    with pytest.raises(UserError, match="parallelism_config with dp_replicate_size 2 is not supported"):
+        sharding_from_environment(environ)
+
+
 def settings(**options) -> Settings:
     return Settings(model="m", dataset=["d"], **options)
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import shutil
 from collections.abc import Mapping, MutableMapping
 from pathlib import Path
@@ -54,6 +55,14 @@ def sharding_from_environment(environ: Mapping[str, str]) -> Sharding:
     Raises:
         UserError: the kit does not support it.
     """
+    sizes = {name: size for name, size in environ.items() if re.fullmatch(r"PARALLELISM_CONFIG_\w+_SIZE", name)}
+    if environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "").lower() in TRUE and set(sizes.values()) - {"1"}:
+        given = ", ".join(
+            f"{name.removeprefix('PARALLELISM_CONFIG_').lower()} {size}" for name, size in sizes.items() if size != "1"
+        )
+        raise UserError(
+            f"parallelism_config with {given} is not supported, hybrid sharding included; leave it out of the accelerate config."
+        )
     if environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() in TRUE:
         stage = _zero_stage(environ)
         if stage not in ("2", "3"):

@@ -34,6 +34,7 @@ from benchmarks.common.runs import REPO, launch_command, log_history, losses, ma
 
 LIMIT = 150
 CONFIGS = {
+    "cpu": "cpu.yaml",
     "ddp": "ddp.yaml",
     "again": "ddp.yaml",
     "single": "ddp.yaml",
@@ -72,8 +73,10 @@ class Job:
     options: str
 
 
-def launch(job: Job, work: Path, processes: int, environ: dict[str, str] | None = None) -> dict[str, Any]:
-    """Run one job on `processes` GPUs; return its summary, losses and duration."""
+def launch(
+    job: Job, work: Path, processes: int, environ: dict[str, str] | None = None, limit: float = LIMIT
+) -> dict[str, Any]:
+    """Run one job on `processes` GPUs for at most `limit` seconds; return its summary, losses and duration."""
     command = [*launch_command(CONFIGS[job.sharding], processes), "train_ddp.py", *job.options.split()]
     command += ["--output_dir", str(work / "outputs"), "--run_name", job.name, "--overwrite"]
     log = work / f"{job.name}.log"
@@ -88,9 +91,9 @@ def launch(job: Job, work: Path, processes: int, environ: dict[str, str] | None 
             start_new_session=True,
         )
         try:
-            code: int | str = process.wait(timeout=LIMIT)
+            code: int | str = process.wait(timeout=limit)
         except subprocess.TimeoutExpired:
-            code = f"over {LIMIT} s"
+            code = f"over {limit} s"
             os.killpg(process.pid, signal.SIGKILL)
     result = {"name": job.name, "command": " ".join(command[2:]), "exit_code": code}
     result["seconds"] = round(time.perf_counter() - began, 1)

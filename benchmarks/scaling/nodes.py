@@ -1,10 +1,11 @@
 """Run two "nodes" on one machine, each with half of its GPUs: cluster/node.sh twice, with every kind of sharding.
 
     python -m benchmarks.scaling.nodes --json benchmarks/results/scaling/nodes_gpu.json
+    python -m benchmarks.scaling.nodes --cpu 4 --json benchmarks/results/scaling/nodes_eight_cpu.json
 
 CUDA_VISIBLE_DEVICES splits the GPUs, and NCCL_HOSTID makes NCCL treat the halves as two hosts, so that traffic between
 them crosses the machine's network interface. Each run takes three steps of SGD in fp32; its weight update is compared
-with that of one launcher with as many processes.
+with that of one launcher with as many processes. With --cpu each node has so many processes on the CPU, and only DDP is run.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ import torch
 from benchmarks.common.runs import REPO, write_results
 from benchmarks.correctness.sharding import STEPS, Job, launch, update
 
-OPTIONS = f"--config recipes/demo.yaml --precision fp32 {STEPS}".replace(
+# Seconds that a run may take; processes on a CPU share its cores.
+LIMIT = 600
+OPTIONS = f"--config recipes/demo.yaml --precision fp32 --per_device_train_batch_size 2 {STEPS}".replace(
     "--global_batch_size 8", "--global_batch_size 16"
 )
 
@@ -38,10 +41,9 @@ def own_address() -> tuple[str, str]:
     raise SystemExit("this machine has no address but loopback's")
 
 
-def two_nodes(name: str, work: Path, port: int, arguments: list[str]) -> dict[str, Any]:
-    """Run node.sh on both halves; return exit codes, seconds and output."""
+def two_nodes(name: str, work: Path, port: int, arguments: list[str], half: int) -> dict[str, Any]:
+    """Run node.sh on both nodes, each with `half` processes; return exit codes, seconds and output."""
     began = time.perf_counter()
-    half = torch.cuda.device_count() // 2
     interface, address = own_address()
     processes = []
     for node in (0, 1):
@@ -64,7 +66,7 @@ def two_nodes(name: str, work: Path, port: int, arguments: list[str]) -> dict[st
         with (work / f"{name}_node{node}.log").open("w") as log:
             processes.append(subprocess.Popen(command, cwd=REPO, env=environ, stdout=log, stderr=subprocess.STDOUT))
     try:
-        codes = [process.wait(timeout=300) for process in processes]
+        codes = [process.wait(timeout=LIMIT) for process in processes]
     except subprocess.TimeoutExpired:
         # node.sh ends what it started.
         for process in processes:
@@ -81,14 +83,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, default=Path("/tmp/nodes_gpu"))
     parser.add_argument("--json", type=Path, required=True)
+    parser.add_argument("--cpu", type=int, default=0, help="processes of each node on the CPU [0: all GPUs]")
     given = parser.parse_args()
     given.work.mkdir(parents=True, exist_ok=True)
     output = ["--output_dir", str(given.work / "outputs")]
-    results = [two_nodes("nodes_ddp", given.work, 6001, [*OPTIONS.split(), *output, "--run_name", "nodes_ddp"])]
+    half = given.cpu or torch.cuda.device_count() // 2
+    ddp = [*OPTIONS.split(), *output, "--run_name", "nodes_ddp", *(["--cpu"] if given.cpu else [])]
+    results = [two_nodes("nodes_ddp", given.work, 6001, ddp, half)]
     with ThreadPoolExecutor() as pool:
-        reference = pool.submit(
-            launch, Job("one_launcher", "ddp", OPTIONS), given.work, torch.cuda.device_count() // 2 * 2
-        )
+        alone = Job("one_launcher", "cpu" if given.cpu else "ddp", OPTIONS)
+        reference = pool.submit(launch, alone, given.work, half * 2, limit=LIMIT)
         others = [
             pool.submit(
                 two_nodes,
@@ -104,8 +108,9 @@ def main() -> None:
                     sharding,
                     "--no_preflight",
                 ],
+                half,
             )
-            for number, sharding in enumerate(("zero2", "zero3", "fsdp2"))
+            for number, sharding in enumerate(() if given.cpu else ("zero2", "zero3", "fsdp2"))
         ]
         results += [other.result() for other in others]
         one = reference.result()

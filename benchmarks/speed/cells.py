@@ -41,7 +41,7 @@ WORKS = {
     "long": Work("long", 8192, 8, 128, 8192),
 }
 TINY_WORKS = {
-    "chat": Work("chat", 48, 4, 64, 28),
+    "chat": Work("chat", 48, 8, 64, 28),
     "full": Work("full", 48, 2, 32, 48),
     "long": Work("long", 96, 2, 16, 96),
 }
@@ -72,6 +72,7 @@ CONTESTANTS = {
     c.name: c
     for c in (
         Contestant("kit", options=GRAPHS, setup=UNSLOTH_SETUP),
+        Contestant("kit_fp8", options=(*GRAPHS, "--fp8"), setup=UNSLOTH_SETUP),
         Contestant("kit_ordinary", options=("--cuda_graphs", "off"), setup=UNSLOTH_SETUP),
         Contestant("kit_all", options=(*GRAPHS, "--loss_on", "all"), setup=UNSLOTH_SETUP),
         Contestant("kit_one", options=(*GRAPHS, "--per_device_train_batch_size", "1"), setup=UNSLOTH_SETUP),

@@ -134,7 +134,9 @@ def _start(bench: Bench, cell: Cell, lanes: tuple[int, ...], others: set[str]) -
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-    limit = min(now + max(LEAST_PATIENCE, PATIENCE * expected), bench.deadline + GRACE)
+    # Processes on a CPU share its cores.
+    patience = max(LEAST_PATIENCE, PATIENCE * expected) * (cell.processes if bench.tiny else 1)
+    limit = min(now + patience, bench.deadline + GRACE)
     return Process(Running(cell, lanes, now + expected), process, words, now, time.time(), limit, others)
 
 

@@ -25,6 +25,17 @@ def slurm(tmp_path_factory):
         yield running
 
 
+def second_start(folder, number, first_start):
+    """What a job's script and both nodes said after the requeue, each cut to its end, for a test that fails."""
+    nodes = folder / "logs" / f"slurm-{number}"
+    texts = {
+        "node-0": (nodes / "node-0.log").read_text()[len(first_start) :],
+        "node-1": (nodes / "node-1.log").read_text(),
+        "script": (folder / f"slurm-{number}.out").read_text(),
+    }
+    return "".join(f"\n== {name}\n{text[-2500:]}" for name, text in texts.items())
+
+
 def test_a_job_is_stopped_before_its_limit_requeued_and_ends_as_if_nothing_had_been(slurm, one_host, job, tmp_path):
     node2 = slurm.hosts[1]
     node2.slow("5mbit")
@@ -45,7 +56,7 @@ def test_a_job_is_stopped_before_its_limit_requeued_and_ends_as_if_nothing_had_b
     slurm.start_now(number)
     found = slurm.wait_for(number, *ENDED, timeout=RUN_SECONDS)
     log = (logs / "node-0.log").read_text()
-    assert (found["JobState"], found["ExitCode"]) == ("COMPLETED", "0:0"), log
+    assert (found["JobState"], found["ExitCode"]) == ("COMPLETED", "0:0"), second_start(tmp_path, number, first_start)
     assert log.startswith(first_start)  # appended to, not replaced
     assert 0 < len(losses(log[len(first_start) :])) <= 25  # it did not begin at step 1
     assert difference(run, one_host[0]) < TOLERANCE
@@ -75,7 +86,7 @@ def test_a_preempted_job_saves_goes_back_into_the_queue_and_ends_as_if_nothing_h
     slurm.hosts[1].fast()
     slurm.start_now(number)
     found = slurm.wait_for(number, *ENDED, timeout=RUN_SECONDS)
-    assert (found["JobState"], found["ExitCode"]) == ("COMPLETED", "0:0"), log.read_text()
+    assert (found["JobState"], found["ExitCode"]) == ("COMPLETED", "0:0"), second_start(tmp_path, number, first_start)
     assert f"checkpoint-{max(kept)}, step {max(kept)}" in log.read_text()[len(first_start) :]
     assert difference(run, one_host[0]) < TOLERANCE
     assert train_loss(run) == pytest.approx(train_loss(one_host[0]), rel=LOSS_TOLERANCE)

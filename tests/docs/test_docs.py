@@ -71,7 +71,7 @@ def test_options_exist(page):
     text = page.read_text()
     if page.stem == "from-elsewhere":
         text = without_foreign_words(text)
-    named = set(re.findall(r"(?<![\w-])--[a-z][a-z_-]+", text))
+    named = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9_-]+", text))
     assert named - known == set()
 
 

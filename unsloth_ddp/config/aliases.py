@@ -215,7 +215,6 @@ WITHOUT = {
     "bnb_4bit_use_double_quant/S use_bnb_nested_quant/T bnb_config_kwargs/A gptq/A": "method qlora quantizes with bitsandbytes to NF4, nested",
     "tensor_parallel_size/A context_parallel_size/A sequence_parallel_degree/A sequence_parallel_size/S expert_parallel_size/A "
     "use_mca/L use_megatron_bridge/L": _SHARED,
-    "fp8/AL": "FP8 is not offered",
     "overwrite_output_dir/LTG": "give overwrite to replace an earlier run of the same name",
     "logging_dir/TSG": "logs are written to the run's folder",
     "save_only_model/ALTS": "a run continues only with the state of its optimizer; save_total_limit keeps fewer checkpoints",

@@ -284,6 +284,13 @@ class TrainingSettings:
         resolved=True,
         summary=False,  # shown as resolved
     )
+    fp8: bool = option(
+        False,
+        "With method lora, multiply by the frozen weights in FP8, forward and backward; adapters, head, norms and attention "
+        "stay in 16 bit. Needs compute capability 8.9.",
+        on_resume="refuse",
+        summary=True,
+    )
     seed: int = option(
         42,
         "Seed of the adapter's initial weights, the row order and dropout.",

@@ -45,8 +45,8 @@ def asks_for_cpu(settings: Settings, environ: Mapping[str, str] = os.environ) ->
     return settings.use_cpu or environ.get("ACCELERATE_USE_CPU", "").lower() in TRUE
 
 
-def choose_backend(wanted: str, accelerator: bool) -> Literal["unsloth", "transformers"]:
-    """Return the backend that this machine can run.
+def choose_backend(wanted: str, accelerator: bool, fp8: bool = False) -> Literal["unsloth", "transformers"]:
+    """Return the backend that this machine can run; products in FP8 are Transformers' only.
 
     Raises:
         UserError: Unsloth was chosen on a machine without an accelerator.
@@ -56,7 +56,7 @@ def choose_backend(wanted: str, accelerator: bool) -> Literal["unsloth", "transf
             "backend unsloth needs an accelerator and none is found here; use --backend transformers, or auto."
         )
     if wanted == "auto":
-        return "unsloth" if accelerator else "transformers"
+        return "unsloth" if accelerator and not fp8 else "transformers"
     return "unsloth" if wanted == "unsloth" else "transformers"
 
 
@@ -173,7 +173,7 @@ def started(settings: Settings, ranks: Ranks) -> Iterator[Runtime]:
         )
     runtime = Runtime(
         ranks=ranks,
-        backend=choose_backend(settings.backend, cuda),
+        backend=choose_backend(settings.backend, cuda, settings.fp8),
         device_type="cuda" if cuda else "cpu",
         precision=_choose_precision(settings.precision, cuda),
         device_name=torch.cuda.get_device_name(ranks.local_rank) if cuda else "CPU",

@@ -20,6 +20,7 @@ from unsloth_ddp.distributed.precision import AMPERE, check_full_weights
 from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.model.download import download_model
 from unsloth_ddp.model.files_check import check_complete, check_local_model
+from unsloth_ddp.model.fp8 import check_fp8, use_fp8
 from unsloth_ddp.model.gradient_checkpointing import UNSLOTH_NAMES, loaded_with
 from unsloth_ddp.model.lora import check_module_names, lora_config, target_modules, target_parameters
 from unsloth_ddp.model.source_check import check_source
@@ -42,6 +43,7 @@ def check_model(settings: Settings, runtime: Runtime) -> None:
     if settings.method == "qlora" and importlib.util.find_spec("bitsandbytes") is None:
         raise UserError("method qlora needs bitsandbytes, which is not installed here; use --method lora.")
     check_full_weights(settings.method, settings.full_weights, runtime.precision)
+    check_fp8(settings, runtime)
     asked = settings.attn_implementation
     if runtime.device_type == "cuda" and asked and "flash" in asked and torch.cuda.get_device_capability() < AMPERE:
         raise UserError(
@@ -218,6 +220,8 @@ def _load_transformers(settings: Settings, runtime: Runtime) -> tuple[Any, Any]:
         # ZeRO-3 gathers small weights into buffers of one dtype, so adapters keep the dtype of the base model there
         # (DeepSpeed issue 8072); its optimizer holds fp32 copies of them.
         model = get_peft_model(model, lora_config(settings, model), autocast_adapter_dtype=runtime.sharding != "zero3")
+    if settings.fp8:
+        use_fp8(model)
     return model, tokenizer
 
 

@@ -51,7 +51,7 @@ def describe_run(
             "device": runtime.device_name,
             **sharding,
             "backend": runtime.backend,
-            "precision": runtime.precision,
+            "precision": runtime.precision + (", products with frozen weights in FP8" if settings.fp8 else ""),
             "model": f"{settings.model} ({total:,} parameters{beside})",
             "method": f"{settings.method} ({trainable:,} trainable parameters, {trainable / total:.2%})",
             **({"experts": experts} if experts else {}),

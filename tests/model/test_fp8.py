@@ -1,0 +1,144 @@
+"""Products with frozen weights in FP8: how far they are from 16 bit, which layers take them, and who is refused."""
+
+from __future__ import annotations
+
+import copy
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
+from torch import nn
+
+from tests.conftest import REPO
+from tests.data.test_packing import KV, make
+from unsloth_ddp.config.parse import parse_settings
+from unsloth_ddp.distributed.runtime import choose_backend
+from unsloth_ddp.model.fp8 import FP8, FrozenFP8Linear, check_fp8, quantize_rows, use_fp8
+from unsloth_ddp.model.load import parameter_counts
+from unsloth_ddp.utils.errors import UserError
+
+TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+def adapted(dropout: float = 0.0, **config: Any) -> Any:
+    torch.manual_seed(0)
+    base = make("Qwen3", **{"hidden_size": 64, "intermediate_size": 96, **KV, **config})
+    model = get_peft_model(base, LoraConfig(r=4, target_modules=TARGETS, lora_dropout=dropout))
+    for name, weight in model.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(weight, std=0.02)
+    return model
+
+
+def relative(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    return float(((found - wanted).norm() / wanted.norm()).detach())
+
+
+def test_rows_of_very_different_size_keep_their_digits() -> None:
+    values = torch.randn(8, 64) * torch.logspace(-6, 6, 8)[:, None]
+    rounded, factors = quantize_rows(values)
+    assert rounded.dtype == FP8 and factors.shape == (8, 1)
+    errors = ((rounded.float() * factors - values).norm(dim=1) / values.norm(dim=1)).tolist()
+    # e4m3 has three bits after the point: at most 1/16 for a value, about 2.6 % for many.
+    assert max(errors) < 0.04
+    assert torch.equal(quantize_rows(torch.zeros(2, 16))[0].float(), torch.zeros(2, 16))
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_layer_multiplies_by_its_weight_in_both_directions(bias: bool) -> None:
+    torch.manual_seed(0)
+    linear = nn.Linear(64, 48, bias=bias).requires_grad_(False)
+    frozen = FrozenFP8Linear(copy.deepcopy(linear))
+    x = torch.randn(2, 5, 64, requires_grad=True)
+    towards = torch.randn(2, 5, 48)
+    wanted, found = linear(x), frozen(x)
+    assert found.shape == wanted.shape
+    assert 0.001 < relative(found, wanted) < 0.05
+    (gradient,) = torch.autograd.grad(wanted, x, towards)
+    (gradient_fp8,) = torch.autograd.grad(found, x, towards)
+    assert 0.001 < relative(gradient_fp8, gradient) < 0.05
+    # Exactly the products of what was rounded.
+    rows, factors = quantize_rows(towards.reshape(-1, 48))
+    exact = (rows.float() * factors) @ (frozen.transposed.float() * frozen.transposed_factors).t()
+    assert relative(gradient_fp8.reshape(-1, 64), exact) < 1e-5
+
+
+def test_every_frozen_layer_but_the_head_is_replaced_and_adapters_learn() -> None:
+    plain, model = adapted(), adapted()
+    counts = parameter_counts(plain)
+    assert use_fp8(model) == 7 * plain.config.num_hidden_layers
+    assert parameter_counts(model) == counts
+    assert type(model.get_output_embeddings()) is nn.Linear
+    ids = torch.randint(3, 60, (2, 16), generator=torch.Generator().manual_seed(1))
+    gradients = []
+    for one in (plain, model):
+        one(input_ids=ids, labels=ids).loss.backward()
+        gradients.append({n: p.grad for n, p in one.named_parameters() if p.requires_grad})
+    assert gradients[0].keys() == gradients[1].keys()
+    for name, wanted in gradients[0].items():
+        assert wanted is not None and gradients[1][name] is not None
+        assert relative(gradients[1][name], wanted) < 0.15, name
+    # What is saved is an ordinary adapter.
+    saved = get_peft_model_state_dict(model)
+    assert {k: v.dtype for k, v in saved.items()} == {k: v.dtype for k, v in get_peft_model_state_dict(plain).items()}
+
+
+def test_layers_of_other_sizes_stay_and_a_model_without_any_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(32, 24), nn.Linear(24, 32), nn.Linear(32, 16)).requires_grad_(False)
+    model.get_output_embeddings = lambda: None  # type: ignore[assignment]
+    assert use_fp8(model) == 1
+    assert [type(layer).__name__ for layer in model] == ["Linear", "Linear", "FrozenFP8Linear"]
+    with pytest.raises(UserError, match="finds no linear layer"):
+        use_fp8(model)
+
+
+def test_ddp_leaves_out_what_every_rank_has_rounded_alike() -> None:
+    model = adapted()
+    use_fp8(model)
+    ignored = set(model._ddp_params_and_buffers_to_ignore)
+    rounded = {n for n, t in [*model.named_parameters(), *model.named_buffers()] if t.dtype == FP8}
+    assert rounded and rounded < ignored
+    assert ignored <= {n for n, _ in [*model.named_parameters(), *model.named_buffers()]}
+
+
+def where(**facts: Any) -> Any:
+    standard = {"device_type": "cuda", "precision": "bf16", "backend": "transformers", "sharding": "none"}
+    return SimpleNamespace(**standard | {"device_name": "GPU"} | facts)
+
+
+@pytest.mark.parametrize(
+    ("options", "facts", "capability", "words"),
+    [
+        ("--method qlora", {}, (9, 0), "fp8 needs frozen weights in 16 bit, which method qlora"),
+        ("--method full", {}, (9, 0), "fp8 needs frozen weights in 16 bit, which method full"),
+        ("", {"device_type": "cpu"}, (9, 0), "fp8 needs a GPU that multiplies FP8"),
+        ("", {}, (8, 6), "fp8 needs compute capability 8.9 or later, and GPU has 8.6"),
+        ("", {"precision": "fp16"}, (9, 0), "fp8 needs precision bf16, and this run computes in fp16"),
+        ("", {"backend": "unsloth"}, (9, 0), "fp8 needs backend transformers"),
+        ("", {"sharding": "fsdp2"}, (9, 0), "fp8 does not go with sharding fsdp2"),
+        ("", {}, (8, 9), None),
+    ],
+)
+def test_it_is_refused_where_it_cannot_be_had(
+    options: str,
+    facts: dict[str, str],
+    capability: tuple[int, int],
+    words: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
+    given = ["--model", str(REPO / "demo/model"), "--dataset", str(REPO / "demo/train.jsonl"), "--fp8"]
+    settings = parse_settings([*given, *options.split()])
+    if words is None:
+        check_fp8(settings, where(**facts))
+        return
+    with pytest.raises(UserError, match=words):
+        check_fp8(settings, where(**facts))
+
+
+def test_auto_takes_the_backend_that_has_it() -> None:
+    assert choose_backend("auto", accelerator=True, fp8=True) == "transformers"
+    assert choose_backend("auto", accelerator=True) == "unsloth"
+    assert choose_backend("unsloth", accelerator=True, fp8=True) == "unsloth"  # refused by check_fp8

@@ -1,0 +1,163 @@
+"""Multiply by the frozen base weights of a LoRA run in FP8, forward and backward.
+
+A weight is rounded to float8_e4m3fn twice when the model is loaded: once with one scale for each row, for the forward pass,
+and once with one scale for each column, for the gradient of the input. The two take the memory of one 16-bit weight. Inputs
+and gradients get one scale for each token when they arrive. Adapters, output head, embeddings, norms and attention stay in
+16 bit. Scales and products follow PyTorch's rowwise `_scaled_mm`, in which a scale multiplies a whole row of either factor.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from unsloth_ddp.config.options import Settings
+from unsloth_ddp.distributed.runtime import Runtime
+from unsloth_ddp.utils.errors import UserError
+
+FP8 = torch.float8_e4m3fn
+LARGEST = torch.finfo(FP8).max
+# Compute capability of the first GPUs that multiply FP8 (Ada: RTX 4090, L4, L40; then Hopper).
+ADA = (8, 9)
+# The sizes of a weight have to be multiples of this many values, which `_scaled_mm` reads at once.
+MULTIPLE = 16
+
+
+def check_fp8(settings: Settings, runtime: Runtime) -> None:
+    """Refuse --fp8 where its products are not possible or were not built.
+
+    Raises:
+        UserError: another method, backend, precision or sharding than it takes, or a GPU without FP8.
+    """
+    if not settings.fp8:
+        return
+    if settings.method != "lora":
+        raise UserError(
+            f"fp8 needs frozen weights in 16 bit, which method {settings.method} does not have; use --method lora, or leave "
+            "--fp8 out."
+        )
+    if runtime.device_type != "cuda":
+        raise UserError("fp8 needs a GPU that multiplies FP8, and this run uses none; leave --fp8 out.")
+    capability = torch.cuda.get_device_capability()
+    if capability < ADA:
+        raise UserError(
+            f"fp8 needs compute capability 8.9 or later, and {runtime.device_name} has {'.'.join(map(str, capability))}; "
+            "leave --fp8 out."
+        )
+    if runtime.precision != "bf16":
+        raise UserError(
+            f"fp8 needs precision bf16, and this run computes in {runtime.precision}; use --precision bf16."
+        )
+    if runtime.backend == "unsloth":
+        raise UserError(
+            "fp8 needs backend transformers, because Unsloth's LoRA kernels read the 16-bit weights; leave --backend out."
+        )
+    if runtime.sharding != "none":
+        raise UserError(
+            f"fp8 does not go with sharding {runtime.sharding}, which splits and gathers 16-bit weights; use "
+            "accelerate_configs/ddp.yaml, or leave --fp8 out."
+        )
+
+
+def quantize_rows(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a matrix rounded to FP8, and the factor of each row that restores it.
+
+    Args:
+        values: of shape (rows, columns).
+
+    Returns:
+        FP8 values of the same shape, and fp32 factors of shape (rows, 1).
+    """
+    # A row of zeros has any factor but 0.
+    factors = values.abs().amax(dim=1, keepdim=True).float().clamp(min=1e-12) / LARGEST
+    return (values.float() / factors).to(FP8), factors
+
+
+class _FrozenProduct(torch.autograd.Function):
+    """Multiply a matrix by a frozen weight, and the gradient by its transpose, both in FP8."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, factors: Tensor, transposed: Tensor, transposed_factors: Tensor, dtype: Any
+    ) -> Tensor:
+        ctx.save_for_backward(transposed, transposed_factors)
+        ctx.dtypes = x.dtype, dtype
+        rows, row_factors = quantize_rows(x)
+        return torch._scaled_mm(rows, weight.t(), scale_a=row_factors, scale_b=factors.t(), out_dtype=dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        transposed, factors = ctx.saved_tensors
+        of_input, dtype = ctx.dtypes
+        rows, row_factors = quantize_rows(gradients[0])
+        product = torch._scaled_mm(rows, transposed.t(), scale_a=row_factors, scale_b=factors.t(), out_dtype=dtype)
+        return product.to(of_input), None, None, None, None, None
+
+
+class FrozenFP8Linear(nn.Module):
+    """Replace a frozen nn.Linear; the gradient reaches its input and not its weight.
+
+    Args:
+        linear: without a trainable parameter; its weight has shape (out_features, in_features), multiples of 16.
+    """
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.dtype = linear.weight.dtype
+        weight, factors = quantize_rows(linear.weight.detach())
+        transposed, transposed_factors = quantize_rows(linear.weight.detach().t().contiguous())
+        # A parameter, so that the model counts as many as before.
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.register_buffer("factors", factors, persistent=False)
+        self.register_buffer("transposed", transposed, persistent=False)
+        self.register_buffer("transposed_factors", transposed_factors, persistent=False)
+        self.bias = linear.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return x @ weight.T + bias; x has shape (..., in_features), the result (..., out_features)."""
+        dtype = torch.bfloat16 if x.is_cuda else self.dtype
+        product = _FrozenProduct.apply(
+            x.reshape(-1, self.in_features), self.weight, self.factors, self.transposed, self.transposed_factors, dtype
+        )
+        if self.bias is not None:
+            product = product + self.bias.to(dtype)
+        return product.view(*x.shape[:-1], self.out_features)
+
+    def extra_repr(self) -> str:
+        """Return the sizes, as nn.Linear shows them."""
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+
+
+def use_fp8(model: Any) -> int:
+    """Replace every frozen linear layer but the output head, one after the other; return how many were replaced.
+
+    Layers whose sizes are not multiples of 16 stay, as do layers of other classes, such as the experts of a mixture.
+
+    Raises:
+        UserError: there is none to replace.
+    """
+    head = model.get_output_embeddings()
+    kept = set() if head is None else set(head.modules())
+    replaced = []
+    for parent_name, parent in list(model.named_modules()):
+        for name, child in list(parent.named_children()):
+            if type(child) is not nn.Linear or child in kept or child.weight.requires_grad:
+                continue
+            if child.in_features % MULTIPLE or child.out_features % MULTIPLE:
+                continue
+            setattr(parent, name, FrozenFP8Linear(child))
+            replaced.append(f"{parent_name}.{name}".lstrip("."))
+    if not replaced:
+        raise UserError(
+            "fp8 finds no linear layer that it can replace: none is frozen, outside the output head, and of sizes that are "
+            f"multiples of {MULTIPLE}; leave --fp8 out."
+        )
+    # Every rank has rounded the same weights, and not every backend can send FP8.
+    own = [
+        f"{layer}.{name}" for layer in replaced for name in ("weight", "factors", "transposed", "transposed_factors")
+    ]
+    nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, own)
+    return len(replaced)

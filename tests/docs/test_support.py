@@ -59,9 +59,9 @@ KEPT = {"zero2": "optimizer", "zero3": "parameters", "fsdp2": "parameters"}
     ],
 )
 def test_what_goes_with_host_memory(options, column, cell, monkeypatch):
+    settings, sharding = parse(options.strip("`")), column.removesuffix("_offload")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
-    settings, sharding = parse(options.strip("`")), column.removesuffix("_offload")
     try:
         check_sharding(sharding, settings, "cuda", settings.backend, 2)
         check_offload(KEPT[sharding], sharding, settings, settings.backend)

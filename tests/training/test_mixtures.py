@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from peft import PeftModel
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from tests.jobs import assert_same, copy_until, ends
 from tests.mixtures import MIXTURES, save_mixture
@@ -92,10 +95,19 @@ def test_packs_take_the_step_of_single_rows_or_are_refused(train_mixture, mixtur
     assert "the masks of gpt_oss models do not keep rows apart" in " ".join(refused.output.split())
 
 
-def test_a_resumed_run_with_adapted_experts_ends_like_an_uninterrupted_one(train_mixture) -> None:
-    options = f"{EXPERTS} --max_steps 4 --save_steps 2 --save_total_limit none --learning_rate 0.01 --gradient_checkpointing torch"
+def test_a_resumed_run_with_adapted_experts_ends_like_an_uninterrupted_one(train_mixture, mixtures) -> None:
+    options = f"{EXPERTS} --merge --max_steps 4 --save_steps 2 --save_total_limit none --learning_rate 0.01 --gradient_checkpointing torch"
     whole, _ = train_mixture("qwen3_moe", options, "whole", ranks=2)
     killed = copy_until(whole, 2, "killed")
+    shutil.rmtree(killed / "merged")
     train_mixture("qwen3_moe", options, "killed", ranks=2)
     assert_same(ends(killed, 4), ends(whole, 4))
     assert all(torch.isfinite(value).all() for value in ends(whole, 4)["weights"].values())
+    # Plain Transformers reads the merged model, in bf16, as PEFT reads the adapter.
+    ids = torch.arange(16)[None]
+    with torch.no_grad():
+        base = AutoModelForCausalLM.from_pretrained(mixtures["qwen3_moe"])
+        plain = base(ids).logits
+        adapted = PeftModel.from_pretrained(base, whole)(ids).logits
+        merged = AutoModelForCausalLM.from_pretrained(whole / "merged", dtype=torch.float32)(ids).logits
+    assert (merged - adapted).norm() < 0.02 * adapted.norm() < (plain - adapted).norm()

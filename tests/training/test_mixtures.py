@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,8 +15,10 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from tests.jobs import assert_same, copy_until, ends
-from tests.mixtures import MIXTURES, save_mixture
+from tests.mixtures import MIXTURES, make_mixture, save_mixture
 from tests.ranks import run_ranks, train
+from unsloth_ddp.config.options import Settings
+from unsloth_ddp.model.lora import lora_config
 
 EXPERTS = "--lora_target_parameters all-experts"
 
@@ -111,3 +114,51 @@ def test_a_resumed_run_with_adapted_experts_ends_like_an_uninterrupted_one(train
         adapted = PeftModel.from_pretrained(base, whole)(ids).logits
         merged = AutoModelForCausalLM.from_pretrained(whole / "merged", dtype=torch.float32)(ids).logits
     assert (merged - adapted).norm() < 0.02 * adapted.norm() < (plain - adapted).norm()
+
+
+def compare_sharded_gradients() -> None:
+    """Compare the gradients of two sharded ranks, a row each, with those of both rows on one."""
+    import torch.distributed as dist
+    from peft import get_peft_model
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (2,))
+    rows = torch.arange(100, 140).reshape(2, 20)
+
+    def adapted(kind: str) -> Any:
+        model = make_mixture(kind)
+        given = Settings(model="m", lora_r=2, lora_target_parameters=["all-experts"])
+        model = get_peft_model(model, lora_config(given, model)).train()
+        torch.manual_seed(1)
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                torch.nn.init.normal_(parameter, std=0.1)
+        return model
+
+    for kind in MIXTURES:
+        whole, parts = adapted(kind), adapted(kind)
+        for row in rows:
+            whole(input_ids=row[None], labels=row[None], use_cache=False).loss.backward()
+        parts.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        parts.enable_input_require_grads()
+        for layer in parts.get_base_model().model.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(parts, mesh=mesh)
+        own = rows[dist.get_rank()][None]
+        parts(input_ids=own, labels=own, use_cache=False).loss.backward()
+        expected = {name: p.grad for name, p in whole.named_parameters() if p.requires_grad}
+        for name, parameter in parts.named_parameters():
+            if parameter.requires_grad:
+                # FSDP2 averages.
+                found = parameter.grad.full_tensor() * 2
+                torch.testing.assert_close(
+                    found, expected[name], rtol=1e-4, atol=1e-6 * expected[name].abs().max().item()
+                )
+                assert found.abs().max() > 0
+    dist.destroy_process_group()
+
+
+def test_fsdp2_shards_adapted_experts_without_changing_gradients(tmp_path) -> None:
+    run_ranks(2, compare_sharded_gradients, folder=tmp_path).check()

@@ -23,10 +23,28 @@ SHAPES = {
 TIED = ("qwen3_0.6b", "qwen3_1.7b", "qwen3_4b")
 
 
+# Models of other kinds, by the values of their published config.json.
+OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama3_70b": ("LlamaConfig", {
+        "hidden_size": 8192, "num_hidden_layers": 80, "num_attention_heads": 64, "num_key_value_heads": 8,
+        "head_dim": 128, "intermediate_size": 28672, "vocab_size": 128256, "max_position_embeddings": 131072,
+    }),
+    "qwen3_30b_a3b": ("Qwen3MoeConfig", {
+        "hidden_size": 2048, "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4,
+        "head_dim": 128, "intermediate_size": 6144, "moe_intermediate_size": 768, "num_experts": 128,
+        "num_experts_per_tok": 8, "norm_topk_prob": True, "vocab_size": 151936, "max_position_embeddings": 40960,
+    }),
+}  # fmt: skip
+
+
 def make_config(shape: str) -> Any:
-    """Return the Qwen3Config of this shape."""
+    """Return the config of this shape."""
+    import transformers
     from transformers import Qwen3Config
 
+    if shape in OTHERS:
+        kind, values = OTHERS[shape]
+        return getattr(transformers, kind)(**values, tie_word_embeddings=False, dtype="bfloat16")
     hidden, layers, heads, kv_heads, intermediate, vocabulary = SHAPES[shape]
     return Qwen3Config(
         hidden_size=hidden,
@@ -43,9 +61,9 @@ def make_config(shape: str) -> Any:
 
 
 def make_model(shape: str, folder: Path, demo: Path) -> None:
-    """Write a Qwen3 model of this shape with random bf16 weights, and the demo's tokenizer, to `folder`."""
+    """Write a model of this shape with random bf16 weights, and the demo's tokenizer, to `folder`."""
     import torch
-    from transformers import AutoTokenizer, Qwen3ForCausalLM
+    from transformers import AutoModelForCausalLM, AutoTokenizer
 
     config = make_config(shape)
     tokenizer = AutoTokenizer.from_pretrained(demo)
@@ -54,7 +72,7 @@ def make_model(shape: str, folder: Path, demo: Path) -> None:
     torch.manual_seed(0)
     torch.set_default_dtype(torch.bfloat16)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-        model = Qwen3ForCausalLM(config)
+        model = AutoModelForCausalLM.from_config(config)
     shutil.rmtree(folder, ignore_errors=True)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -62,7 +80,7 @@ def make_model(shape: str, folder: Path, demo: Path) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("shape", choices=SHAPES)
+    parser.add_argument("shape", choices=[*SHAPES, *OTHERS])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--demo", type=Path, default=Path("demo/model"))
     given = parser.parse_args()

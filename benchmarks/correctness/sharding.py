@@ -1,12 +1,15 @@
 """Compare ZeRO-2, ZeRO-3 and FSDP2 with DDP on GPUs: weight update, saved model, memory and seconds a step.
 
     python -m benchmarks.correctness.sharding parity --work /tmp/sharding --json benchmarks/results/correctness/sharding_parity.json
+    python -m benchmarks.correctness.sharding offload --work /tmp/sharding --json benchmarks/results/correctness/sharding_offload.json
     python -m benchmarks.correctness.sharding cost --work /tmp/sharding --json benchmarks/results/memory/sharding_cost.json
 
 parity: trains the demo's model for three steps of SGD on the same rows with every sharding, method and backend, and
 compares weight update and loss with DDP's. Then loads the adapter or model in plain Transformers and PEFT, where it has
 to give the evaluation loss that the run reported.
-cost: measures seconds a step and memory a GPU on random-weight models of real size.
+offload: the same with parts in host memory, in three steps of AdamW, as DeepSpeed's optimizer there is Adam.
+cost: measures seconds a step and memory a GPU on random-weight models of real size. A mixture of experts (61 GB on disk)
+is measured only if it is named: --only qwen3_30b_a3b.
 """
 
 from __future__ import annotations
@@ -38,6 +41,9 @@ CONFIGS = {
     "zero2": "zero2.yaml",
     "zero3": "zero3.yaml",
     "fsdp2": "fsdp2.yaml",
+    "zero2-offload": "zero2_offload.yaml",
+    "zero3-offload": "zero3_offload.yaml",
+    "fsdp2-offload": "fsdp2_offload.yaml",
 }
 # Controls: `again` repeats DDP, `single` takes one row in a micro-batch instead of two. Differences between these and DDP
 # are not caused by sharding.
@@ -46,7 +52,14 @@ METHODS = {
     "qlora": ["ddp", "again", "single", "zero2", "fsdp2"],
     "full": ["ddp", "single", "zero2", "zero3", "fsdp2"],
 }
-STEPS = "--optim sgd --learning_rate 0.1 --lr_scheduler_type constant --warmup_steps 0 --max_grad_norm 0 --max_steps 3"
+OFFLOADED = {
+    "lora": ["ddp", "zero2-offload", "zero3-offload", "fsdp2-offload"],
+    "full": ["ddp", "zero2-offload", "zero3-offload", "fsdp2-offload"],
+}
+SGD = "--optim sgd --learning_rate 0.1"
+# With a large epsilon AdamW's update follows the size of the gradients, and not the sign of their rounding.
+ADAM = """--optim adamw_torch --learning_rate 0.01 --trainer_args {"adam_epsilon":0.01}"""
+STEPS = "--lr_scheduler_type constant --warmup_steps 0 --max_grad_norm 0 --max_steps 3"
 STEPS += " --global_batch_size 8 --compare_answers 0 --logging_steps 1"
 STEPS += " --seed 5 --max_length 128 --save_steps 2"
 
@@ -107,14 +120,17 @@ def update(work: Path, name: str, initial: dict[str, Any] | None) -> Any:
     return torch.cat([(saved[key].double() - initial[key].double()).flatten() for key in sorted(initial)])
 
 
-def parity(work: Path, path: Path, processes: int, only: list[str], forced: str | None = None) -> None:
+def parity(
+    work: Path, path: Path, processes: int, only: list[str], forced: str | None = None, *, offload: bool = False
+) -> None:
     """Run all pairs side by side, then compare each with DDP."""
     from safetensors.torch import load_file
 
+    steps = f"{ADAM if offload else SGD} {STEPS}"
     jobs = [
-        Job(f"{backend}_{method}_{sharding}", sharding, f"--config recipes/demo.yaml --backend {backend} --method {method} {STEPS} --precision {forced or precision(backend, method)} --per_device_train_batch_size {1 if sharding == 'single' else 2}")
-        for backend in ("unsloth", "transformers")
-        for method, kinds in METHODS.items()
+        Job(f"{backend}_{method}_{sharding}", sharding, f"--config recipes/demo.yaml --backend {backend} --method {method} {steps} --precision {forced or precision(backend, method)} --per_device_train_batch_size {1 if sharding == 'single' else 2}")
+        for backend in (("transformers",) if offload else ("unsloth", "transformers"))
+        for method, kinds in (OFFLOADED if offload else METHODS).items()
         for sharding in kinds
     ]  # fmt: skip
     jobs = [job for job in jobs if not only or any(word in job.name for word in only)]
@@ -152,7 +168,11 @@ def cost(work: Path, path: Path, processes: int, only: list[str]) -> None:
         ("qwen3_8b", "lora", ["ddp", "zero2", "zero3", "fsdp2"]),
         ("qwen3_8b", "full", ["ddp", "zero2", "zero3", "fsdp2"]),
         ("qwen3_8b", "qlora", ["ddp", "fsdp2"]),
+        ("qwen3_30b_a3b", "lora", ["ddp", "zero2", "fsdp2"]),
+        ("qwen3_30b_a3b", "qlora", ["ddp"]),
     ):
+        if shape == "qwen3_30b_a3b" and not any(shape in word for word in only):
+            continue
         for sharding in kinds:
             options = f"--model {work}/{shape} {rows} --method {method}"
             options += " --learning_rate 1e-5" if method == "full" else ""
@@ -200,7 +220,7 @@ def cost(work: Path, path: Path, processes: int, only: list[str]) -> None:
 def main() -> None:
     """Read the command line and measure."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["parity", "cost"])
+    parser.add_argument("what", choices=["parity", "offload", "cost"])
     parser.add_argument("--work", type=Path, default=Path("/tmp/sharding"))
     parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--processes", type=int, default=2)
@@ -210,8 +230,8 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", default=[], help="only the runs whose name holds one of these words")
     given = parser.parse_args()
     given.work.mkdir(parents=True, exist_ok=True)
-    if given.what == "parity":
-        parity(given.work, given.json, given.processes, given.only, given.precision)
+    if given.what != "cost":
+        parity(given.work, given.json, given.processes, given.only, given.precision, offload=given.what == "offload")
     else:
         cost(given.work, given.json, given.processes, given.only)
 

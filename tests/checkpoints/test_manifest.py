@@ -186,6 +186,7 @@ def test_equal_runs_have_nothing_to_say():
         ({"lr_scheduler_type": "cosine"}, "refused", "lr_scheduler_type linear -> cosine"),
         ({"world_size": 4}, "reported", "world_size 2 -> 4"),
         ({"sharding": "zero2"}, "impossible", "sharding none -> zero2"),
+        ({"offload": "parameters"}, "impossible", "offload none -> parameters"),
     ],
 )
 def test_a_change_is_refused_or_said_with_both_values(change, part, text):

@@ -93,6 +93,15 @@ def test_a_contradiction_is_refused_in_one_sentence_before_anything_starts(node,
     assert node.calls() == []
 
 
+@pytest.mark.parametrize("sharding", ["fsdp2", "zero2_offload", "zero3_offload", "fsdp2_offload"])
+def test_a_sharding_is_started_with_its_file(node, sharding):
+    assert node(f"--sharding {sharding} --no_preflight", GPUS="2")[0] == 0
+    config = REPO / "accelerate_configs" / f"{sharding}.yaml"
+    assert config.is_file() and node.calls()[0].startswith(
+        f"--config_file {config} --num_machines 1 --num_processes 2 "
+    )
+
+
 def test_usage(node):
     code, text = node("-h", NNODES="x")
     assert code == 0 and "MASTER_PORT            a free TCP port of node 0 (default 6001)" in text

@@ -26,7 +26,11 @@ def test_all_are_here():
         "qwen3_14b_qlora_24gb",
         "qwen3_32b_qlora_48gb",
     }
-    assert {p.stem for p in CONFIGS} == {"cpu", "single_gpu", "ddp", "multi_node", "zero2", "zero3", "fsdp2"}
+    assert {p.stem for p in CONFIGS} == {"cpu", "single_gpu", "ddp", "multi_node", "zero2", "zero3", "fsdp2"} | {
+        "zero2_offload",
+        "zero3_offload",
+        "fsdp2_offload",
+    }
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda p: p.stem)
@@ -43,5 +47,7 @@ def test_accelerate_config_loads_and_leaves_precision_to_the_settings(config):
     assert loaded.mixed_precision == "no"
     # MULTI_GPU is the type that also starts one process, or CPU processes, through torchrun's launcher.
     sharded = {"zero2": "DEEPSPEED", "zero3": "DEEPSPEED", "fsdp2": "FSDP"}
-    assert yaml.safe_load(config.read_text())["distributed_type"] == sharded.get(config.stem, "MULTI_GPU")
+    assert yaml.safe_load(config.read_text())["distributed_type"] == sharded.get(
+        config.stem.removesuffix("_offload"), "MULTI_GPU"
+    )
     assert loaded.num_processes == {"cpu": 2, "single_gpu": 1}.get(config.stem, "gpu")

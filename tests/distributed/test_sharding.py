@@ -12,8 +12,11 @@ from tests.conftest import REPO
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.distributed import sharding as module
 from unsloth_ddp.distributed.sharding import (
+    check_offload,
     check_sharding,
     complete_environment,
+    describe_sharding,
+    offload_from_environment,
     sharding_from_environment,
     sharding_warnings,
 )
@@ -44,6 +47,89 @@ def test_each_config_is_read_back_from_what_accelerate_launch_sets(name, expecte
     assert "ACCELERATE_GRADIENT_CLIPPING" not in environ or "zero" not in name
 
 
+@pytest.mark.parametrize("sharding", ["zero2", "zero3", "fsdp2"])
+def test_an_offload_config_is_its_sharding_with_parts_in_host_memory(sharding):
+    environ, plain = launched(f"{sharding}_offload"), launched(sharding)
+    expected = "optimizer" if sharding == "zero2" else "parameters"
+    assert (sharding_from_environment(environ), offload_from_environment(environ)) == (sharding, expected)
+    assert offload_from_environment(plain) == "none"
+    changed = {name for name in environ if environ[name] != plain.get(name)}
+    assert (
+        changed
+        == {
+            "zero2": {"ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE"},
+            "zero3": {"ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE", "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE"},
+            "fsdp2": {"FSDP_OFFLOAD_PARAMS"},
+        }[sharding]
+    )
+
+
+def test_accelerate_reads_the_policy_from_the_environment(monkeypatch):
+    from accelerate import FullyShardedDataParallelPlugin
+    from torch.distributed.fsdp import CPUOffloadPolicy
+
+    for name in ("fsdp2", "fsdp2_offload"):
+        environ = {
+            key: value for key, value in launched(name).items() if key.startswith(("FSDP_", "ACCELERATE_USE_FSDP"))
+        }
+        for key, value in environ.items():
+            monkeypatch.setenv(key, value)
+        policy = FullyShardedDataParallelPlugin().cpu_offload
+        assert isinstance(policy, CPUOffloadPolicy) == name.endswith("offload")
+
+
+def test_offload_in_a_deepspeed_config_file_is_read(tmp_path):
+    path = tmp_path / "zero.json"
+    environ = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": str(path)}
+
+    def offload(**section):
+        path.write_text(json.dumps({"zero_optimization": section}))
+        return offload_from_environment(environ)
+
+    cpu = {"device": "cpu"}
+    assert offload(stage=2) == offload(stage=3, offload_param={"device": "none"}) == "none"
+    assert offload(stage=2, offload_optimizer=cpu) == "optimizer"
+    assert offload(stage=3, offload_optimizer=cpu, offload_param=cpu) == "parameters"
+    for section, reason in (
+        (
+            {"stage": 3, "offload_optimizer": {"device": "nvme"}},
+            "offload_optimizer_device nvme is not supported; use cpu",
+        ),
+        ({"stage": 2, "offload_optimizer": cpu, "offload_param": cpu}, "ZeRO-2 keeps the weights whole"),
+        ({"stage": 3, "offload_param": cpu}, "without offload_optimizer_device cpu is not supported"),
+    ):
+        with pytest.raises(UserError, match=reason):
+            offload(**section)
+
+
+@pytest.mark.parametrize(
+    ("offload", "sharding", "options", "backend", "reason"),
+    [
+        ("parameters", "fsdp2", {"method": "qlora"}, "transformers", "4-bit weights have no kernels; use accelerate_configs/fsdp2.yaml"),
+        ("parameters", "fsdp2", {}, "unsloth", "not been tried with Unsloth.*use --backend transformers"),
+        ("parameters", "fsdp2", {"optim": "paged_adamw_8bit"}, "transformers", "optim paged_adamw_8bit computes on GPUs"),
+        # accelerate would train with Adam instead, and say nothing.
+        ("optimizer", "zero2", {"optim": "sgd"}, "unsloth", "optim sgd does not go with an optimizer in host memory"),
+        ("optimizer", "zero2", {}, "unsloth", r"no C\+\+ compiler \(no-such-compiler\); install g\+\+"),
+    ],
+)  # fmt: skip
+def test_what_does_not_go_with_host_memory_is_refused(monkeypatch, offload, sharding, options, backend, reason):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.setattr(module.shutil, "which", lambda name: None)
+    with pytest.raises(UserError, match=reason):
+        check_offload(offload, sharding, settings(**options), backend)
+
+
+def test_other_settings_go_with_host_memory_and_the_table_says_so(monkeypatch):
+    monkeypatch.setattr(module.shutil, "which", lambda name: f"/usr/bin/{name}")
+    check_offload("none", "none", settings(method="qlora"), "unsloth")
+    check_offload("optimizer", "zero2", settings(method="qlora"), "unsloth")
+    for sharding in ("zero3", "fsdp2"):
+        check_offload("parameters", sharding, settings(), "transformers")
+    assert describe_sharding("zero2", "none") == "zero2"
+    assert describe_sharding("zero3", "parameters") == "zero3, parameters and optimizer in host memory"
+
+
 def test_unsloths_switch_means_what_the_config_does():
     environ = {"UNSLOTH_FSDP2": "1", "FSDP_RESHARD_AFTER_FORWARD": "false"}
     complete_environment(sharding_from_environment(environ), environ)
@@ -69,6 +155,14 @@ def test_a_deepspeed_config_file_is_read(tmp_path):
 def test_fsdp1_is_refused():
     with pytest.raises(UserError, match=r"FSDP version 1 is.*fsdp2\.yaml"):
         sharding_from_environment({"ACCELERATE_USE_FSDP": "true"})
+
+
+def test_a_parallelism_that_the_kit_does_not_have_is_refused():
+    environ = {**launched("fsdp2"), "ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_TP_SIZE": "1"}
+    assert sharding_from_environment(environ) == "fsdp2"
+    environ["PARALLELISM_CONFIG_DP_REPLICATE_SIZE"] = "2"
+    with pytest.raises(UserError, match="parallelism_config with dp_replicate_size 2 is not supported"):
+        sharding_from_environment(environ)
 
 
 def settings(**options) -> Settings:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import shlex
+import shutil
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +16,7 @@ from unsloth_ddp.checkpoints.writer import check_shared
 from unsloth_ddp.config.parse import parse_settings
 from unsloth_ddp.distributed import runtime as processes
 from unsloth_ddp.distributed.drift import REPLICATED
-from unsloth_ddp.distributed.sharding import check_sharding, sharding_warnings
+from unsloth_ddp.distributed.sharding import check_offload, check_sharding, sharding_warnings
 from unsloth_ddp.model import varlen
 from unsloth_ddp.model.attention import AttentionSetup, select_varlen_kernel
 from unsloth_ddp.model.gradient_checkpointing import kinds_here
@@ -43,6 +44,31 @@ def table_after(heading: str) -> list[list[str]]:
 
 SUPPORT = table_after("# What goes with what")
 CELLS = [(row[0], column, cell) for row in SUPPORT[1:] for column, cell in zip(SUPPORT[0][1:], row[1:], strict=True)]
+
+
+HOST_MEMORY = table_after("## Host memory")
+KEPT = {"zero2": "optimizer", "zero3": "parameters", "fsdp2": "parameters"}
+
+
+@pytest.mark.parametrize(
+    ("options", "column", "cell"),
+    [
+        (row[0], column, cell)
+        for row in HOST_MEMORY[1:]
+        for column, cell in zip(HOST_MEMORY[0][1:], row[1:], strict=True)
+    ],
+)
+def test_what_goes_with_host_memory(options, column, cell, monkeypatch):
+    settings, sharding = parse(options.strip("`")), column.removesuffix("_offload")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
+    try:
+        check_sharding(sharding, settings, "cuda", settings.backend, 2)
+        check_offload(KEPT[sharding], sharding, settings, settings.backend)
+        found = "yes"
+    except UserError:
+        found = "no"
+    assert found == cell
 
 
 def place(column: str) -> SimpleNamespace:

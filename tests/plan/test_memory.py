@@ -64,6 +64,41 @@ def test_sharing_out_divides_and_ddp_adds_buckets():
     assert not is_supported("qlora", "zero3") and is_supported("full", "zero3")
 
 
+def test_what_lies_in_host_memory_leaves_the_gpu():
+    four = dataclasses.replace(WORK, processes=4)
+
+    def pair(method, sharding, offload):
+        moved = dataclasses.replace(four, offload=offload)
+        return estimate_memory(SHAPE, method, sharding, four), estimate_memory(SHAPE, method, sharding, moved)
+
+    whole, moved = pair("full", "zero2", "optimizer")
+    assert (moved.weights, moved.copies, moved.activations) == (whole.weights, whole.copies, whole.activations)
+    assert (moved.gradients, moved.optimizer, moved.host) == (0, 0, whole.gradients + whole.optimizer)
+    assert moved.lower_bound and not whole.lower_bound
+    whole, moved = pair("full", "zero3", "parameters")
+    assert moved.host == whole.weights + whole.gradients + whole.optimizer
+    assert moved.total == whole.copies + whole.activations
+    whole, moved = pair("lora", "fsdp2", "parameters")
+    # It is loaded on the GPU first.
+    assert (moved.weights, moved.loading) == (0, whole.loading)
+    assert is_supported("qlora", "zero2", "optimizer") and not is_supported("qlora", "fsdp2", "parameters")
+
+
+def test_a_mixture_of_experts_is_a_lower_bound_and_packed_by_unsloth_only():
+    mixture = dataclasses.replace(SHAPE, parameters=3000, experts=2000, active_experts=500, has_experts=True)
+    assert estimate_memory(mixture, "lora", "none", WORK).lower_bound
+    unsloth = dataclasses.replace(WORK, backend="unsloth")
+    packed = [estimate_memory(mixture, "qlora", "none", work).weights for work in (WORK, unsloth)]
+    assert packed[0] - packed[1] == pytest.approx(2000 * (2 - BYTES_PACKED))
+    # PEFT adds an adapter on experts to a copy of their weights; without recomputing every block keeps its own.
+    adapted = dataclasses.replace(mixture, adapted_experts=2000)
+    for kind, copies in (("none", 2000 * 2), ("torch", 2000 * 2 / 4)):
+        work = dataclasses.replace(WORK, checkpointing=kind)
+        activations = [estimate_activations(shape, "lora", work) for shape in (mixture, adapted)]
+        assert activations[1] - activations[0] == copies
+    assert estimate_activations(adapted, "full", WORK) == estimate_activations(mixture, "full", WORK)
+
+
 def test_activations_follow_tokens_and_what_is_recomputed():
     amounts = {}
     for kind in ("none", "torch", "unsloth"):

@@ -12,13 +12,14 @@ import pytest
 import transformers
 
 from tests.conftest import REPO
+from tests.mixtures import save_mixture
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.data.batch_plan import plan_batch
 from unsloth_ddp.plan import __main__ as command
 from unsloth_ddp.plan import calibration as calibrations
 from unsloth_ddp.plan import network
 from unsloth_ddp.plan.calibration import Calibration, Measurement, load_calibration
-from unsloth_ddp.plan.compute import Hardware, choose_micro_batch, make_memory_row, make_plan
+from unsloth_ddp.plan.compute import Hardware, choose_micro_batch, find_least_memory, make_memory_row, make_plan
 from unsloth_ddp.plan.memory import (
     Workload,
 )
@@ -174,10 +175,46 @@ def test_stacked_experts_are_counted_though_they_are_no_linear_layers(tmp_path):
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
     transformers.Qwen3MoeConfig(**sizes, **heads, num_experts=8, num_experts_per_tok=2).save_pretrained(tmp_path)
     shape = read_model_shape(Settings(model=str(tmp_path)))
-    assert shape.all_experts and shape.experts == 2 * 8 * 3 * 16 * 32
+    assert shape.has_experts and shape.experts == 2 * 8 * 3 * 16 * 32
+    assert not shape.all_experts and shape.active_experts == shape.experts // 4
     # All but the embedding, norms and routers.
-    assert shape.flops_a_token("full") == 6 * (shape.linear + shape.experts + shape.head)
+    assert shape.flops_a_token("full") == 6 * (shape.linear + shape.active_experts + shape.head)
     assert 0.95 * shape.parameters < shape.linear + shape.experts + 2 * shape.head <= shape.parameters
+
+
+def test_a_published_mixture_has_its_published_counts(tmp_path):
+    # config.json of Qwen3-30B-A3B, whose card says 30.5 billion parameters, 3.3 of them active.
+    sizes = {"hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768, "num_hidden_layers": 48}
+    heads = {"num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128}
+    experts = {"num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True, "decoder_sparse_step": 1}
+    transformers.Qwen3MoeConfig(
+        **sizes, **heads, **experts, vocab_size=151936, tie_word_embeddings=False
+    ).save_pretrained(tmp_path)
+    shape = read_model_shape(Settings(model=str(tmp_path)))
+    assert shape.parameters == 30_532_122_624
+    assert (shape.experts, shape.active_experts) == (48 * 128 * 3 * 768 * 2048, 48 * 8 * 3 * 768 * 2048)
+    # The embedding is in memory, and no work.
+    active = shape.linear + shape.active_experts + 2 * shape.head
+    assert active == pytest.approx(3.3e9, rel=0.02)
+    assert shape.flops_a_token("lora") < 0.12 * 4 * shape.parameters
+    # Without experts an adapter is on q, k, v and o: 16 x (in + out) of each.
+    assert shape.adapter == 48 * 16 * (2 * (2048 + 4096) + 2 * (2048 + 512))
+    assert shape.adapted_experts == 0
+    on_experts = read_model_shape(Settings(model=str(tmp_path), lora_target_parameters=["all-experts"]))
+    assert on_experts.adapter - shape.adapter == 48 * 16 * 128 * ((2048 + 1536) + (768 + 2048))
+    assert on_experts.adapted_experts == shape.experts
+
+
+def test_a_mixtures_memory_is_a_lower_bound_and_says_so(capsys, tmp_path):
+    folder = save_mixture("qwen3_moe", tmp_path)
+    assert command.main(["--model", str(folder), "--dataset", "demo/train.jsonl", "--gpu_memory", "24GB"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "The run may fit: method lora with DDP needs at least " in said
+    assert (
+        "no such model was measured, so every figure of memory is a lower bound. With the transformers backend QLoRA leaves"
+        in said
+    )
+    assert "each token used all" not in said
 
 
 def test_work_a_token_counts_weight_gradients_of_trained_weights_only(demo_shape):
@@ -232,6 +269,28 @@ def test_a_micro_batch_is_planned_as_a_run_chooses_it(measured_job):
     # Of two processes, only those that ask for it record.
     assert [planned(gib) for gib in (None, 140, 40, 24)] == ordinary
     assert planned(141, per_device_train_batch_size=4) == planned(141, gradient_accumulation_steps=16) == 1
+
+
+def test_host_memory_is_offered_where_no_sharding_does(measured_job):
+    shapes, _ = measured_job
+    rows = RowLengths(np.full(64, 2048), supervised=1)
+    settings = Settings(model="m", dataset=["d"], method="full", gradient_checkpointing="torch")
+
+    def offered(gib: float | None, gpus: int) -> dict[tuple[str, str], str]:
+        hardware = Hardware(1, gpus, [1e9], gpu_memory=gib and gib * 2**30)
+        made = make_plan(settings, shapes["qwen3_8b"], rows, plan_batch(1, gpus, 16, None), hardware, None)
+        report = render_plan(PlanReport(settings, shapes["qwen3_8b"], rows, hardware, made, None))
+        rows_offered = {(row.method, row.config): row.verdict for row in made.memory if row.offload != "none"}
+        assert ("Host memory of a node: " in " ".join(report.split())) == ("unknown" in rows_offered.values())
+        return rows_offered
+
+    assert offered(None, 2) == {} and offered(141, 2) == {}
+    # On one GPU DeepSpeed alone does it, and adapters fit as they are.
+    assert offered(80, 1) == {("full", "zero2_offload"): "unknown", ("full", "zero3_offload"): "unknown"}
+    assert offered(24, 2)["full", "fsdp2_offload"] == "does not fit"
+    # What the plan says of a model that fits in no way counts these ways too.
+    least = find_least_memory(settings, shapes["qwen3_8b"], 1)
+    assert (least.method, least.config) == ("lora", "zero3_offload")
 
 
 # ---- the command ----

@@ -29,7 +29,7 @@ def test_the_work_of_a_token_is_what_the_plan_counts(method, path, tiny_model, t
     model.save_pretrained(tmp_path)
     settings = Settings(model=str(tmp_path), method=method)
     if method == "lora":
-        model = get_peft_model(model, lora_config(settings))
+        model = get_peft_model(model, lora_config(settings, model))
     assert flops_a_token(model) == read_model_shape(settings).flops_a_token(method)
 
 

@@ -27,6 +27,7 @@ def run_identity(settings: Settings, runtime: Runtime) -> dict[str, Any]:
         "device": runtime.device_name,
         "nodes": runtime.ranks.nodes,
         "sharding": runtime.sharding,
+        "offload": runtime.offload,
         "backend": runtime.backend,
         "precision": runtime.precision,
     }

@@ -280,6 +280,11 @@ def compare_runs(before: Mapping[str, Any], now: Mapping[str, Any]) -> Compariso
         result.impossible.append(
             f"sharding {old} -> {new}: the optimizer's files of one cannot be read by the other; start with {old}"
         )
+    elif (kept := before.get("offload", "none")) != now.get("offload", "none"):
+        result.impossible.append(
+            f"offload {kept} -> {now.get('offload', 'none')}: reading the optimizer's files elsewhere than they were written "
+            f"has not been tried; start with accelerate_configs/{old}{'' if kept == 'none' else '_offload'}.yaml"
+        )
     elif old in FIXED_WORLD and before.get("world_size") != now.get("world_size"):
         result.impossible.append(
             f"world_size {before.get('world_size')} -> {now.get('world_size')}: DeepSpeed's optimizer files are one a "

@@ -45,6 +45,7 @@ RENAMED = {
     "attn_implementation": "attn_impl/S",
     "lora_r": "lora_rank/LSG r/G rank/G",
     "lora_target_modules": "target_modules/S",
+    "lora_target_parameters": "target_parameters/S",
     "lora_modules_to_save": "modules_to_save/S additional_target/L",
     "use_rslora": "peft_use_rslora/A",
     "dataset": "dataset_name/T data/G data_path/G train_file/G train_data/G data_files/G train_dataset/G",
@@ -205,7 +206,7 @@ WITHOUT = {
     "rl/A trl/A reward_model/A ref_model/L pref_beta/L pref_loss/L rlhf_type/S task_type/S num_labels/A process_reward_model/A "
     "do_predict/L predict_with_generate/LS": _OTHER_TASK,
     "use_dora/LTS peft_use_dora/A pissa_init/L loftq_config/A loraplus_lr_ratio/AL lorap_lr_ratio/S init_weights/S relora/A "
-    "lora_target_parameters/AT peft_layers_to_transform/A lora_bias/S freeze_trainable_layers/L unfrozen_parameters/A "
+    "peft_layers_to_transform/A lora_bias/S freeze_trainable_layers/L unfrozen_parameters/A "
     "lora_fan_in_fan_out/A lora_on_cpu/A peft_init_lora_weights/A lora_rank_pattern/A lora_task_type/T": _OTHER_LORA,
     "use_galore/LS use_apollo/L use_badam/L use_adam_mini/L use_muon/L lisa_n_layers/A": _OTHER_OPTIMIZER,
     "image_max_pixels/L video_max_pixels/L max_pixels/S freeze_vision_tower/L freeze_vit/S freeze_multi_modal_projector/L "

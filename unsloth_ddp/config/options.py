@@ -77,6 +77,13 @@ class LoraSettings:
         on_resume="refuse",
         summary=False,
     )
+    lora_target_parameters: list[str] = option(
+        [],
+        "Tensors that get an adapter though they are no linear layers: the experts of a mixture "
+        "(mlp.experts.down_proj, ...); all-experts: every one.",
+        on_resume="refuse",
+        summary=False,
+    )
     lora_modules_to_save: list[str] = option(
         [],
         "Modules trained in full beside the adapter (embed_tokens, lm_head, ...).",

@@ -26,9 +26,12 @@ from unsloth_ddp.distributed.ranks import RankLocation, Ranks, this_location
 from unsloth_ddp.distributed.rendezvous import check_secret, rendezvous, secret_of
 from unsloth_ddp.distributed.sharding import (
     TRUE,
+    Offload,
     Sharding,
+    check_offload,
     check_sharding,
     complete_environment,
+    offload_from_environment,
     sharding_from_environment,
 )
 from unsloth_ddp.utils.errors import UserError
@@ -67,6 +70,7 @@ class Runtime:
     precision: Precision
     device_name: str
     sharding: Sharding = "none"
+    offload: Offload = "none"
     control_group: Any = None
     cleanup: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     locations: list[RankLocation] = field(default_factory=list)
@@ -182,8 +186,10 @@ def started(settings: Settings, ranks: Ranks) -> Iterator[Runtime]:
         precision=_choose_precision(settings.precision, cuda),
         device_name=torch.cuda.get_device_name(ranks.local_rank) if cuda else "CPU",
         sharding=sharding_from_environment(os.environ),
+        offload=offload_from_environment(os.environ),
     )
     check_sharding(runtime.sharding, settings, runtime.device_type, runtime.backend, ranks.world_size)
+    check_offload(runtime.offload, runtime.sharding, settings, runtime.backend)
     complete_environment(runtime.sharding, os.environ)
     quiet_imports()
     with rendezvous(ranks, settings.ddp_timeout) as meeting:

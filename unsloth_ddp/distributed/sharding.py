@@ -4,20 +4,30 @@ none   every GPU holds the whole model, gradients and optimizer states (DDP)
 zero2  gradients and optimizer states are sharded over the GPUs (DeepSpeed)
 zero3  the weights too, from loading on (DeepSpeed)
 fsdp2  the weights too, after loading (PyTorch)
+
+Beside it, what lies in host memory between its uses:
+
+none        nothing
+optimizer   optimizer states and the fp32 copies of trained weights, with the optimizer's step (DeepSpeed)
+parameters  the weights too
 """
 
 from __future__ import annotations
 
 import importlib.util
 import json
+import os
+import re
+import shutil
 from collections.abc import Mapping, MutableMapping
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.utils.errors import UserError
 
 Sharding = Literal["none", "zero2", "zero3", "fsdp2"]
+Offload = Literal["none", "optimizer", "parameters"]
 
 # The variables that accelerate launch sets for accelerate_configs/fsdp2.yaml; UNSLOTH_FSDP2=1 stands for all of them.
 FSDP2_ENVIRONMENT = {
@@ -27,8 +37,11 @@ FSDP2_ENVIRONMENT = {
     "FSDP_RESHARD_AFTER_FORWARD": "true",
     "FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT",
     "FSDP_CPU_RAM_EFFICIENT_LOADING": "false",
+    "FSDP_OFFLOAD_PARAMS": "false",
 }
 TRUE = ("1", "true", "yes", "on")
+# accelerate replaces any optimizer by DeepSpeed's Adam for the CPU where it offloads, silently; these take the same steps.
+CPU_ADAM = ("adamw_torch", "adamw_torch_fused")
 
 
 def shards_weights(sharding: Sharding) -> bool:
@@ -42,6 +55,14 @@ def sharding_from_environment(environ: Mapping[str, str]) -> Sharding:
     Raises:
         UserError: the kit does not support it.
     """
+    sizes = {name: size for name, size in environ.items() if re.fullmatch(r"PARALLELISM_CONFIG_\w+_SIZE", name)}
+    if environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "").lower() in TRUE and set(sizes.values()) - {"1"}:
+        given = ", ".join(
+            f"{name.removeprefix('PARALLELISM_CONFIG_').lower()} {size}" for name, size in sizes.items() if size != "1"
+        )
+        raise UserError(
+            f"parallelism_config with {given} is not supported, hybrid sharding included; leave it out of the accelerate config."
+        )
     if environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() in TRUE:
         stage = _zero_stage(environ)
         if stage not in ("2", "3"):
@@ -58,12 +79,53 @@ def sharding_from_environment(environ: Mapping[str, str]) -> Sharding:
     return "none"
 
 
+def offload_from_environment(environ: Mapping[str, str]) -> Offload:
+    """Return what the launcher asks to keep in host memory.
+
+    Raises:
+        UserError: the kit does not support it.
+    """
+    sharding = sharding_from_environment(environ)
+    if sharding == "fsdp2":
+        return "parameters" if environ.get("FSDP_OFFLOAD_PARAMS", "").lower() in TRUE else "none"
+    if sharding == "none":
+        return "none"
+    devices = {}
+    for part in ("optimizer", "param"):
+        section = f"offload_{part}"
+        default = environ.get(f"ACCELERATE_DEEPSPEED_{section.upper()}_DEVICE", "none")
+        devices[part] = str((_zero_section(environ).get(section) or {}).get("device", default)).lower()
+        if devices[part] not in ("none", "cpu"):
+            raise UserError(
+                f"{section}_device {devices[part]} is not supported; use cpu (accelerate_configs/{sharding}_offload.yaml) or none."
+            )
+    if devices["param"] == "cpu":
+        if sharding == "zero2":
+            raise UserError(
+                "offload_param_device cpu needs ZeRO-3: ZeRO-2 keeps the weights whole; use zero3_offload.yaml."
+            )
+        if devices["optimizer"] == "none":
+            raise UserError(
+                "offload_param_device cpu without offload_optimizer_device cpu is not supported; use zero3_offload.yaml."
+            )
+        return "parameters"
+    return "optimizer" if devices["optimizer"] == "cpu" else "none"
+
+
 def _zero_stage(environ: Mapping[str, str]) -> str:
+    if environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE"):
+        return str(_zero_section(environ).get("stage"))
+    return environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2")
+
+
+def _zero_section(environ: Mapping[str, str]) -> dict[str, Any]:
+    """Return zero_optimization of the DeepSpeed config file; empty without a file."""
     path = environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")
     if not path:
-        return environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2")
+        return {}
     try:
-        return str(json.loads(Path(path).read_text())["zero_optimization"]["stage"])
+        section = json.loads(Path(path).read_text())["zero_optimization"]
+        return {**section, "stage": section["stage"]}
     except (OSError, ValueError, KeyError, TypeError):
         raise UserError(
             f"The DeepSpeed config {path} cannot be read, or has no zero_optimization.stage; correct it, or use "
@@ -103,6 +165,51 @@ def check_sharding(sharding: Sharding, settings: Settings, device_type: str, bac
             f"gradient_checkpointing unsloth does not go with sharding {sharding}: what it moves to host memory is "
             "recomputed when the weights are already sharded again; use --gradient_checkpointing torch."
         )
+
+
+def check_offload(offload: Offload, sharding: Sharding, settings: Settings, backend: str) -> None:
+    """Refuse settings that do not work with weights or optimizer states in host memory.
+
+    Raises:
+        UserError: naming the setting, the reason and the fix.
+    """
+    if offload == "none":
+        return
+    config = f"accelerate_configs/{sharding}.yaml"
+    if offload == "parameters" and settings.method == "qlora":
+        raise UserError(
+            f"method qlora does not go with parameters in host memory, where 4-bit weights have no kernels; use {config}, "
+            "or --method lora."
+        )
+    if offload == "parameters" and backend == "unsloth":
+        raise UserError(
+            "parameters in host memory have not been tried with Unsloth, whose kernels read the weights directly; use "
+            f"--backend transformers, or {config}."
+        )
+    if sharding == "fsdp2":
+        if "8bit" in settings.optim or "4bit" in settings.optim or settings.optim.startswith("paged"):
+            raise UserError(
+                f"optim {settings.optim} computes on GPUs, and with parameters in host memory the optimizer runs there; give "
+                f"--optim adamw_torch_fused, or use {config}."
+            )
+        return
+    if settings.optim not in CPU_ADAM:
+        raise UserError(
+            f"optim {settings.optim} does not go with an optimizer in host memory, where DeepSpeed has Adam of its own; give "
+            f"--optim adamw_torch, or use {config}."
+        )
+    compiler = os.environ.get("CXX") or "c++"
+    if not (shutil.which(compiler) or shutil.which("g++")):
+        raise UserError(
+            f"sharding {sharding} with its optimizer in host memory compiles DeepSpeed's Adam for the CPU, and this machine has "
+            f"no C++ compiler ({compiler}); install g++, or use {config}."
+        )
+
+
+def describe_sharding(sharding: Sharding, offload: Offload) -> str:
+    """Return the sharding in words, with what lies in host memory."""
+    kept = {"optimizer": "optimizer", "parameters": "parameters and optimizer"}
+    return sharding if offload == "none" else f"{sharding}, {kept[offload]} in host memory"
 
 
 def sharding_warnings(sharding: Sharding, settings: Settings, nodes: int) -> list[str]:

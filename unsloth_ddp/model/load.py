@@ -22,7 +22,7 @@ from unsloth_ddp.model.download import download_model
 from unsloth_ddp.model.files_check import check_complete, check_local_model
 from unsloth_ddp.model.fp8 import check_fp8, use_fp8
 from unsloth_ddp.model.gradient_checkpointing import UNSLOTH_NAMES, loaded_with
-from unsloth_ddp.model.lora import check_module_names, lora_config, target_modules
+from unsloth_ddp.model.lora import check_module_names, lora_config, target_modules, target_parameters
 from unsloth_ddp.model.source_check import check_source
 from unsloth_ddp.utils.errors import UserError, one_line
 from unsloth_ddp.utils.known_errors import find_known_error
@@ -162,6 +162,8 @@ def _load_unsloth(settings: Settings, runtime: Runtime) -> tuple[Any, Any]:
             lora_alpha=settings.lora_alpha,
             lora_dropout=settings.lora_dropout,
             target_modules=target_modules(settings, model),
+            # None would have Unsloth choose.
+            target_parameters=target_parameters(settings, model),
             modules_to_save=settings.lora_modules_to_save or None,
             use_rslora=settings.use_rslora,
             bias="none",
@@ -217,7 +219,7 @@ def _load_transformers(settings: Settings, runtime: Runtime) -> tuple[Any, Any]:
         torch.manual_seed(settings.seed)
         # ZeRO-3 gathers small weights into buffers of one dtype, so adapters keep the dtype of the base model there
         # (DeepSpeed issue 8072); its optimizer holds fp32 copies of them.
-        model = get_peft_model(model, lora_config(settings), autocast_adapter_dtype=runtime.sharding != "zero3")
+        model = get_peft_model(model, lora_config(settings, model), autocast_adapter_dtype=runtime.sharding != "zero3")
     if settings.fp8:
         use_fp8(model)
     return model, tokenizer

@@ -8,19 +8,38 @@ from typing import Any
 import torch
 
 from unsloth_ddp.config.parse import Settings
+from unsloth_ddp.model.experts import full_shape, names_in_layers, stacked_experts
 from unsloth_ddp.utils.errors import UserError
 
+# Names of an expert's linear layers -> of the tensor in which Transformers stacks them. PEFT 0.21 reads the same names
+# so, in models of these kinds (peft/utils/transformers_weight_conversion.py).
+NAMES_OF_EXPERTS = {
+    "gate_proj": "gate_up_proj", "up_proj": "gate_up_proj", "down_proj": "down_proj", "gate_up_proj": "gate_up_proj",
+    "w1": "gate_up_proj", "w3": "gate_up_proj", "w2": "down_proj",
+}  # fmt: skip
+# The name by which PEFT reads a layer that routes tokens to experts.
+ROUTER = "gate"
 
-def lora_config(settings: Settings) -> Any:
-    """Return PEFT's description of the adapter."""
+
+def lora_config(settings: Settings, model: torch.nn.Module) -> Any:
+    """Return PEFT's description of the adapter for this model.
+
+    Raises:
+        UserError: as target_parameters.
+    """
     from peft import LoraConfig
 
-    targets = settings.lora_target_modules
+    parameters = target_parameters(settings, model)
+    modules: Any = target_modules(settings, model)
+    if settings.lora_target_modules == ["all-linear"] and not stacked_experts(model):
+        # PEFT leaves the output head out by its path, where names could mean other layers too.
+        modules = "all-linear"
     return LoraConfig(
         r=settings.lora_r,
         lora_alpha=settings.lora_alpha,
         lora_dropout=settings.lora_dropout,
-        target_modules=targets[0] if targets == ["all-linear"] else targets,
+        target_modules=modules,
+        target_parameters=parameters or None,
         modules_to_save=settings.lora_modules_to_save or None,
         use_rslora=settings.use_rslora,
         task_type="CAUSAL_LM",
@@ -28,21 +47,53 @@ def lora_config(settings: Settings) -> Any:
 
 
 def target_modules(settings: Settings, model: torch.nn.Module) -> list[str]:
-    """Return the module names to adapt; all-linear means every linear layer except the output head, as in PEFT."""
+    """Return the module names to adapt; all-linear means every linear layer except the output head.
+
+    PEFT reads some names as those of the experts where a model has experts (see target_parameters), whatever other
+    layers they name, such as those of shared experts. all-linear leaves these out.
+    """
     if settings.lora_target_modules != ["all-linear"]:
-        return settings.lora_target_modules
+        return [name for name in settings.lora_target_modules if not _tensors_called(name, model)]
     head = model.get_output_embeddings()  # type: ignore[operator]
     linear = (n for n, m in model.named_modules() if isinstance(m, torch.nn.Linear) and m is not head)
-    return sorted({name.rpartition(".")[2] for name in linear})
+    names = {name.rpartition(".")[2] for name in linear}
+    return sorted(names - NAMES_OF_EXPERTS.keys() - {ROUTER} if stacked_experts(model) else names)
+
+
+def target_parameters(settings: Settings, model: torch.nn.Module) -> list[str]:
+    """Return the parameters that get an adapter though they are no linear layers: experts, if they are asked for.
+
+    They are asked for in lora_target_parameters, or in lora_target_modules by the names that the experts' layers had
+    before they were stacked (gate_proj, up_proj, down_proj), as many guides do.
+
+    Raises:
+        UserError: they cannot be adapted together with dropout.
+    """
+    given = settings.lora_target_parameters
+    found = names_in_layers(model) if given == ["all-experts"] else list(given)
+    for name in settings.lora_target_modules:
+        found += [tensor for tensor in _tensors_called(name, model) if tensor not in found]
+    if found and settings.lora_dropout:
+        raise UserError(
+            f"lora_dropout {settings.lora_dropout:g} does not go with an adapter on {', '.join(found)[:200]}: PEFT adds "
+            "it to the weights, where inputs cannot be dropped; give --lora_dropout 0, or leave these out."
+        )
+    return found
+
+
+def _tensors_called(name: str, model: torch.nn.Module) -> list[str]:
+    """Return the stacked weights that hold the experts' layers of this name; none for a path or another name."""
+    stacked = NAMES_OF_EXPERTS.get(name)
+    return [one for one in names_in_layers(model) if stacked and one.rpartition(".")[2] in (stacked, name)]
 
 
 def check_module_names(settings: Settings, model: torch.nn.Module) -> None:
-    """Refuse a name that matches no module, which PEFT ignores if another name matches.
+    """Refuse a name that matches no module or parameter, which PEFT ignores if another name matches.
 
-    A name matches a module if it is the end of the module's dotted path.
+    A name matches if it is the end of the dotted path.
 
     Raises:
-        UserError: naming the most similar module.
+        UserError: naming the most similar one.
     """
     modules = [f".{name}" for name, _ in model.named_modules()]
     for option in ("lora_target_modules", "lora_modules_to_save"):
@@ -50,8 +101,45 @@ def check_module_names(settings: Settings, model: torch.nn.Module) -> None:
         if option == "lora_target_modules" and given == ["all-linear"]:
             continue
         for name in given:
-            if not any(module.endswith(f".{name}") for module in modules):
+            matches = any(module.endswith(f".{name}") for module in modules)
+            if not matches and not (option == "lora_target_modules" and _tensors_called(name, model)):
                 raise UserError(f"{option} {name[:100]} is not a module of {settings.model}; {_advice(name, model)}")
+    _check_parameter_names(settings, model)
+
+
+def _check_parameter_names(settings: Settings, model: torch.nn.Module) -> None:
+    given, stacked = settings.lora_target_parameters, names_in_layers(model)
+    if given == ["all-experts"]:
+        if not stacked:
+            raise UserError(
+                f"lora_target_parameters all-experts: {settings.model} has no experts in stacked tensors; leave it out."
+            )
+        return
+    known = {
+        f".{path}.{name}": module
+        for path, module in model.named_modules()
+        for name, _ in module.named_parameters(recurse=False)
+    }
+    parameters = dict(model.named_parameters())
+    for name in given:
+        matching = [path for path in known if path.endswith(f".{name}")]
+        if not matching:
+            has = f"its experts are in {', '.join(stacked)}" if stacked else "it has no experts in stacked tensors"
+            raise UserError(
+                f"lora_target_parameters {name[:100]} is not a parameter of {settings.model}; {has}, and all-experts is given alone."
+            )
+        path = matching[0]
+        if isinstance(known[path], torch.nn.Linear):
+            raise UserError(
+                f"lora_target_parameters {name[:100]} belongs to a linear layer of {settings.model}; name the layer in "
+                f"lora_target_modules ({path.split('.')[-2]})."
+            )
+        shape = full_shape(parameters[path[1:]])
+        if len(shape) not in (2, 3):
+            raise UserError(
+                f"lora_target_parameters {name[:100]} has {len(shape)} dimension(s) in {settings.model}, and an adapter "
+                "needs 2 or 3; leave it out."
+            )
 
 
 def _advice(name: str, model: torch.nn.Module) -> str:

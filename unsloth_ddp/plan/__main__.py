@@ -114,7 +114,7 @@ def plan(argv: list[str]) -> None:
             print(
                 fit_text(
                     f"plan: {settings.model} does not fit this GPU in any way: even method {least.method} with sharding "
-                    f"{least.sharding} needs at least {shown_bytes(least.memory.total)}, and a GPU has {shown_bytes(gpu_memory)}."
+                    f"{least.config} needs at least {shown_bytes(least.memory.total)}, and a GPU has {shown_bytes(gpu_memory)}."
                 ),
                 flush=True,
             )

@@ -10,10 +10,11 @@ from unsloth_ddp.config.parse import Settings
 from unsloth_ddp.data.batch_plan import BatchPlan
 from unsloth_ddp.data.packing import PackingDecision, decide_packing, describe_backend, describe_older_gpu
 from unsloth_ddp.distributed.precision import AMPERE
-from unsloth_ddp.distributed.sharding import Sharding
+from unsloth_ddp.distributed.sharding import Offload, Sharding
 from unsloth_ddp.plan.calibration import Calibration, SpeedEstimate, SpeedQuery, estimate_speed, kind_of_rows
 from unsloth_ddp.plan.memory import (
     CHECKPOINTING_KINDS,
+    RESERVE,
     Checkpointing,
     MemoryEstimate,
     Method,
@@ -42,6 +43,10 @@ from unsloth_ddp.training.memory_search import (
     with_micro_batch,
 )
 
+# The shardings with parts in host memory that accelerate_configs/ has.
+OFFLOADS: tuple[tuple[Sharding, Offload], ...] = (
+    ("zero2", "optimizer"), ("zero3", "parameters"), ("fsdp2", "parameters")
+)  # fmt: skip
 NUMBER_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
@@ -74,6 +79,12 @@ class MemoryRow:
     checkpointing: Checkpointing
     memory: MemoryEstimate
     verdict: str
+    offload: Offload = "none"
+
+    @property
+    def config(self) -> str:
+        """The sharding with what is kept in host memory, as accelerate_configs/ and node.sh name it."""
+        return self.sharding if self.offload == "none" else f"{self.sharding}_offload"
 
 
 @dataclass(frozen=True)
@@ -156,7 +167,8 @@ def choose_micro_batch(
         found = estimate_memory(
             shape, settings.method, "none", dataclasses.replace(work, checkpointing=cast(Checkpointing, kind))
         )
-        return judge_fit(found, gpu_memory) == "fits"
+        # Also where it is a lower bound, which has no verdict.
+        return found.total <= RESERVE * gpu_memory
 
     enough = ENOUGH_RECORDED if recorded else ENOUGH_TOKENS
     found = search(checkpointing_kinds(settings), sizes, tokens, fits_with, enough)
@@ -205,16 +217,23 @@ def make_memory_row(
         verdict = judge_fit(found, gpu_memory) if gpu_memory else "-"
         if verdict in ("fits", "unknown", "-"):
             break
-    return MemoryRow(method, sharding, kind, found, verdict)
+    return MemoryRow(method, sharding, kind, found, verdict, work.offload)
+
+
+def shardings_for(method: Method, processes: int) -> list[tuple[Sharding, Offload]]:
+    """Return the shardings that the kit supports for a method on so many GPUs, those with host memory last."""
+    plain: list[tuple[Sharding, Offload]] = [(sharding, "none") for sharding in get_args(Sharding)]
+    several = [pair for pair in plain if pair[0] == "none" or processes > 1]
+    # DeepSpeed works on one GPU too.
+    offloading = [pair for pair in OFFLOADS if pair[0] != "fsdp2" or processes > 1]
+    return [pair for pair in [*several, *offloading] if is_supported(method, *pair)]
 
 
 def find_least_memory(settings: Settings, shape: ModelShape, processes: int) -> MemoryRow:
     """Return the way to train that needs least memory, with one token in a micro-batch and all checkpointing."""
     ways = []
     for method in get_args(Method):
-        for sharding in get_args(Sharding):
-            if not is_supported(method, sharding) or (sharding != "none" and processes == 1):
-                continue
+        for sharding, offload in shardings_for(method, processes):
             work = Workload(
                 tokens=1,
                 precision=NUMBER_BYTES[precision_of(settings)],
@@ -222,9 +241,12 @@ def find_least_memory(settings: Settings, shape: ModelShape, processes: int) -> 
                 optimizer=settings.optim,
                 checkpointing="torch",
                 processes=processes,
-                backend=backend_of(settings),
+                # The kit keeps parameters in host memory with this backend only.
+                backend="transformers" if offload == "parameters" else backend_of(settings),
+                offload=offload,
             )
-            ways.append(MemoryRow(method, sharding, "torch", estimate_memory(shape, method, sharding, work), "-"))
+            found = estimate_memory(shape, method, sharding, work)
+            ways.append(MemoryRow(method, sharding, "torch", found, "-", offload))
     return min(ways, key=lambda way: way.memory.total)
 
 
@@ -267,13 +289,20 @@ def make_plan(
     memory = []
     for method in get_args(Method):
         at_once = choose_micro_batch(dataclasses.replace(settings, method=method), shape, rows, asked, gpu_memory)
-        for sharding in get_args(Sharding):
-            if is_supported(method, sharding) and (sharding == "none" or hardware.processes > 1):
-                # A run with sharding does not search for what fits.
-                size = at_once if sharding == "none" else asked.per_device
-                accumulation = asked.per_device * asked.accumulation // size
-                work = make_workload(settings, rows, size * longest, hardware.processes, accumulation)
-                memory.append(make_memory_row(settings, shape, method, sharding, work, gpu_memory))
+        without: set[str] = set()
+        for sharding, offload in shardings_for(method, hardware.processes):
+            # Host memory is slow: it is offered where the GPUs' does not do.
+            if offload != "none" and (not gpu_memory or {"fits", "tight"} & without):
+                continue
+            # A run with sharding does not search for what fits.
+            size = at_once if sharding == "none" else asked.per_device
+            accumulation = asked.per_device * asked.accumulation // size
+            work = make_workload(settings, rows, size * longest, hardware.processes, accumulation)
+            backend = "transformers" if offload == "parameters" else work.backend
+            work = dataclasses.replace(work, offload=offload, backend=backend)
+            memory.append(make_memory_row(settings, shape, method, sharding, work, gpu_memory))
+            if offload == "none":
+                without.add(memory[-1].verdict)
     kind = next(row.checkpointing for row in memory if (row.method, row.sharding) == (settings.method, "none"))
     wanted = make_speed_query(settings, shape, rows, batch, kind)
     speed = estimate_speed(calibration, wanted) if calibration else None

@@ -7,10 +7,11 @@ runs took up to twice as much (docs/plan.md). The driver, NCCL and fragmentation
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from unsloth_ddp.distributed.sharding import Sharding
+from unsloth_ddp.distributed.sharding import Offload, Sharding
 from unsloth_ddp.plan.shape import ModelShape
 from unsloth_ddp.training.optimizer_memory import optimizer_bytes
 
@@ -50,6 +51,7 @@ class Workload:
         optimizer: its Transformers name.
         accumulation: micro-batches per optimizer step.
         packed: rows are joined to packs.
+        offload: what lies in host memory between its uses (see distributed/sharding.py).
     """
 
     tokens: int
@@ -61,6 +63,7 @@ class Workload:
     backend: Literal["unsloth", "transformers"] = "unsloth"
     packed: bool = False
     accumulation: int = 1
+    offload: Offload = "none"
 
 
 @dataclass(frozen=True)
@@ -71,6 +74,7 @@ class MemoryEstimate:
         stepping: all bytes at the peak of the optimizer step; 0 where that is never the peak.
         loading: all bytes at the peak of loading and sharding.
         lower_bound: a run may take more, as some of its memory is not counted.
+        host: bytes in host memory for each GPU, where parts of the run are kept there.
     """
 
     weights: float
@@ -81,6 +85,7 @@ class MemoryEstimate:
     loading: float
     stepping: float = 0.0
     lower_bound: bool = False
+    host: float = 0.0
 
     @property
     def total(self) -> float:
@@ -89,9 +94,9 @@ class MemoryEstimate:
         return max(backward, self.stepping, self.loading)
 
 
-def is_supported(method: Method, sharding: Sharding) -> bool:
-    """Return whether the kit supports the pair."""
-    return not (method == "qlora" and sharding == "zero3")
+def is_supported(method: Method, sharding: Sharding, offload: Offload = "none") -> bool:
+    """Return whether the kit supports the pair, with parts of it in host memory."""
+    return not (method == "qlora" and (sharding == "zero3" or offload == "parameters"))
 
 
 def estimate_memory(shape: ModelShape, method: Method, sharding: Sharding, work: Workload) -> MemoryEstimate:
@@ -99,17 +104,43 @@ def estimate_memory(shape: ModelShape, method: Method, sharding: Sharding, work:
     frozen = _frozen_bytes(shape, method, work)
     activations = estimate_activations(shape, method, work)
     if sharding == "none":
-        return _with_ddp(shape, method, work, frozen, activations)
-    if sharding == "fsdp2":
-        return _with_fsdp2(shape, method, work, frozen, activations)
-    return _with_zero(shape, method, sharding, work, frozen, activations)
+        found = _with_ddp(shape, method, work, frozen, activations)
+    elif sharding == "fsdp2":
+        found = _with_fsdp2(shape, method, work, frozen, activations)
+    else:
+        found = _with_zero(shape, method, sharding, work, frozen, activations)
+    if work.offload != "none":
+        found = _in_host_memory(found, work.offload)
+    # No mixture of experts was held against a run.
+    return dataclasses.replace(found, lower_bound=True) if shape.has_experts else found
+
+
+def _in_host_memory(memory: MemoryEstimate, offload: Offload) -> MemoryEstimate:
+    """Move what lies in host memory off the GPU; copies of it that the GPU computes with are only known in part.
+
+    DeepSpeed and FSDP2 keep gradients where the optimizer runs. No run was measured with either.
+    """
+    weights = memory.weights if offload == "parameters" else 0.0
+    moved = memory.gradients + memory.optimizer + weights
+    return dataclasses.replace(
+        memory,
+        weights=memory.weights - weights,
+        gradients=0.0,
+        optimizer=0.0,
+        stepping=0.0,
+        loading=memory.loading if memory.loading > memory.weights else memory.weights - weights,
+        lower_bound=True,
+        host=moved,
+    )
 
 
 def _frozen_bytes(shape: ModelShape, method: Method, work: Workload) -> float:
     if method == "full":
         return 0.0
     if method == "qlora":
-        return shape.linear * BYTES_PACKED + (shape.parameters - shape.linear) * work.precision
+        # bitsandbytes packs linear layers; Unsloth has it pack stacked experts too.
+        packed = shape.linear + (shape.experts if work.backend == "unsloth" else 0)
+        return packed * BYTES_PACKED + (shape.parameters - packed) * work.precision
     return shape.parameters * work.precision
 
 
@@ -202,7 +233,13 @@ def estimate_activations(shape: ModelShape, method: Method, work: Workload) -> f
     }[work.checkpointing]
     logits = min(work.tokens * shape.vocabulary, LOGITS_AT_ONCE) * work.precision
     unpacked = shape.largest_linear * work.precision if method == "qlora" else 0
-    return work.tokens * scale * (kept + shape.outside_kept) + max(work.tokens * scale * recomputed, logits) + unpacked
+    # PEFT adds an adapter on experts to a copy of their weights, which the backward pass needs.
+    added = 0.0
+    if method != "full" and work.backend == "transformers":
+        held_at_once = 1 if work.checkpointing == "none" else max(1, shape.layers)
+        added = shape.adapted_experts * work.precision / held_at_once
+    peak = max(work.tokens * scale * recomputed, logits)
+    return work.tokens * scale * (kept + shape.outside_kept) + peak + unpacked + added
 
 
 def _share_kept(method: Method, work: Workload) -> float:

@@ -111,7 +111,7 @@ def _memory_table(settings: Settings, plan: Plan, width: int, colour: bool) -> s
         amounts = (memory.weights, memory.gradients, memory.optimizer, working, memory.loading)
         chosen = "*" if _is_chosen(settings, one) else ""
         peak = f"{'≥' if memory.lower_bound else ''}{memory.total / unit:,.1f}"
-        cells = [one.method + chosen, one.sharding, one.checkpointing, *(f"{n / unit:,.1f}" for n in amounts), peak]
+        cells = [one.method + chosen, one.config, one.checkpointing, *(f"{n / unit:,.1f}" for n in amounts), peak]
         rows.append([*cells, one.verdict])
     columns.append(Column("verdict", styles=COLOURS))
     if all(one.verdict == "-" for one in plan.memory):
@@ -184,6 +184,8 @@ def verdict_sentence(report: PlanReport) -> str:
     needed = f"needs about {shown_bytes(mine.memory.total)} at its peak"
     if mine.verdict == "fits":
         return f"The run fits: method {settings.method} with DDP {needed} on {gpu}."
+    if mine.verdict == "unknown":
+        return f"The run may fit: method {settings.method} with DDP needs at least {shown_bytes(mine.memory.total)} on {gpu}."
     if mine.verdict == "tight":
         return f"The run may not fit: method {settings.method} with DDP {needed} on {gpu}, and {1 - RESERVE:.0%} should stay free."
     others = [row for row in plan.memory if row.verdict in ("fits", "unknown")]
@@ -193,7 +195,7 @@ def verdict_sentence(report: PlanReport) -> str:
             f"{said}No method and sharding in the table fits either: take larger GPUs, a smaller model, or shorten "
             "--max_length."
         )
-    named = ", ".join(f"{row.method} with {'DDP' if row.sharding == 'none' else row.sharding}" for row in others[:4])
+    named = ", ".join(f"{row.method} with {'DDP' if row.sharding == 'none' else row.config}" for row in others[:4])
     certain = "fits" if others[0].verdict == "fits" else "may fit"
     return f"{said}What {certain} by the table: {named}."
 
@@ -207,10 +209,22 @@ def notes(report: PlanReport) -> list[str]:
         "NCCL and fragmentation. DDP is within 4 % of runs on H200s, LoRA with ZeRO-2 and FSDP2 and full with ZeRO-2 within "
         "10 %. The other rows are lower bounds, and runs took up to twice as much: their verdict is unknown (docs/plan.md)."
     ]
-    if report.shape.all_experts:
-        said.append(
-            "Mixture of experts: every expert is counted as if each token used all of them, so time is too high."
+    if offloaded := [row for row in plan.memory if row.offload != "none" and row.verdict == "unknown"]:
+        kept = ", ".join(
+            f"{row.method} with {row.config} {shown_bytes(row.memory.host * hardware.gpus_per_node)}"
+            for row in offloaded
         )
+        said.append(
+            f"Host memory of a node: {kept}, at least. Every step moves it between host and GPUs; neither speed nor memory "
+            "was measured (docs/sharding.md)."
+        )
+    if report.shape.has_experts:
+        said.append(
+            "Mixture of experts: no such model was measured, so every figure of memory is a lower bound."
+            + (" With the transformers backend QLoRA leaves the experts in 16 bit." if report.shape.experts else "")
+        )
+    if report.shape.all_experts:
+        said.append("Every expert is counted as if each token used all of them, so time is too high.")
     if hardware.inside is None and hardware.gpus_per_node > 1:
         said.append("The links inside a node are not counted: give --node_bandwidth (preflight measures it).")
     if calibration is None:
@@ -283,6 +297,7 @@ def plan_as_json(report: PlanReport) -> dict[str, Any]:
         {
             "method": m.method,
             "sharding": m.sharding,
+            "offload": m.offload,
             "gradient_checkpointing": m.checkpointing,
             "verdict": m.verdict,
             "total": m.memory.total,

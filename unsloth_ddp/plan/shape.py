@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from unsloth_ddp.config.parse import Settings
+from unsloth_ddp.model.experts import EXPERTS, EXPERTS_A_TOKEN, adapted_parameters, number_in, stacked_experts
 from unsloth_ddp.utils.errors import UserError, one_line
 
 # Tokens of that forward pass; the result is per token.
@@ -32,8 +33,11 @@ class ModelShape:
     layer_input      bytes per token of a block's input, in 16 bit
     layer_kept       bytes per token that a block keeps for its backward pass, in 16 bit, without attention scores
     outside_kept     bytes per token kept outside the blocks
-    experts          parameters of experts that are stacked in one tensor, which is no linear layer
-    all_experts      every expert is counted, though a token is routed to a few
+    experts          parameters of experts that are stacked in one tensor, which is no linear layer: Unsloth's QLoRA packs them, Transformers' does not
+    active_experts   of those, the ones that a token is multiplied with
+    adapted_experts  of those, the ones that the adapter changes
+    has_experts      the model is a mixture of experts
+    all_experts      the config does not say how many experts a token is routed to, so all count as active
     """
 
     parameters: int
@@ -47,6 +51,9 @@ class ModelShape:
     layer_kept: float
     outside_kept: float
     experts: int = 0
+    active_experts: int = 0
+    adapted_experts: int = 0
+    has_experts: bool = False
     all_experts: bool = False
 
     def trained(self, method: str) -> int:
@@ -56,19 +63,24 @@ class ModelShape:
     def flops_a_token(self, method: str) -> float:
         """Return the model FLOP per token: 2 n forward, 2 n for input gradients, 2 for each trained weight.
 
-        n counts the weights that a token is multiplied with. Attention scores are left out. So is recomputation, which
+        n counts the weights that a token is multiplied with: of a mixture, the experts that it is routed to. Attention scores are left out. So is recomputation, which
         is work of the hardware, not of the model.
         """
-        adapter = 0 if method == "full" else self.adapter
-        n = self.linear + self.experts + self.head + adapter
-        return 4 * n + 2 * (n if method == "full" else adapter)
+        n = self._multiplied(method)
+        trained = n if method == "full" else n - self._multiplied("full")
+        return 4 * n + 2 * trained
 
     def backward_share(self, method: str, recomputed: bool) -> float:
         """Return the share of a micro-batch's work in its backward pass."""
-        adapter = 0 if method == "full" else self.adapter
-        forward = 2 * (self.linear + self.experts + self.head + adapter)
+        forward = 2 * self._multiplied(method)
         backward = self.flops_a_token(method) - forward + (forward if recomputed else 0)
         return backward / (forward + backward)
+
+    def _multiplied(self, method: str) -> float:
+        """Return the number of weights that a token is multiplied with."""
+        base = self.linear + self.active_experts + self.head
+        # Of an adapter on experts all counts: PEFT adds it to every expert's weights, whatever the tokens.
+        return base if method == "full" else base + self.adapter
 
 
 def read_model_shape(settings: Settings) -> ModelShape:
@@ -101,12 +113,10 @@ def read_model_shape(settings: Settings) -> ModelShape:
     # Tied parameters are separated when they are made empty.
     model.tie_weights()
     model.to("meta")
-    text = config.get_text_config()
-    experts = any(getattr(text, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
-    return count_shape(model, settings, all_experts=bool(experts))
+    return count_shape(model, settings)
 
 
-def count_shape(model: Any, settings: Settings, all_experts: bool = False) -> ModelShape:
+def count_shape(model: Any, settings: Settings) -> ModelShape:
     """Return the counts of an empty model; the adapter of `settings` is added to it."""
     from peft import get_peft_model
     from transformers.modeling_layers import GradientCheckpointingLayer
@@ -116,14 +126,20 @@ def count_shape(model: Any, settings: Settings, all_experts: bool = False) -> Mo
     head = model.get_output_embeddings()
     linear = [m.weight.numel() for m in model.modules() if isinstance(m, torch.nn.Linear) and m is not head]
     parameters = sum(p.numel() for p in model.parameters())
-    experts = sum(p.numel() for p in model.parameters() if p.dim() == 3) if all_experts else 0
+    text = model.config.get_text_config()
+    stacked = stacked_experts(model)
+    experts = sum(p.numel() for p in stacked.values())
+    known, used = number_in(text, EXPERTS), number_in(text, EXPERTS_A_TOKEN)
+    # Experts that are linear layers of their own are counted among those.
+    counted = not known or bool(stacked and used)
     vocabulary, head_size = head.weight.shape[0], head.weight.numel()
     blocks = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     try:
-        adapted: Any = get_peft_model(model, lora_config(settings), low_cpu_mem_usage=True)
+        adapted: Any = get_peft_model(model, lora_config(settings, model), low_cpu_mem_usage=True)
     except ValueError as error:
         raise UserError(f"lora_target_modules: {one_line(error)}") from None
     adapter = sum(p.numel() for p in adapted.parameters() if p.requires_grad)
+    with_adapter = sum(p.numel() for _, p in adapted_parameters(adapted) if any(p is one for one in stacked.values()))
     adapted.to(torch.bfloat16)
     _without_adapted_experts(adapted)
     model.enable_input_require_grads()
@@ -140,7 +156,10 @@ def count_shape(model: Any, settings: Settings, all_experts: bool = False) -> Mo
         layer_kept=layer_kept,
         outside_kept=outside,
         experts=experts,
-        all_experts=all_experts,
+        active_experts=experts * used // known if counted and known else experts,
+        adapted_experts=with_adapter,
+        has_experts=known > 0,
+        all_experts=not counted,
     )
 
 

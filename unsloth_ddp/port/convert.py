@@ -244,6 +244,7 @@ RULES: dict[str, Rule] = {
     "chat_template": _template,
     "lora_target": _split_names("lora_target_modules"),
     "lora_target_modules": _split_names("lora_target_modules"),
+    "lora_target_parameters": _split_names("lora_target_parameters"),
     "additional_target": _split_names("lora_modules_to_save"),
     "evals_per_epoch": _a_number_per_epoch("eval_strategy"),
     "saves_per_epoch": _a_number_per_epoch("save_strategy"),

@@ -32,7 +32,9 @@ def estimate_run_bytes(settings: Settings, config: Mapping[str, Any] | None, wei
     if settings.method == "full":
         trained, width = parameters, 4 if settings.full_weights == "fp32" else 2
     else:
-        trained, width = count_adapter_parameters(config, settings.lora_r, len(settings.lora_modules_to_save)), 4
+        adapted = bool(settings.lora_target_parameters) or settings.lora_target_modules != ["all-linear"]
+        saved = len(settings.lora_modules_to_save)
+        trained, width = count_adapter_parameters(config, settings.lora_r, saved, experts_adapted=adapted), 4
     final = trained * width + BESIDE_WEIGHTS + (parameters * 2 if settings.merge else 0)
     return count_checkpoints(settings) * (3 * trained * width + BESIDE_WEIGHTS) + final
 
@@ -48,10 +50,13 @@ def count_checkpoints(settings: Settings) -> int:
     return CHECKPOINTS_IF_UNLIMITED
 
 
-def count_adapter_parameters(config: Mapping[str, Any], r: int, saved_modules: int = 0) -> int:
+def count_adapter_parameters(
+    config: Mapping[str, Any], r: int, saved_modules: int = 0, *, experts_adapted: bool = False
+) -> int:
     """Count the parameters of a LoRA adapter on every linear layer, and of whole modules saved beside it.
 
-    A linear layer of `a` inputs and `b` outputs gets r x (a + b). Every expert of a mixture is counted.
+    A linear layer of `a` inputs and `b` outputs gets r x (a + b). A mixture's experts are no linear layers; with
+    `experts_adapted` every one is counted.
     """
     text = {**config, **(config.get("text_config") or {})}
 
@@ -65,7 +70,7 @@ def count_adapter_parameters(config: Mapping[str, Any], r: int, saved_modules: i
     attention = 2 * (hidden + queries) + 2 * (hidden + keys)
     experts = number("num_experts") or number("num_local_experts") or number("n_routed_experts")
     width = (number("moe_intermediate_size") if experts else 0) or number("intermediate_size", 4 * hidden)
-    feed_forward = 3 * (hidden + width) * max(1, experts)
+    feed_forward = 3 * (hidden + width) * (experts * experts_adapted if experts else 1)
     return layers * r * (attention + feed_forward) + saved_modules * number("vocab_size") * hidden
 
 

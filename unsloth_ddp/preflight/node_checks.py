@@ -11,7 +11,13 @@ from typing import Any
 from unsloth_ddp.config.parse import Settings
 from unsloth_ddp.data.checked_rows import check_first_rows
 from unsloth_ddp.distributed.runtime import asks_for_cpu, choose_backend
-from unsloth_ddp.distributed.sharding import check_sharding, sharding_from_environment
+from unsloth_ddp.distributed.sharding import (
+    check_offload,
+    check_sharding,
+    describe_sharding,
+    offload_from_environment,
+    sharding_from_environment,
+)
 from unsloth_ddp.preflight import disk_space, machine, network
 from unsloth_ddp.preflight.checks import Check, not_checked
 from unsloth_ddp.preflight.environment import check_node_rank
@@ -170,9 +176,11 @@ def check_machine(
             # Without a launcher the number of processes is not known; with one process fsdp2 is refused.
             processes = process.ranks.world_size if process.launched else 2
             check_sharding(wanted, settings, "cuda" if accelerator else "cpu", backend, processes)
+            offload = offload_from_environment(environ)
+            check_offload(offload, wanted, settings, backend)
         except UserError as error:
             return Check("sharding", {node: wanted}, "failure", str(error))
-        return Check("sharding", {node: wanted})
+        return Check("sharding", {node: describe_sharding(wanted, offload)})
 
     def rows() -> Check:
         try:

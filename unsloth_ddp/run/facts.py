@@ -70,6 +70,7 @@ def part_facts(settings: Settings, runtime: Runtime, trainer: DDPTrainer, first_
         "device": runtime.device_name,
         "device_type": runtime.device_type,
         "sharding": runtime.sharding,
+        "offload": runtime.offload,
         "backend": runtime.backend,
         "precision": runtime.precision,
         "gradient_checkpointing": trainer.checkpointing.kind,

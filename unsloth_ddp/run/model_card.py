@@ -22,11 +22,14 @@ from unsloth_ddp.utils.units import shown_bytes, shown_seconds
 METHODS = {"lora": "LoRA", "qlora": "QLoRA (4-bit base weights)", "full": "full training"}
 # The settings that say how the weights came to be, apart from model and data, which have places of their own.
 SETTINGS = (
-    "method", "lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_modules_to_save", "use_rslora",
-    "full_weights", "max_length", "overlong", "loss_on", "num_train_epochs", "max_steps", "learning_rate",
+    "method", "lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_target_parameters",
+    "lora_modules_to_save", "use_rslora", "full_weights", "max_length", "overlong", "loss_on", "num_train_epochs", "max_steps", "learning_rate",
     "lr_scheduler_type", "warmup_steps", "weight_decay", "max_grad_norm", "optim", "seed",
 )  # fmt: skip
-LORA_ONLY = ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_modules_to_save", "use_rslora")
+LORA_ONLY = (
+    "lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_target_parameters", "lora_modules_to_save",
+    "use_rslora",
+)  # fmt: skip
 FULL_ONLY = ("full_weights",)
 
 

@@ -81,6 +81,8 @@ def _launcher(run: RunRecord) -> str:
         return "uv run python train_ddp.py"
     on_cpu = str(run.fact("device")) == "CPU"
     name = "cpu" if on_cpu else "ddp" if sharding in (None, "none") else str(sharding)
+    if run.fact("offload") not in (None, "none"):
+        name += "_offload"
     if (run.fact("nodes") or 1) > 1:
         name = "multi_node" if name == "ddp" else name
         return f"uv run accelerate launch --config_file accelerate_configs/{name}.yaml train_ddp.py"

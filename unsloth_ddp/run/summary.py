@@ -11,6 +11,8 @@ from unsloth_ddp.config.options import Settings, options_with
 from unsloth_ddp.config.questionable import questionable_settings
 from unsloth_ddp.data.training_data import TrainingData
 from unsloth_ddp.distributed.runtime import Runtime
+from unsloth_ddp.distributed.sharding import describe_sharding
+from unsloth_ddp.model.experts import describe_experts
 from unsloth_ddp.model.load import parameter_counts
 from unsloth_ddp.run.files import LOCK_FILE, SUMMARY_FILE
 from unsloth_ddp.run.upload import upload
@@ -39,9 +41,10 @@ def describe_run(
 ) -> str:
     """Return the table that the main process prints before step 1."""
     total, trainable = parameter_counts(model)
+    experts = describe_experts(model)
     beside = "" if settings.method == "full" else ", adapter included"
     cuda = runtime.device_type == "cuda"
-    sharding = {"sharding": runtime.sharding} if runtime.sharding != "none" else {}
+    sharding = {"sharding": describe_sharding(runtime.sharding, runtime.offload)} if runtime.sharding != "none" else {}
     return render_pairs(
         {
             "processes": f"{runtime.ranks.world_size} on {runtime.ranks.nodes} node(s)",
@@ -51,6 +54,7 @@ def describe_run(
             "precision": runtime.precision + (", products with frozen weights in FP8" if settings.fp8 else ""),
             "model": f"{settings.model} ({total:,} parameters{beside})",
             "method": f"{settings.method} ({trainable:,} trainable parameters, {trainable / total:.2%})",
+            **({"experts": experts} if experts else {}),
             **describe_rows(settings, data, head_chooses=head_chooses),
             "optimizer": f"{settings.optim}, learning rate {settings.learning_rate:g}, {describe_schedule(settings)}",
             "checkpointing": f"{decision.kind}: {decision.reason}",
@@ -152,6 +156,7 @@ def summarize(settings: Settings, runtime: Runtime, trainer: DDPTrainer, seconds
         "nodes": runtime.ranks.nodes,
         "device": runtime.device_name,
         "sharding": runtime.sharding,
+        "offload": runtime.offload,
         "backend": runtime.backend,
         "precision": runtime.precision,
         "packing": packing is not None,

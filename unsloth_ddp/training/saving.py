@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import DistributedType, FullyShardedDataParallelPlugin
 from transformers import Trainer, set_seed
 from transformers.trainer_utils import IntervalStrategy
 from trl import SFTTrainer
@@ -55,6 +56,14 @@ class ResumableTrainer(SFTTrainer):
         device, processes = self.args.device, runtime.ranks.world_size
         timed = processes > 1 and runtime.sharding in REPLICATED
         self.meter = Meter(self._gather_sums, processes, device, OwnWorkTimer(device, enabled=timed), saved.totals)
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Create the accelerator; on the CPU, where accelerate leaves FSDP2 out, with FSDP2 all the same."""
+        super().create_accelerator_and_postprocess()
+        if self.runtime.sharding == "fsdp2" and not self.is_fsdp_enabled:
+            state: Any = self.accelerator.state
+            state.distributed_type, state.fsdp_plugin = DistributedType.FSDP, FullyShardedDataParallelPlugin()
+            self.is_fsdp_enabled = True
 
     @property
     def plan(self) -> BatchPlan:

@@ -13,12 +13,13 @@ from typing import Any
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from transformers.core_model_loading import revert_weight_conversion
 
 from unsloth_ddp.utils.tensor_files import FILE_BYTES, ModelFiles
 
 # The name of PEFT's file, without its ending.
 ADAPTER = "adapter_model"
+# What save_pretrained writes where it is given no weights.
+WITHOUT_WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 Attempt = Callable[[Callable[[], Any]], None]
 
 
@@ -67,6 +68,13 @@ def saved_tensors(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor
     return {name: tensor for name, tensor in tensors.items() if name in names}
 
 
+def describe_without_weights(save: Callable[[dict[str, Tensor]], Any], folder: Path) -> None:
+    """Let `save` write all of a model but its weights to `folder`: it is given an empty state dict."""
+    save({})
+    for name in WITHOUT_WEIGHTS:
+        (folder / name).unlink(missing_ok=True)
+
+
 class Writes:
     """Runs the writes of one rank, and none after a failed one, while the rank goes on gathering with the others.
 
@@ -113,6 +121,9 @@ def write_model(
         attempt: runs a write, and records its failure while the ranks continue.
         file_bytes: the largest size of a file.
     """
+    # Unsloth has to be imported before Transformers.
+    from transformers.core_model_loading import revert_weight_conversion
+
     files = ModelFiles(folder, names, file_bytes=file_bytes) if folder else None
     _write(files, by_layer(names), fetch, functools.partial(revert_weight_conversion, model), attempt)
 

@@ -24,11 +24,8 @@ from unsloth_ddp.checkpoints.sharded_state import (
 from unsloth_ddp.checkpoints.shards import MissingTensor
 from unsloth_ddp.checkpoints.writer import Checkpoints
 from unsloth_ddp.distributed.runtime import Runtime
-from unsloth_ddp.model.whole_weights import gathered, saved_tensors, write_adapter, write_model
+from unsloth_ddp.model.whole_weights import describe_without_weights, gathered, saved_tensors, write_adapter, write_model
 from unsloth_ddp.utils.errors import UserError
-
-# What save_pretrained writes where it is given no weights.
-WITHOUT_WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 
 
 class ShardedSaving:
@@ -60,7 +57,7 @@ class ShardedSaving:
             write_adapter(names, fetch, target, attempt)
         else:
             if main:
-                attempt(lambda: _describe_model(describe, folder))
+                attempt(lambda: describe_without_weights(describe, folder))
             if not checkpoint:
                 write_model(model, list(saved_tensors(model, tensors)), fetch, target, attempt)
         if checkpoint:
@@ -107,12 +104,6 @@ def _adapter_names(model: Any, tensors: dict[str, Tensor]) -> dict[str, str]:
     names = {id(tensor): name for name, tensor in tensors.items()}
     saved = get_peft_model_state_dict(model, state_dict=tensors, adapter_name=model.active_adapter)
     return {names[id(tensor)]: name for name, tensor in saved.items()}
-
-
-def _describe_model(describe: Callable[[dict[str, Tensor]], None], folder: Path) -> None:
-    describe({})
-    for name in WITHOUT_WEIGHTS:
-        (folder / name).unlink(missing_ok=True)
 
 
 def _each(work: Callable[[Path], None], paths: Iterable[Path]) -> None:

@@ -8,7 +8,8 @@ from typing import Any
 from safetensors import SafetensorError
 
 from unsloth_ddp.export.folder import whole_or_absent
-from unsloth_ddp.model.load import describe_load_error, is_model_file_error, save_merged
+from unsloth_ddp.model.load import describe_load_error, is_model_file_error
+from unsloth_ddp.model.merge import save_merged
 from unsloth_ddp.model.trained import load_trained_tokenizer, stop_tokens
 from unsloth_ddp.run.result import RunResult
 from unsloth_ddp.utils.errors import UserError

@@ -24,7 +24,13 @@ from unsloth_ddp.checkpoints.sharded_state import (
 from unsloth_ddp.checkpoints.shards import MissingTensor
 from unsloth_ddp.checkpoints.writer import Checkpoints
 from unsloth_ddp.distributed.runtime import Runtime
-from unsloth_ddp.model.whole_weights import describe_without_weights, gathered, saved_tensors, write_adapter, write_model
+from unsloth_ddp.model.whole_weights import (
+    describe_without_weights,
+    gathered,
+    saved_tensors,
+    write_adapter,
+    write_model,
+)
 from unsloth_ddp.utils.errors import UserError
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from tests.conftest import DEMO_MODEL
+from tests.peak_memory import PeakMemory
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.model import merge as module
 from unsloth_ddp.model.merge import plan_merge, save_merged
@@ -152,30 +152,3 @@ def test_it_holds_a_small_part_of_a_large_model(tmp_path):
         save_merged(settings(base), adapter, tmp_path / "merged", [])
     shutil.rmtree(base)
     assert peak.grown < total / 3
-
-
-class PeakMemory:
-    """How much this process grew, beyond pages of files, which the system takes back when it needs them."""
-
-    grown = 0
-
-    def __enter__(self) -> PeakMemory:
-        self._done = threading.Event()
-        self._before = own_memory()
-        self._thread = threading.Thread(target=self._watch)
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._done.set()
-        self._thread.join()
-
-    def _watch(self) -> None:
-        while not self._done.wait(0.002):
-            self.grown = max(self.grown, own_memory() - self._before)
-
-
-def own_memory() -> int:
-    """Bytes of this process's memory that are not pages of files."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))

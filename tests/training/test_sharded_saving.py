@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from benchmarks.common import reload
 from tests.checkpoints.test_write_errors import FINAL, train_with_faults
@@ -16,6 +17,9 @@ from tests.conftest import demo_rows, write_jsonl
 from tests.jobs import TIMINGS, assert_same, copy_until, manifest_steps
 from unsloth_ddp.checkpoints import manifest
 from unsloth_ddp.checkpoints.shards import Shards
+from unsloth_ddp.export.merged import write_merged
+from unsloth_ddp.run.result import find_result
+from unsloth_ddp.utils.errors import UserError
 
 FSDP2 = {"UNSLOTH_FSDP2": "1"}
 STEPS = 4
@@ -118,6 +122,22 @@ def test_the_result_has_the_loss_of_the_run_in_plain_transformers(request, place
     reload.main(folder)
     loaded = json.loads(capsys.readouterr().out.splitlines()[-1])["eval_loss"]
     assert loaded == pytest.approx(json.loads((folder / "summary.json").read_text())["eval_loss"], rel=1e-5)
+
+
+def test_a_checkpoint_in_shards_becomes_the_model_that_the_run_wrote(full_run, tmp_path):
+    result = find_result(str(full_run / f"checkpoint-{STEPS}"), in_shards=True)
+    assert result.in_shards
+    write_merged(result, tmp_path)
+    found, expected = load_file(tmp_path / "model.safetensors"), load_file(full_run / "model.safetensors")
+    assert_same(found, expected)
+    files = {path.name for path in tmp_path.iterdir()}
+    assert files >= {"config.json", "generation_config.json", "tokenizer.json", "chat_template.jinja"}
+    assert not files & {"trainer_state.json", "optimizer.pt", "rng_state_0.pth", "manifest.json"}
+    AutoModelForCausalLM.from_pretrained(tmp_path)
+    with pytest.raises(
+        UserError, match=r"in shards, as every process .*unsloth_ddp\.export .*checkpoint-4 --to merged`"
+    ):
+        find_result(str(full_run / f"checkpoint-{STEPS}"))
 
 
 def test_a_write_that_fails_on_one_rank_leaves_no_half_checkpoint_and_no_rank_waiting(job, lora_run):

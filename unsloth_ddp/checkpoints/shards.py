@@ -16,6 +16,7 @@ import json
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -23,6 +24,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -82,6 +84,17 @@ def _part_of(tensor: Tensor, rank: int) -> tuple[Tensor, list[int]] | None:
     return local, list(begin)
 
 
+class _Reader(HuggingFaceStorageReader):
+    """torch's reader, which would read the header of every file again for each tensor."""
+
+    def __init__(self, folder: Path, metadata: Metadata) -> None:
+        super().__init__(str(folder))
+        self._metadata = metadata
+
+    def read_metadata(self) -> Metadata:
+        return self._metadata
+
+
 class Shards:
     """The tensors in one folder of shards.
 
@@ -92,10 +105,10 @@ class Shards:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         try:
-            # Other files in the folder are not read.
-            self._known = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
+            self._metadata = HuggingFaceStorageReader(str(folder)).read_metadata()
         except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
             raise MissingTensor(f"the shards in {folder} cannot be read: {error}") from None
+        self._known: Any = self._metadata.state_dict_metadata
 
     @property
     def names(self) -> list[str]:
@@ -104,11 +117,11 @@ class Shards:
 
     def dtype(self, name: str) -> torch.dtype:
         """Return the type of a tensor."""
-        return self._known[name].properties.dtype  # type: ignore[union-attr]
+        return self._known[name].properties.dtype
 
     def shape(self, name: str) -> torch.Size:
         """Return the shape of a whole tensor."""
-        return self._known[name].size  # type: ignore[union-attr]
+        return self._known[name].size
 
     def read_into(self, tensors: Mapping[str, Tensor]) -> None:
         """Fill each tensor, or this rank's part of it, with what was saved; every rank reads by itself.
@@ -127,7 +140,7 @@ class Shards:
             # It warns that ranks do not talk to each other, which is what is asked for.
             warnings.simplefilter("ignore")
             try:
-                dcp.load(dict(tensors), storage_reader=HuggingFaceStorageReader(str(self.folder)), no_dist=True)
+                dcp.load(dict(tensors), storage_reader=_Reader(self.folder, self._metadata), no_dist=True)
             except CheckpointException as error:
                 raise MissingTensor(f"{self.folder} cannot be read: {error}") from None
 

@@ -136,7 +136,7 @@ class ModelFiles:
         """Name the files by their number, and write the index of several."""
         self._close_file()
         count = len(self._written)
-        weight_map = {}
+        weight_map: dict[str, str] = {}
         for number, (path, names) in enumerate(self._written, start=1):
             suffix = "" if count == 1 else f"-{number:05d}-of-{count:05d}"
             final = self.folder / f"{self.stem}{suffix}.safetensors"

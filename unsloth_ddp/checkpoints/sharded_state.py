@@ -1,8 +1,8 @@
 """Save and load the trained weights and the optimizer of a sharded run, each rank its own part.
 
 Every number that is split as its weight is goes to the shards, which any number of ranks can read. The rest of an
-optimizer's state is small: what is the same on all ranks goes to optimizer.pt, and what is not (the scales of packed
-states, say) to optimizer_rank_N.pt, which the same number of ranks has to read.
+optimizer's state is what is the same on all ranks (counters, options), in optimizer.pt, and what is packed in a way of its
+own (torchao's 8-bit states), in optimizer_rank_N.pt, which the same number of ranks has to read.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from unsloth_ddp.checkpoints.shards import OPTIMIZER, WEIGHTS, MissingTensor, Shards, is_plain_shard, write_shards
@@ -38,6 +39,17 @@ def persistent_buffers(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
                 yield f"{prefix}.{name}" if prefix else name, buffer
 
 
+def give_back_whole_weights(model: torch.nn.Module) -> None:
+    """Make every weight the part that its rank holds: after an evaluation some of them are still whole.
+
+    FSDP2 keeps the last layers whole until a backward pass, and until then a model names other tensors as its weights
+    than those that the optimizer knows.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
 def named_tensors(model: torch.nn.Module) -> dict[str, Tensor]:
     """Return the weights and persistent buffers of a model under all of their names."""
     weights = {plain_name(name): weight for name, weight in model.named_parameters(remove_duplicate=False)}
@@ -46,7 +58,10 @@ def named_tensors(model: torch.nn.Module) -> dict[str, Tensor]:
 
 def trained_tensors(model: torch.nn.Module) -> dict[str, Tensor]:
     """Return what training changes: trainable weights and, where no weight is frozen, buffers."""
-    found = {plain_name(name): weight for name, weight in model.named_parameters() if weight.requires_grad}
+    found: dict[str, Tensor] = {}
+    for name, weight in model.named_parameters():
+        if weight.requires_grad:
+            found[plain_name(name)] = weight
     if all(weight.requires_grad for weight in model.parameters()):
         found |= {plain_name(name): buffer for name, buffer in persistent_buffers(model)}
     return found
@@ -128,8 +143,8 @@ def load_optimizer(checkpoint: Path, model: torch.nn.Module, optimizer: torch.op
     own: dict[str, dict[str, Any]] = {}
     if saved["own"]:
         file = checkpoint / _own_file(ranks.rank)
-        mine = torch.load(file, map_location="cpu", weights_only=True) if file.is_file() else {"world_size": None}
-        if mine["world_size"] != ranks.world_size:
+        mine: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True) if file.is_file() else {}
+        if mine.get("world_size") != ranks.world_size:
             raise MissingTensor(
                 f"the state of this optimizer in {checkpoint} can be read by as many processes as wrote it only; start as "
                 "many, or choose another optimizer for a run that changes their number"
@@ -142,10 +157,10 @@ def load_optimizer(checkpoint: Path, model: torch.nn.Module, optimizer: torch.op
     param_groups = []
     index = 0
     for group in optimizer.param_groups:
-        mine = groups.get(frozenset(names[parameter] for parameter in group["params"]))
-        if mine is None:
+        same = groups.get(frozenset(names[parameter] for parameter in group["params"]))
+        if same is None:
             raise MissingTensor(f"the optimizer in {checkpoint} has other groups of weights")
-        param_groups.append({**mine, "params": list(range(index, index + len(group["params"])))})
+        param_groups.append({**same, "params": list(range(index, index + len(group["params"])))})
         for parameter in group["params"]:
             name = names[parameter]
             values = {**saved["state"].get(name, {}), **own.get(name, {})}

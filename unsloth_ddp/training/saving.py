@@ -205,6 +205,7 @@ class ResumableTrainer(SFTTrainer):
         if self.is_fsdp_enabled:
             self.sharded.save_optimizer(Path(output_dir), self.model, self._bare_optimizer)
             if self.args.should_save:
+                assert self.lr_scheduler is not None
                 schedule = self.lr_scheduler.state_dict()
                 self.checkpoints.attempt(lambda: torch.save(schedule, Path(output_dir, "scheduler.pt")))
             return
@@ -213,7 +214,8 @@ class ResumableTrainer(SFTTrainer):
 
     @property
     def _bare_optimizer(self) -> torch.optim.Optimizer:
-        return getattr(self.optimizer, "optimizer", self.optimizer)
+        # accelerate puts one around it.
+        return getattr(self.optimizer, "optimizer", None) or self.optimizer  # type: ignore[return-value]
 
     def _save_scaler(self, output_dir: str) -> None:
         self.checkpoints.attempt(lambda: super(ResumableTrainer, self)._save_scaler(output_dir))
@@ -247,6 +249,7 @@ class ResumableTrainer(SFTTrainer):
             super()._load_optimizer_and_scheduler(checkpoint)
             return
         self.sharded.load_optimizer(Path(checkpoint), self.model, self._bare_optimizer)
+        assert self.lr_scheduler is not None
         self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint, "scheduler.pt"), weights_only=True))
 
     def _load_callback_state(self) -> None:

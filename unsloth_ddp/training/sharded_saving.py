@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from unsloth_ddp.checkpoints.sharded_state import (
+    give_back_whole_weights,
     load_optimizer,
     load_weights,
     named_tensors,
@@ -50,6 +51,7 @@ class ShardedSaving:
             describe: writes everything but the weights (configs, tokenizer); it is given a state dict without values.
         """
         main, attempt = self.runtime.ranks.is_main, self.checkpoints.attempt
+        give_back_whole_weights(model)
         tensors = named_tensors(model)
 
         def fetch(name: str) -> Tensor:
@@ -71,6 +73,7 @@ class ShardedSaving:
 
     def save_optimizer(self, folder: Path, model: Any, optimizer: torch.optim.Optimizer) -> None:
         """Write this rank's part of the optimizer's state."""
+        give_back_whole_weights(model)
         written = save_optimizer(folder, model, optimizer, self.runtime.ranks, self.checkpoints.attempt)
         self.checkpoints.attempt(lambda: _each(self.checkpoints.wrote, written))
 
@@ -80,6 +83,7 @@ class ShardedSaving:
         Raises:
             UserError: the checkpoint does not hold them, on some rank.
         """
+        give_back_whole_weights(model)
         self._together(folder, lambda: load_weights(folder, model))
 
     def load_optimizer(self, folder: Path, model: Any, optimizer: torch.optim.Optimizer) -> None:
@@ -88,6 +92,7 @@ class ShardedSaving:
         Raises:
             UserError: the checkpoint does not hold it, on some rank.
         """
+        give_back_whole_weights(model)
         self._together(folder, lambda: load_optimizer(folder, model, optimizer, self.runtime.ranks))
 
     def _together(self, folder: Path, read: Callable[[], None]) -> None:

@@ -121,6 +121,21 @@ def _copy_whole(weight: Any, values: torch.Tensor) -> None:
     weight.copy_(values)
 
 
+def save_and_load_packed(folder: str) -> None:
+    """Save an optimizer that also has state of a form of its own on each rank, and load it."""
+    ranks = start()
+    model, optimizer = sharded(seed=0)
+    step(model, optimizer)
+    for state in optimizer.state.values():
+        state["scales"] = torch.full((2,), float(ranks.rank))
+    sharded_state.save_optimizer(Path(folder), model, optimizer, ranks, lambda write: write())
+    torch.distributed.barrier()
+    again, other = sharded(seed=1)
+    sharded_state.load_optimizer(Path(folder), again, other, ranks)
+    assert len(other.state) == 2
+    assert all(state["scales"].tolist() == [float(ranks.rank)] * 2 for state in other.state.values())
+
+
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
     """The shards of a job of so many ranks."""
@@ -150,6 +165,12 @@ def test_every_rank_writes_its_own_part_and_frozen_weights_stay_out(checkpoint):
     assert torch.equal(torch.cat([one["first.weight"], other["first.weight"]]), expected["first.weight"])
     optimizer = load_file(folder / "optimizer" / "shard-00001-of-00002.safetensors")
     assert optimizer.keys() == {"first.weight.exp_avg", "first.weight.exp_avg_sq"}
+
+
+def test_state_of_a_form_of_its_own_is_read_by_as_many_ranks_only(tmp_path):
+    run_ranks(2, save_and_load_packed, str(tmp_path), folder=tmp_path / "out").check()
+    with pytest.raises(MissingTensor, match="can be read by as many processes as wrote it only"):
+        sharded_state.load_optimizer(tmp_path, *sharded(seed=1), Ranks())
 
 
 def test_shards_are_read_whole_without_a_process_group(checkpoint):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -188,7 +189,12 @@ def test_a_weight_that_was_not_saved_is_named(checkpoint, tmp_path):
         shards.read_into({"fourth.weight": torch.zeros(1)})
     with pytest.raises(MissingTensor, match=r"first\.weight in .* is \[7, 3\] and not \[3, 7\]"):
         shards.read_into({"first.weight": torch.zeros(3, 7)})
-    (tmp_path / "shard-00000-of-00001.safetensors").write_bytes(b"nothing")
+    for rank in (0, 2, 3):
+        name = f"shard-0000{rank}-of-00004.safetensors"
+        shutil.copy(checkpoint(4) / "weights" / name, tmp_path / name)
+    with pytest.raises(MissingTensor, match=r"holds only a part of first\.weight"):
+        Shards(tmp_path).whole("first.weight")
+    (tmp_path / "shard-00000-of-00004.safetensors").write_bytes(b"nothing")
     with pytest.raises(MissingTensor, match="cannot be read"):
         Shards(tmp_path)
 

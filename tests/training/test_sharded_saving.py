@@ -93,7 +93,7 @@ def test_a_checkpoint_holds_the_trained_weights_and_nothing_to_unpickle(lora_run
         assert all("lora_" in name or "modules_to_save" in name for name in names) == adapter
 
 
-@pytest.mark.parametrize("ranks", [4, 1])
+@pytest.mark.parametrize("ranks", [pytest.param(4, marks=pytest.mark.slow), 1])
 def test_another_number_of_processes_continues_with_the_same_weights_and_optimizer(job, full_run, ranks):
     resumed = full_run.parent / f"sharded-full-on-{ranks}"
     shutil.copytree(full_run, resumed)

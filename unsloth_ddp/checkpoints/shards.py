@@ -13,6 +13,7 @@ another while it writes.
 from __future__ import annotations
 
 import json
+import math
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -127,13 +128,16 @@ class Shards:
         """Fill each tensor, or this rank's part of it, with what was saved; every rank reads by itself.
 
         Raises:
-            MissingTensor: a tensor was not saved, or in another shape.
+            MissingTensor: a tensor was not saved whole, or in another shape.
         """
         for name, tensor in tensors.items():
             if name not in self._known:
                 raise MissingTensor(f"{self.folder} holds no {name}")
             if self.shape(name) != tensor.shape:
                 raise MissingTensor(f"{name} in {self.folder} is {list(self.shape(name))} and not {list(tensor.shape)}")
+            # torch's reader leaves what no file holds as it is.
+            if sum(math.prod(part.sizes) for part in self._known[name].chunks) != tensor.numel():
+                raise MissingTensor(f"{self.folder} holds only a part of {name}")
         if not tensors:
             return
         with warnings.catch_warnings():

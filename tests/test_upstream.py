@@ -48,6 +48,9 @@ REPLACED = {
     f"{TRAINER}._load_rng_state": "self checkpoint",
     f"{TRAINER}._finalize_training": "self trial num_train_samples start_time",
     f"{TRAINER}._load_best_model": "self",
+    f"{TRAINER}.create_accelerator_and_postprocess": "self",
+    f"{TRAINER}._load_from_checkpoint": "self resume_from_checkpoint model",
+    f"{TRAINER}._load_optimizer_and_scheduler": "self checkpoint",
     # Replaced by training/trainer.py: the batch plan, the token mean, reports.
     f"{TRAINER}.get_train_dataloader": "self",
     f"{TRAINER}._get_train_sampler": "self train_dataset",
@@ -75,6 +78,10 @@ CALLED = {
     "torch/nn/attention/varlen.py:varlen_attn": "query key value cu_seq_q cu_seq_k max_q max_k * return_aux scale "
     "window_size enable_gqa seqused_k block_table num_splits",
     "torch/serialization.py:register_package": "priority tagger deserializer",
+    "torch/distributed/checkpoint/hf_storage.py:HuggingFaceStorageReader.read_metadata": "self",
+    "torch/distributed/tensor/_utils.py:compute_local_shape_and_global_offset": "global_shape mesh placements "
+    "skip_offset",
+    "transformers/core_model_loading.py:revert_weight_conversion": "model state_dict",
     "unsloth/models/_utils.py:apply_unsloth_gradient_checkpointing": "use_gradient_checkpointing max_seq_length dtype",
     "unsloth/utils/hf_packed_attention.py:enable_hf_packed_attention": "",
     "unsloth/utils/attention_dispatch.py:select_attention_backend": "use_varlen dropout_p",
@@ -84,10 +91,21 @@ CALLED = {
 NAMES = {
     "transformers/trainer.py": ["is_fsdp_enabled", "is_deepspeed_enabled", "model_accepts_loss_kwargs"],
     "transformers/integrations/integration_utils.py": ["tb_writer", "TENSORBOARD_LOGGING_DIR"],
-    "transformers/modeling_utils.py": ["_supports_attention_backend", "_supports_flash_attn", "_attn_implementation"],
+    "transformers/modeling_utils.py": [
+        "_supports_attention_backend",
+        "_supports_flash_attn",
+        "_attn_implementation",
+        "all_tied_weights_keys",
+        "_keys_to_ignore_on_save",
+        "_keep_in_fp32_modules",
+        "_keep_in_fp32_modules_strict",
+    ],
     "accelerate/utils/dataclasses.py": ["mixed_precision_policy", "gradient_as_bucket_view"],
     "accelerate/accelerator.py": ["ddp_handler"],
+    "accelerate/state.py": ["distributed_type", "fsdp_plugin"],
     "datasets/arrow_dataset.py": ["_indices"],
+    "torch/distributed/checkpoint/_hf_utils.py": ["DCP_SHARDING_INFO", "saved_offsets"],
+    "torch/nn/modules/module.py": ["_buffers", "_non_persistent_buffers_set"],
     "unsloth/trainer.py": ["PADDING_FREE_BLOCKLIST"],
     "unsloth/models/_utils.py": ["_unsloth_forced_float32", "_unsloth_gradient_checkpointing"],
     "unsloth/utils/attention_dispatch.py": ["_TORCH_VARLEN_ATTN", "XFORMERS", "FLASH_VARLEN"],

@@ -251,6 +251,27 @@ def test_deepspeed_checkpoints_keep_their_number_of_processes(sharding, possible
     assert bool(found.reported)
 
 
+def test_shards_can_be_read_without_sharding_and_by_no_other_kind():
+    before = {**FACTS, "sharding": "fsdp2"}
+    alone = {**before, "sharding": "none", "world_size": 1}
+    found = manifest.compare_runs(before, alone, shards=True)
+    assert found.impossible == []
+    assert found.reported == ["world_size 2 -> 1", "sharding fsdp2 -> none"]
+    assert manifest.compare_runs(before, alone).impossible
+    assert manifest.compare_runs(before, {**before, "sharding": "zero2"}, shards=True).impossible
+    assert manifest.holds_shards(["trainer_state.json", "weights/shard-00000-of-00002.safetensors"])
+    assert not manifest.holds_shards(["pytorch_model_fsdp.bin", "optimizer.bin"])
+
+
+def test_known_checksums_are_not_computed_again(tmp_path):
+    (tmp_path / "weights").mkdir()
+    for name in ("weights/shard", "state.json"):
+        (tmp_path / name).write_text(name)
+    found = manifest.describe_files(tmp_path, {"weights/shard": "as its writer found it"})
+    assert found["weights/shard"] == (13, "as its writer found it")
+    assert found["state.json"] == manifest.describe_files(tmp_path)["state.json"]
+
+
 @pytest.mark.parametrize(
     ("processes", "packing", "said"), [(16, "packs of up to 90 tokens", True), (4, "packs", False), (16, "off", False)]
 )

@@ -21,7 +21,7 @@ import pytest
 from tests.jobs import LAST, WHOLE_RUN, assert_same, ends, manifest_steps
 from tests.ranks import train
 from unsloth_ddp.checkpoints.writer import ASIDE, Checkpoints
-from unsloth_ddp.model import load as model
+from unsloth_ddp.model import merge
 from unsloth_ddp.run import stages, summary
 from unsloth_ddp.utils import json_file
 
@@ -66,7 +66,7 @@ FAULTS = {
 
 def train_with_faults(argv: list[str], cwd: str, faults: dict[int, tuple[int, str]]) -> None:
     """train_ddp.py, where the save of a step, or FINAL, fails on one rank: {step: (rank, which of FAULTS)}."""
-    save, save_final, save_merged, finish = Checkpoints.save, Checkpoints.save_final, model.save_merged, summary.finish
+    save, save_final, save_merged, finish = Checkpoints.save, Checkpoints.save_final, merge.save_merged, summary.finish
 
     def fault(step: int) -> contextlib.AbstractContextManager:
         rank, name = faults.get(step, (-1, ""))
@@ -91,7 +91,7 @@ def train_with_faults(argv: list[str], cwd: str, faults: dict[int, tuple[int, st
     with (
         patch.object(Checkpoints, "save", save_with_fault),
         patch.object(Checkpoints, "save_final", save_final_with_fault),
-        patch.object(model, "save_merged", merge_with_fault),
+        patch.object(merge, "save_merged", merge_with_fault),
         patch.object(summary, "finish", finish_with_fault),
     ):
         train(argv, cwd)

@@ -47,8 +47,8 @@ STATE_FILES = {
 }
 # What a resume reads beside the weights. A file of such a name that the manifest does not list was not written by the run.
 READ_ON_RESUME = (
-    "optimizer.pt", "optimizer.bin", "scheduler.pt", "scaler.pt", "rng_state*.pth", "latest", "*_states.pt",
-    "*.distcp", ".metadata",
+    "optimizer.pt", "optimizer_rank_*.pt", "optimizer.bin", "scheduler.pt", "scaler.pt", "rng_state*.pth", "latest",
+    "*_states.pt", "shard-*.safetensors", "*.distcp", ".metadata",
 )  # fmt: skip
 # Files that DeepSpeed, and torch's sharded checkpoints, read by unpickling: whoever wrote them can have run any code.
 PICKLED = ("*_optim_states.pt", "*_model_states.pt", ".metadata")
@@ -138,15 +138,18 @@ def list_files(folder: Path) -> list[Path]:
     return sorted(path for path in folder.rglob("*") if path.is_file() and path != folder / FILE_NAME)
 
 
-def describe_files(folder: Path) -> dict[str, tuple[int, str]]:
-    """Return size and checksum of every file below `folder`, the manifest left out."""
-    paths = list_files(folder)
+def describe_files(folder: Path, known: Mapping[str, str] | None = None) -> dict[str, tuple[int, str]]:
+    """Return size and checksum of every file below `folder`, the manifest left out.
+
+    Args:
+        known: checksums by path below `folder`, of files that their writers have read.
+    """
+    paths = {path.relative_to(folder).as_posix(): path for path in list_files(folder)}
+    digests = dict(known or {})
+    unknown = [name for name in paths if name not in digests]
     with ThreadPoolExecutor(max_workers=4) as pool:
-        digests = list(pool.map(checksum, paths))
-    return {
-        path.relative_to(folder).as_posix(): (path.stat().st_size, digest)
-        for path, digest in zip(paths, digests, strict=True)
-    }
+        digests |= zip(unknown, pool.map(lambda name: checksum(paths[name]), unknown), strict=True)
+    return {name: (path.stat().st_size, digests[name]) for name, path in paths.items()}
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -209,6 +212,11 @@ def pickled_file(files: Iterable[str]) -> str | None:
     return next((name for name in files if _is_named(PurePosixPath(name).name, PICKLED)), None)
 
 
+def holds_shards(files: Iterable[str]) -> bool:
+    """Return whether a checkpoint's weights stand in shards (see shards.py)."""
+    return any(fnmatch(name, "weights/shard-*.safetensors") for name in files)
+
+
 def missing_state(files: Iterable[str]) -> str | None:
     """Return the first of STATE_FILES that a checkpoint lacks under every one of its names."""
     names = list(files)
@@ -235,8 +243,12 @@ class Comparison:
     instead: str = "go back to the first value"
 
 
-def compare_runs(before: Mapping[str, Any], now: Mapping[str, Any]) -> Comparison:
-    """Compare the identities of two runs; a name that only one of them holds is not compared."""
+def compare_runs(before: Mapping[str, Any], now: Mapping[str, Any], *, shards: bool = False) -> Comparison:
+    """Compare the identities of two runs; a name that only one of them holds is not compared.
+
+    Args:
+        shards: the checkpoint holds shards that any number of processes can read, one without sharding too.
+    """
 
     def changes(names: tuple[str, ...]) -> list[str]:
         both = [name for name in names if name in before and name in now]
@@ -276,7 +288,9 @@ def compare_runs(before: Mapping[str, Any], now: Mapping[str, Any]) -> Compariso
             "first value"
         )
     old, new = before.get("sharding", "none"), now.get("sharding", "none")
-    if old != new:
+    if shards and new == "none":
+        result.reported += [f"sharding {old} -> {new}"]
+    elif old != new:
         result.impossible.append(
             f"sharding {old} -> {new}: the optimizer's files of one cannot be read by the other; start with {old}"
         )

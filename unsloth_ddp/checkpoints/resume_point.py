@@ -41,7 +41,8 @@ class ResumePoint:
         Raises:
             UserError: a difference changes what is learned and `anyway` is not set, or this run cannot read the checkpoint.
         """
-        found = manifest.compare_runs(self.manifest.run, identity)
+        shards = manifest.holds_shards(self.manifest.files)
+        found = manifest.compare_runs(self.manifest.run, identity, shards=shards)
         if found.impossible:
             raise UserError(
                 f"{self.folder} cannot be resumed: {found.impossible[0]}, or start again with another --run_name."

@@ -23,6 +23,7 @@ from unsloth_ddp.checkpoints import manifest
 from unsloth_ddp.checkpoints.folders import is_whole, step_folders
 from unsloth_ddp.checkpoints.manifest import Manifest
 from unsloth_ddp.distributed.runtime import Runtime
+from unsloth_ddp.utils.checksums import checksum
 from unsloth_ddp.utils.durable_writes import flush, flush_one, is_write_error, reason
 from unsloth_ddp.utils.errors import UserError
 
@@ -104,6 +105,7 @@ class Checkpoints:
         self.failed: str | None = None
         self.written = 0
         self._failure: Exception | None = None
+        self._digests: dict[str, str] = {}
 
     def open(self) -> None:
         """Find out whether all nodes see the run's folder, which exists by now.
@@ -131,12 +133,14 @@ class Checkpoints:
         """
         ranks, aside = self.runtime.ranks, self.folder / ASIDE
         target = aside / f"checkpoint-{step}"
-        self._failure = None
+        self._failure, self._digests = None, {}
+        everyones: dict[str, str] = {}
         parts: list[tuple[bool, Callable[[], None]]] = [
             (ranks.is_main, lambda: self._prepare(aside)),
             (True, lambda: write(aside)),
             (ranks.is_local_main, lambda: flush(target) if target.exists() else None),
-            (ranks.is_main, lambda: self._publish(step, target)),
+            (True, lambda: everyones.update(self._gather_digests(target))),
+            (ranks.is_main, lambda: self._publish(step, target, everyones)),
         ]
         for mine, part in parts:
             if mine:
@@ -253,8 +257,16 @@ class Checkpoints:
         if shutil.disk_usage(aside).free < self.weights_bytes + MARGIN:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(aside))
 
-    def _publish(self, step: int, target: Path) -> None:
-        described = Manifest(step, self.identity, self.versions, manifest.describe_files(target))
+    def wrote(self, path: Path) -> None:
+        """Record the checksum of a file of the checkpoint that this rank wrote, so that the main process need not read it."""
+        self._digests[str(path)] = checksum(path)
+
+    def _gather_digests(self, target: Path) -> dict[str, str]:
+        mine = {Path(path).relative_to(target).as_posix(): digest for path, digest in self._digests.items()}
+        return {name: digest for part in self.runtime.gather(mine) for name, digest in part.items()}
+
+    def _publish(self, step: int, target: Path, digests: dict[str, str]) -> None:
+        described = Manifest(step, self.identity, self.versions, manifest.describe_files(target, digests))
         path = target / manifest.FILE_NAME
         path.write_text(described.to_text(), encoding="utf-8")
         for written in (path, target):

@@ -141,7 +141,7 @@ def check_sharding(sharding: Sharding, settings: Settings, device_type: str, bac
     """
     if sharding == "none":
         return
-    if device_type != "cuda":
+    if sharding in ("zero2", "zero3") and device_type != "cuda":
         raise UserError(f"sharding {sharding} needs GPUs and none is used here; use accelerate_configs/cpu.yaml.")
     if sharding == "fsdp2" and world_size == 1:
         raise UserError(

@@ -73,8 +73,8 @@ def export(argv: list[str]) -> None:
     """
     given = make_parser().parse_args(argv)
     check(given)
-    result = find_result(given.run)
-    if given.to == "merged" and not result.is_adapter:
+    result = find_result(given.run, in_shards=given.to == "merged")
+    if given.to == "merged" and not result.is_adapter and not result.in_shards:
         raise UserError(
             f"{result.folder} holds a whole model already, as --method full trains one; load it from there."
         )
@@ -92,7 +92,8 @@ def export(argv: list[str]) -> None:
 
     transformers.utils.logging.disable_progress_bar()
     check_trust(result.settings, trusted=given.trust_remote_code)
-    check_trained(result.settings, result.folder)
+    if not result.in_shards:
+        check_trained(result.settings, result.folder)
     if given.to == "merged":
         _merge(result, export_folder(result, "merged", given.output), given)
     elif tools is not None:
@@ -106,7 +107,8 @@ def export(argv: list[str]) -> None:
 def _merge(result: RunResult, target: Path, given: argparse.Namespace) -> None:
     from unsloth_ddp.export.merged import export_merged
 
-    print(f"Merging {result.folder} into {result.settings.model} ...", flush=True)
+    into = "a whole model" if result.in_shards else result.settings.model
+    print(f"Merging {result.folder} into {into} ...", flush=True)
     answer = export_merged(result, target, given.ask, plain=given.plain)
     _report(target, given.ask, answer)
 

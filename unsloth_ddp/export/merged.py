@@ -7,8 +7,10 @@ from typing import Any
 
 from safetensors import SafetensorError
 
+from unsloth_ddp.export.assemble import assemble
 from unsloth_ddp.export.folder import whole_or_absent
-from unsloth_ddp.model.load import describe_load_error, is_model_file_error, save_merged
+from unsloth_ddp.model.load import describe_load_error, is_model_file_error
+from unsloth_ddp.model.merge import save_merged
 from unsloth_ddp.model.trained import load_trained_tokenizer, stop_tokens
 from unsloth_ddp.run.result import RunResult
 from unsloth_ddp.utils.errors import UserError
@@ -20,9 +22,14 @@ ANSWER_LENGTH = 64
 def write_merged(result: RunResult, target: Path) -> None:
     """Merge the run's adapter into its base model, in bf16 on the CPU, and write the whole model to `target`.
 
+    Of a checkpoint in shards the model is put together instead, in the precision that it has there.
+
     Raises:
-        UserError: the base model or the adapter cannot be loaded.
+        UserError: the base model, the adapter or the shards cannot be loaded.
     """
+    if result.in_shards:
+        assemble(result.folder, target, trust_remote_code=result.settings.trust_remote_code)
+        return
     tokenizer = load_trained_tokenizer(result.settings, result.folder)
     try:
         save_merged(result.settings, result.folder, target, stop_tokens(result.settings, tokenizer))

@@ -6,10 +6,8 @@ in both: the dtype of the base weights, the modules with an adapter, the activat
 
 from __future__ import annotations
 
-import gc
 import importlib.util
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -271,32 +269,3 @@ def parameter_counts(model: torch.nn.Module) -> tuple[int, int]:
         total += count
         trainable += count if parameter.requires_grad else 0
     return total, trainable
-
-
-def save_merged(settings: Settings, adapter: Path, target: Path, stop_tokens: Sequence[int]) -> None:
-    """Merge the adapter at `adapter` into its base model and write the whole model, in bf16, to `target`.
-
-    Generation with the written model stops at the base model's EOS and at `stop_tokens`.
-
-    The base is loaded again on the CPU, in bf16: 4-bit weights would round the adapter's changes away.
-    """
-    import transformers
-    from peft import PeftModel
-
-    base: Any = transformers.AutoModelForCausalLM.from_pretrained(
-        str(settings.model),
-        revision=settings.model_revision,
-        trust_remote_code=settings.trust_remote_code,
-        use_safetensors=safetensors_only(settings),
-        dtype=torch.bfloat16,
-        device_map={"": "cpu"},
-    )
-    if getattr(base, "quantization_method", None) is not None or "quantization_config" in base.config.to_dict():
-        base = base.dequantize()
-    merged = PeftModel.from_pretrained(base, str(adapter)).merge_and_unload()
-    merged.config.use_cache = True
-    stop_at(merged, stop_tokens)
-    merged.save_pretrained(target)
-    transformers.AutoTokenizer.from_pretrained(adapter).save_pretrained(target)
-    del base, merged
-    gc.collect()

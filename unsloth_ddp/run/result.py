@@ -30,6 +30,7 @@ class RunResult:
         step: of the checkpoint; None for the result of a finished run.
         sentence: says which checkpoint it is, and why; empty for the result of a finished run.
         plain_text: the run trained on texts, without a chat template.
+        in_shards: the folder holds a whole model in the shards of a sharded run, which have to be put together first.
     """
 
     run: Path
@@ -38,6 +39,7 @@ class RunResult:
     step: int | None = None
     sentence: str = ""
     plain_text: bool = False
+    in_shards: bool = False
 
     @property
     def is_adapter(self) -> bool:
@@ -59,8 +61,11 @@ class RunResult:
         return found
 
 
-def find_result(named: str) -> RunResult:
+def find_result(named: str, *, in_shards: bool = False) -> RunResult:
     """Return the result of the run in folder `named`, or of the checkpoint `named`.
+
+    Args:
+        in_shards: also return checkpoints that hold a whole model in shards.
 
     Raises:
         UserError: it is no run's folder, is of another version, or holds nothing that is whole.
@@ -101,7 +106,7 @@ def _find(named: str) -> RunResult:
             problem = " is a file" if folder.exists() else ": there is no such folder"
             raise UserError(f"{named}{problem}; give the folder of a run, such as outputs/RUN.")
         if (folder / manifest.FILE_NAME).is_file() and (folder.parent / SETTINGS_FILE).is_file():
-            return _named_checkpoint(folder)
+            return _named_checkpoint(folder, in_shards=in_shards)
         if not (folder / SETTINGS_FILE).is_file():
             raise UserError(
                 f"{named} is not the folder of a run (it has no {SETTINGS_FILE}); give the folder of a run, such as "
@@ -111,7 +116,7 @@ def _find(named: str) -> RunResult:
         if (folder / SUMMARY_FILE).is_file():
             _check_weights(folder, settings)
             return RunResult(folder, folder, settings)
-        return _last_checkpoint(folder, settings)
+        return _last_checkpoint(folder, settings, in_shards=in_shards)
     except OSError as error:
         raise UserError(f"{named} cannot be read: {os_reason(error)}.") from None
 
@@ -139,22 +144,22 @@ def read_settings(run: Path) -> Settings:
     return dataclasses.replace(settings, compiled_cache_dir=None, clear_compiled_cache=False)
 
 
-def _named_checkpoint(folder: Path) -> RunResult:
+def _named_checkpoint(folder: Path, *, in_shards: bool) -> RunResult:
     settings = read_settings(folder.parent)
     try:
         step = manifest.verify(folder).step
     except Damaged as error:
         raise UserError(f"{folder} is not a whole checkpoint: {error}; give another.") from None
-    _check_weights(folder, settings)
-    return RunResult(folder.parent, folder, settings, step, f"This is {folder.name} of {folder.parent}.")
+    shards = _check_weights(folder, settings, in_shards=in_shards)
+    return RunResult(folder.parent, folder, settings, step, f"This is {folder.name} of {folder.parent}.", shards)
 
 
-def _last_checkpoint(run: Path, settings: Settings) -> RunResult:
+def _last_checkpoint(run: Path, settings: Settings, *, in_shards: bool) -> RunResult:
     newest, skipped = manifest.newest(step_folders(run), manifest.verify)
     if newest is not None:
-        _check_weights(newest, settings)
+        shards = _check_weights(newest, settings, in_shards=in_shards)
         sentence = f"{run} is not finished; this is {newest.name}, its last whole checkpoint."
-        return RunResult(run, newest, settings, manifest.read_manifest(newest).step, sentence)
+        return RunResult(run, newest, settings, manifest.read_manifest(newest).step, sentence, shards)
     if skipped:
         raise UserError(
             f"{run} is not finished, and none of its checkpoints is whole ({skipped[0][0].name}: {skipped[0][1]}); start it "
@@ -163,11 +168,23 @@ def _last_checkpoint(run: Path, settings: Settings) -> RunResult:
     raise UserError(f"{run} is not finished and has no checkpoint yet; let it write one, or give another run.")
 
 
-def _check_weights(folder: Path, settings: Settings) -> None:
-    """Refuse a folder without the weights as one file or an index of files; sharded runs write other checkpoints."""
+def _check_weights(folder: Path, settings: Settings, *, in_shards: bool = False) -> bool:
+    """Return whether the weights stand in shards, which is refused unless asked for, as is a folder without weights."""
     wanted = [WHOLE, f"{WHOLE}.index.json"] if settings.method == "full" else [ADAPTER]
-    if not any((folder / name).is_file() for name in wanted):
+    if any((folder / name).is_file() for name in wanted):
+        return False
+    if settings.method == "full" and manifest.holds_shards(_relative_files(folder)):
+        if in_shards:
+            return True
         raise UserError(
-            f"{folder} holds no {wanted[0]}, so there is nothing to load; checkpoints of sharded runs hold shards only, "
-            "which become a model when the run finishes."
+            f"{folder} holds the weights in shards, as every process of a sharded run wrote its own; make a model of them "
+            f"with `python -m unsloth_ddp.export {folder} --to merged`, or let the run finish."
         )
+    raise UserError(
+        f"{folder} holds no {wanted[0]}, so there is nothing to load; checkpoints of ZeRO runs hold DeepSpeed's shards only, "
+        "which become a model when the run finishes."
+    )
+
+
+def _relative_files(folder: Path) -> list[str]:
+    return [path.relative_to(folder).as_posix() for path in manifest.list_files(folder)]

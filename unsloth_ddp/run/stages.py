@@ -21,7 +21,7 @@ from unsloth_ddp.data.packing import BatchRequest
 from unsloth_ddp.data.preview import preview_first_row
 from unsloth_ddp.data.training_data import TrainingData
 from unsloth_ddp.distributed import backend, sharding
-from unsloth_ddp.model import load
+from unsloth_ddp.model import load, merge
 from unsloth_ddp.model.attention import choose_packing
 from unsloth_ddp.run import answers, documents
 from unsloth_ddp.run import summary as summary_file
@@ -203,7 +203,7 @@ def finish(run: Run, trainer: DDPTrainer, answered: AnsweredQuestions, summary: 
     if settings.merge:
         stop_tokens = trainer.data.train.stop_tokens
         problem = checkpoints.save_folder(
-            "merged", lambda aside: load.save_merged(settings, run.folder, aside, stop_tokens)
+            "merged", lambda aside: merge.save_merged(settings, run.folder, aside, stop_tokens)
         )
         if problem:
             raise RunNotFinished(run.folder, "the merged model", problem)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import DistributedType, FullyShardedDataParallelPlugin
 from transformers import Trainer, set_seed
 from transformers.trainer_utils import IntervalStrategy
 from trl import SFTTrainer
@@ -21,6 +22,7 @@ from trl import SFTTrainer
 from unsloth_ddp.checkpoints import manifest
 from unsloth_ddp.checkpoints.folders import is_whole
 from unsloth_ddp.checkpoints.resume_point import ResumePoint
+from unsloth_ddp.checkpoints.sharded_state import has_shards
 from unsloth_ddp.checkpoints.writer import Checkpoints
 from unsloth_ddp.data.batch_plan import BatchPlan
 from unsloth_ddp.distributed.drift import REPLICATED
@@ -29,6 +31,7 @@ from unsloth_ddp.training.callbacks import SavedTotals
 from unsloth_ddp.training.deepspeed_precision import gather_fp32_weights, name_fp32_in_config, replace_weights
 from unsloth_ddp.training.meter import Meter, OwnWorkTimer
 from unsloth_ddp.training.row_feed import RowFeed
+from unsloth_ddp.training.sharded_saving import ShardedSaving
 from unsloth_ddp.utils.redaction import printable
 
 
@@ -44,6 +47,7 @@ class ResumableTrainer(SFTTrainer):
         self.runtime = runtime
         self.checkpoints = checkpoints
         self.feed = feed
+        self.sharded = ShardedSaving(runtime, checkpoints)
         # The point that the run resumes from, and the folder that a checkpoint is being written to.
         self.resume_point: ResumePoint | None = None
         self.tokens_before = 0
@@ -55,6 +59,14 @@ class ResumableTrainer(SFTTrainer):
         device, processes = self.args.device, runtime.ranks.world_size
         timed = processes > 1 and runtime.sharding in REPLICATED
         self.meter = Meter(self._gather_sums, processes, device, OwnWorkTimer(device, enabled=timed), saved.totals)
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Create the accelerator; on the CPU, where accelerate leaves FSDP2 out, with FSDP2 all the same."""
+        super().create_accelerator_and_postprocess()
+        if self.runtime.sharding == "fsdp2" and not self.is_fsdp_enabled:
+            state: Any = self.accelerator.state
+            state.distributed_type, state.fsdp_plugin = DistributedType.FSDP, FullyShardedDataParallelPlugin()
+            self.is_fsdp_enabled = True
 
     @property
     def plan(self) -> BatchPlan:
@@ -159,7 +171,15 @@ class ResumableTrainer(SFTTrainer):
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the adapter or model, in the main process; all ranks take part."""
-        if self._aside is None:
+        if self.is_fsdp_enabled:
+            folder = Path(output_dir or str(self.args.output_dir))
+            self.sharded.save_model(
+                self.accelerator.unwrap_model(self.model, keep_torch_compile=False),
+                folder,
+                lambda state_dict: self._save(str(folder), state_dict),
+                checkpoint=self._aside is not None,
+            )
+        elif self._aside is None:
             self._fp32_weights = self._gather_fp32_weights()
             super().save_model(output_dir, _internal_call)
             self._fp32_weights = {}
@@ -182,9 +202,20 @@ class ResumableTrainer(SFTTrainer):
             name_fp32_in_config(Path(output_dir or str(self.args.output_dir)))
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        sharded = self.is_deepspeed_enabled or self.is_fsdp_enabled
-        with self.checkpoints.every_write_attempted() if sharded else contextlib.nullcontext():
+        if self.is_fsdp_enabled:
+            self.sharded.save_optimizer(Path(output_dir), self.model, self._bare_optimizer)
+            if self.args.should_save:
+                assert self.lr_scheduler is not None
+                schedule = self.lr_scheduler.state_dict()
+                self.checkpoints.attempt(lambda: torch.save(schedule, Path(output_dir, "scheduler.pt")))
+            return
+        with self.checkpoints.every_write_attempted() if self.is_deepspeed_enabled else contextlib.nullcontext():
             self.checkpoints.attempt(lambda: super(ResumableTrainer, self)._save_optimizer_and_scheduler(output_dir))
+
+    @property
+    def _bare_optimizer(self) -> torch.optim.Optimizer:
+        # accelerate puts one around it.
+        return getattr(self.optimizer, "optimizer", None) or self.optimizer  # type: ignore[return-value]
 
     def _save_scaler(self, output_dir: str) -> None:
         self.checkpoints.attempt(lambda: super(ResumableTrainer, self)._save_scaler(output_dir))
@@ -203,6 +234,23 @@ class ResumableTrainer(SFTTrainer):
                 self.checkpoints.attempt(functools.partial(Path(output_dir, name).write_bytes, content))
 
     # ---- resuming ----
+
+    # Upstream looks for the file names of its own FSDP checkpoints, which gather all weights on rank 0.
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        folder = Path(resume_from_checkpoint)
+        if has_shards(folder):
+            self.sharded.load_weights(folder, self.model if model is None else model)
+        else:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None or not has_shards(Path(checkpoint)):
+            super()._load_optimizer_and_scheduler(checkpoint)
+            return
+        self.sharded.load_optimizer(Path(checkpoint), self.model, self._bare_optimizer)
+        assert self.lr_scheduler is not None
+        self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint, "scheduler.pt"), weights_only=True))
 
     def _load_callback_state(self) -> None:
         super()._load_callback_state()
@@ -248,6 +296,10 @@ class ResumableTrainer(SFTTrainer):
         return super()._finalize_training(*args, **kwargs)
 
     def _load_best_model(self) -> None:
+        best = Path(str(self.state.best_model_checkpoint))
+        if has_shards(best):
+            self.sharded.load_weights(best, self.model)
+            return
         super()._load_best_model()
         if not self.checkpoints.shared:
             # The other nodes do not see it.

@@ -1,0 +1,138 @@
+"""Save, kill and resume FSDP2 runs on two GPUs, resume them on one, and load what they saved in plain Transformers.
+
+    python -m benchmarks.correctness.sharded_saving --work /tmp/sharded_saving --json FILE
+
+For each method: a run of eight steps on two GPUs; the same run, killed with SIGKILL once checkpoint-4 is there, and resumed
+on two GPUs, which has to give the same bits (every parameter in fp32: or differ no more than a second uninterrupted run
+does); the killed run resumed on one GPU without sharding; the evaluation loss of every result in plain Transformers and
+PEFT. On a CPU, --processes 2 --cpu tries the script itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import subprocess
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common.runs import REPO, launch_command, reload, write_results
+from benchmarks.correctness.resume import difference
+
+LIMIT = 240
+OPTIONS = "--config recipes/demo.yaml --compare_answers 0 --max_steps 8 --logging_steps 1 --save_steps 4 --seed 5"
+OPTIONS += " --save_total_limit none --per_device_train_batch_size 2 --global_batch_size 16 --report_to none"
+# No dropout: on another number of GPUs it draws anew.
+METHODS = {
+    "lora": "--method lora --merge",
+    "lora_modules": "--method lora --lora_modules_to_save lm_head",
+    "qlora": "--method qlora",
+    "full": "--method full --learning_rate 1e-3",
+    "full_transformers": "--method full --learning_rate 1e-3 --backend transformers --precision fp32",
+}
+
+
+def start(work: Path, name: str, options: str, processes: int, cpu: bool) -> tuple[subprocess.Popen[bytes], Path]:
+    """Start a run; return its process and its log."""
+    if cpu:
+        command = [*launch_command("cpu.yaml", processes)]
+        environ = {**os.environ, "UNSLOTH_FSDP2": "1"} if processes > 1 else dict(os.environ)
+    else:
+        command = [*launch_command("fsdp2.yaml" if processes > 1 else "single_gpu.yaml", processes)]
+        environ = dict(os.environ)
+    command += ["--main_process_port", "0", "train_ddp.py", *OPTIONS.split(), *options.split()]
+    command += ["--run_name", name, "--output_dir", str(work / "outputs")]
+    log = work / f"{name}.log"
+    with log.open("a") as file:
+        process = subprocess.Popen(
+            command, cwd=REPO, env=environ, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+        )
+    return process, log
+
+
+def finish(work: Path, name: str, options: str, processes: int, cpu: bool) -> dict[str, Any]:
+    """Run to the end; return exit code, the summary, and the evaluation loss of what was saved."""
+    process, log = start(work, name, options, processes, cpu)
+    try:
+        code: int | str = process.wait(LIMIT)
+    except subprocess.TimeoutExpired:
+        code = f"over {LIMIT} s"
+        os.killpg(process.pid, signal.SIGKILL)
+    folder = work / "outputs" / name
+    result: dict[str, Any] = {"name": name, "processes": processes, "exit_code": code}
+    if code:
+        return {**result, "log": log.read_text()[-2500:]}
+    summary = json.loads((folder / "summary.json").read_text())
+    result |= {"eval_loss": summary["eval_loss"], "reload": reload(folder)}
+    result["said"] = [line for line in log.read_text().splitlines() if line.startswith(("Resuming", "Changed"))]
+    return result
+
+
+def kill_after_checkpoint(work: Path, name: str, options: str, processes: int, cpu: bool) -> bool:
+    """Start a run, kill all of its processes when checkpoint-4 is whole, and return whether it was still running."""
+    process, _ = start(work, name, options, processes, cpu)
+    checkpoint, end = work / "outputs" / name / "checkpoint-4", time.monotonic() + LIMIT
+    while not checkpoint.is_dir() and process.poll() is None and time.monotonic() < end:
+        time.sleep(0.02)
+    running = process.poll() is None
+    if running:
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    # Of a run that was faster than the signal, what came after the checkpoint goes.
+    folder = work / "outputs" / name
+    shutil.rmtree(folder / "checkpoint-8", ignore_errors=True)
+    for file in ("summary.json", "adapter_model.safetensors", "model.safetensors"):
+        (folder / file).unlink(missing_ok=True)
+    return running
+
+
+def play(method: str, work: Path, processes: int, cpu: bool) -> dict[str, Any]:
+    """Run, run again, kill and resume a method."""
+    options, outputs = METHODS[method], work / "outputs"
+    result: dict[str, Any] = {"method": method, "options": options}
+    runs = result["runs"] = [finish(work, f"{method}_{kind}", options, processes, cpu) for kind in ("whole", "again")]
+    result["killed_while_running"] = kill_after_checkpoint(work, f"{method}_killed", options, processes, cpu)
+    shutil.copytree(outputs / f"{method}_killed", outputs / f"{method}_alone")
+    runs.append(finish(work, f"{method}_killed", options, processes, cpu))
+    runs.append(finish(work, f"{method}_alone", options, 1, cpu))
+    if not any(run["exit_code"] for run in runs):
+        whole = outputs / f"{method}_whole"
+        for kind in ("again", "killed", "alone"):
+            result[f"{kind}_differs_by"] = difference(whole, outputs / f"{method}_{kind}")
+    shards = outputs / f"{method}_whole" / "checkpoint-8"
+    result["shards"] = {path.relative_to(shards).as_posix(): path.stat().st_size for path in shards.glob("*/shard-*")}
+    return result
+
+
+def main() -> None:
+    """Run all methods, two side by side."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--work", type=Path, default=Path("/tmp/sharded_saving"))
+    parser.add_argument("--json", type=Path, required=True)
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--cpu", action="store_true", help="on the CPU, with gloo")
+    parser.add_argument("--only", nargs="*", choices=METHODS, default=list(METHODS), help="only these methods")
+    parser.add_argument("--side_by_side", type=int, default=5, help="methods at a time; the model is tiny")
+    given = parser.parse_args()
+    shutil.rmtree(given.work, ignore_errors=True)
+    given.work.mkdir(parents=True)
+    results = []
+    with ThreadPoolExecutor(max_workers=given.side_by_side) as pool:
+        for result in pool.map(lambda method: play(method, given.work, given.processes, given.cpu), given.only):
+            results.append(result)
+            shown = {key: value for key, value in result.items() if key != "runs"}
+            shown["runs"] = [
+                {key: run.get(key) for key in ("name", "exit_code", "eval_loss", "reload", "log")}
+                for run in result["runs"]
+            ]
+            print(json.dumps(shown, indent=1), flush=True)
+            write_results(given.json, runs=results)
+
+
+if __name__ == "__main__":
+    main()

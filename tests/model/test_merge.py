@@ -1,0 +1,154 @@
+"""Merging weight by weight gives PEFT's merged model, in a bounded part of its memory; what it cannot merge, PEFT does."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from tests.conftest import DEMO_MODEL
+from tests.peak_memory import PeakMemory
+from unsloth_ddp.config.options import Settings
+from unsloth_ddp.model import merge as module
+from unsloth_ddp.model.merge import plan_merge, save_merged
+
+SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "vocab_size": 259,
+}
+
+
+def make_base(folder: Path, shard: str = "20KB", **options: Any) -> Path:
+    """A small random model in several files."""
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**{**SIZES, **options}))
+    model.generation_config.eos_token_id = 2
+    model.save_pretrained(folder, max_shard_size=shard)
+    AutoTokenizer.from_pretrained(DEMO_MODEL).save_pretrained(folder)
+    return folder
+
+
+def make_adapter(base: Path, folder: Path, **options: Any) -> Path:
+    """An adapter of which every weight is random."""
+    model = AutoModelForCausalLM.from_pretrained(base)
+    config: dict[str, Any] = {"r": 4, "lora_alpha": 12, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
+    adapted = peft.get_peft_model(model, peft.LoraConfig(**{**config, **options}))
+    for parameter in adapted.parameters():
+        if parameter.requires_grad:
+            torch.nn.init.normal_(parameter, std=0.3)
+    adapted.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(base).save_pretrained(folder)
+    return folder
+
+
+def settings(base: Path) -> Settings:
+    """Settings of a run on this base model."""
+    return Settings(model=str(base), dataset=["d"])
+
+
+def weights_of(folder: Path) -> dict[str, torch.Tensor]:
+    """All weights of a model's folder."""
+    return {name: tensor for path in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(path).items()}
+
+
+@pytest.mark.parametrize("options", [{}, {"use_rslora": True}, {"target_modules": ["q_proj", "down_proj"]}])
+@pytest.mark.parametrize("tied", [False, True])
+def test_it_gives_the_model_that_peft_merges(tmp_path, monkeypatch, options, tied):
+    base = make_base(tmp_path / "base", tie_word_embeddings=tied)
+    adapter = make_adapter(base, tmp_path / "adapter", **options)
+    plan = plan_merge(settings(base), adapter)
+    assert plan is not None
+    assert len(plan.files) > 2
+    save_merged(settings(base), adapter, tmp_path / "ours", [2, 7])
+    monkeypatch.setattr(module, "plan_merge", lambda *_: None)
+    save_merged(settings(base), adapter, tmp_path / "peft", [2, 7])
+    ours, theirs = weights_of(tmp_path / "ours"), weights_of(tmp_path / "peft")
+    assert ours.keys() == theirs.keys()
+    start = weights_of(base)
+    assert any(not torch.allclose(ours[name].float(), start[name], rtol=0.1) for name in ours)
+    for name, tensor in ours.items():
+        assert tensor.dtype == theirs[name].dtype == torch.bfloat16
+        # PEFT adds to weights that are rounded already, and rounds once more.
+        torch.testing.assert_close(tensor, theirs[name], rtol=2**-7, atol=2e-3)
+    for name in ("config.json", "generation_config.json", "tokenizer_config.json"):
+        assert json.loads((tmp_path / "ours" / name).read_text()) == json.loads((tmp_path / "peft" / name).read_text())
+    ids = torch.arange(12)[None]
+    with torch.no_grad():
+        loaded, expected = (
+            AutoModelForCausalLM.from_pretrained(tmp_path / name)(input_ids=ids, labels=ids).loss.item()
+            for name in ("ours", "peft")
+        )
+    assert loaded == pytest.approx(expected, rel=1e-2)
+
+
+def test_several_files_have_an_index_that_lists_every_weight(tmp_path, monkeypatch):
+    base = make_base(tmp_path / "base")
+    adapter = make_adapter(base, tmp_path / "adapter")
+    monkeypatch.setattr(module.ModelFiles.__init__, "__defaults__", ("model", 30_000))
+    save_merged(settings(base), adapter, tmp_path / "merged", [])
+    index = json.loads((tmp_path / "merged" / "model.safetensors.index.json").read_text())
+    files = sorted(path.name for path in (tmp_path / "merged").glob("*.safetensors"))
+    assert files[0] == f"model-00001-of-{len(files):05d}.safetensors"
+    assert sorted(set(index["weight_map"].values())) == files
+    for name, file in index["weight_map"].items():
+        with safe_open(tmp_path / "merged" / file, "pt") as opened:
+            assert name in opened.keys()  # noqa: SIM118
+    _, loading = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", output_loading_info=True)
+    assert not loading["missing_keys"] and not loading["unexpected_keys"]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"use_dora": True},
+        {"modules_to_save": ["lm_head"]},
+        {"target_modules": ["q_proj", "embed_tokens"]},
+        {"rank_pattern": {"q_proj": 2}},
+        {"init_lora_weights": "pissa"},
+        {"bias": "all"},
+    ],
+)
+def test_what_is_not_plain_lora_is_left_to_peft(tmp_path, options):
+    base = make_base(tmp_path / "base")
+    assert plan_merge(settings(base), make_adapter(base, tmp_path / "adapter", **options)) is None
+
+
+def test_a_base_whose_files_do_not_hold_the_adapted_weights_is_left_to_peft(tmp_path):
+    base = make_base(tmp_path / "base", shard="1GB")
+    adapter = make_adapter(base, tmp_path / "adapter")
+    assert plan_merge(settings(base), adapter) is not None
+    weights = load_file(base / "model.safetensors")
+    save_file({name.removeprefix("model."): tensor for name, tensor in weights.items()}, base / "model.safetensors")
+    assert plan_merge(settings(base), adapter) is None
+    (base / "model.safetensors").unlink()
+    assert plan_merge(settings(base), adapter) is None
+    config = json.loads((base / "config.json").read_text())
+    save_file(weights, base / "model.safetensors")
+    quantized = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+    (base / "config.json").write_text(json.dumps({**config, **quantized}))
+    assert plan_merge(settings(base), adapter) is None
+
+
+def test_it_holds_a_small_part_of_a_large_model(tmp_path):
+    """115 MB in files of 20 MB, of which one weight is 3 MB."""
+    base = make_base(
+        tmp_path / "base", shard="20MB", hidden_size=768, intermediate_size=1024, num_hidden_layers=6, vocab_size=500
+    )
+    adapter = make_adapter(base, tmp_path / "adapter")
+    total = sum(path.stat().st_size for path in base.glob("*.safetensors"))
+    assert total > 110e6
+    with PeakMemory() as peak:
+        save_merged(settings(base), adapter, tmp_path / "merged", [])
+    shutil.rmtree(base)
+    assert peak.grown < total / 3

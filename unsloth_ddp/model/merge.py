@@ -1,0 +1,200 @@
+"""Merge an adapter into its base model, weight by weight where the adapter is plain LoRA on linear layers.
+
+No weight of the base is then held longer than it takes to write it. Everything else (quantized bases, DoRA, adapted
+embeddings, models whose files name weights otherwise than the model does) is merged by PEFT, which holds the whole model.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+from unsloth_ddp.config.options import Settings
+from unsloth_ddp.model.files import model_folder
+from unsloth_ddp.model.load import safetensors_only, stop_at
+from unsloth_ddp.model.whole_weights import ADAPTER, describe_without_weights
+from unsloth_ddp.utils.tensor_files import ModelFiles
+
+WEIGHTS = "model.safetensors"
+PREFIX = "base_model.model."
+A, B = ".lora_A.weight", ".lora_B.weight"
+# Options of a LoraConfig with which the change of a weight is not scale * B @ A, with the value that they have to have.
+PLAIN = {
+    "use_dora": False, "lora_bias": False, "fan_in_fan_out": False, "bias": "none", "layer_replication": None,
+    "modules_to_save": None, "target_parameters": None, "trainable_token_indices": None, "rank_pattern": {},
+    "alpha_pattern": {}, "megatron_config": None, "use_qalora": False, "alora_invocation_tokens": None,
+    "use_bdlora": None, "velora_config": None, "monteclora_config": None, "arrow_config": None, "corda_config": None,
+}  # fmt: skip
+# Ways to begin that leave the base model's weights as they are.
+PLAIN_BEGINNINGS = (True, False, "gaussian")
+
+
+def save_merged(settings: Settings, adapter: Path, target: Path, stop_tokens: Sequence[int]) -> None:
+    """Merge the adapter at `adapter` into its base model and write the whole model, in bf16, to `target`.
+
+    Generation with the written model stops at the base model's EOS and at `stop_tokens`.
+    """
+    import transformers
+
+    merge = plan_merge(settings, adapter)
+    if merge is None:
+        _save_merged_by_peft(settings, adapter, target, stop_tokens)
+    else:
+        _save_merged_by_weight(settings, merge, target, stop_tokens)
+    transformers.AutoTokenizer.from_pretrained(adapter).save_pretrained(target)
+    gc.collect()
+
+
+# ---- weight by weight ----
+
+
+@dataclass(frozen=True)
+class Merge:
+    """A merge that can be done weight by weight.
+
+    Args:
+        base: folder of the base model.
+        files: of its weights, in order.
+        adapter: file of the adapter.
+        changed: the weights that the adapter changes.
+        scale: of B @ A.
+        model: the base model without memory.
+    """
+
+    base: Path
+    files: list[Path]
+    adapter: Path
+    changed: frozenset[str]
+    scale: float
+    model: Any
+
+
+def plan_merge(settings: Settings, adapter: Path) -> Merge | None:
+    """Return how to merge weight by weight; None if the base or the adapter is not of the kind that allows it."""
+    base, file = model_folder(settings), adapter / f"{ADAPTER}.safetensors"
+    config = json.loads((adapter / "adapter_config.json").read_text(encoding="utf-8"))
+    if base is None or settings.trust_remote_code or not file.is_file() or not _is_plain(config):
+        return None
+    files = _weight_files(base)
+    model = _without_memory(base) if files else None
+    if model is None:
+        return None
+    shapes: dict[str, list[int]] = {}
+    for path in files:
+        with safe_open(path, "pt") as weights:
+            shapes |= {name: weights.get_slice(name).get_shape() for name in weights.keys()}  # noqa: SIM118
+    changed = _changed_weights(file, shapes)
+    own = {name for name, parameter in model.named_parameters() if parameter.dim() == 2}
+    if changed is None or not changed <= own:
+        return None
+    scale = config["lora_alpha"] / (math.sqrt(config["r"]) if config.get("use_rslora") else config["r"])
+    return Merge(base, files, file, changed, scale, model)
+
+
+def _is_plain(config: dict[str, Any]) -> bool:
+    if config.get("peft_type") != "LORA" or config.get("init_lora_weights", True) not in PLAIN_BEGINNINGS:
+        return False
+    # An empty list or mapping is as good as none.
+    return all((config.get(name) or None) == (value or None) for name, value in PLAIN.items() if name != "bias") and (
+        config.get("bias", "none") == "none"
+    )
+
+
+def _weight_files(base: Path) -> list[Path]:
+    """Return the safetensors of a model in the order of their names; none if it has others, or not all of them."""
+    index = base / f"{WEIGHTS}.index.json"
+    if index.is_file():
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    else:
+        names = [WEIGHTS]
+    files = [base / name for name in names]
+    return files if all(path.is_file() for path in files) else []
+
+
+def _without_memory(base: Path) -> Any:
+    """Return the model of a folder without its weights; None if its weights are not stored as the model holds them."""
+    import transformers
+
+    config = transformers.AutoConfig.from_pretrained(base)
+    if getattr(config, "quantization_config", None) is not None:
+        return None
+    with torch.device("meta"):
+        model: Any = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    if getattr(model, "_keep_in_fp32_modules", None) or getattr(model, "_keep_in_fp32_modules_strict", None):
+        return None
+    if (base / "generation_config.json").is_file():
+        model.generation_config = transformers.GenerationConfig.from_pretrained(base)
+    return model
+
+
+def _changed_weights(adapter: Path, shapes: dict[str, list[int]]) -> frozenset[str] | None:
+    """Return the weights that an adapter changes; None if it holds more, or changes what the base's files do not hold."""
+    with safe_open(adapter, "pt") as file:
+        found = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
+    modules = {name.removeprefix(PREFIX).removesuffix(A) for name in found if name.endswith(A)}
+    if found.keys() != {f"{PREFIX}{module}{part}" for module in modules for part in (A, B)}:
+        return None
+    for module in modules:
+        change = [found[f"{PREFIX}{module}{B}"][0], found[f"{PREFIX}{module}{A}"][1]]
+        if shapes.get(f"{module}.weight") != change:
+            return None
+    return frozenset(f"{module}.weight" for module in modules)
+
+
+def _save_merged_by_weight(settings: Settings, merge: Merge, target: Path, stop_tokens: Sequence[int]) -> None:
+    merge.model.config.use_cache = True
+    stop_at(merge.model, stop_tokens)
+    describe_without_weights(lambda state_dict: merge.model.save_pretrained(target, state_dict=state_dict), target)
+    names = [name for path in merge.files for name in _names(path)]
+    out = ModelFiles(target, names)
+    try:
+        for path in merge.files:
+            # Opened anew for each file, so that what was read of the last one is given back.
+            with safe_open(path, "pt") as weights, safe_open(merge.adapter, "pt") as adapter:
+                for name in _names(path):
+                    weight = weights.get_tensor(name)
+                    if name in merge.changed:
+                        module = f"{PREFIX}{name.removesuffix('.weight')}"
+                        change = adapter.get_tensor(f"{module}{B}").float() @ adapter.get_tensor(f"{module}{A}").float()
+                        weight = weight.float().add_(change, alpha=merge.scale)
+                    out.add(name, weight.to(torch.bfloat16) if weight.is_floating_point() else weight)
+        out.close()
+    finally:
+        out.remove_unfinished()
+
+
+def _names(path: Path) -> list[str]:
+    with safe_open(path, "pt") as file:
+        return list(file.keys())
+
+
+# ---- by PEFT ----
+
+
+def _save_merged_by_peft(settings: Settings, adapter: Path, target: Path, stop_tokens: Sequence[int]) -> None:
+    """Load the base again on the CPU, in bf16 (4-bit weights would round the adapter's changes away), and merge there."""
+    import transformers
+    from peft import PeftModel
+
+    base: Any = transformers.AutoModelForCausalLM.from_pretrained(
+        str(settings.model),
+        revision=settings.model_revision,
+        trust_remote_code=settings.trust_remote_code,
+        use_safetensors=safetensors_only(settings),
+        dtype=torch.bfloat16,
+        device_map={"": "cpu"},
+    )
+    if getattr(base, "quantization_method", None) is not None or "quantization_config" in base.config.to_dict():
+        base = base.dequantize()
+    merged = PeftModel.from_pretrained(base, str(adapter)).merge_and_unload()
+    merged.config.use_cache = True
+    stop_at(merged, stop_tokens)
+    merged.save_pretrained(target)

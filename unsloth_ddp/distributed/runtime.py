@@ -104,13 +104,30 @@ class Runtime:
                 result = work()
             except Exception as error:
                 failure = error
+        self._raise_anywhere(failure)
+        return result
+
+    def everywhere(self, work: Callable[[], T]) -> T:
+        """Run `work` on every rank, and return this rank's result once it is done on all of them.
+
+        `work` must not wait for other ranks. Failures are raised as by `on_main`.
+        """
+        result, failure = None, None
+        try:
+            result = work()
+        except Exception as error:
+            failure = error
+        self._raise_anywhere(failure)
+        return result  # type: ignore[return-value]
+
+    def _raise_anywhere(self, failure: Exception | None) -> None:
+        """Raise this rank's failure, or else that of the first rank that has one."""
         failures = self.gather(_describe(failure))
         if failure is not None:
             raise failure
         for rank, described in enumerate(failures):
             if described is not None:
                 raise _rebuild(rank, described)
-        return result
 
     def broadcast_from_node_main(self, work: Callable[[], T]) -> T:
         """Run `work` in the first process of each node and return its result on every rank of that node."""

@@ -3,7 +3,7 @@
 none   every GPU holds the whole model, gradients and optimizer states (DDP)
 zero2  gradients and optimizer states are sharded over the GPUs (DeepSpeed)
 zero3  the weights too, from loading on (DeepSpeed)
-fsdp2  the weights too, after loading (PyTorch)
+fsdp2  the weights too (PyTorch), from loading on with the transformers backend, after loading with Unsloth
 """
 
 from __future__ import annotations
@@ -34,6 +34,11 @@ TRUE = ("1", "true", "yes", "on")
 def shards_weights(sharding: Sharding) -> bool:
     """Return whether the sharding splits the weights over the GPUs."""
     return sharding in ("zero3", "fsdp2")
+
+
+def loads_in_shards(sharding: Sharding, backend: str) -> bool:
+    """Return whether the kit loads each rank's part of the model; DeepSpeed does so by itself, and Unsloth cannot."""
+    return sharding == "fsdp2" and backend == "transformers"
 
 
 def sharding_from_environment(environ: Mapping[str, str]) -> Sharding:
@@ -79,7 +84,7 @@ def check_sharding(sharding: Sharding, settings: Settings, device_type: str, bac
     """
     if sharding == "none":
         return
-    if device_type != "cuda":
+    if device_type != "cuda" and sharding != "fsdp2":
         raise UserError(f"sharding {sharding} needs GPUs and none is used here; use accelerate_configs/cpu.yaml.")
     if sharding == "fsdp2" and world_size == 1:
         raise UserError(

@@ -110,6 +110,7 @@ def wrap(model: Any, mesh: DeviceMesh, precision: Precision, *, quantized: bool)
             f"FSDP2 cannot split {type(base_model(model)).__name__}: its class does not name its layers (_no_split_modules); "
             "give the class of a layer as fsdp_transformer_layer_cls_to_wrap under fsdp_config in the accelerate config."
         )
+    _check_shared(model)
     if quantized:
         for parameter in model.parameters():
             if parameter.requires_grad and not isinstance(parameter, DTensor):
@@ -141,12 +142,26 @@ def wrap(model: Any, mesh: DeviceMesh, precision: Precision, *, quantized: bool)
     while parts:
         module, name, part = parts.pop()
         if part not in filled:
-            wrapped = module.get_parameter(name)
+            wrapped: Any = module.get_parameter(name)
             local = part.to_local().detach().to(device=device, dtype=wrapped.dtype)
             filled[part] = as_shard(local, wrapped, wrapped.device_mesh)
             filled[part].__dict__.update(part.__dict__)
         setattr(module, name, filled[part])
     return model
+
+
+def _check_shared(model: Any) -> None:
+    """Refuse a weight in several places, of which accelerate puts only embedding and output head into one group."""
+    paths: dict[Parameter, list[str]] = {}
+    for path, _, _, parameter in places(model):
+        paths.setdefault(parameter, []).append(path)
+    shared = [found for found in paths.values() if len(found) > 1]
+    ends = [getattr(end, "weight", None) for end in (model.get_input_embeddings(), model.get_output_embeddings())]
+    if shared and ends[0] is not ends[1]:
+        raise UserError(
+            f"FSDP2 cannot split the weight that {' and '.join(shared[0])[:300]} share; leave the embedding out of "
+            "--lora_modules_to_save, or use accelerate_configs/zero2.yaml."
+        )
 
 
 def check_room(needed: int, mesh: DeviceMesh, model_name: str) -> None:

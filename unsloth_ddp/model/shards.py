@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -52,8 +53,12 @@ def places(model: Module) -> Iterator[tuple[str, Module, str, Parameter]]:
 @contextlib.contextmanager
 def copied_with_modules() -> Iterator[None]:
     """Let `copy.deepcopy` of a module, as PEFT makes of one that it trains whole, copy parts; torch cannot copy all."""
+
+    def copied(part: DTensor, memo: dict[int, Any]) -> Parameter:
+        return as_shard(part.to_local().detach().clone(), part, part.device_mesh)
+
     # Inherited from Tensor otherwise.
-    DTensor.__deepcopy__ = lambda part, memo: as_shard(part.to_local().detach().clone(), part, part.device_mesh)  # type: ignore[method-assign]
+    DTensor.__deepcopy__ = copied  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:

@@ -418,7 +418,7 @@ class DDPTrainer(ResumableTrainer):
             # accelerate leaves a model that is wrapped as it is, but would still look for the layers under their old names.
             self.accelerator.state.fsdp_plugin.auto_wrap_policy = None
         prepared = super()._prepare_for_training(*args, **kwargs)
-        if self._trained_parts is not None:
+        if self._trained_parts is not None and self.optimizer is not None:
             # accelerate puts weights back into the optimizer by address, and all empty parts of a rank have the same.
             for group, parts in zip(self.optimizer.param_groups, self._trained_parts, strict=True):
                 group["params"] = parts

@@ -65,6 +65,7 @@ def bits(tensor: Any) -> torch.Tensor:
 
 
 def sgd_steps(model: Any, *, average: bool) -> list[float]:
+    model.train()
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.SGD(trained, lr=0.1)
     ids = torch.arange(1, 33).view(2, 16) + 40 * dist.get_rank()
@@ -91,7 +92,7 @@ def compare(settings: Settings, runtimes: tuple[Runtime, Runtime]) -> None:
     assert ours.keys() == theirs.keys()
     for name, weight in ours.items():
         assert weight.requires_grad == theirs[name].requires_grad
-        assert 0 <= weight.to_local().numel() < weight.numel()
+        assert weight.to_local().numel() <= weight.numel() // 2 + weight.numel() // weight.shape[0]
         assert torch.equal(bits(weight), bits(theirs[name].data)), name
     for name, buffer in parts.named_buffers():
         assert torch.equal(buffer, dict(whole.named_buffers())[name]), name
@@ -179,12 +180,12 @@ def load_large(model: str, mebibytes: float) -> None:
         load_model(settings_for(DEMO_MODEL), runtime)  # what libraries keep from their first use
         watched = Watched()
         watched.start()
-        load_model(settings, runtime)
+        model, _ = load_model(settings, runtime)
+        # On a CPU a part may be a view of the mapped file, which is read when it is used.
+        total = sum(weight.to_local().sum().item() for weight in model.parameters())
         grown = watched.grown()
-        print(grown, mebibytes)
-        # Pages of the files, and copies of them: half of the model and a little.
-        assert mebibytes * 0.4 < grown["RssAnon:"] < mebibytes * 0.5 + 30
-        assert grown["RssFile:"] < mebibytes * 0.5 + 30
+        print(grown, mebibytes, total)
+        assert mebibytes * 0.4 < sum(grown.values()) < mebibytes * 0.5 + 30
 
 
 def test_a_rank_reads_and_keeps_its_own_part_only(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -26,6 +27,7 @@ from torch.nn import Module, Parameter
 
 from unsloth_ddp.distributed.precision import Precision
 from unsloth_ddp.distributed.runtime import Runtime
+from unsloth_ddp.model.files_check import check_complete
 from unsloth_ddp.model.modules import base_model
 from unsloth_ddp.model.packed_shards import SplitPacked, is_packed, split_quantized
 from unsloth_ddp.model.shards import as_shard, part_of, part_shape, places
@@ -78,6 +80,7 @@ def reading_shards(mesh: DeviceMesh, model_name: str) -> Iterator[None]:
         # Threads would read tensors ahead that only become small when their turn comes.
         with _environment("HF_DEACTIVATE_ASYNC_LOAD", "1" if whole or quantizer is not None else "0"):
             result = convert(model, state_dict, load_config, disk_offload_index)
+        _check_read(model, result[0], model_name, quantized=quantizer is not None)
         _split_the_rest(model, mesh)
         return result
 
@@ -116,15 +119,11 @@ def wrap(model: Any, mesh: DeviceMesh, precision: Precision, *, quantized: bool)
             if parameter.requires_grad and not isinstance(parameter, DTensor):
                 # TRL casts them later, when a cast would not reach the parts any more.
                 parameter.data = parameter.data.to(torch.bfloat16)
-    parts = [
-        (module, name, parameter) for _, module, name, parameter in places(model) if isinstance(parameter, DTensor)
-    ]
-    empty: dict[Parameter, Parameter] = {}
-    for module, name, part in parts:
-        if part not in empty:
-            empty[part] = Parameter(torch.empty(part.shape, dtype=part.dtype, device="meta"), part.requires_grad)
-        setattr(module, name, empty[part])
-    empty.clear()
+    parts = _parts(model)
+    for part, found in parts:
+        empty = Parameter(torch.empty(part.shape, dtype=part.dtype, device="meta"), part.requires_grad)
+        for module, name in found:
+            setattr(module, name, empty)
     accelerator = SimpleNamespace(
         state=SimpleNamespace(fsdp_plugin=plugin),
         torch_device_mesh=mesh,
@@ -137,17 +136,26 @@ def wrap(model: Any, mesh: DeviceMesh, precision: Precision, *, quantized: bool)
         model = fsdp2_prepare_model(accelerator, model)
     except (ValueError, NotImplementedError) as error:
         raise UserError(f"FSDP2 cannot split {type(base_model(model)).__name__}: {one_line(error)}") from error
-    device = "cpu" if isinstance(plugin.cpu_offload, CPUOffloadPolicy) else None
-    filled: dict[Parameter, Parameter] = {}
+    on_host = isinstance(plugin.cpu_offload, CPUOffloadPolicy)
     while parts:
-        module, name, part = parts.pop()
-        if part not in filled:
-            wrapped: Any = module.get_parameter(name)
-            local = part.to_local().detach().to(device=device, dtype=wrapped.dtype)
-            filled[part] = as_shard(local, wrapped, wrapped.device_mesh)
-            filled[part].__dict__.update(part.__dict__)
-        setattr(module, name, filled[part])
+        # The last reference to a part that is cast.
+        part, found = parts.pop()
+        wrapped: Any = found[0][0].get_parameter(found[0][1])
+        weight = as_shard(part.to_local().detach().to(wrapped.dtype), wrapped, wrapped.device_mesh)
+        if on_host:
+            weight = Parameter(weight.detach().to("cpu"), weight.requires_grad)
+        weight.__dict__.update(part.__dict__)
+        for module, name in found:
+            setattr(module, name, weight)
     return model
+
+
+def _parts(model: Module) -> list[tuple[DTensor, list[tuple[Module, str]]]]:
+    """Return the weights that were read in parts, each with its places (module, name)."""
+    found: dict[Parameter, list[tuple[Module, str]]] = {}
+    for _, module, name, parameter in places(model):
+        found.setdefault(parameter, []).append((module, name))
+    return [(part, where) for part, where in found.items() if isinstance(part, DTensor)]
 
 
 def _check_shared(model: Any) -> None:
@@ -162,6 +170,23 @@ def _check_shared(model: Any) -> None:
             f"FSDP2 cannot split the weight that {' and '.join(shared[0])[:300]} share; leave the embedding out of "
             "--lora_modules_to_save, or use accelerate_configs/zero2.yaml."
         )
+
+
+def _check_read(model: Any, info: Any, model_name: str, *, quantized: bool) -> None:
+    """Refuse weights that were not read; upstream would draw them at random, for which ranks wait for each other.
+
+    Raises:
+        UserError: naming one of them. It may be that of this rank only, since a part can have the right size by chance.
+    """
+    if info.mismatched_keys:
+        raise UserError(
+            f"model {model_name} cannot be loaded: the sizes of its weights differ from its config.json; download it "
+            "again, or correct config.json."
+        )
+    expected = info.missing_keys - getattr(model, "all_tied_weights_keys", {}).keys()
+    ignored = model._keys_to_ignore_on_load_missing or ()
+    if not quantized:
+        check_complete(model_name, [one for one in expected if not any(re.search(name, one) for name in ignored)], [])
 
 
 def check_room(needed: int, mesh: DeviceMesh, model_name: str) -> None:

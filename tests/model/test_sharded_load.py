@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from transformers import LlamaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaPreTrainedModel
 
 from tests.conftest import DEMO_MODEL
 from tests.ranks import run_ranks
@@ -166,11 +167,15 @@ class Watched(threading.Thread):
 
     def run(self) -> None:
         while not self.done.wait(0.002):
-            self.most = {name: max(size, self.most[name]) for name, size in self.now().items()}
+            self.look()
+
+    def look(self) -> None:
+        self.most = {name: max(size, self.most[name]) for name, size in self.now().items()}
 
     def grown(self) -> dict[str, float]:
         self.done.set()
         self.join()
+        self.look()
         return {name: (size - self.before[name]) / MIB for name, size in self.most.items()}
 
 
@@ -210,7 +215,7 @@ def say_refusals(folder: str) -> None:
                 if name == "no_room" and runtime.ranks.rank == 1:
                     patch.setattr(sharded_load, "check_room", no_room)
                 if name == "no_layers":
-                    patch.setattr(LlamaForCausalLM, "_no_split_modules", None)
+                    patch.setattr(LlamaPreTrainedModel, "_no_split_modules", None)
                 with pytest.raises(UserError) as refused:
                     load_model(settings_for("./m", **options), runtime)
             print(f"{name}: {refused.value}")

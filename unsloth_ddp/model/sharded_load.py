@@ -243,6 +243,8 @@ def _split_the_rest(model: Module, mesh: DeviceMesh) -> None:
         if type(parameter) is Parameter and not isinstance(parameter, DTensor) and parameter.ndim:
             if parameter not in split:
                 split[parameter] = as_shard(part_of(parameter.detach(), mesh), parameter, mesh)
+                # Upstream marks there what it need not draw at random.
+                split[parameter].__dict__.update(parameter.__dict__)
             setattr(module, name, split[parameter])
 
 

@@ -67,6 +67,15 @@ REPLACED = {
     "trl/trainer/sft_trainer.py:SFTTrainer.log": "self logs start_time",
 }
 CALLED = {
+    # model/sharded_load.py wraps the first and leaves out the second while a model is read.
+    "transformers/core_model_loading.py:convert_and_load_state_dict_in_model": "model state_dict load_config "
+    "disk_offload_index",
+    "transformers/modeling_utils.py:caching_allocator_warmup": "model expanded_device_map hf_quantizer",
+    "transformers/distributed/sharding_utils.py:DtensorShardOperation.shard_tensor": "self source tensor_idx device dtype",
+    "transformers/integrations/bitsandbytes.py:Bnb4bitQuantize.convert": "self input_dict full_layer_name model **kwargs",
+    "transformers/integrations/bitsandbytes.py:Bnb4bitDeserialize.convert": "self input_dict model full_layer_name **kwargs",
+    "transformers/quantizers/quantizer_bnb_4bit.py:Bnb4BitHfQuantizer.get_quantize_ops": "self",
+    "accelerate/utils/fsdp_utils.py:fsdp2_prepare_model": "accelerator model",
     f"{TRAINER}._evaluate": "self trial ignore_keys_for_eval skip_scheduler",
     f"{TRAINER}._prepare_inputs": "self inputs",
     f"{TRAINER}.compute_loss_context_manager": "self",
@@ -100,7 +109,10 @@ NAMES = {
         "_keep_in_fp32_modules",
         "_keep_in_fp32_modules_strict",
     ],
-    "accelerate/utils/dataclasses.py": ["mixed_precision_policy", "gradient_as_bucket_view"],
+    "transformers/core_model_loading.py": ["HF_DEACTIVATE_ASYNC_LOAD", "MergeModulelist", "Concatenate"],
+    "accelerate/utils/dataclasses.py": ["mixed_precision_policy", "gradient_as_bucket_view", "auto_wrap_policy"],
+    "accelerate/utils/fsdp_utils.py": ["fsdp_plugin", "torch_device_mesh", "fsdp_dim_names", "is_main_process"],
+    "peft/tuners/tuners_utils.py": ["fsdp", "mesh_dim_names"],
     "accelerate/accelerator.py": ["ddp_handler"],
     "accelerate/state.py": ["distributed_type", "fsdp_plugin"],
     "datasets/arrow_dataset.py": ["_indices"],

@@ -195,8 +195,11 @@ def test_every_other_pair_is_let_through(monkeypatch, sharding, method):
         check_sharding(sharding, settings(method=method), "cuda", backend, 2)
 
 
-def test_fsdp2_runs_on_the_cpu_too():
+def test_fsdp2_runs_on_cpu_processes_too() -> None:
     check_sharding("fsdp2", settings(), "cpu", "transformers", 2)
+    assert module.loads_in_shards("fsdp2", "transformers")
+    assert not module.loads_in_shards("fsdp2", "unsloth")
+    assert not module.loads_in_shards("zero3", "transformers")
 
 
 def test_missing_deepspeed_is_named_with_its_command(monkeypatch):

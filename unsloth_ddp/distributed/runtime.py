@@ -83,6 +83,10 @@ class Runtime:
             return None
         return {"": self.ranks.local_rank if self.device_type == "cuda" else "cpu"}
 
+    def use_backend(self, backend: Literal["unsloth", "transformers"]) -> None:
+        """Take another backend than the one that the device allows; only before it is imported."""
+        self.backend = backend
+
     def barrier(self) -> None:
         """Wait until every process has come here, for control_timeout at most."""
         if self.control_group is not None:

@@ -3,7 +3,7 @@
 none   every GPU holds the whole model, gradients and optimizer states (DDP)
 zero2  gradients and optimizer states are sharded over the GPUs (DeepSpeed)
 zero3  the weights too, from loading on (DeepSpeed)
-fsdp2  the weights too, after loading (PyTorch)
+fsdp2  the weights too (PyTorch), from loading on with the transformers backend, after loading with Unsloth
 
 Beside it, what lies in host memory between its uses:
 
@@ -47,6 +47,11 @@ CPU_ADAM = ("adamw_torch", "adamw_torch_fused")
 def shards_weights(sharding: Sharding) -> bool:
     """Return whether the sharding splits the weights over the GPUs."""
     return sharding in ("zero3", "fsdp2")
+
+
+def loads_in_shards(sharding: Sharding, backend: str) -> bool:
+    """Return whether the kit loads each rank's part of the model; DeepSpeed does so by itself, and Unsloth cannot."""
+    return sharding == "fsdp2" and backend == "transformers"
 
 
 def sharding_from_environment(environ: Mapping[str, str]) -> Sharding:

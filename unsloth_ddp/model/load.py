@@ -6,21 +6,25 @@ in both: the dtype of the base weights, the modules with an adapter, the activat
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from unsloth_ddp.config.parse import Settings
 from unsloth_ddp.data.chat_template import check_chat_template, set_chat_template
 from unsloth_ddp.distributed.precision import AMPERE, check_full_weights
 from unsloth_ddp.distributed.runtime import Runtime
+from unsloth_ddp.distributed.sharding import loads_in_shards
 from unsloth_ddp.model.download import download_model
 from unsloth_ddp.model.files_check import check_complete, check_local_model
 from unsloth_ddp.model.fp8 import check_fp8, use_fp8
 from unsloth_ddp.model.gradient_checkpointing import UNSLOTH_NAMES, loaded_with
 from unsloth_ddp.model.lora import check_module_names, lora_config, target_modules, target_parameters
+from unsloth_ddp.model.same_files import check_same_files
 from unsloth_ddp.model.source_check import check_source
 from unsloth_ddp.utils.errors import UserError, one_line
 from unsloth_ddp.utils.known_errors import find_known_error
@@ -61,9 +65,27 @@ def load_model(settings: Settings, runtime: Runtime) -> tuple[Any, Any]:
         UserError: the model cannot be found or loaded.
     """
     download_model(settings, runtime)
+    if not loads_in_shards(runtime.sharding, runtime.backend):
+        return _load(settings, runtime)
+    from unsloth_ddp.model.sharded_load import shard_mesh
+
+    check_same_files(settings, runtime)
+    # Ranks meet to make it, so it is not made where one of them may have failed.
+    mesh = shard_mesh(runtime)
+    return runtime.on_every_rank(lambda: _load(settings, runtime, mesh))
+
+
+def _load(settings: Settings, runtime: Runtime, mesh: DeviceMesh | None = None) -> tuple[Any, Any]:
+    """Load model and tokenizer; ranks do not wait for each other here.
+
+    Args:
+        mesh: over which the weights are split from the beginning; None loads the whole model.
+    """
     try:
-        load = _load_unsloth if runtime.backend == "unsloth" else _load_transformers
-        model, tokenizer = load(settings, runtime)
+        if runtime.backend == "unsloth":
+            model, tokenizer = _load_unsloth(settings, runtime)
+        else:
+            model, tokenizer = _load_transformers(settings, runtime, mesh)
     except Exception as error:
         if isinstance(error, UserError) or not is_model_file_error(error):
             raise
@@ -174,9 +196,11 @@ def _load_unsloth(settings: Settings, runtime: Runtime) -> tuple[Any, Any]:
     return model, getattr(tokenizer, "tokenizer", tokenizer)
 
 
-def _load_transformers(settings: Settings, runtime: Runtime) -> tuple[Any, Any]:
+def _load_transformers(settings: Settings, runtime: Runtime, mesh: DeviceMesh | None) -> tuple[Any, Any]:
     import transformers
     from peft import get_peft_model, prepare_model_for_kbit_training
+
+    from unsloth_ddp.model import packed_shards, sharded_load, shards
 
     transformers.utils.logging.disable_progress_bar()
     source: dict[str, Any] = {"revision": settings.model_revision, "trust_remote_code": settings.trust_remote_code}
@@ -191,23 +215,25 @@ def _load_transformers(settings: Settings, runtime: Runtime) -> tuple[Any, Any]:
             # FSDP2 shards floating-point tensors only, so the packed 4-bit weights are stored in such a dtype.
             bnb_4bit_quant_storage=DTYPES[runtime.precision] if runtime.sharding == "fsdp2" else torch.uint8,
         )
-    loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
-        str(settings.model),
-        dtype=weights_dtype(settings, runtime),
-        device_map=runtime.device_map,
-        quantization_config=quantization,
-        attn_implementation=settings.attn_implementation,
-        use_safetensors=safetensors_only(settings),
-        output_loading_info=True,
-        **source,
-    )
+    with contextlib.nullcontext() if mesh is None else sharded_load.reading_shards(mesh, str(settings.model)):
+        loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
+            str(settings.model),
+            dtype=weights_dtype(settings, runtime),
+            device_map=runtime.device_map,
+            quantization_config=quantization,
+            attn_implementation=settings.attn_implementation,
+            use_safetensors=safetensors_only(settings),
+            output_loading_info=True,
+            **source,
+        )
     model, loading = loaded
     # With ZeRO-3 every rank loads a part, and 4-bit layers have tensors that no file contains.
     if runtime.sharding != "zero3" and quantization is None:
         check_complete(str(settings.model), list(loading["missing_keys"]), list(loading["mismatched_keys"]))
     checkpointing = loaded_with(runtime, settings) != "none"
     if quantization is not None:
-        model = prepare_model_for_kbit_training(
+        prepare = prepare_model_for_kbit_training if mesh is None else packed_shards.prepare_for_adapters
+        model = prepare(
             model,
             use_gradient_checkpointing=checkpointing,
             gradient_checkpointing_kwargs={"use_reentrant": False},
@@ -217,9 +243,13 @@ def _load_transformers(settings: Settings, runtime: Runtime) -> tuple[Any, Any]:
         torch.manual_seed(settings.seed)
         # ZeRO-3 gathers small weights into buffers of one dtype, so adapters keep the dtype of the base model there
         # (DeepSpeed issue 8072); its optimizer holds fp32 copies of them.
-        model = get_peft_model(model, lora_config(settings, model), autocast_adapter_dtype=runtime.sharding != "zero3")
+        with shards.copied_with_modules():
+            adapter = lora_config(settings, model)
+            model = get_peft_model(model, adapter, autocast_adapter_dtype=runtime.sharding != "zero3")
     if settings.fp8:
         use_fp8(model)
+    if mesh is not None:
+        model = sharded_load.wrap(model, mesh, runtime.precision, quantized=quantization is not None)
     return model, tokenizer
 
 

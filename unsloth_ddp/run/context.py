@@ -69,6 +69,7 @@ def open_run(settings: Settings, ranks: Ranks) -> Iterator[Run]:
     from unsloth_ddp.data.node_folder import node_folder
     from unsloth_ddp.distributed.runtime import started
     from unsloth_ddp.distributed.watchdog import watched
+    from unsloth_ddp.model.whole_model import choose_backend_by_size
     from unsloth_ddp.run.folder import choose_run_folder
     from unsloth_ddp.run.upload import check_upload
 
@@ -79,6 +80,7 @@ def open_run(settings: Settings, ranks: Ranks) -> Iterator[Run]:
         node_folder(runtime) as shared,
     ):
         stop.end_with(end_process)
+        choose_backend_by_size(settings, runtime)
         # Before the folder is chosen: its settings name the commits that the run there was made with.
         pin_revisions(settings, runtime)
         folder = choose_run_folder(settings, runtime)

@@ -70,7 +70,7 @@ def find_result(named: str, *, in_shards: bool = False) -> RunResult:
     Raises:
         UserError: it is no run's folder, is of another version, or holds nothing that is whole.
     """
-    result = _find(named)
+    result = _find(named, in_shards=in_shards)
     record = _record(result.run)
     if record.get("model", {}).get("local") and result.is_adapter:
         _check_base_is_there(result)
@@ -98,7 +98,7 @@ def _check_base_is_there(result: RunResult) -> None:
     )
 
 
-def _find(named: str) -> RunResult:
+def _find(named: str, *, in_shards: bool) -> RunResult:
     folder = Path(named).expanduser()
     try:
         folder = folder.resolve()
@@ -151,7 +151,9 @@ def _named_checkpoint(folder: Path, *, in_shards: bool) -> RunResult:
     except Damaged as error:
         raise UserError(f"{folder} is not a whole checkpoint: {error}; give another.") from None
     shards = _check_weights(folder, settings, in_shards=in_shards)
-    return RunResult(folder.parent, folder, settings, step, f"This is {folder.name} of {folder.parent}.", shards)
+    return RunResult(
+        folder.parent, folder, settings, step, f"This is {folder.name} of {folder.parent}.", in_shards=shards
+    )
 
 
 def _last_checkpoint(run: Path, settings: Settings, *, in_shards: bool) -> RunResult:
@@ -159,7 +161,7 @@ def _last_checkpoint(run: Path, settings: Settings, *, in_shards: bool) -> RunRe
     if newest is not None:
         shards = _check_weights(newest, settings, in_shards=in_shards)
         sentence = f"{run} is not finished; this is {newest.name}, its last whole checkpoint."
-        return RunResult(run, newest, settings, manifest.read_manifest(newest).step, sentence, shards)
+        return RunResult(run, newest, settings, manifest.read_manifest(newest).step, sentence, in_shards=shards)
     if skipped:
         raise UserError(
             f"{run} is not finished, and none of its checkpoints is whole ({skipped[0][0].name}: {skipped[0][1]}); start it "

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import DistributedType, PartialState
 from torch import Tensor
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import DataLoader
 from transformers import Trainer
 from transformers.integrations import get_reporting_integration_callbacks
@@ -34,8 +35,8 @@ from unsloth_ddp.distributed.sharding import shards_weights
 from unsloth_ddp.distributed.signals import EvaluationInterrupted, StopRequest
 from unsloth_ddp.model.attention import keys_for_packs, prepare_for_packs
 from unsloth_ddp.model.gradient_checkpointing import GradientCheckpointing
-from unsloth_ddp.model.load import DTYPES
 from unsloth_ddp.model.modules import evaluation_mode
+from unsloth_ddp.model.sharded_load import mixed_precision_policy
 from unsloth_ddp.model.supervised_head import fits_fused_head, head_with_equal_loss
 from unsloth_ddp.training.callbacks import CompareWeights, CountOverflows, ReportProgress, StopTogether
 from unsloth_ddp.training.deepspeed_precision import reduce_in_fp32
@@ -98,6 +99,9 @@ class DDPTrainer(ResumableTrainer):
         self.checkpointing = GradientCheckpointing(model, runtime, settings)
         self.collate = Collate(PadRight(tokenizer.pad_token_id), Flatten(keys_for_packs(runtime, model)))
         self.recorded = RecordedSteps(settings, runtime, data, self.collate, config.device)
+        if runtime.sharding == "fsdp2" and runtime.device_type == "cpu":
+            # accelerate does not look for FSDP in a job that it knows as one on CPUs. Transformers' arguments made the state.
+            PartialState().distributed_type = DistributedType.MULTI_GPU
         seed = config.seed if config.data_seed is None else config.data_seed
         evaluation = data.evaluation
         super().__init__(
@@ -144,6 +148,7 @@ class DDPTrainer(ResumableTrainer):
         self.model_accepts_loss_kwargs = True
         self.stragglers = Stragglers()
         self.peak_before_steps = 0
+        self._trained_parts: list[list[Tensor]] | None = None
         self.utilization = Utilization(model, runtime)
 
     def _check_precision(self) -> None:
@@ -164,10 +169,7 @@ class DDPTrainer(ResumableTrainer):
 
     def _set_gradient_precision(self) -> None:
         if self.is_fsdp_enabled and self.runtime.precision != "fp32":
-            # accelerate's own policy reduces gradients and returns losses in 16 bit.
-            self.accelerator.state.fsdp_plugin.mixed_precision_policy = MixedPrecisionPolicy(
-                param_dtype=DTYPES[self.runtime.precision], reduce_dtype=torch.float32
-            )
+            self.accelerator.state.fsdp_plugin.mixed_precision_policy = mixed_precision_policy(self.runtime.precision)
         if self.is_deepspeed_enabled:
             reduce_in_fp32(self.accelerator.state.deepspeed_plugin.deepspeed_config)
         if self.accelerator.ddp_handler is not None:
@@ -403,8 +405,22 @@ class DDPTrainer(ResumableTrainer):
             )
         return metrics
 
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
+        """Create the optimizer, and remember its weights if they were loaded in shards."""
+        optimizer = super().create_optimizer(*args, **kwargs)
+        if isinstance(self.model, FSDPModule):
+            self._trained_parts = [list(group["params"]) for group in optimizer.param_groups]
+        return optimizer
+
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(self.model, FSDPModule):
+            # accelerate leaves a model that is wrapped as it is, but would still look for the layers under their old names.
+            self.accelerator.state.fsdp_plugin.auto_wrap_policy = None
         prepared = super()._prepare_for_training(*args, **kwargs)
+        if self._trained_parts is not None and self.optimizer is not None:
+            # accelerate puts weights back into the optimizer by address, and all empty parts of a rank have the same.
+            for group, parts in zip(self.optimizer.param_groups, self._trained_parts, strict=True):
+                group["params"] = parts
         self.peak_before_steps = max(self.peak_before_steps, peak_memory_bytes(self.runtime.device_type))
         if self.runtime.device_type == "cuda":
             torch.cuda.reset_peak_memory_stats()

@@ -1,0 +1,68 @@
+"""Refuse a model whose files differ between ranks, or lack a part, before each rank reads its own slices of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import xxhash
+
+from unsloth_ddp.config.parse import Settings
+from unsloth_ddp.distributed.runtime import Runtime
+from unsloth_ddp.model.files import WEIGHTS, model_folder
+from unsloth_ddp.model.files_check import check_folder
+from unsloth_ddp.utils.errors import UserError, os_reason
+
+
+def check_same_files(settings: Settings, runtime: Runtime) -> None:
+    """Refuse files that cannot be read completely on a rank, or are not those of rank 0; every rank calls this.
+
+    Raises:
+        UserError: naming the file, the rank and what differs, alike on every rank.
+    """
+    everyones = runtime.gather(runtime.on_every_rank(lambda: describe_files(settings)))
+    for rank, files in enumerate(everyones):
+        if difference := first_difference(everyones[0], files):
+            raise UserError(
+                f"model {settings.model}: {difference} on {runtime.locations[rank]} differs from that on "
+                f"{runtime.locations[0]}; each rank reads its part from the files of its node, so copy the same files to every node."
+            )
+
+
+def describe_files(settings: Settings) -> dict[str, str]:
+    """Return size and checksum of the beginning of each file that says what the model's tensors are.
+
+    It is empty where the files are not on this machine; loading says why.
+
+    Raises:
+        UserError: a file is missing, cut, or without a tensor that the index lists in it.
+    """
+    folder = model_folder(settings)
+    if folder is None:
+        return {}
+    check_folder(folder, safetensors_only=settings.use_safetensors)
+    found = {"config.json": folder / "config.json"}
+    for pattern in WEIGHTS:
+        if weights := sorted(folder.glob(pattern)):
+            found |= {path.name: path for path in weights}
+            break
+    try:
+        return {name: _describe(path) for name, path in found.items()}
+    except OSError as error:
+        raise UserError(f"model {settings.model} cannot be read: {os_reason(error)}; check {folder}.") from None
+
+
+def first_difference(ours: dict[str, str], theirs: dict[str, str]) -> str | None:
+    """Return the name of the first file that is not the same."""
+    return next((name for name in sorted(ours.keys() | theirs.keys()) if ours.get(name) != theirs.get(name)), None)
+
+
+def _describe(path: Path) -> str:
+    """Return the file's size, and a checksum of its safetensors header, or of all of it if it is no safetensors file."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        if path.suffix == ".safetensors":
+            begin = file.read(8)
+            begin += file.read(int.from_bytes(begin, "little"))
+        else:
+            begin = file.read(1 << 20)
+    return f"{size:,} bytes, xxh3 {xxhash.xxh3_64(begin).hexdigest()}"

@@ -1,0 +1,277 @@
+"""Load a model in shards for FSDP2: every rank reads its own part of each weight, and no process holds the whole model.
+
+Transformers makes the model without memory, maps the names in the files to its own, and reads of a weight that is a
+DTensor only the slice of this rank. accelerate decides which modules FSDP2 wraps. Between the two:
+
+1. `reading_shards` lets `from_pretrained` find DTensors in the place of the weights, split as FSDP2 splits them.
+2. PEFT adds adapters to that model. They are small, and begin with the same values as without sharding.
+3. `wrap` gives accelerate the model with weights without memory, and puts each rank's part into the result.
+
+accelerate's own way (fsdp_cpu_ram_efficient_loading) reads the whole model into the host memory of one process first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+from torch.nn import Module, Parameter
+
+from unsloth_ddp.distributed.precision import Precision
+from unsloth_ddp.distributed.runtime import Runtime
+from unsloth_ddp.model.files_check import check_complete
+from unsloth_ddp.model.modules import base_model
+from unsloth_ddp.model.packed_shards import SplitPacked, is_packed, split_quantized
+from unsloth_ddp.model.shards import as_shard, part_of, part_shape, places
+from unsloth_ddp.utils.errors import UserError, one_line
+from unsloth_ddp.utils.units import shown_bytes
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+# Of these conversions a rank can compute its part of the result from its part of the files: experts, each read by the
+# rank that holds it, are stacked to one weight.
+SPLITTABLE = ([("MergeModulelist", 0)], [("MergeModulelist", 0), ("Concatenate", 1)], [("Bnb4bitDeserialize", None)])
+
+
+def mixed_precision_policy(precision: Precision) -> MixedPrecisionPolicy:
+    """Return FSDP2's policy: compute in `precision`, reduce gradients in fp32, where accelerate's reduces in 16 bit."""
+    if precision == "fp32":
+        return MixedPrecisionPolicy()
+    return MixedPrecisionPolicy(param_dtype=DTYPES[precision], reduce_dtype=torch.float32)
+
+
+def shard_mesh(runtime: Runtime) -> DeviceMesh:
+    """Return the mesh of processes whose last dimension weights are split over; every rank calls this."""
+    # PEFT knows this name, and would take others for tensor parallelism.
+    return init_device_mesh(runtime.device_type, (runtime.ranks.world_size,), mesh_dim_names=("fsdp",))
+
+
+@contextlib.contextmanager
+def reading_shards(mesh: DeviceMesh, model_name: str) -> Iterator[None]:
+    """Let `from_pretrained` read only this rank's part of each weight inside the block.
+
+    Upstream splits weights while it reads only if it also wraps the modules then (DistributedConfig), and adapters that
+    are added later would be left out. It also reserves memory for the whole model before it reads.
+
+    Raises:
+        UserError: the part of this rank does not fit on its device.
+    """
+    from transformers import modeling_utils
+
+    convert = modeling_utils.convert_and_load_state_dict_in_model
+    assert mesh.mesh_dim_names is not None
+    # Copies of the parts, if there are any, are no matter of reading.
+    mesh = mesh[mesh.mesh_dim_names[-1]]
+
+    def read(model: Any, state_dict: dict[str, Any], load_config: Any, disk_offload_index: Any = None) -> Any:
+        quantizer, mapping = load_config.hf_quantizer, load_config.weight_mapping or []
+        if quantizer is not None and not split_quantized(quantizer, mapping, mesh):
+            return convert(model, state_dict, load_config, disk_offload_index)
+        whole = _read_whole(mapping)
+        _place(model, mesh, lambda name: any(target in name for target in whole))
+        check_room(_part_bytes(model, mesh), mesh, model_name)
+        # Threads would read tensors ahead that only become small when their turn comes.
+        with _environment("HF_DEACTIVATE_ASYNC_LOAD", "1" if whole or quantizer is not None else "0"):
+            result = convert(model, state_dict, load_config, disk_offload_index)
+        _check_read(model, result[0], model_name, quantized=quantizer is not None)
+        _split_the_rest(model, mesh)
+        return result
+
+    with (
+        _replaced(modeling_utils, "convert_and_load_state_dict_in_model", read),
+        _replaced(modeling_utils, "caching_allocator_warmup", lambda *_: None),
+        # Else Transformers leaves the weights of all ranks but the first of a node empty.
+        _environment("FSDP_CPU_RAM_EFFICIENT_LOADING", "false"),
+    ):
+        yield
+
+
+def wrap(model: Any, mesh: DeviceMesh, precision: Precision, *, quantized: bool) -> Any:
+    """Apply FSDP2 to a model whose weights were read in shards, as accelerate does; return the model.
+
+    accelerate leaves a model that is wrapped already as it is. Trained 16-bit weights become fp32, as with accelerate,
+    but beside 4-bit weights they become bf16, as TRL has it.
+
+    Raises:
+        UserError: FSDP2 cannot wrap this model.
+    """
+    from accelerate.utils import FullyShardedDataParallelPlugin
+    from accelerate.utils.fsdp_utils import fsdp2_prepare_model
+
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, mixed_precision_policy=mixed_precision_policy(precision))
+    # Each part is in the memory of its device already.
+    plugin.cpu_ram_efficient_loading = False
+    if not (plugin.transformer_cls_names_to_wrap or getattr(model, "_no_split_modules", None)):
+        raise UserError(
+            f"FSDP2 cannot split {type(base_model(model)).__name__}: its class does not name its layers (_no_split_modules); "
+            "give the class of a layer as fsdp_transformer_layer_cls_to_wrap under fsdp_config in the accelerate config."
+        )
+    _check_shared(model)
+    if quantized:
+        for parameter in model.parameters():
+            if parameter.requires_grad and not isinstance(parameter, DTensor):
+                # TRL casts them later, when a cast would not reach the parts any more.
+                parameter.data = parameter.data.to(torch.bfloat16)
+    parts = _parts(model)
+    for part, found in parts:
+        empty = Parameter(torch.empty(part.shape, dtype=part.dtype, device="meta"), part.requires_grad)
+        for module, name in found:
+            setattr(module, name, empty)
+    accelerator = SimpleNamespace(
+        state=SimpleNamespace(fsdp_plugin=plugin),
+        torch_device_mesh=mesh,
+        parallelism_config=SimpleNamespace(fsdp_dim_names=mesh.mesh_dim_names),
+        mixed_precision="no" if quantized or precision == "fp32" else precision,
+        is_main_process=False,
+        device=torch.device(mesh.device_type),
+    )
+    try:
+        model = fsdp2_prepare_model(accelerator, model)
+    except (ValueError, NotImplementedError) as error:
+        raise UserError(f"FSDP2 cannot split {type(base_model(model)).__name__}: {one_line(error)}") from error
+    on_host = isinstance(plugin.cpu_offload, CPUOffloadPolicy)
+    while parts:
+        # The last reference to a part that is cast.
+        part, found = parts.pop()
+        wrapped: Any = found[0][0].get_parameter(found[0][1])
+        weight = as_shard(part.to_local().detach().to(wrapped.dtype), wrapped, wrapped.device_mesh)
+        if on_host:
+            weight = Parameter(weight.detach().to("cpu"), weight.requires_grad)
+        weight.__dict__.update(part.__dict__)
+        for module, name in found:
+            setattr(module, name, weight)
+    return model
+
+
+def _parts(model: Module) -> list[tuple[DTensor, list[tuple[Module, str]]]]:
+    """Return the weights that were read in parts, each with its places (module, name)."""
+    found: dict[Parameter, list[tuple[Module, str]]] = {}
+    for _, module, name, parameter in places(model):
+        found.setdefault(parameter, []).append((module, name))
+    return [(part, where) for part, where in found.items() if isinstance(part, DTensor)]
+
+
+def _check_shared(model: Any) -> None:
+    """Refuse a weight in several places, of which accelerate puts only embedding and output head into one group."""
+    paths: dict[Parameter, list[str]] = {}
+    for path, _, _, parameter in places(model):
+        paths.setdefault(parameter, []).append(path)
+    shared = [found for found in paths.values() if len(found) > 1]
+    ends = [getattr(end, "weight", None) for end in (model.get_input_embeddings(), model.get_output_embeddings())]
+    if shared and ends[0] is not ends[1]:
+        raise UserError(
+            f"FSDP2 cannot split the weight that {' and '.join(shared[0])[:300]} share; leave the embedding out of "
+            "--lora_modules_to_save, or use accelerate_configs/zero2.yaml."
+        )
+
+
+def _check_read(model: Any, info: Any, model_name: str, *, quantized: bool) -> None:
+    """Refuse weights that were not read; upstream would draw them at random, for which ranks wait for each other.
+
+    Raises:
+        UserError: naming one of them. It may be that of this rank only, since a part can have the right size by chance.
+    """
+    if info.mismatched_keys:
+        raise UserError(
+            f"model {model_name} cannot be loaded: the sizes of its weights differ from its config.json; download it "
+            "again, or correct config.json."
+        )
+    expected = info.missing_keys - getattr(model, "all_tied_weights_keys", {}).keys()
+    ignored = model._keys_to_ignore_on_load_missing or ()
+    if not quantized:
+        check_complete(model_name, [one for one in expected if not any(re.search(name, one) for name in ignored)], [])
+
+
+def check_room(needed: int, mesh: DeviceMesh, model_name: str) -> None:
+    """Refuse a part that does not fit on this process's device.
+
+    Raises:
+        UserError: naming the bytes of the part and of the device.
+    """
+    if mesh.device_type != "cuda":
+        return
+    free, total = torch.cuda.mem_get_info()
+    allowed = int(torch.cuda.get_per_process_memory_fraction() * total) - torch.cuda.memory_allocated()
+    room = min(free, allowed)
+    if needed > room:
+        raise UserError(
+            f"model {model_name}: one of {mesh.size()} parts of its weights takes {shown_bytes(needed)}, and only "
+            f"{shown_bytes(room)} are free on a GPU; use more GPUs, or --method qlora."
+        )
+
+
+def _read_whole(mapping: list[Any]) -> list[str]:
+    """Return parts of the names of weights that a rank cannot compute from its part of the files, as of fused ones."""
+    return [target for one in mapping if not _splittable(one) for target in one.target_patterns]
+
+
+def _splittable(conversion: Any) -> bool:
+    operations = getattr(conversion, "operations", [])
+    kinds = [(type(one).__name__, getattr(one, "dim", None)) for one in operations if not isinstance(one, SplitPacked)]
+    return not operations or kinds in SPLITTABLE
+
+
+def _place(model: Module, mesh: DeviceMesh, skip: Callable[[str], bool]) -> None:
+    """Replace weights without memory by DTensors without memory."""
+    placed: dict[Parameter, Parameter] = {}
+    for path, module, name, parameter in places(model):
+        if type(parameter) is not Parameter or not parameter.ndim or skip(path) or not _for_everyone(parameter, mesh):
+            continue
+        if parameter not in placed:
+            local = torch.empty(part_shape(parameter.shape, mesh), dtype=parameter.dtype, device="meta")
+            placed[parameter] = as_shard(local, parameter, mesh)
+        setattr(module, name, placed[parameter])
+
+
+def _for_everyone(parameter: Parameter, mesh: DeviceMesh) -> bool:
+    # Upstream cannot stack the experts of a rank that has none.
+    ranks = mesh.size(mesh.ndim - 1)
+    return -(-parameter.shape[0] // ranks) * (ranks - 1) < parameter.shape[0]
+
+
+def _split_the_rest(model: Module, mesh: DeviceMesh) -> None:
+    """Keep this rank's part of the weights that were read whole."""
+    split: dict[Parameter, Parameter] = {}
+    for _, module, name, parameter in places(model):
+        if type(parameter) is Parameter and not isinstance(parameter, DTensor) and parameter.ndim:
+            if parameter not in split:
+                split[parameter] = as_shard(part_of(parameter.detach(), mesh), parameter, mesh)
+                # Upstream marks there what it need not draw at random.
+                split[parameter].__dict__.update(parameter.__dict__)
+            setattr(module, name, split[parameter])
+
+
+def _part_bytes(model: Module, mesh: DeviceMesh) -> int:
+    """Return the bytes of this rank's part of a model; a weight that is packed to 4 bits takes half a byte a value."""
+    sizes = {p: (0.5 if is_packed(p) else p.element_size()) for p in model.parameters()}
+    return int(sum(p.numel() * size for p, size in sizes.items()) / mesh.size(mesh.ndim - 1))
+
+
+@contextlib.contextmanager
+def _replaced(module: Any, name: str, new: Any) -> Iterator[None]:
+    before = getattr(module, name)
+    setattr(module, name, new)
+    try:
+        yield
+    finally:
+        setattr(module, name, before)
+
+
+@contextlib.contextmanager
+def _environment(name: str, value: str) -> Iterator[None]:
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before

@@ -2,7 +2,7 @@
 
     uv run python -m benchmarks.correctness.demo_templates --out DIR --json FILE
 
-Runs that DIR holds already are not repeated. Twelve runs of the demo; on an idle CPU core a run takes under a minute, those of
+Runs that DIR holds already are not repeated. Eleven runs of the demo; on an idle CPU core a run takes under a minute, those of
 ten epochs five.
 """
 
@@ -46,7 +46,6 @@ VARIANTS = {
     "chatml_space": Variant("chatml", "\n ", CHATML_END),
     "chatml_space_512": Variant("chatml", "\n ", CHATML_END, 512),
     "own_im_end_10ep": Variant("own", "", CHATML_END, 128, 10),
-    "chatml_space_10ep": Variant("chatml", "\n ", CHATML_END, 512, 10),
     "chatml_10ep": Variant("chatml", "\n", CHATML_END, 512, 10),
 }
 

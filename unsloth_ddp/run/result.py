@@ -94,7 +94,7 @@ def _check_base_is_there(result: RunResult) -> None:
     places = [base] if base.is_absolute() else [Path.cwd() / base, result.run / base]
     raise UserError(
         f"The base model of {result.run} is not there: looked for {' and '.join(map(str, places))}. If it was moved, change "
-        f"model in {result.run / SETTINGS_FILE}."
+        "model in the run's settings.yaml."
     )
 
 

@@ -29,6 +29,8 @@ class Model:
     def named_modules(self):
         import torch
         return [("layer.q_proj", torch.nn.Linear(1, 1)), ("layer.norm", torch.nn.LayerNorm(1))]
+    def named_parameters(self):
+        return [(f"{path}.weight", module.weight) for path, module in self.named_modules()]
     def get_output_embeddings(self):
         return None
 

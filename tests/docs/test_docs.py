@@ -31,7 +31,7 @@ OF_OTHERS = {
         "--nproc_per_node",
     },
     "Slurm": {"--nodes", "--gpus-per-node", "--cpus-per-task", "--time", "--signal"},
-    "uv": {"--locked", "--extra", "--group"},
+    "uv": {"--locked", "--extra", "--group", "--python"},
     "sky": {"--secret"},
     "docker": {"--shm-size", "--ipc", "--gpus", "--rm", "--init", "--build-arg", "--tag", "--time", "--network"},
     "hf": {"--force-download"},

@@ -30,7 +30,6 @@ OPTIONS += " --save_total_limit none --per_device_train_batch_size 2 --global_ba
 # No dropout: on another number of GPUs it draws anew.
 METHODS = {
     "lora": "--method lora --merge",
-    "lora_modules": "--method lora --lora_modules_to_save lm_head",
     "qlora": "--method qlora",
     "full": "--method full --learning_rate 1e-3",
     "full_transformers": "--method full --learning_rate 1e-3 --backend transformers --precision fp32",

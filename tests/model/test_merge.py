@@ -141,13 +141,22 @@ def test_a_base_whose_files_do_not_hold_the_adapted_weights_is_left_to_peft(tmp_
 
 
 def test_it_holds_a_small_part_of_a_large_model(tmp_path):
-    """115 MB in files of 20 MB, of which one weight is 3 MB."""
-    base = make_base(
-        tmp_path / "base", shard="20MB", hidden_size=768, intermediate_size=1024, num_hidden_layers=6, vocab_size=500
-    )
+    """300 MB in files of 20 MB, of which one weight is 4 MB."""
+    base = make_base(tmp_path / "base")
+    sizes = {"hidden_size": 1024, "intermediate_size": 1024, "num_hidden_layers": 10, "vocab_size": 500}
+    with torch.device("meta"):
+        model: Any = LlamaForCausalLM(LlamaConfig(**{**SIZES, **sizes}))
+    # Random numbers take longer than all the rest.
+    model.to_empty(device="cpu")
+    for parameter in model.parameters():
+        torch.nn.init.ones_(parameter)
+    for path in base.glob("model*"):
+        path.unlink()
+    model.save_pretrained(base, max_shard_size="20MB")
+    del model
     adapter = make_adapter(base, tmp_path / "adapter")
     total = sum(path.stat().st_size for path in base.glob("*.safetensors"))
-    assert total > 110e6
+    assert total > 290e6
     with PeakMemory() as peak:
         save_merged(settings(base), adapter, tmp_path / "merged", [])
     shutil.rmtree(base)

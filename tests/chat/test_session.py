@@ -102,7 +102,7 @@ def test_plain_text_has_no_history(capsys: pytest.CaptureFixture[str]) -> None:
         ("x --temperature nan", "--temperature is nan, but it has to be 0 or more."),
         ("x --plain --system S", "--system has no place in --plain"),
         ("x --ask=", "--ask is empty; give the question."),
-        ("x --max_tokens 5", "unrecognized arguments: --max_tokens 5"),
+        ("x --max_tokens 5", "there is no option max_tokens; did you mean max_new_tokens?"),
         ("", "the following arguments are required: RUN"),
     ],
 )

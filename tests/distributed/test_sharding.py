@@ -202,6 +202,14 @@ def test_fsdp2_runs_on_cpu_processes_too() -> None:
     assert not module.loads_in_shards("zero3", "transformers")
 
 
+@pytest.mark.parametrize("optimizer", ["adafactor", "adamw_8bit", "paged_adamw_32bit", "lion_32bit", "rmsprop_bnb"])
+def test_fsdp2_refuses_optimizers_that_read_whole_weights(optimizer: str) -> None:
+    with pytest.raises(UserError, match=f"optim {optimizer} does not go with sharding fsdp2"):
+        check_sharding("fsdp2", settings(optim=optimizer), "cuda", "unsloth", 2)
+    check_sharding("fsdp2", settings(optim="adamw_torch_8bit"), "cuda", "unsloth", 2)
+    check_sharding("none", settings(optim=optimizer), "cuda", "unsloth", 2)
+
+
 def test_missing_deepspeed_is_named_with_its_command(monkeypatch):
     monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match="uv sync --extra deepspeed"):

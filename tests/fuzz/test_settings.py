@@ -127,7 +127,7 @@ def test_trainer_args_that_no_checkpoint_could_describe_are_refused(config: Any,
 
 
 def test_a_value_that_contains_itself_is_refused(config: Any) -> None:
-    assert "it takes a mapping of plain" in refusal(lambda: config("trainer_args: &a {x: *a}"))
+    assert "stands for a value that it is part of" in refusal(lambda: config("trainer_args: &a {x: *a}"))
 
 
 @pytest.mark.parametrize("name", [name for name, declared in OPTIONS.items() if declared.at_most])

@@ -174,9 +174,9 @@ def test_training_arguments_are_refused_as_a_run_refuses_them(tmp_path, capsys):
     Settings(model="m", dataset=["d"], lr_scheduler_type="cosine_with_min_lr").save(path)
     assert training_arguments.main(path) == 2
     assert capsys.readouterr().out.startswith("lr_scheduler_type cosine_with_min_lr does not work with")
-    Settings(model="m", dataset=["d"], trainer_args={"no_such_field": 1}).save(path)
+    Settings(model="m", dataset=["d"], trainer_args={"torch_compile_backend": "inducter"}).save(path)
     assert training_arguments.main(path) == 2
-    assert "SFTConfig has no field no_such_field" in capsys.readouterr().out
+    assert "inducter" in capsys.readouterr().out
     # A GPU may do what this process, on the CPU, cannot.
     Settings(model="m", dataset=["d"], trainer_args={"tf32": True}, precision="bf16").save(path)
     assert training_arguments.main(path) == 0
@@ -204,7 +204,9 @@ def test_the_check_of_training_arguments_has_a_row(script, verdict, value, monke
     ("launcher", "words", "devices", "verdict", "remedy"),
     [
         ({}, "", [], "ok", ""),
-        ({"UNSLOTH_FSDP2": "1"}, "", [], "failure", "sharding fsdp2 needs GPUs and none is used here"),
+        ({"UNSLOTH_FSDP2": "1"}, "", [], "ok", ""),
+        ({"UNSLOTH_FSDP2": "1"}, "--optim adafactor", [], "failure", "optim adafactor does not go with"),
+        ({"ACCELERATE_USE_DEEPSPEED": "true"}, "", [], "failure", "sharding zero2 needs GPUs and none is used here"),
         ({"UNSLOTH_FSDP2": "1"}, "", [{"name": "H200"}], "ok", ""),
         ({"UNSLOTH_FSDP2": "1"}, "--gradient_checkpointing unsloth", [{"name": "H200"}], "failure", "does not go with"),
         ({"ACCELERATE_USE_DEEPSPEED": "true"}, "", [{"name": "H200"}], "failure", "DeepSpeed, which is not installed"),

@@ -153,6 +153,11 @@ def check_sharding(sharding: Sharding, settings: Settings, device_type: str, bac
             "sharding fsdp2 splits a model over several GPUs, but one process was started; use "
             "accelerate_configs/single_gpu.yaml."
         )
+    if sharding == "fsdp2" and _reads_whole_weights(settings.optim):
+        raise UserError(
+            f"optim {settings.optim} does not go with sharding fsdp2, whose weights it cannot read in parts; give --optim "
+            "adamw_torch_fused, or adamw_torch_8bit for 8-bit states."
+        )
     if sharding in ("zero2", "zero3") and importlib.util.find_spec("deepspeed") is None:
         raise UserError(f"sharding {sharding} needs DeepSpeed, which is not installed; run uv sync --extra deepspeed.")
     if sharding == "zero3" and settings.method == "qlora":
@@ -170,6 +175,15 @@ def check_sharding(sharding: Sharding, settings: Settings, device_type: str, bac
             f"gradient_checkpointing unsloth does not go with sharding {sharding}: what it moves to host memory is "
             "recomputed when the weights are already sharded again; use --gradient_checkpointing torch."
         )
+
+
+def _reads_whole_weights(optimizer: str) -> bool:
+    """Return whether an optimizer, by its Transformers name, cannot step on DTensors: Adafactor, and bitsandbytes' kernels."""
+    if optimizer.startswith("adamw_torch"):
+        return False
+    return optimizer in ("adafactor", "ademamix") or any(
+        word in optimizer for word in ("8bit", "32bit", "paged", "bnb")
+    )
 
 
 def check_offload(offload: Offload, sharding: Sharding, settings: Settings, backend: str) -> None:

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import DistributedType, PartialState
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import DataLoader
@@ -99,9 +98,6 @@ class DDPTrainer(ResumableTrainer):
         self.checkpointing = GradientCheckpointing(model, runtime, settings)
         self.collate = Collate(PadRight(tokenizer.pad_token_id), Flatten(keys_for_packs(runtime, model)))
         self.recorded = RecordedSteps(settings, runtime, data, self.collate, config.device)
-        if runtime.sharding == "fsdp2" and runtime.device_type == "cpu":
-            # accelerate does not look for FSDP in a job that it knows as one on CPUs. Transformers' arguments made the state.
-            PartialState().distributed_type = DistributedType.MULTI_GPU
         seed = config.seed if config.data_seed is None else config.data_seed
         evaluation = data.evaluation
         super().__init__(

@@ -327,7 +327,8 @@ train() {
   local since=$SECONDS watcher=""
   rm -f "$folder/began"
   if ((NNODES > 1)); then
-    note_the_beginning &
+    # Its sleep outlives it, and who reads the output of this script would wait for that.
+    note_the_beginning </dev/null >/dev/null 2>&1 &
     watcher=$!
   fi
   launch "$MASTER_PORT" "$kit/train_ddp.py" "${train_arguments[@]}" "${restart_arguments[@]}"

@@ -140,6 +140,7 @@ def test_a_base_whose_files_do_not_hold_the_adapted_weights_is_left_to_peft(tmp_
     assert plan_merge(settings(base), adapter) is None
 
 
+@pytest.mark.slow
 def test_it_holds_a_small_part_of_a_large_model(tmp_path):
     """300 MB in files of 20 MB, of which one weight is 4 MB."""
     base = make_base(tmp_path / "base")

@@ -193,6 +193,7 @@ def load_large(model: str, mebibytes: float) -> None:
         assert mebibytes * 0.4 < sum(grown.values()) < mebibytes * 0.5 + 30
 
 
+@pytest.mark.slow
 def test_a_rank_reads_and_keeps_its_own_part_only(tmp_path: Path) -> None:
     from transformers import AutoTokenizer, LlamaConfig
 

@@ -154,6 +154,7 @@ def test_a_failed_write_leaves_no_rank_waiting_and_no_file(tmp_path):
     assert not list(tmp_path.glob("*.safetensors"))
 
 
+@pytest.mark.slow
 def test_no_process_holds_the_whole_model(tmp_path):
     run_ranks(2, save_a_large_model, str(tmp_path), folder=tmp_path / "out").check()
 

@@ -69,6 +69,7 @@ def preflight(*argv: str, **environ: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=REPO, env=env, capture_output=True, text=True, timeout=280)
 
 
+@pytest.mark.slow
 def test_one_node_is_checked_with_plain_python(tmp_path):
     done = preflight("--use_cpu", "--output_dir", str(tmp_path / "out"), "--json")
     report = json.loads(done.stdout)

@@ -82,6 +82,7 @@ def test_two_processes_take_the_step_of_one(train_mixture, mixtures, kind: str, 
     assert said.get(options, "experts trained; the balancing loss is left out") in printed
 
 
+@pytest.mark.slow
 def test_packs_take_the_step_of_single_rows_or_are_refused(train_mixture, mixtures, uneven_rows, tmp_path) -> None:
     sgd = "--optim sgd --learning_rate 0.5 --num_train_epochs 1 --save_strategy no --max_grad_norm 0"
     packed, printed = train_mixture("qwen3_moe", f"{sgd} --packing on --global_batch_size 4", "packed", ranks=2)
@@ -98,6 +99,7 @@ def test_packs_take_the_step_of_single_rows_or_are_refused(train_mixture, mixtur
     assert "the masks of gpt_oss models do not keep rows apart" in " ".join(refused.output.split())
 
 
+@pytest.mark.slow
 def test_a_resumed_run_with_adapted_experts_ends_like_an_uninterrupted_one(train_mixture, mixtures) -> None:
     options = f"{EXPERTS} --merge --max_steps 4 --save_steps 2 --save_total_limit none --learning_rate 0.01 --gradient_checkpointing torch"
     whole, _ = train_mixture("qwen3_moe", options, "whole", ranks=2)

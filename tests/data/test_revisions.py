@@ -10,7 +10,7 @@ import pytest
 
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.data import revisions
-from unsloth_ddp.data.revisions import dataset_revisions, pin_revisions
+from unsloth_ddp.data.revisions import dataset_revisions, ignored_options, pin_revisions
 from unsloth_ddp.data.sources import read_rows
 from unsloth_ddp.distributed.ranks import Ranks
 from unsloth_ddp.distributed.runtime import Runtime
@@ -99,3 +99,32 @@ def test_rows_are_read_at_the_revision(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(list(read_rows("o/rows", "train", None, "v1"))) == 1
     assert seen["revision"] == "v1"
     assert revisions.COMMIT.fullmatch("v1") is None
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"model": "o/model", "model_revision": "v1", "dataset": ["o/rows"], "dataset_split": "validation"}, []),
+        ({"model": ".", "model_revision": "v1", "dataset": ["o/rows"]}, ["model_revision v1 is ignored: the model is"]),
+        ({"model": "o/model", "dataset": ["a.jsonl"], "dataset_split": "test"}, ["dataset_split test is ignored"]),
+        ({"model": "o/model", "dataset": ["a.jsonl", "o/rows"], "dataset_split": "test", "dataset_config": "en"}, []),
+        (
+            {
+                "model": "o/m",
+                "dataset": ["a.jsonl"],
+                "eval_dataset": ["b.csv"],
+                "eval_dataset_split": "dev",
+                "dataset_config": "en",
+            },
+            [
+                "eval_dataset_split dev is ignored: the evaluation dataset",
+                "dataset_config en is ignored: the dataset is on",
+            ],
+        ),
+        ({"model": "o/model", "dataset": ["o/rows"], "eval_dataset_split": "dev"}, []),
+    ],
+)
+def test_what_selects_from_the_hub_is_said_to_be_ignored_elsewhere(given: dict[str, Any], said: list[str]) -> None:
+    found = ignored_options(Settings(**given))
+    assert len(found) == len(said)
+    assert all(sentence.startswith(start) for sentence, start in zip(found, said, strict=True)), found

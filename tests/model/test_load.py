@@ -210,3 +210,20 @@ def test_generation_stops_at_the_tokens_that_end_the_rows(known: Any, found: lis
     before = known if isinstance(known, list) else [known]
     assert stop_at(model, found) == [token for token in found if token not in before]
     assert model.generation_config.eos_token_id == stops
+
+
+def test_a_mistyped_folder_is_said_beside_what_the_hub_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "outputs").mkdir()
+    monkeypatch.setattr("unsloth_ddp.model.load.download_model", lambda *_: None)
+
+    def absent(*_: Any) -> Any:
+        raise OSError("the Hub has no such repository")
+
+    monkeypatch.setattr("unsloth_ddp.model.load._load_transformers", absent)
+    with pytest.raises(
+        UserError, match="model outputs/RUM is not in the folder outputs here, and as a Hub id it cannot be"
+    ):
+        load_model(Settings(model="outputs/RUM", dataset=["d"]), CPU)
+    with pytest.raises(UserError, match="model nobody/RUM cannot be loaded"):
+        load_model(Settings(model="nobody/RUM", dataset=["d"]), CPU)

@@ -41,6 +41,25 @@ def _hub_datasets(settings: Settings) -> list[str]:
     return [name for name in dict.fromkeys([*settings.dataset, *settings.eval_dataset]) if not is_file(name)]
 
 
+def ignored_options(settings: Settings) -> list[str]:
+    """Return a sentence for each option that selects from the Hub while what it selects from is on this machine."""
+    hub, standard = set(_hub_datasets(settings)), Settings()
+    local = {
+        "model_revision": ("the model", is_file(str(settings.model))),
+        "dataset_split": ("the dataset", not hub.intersection(settings.dataset)),
+        "eval_dataset_split": (
+            "the evaluation dataset",
+            bool(settings.eval_dataset) and not hub.intersection(settings.eval_dataset),
+        ),
+        "dataset_config": ("the dataset", not hub),
+    }
+    return [
+        f"{name} {getattr(settings, name)} is ignored: {what} is on this machine, and the option selects from the Hub."
+        for name, (what, ignored) in local.items()
+        if ignored and getattr(settings, name) != getattr(standard, name)
+    ]
+
+
 def pin_revisions(settings: Settings, runtime: Runtime) -> None:
     """Replace model_revision and dataset_revision by commits, alike on every rank; every rank calls this.
 

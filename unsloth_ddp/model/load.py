@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -89,7 +90,9 @@ def _load(settings: Settings, runtime: Runtime, mesh: DeviceMesh | None = None) 
     except Exception as error:
         if isinstance(error, UserError) or not is_model_file_error(error):
             raise
-        raise UserError(f"model {settings.model} cannot be loaded: {describe_load_error(error)}") from error
+        raise UserError(
+            f"model {settings.model} {_or_not_here(settings)}cannot be loaded: {describe_load_error(error)}"
+        ) from error
     _complete_tokenizer(settings, tokenizer)
     model.config.use_cache = False
     return model, tokenizer
@@ -113,6 +116,14 @@ def load_tokenizer(settings: Settings) -> Any:
         raise UserError(f"model {settings.model}: no tokenizer can be loaded: {describe_load_error(error)}") from None
     _complete_tokenizer(settings, tokenizer)
     return tokenizer
+
+
+def _or_not_here(settings: Settings) -> str:
+    """Return part of a sentence for a name that may be a Hub id or a mistyped path, such as outputs/RUM."""
+    path = Path(str(settings.model))
+    if path.exists() or path.parent == Path() or not path.parent.is_dir():
+        return ""
+    return f"is not in the folder {path.parent} here, and as a Hub id it "
 
 
 def is_model_file_error(error: Exception) -> bool:

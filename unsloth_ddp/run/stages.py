@@ -19,6 +19,7 @@ from unsloth_ddp.data import dataset, examples
 from unsloth_ddp.data.identity import data_identity
 from unsloth_ddp.data.packing import BatchRequest
 from unsloth_ddp.data.preview import preview_first_row
+from unsloth_ddp.data.revisions import ignored_options
 from unsloth_ddp.data.training_data import TrainingData
 from unsloth_ddp.distributed import backend, sharding
 from unsloth_ddp.model import load, merge
@@ -47,6 +48,8 @@ if TYPE_CHECKING:
 def check_model(run: Run) -> None:
     """Refuse a model or options that this machine cannot load, before anything is imported or read for it."""
     load.check_model(run.settings, run.runtime)
+    for sentence in ignored_options(run.settings):
+        print(sentence, flush=True)
 
 
 def import_backend(run: Run) -> None:

@@ -33,13 +33,14 @@ def run(whole_run, tmp_path: Path) -> Path:
 def test_the_adapter_of_the_run_is_in_the_model(run: Path) -> None:
     # A kernel for GPUs, and a template that is gone, do not matter here.
     settings = dataclasses.replace(
-        read_settings(run), attn_implementation="flash_attention_2", chat_template="/gone.jinja"
+        read_settings(run), attn_implementation="flash_attention_2", chat_template="/gone.jinja", fp8=True
     )
     model = load_trained(settings, run, CPU)
     held = {name.replace(".default.", "."): weight for name, weight in model.named_parameters()}
     saved = load_file(run / WEIGHTS)
     assert saved and all(torch.equal(held[name], weight) for name, weight in saved.items())
     assert not model.training and model.config.use_cache
+    assert not any(weight.dtype == torch.float8_e4m3fn for weight in model.parameters())
 
 
 def test_an_adapter_that_does_not_fit_its_base_model_is_refused(run: Path) -> None:
@@ -50,6 +51,9 @@ def test_an_adapter_that_does_not_fit_its_base_model_is_refused(run: Path) -> No
         load_trained(settings, run, CPU)
     save_file({**saved, name: torch.zeros(3, 3)}, run / WEIGHTS)
     with pytest.raises(UserError, match=r"The adapter in .* cannot be loaded: .*size mismatch"):
+        load_trained(settings, run, CPU)
+    save_file({other: weight for other, weight in saved.items() if other != name}, run / WEIGHTS)
+    with pytest.raises(UserError, match=r"The adapter in .* lacks 1 of its \d+ weights"):
         load_trained(settings, run, CPU)
     (run / WEIGHTS).write_bytes(b"half")
     with pytest.raises(UserError, match=r"The adapter in .* cannot be loaded"):

@@ -81,6 +81,12 @@ def load_trained(settings: Settings, trained: Path, runtime: Runtime) -> Any:
             f"The adapter in {trained} holds {read.unexpected_keys[0]}, which its base model {settings.model} does not have; was the "
             "base model replaced?"
         )
+    trained_names = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    if absent := sorted(trained_names.intersection(read.missing_keys)):
+        raise UserError(
+            f"The adapter in {trained} lacks {len(absent)} of its {len(trained_names)} weights (the first: {absent[0]}); was its "
+            "file replaced, or settings.yaml edited?"
+        )
     return _ready(model, runtime)
 
 
@@ -98,6 +104,8 @@ def _load(settings: Settings, runtime: Runtime) -> Any:
     weights: Literal["fp32", "bf16"] = "fp32" if runtime.precision == "fp32" else "bf16"
     # The tokenizer of the run is in its folder, so its file of a template need not be there any more.
     settings = dataclasses.replace(settings, gradient_checkpointing="none", chat_template=None, full_weights=weights)
+    # The adapter is used with the 16-bit weights from here on.
+    settings.fp8 = False
     if runtime.device_type == "cpu":
         # The run's attention kernel may need a GPU.
         settings.attn_implementation = None

@@ -24,6 +24,8 @@ SAVED = {
     "full_finetune_two_phases": "full_model/model.safetensors",
     "sft_chat_lora": "lora_model/adapter_model.safetensors",
 }
+# What the converter asks to check: the second phase reads what the first has saved.
+WARNED = {"full_finetune_two_phases": ["read back"], "sft_chat_lora": []}
 # float32; the sums of a batch are taken in another order. Measured: 2e-6 (LoRA, AdamW) and 3e-7 (full, SGD).
 TOLERANCE = 2e-5
 
@@ -95,7 +97,7 @@ def test_two_processes_train_what_the_notebook_trains(
     from safetensors.numpy import load_file
 
     conversion = convert(played / f"{name}.ipynb")
-    assert conversion.report.warnings == []
+    assert [warning.kind for warning in conversion.report.warnings] == WARNED[name]
     script = tmp_path / "script.py"
     script.write_text(conversion.script)
     launcher = shutil.which("torchrun", path=str(Path(sys.executable).parent))
@@ -116,9 +118,7 @@ CELLS = [
     "import os, subprocess, time\n"
     "os.environ['SHARED'] = subprocess.check_output(['echo', os.environ['RANK']], text = True)\n"
     "assert os.environ['SHARED'] == '0\\n', os.environ['SHARED']",
-    "mode = 'a'\nclass Rows:\n    def map(self, function):\n        time.sleep(1 - int(os.environ['RANK']))\n"
-    "        with open('order', mode) as file:\n            file.write(os.environ['RANK'])\n"
-    "rows = Rows()\nrows.map(print)",
+    "from rows_in_order import Rows\nrows = Rows()\nrows = rows.map(print)",
     "!echo from the shell\nprint('said once')",
 ]
 

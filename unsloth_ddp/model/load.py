@@ -21,6 +21,7 @@ from unsloth_ddp.distributed.precision import AMPERE, check_full_weights
 from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.distributed.sharding import loads_in_shards
 from unsloth_ddp.model.download import download_model
+from unsloth_ddp.model.experts import stacked_experts
 from unsloth_ddp.model.files_check import check_complete, check_local_model
 from unsloth_ddp.model.fp8 import check_fp8, use_fp8
 from unsloth_ddp.model.gradient_checkpointing import UNSLOTH_NAMES, loaded_with
@@ -193,8 +194,8 @@ def _load_unsloth(settings: Settings, runtime: Runtime) -> tuple[Any, Any]:
             lora_alpha=settings.lora_alpha,
             lora_dropout=settings.lora_dropout,
             target_modules=target_modules(settings, model),
-            # None would have Unsloth choose.
-            target_parameters=target_parameters(settings, model),
+            # None would have Unsloth choose among the experts of a mixture.
+            target_parameters=target_parameters(settings, model) or ([] if stacked_experts(model) else None),
             modules_to_save=settings.lora_modules_to_save or None,
             use_rslora=settings.use_rslora,
             bias="none",

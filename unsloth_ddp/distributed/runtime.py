@@ -223,12 +223,15 @@ def single_process(settings: Settings) -> Runtime:
 
 
 def let_idle_threads_sleep(environ: MutableMapping[str, str] = os.environ) -> None:
-    """Make OpenMP threads sleep while they wait for each other; call this before torch is imported.
+    """Let OpenMP threads that wait for each other sleep soon; call this before torch is imported.
 
-    Otherwise they spin for some time, which keeps the thread that they wait for off a busy core: with 17 processes on
-    two cores, small steps on two threads took 7.4 to 16 s spinning and 1.7 to 2.0 s sleeping.
+    They spin first, which on a busy machine keeps the thread that they wait for off its core, and to sleep at once
+    (OMP_WAIT_POLICY=PASSIVE) is slow on an idle one. The demo on two threads of two cores, tokens/s: idle 4,551
+    with libgomp's own count, 3,648 with this one, 1,900 without spinning; beside six busy processes no end in 120 s,
+    298 and 451.
     """
-    environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    if "OMP_WAIT_POLICY" not in environ:
+        environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 
 def quiet_imports() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 class PeakMemory:
-    """How much this process grew, beyond pages of files, which the system takes back when it needs them."""
+    """Measure the bytes by which this process grew, without pages of files, which the system takes back when it needs them."""
 
     grown = 0
 

@@ -26,7 +26,7 @@ def slurm(tmp_path_factory):
 
 
 def second_start(folder, number, first_start):
-    """What a job's script and both nodes said after the requeue, each cut to its end, for a test that fails."""
+    """Return what a job's script and both nodes said after the requeue, each cut to its end, for a test that fails."""
     nodes = folder / "logs" / f"slurm-{number}"
     texts = {
         "node-0": (nodes / "node-0.log").read_text()[len(first_start) :],

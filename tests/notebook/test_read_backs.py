@@ -1,4 +1,4 @@
-"""Where a path is read back, and where it is written so that it can be."""
+"""Test where a path is read back, and where it is written so that it can be."""
 
 import pytest
 from making import LOAD, TRAIN, body, convert_cells, kinds

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import logging
 import sys
 
 import numpy as np
@@ -490,16 +489,3 @@ def test_a_model_that_fits_in_no_way_is_told_before_the_rows_are_read(demo_shape
     assert "does not fit this GPU in any way: even method qlora with sharding none needs at least 3." in printed
     assert plan("--gpu_memory", "1GB") == 2
     assert capsys.readouterr().out == ""
-
-
-def test_libraries_are_silent_at_import(tmp_path):
-    logging.getLogger("bitsandbytes").setLevel(logging.NOTSET)
-    assert plan("--model", str(tmp_path), "--dataset", "no.jsonl") == 2
-    assert logging.getLogger("bitsandbytes").level == logging.ERROR
-
-
-def test_an_unreachable_hub_is_not_waited_for(monkeypatch, tmp_path):
-    asked = []
-    monkeypatch.setattr(command, "use_cache_if_hub_is_unreachable", lambda settings: asked.append(settings.model))
-    assert plan("--model", str(tmp_path), "--dataset", "no.jsonl") == 2
-    assert asked == [str(tmp_path)]

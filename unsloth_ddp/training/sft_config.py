@@ -19,6 +19,7 @@ from unsloth_ddp.config.parse import Settings
 from unsloth_ddp.config.upstream_names import choose_trackers
 from unsloth_ddp.data.batch_plan import BatchPlan
 from unsloth_ddp.distributed.runtime import Runtime
+from unsloth_ddp.distributed.sharding import averages_every_micro_batch
 from unsloth_ddp.model.gradient_checkpointing import loaded_with
 from unsloth_ddp.training.optimizer_check import check_optimizer
 from unsloth_ddp.utils.errors import UserError
@@ -78,7 +79,10 @@ def make_config(settings: Settings, runtime: Runtime, plan: BatchPlan, run_folde
         "ddp_find_unused_parameters": settings.ddp_find_unused_parameters,
         "ddp_timeout": settings.ddp_timeout,
         # Rows are in pinned memory: a copy that the host waits for would wait for all work before it.
-        "accelerator_config": {"non_blocking": runtime.device_type == "cuda"},
+        "accelerator_config": {
+            "non_blocking": runtime.device_type == "cuda",
+            "gradient_accumulation_kwargs": {"sync_each_batch": averages_every_micro_batch(runtime.sharding, settings)},
+        },
         # A language model's buffers are constants; sending them before each forward pass makes ranks wait for each other.
         "ddp_broadcast_buffers": False,
         "eval_strategy": strategy if settings.eval_dataset or settings.eval_fraction else "no",

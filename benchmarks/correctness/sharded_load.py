@@ -5,7 +5,7 @@
 Each case limits every GPU to a memory below that of the model, and trains for some steps. Prints, of the fullest GPU,
 the peak of loading, of training and of saving, of the fullest process the peak of host memory, and of the slowest rank
 the seconds to load and the tokens a second. Models of `sparse` cases are files of zeros, as their random weights would
-not fit on the disk; memory and speed do not depend on the values. 2x32b_qlora needs two GPUs, and 4x8b_lora four.
+not fit on the disk; memory and speed do not depend on the values. A case's name begins with the GPUs that it needs.
 """
 
 from __future__ import annotations
@@ -25,8 +25,12 @@ from typing import Any
 from benchmarks.common.rows import full_rows
 from benchmarks.common.runs import REPO, log_history, losses, make_model, write_results
 
-OPTIONS = "--backend auto --precision bf16 --max_length 1024 --per_device_train_batch_size 1 --max_steps 6 --logging_steps 1"
-OPTIONS += " --gradient_checkpointing torch --save_strategy no --warmup_steps 0 --compare_answers 0 --learning_rate 1e-5"
+OPTIONS = (
+    "--backend auto --precision bf16 --max_length 1024 --per_device_train_batch_size 1 --max_steps 6 --logging_steps 1"
+)
+OPTIONS += (
+    " --gradient_checkpointing torch --save_strategy no --warmup_steps 0 --compare_answers 0 --learning_rate 1e-5"
+)
 # Steps that are not counted for the speed.
 WARM = 3
 
@@ -47,6 +51,7 @@ class Case:
 CASES = [
     Case("2x8b_lora", "qwen3_8b", "lora", 2, 15.0),
     Case("2x8b_qlora", "qwen3_8b", "qlora", 2, 8.0),
+    Case("2x8b_full", "qwen3_8b", "full", 2, 80.0, options="--backend transformers"),
     Case("4x8b_lora", "qwen3_8b", "lora", 4, 10.0),
     Case("4x8b_full", "qwen3_8b", "full", 4, 60.0, options="--backend transformers"),
     Case("2x32b_qlora", "qwen3_32b", "qlora", 2, 20.0, sparse=True),
@@ -122,8 +127,8 @@ def measure(case: Case, work: Path, limit: float) -> dict[str, Any]:
     speeds = [e["tokens_per_second"] for e in log_history(run) if e.get("step", 0) > WARM and "tokens_per_second" in e]
     result["tokens_per_second_per_gpu"] = statistics.median_high(speeds) / case.processes
     rounded = {name: round(value, 2) if isinstance(value, float) else value for name, value in result.items()}
-    packing = summary["packing"] if "packing" in summary else None
-    return {**rounded, "backend": summary["backend"], "packing": packing, "losses": losses(run)}
+    kept = {name: summary[name] for name in ("backend", "packing")}
+    return {**rounded, **kept, "losses": losses(run)}
 
 
 def main() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import re
@@ -29,6 +30,7 @@ from unsloth_ddp.model import sharded_load, varlen, whole_model
 from unsloth_ddp.model.load import load_model, parameter_counts
 from unsloth_ddp.model.modules import base_model
 from unsloth_ddp.model.same_files import first_difference
+from unsloth_ddp.model.supervised_head import fits_fused_head
 from unsloth_ddp.utils.errors import UserError
 
 FSDP2 = {"UNSLOTH_FSDP2": "1"}
@@ -115,6 +117,14 @@ def load_both_ways(moe: str) -> None:
         # A rank has empty parts of these adapters.
         compare(settings_for(DEMO_MODEL, lora_r=1), runtimes)
         compare(settings_for(moe, lora_target_modules=["q_proj"], lora_modules_to_save=["embed_tokens"]), runtimes)
+        heads = {}
+        for trained, options in {
+            "": {},
+            "beside adapters": {"lora_modules_to_save": ["lm_head"]},
+            "with all": {"method": "full"},
+        }.items():
+            heads[trained] = fits_fused_head(load_model(settings_for(moe, **options), runtimes[0])[0])
+        assert heads == {"": True, "beside adapters": False, "with all": True}
         # As for weights that upstream cuts out of fused ones.
         sharded_load.SPLITTABLE = ()
         compare(settings_for(moe, method="full"), runtimes)
@@ -150,6 +160,10 @@ def load_packed(folder: str) -> None:
             for name, weight in parts.named_parameters():
                 assert torch.equal(bits(weight), bits(theirs[name].data)), name
             assert sgd_steps(parts, average=False) == sgd_steps(whole, average=True)
+        # PEFT keeps in fp32 what is not packed, and FSDP2 would gather it in 16 bit all the same.
+        sixteen = dataclasses.replace(runtimes[0], precision="bf16")
+        model, _ = load_model(settings_for(DEMO_MODEL, method="qlora", precision="bf16"), sixteen)
+        assert {weight.dtype for weight in model.parameters()} == {torch.bfloat16}
 
 
 def test_4_bit_weights_are_packed_whole_and_kept_in_parts(tmp_path: Path) -> None:

@@ -54,15 +54,6 @@ def loads_in_shards(sharding: Sharding, backend: str) -> bool:
     return sharding == "fsdp2" and backend == "transformers"
 
 
-def averages_every_micro_batch(sharding: Sharding, settings: Settings) -> bool:
-    """Return whether gradients are averaged after every micro-batch, and not only after the last one of a step.
-
-    With FSDP2 a rank holds the gradients of all weights until they are averaged, and afterwards those of its own part.
-    Those of adapters are small, so that averaging once a step is faster.
-    """
-    return sharding == "fsdp2" and settings.method == "full"
-
-
 def sharding_from_environment(environ: Mapping[str, str]) -> Sharding:
     """Return the kind of sharding that the launcher asks for.
 

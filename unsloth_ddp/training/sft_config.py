@@ -19,7 +19,6 @@ from unsloth_ddp.config.parse import Settings
 from unsloth_ddp.config.upstream_names import choose_trackers
 from unsloth_ddp.data.batch_plan import BatchPlan
 from unsloth_ddp.distributed.runtime import Runtime
-from unsloth_ddp.distributed.sharding import averages_every_micro_batch
 from unsloth_ddp.model.gradient_checkpointing import loaded_with
 from unsloth_ddp.training.optimizer_check import check_optimizer
 from unsloth_ddp.utils.errors import UserError
@@ -81,7 +80,9 @@ def make_config(settings: Settings, runtime: Runtime, plan: BatchPlan, run_folde
         # Rows are in pinned memory: a copy that the host waits for would wait for all work before it.
         "accelerator_config": {
             "non_blocking": runtime.device_type == "cuda",
-            "gradient_accumulation_kwargs": {"sync_each_batch": averages_every_micro_batch(runtime.sharding, settings)},
+            # Between micro-batches a rank would hold the gradients of all weights, and torch would ask for those of an
+            # output head that it never gathered, since fused losses read the head's weight and do not run the head.
+            "gradient_accumulation_kwargs": {"sync_each_batch": runtime.sharding == "fsdp2"},
         },
         # A language model's buffers are constants; sending them before each forward pass makes ranks wait for each other.
         "ddp_broadcast_buffers": False,

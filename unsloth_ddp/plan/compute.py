@@ -178,9 +178,7 @@ def choose_micro_batch(
 def records_steps(settings: Settings, rows: RowLengths, processes: int) -> bool:
     """Return whether a run on GPUs replays recorded micro-batches (see training/step_choice.py)."""
     possible = rows.unit == "packs" and precision_of(settings) == "bf16"
-    # On several GPUs only runs that ask for it.
-    wanted = settings.cuda_graphs == "on" or (settings.cuda_graphs == "auto" and processes == 1)
-    return wanted and possible and (settings.method != "full" or processes == 1)
+    return settings.cuda_graphs != "off" and possible and (settings.method != "full" or processes == 1)
 
 
 def checkpointing_kinds(settings: Settings) -> tuple[Checkpointing, ...]:

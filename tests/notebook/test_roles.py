@@ -9,7 +9,8 @@ SHOW = "inputs = tokenizer('x').to('cuda')\nout = model.generate(**inputs)\ntoke
 
 def test_inference_moves_to_the_main_process_with_what_only_it_uses() -> None:
     text = body(convert_cells(LOAD, DATA, TRAIN, "FastLanguageModel.for_inference(model)\n" + SHOW))
-    guarded = "".join(f"    {line}\n" for line in SHOW.splitlines())
+    *lines, shown = SHOW.splitlines()
+    guarded = "".join(f"    {line}\n" for line in [*lines, f"print({shown})"])
     assert f"FastLanguageModel.for_inference(model)\nif IS_MAIN:\n{guarded}" in text
 
 

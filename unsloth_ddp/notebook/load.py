@@ -64,7 +64,7 @@ def _bind(call: cst.Call, old: cst.Arg | None, context: ConversionContext, notes
     if splats(call) and old is None:
         source = f'{{**{_splatted(call)}, "device_map": {target}}}'
         args = [arg for arg in call.args if arg.star != "**"]
-        notes.append(context.edit("load", "the whole model on this process's GPU, whatever the dict says"))
+        notes.append(context.edit("load", "load the whole model on this process's GPU, whatever the dict says"))
         return call.with_changes(args=[*args, cst.Arg(value=cst.parse_expression(source), star="**")])
     if splats(call):
         call = remove_keyword(call, "device_map")
@@ -76,9 +76,9 @@ def _bind(call: cst.Call, old: cst.Arg | None, context: ConversionContext, notes
             context.warn("model parallel", f"device_map was {was}, which spreads a model: it must now fit on one GPU")
         )
     elif was:
-        notes.append(context.edit("load", f"the whole model on this process's GPU (device_map was {was})"))
+        notes.append(context.edit("load", f"load the whole model on this process's GPU (device_map was {was})"))
     else:
-        notes.append(context.edit("load", "the whole model on this process's GPU"))
+        notes.append(context.edit("load", "load the whole model on this process's GPU"))
     return call
 
 

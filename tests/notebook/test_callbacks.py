@@ -48,6 +48,13 @@ def test_what_tells_a_tracker_something_inside_a_function_is_guarded(line: str) 
     assert f"        if IS_MAIN:\n            {line}\n" in text
 
 
+@pytest.mark.parametrize("call", ["get_running_experiment", "get_global_experiment"])
+def test_the_experiment_of_comet_is_ended_where_it_is(call: str) -> None:
+    """The other processes have none: the call returns None there."""
+    text = body(convert_cells("import comet_ml", LOAD, TRAIN, f"comet_ml.{call}().end()"))
+    assert f"if IS_MAIN:\n    comet_ml.{call}().end()\n" in text
+
+
 @pytest.mark.parametrize("start", ["", "artifact = run.use_artifact('x')", "artifact = wandb.use_artifact('x')"])
 def test_an_artifact_s_folder_reaches_every_process(start: str) -> None:
     use = "folder = artifact.download()" if start else "folder = run.use_artifact('x').download()"

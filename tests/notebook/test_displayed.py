@@ -35,6 +35,7 @@ def test_what_a_cell_ends_with_is_printed(last: str, printed: str) -> None:
         "trainer.train()",
         "fix(dataset)",  # may return nothing
         "print = log\ndataset[0]",
+        "display(dataset), len(dataset)",
     ],
 )
 def test_what_the_notebook_does_not_display_is_not_printed(cell: str) -> None:

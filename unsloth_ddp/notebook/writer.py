@@ -78,7 +78,9 @@ def _comments(
 ) -> list[cst.EmptyLine]:
     """Return the comments above a removed statement, and a note about the removal for the first of several."""
     lines = [line for line in getattr(node, "leading_lines", ()) if line.comment is not None]
-    said = any(line.comment and line.comment.value.startswith("# ddp: install") for line in [*pending, *lines])
+    said = any(
+        line.comment and line.comment.value.startswith("# ddp: leave out installs") for line in [*pending, *lines]
+    )
     if placed.statement.role is Role.DROP and not said:
         context.cell = placed.statement.cell
         note = context.edit("install", "leave out installs and what only they needed; see the requirements at the top")

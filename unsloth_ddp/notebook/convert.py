@@ -239,7 +239,7 @@ def _header(context: ConversionContext, notes: list[str]) -> str:
         "#     accelerate launch SCRIPT             every GPU of this machine",
         "#     torchrun --nproc-per-node 2 SCRIPT   two of them",
     ]
-    wanted = _without_repeats(context.requirements)
+    wanted = context.report.requirements = _without_repeats(context.requirements)
     if wanted:
         lines += ["#", "# The notebook installed these; install them before you run this:"]
         lines += ["#     " + name for name in wanted]

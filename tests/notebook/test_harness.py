@@ -181,6 +181,14 @@ def test_reward_functions_run_on_every_rank() -> None:
     )
 
 
+def test_a_function_given_to_a_launcher_is_followed() -> None:
+    script = (
+        "from accelerate import notebook_launcher\ndef go(a, b=2):\n    print(a + b)\n"
+        "notebook_launcher(go, (1, 3), num_processes=2)\nnotebook_launcher(go, args=(5,))"
+    )
+    assert [event["text"] for event in run_script(script, Settings()).of("print")] == ["4", "7"]
+
+
 def test_barrier_without_a_group_is_an_error() -> None:
     outcome = run_script("import torch.distributed as dist\ndist.barrier()", Settings(0, 2))
     assert outcome.error is not None and "has not been initialized" in outcome.error["text"]

@@ -135,6 +135,20 @@ def test_files_that_every_node_reads_are_made_on_every_node(cell: str, role: str
     assert "if IS_MAIN:\n" in body(convert_cells(LOAD, TRAIN, "%%writefile results.txt\nx"))
 
 
+@pytest.mark.parametrize(
+    "cell",
+    [
+        "%%writefile rewards.py\ndef score(texts):\n    return [1.0]",
+        "from pathlib import Path\nPath('rewards.py').write_text('x = 1')",
+        "import json\nwith open('settings.json', 'w') as f:\n    json.dump({}, f)",
+    ],
+)
+def test_files_that_nothing_visible_reads_are_made_on_every_node_too(cell: str) -> None:
+    """A module, or settings that a library finds by itself: on the second node they would be missing."""
+    text = body(convert_cells(LOAD, cell, "from rewards import score\ndataset = score([])", TRAIN))
+    assert "if LOCAL_RANK == 0:\n" in text and "if IS_MAIN:" not in text
+
+
 def test_a_loop_that_ends_by_the_clock_is_pointed_at() -> None:
     loop = "for batch in loader:\n    loss = model(batch)\n    loss.backward()\n    if time.time() - start > 60:\n        break"
     done = convert_cells(LOAD, "import time\nstart = time.time()", loop)

@@ -98,6 +98,8 @@ def test_the_check_accepts_the_same_pass_and_names_another_one() -> None:
         captured, batch, lambda one: ordinary_sum(model, one) + 0 * ordinary_sum(model, other).square() + _bent(model)
     )
     assert reason is not None and reason.startswith("its gradients would differ by")
+    wide = check_recording(captured, batch, lambda one: ordinary_sum(model, one) + _bent(model), tolerance=float("inf"))
+    assert wide is None
 
 
 def _bent(model: Any) -> torch.Tensor:

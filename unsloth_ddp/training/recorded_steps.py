@@ -21,6 +21,8 @@ from unsloth_ddp.training.captured_step import CapturedStep, RecordingFailed, re
 from unsloth_ddp.training.memory_search import MicroBatchDecision
 from unsloth_ddp.training.micro_batch_loss import MicroBatchRunner
 from unsloth_ddp.training.step_choice import (
+    FP8_GRADIENT_TOLERANCE,
+    GRADIENT_TOLERANCE,
     StepChoice,
     check_recording,
     obstacle,
@@ -97,8 +99,9 @@ class RecordedSteps:
         captured = CapturedStep(model, forward, autocast, torch.bfloat16, self.device)
         self.collate.lay_out_for(shape)
         batch = runner.batch_of([train.examples[index] for index in range(min(size, train.units))])
+        tolerance = FP8_GRADIENT_TOLERANCE if self.settings.fp8 else GRADIENT_TOLERANCE
         with training_mode(model), without_dropout(model) as dropped:
-            reason = check_recording(captured, batch, runner.loss_sum)
+            reason = check_recording(captured, batch, runner.loss_sum, tolerance)
         if dropped:
             captured.forget()
         return captured, reason

@@ -32,6 +32,9 @@ FEWEST_MICRO_BATCHES = 100
 TOKENS_A_ROW = 16
 # Relative differences between a replayed pass and the backend's: both round to 16 bit, in another order.
 LOSS_TOLERANCE, GRADIENT_TOLERANCE = 5e-3, 5e-2
+# With --fp8 another order changes which values are rounded up. On H200s gradients of random weights differed by 5.4e-2
+# (1.7B) and 1.1e-1 (8B) of their norm (benchmarks/results/speed/recorded_two.json); of wrong rows they differ by 1.
+FP8_GRADIENT_TOLERANCE = 0.25
 
 
 @sendable
@@ -82,7 +85,10 @@ def shape_for(train: TokenizedRows, size: int, max_length: int) -> FixedShape:
 
 
 def check_recording(
-    captured: CapturedStep, batch: dict[str, Any], ordinary: Callable[[dict[str, Any]], Tensor]
+    captured: CapturedStep,
+    batch: dict[str, Any],
+    ordinary: Callable[[dict[str, Any]], Tensor],
+    tolerance: float = GRADIENT_TOLERANCE,
 ) -> str | None:
     """Return why a recorded pass is not used, in a few words: it fails, or it gives another loss or gradient.
 
@@ -91,6 +97,7 @@ def check_recording(
     Args:
         batch: with the laid out vector, on the device.
         ordinary: batch -> summed token losses as the backend computes them, with their graph.
+        tolerance: of gradients, relative to their norm.
     """
     one = torch.ones((), device=captured.device)
     before = [p.grad for p in captured.trained]
@@ -103,7 +110,7 @@ def check_recording(
         for p in captured.trained:
             p.grad = None
         loss, _ = captured.run(batch, one)
-        return _difference(expected, loss, gradients, captured.trained)
+        return _difference(expected, loss, gradients, captured.trained, tolerance)
     except Exception as error:
         logger.warning("the step is not recorded: %s", error, exc_info=True)
         return f"recording it failed: {one_line(error, 120)}"
@@ -112,7 +119,9 @@ def check_recording(
             p.grad = gradient
 
 
-def _difference(expected: Tensor, loss: Tensor, gradients: list[Tensor | None], trained: list[Any]) -> str | None:
+def _difference(
+    expected: Tensor, loss: Tensor, gradients: list[Tensor | None], trained: list[Any], tolerance: float
+) -> str | None:
     off = abs(loss.item() - expected.item()) / max(abs(expected.item()), 1e-6)
     if not off <= LOSS_TOLERANCE:
         return f"its loss would differ by {off:.1e}"
@@ -123,7 +132,7 @@ def _difference(expected: Tensor, loss: Tensor, gradients: list[Tensor | None], 
         squares += torch.stack([difference.square().sum().double(), wanted.float().square().sum().double()])
     far, whole = squares.sqrt().tolist()
     logger.info("a recorded step differs by %.1e in its loss and %.1e in its gradients", off, far / max(whole, 1e-12))
-    if not far <= GRADIENT_TOLERANCE * max(whole, 1e-12):
+    if not far <= tolerance * max(whole, 1e-12):
         return f"its gradients would differ by {far / max(whole, 1e-12):.1e}"
     return None
 

@@ -31,6 +31,7 @@ from unsloth_ddp.distributed.sharding import (
     check_offload,
     check_sharding,
     complete_environment,
+    copies_from_environment,
     offload_from_environment,
     sharding_from_environment,
 )
@@ -62,7 +63,11 @@ def choose_backend(wanted: str, accelerator: bool, fp8: bool = False) -> Literal
 
 @dataclass
 class Runtime:
-    """The processes, the device and the precision of a run, and the collectives of its control group."""
+    """The processes, the device and the precision of a run, and the collectives of its control group.
+
+    Args:
+        copies: copies of a model that FSDP2 shards, each over world_size / copies neighbouring ranks.
+    """
 
     ranks: Ranks
     backend: Literal["unsloth", "transformers"]
@@ -71,6 +76,7 @@ class Runtime:
     device_name: str
     sharding: Sharding = "none"
     offload: Offload = "none"
+    copies: int = 1
     control_group: Any = None
     cleanup: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     locations: list[RankLocation] = field(default_factory=list)
@@ -191,6 +197,7 @@ def started(settings: Settings, ranks: Ranks) -> Iterator[Runtime]:
         device_name=torch.cuda.get_device_name(ranks.local_rank) if cuda else "CPU",
         sharding=sharding_from_environment(os.environ),
         offload=offload_from_environment(os.environ),
+        copies=copies_from_environment(os.environ, ranks.world_size, ranks.nodes),
     )
     check_sharding(runtime.sharding, settings, runtime.device_type, runtime.backend, ranks.world_size)
     check_offload(runtime.offload, runtime.sharding, settings, runtime.backend)

@@ -15,6 +15,7 @@ from unsloth_ddp.distributed.sharding import (
     check_offload,
     check_sharding,
     complete_environment,
+    copies_from_environment,
     describe_sharding,
     offload_from_environment,
     sharding_from_environment,
@@ -157,12 +158,65 @@ def test_fsdp1_is_refused():
         sharding_from_environment({"ACCELERATE_USE_FSDP": "true"})
 
 
-def test_a_parallelism_that_the_kit_does_not_have_is_refused():
-    environ = {**launched("fsdp2"), "ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_TP_SIZE": "1"}
+PARALLELISM = "PARALLELISM_CONFIG_"
+
+
+def copies(processes: int, nodes: int, **sizes: str) -> int:
+    environ = {"UNSLOTH_FSDP2": "1", **{PARALLELISM + name: size for name, size in sizes.items()}}
+    return copies_from_environment(environ, processes, nodes)
+
+
+def test_the_hybrid_config_makes_one_copy_a_node():
+    environ = launched("fsdp2_hybrid")
+    assert {name for name in environ if environ[name] != launched("fsdp2").get(name)} == {
+        "ACCELERATE_USE_PARALLELISM_CONFIG", *(name for name in environ if name.startswith(PARALLELISM))
+    }  # fmt: skip
     assert sharding_from_environment(environ) == "fsdp2"
-    environ["PARALLELISM_CONFIG_DP_REPLICATE_SIZE"] = "2"
-    with pytest.raises(UserError, match="parallelism_config with dp_replicate_size 2 is not supported"):
+    assert [copies_from_environment(environ, nodes * 4, nodes) for nodes in (1, 2, 3)] == [1, 2, 3]
+    # accelerate itself would take the word for a number.
+    complete_environment("fsdp2", environ)
+    assert "ACCELERATE_USE_PARALLELISM_CONFIG" not in environ
+
+
+def test_sizes_of_parallelism_config_are_copies_and_parts():
+    assert copies(8, 2) == copies(8, 2, DP_SHARD_SIZE="8") == 1
+    assert copies(8, 2, DP_REPLICATE_SIZE="4") == copies(8, 2, DP_REPLICATE_SIZE="4", DP_SHARD_SIZE="2") == 4
+    assert copies(6, 3, DP_REPLICATE_SIZE="nodes", DP_SHARD_SIZE="2", TP_SIZE="1", CP_BACKEND="torch") == 3
+    assert describe_sharding("fsdp2", "parameters", 2, 8) == (
+        "fsdp2, 2 copies, each split over 4 processes, parameters and optimizer in host memory"
+    )
+    # Refused as one process with FSDP2.
+    assert copies(1, 1, DP_REPLICATE_SIZE="2") == 1
+    with pytest.raises(UserError, match="one process was started"):
+        check_sharding("fsdp2", settings(), "cuda", "unsloth", 1)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "reason"),
+    [
+        ({"DP_REPLICATE_SIZE": "3"}, "dp_replicate_size 3 does not go with 8 processes on 2 .* divide their number; use .*hybrid.yaml"),
+        ({"DP_REPLICATE_SIZE": "2", "DP_SHARD_SIZE": "2"}, "dp_replicate_size 2 x dp_shard_size 2 does not go with 8 processes"),
+        ({"DP_SHARD_SIZE": "4"}, "dp_replicate_size 1 x dp_shard_size 4 does not go with 8 processes"),
+        ({"DP_REPLICATE_SIZE": "8"}, "leaves one of 8 processes for each copy .*use .*fsdp2.yaml, or without sharding multi_node.yaml"),
+        ({"DP_REPLICATE_SIZE": "two"}, "dp_replicate_size is two, but it takes a whole number above 0, or nodes"),
+        ({"DP_SHARD_SIZE": "-1"}, "dp_shard_size is -1, but it takes a whole number above 0.$"),
+        ({"TP_SIZE": "2"}, "parallelism_config with tp_size 2 is not supported; give dp_replicate_size and dp_shard_size only"),
+    ],
+)  # fmt: skip
+def test_sizes_that_do_not_fit_are_refused(sizes, reason):
+    with pytest.raises(UserError, match=reason):
+        copies(8, 2, **sizes)
+
+
+@pytest.mark.parametrize("name", ["zero2", "zero3", "ddp"])
+def test_copies_go_with_fsdp2_only(name):
+    environ = {**launched(name), "ACCELERATE_USE_PARALLELISM_CONFIG": "true", PARALLELISM + "DP_REPLICATE_SIZE": "2"}
+    sharding = "none" if name == "ddp" else name
+    with pytest.raises(UserError, match=f"dp_replicate_size 2 goes with FSDP2, and the sharding is {sharding}; use"):
         sharding_from_environment(environ)
+    # Without accelerate's switch the sizes mean nothing.
+    del environ["ACCELERATE_USE_PARALLELISM_CONFIG"]
+    assert sharding_from_environment(environ) == sharding
 
 
 def settings(**options) -> Settings:
@@ -220,6 +274,14 @@ def test_what_has_no_effect_is_said():
     assert sharding_warnings("none", settings(compare_answers=5), 4) == []
     assert sharding_warnings("zero2", settings(compare_answers=5), 4) == []
     assert "compare_answers is ignored" in sharding_warnings("fsdp2", settings(compare_answers=5), 1)[0]
+    assert [len(sharding_warnings("fsdp2", settings(), *of)) for of in ((1, 1), (2, 1), (2, 2), (2, 4), (4, 2))] == [
+        0,
+        1,
+        0,
+        0,
+        1,
+    ]
+    assert "fsdp2_hybrid.yaml may be faster" in sharding_warnings("fsdp2", settings(), 2)[0]
     assert "ZeRO-3 over 2 nodes" in sharding_warnings("zero3", settings(), 2)[0]
     assert "full_weights bf16" in sharding_warnings("zero2", settings(method="full", full_weights="bf16"), 1)[0]
 

@@ -14,16 +14,18 @@ from safetensors.torch import load_file
 from benchmarks.common import reload
 from tests.conftest import demo_rows, write_jsonl
 from tests.jobs import assert_same
+from tests.ranks import train
 from tests.training.test_sharded_saving import STEPS, ends, history
 from unsloth_ddp.checkpoints import manifest
 from unsloth_ddp.checkpoints.shards import Shards
+from unsloth_ddp.model import load
 
 HYBRID = {"UNSLOTH_FSDP2": "1", "PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "nodes"}
 # The largest gradient norm is clipped, in the same way only if the ranks agree on it.
 OPTIONS = f"--global_batch_size 8 --max_steps {STEPS} --logging_steps 1 --save_steps 1 --save_total_limit none"
 OPTIONS += " --eval_dataset hybrid_rows.jsonl --eval_strategy steps --eval_steps 2 --max_grad_norm 0.5"
-OPTIONS += " --optim sgd --learning_rate 0.1 --lr_scheduler_type constant --warmup_steps 0"
-METHODS = {"lora": "--merge --lora_dropout 0", "full": "--method full"}
+OPTIONS += " --drift_check_steps 2 --optim sgd --learning_rate 0.1 --lr_scheduler_type constant --warmup_steps 0"
+METHODS = {"lora": "--lora_dropout 0", "full": "--method full"}
 
 
 def node_of(rank: int) -> dict[str, str]:
@@ -33,19 +35,19 @@ def node_of(rank: int) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def run(job, place) -> Any:
-    """Train once with each method and layout, and return the folder and what was printed."""
+    """Train once with each method and layout, and return the folder and what was printed; DDP's ranks do not matter."""
     write_jsonl(place / "hybrid_rows.jsonl", demo_rows()[40:48])
     done: dict[tuple[str, bool], tuple[Path, str]] = {}
 
-    def train(method: str, *, hybrid: bool) -> tuple[Path, str]:
+    def train_once(method: str, *, hybrid: bool) -> tuple[Path, str]:
         if (method, hybrid) not in done:
             name = f"{method}-{'hybrid' if hybrid else 'ddp'}"
             more = {"environ": HYBRID, "environ_of": node_of} if hybrid else {}
-            printed = job(f"{OPTIONS} {METHODS[method]}", name, 4, **more).output
+            printed = job(f"{OPTIONS} {METHODS[method]}", name, 4 if hybrid else 2, **more).output
             done[method, hybrid] = place / "outputs" / name, printed
         return done[method, hybrid]
 
-    return train
+    return train_once
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -85,7 +87,8 @@ def test_a_checkpoint_holds_one_copy(run, method):
         assert sum(part[name].numel() for part in held if name in part) == shards.shape(name).numel(), name
 
 
-@METHOD
+@pytest.mark.slow
+@pytest.mark.parametrize("method", METHODS)
 def test_a_killed_run_resumes_bit_identically(run, job, method):
     folder, _ = run(method, hybrid=True)
     expected = ends(folder)
@@ -119,6 +122,25 @@ def test_the_result_has_the_loss_of_the_run_in_plain_transformers(run, place, mo
     reload.main(folder)
     loaded = json.loads(capsys.readouterr().out.splitlines()[-1])["eval_loss"]
     assert loaded == pytest.approx(json.loads((folder / "summary.json").read_text())["eval_loss"], rel=1e-5)
+
+
+def train_loaded_whole(argv: list[str], cwd: str) -> None:
+    """train_ddp.py with a model that every rank loads whole, as Unsloth does; accelerate splits it."""
+    load.loads_in_shards = lambda sharding, backend: False
+    train(argv, cwd)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", METHODS)
+def test_a_model_that_was_loaded_whole_is_split_in_the_same_way(run, job, method):
+    folder, _ = run(method, hybrid=True)
+    whole = folder.parent / f"{folder.name}-whole"
+    more = {"environ": HYBRID, "environ_of": node_of, "target": train_loaded_whole}
+    job(f"{OPTIONS} {METHODS[method]}", whole.name, 4, **more)
+    found, expected = ends(whole), ends(folder)
+    assert found["shards"].keys() == expected["shards"].keys()
+    for name, tensor in weights(whole).items():
+        assert torch.allclose(tensor, weights(folder)[name], rtol=0, atol=1e-6), name
 
 
 def forget_after(run: Path, step: int) -> None:

@@ -286,7 +286,7 @@ def describe_sharding(sharding: Sharding, offload: Offload, copies: int = 1, wor
     return ", ".join([sharding, *hybrid, *([f"{kept[offload]} in host memory"] if offload != "none" else [])])
 
 
-def sharding_warnings(sharding: Sharding, settings: Settings, nodes: int) -> list[str]:
+def sharding_warnings(sharding: Sharding, settings: Settings, nodes: int, copies: int = 1) -> list[str]:
     """Return sentences for the main process to print: settings without effect, and what will be slow."""
     warnings = []
     if shards_weights(sharding) and settings.compare_answers:
@@ -301,6 +301,11 @@ def sharding_warnings(sharding: Sharding, settings: Settings, nodes: int) -> lis
         warnings.append(
             f"ZeRO-3 over {nodes} nodes gathers every layer's weights over the network in every step, which is much "
             "slower than ZeRO-2 unless the nodes are joined by InfiniBand or the like; use zero2.yaml where the model fits."
+        )
+    if sharding == "fsdp2" and copies % nodes:
+        warnings.append(
+            f"FSDP2 gathers every layer's weights over the network in every step, because no node of the {nodes} holds a whole "
+            "copy of the model; where one fits, fsdp2_hybrid.yaml may be faster (python -m unsloth_ddp.plan compares them)."
         )
     return warnings
 

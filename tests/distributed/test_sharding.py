@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 
 import pytest
 import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 
 from tests.conftest import REPO
+from tests.ranks import run_ranks
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.distributed import sharding as module
+from unsloth_ddp.distributed.ranks import ranks_from_environment
+from unsloth_ddp.distributed.runtime import started
 from unsloth_ddp.distributed.sharding import (
     check_offload,
     check_sharding,
@@ -182,9 +186,9 @@ def test_sizes_of_parallelism_config_are_copies_and_parts():
     assert copies(8, 2) == copies(8, 2, DP_SHARD_SIZE="8") == 1
     assert copies(8, 2, DP_REPLICATE_SIZE="4") == copies(8, 2, DP_REPLICATE_SIZE="4", DP_SHARD_SIZE="2") == 4
     assert copies(6, 3, DP_REPLICATE_SIZE="nodes", DP_SHARD_SIZE="2", TP_SIZE="1", CP_BACKEND="torch") == 3
-    assert describe_sharding("fsdp2", "parameters", 2, 8) == (
-        "fsdp2, 2 copies, each split over 4 processes, parameters and optimizer in host memory"
-    )
+    assert describe_sharding("fsdp2", "none", 2, 8) == "fsdp2, 2 copies, each split over 4 processes"
+    with pytest.raises(UserError, match="dp_replicate_size 2 with parameters in host memory has not been tried"):
+        copies_from_environment({**launched("fsdp2_hybrid"), "FSDP_OFFLOAD_PARAMS": "true"}, 8, 2)
     # Refused as one process with FSDP2.
     assert copies(1, 1, DP_REPLICATE_SIZE="2") == 1
     with pytest.raises(UserError, match="one process was started"):
@@ -206,6 +210,27 @@ def test_sizes_of_parallelism_config_are_copies_and_parts():
 def test_sizes_that_do_not_fit_are_refused(sizes, reason):
     with pytest.raises(UserError, match=reason):
         copies(8, 2, **sizes)
+
+
+def say_refusals() -> None:
+    """Start with sizes that are wrong everywhere, then with sizes of which each node has its own."""
+    rank = int(os.environ["RANK"])
+    for size in ("3", "nodes" if rank < 2 else "1"):
+        os.environ[PARALLELISM + "DP_REPLICATE_SIZE"] = size
+        with pytest.raises(UserError) as refused, started(settings(use_cpu=True), ranks_from_environment()):
+            pass
+        print(f"refused: {refused.value}")
+
+
+def test_every_rank_says_the_same_sentence(tmp_path):
+    result = run_ranks(
+        4, say_refusals, folder=tmp_path, environ={"UNSLOTH_FSDP2": "1"},
+        environ_of=lambda rank: {"LOCAL_RANK": str(rank % 2), "LOCAL_WORLD_SIZE": "2"},
+    ).check()  # fmt: skip
+    said = [[line for line in output.splitlines() if line.startswith("refused")] for output in result.outputs]
+    assert said[0] == said[1] == said[2] == said[3]
+    assert "dp_replicate_size 3 does not go with 4 processes on 2 node(s)" in said[0][0]
+    assert "rank 2 " in said[0][1] and "has sharding fsdp2, and rank 0 fsdp2, 2 copies, each split over 2" in said[0][1]
 
 
 @pytest.mark.parametrize("name", ["zero2", "zero3", "ddp"])

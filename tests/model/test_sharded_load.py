@@ -155,7 +155,9 @@ def load_packed(folder: str) -> None:
             theirs = dict(whole.named_parameters())
             for name, weight in parts.named_parameters():
                 assert torch.equal(bits(weight), bits(theirs[name].data)), name
-            assert sgd_steps(parts, average=False) == sgd_steps(whole, average=True)
+            found, expected = sgd_steps(parts, average=False), sgd_steps(whole, average=True)
+            # Four ranks add their gradients in another order than DDP, which bf16 adapters round.
+            assert found == (expected if runtimes[0].copies == 1 else pytest.approx(expected, rel=1e-6)), expected
 
 
 @LAYOUTS

@@ -32,6 +32,7 @@ from unsloth_ddp.distributed.sharding import (
     check_sharding,
     complete_environment,
     copies_from_environment,
+    describe_sharding,
     offload_from_environment,
     sharding_from_environment,
 )
@@ -300,6 +301,13 @@ def _start_processes(runtime: Runtime, settings: Settings, meeting: dict[str, An
 
         runtime.control_group = dist.new_group(backend="gloo", timeout=control_timeout(settings))
     runtime.locations = runtime.gather(this_location(ranks))
+    layouts = runtime.gather(describe_sharding(runtime.sharding, runtime.offload, runtime.copies, ranks.world_size))
+    differing = next((rank for rank, layout in enumerate(layouts) if layout != layouts[0]), None)
+    if differing is not None:
+        raise UserError(
+            f"{runtime.locations[differing]} has sharding {layouts[differing]}, and rank 0 {layouts[0]}; start every node with "
+            "the same accelerate config and variables."
+        )
     if ranks.nodes > 1:
         check_secret(runtime.gather, ranks, secret_of(), runtime.locations)
 

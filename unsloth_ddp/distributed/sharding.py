@@ -110,6 +110,11 @@ def copies_from_environment(environ: Mapping[str, str], world_size: int, nodes: 
             f"dp_replicate_size {copies} leaves one of {world_size} processes for each copy of the model, so that nothing is "
             "split; use accelerate_configs/fsdp2.yaml, or without sharding multi_node.yaml."
         )
+    if copies > 1 and offload_from_environment(environ) != "none":
+        raise UserError(
+            f"dp_replicate_size {copies} with parameters in host memory has not been tried; use accelerate_configs/fsdp2_offload.yaml "
+            "or fsdp2_hybrid.yaml."
+        )
     return copies
 
 

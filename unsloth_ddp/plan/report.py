@@ -112,7 +112,9 @@ def _memory_table(settings: Settings, plan: Plan, width: int, colour: bool) -> s
         amounts = (memory.weights, memory.gradients, memory.optimizer, working, memory.loading)
         chosen = "*" if _is_chosen(settings, one) else ""
         peak = f"{'≥' if memory.lower_bound else ''}{memory.total / unit:,.1f}"
-        cells = [one.method + chosen, one.config, one.checkpointing, *(f"{n / unit:,.1f}" for n in amounts), peak]
+        # Its own name would make the widest table wrap.
+        config = "hybrid" if one.copies > 1 else one.config
+        cells = [one.method + chosen, config, one.checkpointing, *(f"{n / unit:,.1f}" for n in amounts), peak]
         rows.append([*cells, one.verdict])
     columns.append(Column("verdict", styles=COLOURS))
     if all(one.verdict == "-" for one in plan.memory):
@@ -149,7 +151,7 @@ def _sharded_network(
         for one in plan.sharded
     ]  # fmt: skip
     numbers = [Column(name, "right") for name in columns[2:]]
-    title = f"Seconds to gather the weights and average the gradients of one step with FSDP2 over {machines}"
+    title = f"Seconds to send the weights and gradients of one step with FSDP2 over {machines}"
     return [(title, render_table([*columns[:2], *numbers], rows, width=width))]
 
 
@@ -316,7 +318,7 @@ def plan_as_json(report: PlanReport) -> dict[str, Any]:
             "method": m.method,
             "sharding": m.sharding,
             "offload": m.offload,
-            "copies": m.copies,
+            "model_copies": m.copies,
             "gradient_checkpointing": m.checkpointing,
             "verdict": m.verdict,
             "total": m.memory.total,

@@ -329,7 +329,9 @@ def test_the_demo_without_a_calibration_says_what_is_missing(capsys, tmp_path):
     seconds = [lora[kind]["seconds"][0] for kind in ("fsdp2", "fsdp2_hybrid")]
     assert seconds[1] / seconds[0] == pytest.approx(2 * 655_360 / (2 * 2 * 1_129_984 + 655_360))
     held = {
-        row["model_copies"]: row for row in found["plan"]["memory"] if (row["method"], row["sharding"]) == ("lora", "fsdp2")
+        row["model_copies"]: row
+        for row in found["plan"]["memory"]
+        if (row["method"], row["sharding"]) == ("lora", "fsdp2")
     }
     assert held[2]["weights"] == 2 * held[1]["weights"] and held[2]["lower_bound"]
 

@@ -25,6 +25,10 @@ TIED = ("qwen3_0.6b", "qwen3_1.7b", "qwen3_4b")
 
 # Models of other kinds, by the values of their published config.json.
 OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen25_72b": ("Qwen2Config", {
+        "hidden_size": 8192, "num_hidden_layers": 80, "num_attention_heads": 64, "num_key_value_heads": 8,
+        "intermediate_size": 29568, "vocab_size": 152064, "max_position_embeddings": 32768, "rope_theta": 1000000.0,
+    }),
     "llama3_70b": ("LlamaConfig", {
         "hidden_size": 8192, "num_hidden_layers": 80, "num_attention_heads": 64, "num_key_value_heads": 8,
         "head_dim": 128, "intermediate_size": 28672, "vocab_size": 128256, "max_position_embeddings": 131072,
@@ -60,8 +64,52 @@ def make_config(shape: str) -> Any:
     )
 
 
-def make_model(shape: str, folder: Path, demo: Path) -> None:
-    """Write a model of this shape with random bf16 weights, and the demo's tokenizer, to `folder`."""
+# Weights of a sparse file, in bytes: less than what one file of the Hub holds.
+FILE_BYTES = 5 * 10**9
+
+
+def write_sparse(config: Any, folder: Path) -> None:
+    """Write safetensors files of bf16 zeros without blocks on the disk: sizes and reads are those of a real model."""
+    import json
+    import math
+
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    files: list[dict[str, list[int]]] = [{}]
+    filled = 0
+    for name, tensor in model.state_dict().items():
+        size = math.prod(tensor.shape) * 2
+        if filled and filled + size > FILE_BYTES:
+            files.append({})
+            filled = 0
+        files[-1][name] = list(tensor.shape)
+        filled += size
+    names = {}
+    for number, tensors in enumerate(files, 1):
+        path = folder / f"model-{number:05}-of-{len(files):05}.safetensors"
+        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        end = 0
+        for name, shape in tensors.items():
+            begin, end = end, end + math.prod(shape) * 2
+            header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [begin, end]}
+            names[name] = path.name
+        text = json.dumps(header).encode()
+        text += b" " * (-len(text) % 8)
+        with path.open("wb") as file:
+            file.write(len(text).to_bytes(8, "little") + text)
+            file.truncate(8 + len(text) + end)
+    total = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    index = {"metadata": {"total_size": total}, "weight_map": names}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    config.architectures = [type(model).__name__]
+    config.save_pretrained(folder)
+
+
+def make_model(shape: str, folder: Path, demo: Path, *, sparse: bool = False) -> None:
+    """Write a model of this shape with random bf16 weights (or sparse files of zeros), and the demo's tokenizer."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -69,11 +117,16 @@ def make_model(shape: str, folder: Path, demo: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(demo)
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         setattr(config, name, getattr(tokenizer, name))
+    shutil.rmtree(folder, ignore_errors=True)
+    if sparse:
+        folder.mkdir(parents=True)
+        write_sparse(config, folder)
+        tokenizer.save_pretrained(folder)
+        return
     torch.manual_seed(0)
     torch.set_default_dtype(torch.bfloat16)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         model = AutoModelForCausalLM.from_config(config)
-    shutil.rmtree(folder, ignore_errors=True)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
@@ -83,5 +136,6 @@ if __name__ == "__main__":
     parser.add_argument("shape", choices=[*SHAPES, *OTHERS])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--demo", type=Path, default=Path("demo/model"))
+    parser.add_argument("--sparse", action="store_true", help="files of zeros that take no room on the disk")
     given = parser.parse_args()
-    make_model(given.shape, given.folder, given.demo)
+    make_model(given.shape, given.folder, given.demo, sparse=given.sparse)

@@ -36,9 +36,12 @@ def reload(run: Path) -> dict[str, Any]:
     return json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else {"error": done.stderr[-1500:]}
 
 
-def make_model(shape: str, folder: Path, environ: dict[str, str] | None = None) -> subprocess.Popen[bytes]:
-    """Start a process that writes a random-weight model of this shape (see models.py) to `folder`."""
+def make_model(
+    shape: str, folder: Path, environ: dict[str, str] | None = None, *, sparse: bool = False
+) -> subprocess.Popen[bytes]:
+    """Start a process that writes a random-weight model, or one of zeros, of this shape (see models.py) to `folder`."""
     command = [sys.executable, "-m", "benchmarks.common.models", shape, str(folder.absolute())]
+    command += ["--sparse"] if sparse else []
     return subprocess.Popen(command, cwd=REPO, env={**os.environ, **(environ or {})})
 
 

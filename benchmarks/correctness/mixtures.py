@@ -50,6 +50,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--only", nargs="*", default=[], help="only the runs whose name holds one of these words")
+    parser.add_argument("--side_by_side", type=int, default=8, help="runs at a time; the models are tiny")
     given = parser.parse_args()
     for kind in KINDS:
         make_mixture(kind, given.work / kind)
@@ -66,14 +67,18 @@ def main() -> None:
                         (Job(f"{name}_one", "ddp", f"{words} --per_device_train_batch_size 8"), 1),
                         (Job(f"{name}_several", "ddp", f"{words} --per_device_train_batch_size 1"), given.processes),
                     ]
-    with ThreadPoolExecutor(max_workers=8) as pool:
-        found = list(pool.map(lambda job: launch(job[0], given.work, job[1]), jobs))
-    results = {result["name"]: result for result in found}
+    results: dict[str, dict[str, Any]] = {}
+    with ThreadPoolExecutor(max_workers=given.side_by_side) as pool:
+        for result in pool.map(lambda job: launch(job[0], given.work, job[1], limit=240), jobs):
+            results[result["name"]] = result
+            write_results(given.json, processes=given.processes, runs=list(results.values()))
+        good = [name for name, result in results.items() if "losses" in result]
+        for name, found in zip(good, pool.map(lambda n: reload(given.work / "outputs" / n), good), strict=True):
+            results[name]["reload"] = found
     for name, result in results.items():
         if "losses" not in result:
             print(f"{name:36} rc {result['exit_code']} {result['log'][-1500:]}", flush=True)
             continue
-        result["reload"] = reload(given.work / "outputs" / name)
         one = name.replace("_several", "_one")
         if name != one and "losses" in results[one]:
             mine, theirs = (_update(given.work, run) for run in (name, one))

@@ -48,6 +48,9 @@ CASES = [
     Case("lora_window_skipped", "ddp", "--streaming --shuffle_buffer 20 --lora_dropout 0.1"),
     Case("lora_streamed", "ddp", "--streaming --shuffle_buffer 100 --lora_dropout 0.1"),
     Case("lora_streamed_packed", "ddp", "--streaming --packing on --max_length 256 --lora_dropout 0.1"),
+    # Its loss scaler is part of a checkpoint.
+    Case("lora_fp16", "ddp", "--precision fp16 --lora_dropout 0.1"),
+    Case("lora_recorded", "ddp", "--packing on --max_length 256 --cuda_graphs on --lora_dropout 0.1"),
     Case("qlora", "ddp", "--method qlora --lora_dropout 0.1"),
     Case("full", "ddp", "--method full --learning_rate 1e-3"),
     Case("lora_transformers", "ddp", "--backend transformers --lora_dropout 0.1"),

@@ -1,10 +1,11 @@
-"""Load and train a model that fits on no GPU of the job: FSDP2 in shards, on GPUs that are made smaller.
+"""Load, train and save models that fit on no GPU of the job: FSDP2 in shards, on GPUs that are made smaller.
 
     python -m benchmarks.correctness.sharded_load --work /tmp/shards --json benchmarks/results/memory/sharded_load.json
 
-Writes a random-weight model of an 8B shape, limits every GPU to a memory below that of its weights, and trains it for
-three steps with adapters. Prints, of the fullest GPU, the peak of loading and of training, and of the slowest rank the
-seconds to load. `--method qlora` and `--method full` take other limits.
+Each case limits every GPU to a memory below that of the model, and trains for some steps. Prints, of the fullest GPU,
+the peak of loading, of training and of saving, of the fullest process the peak of host memory, and of the slowest rank
+the seconds to load and the tokens a second. Models of `sparse` cases are files of zeros, as their random weights would
+not fit on the disk; memory and speed do not depend on the values. A case's name begins with the GPUs that it needs.
 """
 
 from __future__ import annotations
@@ -12,25 +13,55 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import resource
+import statistics
 import subprocess
 import sys
 import time
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from benchmarks.common.rows import full_rows
-from benchmarks.common.runs import REPO, losses, make_model, write_results
+from benchmarks.common.runs import REPO, log_history, losses, make_model, write_results
 
-# GiB that a process may allocate: less than the whole model takes, and more than half of it with what a step needs.
-LIMITS = {"lora": 13.0, "qlora": 5.5, "full": 80.0}
 OPTIONS = (
-    "--backend auto --precision bf16 --max_length 1024 --per_device_train_batch_size 1 --max_steps 3 --logging_steps 1"
+    "--backend auto --precision bf16 --max_length 1024 --per_device_train_batch_size 1 --max_steps 6 --logging_steps 1"
 )
-OPTIONS += " --gradient_checkpointing torch --save_strategy no --warmup_steps 0 --compare_answers 0"
+OPTIONS += (
+    " --gradient_checkpointing torch --save_strategy no --warmup_steps 0 --compare_answers 0 --learning_rate 1e-5"
+)
+# Steps that are not counted for the speed.
+WARM = 3
 
 
-def one(gib: float, work: Path, argv: list[str]) -> None:
-    """Run train_ddp.py as one rank on a GPU limited to `gib` GiB, and write how long loading took."""
+@dataclass
+class Case:
+    """Name a shape and a method, the processes, and the GiB that each may allocate."""
+
+    name: str
+    shape: str
+    method: str
+    processes: int
+    gib: float
+    sparse: bool = False
+    options: str = ""
+
+
+CASES = [
+    Case("2x8b_lora", "qwen3_8b", "lora", 2, 15.0),
+    Case("2x8b_qlora", "qwen3_8b", "qlora", 2, 8.0),
+    Case("2x8b_full", "qwen3_8b", "full", 2, 80.0, options="--backend transformers"),
+    Case("4x8b_lora", "qwen3_8b", "lora", 4, 10.0),
+    Case("4x8b_full", "qwen3_8b", "full", 4, 60.0, options="--backend transformers"),
+    Case("2x32b_qlora", "qwen3_32b", "qlora", 2, 20.0, sparse=True),
+    Case("4x72b_lora", "qwen25_72b", "lora", 4, 80.0, sparse=True),
+    Case("2x72b_qlora", "qwen25_72b", "qlora", 2, 48.0, sparse=True),
+]
+
+
+def one(gib: float, folder: Path, argv: list[str]) -> None:
+    """Run train_ddp.py as one rank on a GPU limited to `gib` GiB, and write what loading and saving took."""
     import torch
 
     import train_ddp
@@ -38,68 +69,75 @@ def one(gib: float, work: Path, argv: list[str]) -> None:
 
     rank = int(os.environ["LOCAL_RANK"])
     torch.cuda.set_per_process_memory_fraction(gib * 2**30 / torch.cuda.mem_get_info(rank)[1], rank)
-    load_model = stages.load_model
+    load_model, finish = stages.load_model, stages.finish
+    found: dict[str, float] = {}
 
     def load_timed(run: Any) -> Any:
         began = time.perf_counter()
         loaded = load_model(run)
-        (work / f"seconds_{rank}").write_text(str(time.perf_counter() - began))
+        found["seconds_to_load"] = time.perf_counter() - began
+        found["gib_loading"] = torch.cuda.max_memory_allocated() / 2**30
+        found["gib_loaded"] = torch.cuda.memory_allocated() / 2**30
         return loaded
 
-    stages.load_model = load_timed
+    def finish_measured(*given: Any) -> None:
+        torch.cuda.reset_peak_memory_stats()
+        began = time.perf_counter()
+        finish(*given)
+        found["seconds_to_save"] = time.perf_counter() - began
+        found["gib_saving"] = torch.cuda.max_memory_allocated() / 2**30
+        # ru_maxrss counts KiB; pages of the model's files that a process has mapped count too.
+        found["host_gib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+        (folder / f"rank_{rank}.json").write_text(json.dumps(found))
+
+    stages.load_model, stages.finish = load_timed, finish_measured
     sys.argv = ["train_ddp.py", *argv]
     train_ddp.main()
 
 
-def measure(given: argparse.Namespace) -> dict[str, Any]:
+def measure(case: Case, work: Path, limit: float) -> dict[str, Any]:
     """Launch one job and return what it came to."""
-    gib = given.gib or LIMITS[given.method]
-    argv = f"--model {given.work}/{given.shape} --dataset {given.work}/rows.jsonl --method {given.method} {OPTIONS}"
-    argv += f" --global_batch_size {2 * given.processes} --output_dir {given.work}/outputs --run_name {given.method} --overwrite"
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(given.processes), "--module"]
-    command += [
-        "benchmarks.correctness.sharded_load",
-        "--one",
-        str(gib),
-        "--work",
-        str(given.work),
-        "--argv",
-        *argv.split(),
-    ]
-    log = given.work / f"{given.method}.log"
+    folder = work / case.name
+    folder.mkdir(parents=True, exist_ok=True)
+    argv = f"--model {work}/{case.shape} --dataset {work}/rows.jsonl --method {case.method} {OPTIONS} {case.options}"
+    argv += f" --global_batch_size {2 * case.processes} --output_dir {folder} --run_name run --overwrite"
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(case.processes)]
+    launcher += ["--module", "benchmarks.correctness.sharded_load", "--one", str(case.gib), "--work", str(folder)]
+    environ = {**os.environ, "UNSLOTH_FSDP2": "1", "OMP_NUM_THREADS": "4"}
+    began, log = time.perf_counter(), folder / "log.log"
     with log.open("w") as file:
-        environ = {**os.environ, "UNSLOTH_FSDP2": "1"}
-        code = subprocess.call(
-            command, cwd=REPO, env=environ, stdout=file, stderr=subprocess.STDOUT, timeout=given.limit
+        process = subprocess.Popen(
+            [*launcher, "--argv", *argv.split()], cwd=REPO, env=environ, stdout=file, stderr=subprocess.STDOUT
         )
-    result: dict[str, Any] = {
-        "method": given.method,
-        "gib_allowed": gib,
-        "processes": given.processes,
-        "exit_code": code,
-    }
-    result["model_bytes"] = sum(path.stat().st_size for path in (given.work / given.shape).glob("*.safetensors"))
-    folder = given.work / "outputs" / given.method
-    if code or not (folder / "summary.json").is_file():
+        try:
+            code: int | str = process.wait(limit)
+        except subprocess.TimeoutExpired:
+            code = f"over {limit} s"
+            process.terminate()
+            process.wait()
+    result: dict[str, Any] = {**asdict(case), "exit_code": code, "seconds": round(time.perf_counter() - began, 1)}
+    result["model_gib"] = sum(path.stat().st_size for path in (work / case.shape).glob("*.safetensors")) / 2**30
+    run = folder / "run"
+    if code or not (run / "summary.json").is_file():
         return {**result, "log": log.read_text()[-4000:]}
-    summary = json.loads((folder / "summary.json").read_text())
-    seconds = max(float(path.read_text()) for path in given.work.glob("seconds_*"))
-    for name in ("loading", "training"):
-        peak = summary["peak_memory_bytes" + ("_loading" if name == "loading" else "")]
-        result[f"gib_{name}"] = round(peak / 2**30, 2)
-    return {**result, "backend": summary["backend"], "seconds_to_load": round(seconds, 1), "losses": losses(folder)}
+    summary = json.loads((run / "summary.json").read_text())
+    ranks = [json.loads(path.read_text()) for path in folder.glob("rank_*.json")]
+    result |= {name: max(rank[name] for rank in ranks) for name in ranks[0]}
+    result["gib_training"] = summary["peak_memory_bytes"] / 2**30
+    speeds = [e["tokens_per_second"] for e in log_history(run) if e.get("step", 0) > WARM and "tokens_per_second" in e]
+    result["tokens_per_second_per_gpu"] = statistics.median_high(speeds) / case.processes
+    rounded = {name: round(value, 2) if isinstance(value, float) else value for name, value in result.items()}
+    kept = {name: summary[name] for name in ("backend", "packing")}
+    return {**rounded, **kept, "losses": losses(run)}
 
 
 def main() -> None:
     """Measure, or be a rank of what is measured."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--work", type=Path, required=True, help="folder for the model, logs and outputs")
-    parser.add_argument("--json", type=Path, help="file for the result")
-    parser.add_argument("--shape", default="qwen3_8b")
-    parser.add_argument("--method", choices=list(LIMITS), default="lora")
-    parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--gib", type=float, help="memory that each process may allocate")
-    parser.add_argument("--limit", type=float, default=500, help="seconds that the job may take")
+    parser.add_argument("--work", type=Path, required=True, help="folder for models, logs and outputs")
+    parser.add_argument("--json", type=Path, help="file for the results")
+    parser.add_argument("--only", nargs="*", choices=[case.name for case in CASES], default=["2x8b_lora"])
+    parser.add_argument("--limit", type=float, default=500, help="seconds that one job may take")
     parser.add_argument("--one", type=float, help=argparse.SUPPRESS)
     parser.add_argument("--argv", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     given = parser.parse_args()
@@ -107,13 +145,21 @@ def main() -> None:
         one(given.one, given.work, given.argv)
         return
     given.work.mkdir(parents=True, exist_ok=True)
-    if not (given.work / given.shape / "config.json").is_file():
-        make_model(given.shape, given.work / given.shape).wait()
-    full_rows(given.work / "rows.jsonl", 32, seed=0, tokens=1024)
-    result = measure(given)
-    print(json.dumps(result, indent=2))
-    if given.json:
-        write_results(given.json, result=result)
+    cases = [case for case in CASES if case.name in given.only]
+    full_rows(given.work / "rows.jsonl", 64, seed=0, tokens=1024)
+    makers = {
+        case.shape: make_model(case.shape, given.work / case.shape, sparse=case.sparse)
+        for case in cases
+        if not (given.work / case.shape / "config.json").is_file()
+    }
+    results = []
+    for case in cases:
+        if case.shape in makers and makers[case.shape].wait():
+            raise SystemExit(f"no model of shape {case.shape} could be made")
+        results.append(measure(case, given.work, given.limit))
+        print(json.dumps(results[-1], indent=1), flush=True)
+        if given.json:
+            write_results(given.json, runs=results)
 
 
 if __name__ == "__main__":

@@ -11,15 +11,18 @@ PEFT. On a CPU, --processes 2 --cpu tries the script itself.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import shutil
 import signal
 import subprocess
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from benchmarks.common.runs import REPO, launch_command, reload, write_results
 from benchmarks.correctness.resume import difference
@@ -80,7 +83,11 @@ def kill_after_checkpoint(work: Path, name: str, options: str, processes: int, c
         time.sleep(0.02)
     running = process.poll() is None
     if running:
-        os.killpg(process.pid, signal.SIGKILL)
+        # Ranks are not in the launcher's process group.
+        for started in psutil.Process(process.pid).children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                started.kill()
+        process.kill()
     process.wait()
     # Of a run that was faster than the signal, what came after the checkpoint goes.
     folder = work / "outputs" / name
@@ -94,11 +101,14 @@ def play(method: str, work: Path, processes: int, cpu: bool) -> dict[str, Any]:
     """Run, run again, kill and resume a method."""
     options, outputs = METHODS[method], work / "outputs"
     result: dict[str, Any] = {"method": method, "options": options}
-    runs = result["runs"] = [finish(work, f"{method}_{kind}", options, processes, cpu) for kind in ("whole", "again")]
-    result["killed_while_running"] = kill_after_checkpoint(work, f"{method}_killed", options, processes, cpu)
-    shutil.copytree(outputs / f"{method}_killed", outputs / f"{method}_alone")
-    runs.append(finish(work, f"{method}_killed", options, processes, cpu))
-    runs.append(finish(work, f"{method}_alone", options, 1, cpu))
+    with ThreadPoolExecutor() as pool:
+        killed = pool.submit(kill_after_checkpoint, work, f"{method}_killed", options, processes, cpu)
+        runs = [pool.submit(finish, work, f"{method}_{kind}", options, processes, cpu) for kind in ("whole", "again")]
+        result["killed_while_running"] = killed.result()
+        shutil.copytree(outputs / f"{method}_killed", outputs / f"{method}_alone")
+        runs.append(pool.submit(finish, work, f"{method}_killed", options, processes, cpu))
+        runs.append(pool.submit(finish, work, f"{method}_alone", options, 1, cpu))
+    runs = result["runs"] = [run.result() for run in runs]
     if not any(run["exit_code"] for run in runs):
         whole = outputs / f"{method}_whole"
         for kind in ("again", "killed", "alone"):
@@ -122,7 +132,9 @@ def main() -> None:
     given.work.mkdir(parents=True)
     results = []
     with ThreadPoolExecutor(max_workers=given.side_by_side) as pool:
-        for result in pool.map(lambda method: play(method, given.work, given.processes, given.cpu), given.only):
+        futures = [pool.submit(play, method, given.work, given.processes, given.cpu) for method in given.only]
+        for future in as_completed(futures):
+            result = future.result()
             results.append(result)
             shown = {key: value for key, value in result.items() if key != "runs"}
             shown["runs"] = [

@@ -52,6 +52,12 @@ def world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
+def launched(stub: Stub, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run what `notebook_launcher` would start processes for, as one of them."""
+    function, given, *_ = [*args, kwargs.get("args", ())]
+    return function(*given)
+
+
 class Group:
     """Return whether torch.distributed is initialized; collectives before that are errors, as in the real library."""
 
@@ -339,6 +345,7 @@ def install() -> None:
     RULES[f"{dist}.is_initialized"] = lambda stub, args, kwargs: Group.ready
     RULES[f"{dist}.get_rank"] = lambda stub, args, kwargs: rank() if Group.ready else 0
     RULES[f"{dist}.get_world_size"] = lambda stub, args, kwargs: world_size() if Group.ready else 1
+    RULES["accelerate.notebook_launcher"] = launched
     for name in ("PartialState", "Accelerator"):
         for module in ("accelerate", "accelerate.state", "accelerate.accelerator"):
             VALUES[f"{module}.{name}"] = State

@@ -67,13 +67,15 @@ def _number(text: str) -> int:
     return int(text.replace(",", ""))
 
 
-def draw(screen: pyte.Screen) -> str:
-    """Return the rows of a screen as SVG."""
+def draw(screen: pyte.Screen, replaced: dict[str, str]) -> str:
+    """Return the rows of a screen as SVG, with texts replaced by shorter ones."""
     console = Console(record=True, file=io.StringIO(), width=COLUMNS, force_terminal=True, color_system="truecolor")
     rows = [[screen.buffer[y][x] for x in range(COLUMNS)] for y in range(LINES)]
     while rows and not "".join(cell.data for cell in rows[-1]).strip():
         rows.pop()
     for row in rows:
+        for old, new in replaced.items():
+            replace(row, old, new)
         text = Text(no_wrap=True)
         for style, cells in itertools.groupby(row, _style):
             text.append("".join(cell.data for cell in cells), style)
@@ -81,6 +83,14 @@ def draw(screen: pyte.Screen) -> str:
     svg = console.export_svg(title="accelerate launch train_ddp.py", unique_id="terminal")
     # Fonts from the network; any monospace font does.
     return re.sub(r"@font-face \{[^}]*\}\s*", "", svg)
+
+
+def replace(row: list[Any], old: str, new: str) -> None:
+    """Replace a text in a row of cells by a shorter one; what follows moves to the left."""
+    while (at := "".join(cell.data or " " for cell in row).find(old)) >= 0:
+        blank = row[-1]._replace(data=" ")
+        row[at : at + len(old)] = [row[at]._replace(data=letter) for letter in new]
+        row.extend([blank] * (len(old) - len(new)))
 
 
 def _style(cell: Any) -> Style:
@@ -97,7 +107,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         options = ["--output_dir", folder, "--run_name", "people", "--save_steps", "40", "--logging_steps", "4"]
         screen = run_on_terminal([sys.executable, "-m", *LAUNCH.split(), *options])
-        svg = draw(screen).replace(f"{folder}", "outputs").replace(f"{REPO}/", "")
+        svg = draw(screen, {folder: "outputs", f"{REPO}/": ""})
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text(svg, encoding="utf-8")
 

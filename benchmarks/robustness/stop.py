@@ -48,6 +48,7 @@ CASES = [
     Case("ddp", 4, "KILL", "rank 2"),
     Case("ddp", 2, "KILL", "rank 0"),
     Case("ddp", 4, "STOP", "rank 1"),
+    Case("ddp", 2, "STOP", "rank 1"),
     Case("zero2", 2, "KILL", "rank 1"),
     Case("fsdp2", 2, "KILL", "rank 1"),
     Case("ddp", 4, "TERM", "launcher", resumed_with=2),

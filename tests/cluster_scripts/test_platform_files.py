@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.cluster_scripts.crds import problems
 from tests.cluster_scripts.platforms import NAMES, RUN_NAMES, Started, container_of, node_command, read
 from tests.cluster_scripts.schemas import difference
 from tests.cluster_scripts.stand_ins import Workplace
@@ -139,8 +140,8 @@ def test_both_kubernetes_files_have_the_same_pod():
 PACKAGES = {
     "skypilot.yaml": "skypilot==0.14.1",
     "dstack.yml": "dstack==0.22.5",
-    "jobset.yaml": "kubeflow-trainer-api",
-    "trainjob.yaml": "kubeflow-trainer-api",
+    "jobset.yaml": "kubeflow-trainer-api==2.3.0",
+    "trainjob.yaml": "kubeflow-trainer-api==2.3.0",
 }
 
 
@@ -170,6 +171,63 @@ def test_the_platforms_own_package_reads_the_file(name, tmp_path):
     broken = tmp_path / name
     broken.write_text((REPO / "cluster" / name).read_text().replace("resources", "resource"))
     assert read_with_package(broken).returncode != 0
+
+
+# The part of a CRD that the test needs.
+CRD = {
+    "spec": {
+        "group": "example.com",
+        "names": {"kind": "Job"},
+        "versions": [
+            {"name": "v1", "served": False},
+            {
+                "name": "v2",
+                "served": True,
+                "schema": {
+                    "openAPIV3Schema": {
+                        "properties": {
+                            **{name: {"type": "string"} for name in ("apiVersion", "kind")},
+                            "metadata": {"type": "object"},
+                            "spec": {
+                                "required": ["nodes"],
+                                "properties": {
+                                    "nodes": {"type": "integer"},
+                                    "action": {"enum": ["Fail"]},
+                                    "port": {"x-kubernetes-int-or-string": True},
+                                    "free": {"x-kubernetes-preserve-unknown-fields": True, "properties": {}},
+                                    "labels": {"additionalProperties": {"type": "string"}},
+                                },
+                            },
+                        }
+                    }
+                },
+            },
+        ],
+    }
+}
+
+
+@pytest.mark.parametrize(
+    ("spec", "said"),
+    [
+        ({"nodes": 1, "action": "Fail", "port": "http", "free": {"any": 1}, "labels": {"a": "b"}}, ""),
+        ({"node": 1}, "'node' was unexpected"),
+        ({}, "'nodes' is a required property"),
+        ({"nodes": "2"}, "spec.nodes: '2' is not of type 'integer'"),
+        ({"nodes": 2, "action": "Stop"}, "spec.action: 'Stop' is not one of ['Fail']"),
+        ({"nodes": 2, "port": []}, "spec.port: "),
+        ({"nodes": 2, "labels": {"a": 1}}, "spec.labels.a: 1 is not of type 'string'"),
+    ],
+)
+def test_what_a_crd_refuses_is_named(spec, said):
+    document = {"apiVersion": "example.com/v2", "kind": "Job", "metadata": {"name": "n", "labels": {}}, "spec": spec}
+    found = "; ".join(problems(document, [CRD]))
+    assert said in found if said else not found
+
+
+def test_a_version_that_is_not_served_and_a_kind_without_crd_are_named():
+    assert problems({"apiVersion": "example.com/v1", "kind": "Job"}, [CRD]) == ["version v1 is not served"]
+    assert problems({"apiVersion": "v1", "kind": "Pod"}, [CRD]) == ["no CRD of v1/Pod is given"]
 
 
 def test_a_field_that_an_api_does_not_keep_is_named():

@@ -176,6 +176,17 @@ def test_a_mistake_is_one_sentence_and_exit_code_2(
     assert not any((run / "merged").iterdir())
 
 
+@pytest.mark.parametrize("to", ["merged", "vllm", "transformers"])
+def test_an_adapter_that_was_copied_in_part_is_damaged(run: Path, to: str, capsys: pytest.CaptureFixture[str]) -> None:
+    weights = run / "adapter_model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    before = sorted(run.iterdir())
+    assert main([str(run), "--to", to]) == 2
+    printed = capsys.readouterr().err.splitlines()[-1]
+    assert f"The adapter in {run} is damaged: adapter_model.safetensors cannot be read" in printed
+    assert sorted(run.iterdir()) == before
+
+
 def test_a_base_model_that_was_moved_is_named(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     settings = Settings(model=str(run / "gone"), dataset=["d"], run_name="mine")
     settings.save(run / "settings.yaml")

@@ -48,6 +48,13 @@ def test_what_tells_a_tracker_something_inside_a_function_is_guarded(line: str) 
     assert f"        if IS_MAIN:\n            {line}\n" in text
 
 
+@pytest.mark.parametrize("call", ["get_running_experiment", "get_global_experiment"])
+def test_the_experiment_of_comet_is_ended_where_it_is(call: str) -> None:
+    """The other processes have none: the call returns None there."""
+    text = body(convert_cells("import comet_ml", LOAD, TRAIN, f"comet_ml.{call}().end()"))
+    assert f"if IS_MAIN:\n    comet_ml.{call}().end()\n" in text
+
+
 @pytest.mark.parametrize("start", ["", "artifact = run.use_artifact('x')", "artifact = wandb.use_artifact('x')"])
 def test_an_artifact_s_folder_reaches_every_process(start: str) -> None:
     use = "folder = artifact.download()" if start else "folder = run.use_artifact('x').download()"
@@ -126,6 +133,20 @@ def test_files_that_every_node_reads_are_made_on_every_node(cell: str, role: str
     text = body(convert_cells(LOAD, cell, "dataset = load_dataset('json', data_files='data.json')", TRAIN))
     assert f"if {role}:\n" in text
     assert "if IS_MAIN:\n" in body(convert_cells(LOAD, TRAIN, "%%writefile results.txt\nx"))
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [
+        "%%writefile rewards.py\ndef score(texts):\n    return [1.0]",
+        "from pathlib import Path\nPath('rewards.py').write_text('x = 1')",
+        "import json\nwith open('settings.json', 'w') as f:\n    json.dump({}, f)",
+    ],
+)
+def test_files_that_nothing_visible_reads_are_made_on_every_node_too(cell: str) -> None:
+    """A module, or settings that a library finds by itself: on the second node they would be missing."""
+    text = body(convert_cells(LOAD, cell, "from rewards import score\ndataset = score([])", TRAIN))
+    assert "if LOCAL_RANK == 0:\n" in text and "if IS_MAIN:" not in text
 
 
 def test_a_loop_that_ends_by_the_clock_is_pointed_at() -> None:

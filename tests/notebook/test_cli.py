@@ -1,6 +1,7 @@
 """The command line: what it writes, what it prints, and every input it refuses."""
 
 import json
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -57,6 +58,16 @@ def test_the_report_as_json(source: Path, tmp_path: Path) -> None:
     assert report["notebook"] == "in.ipynb" and report["warnings"] == []
     for edit in report["edits"]:
         assert set(edit) == {"kind", "message", "cell", "line"} and edit["message"] in lines[edit["line"] - 1]
+
+
+def test_what_the_notebook_installed_can_be_pasted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    installs = "!pip install --no-deps trl==0.22.2 'accelerate>=1.0'\n!pip install trl"
+    source = write(tmp_path / "in.ipynb", installs, LOAD, DATA, TRAIN)
+    assert main([str(source), str(tmp_path / "out.py"), "--report", str(tmp_path / "r.json")]) == 0
+    line = next(line for line in capsys.readouterr().out.splitlines() if "pip install" in line)
+    command = line[line.index("pip install") :]
+    assert shlex.split(command) == ["pip", "install", "trl==0.22.2", "accelerate>=1.0"]
+    assert json.loads((tmp_path / "r.json").read_text())["requirements"] == ["trl==0.22.2", "accelerate>=1.0"]
 
 
 def test_check_fails_on_a_warning_only(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -196,7 +196,7 @@ def test_a_trainer_built_in_a_function() -> None:
 def test_the_report_says_what_one_row_at_a_time_costs() -> None:
     said = [e.message for e in convert_cells(LOAD, TRAIN).report.edits if e.kind == "batch"]
     assert said == [
-        "the global batch 2 * 4 shared by the processes, one row at a time (--per-device-batch-size keep: 2, faster)"
+        "share the global batch 2 * 4 among the processes, one row at a time (--per-device-batch-size keep: 2, faster)"
     ]
     kept = [e.message for e in convert_cells(LOAD, TRAIN, per_device_batch_size=None).report.edits if e.kind == "batch"]
-    assert kept == ["the global batch 2 * 4 shared by the processes"]
+    assert kept == ["share the global batch 2 * 4 among the processes"]

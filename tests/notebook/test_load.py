@@ -61,6 +61,28 @@ def test_arguments_from_a_dict() -> None:
     assert 'from_pretrained(**{**kw, "device_map": {"": LOCAL_RANK}})' in body(done)
 
 
+@pytest.mark.parametrize(
+    ("given", "made", "warns"),
+    [
+        ("dict(device_map={'': 0}, dtype=d)", 'dict(device_map={"": LOCAL_RANK}, dtype=d)', []),
+        ("{'device_map': 0, 'dtype': d}", "{'device_map': {\"\": LOCAL_RANK}, 'dtype': d}", []),
+        ("dict(device_map='auto')", 'dict(device_map={"": LOCAL_RANK})', ["model parallel"]),
+        ("dict(device_map='cpu')", "dict(device_map='cpu')", []),
+        ("{'device_map': None}", "{'device_map': None}", []),
+    ],
+)
+def test_arguments_with_which_a_trainer_loads_the_model_itself(given: str, made: str, warns: list[str]) -> None:
+    """With the notebook's own, every process would load its model to GPU 0, or over all of them."""
+    train = (
+        f"from trl import SFTConfig, SFTTrainer\nloading = {given}\n"
+        "trainer = SFTTrainer(model='m', train_dataset=dataset, args=SFTConfig(model_init_kwargs=loading))\n"
+        "trainer.train()"
+    )
+    done = convert_cells("from datasets import load_dataset\ndataset = load_dataset('d')", train)
+    assert f"\nloading = {made}\n" in body(done)
+    assert kinds(done) == warns
+
+
 def test_fixed_gpu_numbers_become_this_process_s() -> None:
     done = convert_cells(
         LOAD + "\nimport torch\nx = x.to('cuda:0')\ny = y.cuda(0)\ntorch.cuda.set_device(0)\nz = z.cuda()\n"

@@ -54,7 +54,33 @@ def test_a_mixed_line_loses_only_its_installs() -> None:
 
 def test_a_group_stays_whole() -> None:
     assert without_installs("(cd x && pip install .)")[0] == "(cd x && pip install .)"
-    assert without_installs("command -v x || (apt-get update && apt-get install x)")[0] == "command -v x"
+    assert without_installs("cp a b && (apt-get update && apt-get install x)")[0] == "cp a b"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "command -v x >/dev/null || (apt-get update && apt-get install x)",
+        "which x || pip install x",
+        "[ -d /x ] && pip install x",
+        "command -v x || which y || pip install y",
+    ],
+)
+def test_a_test_that_only_decides_an_install_goes_with_it(line: str) -> None:
+    """What is left would be a guarded command that does nothing."""
+    assert without_installs(line)[0] == ""
+
+
+@pytest.mark.parametrize(
+    ("line", "kept"),
+    [
+        ("which python; pip install x", "which python"),
+        ("test -d a && cp a b; pip install x", "test -d a && cp a b"),
+        ("test -d a || git clone a; pip install x", "test -d a || git clone a"),
+    ],
+)
+def test_a_test_that_decides_more_or_shows_something_stays(line: str, kept: str) -> None:
+    assert without_installs(line)[0] == kept
 
 
 SCRIPT = """pip install -q uv

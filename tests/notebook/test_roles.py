@@ -9,7 +9,8 @@ SHOW = "inputs = tokenizer('x').to('cuda')\nout = model.generate(**inputs)\ntoke
 
 def test_inference_moves_to_the_main_process_with_what_only_it_uses() -> None:
     text = body(convert_cells(LOAD, DATA, TRAIN, "FastLanguageModel.for_inference(model)\n" + SHOW))
-    guarded = "".join(f"    {line}\n" for line in SHOW.splitlines())
+    *lines, shown = SHOW.splitlines()
+    guarded = "".join(f"    {line}\n" for line in [*lines, f"print({shown})"])
     assert f"FastLanguageModel.for_inference(model)\nif IS_MAIN:\n{guarded}" in text
 
 
@@ -101,6 +102,11 @@ def test_a_changed_tokenizer_reaches_training() -> None:
         )
     )
     assert "\ncount = tokenizer.add_tokens(['x'])\n" in text
+
+
+@pytest.mark.parametrize("line", ["tokenizer.save_vocabulary('v')", "trainer.save_model('m')"])
+def test_what_is_saved_is_saved_once(line: str) -> None:
+    assert f"if IS_MAIN:\n    {line}\nwait_for_everyone()" in body(convert_cells(LOAD, DATA, TRAIN, line))
 
 
 def test_save_and_what_reads_it_back_share_a_guard_before_a_barrier() -> None:
@@ -320,12 +326,39 @@ def test_a_callback_saves_once_and_what_does_not_train_is_left_alone() -> None:
     ("start", "kind"),
     [
         ("import wandb\nwandb.agent(wandb.sweep({}), go, count=3)", "tracker"),
-        ("from accelerate import notebook_launcher\nnotebook_launcher(go, num_processes=2)", "sizing"),
+        ("from accelerate import notebook_launcher\nnotebook_launcher(go, mixed_precision='bf16')", "sizing"),
+        ("import torch\ntorch.multiprocessing.spawn(go, nprocs=2)", "sizing"),
     ],
 )
 def test_what_starts_trainings_by_itself_is_said(start: str, kind: str) -> None:
     function = "def go():\n    " + TRAIN.replace("\n", "\n    ")
     assert kinds(convert_cells(LOAD, DATA, function, start)) == [kind]
+
+
+LAUNCHED = """\
+from accelerate import Accelerator, notebook_launcher
+def go(rate, epochs):
+    accelerator = Accelerator()
+    loader, net = accelerator.prepare(rows, model)
+    for batch in loader:
+        accelerator.backward(net(batch))
+"""
+
+
+@pytest.mark.parametrize(
+    ("start", "made"),
+    [
+        ("notebook_launcher(go, (1e-3, 2), num_processes=2)", "go(1e-3, 2)"),
+        ("notebook_launcher(go, args=(1e-3, 2))", "go(1e-3, 2)"),
+        ("given = (1e-3, 2)\nnotebook_launcher(go, given, num_processes=1)", "go(*given)"),
+        ("import accelerate\naccelerate.notebook_launcher(go)", "go()"),
+    ],
+)
+def test_what_a_notebook_gives_to_a_launcher_is_called_on_every_process(start: str, made: str) -> None:
+    """Started from rank 0 alone, the launcher would start processes on the GPUs that the others hold."""
+    done = convert_cells(LOAD, LAUNCHED, start)
+    assert f"\n{made}\n" in body(done) and "notebook_launcher(" not in body(done)
+    assert kinds(done) == ["loop"]
 
 
 @pytest.mark.parametrize("function", ["generate", "stream_generate"])

@@ -158,6 +158,22 @@ def test_what_the_converter_adds_stands_in_one_region_at_the_top() -> None:
     assert "\ndef " not in between and "if IS_MAIN:\n    print" not in text
 
 
+@pytest.mark.parametrize(
+    ("first", "inside"),
+    [
+        ("md:# Title", True),
+        ("import os, re", True),
+        ("!pip install x", True),
+        ("import os\nos.environ['A'] = '1'", False),
+    ],
+)
+def test_the_device_is_chosen_in_the_region_unless_code_comes_before(first: str, inside: bool) -> None:
+    text = convert_cells(first, LOAD, DATA, TRAIN).script
+    assert text.count("torch.cuda.set_device(LOCAL_RANK)") == 1
+    assert (text.index("set_device") < text.index("# endregion")) is inside
+    assert text.index("set_device") < text.index("from unsloth import")
+
+
 def test_nothing_heavy_is_imported_before_the_notebook_does() -> None:
     """A notebook that looks at sys.modules, or sets variables, does so before torch is there."""
     cells = (
@@ -182,7 +198,7 @@ def test_the_hash_seed_is_set_only_where_order_depends_on_it() -> None:
 
 
 def test_expressions_that_do_nothing_and_plain_prints_get_no_guard() -> None:
-    text = body(convert_cells(LOAD, DATA, "dataset[0]", "print(len(dataset))", TRAIN))
+    text = body(convert_cells(LOAD, DATA, "dataset[0]\nx = 1", "print(len(dataset))", TRAIN))
     assert "\ndataset[0]\n" in text and "\nprint(len(dataset))\n" in text and "if IS_MAIN" not in text
 
 

@@ -66,12 +66,34 @@ def test_noisy_lines_get_a_smoothed_one_beside_them():
     first, second = line_chart("Loss", [Line("a", points, noisy=True)]).lines
     assert first.faint and not second.faint
     assert len(line_chart("Loss", [Line("a", points)]).lines) == 1
-    assert all(0.3 < y < 0.7 for _, y in smoothed(points)[5:-5])
+    falling = [(step, 5 - step / 50 + (step * 7 % 5) / 5) for step in range(100)]
+    assert all(abs(y - (5.4 - x / 50)) < 0.3 for x, y in smoothed(falling, 11))
 
 
-def test_smoothing_keeps_a_straight_line():
+def test_smoothing_keeps_a_straight_line_but_for_its_ends():
     line = [(step, 2.0 * step) for step in range(50)]
-    assert smoothed(line) == line
+    assert smoothed(line, 9)[1:-1] == line[1:-1]
+    assert smoothed([(1, 5.0)], 9) == [(1, 5.0)] and smoothed([], 9) == []
+
+
+def test_a_spike_does_not_move_the_smoothed_line():
+    points = [(step, 900.0 if step == 50 else 2.0) for step in range(100)]
+    assert {y for _, y in smoothed(points, 9)} == {2.0}
+    assert len(smoothed([(step, 1.0) for step in range(20_000)], 1000)) < 600
+
+
+def test_a_value_that_is_no_number_is_a_gap_and_not_a_point():
+    nan, inf = float("nan"), float("inf")
+    points = [(1, 3.0), (2, 2.0), (3, nan), (4, inf), (5, 1.0), (6, nan)]
+    (line,) = line_chart("Loss", [Line("training", points)]).lines
+    assert line.path.count("M") == 2 and "nan" not in line.path and "inf" not in line.path
+    assert len(line.marks) == 3
+    # The axis of steps reaches to the last line, and a stretch of one point is marked.
+    assert line_chart("Loss", [Line("a", points)]).x_ticks[-1].text == "6"
+    many = [(step, nan if step in (40, 42) else 1.0) for step in range(99)]
+    (line,) = line_chart("Loss", [Line("training", many)]).lines
+    assert [text for _, _, text in line.marks] == ["training, step 41: 1"]
+    assert line_chart("Loss", [Line("a", [(1, nan)])]) is None
 
 
 def test_thinning_keeps_both_ends_and_peaks():

@@ -209,6 +209,15 @@ def test_a_run_without_evaluation_ranks_or_record_has_a_report_too(tmp_path):
     assert "The run has no record.json" in page.text and "Lengths of the training rows" not in page.charts()
 
 
+def test_a_loss_that_was_no_number_is_said_and_not_hidden_by_the_last_number(tmp_path):
+    nan = float("nan")
+    history = [{**entry, "loss": nan if entry["step"] > 15 else 2.0} for entry in log_entries(20) if "loss" in entry]
+    page = page_of(make_run(tmp_path / "r", history=history, summary={**SUMMARY, "eval_loss": nan}))
+    assert "The training loss was not a number (NaN or infinite) in 5 of 20 log lines, first at step 16." in page.text
+    assert page.text.count("not a number") == 3
+    assert "training loss not a number last log line" in page.text and "evaluation loss not a number" in page.text
+
+
 def test_a_run_that_logged_nothing_says_so(tmp_path):
     page = page_of(make_run(tmp_path / "r", state="stopped", step=1, history=[]))
     assert "Nothing was logged" in page.sections["curves"]

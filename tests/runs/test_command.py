@@ -37,6 +37,19 @@ def test_the_table_shows_each_run_and_fits_a_hundred_columns(outputs, capsys):
     assert rows["killed"][:7] == ["unfinished", "5/20", "1.5000", "405", "2", "x", "H100"]
 
 
+def test_a_run_whose_loss_is_no_number_shows_that(tmp_path, capsys):
+    history = [{"step": 1, "loss": 2.0}, {"step": 2, "loss": float("nan")}]
+    make_run(tmp_path / "outputs" / "r", state="stopped", history=history)
+    make_run(tmp_path / "outputs" / "other")
+    file = tmp_path / "runs.json"
+    assert main([str(tmp_path / "outputs"), "--json", str(file)]) == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("r ")]
+    assert " nan " in line
+    assert "NaN" not in file.read_text()
+    assert main(["--compare", *(str(tmp_path / "outputs" / name) for name in ("r", "other"))]) == 0
+    assert "r: The training loss was not a number (NaN or infinite) in 1 of 2 log lines" in capsys.readouterr().out
+
+
 def test_the_json_file_has_the_values(outputs, tmp_path, capsys):
     assert main([str(outputs), "--json", str(tmp_path / "runs.json")]) == 0
     found = json.loads((tmp_path / "runs.json").read_text())

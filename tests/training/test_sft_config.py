@@ -57,6 +57,14 @@ def test_every_field_is_an_option_goes_through_or_is_refused() -> None:
     assert not GOES_THROUGH & (OWNED_ARGS.keys() | OPTIONS.keys()) and names >= GOES_THROUGH
 
 
+def test_fsdp2_averages_gradients_after_every_micro_batch(tmp_path: Path) -> None:
+    def averages(sharding: Sharding) -> bool:
+        given = config_with(tmp_path, sharding=sharding).accelerator_config.gradient_accumulation_kwargs
+        return bool(given["sync_each_batch"])
+
+    assert averages("fsdp2") and not averages("none")
+
+
 def test_what_goes_through_arrives_and_nothing_is_added_to_the_loss(tmp_path: Path) -> None:
     config = config_with(tmp_path, neftune_noise_alpha=5, adam_beta2=0.9)
     assert (config.neftune_noise_alpha, config.adam_beta2) == (5, 0.9)

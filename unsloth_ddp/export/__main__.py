@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import shlex
+import signal
 import sys
 from pathlib import Path
 
@@ -163,4 +164,6 @@ def main(argv: list[str]) -> int:
 if __name__ == "__main__":
     protect_streams()
     let_idle_threads_sleep()
+    # What is built aside is removed on the way out, as it is on Ctrl+C.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     sys.exit(main(sys.argv[1:]))

@@ -13,6 +13,8 @@ from typing import Any
 from unsloth_ddp.model.source_check import ADAPTER_FILE, check_no_adapter, read_model_file
 from unsloth_ddp.utils.errors import UserError, one_line
 
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+
 LARGEST_JSON = 1 << 28
 LFS_POINTER = b"version https://git-lfs.github.com/spec"
 SAFE, PICKLED = "model.safetensors", "pytorch_model.bin"
@@ -67,6 +69,25 @@ def check_folder(folder: Path, *, safetensors_only: bool) -> None:
                 f"model {folder}: {SAFE}.index.json lists {missing[0]} in {name}, which does not contain it; "
                 "download the model again."
             )
+
+
+def check_adapter_file(folder: Path) -> None:
+    """Refuse an adapter whose file cannot be read or is shorter than its header says.
+
+    Raises:
+        UserError: with what is wrong, and where another may be.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    path = folder / ADAPTER_WEIGHTS
+    try:
+        with safe_open(path, framework="numpy"):
+            return
+    except (SafetensorError, OSError) as error:
+        raise UserError(
+            f"The adapter in {folder} is damaged: {ADAPTER_WEIGHTS} cannot be read ({one_line(error)}); copy it again, or "
+            "give a checkpoint of the run, such as RUN/checkpoint-100."
+        ) from None
 
 
 def check_complete(folder: str, missing: list[str], mismatched: list[Any]) -> None:

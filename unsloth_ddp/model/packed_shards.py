@@ -10,10 +10,9 @@ from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.nn import Parameter
 from transformers.core_model_loading import ConversionOps
 
-from unsloth_ddp.model.shards import as_shard, part_of, places
+from unsloth_ddp.model.shards import as_shard, part_of
 
 # What PEFT reads of a 4-bit weight when it adds an adapter, and what tells how many values it stands for.
 KEPT = ("compress_statistics", "quant_type", "quant_state", "blocksize", "quant_storage", "bnb_quantized")
@@ -82,17 +81,13 @@ def split_quantized(quantizer: Any, mapping: list[Any], mesh: DeviceMesh) -> boo
 def prepare_for_adapters(
     model: Any, *, use_gradient_checkpointing: bool, gradient_checkpointing_kwargs: dict[str, Any]
 ) -> Any:
-    """Do what PEFT's prepare_model_for_kbit_training does, which would take packed parts for 16-bit weights.
+    """Freeze all weights and switch gradient checkpointing on, as PEFT's prepare_model_for_kbit_training does.
 
-    Freezes all weights, keeps in fp32 those that are not packed, and switches gradient checkpointing on.
+    That would take packed parts for 16-bit weights, and it keeps weights that are not packed in fp32. FSDP2 gathers them
+    in the precision of the run anyway, so they stay as they are, which halves the embedding and the output head.
     """
-    kept: dict[Parameter, Parameter] = {}
-    for _, module, name, weight in places(model):
+    for weight in model.parameters():
         weight.requires_grad = False
-        if weight.dtype in (torch.bfloat16, torch.float16) and not hasattr(weight, "quant_state"):
-            if weight not in kept:
-                kept[weight] = Parameter(weight.detach().float(), requires_grad=False)
-            setattr(module, name, kept[weight])
     if use_gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs)
     return model

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from unsloth_ddp.data.labels import IGNORED, supervised_positions
 from unsloth_ddp.model.modules import base_model, evaluation_mode
@@ -71,9 +72,25 @@ def fits_fused_head(model: Any) -> bool:
     base = base_model(model)
     if any(getattr(base.config.get_text_config(), name, None) for name in UNKNOWN_CAPS):
         return False
+    if _is_trained_part(model):
+        return False
     known = (base.base_model, base.get_output_embeddings())
     others = (child for child in base.children() if not any(child is one for one in known))
     return not any(True for child in others for _ in child.parameters())
+
+
+def _is_trained_part(model: Any) -> bool:
+    """Return whether the head's weight is trained, split by FSDP2, and not gathered before TRL's fused head reads it.
+
+    TRL then gathers it in a way that leaves each rank its own gradient, where the mean over the ranks is due. accelerate
+    puts the head into one group with the last normalization, which gathers both, if that is a child of the model's base;
+    in PEFT's wrapper it is not.
+    """
+    base = base_model(model)
+    weight = base.get_output_embeddings().weight
+    if not (isinstance(weight, DTensor) and weight.requires_grad):
+        return False
+    return base is not model or not any("Norm" in type(child).__name__ for child in base.base_model.children())
 
 
 def head_with_equal_loss(

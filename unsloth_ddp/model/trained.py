@@ -14,7 +14,7 @@ from unsloth_ddp.config.options import Settings
 from unsloth_ddp.data.formats import Example
 from unsloth_ddp.data.tokenize import Encoder
 from unsloth_ddp.distributed.runtime import Runtime
-from unsloth_ddp.model.files_check import check_local_model
+from unsloth_ddp.model.files_check import check_adapter_file, check_local_model
 from unsloth_ddp.model.load import is_model_file_error, load_model, stop_at
 from unsloth_ddp.utils.errors import UserError, one_line
 
@@ -33,7 +33,7 @@ def check_trust(settings: Settings, *, trusted: bool) -> None:
 
 
 def check_trained(settings: Settings, trained: Path) -> None:
-    """Refuse a base model or a trained model whose files are not all here; nothing is loaded.
+    """Refuse a base model, an adapter or a trained model whose files are not all here and whole; nothing is loaded.
 
     Raises:
         UserError: naming the file that is missing or broken.
@@ -47,6 +47,7 @@ def check_trained(settings: Settings, trained: Path) -> None:
         raise UserError(
             f"The base model of {trained} cannot be read: {error} If it was moved, change model in the run's settings.yaml."
         ) from None
+    check_adapter_file(trained)
 
 
 def load_trained(settings: Settings, trained: Path, runtime: Runtime) -> Any:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from unsloth_ddp.model.modules import evaluation_mode
 from unsloth_ddp.utils.errors import one_line
@@ -89,9 +90,7 @@ def _record_attention_calls(model: Any) -> list[dict[str, Any]]:
         return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[3]), None
 
     before = model.config._attn_implementation
-    # Parameters that ZeRO-3 has sharded are empty tensors here.
-    sharded = any(hasattr(parameter, "ds_id") for parameter in model.parameters())
-    probed = _on_meta(model) if sharded else model
+    probed = _on_meta(model) if _is_sharded(model) else model
     # A name of its own: for NAME, masks would be built.
     AttentionInterface.register(PROBE_NAME, record)
     try:
@@ -103,9 +102,18 @@ def _record_attention_calls(model: Any) -> list[dict[str, Any]]:
     return calls
 
 
+def _is_sharded(model: Any) -> bool:
+    """Return whether ranks hold parts of the weights, with which only the whole wrapped model can compute.
+
+    Parameters that ZeRO-3 has sharded are empty tensors; those of FSDP2 are DTensors.
+    """
+    return any(hasattr(parameter, "ds_id") or isinstance(parameter, DTensor) for parameter in model.parameters())
+
+
 def _on_meta(model: Any) -> Any:
     with torch.device("meta"):
-        return type(model)(copy.deepcopy(model.config))
+        # The grouped products of experts take 16 bit only there.
+        return type(model)(copy.deepcopy(model.config)).to(torch.bfloat16)
 
 
 def _two_row_pack(device: torch.device) -> dict[str, Any]:

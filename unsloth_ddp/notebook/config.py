@@ -46,7 +46,7 @@ def edit_config(call: cst.Call, context: ConversionContext) -> tuple[cst.Call, l
             notes.append(context.edit("arguments", f"{name} was {code(old.value)}"))
     call = add_splat(call, f"{context.names['ddp_settings']}({path})")
     notes.append(
-        context.edit("arguments", "every token counts the same on every process; no search for unused weights")
+        context.edit("arguments", "count every token alike on all processes; do not search for unused weights")
     )
     if keyword(call, "auto_find_batch_size") is not None:
         notes.append(
@@ -66,7 +66,7 @@ def _edit_batch(
     steps = _value(call, _STEPS, path, 1, context)
     whole = _product(batch, steps)
     names = context.names
-    multiple = ""
+    multiple = raised = ""
     if generates:
         group = _value(call, "num_generations", path, 8, context)
         numbers = [_integer(text) for text in (batch, steps, group)]
@@ -74,11 +74,7 @@ def _edit_batch(
             whole = f"{names['generation_batch']}({batch}, {steps}, {group})"
         elif numbers[0] * numbers[1] % numbers[2]:  # type: ignore[operator]
             whole = _product(group, steps)
-            notes.append(
-                context.edit(
-                    "batch", f"global batch {group} x {steps}: Unsloth raises a batch of {batch} to num_generations"
-                )
-            )
+            raised = f" (Unsloth raises a batch of {batch} to num_generations)"
         multiple = f", multiple={group}"
     size = context.options.per_device_batch_size
     if size is None or contrastive:
@@ -93,12 +89,12 @@ def _edit_batch(
         notes.append(
             context.edit(
                 "batch",
-                f"the global batch {product} shared by the processes, one row at a time "
-                f"(--per-device-batch-size keep: {batch if batch.isdigit() else 'as the notebook'}, faster)",
+                f"share the global batch {product} among the processes, one row at a time "
+                f"(--per-device-batch-size keep: {batch if batch.isdigit() else 'as the notebook'}, faster){raised}",
             )
         )
     else:
-        notes.append(context.edit("batch", f"the global batch {product} shared by the processes"))
+        notes.append(context.edit("batch", f"share the global batch {product} among the processes{raised}"))
     if contrastive:
         notes.append(
             context.warn(

@@ -202,10 +202,28 @@ def _write(notebook: Notebook, cells: list[_CodeCell], graph: Graph, context: Co
         context.cell = None
         quiet = context.edit("print", "code that every process runs prints on the main process only")
     unsloth = any(path.split(".")[0] == "unsloth" for path in context.imports.values())
-    region = render_region(context.names, _hoisted(graph, first), quiet, unsloth=unsloth, hashes=_orders_by_hash(body))
-    device = render_device(context.names)
-    body = body.replace(DEVICE_MARK + "\n", device, 1) if DEVICE_MARK in body else f"# %%\n{device}\n{body}"
+    device, body = _place_device(render_device(context.names), body)
+    environment = _hoisted(graph, first)
+    hashes = _orders_by_hash(body)
+    region = render_region(context.names, environment, quiet, device, unsloth=unsloth, hashes=hashes)
     return _header(context, notes) + "".join(future) + region + "\n" + body
+
+
+def _place_device(device: str, body: str) -> tuple[str, str]:
+    """Return the lines that choose the GPU, "" once they are in the body: behind code that runs before a heavy import."""
+    before, mark, after = body.partition(DEVICE_MARK + "\n")
+    if not mark:
+        return device, body
+    if any(line and not line.startswith("#") and not _imports_standard(line) for line in before.splitlines()):
+        return "", before + device + after
+    return device, before.removesuffix("# %%\n") + after.lstrip("\n")
+
+
+def _imports_standard(line: str) -> bool:
+    """Return whether a line does nothing but import modules of the standard library."""
+    found = re.fullmatch(r"import ([\w., ]+)|from ([\w.]+) import [\w., ]+", line)
+    roots = {name.strip().split(".")[0].split(" ")[0] for name in (found[1] or found[2]).split(",")} if found else set()
+    return bool(roots) and roots <= sys.stdlib_module_names
 
 
 def _note_requirements(statement: Statement, context: ConversionContext) -> None:
@@ -221,7 +239,7 @@ def _header(context: ConversionContext, notes: list[str]) -> str:
         "#     accelerate launch SCRIPT             every GPU of this machine",
         "#     torchrun --nproc-per-node 2 SCRIPT   two of them",
     ]
-    wanted = _without_repeats(context.requirements)
+    wanted = context.report.requirements = _without_repeats(context.requirements)
     if wanted:
         lines += ["#", "# The notebook installed these; install them before you run this:"]
         lines += ["#     " + name for name in wanted]

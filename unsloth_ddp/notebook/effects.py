@@ -57,7 +57,7 @@ _INFER = {
     "stream_generate",
 }
 _SAVE = re.compile(
-    r"^(save_pretrained\w*|push_to_hub\w*|save_model|save_lora|save_state|save_metrics|save_checkpoint|save_adapter"
+    r"^(save_pretrained\w*|save_vocabulary|push_to_hub\w*|save_model|save_lora|save_state|save_metrics|save_checkpoint|save_adapter"
     r"|save_to_disk|upload_file|upload_folder|upload_large_folder|create_repo|create_model_card|log_metrics|quantize_gguf"
     r"|save_to_gguf\w*|export_\w+)$"
 )
@@ -85,7 +85,8 @@ _LOGIN = re.compile(
     r"|trackio\.login|comet_ml\.login|mlflow\.login)$"
 )
 _TRACK = re.compile(
-    r"^(trackio\.init|wandb\.(init|finish|log|watch|alert)|comet_ml\.(init|start)|neptune\.init_run|mlflow\.\w+)$"
+    r"^(trackio\.init|wandb\.(init|finish|log|watch|alert)|comet_ml\.(init|start|end|get_\w+_experiment)"
+    r"|neptune\.init_run|mlflow\.\w+)$"
 )
 # What these return is the run itself, which no other process can use.
 _RUNS = re.compile(r"^((wandb|trackio)\.init|comet_ml\.start|neptune\.init_run|mlflow\.(start_run|active_run))$")

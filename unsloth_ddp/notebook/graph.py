@@ -9,6 +9,7 @@ from functools import cached_property
 
 import libcst as cst
 
+from unsloth_ddp.notebook.displayed import is_bare_value
 from unsloth_ddp.notebook.effects import (
     REMOTE_STARTS,
     Effect,
@@ -275,20 +276,9 @@ def _find_effects(graph: Graph) -> None:
     for statement in graph.statements:
         for site in statement.usage.calls:
             statement.effects |= effects.of_site(site)
-        if _is_shown(statement.node):
+        if is_bare_value(statement.node):
             statement.effects.add(Effect.SHOW)
         _mutations_through_functions(graph, statement)
-
-
-def _is_shown(node: cst.BaseStatement) -> bool:
-    """Return whether a statement is a bare expression, which only a notebook displays."""
-    if not isinstance(node, cst.SimpleStatementLine) or len(node.body) != 1:
-        return False
-    small = node.body[0]
-    if not isinstance(small, cst.Expr):
-        return False
-    value = small.value
-    return not isinstance(value, cst.Call | cst.Await | cst.Yield | cst.SimpleString | cst.Ellipsis | cst.NamedExpr)
 
 
 def _mutations_through_functions(graph: Graph, statement: Statement) -> None:

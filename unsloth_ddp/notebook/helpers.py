@@ -304,22 +304,17 @@ def finish(*names):
     for name in names:
         globals().pop(name, None)
     gc.collect()
-    if in_process_group():
-        wait_for_everyone()
-    leave_process_group()
-
-
-def in_process_group():
-    """Return whether there is a process group: Accelerate's end_training leaves it."""
-    dist = sys.modules.get("torch.distributed")
-    return dist is not None and dist.is_available() and dist.is_initialized()
+    leave_process_group(wait=True)
 
 
 @atexit.register
-def leave_process_group():
-    """Leave the process group; after an error too."""
-    if in_process_group():
-        sys.modules["torch.distributed"].destroy_process_group()
+def leave_process_group(wait=False):
+    """Leave the process group if there is one: Accelerate's end_training ends it. After an error nobody waits."""
+    dist = sys.modules.get("torch.distributed")
+    if dist and dist.is_available() and dist.is_initialized():
+        if wait:
+            wait_for_everyone()
+        dist.destroy_process_group()
 ''',
         ("atexit", "gc", "sys"),
         ("wait_for_everyone",),

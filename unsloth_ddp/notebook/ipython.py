@@ -267,11 +267,14 @@ def without_installs(command: str) -> tuple[str, list[str]]:
         return command, []
     if _COMPOUND.search(command):
         return _script_without_installs(command), requirements
-    if all(text.lstrip().startswith("#") for text, _ in kept):
+    if all(text.lstrip().startswith("#") or (op in ("&&", "||") and _TEST.match(text)) for text, op in kept):
         return "", requirements
     joined = "".join(text + operator for text, operator in kept[:-1]) + kept[-1][0]
     return joined.strip("\n "), requirements
 
+
+# What only decides whether the install after `&&` or `||` is needed.
+_TEST = re.compile(r"\s*(?:command\s+-v|which|type|hash|test|true|false|\[)\s")
 
 # What leaves nothing behind when its shell ends: choosing a wheel, testing for a program, saying so.
 _LEAVES_NOTHING = re.compile(

@@ -60,26 +60,52 @@ def _loads_model(path: str, context: ConversionContext) -> bool:
 
 
 def _bind(call: cst.Call, old: cst.Arg | None, context: ConversionContext, notes: list[str]) -> cst.Call:
-    target = f'{{"": {context.names["LOCAL_RANK"]}}}'
+    target = _this_gpu(context)
     if splats(call) and old is None:
         source = f'{{**{_splatted(call)}, "device_map": {target}}}'
         args = [arg for arg in call.args if arg.star != "**"]
-        notes.append(context.edit("load", "the whole model on this process's GPU, whatever the dict says"))
+        notes.append(context.edit("load", "load the whole model on this process's GPU, whatever the dict says"))
         return call.with_changes(args=[*args, cst.Arg(value=cst.parse_expression(source), star="**")])
     if splats(call):
         call = remove_keyword(call, "device_map")
         return _bind(call, None, context, notes)
     was = code(old.value) if old is not None else ""
     call = set_keyword(call, "device_map", target)
-    if was in _SPREADS and "unsloth" not in was:
-        notes.append(
-            context.warn("model parallel", f"device_map was {was}, which spreads a model: it must now fit on one GPU")
-        )
-    elif was:
-        notes.append(context.edit("load", f"the whole model on this process's GPU (device_map was {was})"))
-    else:
-        notes.append(context.edit("load", "the whole model on this process's GPU"))
+    notes.append(_note(was, context))
     return call
+
+
+def _note(was: str, context: ConversionContext) -> str:
+    if was in _SPREADS and "unsloth" not in was:
+        return context.warn(
+            "model parallel", f"device_map was {was}, which spreads a model: it must now fit on one GPU"
+        )
+    given = f" (device_map was {was})" if was else ""
+    return context.edit("load", f"load the whole model on this process's GPU{given}")
+
+
+def edit_dict_call(call: cst.Call, context: ConversionContext) -> tuple[cst.Call, list[str]]:
+    """Edit `dict(device_map=...)`: a trainer may load the model by itself with such arguments."""
+    old = keyword(call, "device_map") if dotted(call.func) == "dict" else None
+    if old is None or _stays(code(old.value)):
+        return call, []
+    return set_keyword(call, "device_map", _this_gpu(context)), [_note(code(old.value), context)]
+
+
+def edit_dict_element(element: cst.DictElement, context: ConversionContext) -> tuple[cst.DictElement, list[str]]:
+    """Edit `"device_map": ...` in a dict, as in `dict(device_map=...)`."""
+    was = code(element.value)
+    if code(element.key).strip("\"'") != "device_map" or _stays(was):
+        return element, []
+    return element.with_changes(value=cst.parse_expression(_this_gpu(context))), [_note(was, context)]
+
+
+def _stays(device_map: str) -> bool:
+    return device_map == "None" or bool(_ON_CPU.fullmatch(device_map))
+
+
+def _this_gpu(context: ConversionContext) -> str:
+    return f'{{"": {context.names["LOCAL_RANK"]}}}'
 
 
 def _splatted(call: cst.Call) -> str:

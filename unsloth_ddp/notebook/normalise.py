@@ -10,9 +10,11 @@ from unsloth_ddp.notebook.arguments import code
 from unsloth_ddp.notebook.asynchronous import as_coroutine
 from unsloth_ddp.notebook.commands import is_launcher_variable
 from unsloth_ddp.notebook.context import ConversionContext
+from unsloth_ddp.notebook.displayed import print_value
 from unsloth_ddp.notebook.effects import Effect, call_effects
 from unsloth_ddp.notebook.hosts import edit_value, is_dropped, is_secret, note_dropped, without_host_names
 from unsloth_ddp.notebook.ipython import SHELL_METHODS, as_python_string, ipython_call, is_shell
+from unsloth_ddp.notebook.launchers import call_directly
 from unsloth_ddp.notebook.lines import LineEditor, is_empty, lead
 from unsloth_ddp.notebook.name_usage import collect
 from unsloth_ddp.notebook.syntax import dotted
@@ -30,11 +32,14 @@ def normalise(
     """Return a cell's statements without line magics, and the comment lines left at its end."""
     kept: list[cst.BaseStatement] = []
     pending: list[cst.EmptyLine] = []
-    for statement in (part for number, whole in enumerate(body) for part in _parts(whole, number, context)):
+    parts = [part for number, whole in enumerate(body) for part in _parts(whole, number, context)]
+    for statement in parts:
         editor = _Normaliser(context)
         new = statement.visit(editor)
         assert isinstance(new, cst.BaseStatement)
         new = lead(new, editor.outer)
+        if statement is parts[-1]:
+            new = print_value(new, context)
         if is_empty(new) and not is_empty(statement):
             pending += list(new.leading_lines)  # type: ignore[attr-defined]
             continue
@@ -156,6 +161,10 @@ class _Normaliser(LineEditor):
         return not isinstance(node.value, cst.Call) or not is_dropped(node.value, self.context)
 
     def leave_Call(self, original_node: cst.Call, updated_node: cst.Call) -> cst.BaseExpression:
+        direct, notes = call_directly(updated_node, self.context)
+        if notes:
+            self.note(*notes)
+            return direct
         value, notes = edit_value(updated_node, self.context)
         self.note(*notes)
         return updated_node if value is None else value

@@ -45,7 +45,7 @@ MODULES = sorted({"os", "torch", *(module for helper in HELPERS.values() for mod
 IDENTIFIERS = (
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "IS_MAIN"),
     *(name for name in HELPERS if name not in ("quiet_print", "display")),
-    *("in_process_group", "leave_process_group"),
+    "leave_process_group",
 )
 
 
@@ -75,12 +75,13 @@ class Names:
         return found
 
 
-def render_region(names: Names, environment: list[str], quiet: str, *, unsloth: bool, hashes: bool) -> str:
+def render_region(names: Names, environment: list[str], quiet: str, device: str, *, unsloth: bool, hashes: bool) -> str:
     """Render the region at the top of the script.
 
     Args:
         environment: lines that set variables which libraries read on import and the notebook sets later.
         quiet: the comment above the print of the other processes.
+        device: the lines that choose the process's GPU, where nothing of the notebook runs before them.
         unsloth: the notebook imports Unsloth.
         hashes: the notebook uses sets, or hashes.
     """
@@ -96,7 +97,8 @@ def render_region(names: Names, environment: list[str], quiet: str, *, unsloth: 
         (quiet + "\n" if name == "quiet_print" else "") + HELPERS[name].source for name in HELPERS if name in needed
     ]
     region = f"{REGION}\n" + _rename(head + "\n\n" + "\n\n".join(texts), names, names.modules - {"torch"})
-    return f"{region}\n\n{END_REGION}\n"
+    device = f"\n\n{device}" if device else "\n"
+    return f"{region}{device}\n{END_REGION}\n"
 
 
 def render_device(names: Names) -> str:

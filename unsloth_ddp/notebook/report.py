@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections import Counter
 
 from unsloth_ddp.notebook.types import ConversionReport, ReportEntry
@@ -20,6 +21,8 @@ def summary(report: ConversionReport, outcome: str) -> str:
     else:
         lines.append(f"{len(report.warnings)} warning{'s' * (len(report.warnings) > 1)}, marked `# ddp: CHECK:`")
         lines += [f"  {_place(entry)}{entry.kind}: {entry.message}" for entry in report.warnings]
+    if report.requirements:
+        lines.append(f"the notebook installed: pip install {shlex.join(report.requirements)}")
     return "\n".join(lines)
 
 

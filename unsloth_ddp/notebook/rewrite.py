@@ -16,7 +16,14 @@ from unsloth_ddp.notebook.effects import Effect, starts_run
 from unsloth_ddp.notebook.graph import SEEDS, Graph, Role, Statement
 from unsloth_ddp.notebook.ipython import IPythonCall, as_python_string, command_of, ipython_call, without_installs
 from unsloth_ddp.notebook.lines import LineEditor, comment_line, lead
-from unsloth_ddp.notebook.load import edit_device_count, edit_device_number, edit_device_string, edit_load
+from unsloth_ddp.notebook.load import (
+    edit_device_count,
+    edit_device_number,
+    edit_device_string,
+    edit_dict_call,
+    edit_dict_element,
+    edit_load,
+)
 from unsloth_ddp.notebook.logins import edit_login
 from unsloth_ddp.notebook.main_values import send_values
 from unsloth_ddp.notebook.name_usage import CallSite, collect
@@ -27,6 +34,7 @@ from unsloth_ddp.notebook.tracked_runs import can_be_disabled, edit_run, tells_t
 _TRIGGERS = (
     *(
         "from_pretrained",
+        "device_map",
         "Config(",
         "Arguments(",
         "cuda",
@@ -103,6 +111,8 @@ class _Rewriter(LineEditor):
         else:
             call, notes = edit_load(updated_node, context)
             if not notes:
+                call, notes = edit_dict_call(updated_node, context)
+            if not notes:
                 call, notes = edit_seed(updated_node, context)
             if not notes:
                 call, notes = edit_generator(updated_node, context)
@@ -126,6 +136,11 @@ class _Rewriter(LineEditor):
         if path in ("input", "getpass", "getpass.getpass"):
             return self._ask(call)
         return call
+
+    def leave_DictElement(self, original_node: cst.DictElement, updated_node: cst.DictElement) -> cst.DictElement:
+        element, notes = edit_dict_element(updated_node, self.context)
+        self.note(*notes)
+        return element
 
     def visit_WithItem(self, node: cst.WithItem) -> None:
         if isinstance(node.item, cst.Call) and not self.context.on_one_process:

@@ -38,11 +38,12 @@ class ReportEntry:
 
 @dataclass
 class ConversionReport:
-    """Every edit that a conversion made, and every warning."""
+    """Every edit that a conversion made, every warning, and what the notebook installed, each package once."""
 
     notebook: str
     edits: list[ReportEntry] = field(default_factory=list)
     warnings: list[ReportEntry] = field(default_factory=list)
+    requirements: list[str] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as JSON-ready values."""

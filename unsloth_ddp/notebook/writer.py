@@ -78,10 +78,12 @@ def _comments(
 ) -> list[cst.EmptyLine]:
     """Return the comments above a removed statement, and a note about the removal for the first of several."""
     lines = [line for line in getattr(node, "leading_lines", ()) if line.comment is not None]
-    said = any(line.comment and line.comment.value.startswith("# ddp: install") for line in [*pending, *lines])
+    said = any(
+        line.comment and line.comment.value.startswith("# ddp: leave out installs") for line in [*pending, *lines]
+    )
     if placed.statement.role is Role.DROP and not said:
         context.cell = placed.statement.cell
-        note = context.edit("install", "installs left out, with what only they needed; see the requirements at the top")
+        note = context.edit("install", "leave out installs and what only they needed; see the requirements at the top")
         lines.append(comment_line(note))
     return lines
 
@@ -152,7 +154,7 @@ def _made(
     if role in (Role.MAIN, Role.NODE):
         return _guard(role, group, nodes, effects, share, graph, context)
     if role is Role.FIRST:
-        note = context.edit("data", "one process a node first, the others use its caches")
+        note = context.edit("data", "one process on each node goes first, the others use its caches")
         block = cst.With(
             items=[cst.WithItem(cst.parse_expression(f"{names['main_process_first']}()"))],
             body=cst.IndentedBlock(body=_unled(nodes)),
@@ -244,7 +246,7 @@ def _guard(
     names = context.names
     test = names["IS_MAIN"] if role is Role.MAIN else f"{names['LOCAL_RANK']} == 0"
     words = [word for effect, word in _WORDS.items() if effect in effects] or ["uses this"]
-    who = "only the main process" if role is Role.MAIN else "one process a node"
+    who = "only the main process" if role is Role.MAIN else "one process on each node"
     kind = "save" if Effect.SAVE in effects else "once" if effects & _WAITS else "main process"
     note = context.edit(kind, f"{who} {_listed(words)}")
     if group[0].statement.stands_in:

@@ -193,9 +193,7 @@ def choose_micro_batch(
 def records_steps(settings: Settings, rows: RowLengths, processes: int) -> bool:
     """Return whether a run on GPUs replays recorded micro-batches (see training/step_choice.py)."""
     possible = rows.unit == "packs" and precision_of(settings) == "bf16"
-    # On several GPUs only runs that ask for it.
-    wanted = settings.cuda_graphs == "on" or (settings.cuda_graphs == "auto" and processes == 1)
-    return wanted and possible and (settings.method != "full" or processes == 1)
+    return settings.cuda_graphs != "off" and possible and (settings.method != "full" or processes == 1)
 
 
 def checkpointing_kinds(settings: Settings) -> tuple[Checkpointing, ...]:
@@ -238,6 +236,8 @@ def make_memory_row(
 def make_network_row(shape: ModelShape, row: MemoryRow, work: Workload, hardware: Hardware) -> NetworkRow:
     """Estimate what a step with FSDP2 sends, whose weights are gathered for the forward and the backward pass."""
     weights, gradients = sharded_bytes(shape, row.method, work)
+    # The kit has FSDP2 average gradients after every micro-batch (training/sft_config.py).
+    gradients *= work.accumulation
     passes, hybrid = 2 * work.accumulation, row.copies > 1
     links = [Links(network, hardware.inside) for network in hardware.networks]
     seconds = [

@@ -50,11 +50,11 @@ def sharded_seconds(
 ) -> float:
     """Return the seconds that FSDP2 sends in a step over `nodes` machines of `gpus` GPUs each.
 
-    It gathers the weights for every forward and backward pass, and averages the gradients once.
+    It gathers the weights for every forward and backward pass, and averages gradients.
 
     Args:
         weights: bytes of all weights, as they are gathered.
-        gradients: bytes of all gradients.
+        gradients: bytes of gradients that are averaged in a step.
         passes: forward and backward passes of a step.
         hybrid: each machine holds a copy of the model, so that only gradients are averaged over the network.
     """

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -18,7 +20,7 @@ LOG_FROM = 50
 
 @dataclass(frozen=True)
 class Line:
-    """A line of a chart: its name, and its points by rising x."""
+    """A line of a chart: its name, and its points by rising x; a value that is not finite is a gap."""
 
     name: str
     points: Sequence[Point]
@@ -100,12 +102,12 @@ def line_chart(
         may_be_log: use a logarithmic y axis where values above 0 reach over a factor of LOG_FROM.
         shown: text of a y value [4 digits].
     """
-    lines = [line for line in lines if line.points]
+    lines = [line for line in lines if any(math.isfinite(y) for _, y in line.points)]
     if not lines:
         return None
     text = shown or short_number
     xs = [x for line in lines for x, _ in line.points]
-    ys = [y for line in lines for _, y in line.points]
+    ys = [y for line in lines for _, y in line.points if math.isfinite(y)]
     low, high = (0.0 if from_zero else min(ys)), max(ys)
     x_axis = axis(min(xs), max(xs), whole=True, ticks=7)
     # The x axis ends where the data does.
@@ -120,9 +122,11 @@ def line_chart(
     drawn: list[DrawnLine] = []
     for colour, line in enumerate(lines, 1):
         smooth = line.noisy and len(line.points) >= SMOOTHED_FROM
-        drawn.append(_draw(line, line.points, colour, place_x, place_y, text, x_name, faint=smooth))
+        pieces = _pieces(line.points)
+        drawn.append(_draw(line, pieces, colour, place_x, place_y, text, x_name, faint=smooth))
         if smooth:
-            drawn.append(_draw(line, smoothed(line.points), colour, place_x, place_y, text, x_name))
+            curve = [smoothed(piece, window=max(3, len(line.points) // 20)) for piece in pieces]
+            drawn.append(_draw(line, curve, colour, place_x, place_y, text, x_name))
     return Chart(
         title,
         x_name,
@@ -193,17 +197,20 @@ def log_axis(low: float, high: float) -> list[float]:
     return [tick for tick in finer if low <= tick <= high]
 
 
-def smoothed(points: Sequence[Point], window: int = 0) -> list[Point]:
-    """Return the centred mean over a window of points, a twentieth of all if none is given."""
-    reach = (window or max(3, len(points) // 20)) // 2
-    sums = [0.0]
-    for _, y in points:
-        sums.append(sums[-1] + y)
+def smoothed(points: Sequence[Point], window: int) -> list[Point]:
+    """Return the mean of the middle half of the values in a window, centred, at up to about MOST_POINTS points.
+
+    A single spike does not move it, and stands in the line of the values themselves.
+    """
+    reach = window // 2
+    last = len(points) - 1
     found = []
-    for index, (x, _) in enumerate(points):
-        # As far on both sides, so that the ends do not lean towards the middle.
-        near = min(reach, index, len(points) - 1 - index)
-        found.append((x, (sums[index + near + 1] - sums[index - near]) / (2 * near + 1)))
+    for index in sorted({*range(0, len(points), max(1, len(points) // MOST_POINTS)), last} - {-1}):
+        # About as far on both sides, so that the ends do not lean towards the middle, and wide enough to be smooth.
+        near = max(min(reach, index, last - index), reach // 4)
+        values = sorted(y for _, y in points[max(0, index - near) : index + near + 1])
+        cut = (len(values) + 1) // 4
+        found.append((points[index][0], statistics.fmean(values[cut : len(values) - cut])))
     return found
 
 
@@ -240,9 +247,15 @@ def _scale(low: float, high: float, first: float, last: float) -> Callable[[floa
     return lambda value: first + (value - low) / span * (last - first)
 
 
+def _pieces(points: Sequence[Point]) -> list[list[Point]]:
+    """Return the stretches of points with finite values."""
+    grouped = itertools.groupby(points, key=lambda point: math.isfinite(point[1]))
+    return [list(piece) for finite, piece in grouped if finite]
+
+
 def _draw(
     line: Line,
-    points: Sequence[Point],
+    pieces: Sequence[Sequence[Point]],
     colour: int,
     place_x: Callable[[float], float],
     place_y: Callable[[float], float],
@@ -251,13 +264,16 @@ def _draw(
     *,
     faint: bool = False,
 ) -> DrawnLine:
-    placed = [(round(place_x(x), 1), round(place_y(y), 1)) for x, y in thinned(points)]
-    path = "M" + "L".join(f"{x:g},{y:g}" for x, y in placed)
-    # A line of one point is not seen.
-    marks = []
-    if line.marked or len(points) <= 12:
-        marks = [
-            (px, py, f"{line.name}, {x_name} {short_number(x)}: {text(y)}")
-            for (px, py), (x, y) in zip(placed, thinned(points), strict=True)
-        ]
+    count = sum(map(len, pieces))
+    path, marks = "", []
+    for piece in pieces:
+        points = thinned(piece, max(4, MOST_POINTS * len(piece) // count))
+        placed = [(round(place_x(x), 1), round(place_y(y), 1)) for x, y in points]
+        path += "M" + "L".join(f"{x:g},{y:g}" for x, y in placed)
+        # A line of one point is not seen.
+        if line.marked or count <= 12 or len(points) == 1:
+            marks += [
+                (px, py, f"{line.name}, {x_name} {short_number(x)}: {text(y)}")
+                for (px, py), (x, y) in zip(placed, points, strict=True)
+            ]
     return DrawnLine(line.name, colour, path, marks, faint)

@@ -153,8 +153,9 @@ def _rows(run: RunRecord) -> str:
 def _results(run: RunRecord) -> list[tuple[str, str]]:
     found = [("optimizer steps", f"{run.step:,}")]
     for name, key in (("training loss, mean over the run", "train_loss"), ("evaluation loss", "eval_loss")):
-        if is_number(run.summary.get(key)):
-            found.append((name, f"{run.summary[key]:.4f}"))
+        value = run.summary.get(key)
+        if isinstance(value, (int, float)):
+            found.append((name, f"{value:.4f}" if is_number(value) else "not a number"))
     before, after = (run.summary.get(f"demo_accuracy_{when}") for when in ("before", "after"))
     if is_number(before) and is_number(after):
         found.append(("held-out questions answered exactly", f"{before:.1%} before, {after:.1%} after"))

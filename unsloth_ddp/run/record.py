@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -117,13 +118,18 @@ class RunRecord:
         ]
         return sum(known) if known else self.summary.get("wall_time_seconds")
 
-    def series(self, name: str) -> list[tuple[float, float]]:
-        """Return step and value of every log entry that has a finite number of this name."""
-        return [(float(e["step"]), float(e[name])) for e in self.history if is_number(e.get(name))]
+    def series(self, name: str, *, gaps: bool = False) -> list[tuple[float, float]]:
+        """Return step and value of every log entry that has a finite number of this name.
+
+        Args:
+            gaps: also return entries with infinity or no number (NaN), as NaN.
+        """
+        values = [(float(e["step"]), _value(e.get(name))) for e in self.history]
+        return [(step, value) for step, value in values if value is not None and (gaps or is_number(value))]
 
     def last(self, name: str) -> float | None:
-        """Return the last logged value of a name; None if there is none."""
-        found = self.series(name)
+        """Return the last logged value of a name, which may be NaN; None if there is none."""
+        found = self.series(name, gaps=True)
         return found[-1][1] if found else None
 
     def fact(self, name: str) -> Any:
@@ -249,6 +255,13 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise UserError(f"{path} is damaged: it holds no mapping.")
     return content
+
+
+def _value(value: Any) -> float | None:
+    """Return a logged number, NaN for one that is not finite, and None for what is no number."""
+    if is_number(value):
+        return float(value)
+    return math.nan if isinstance(value, float) else None
 
 
 def _list_of_dicts(value: Any) -> list[dict[str, Any]]:

@@ -102,12 +102,30 @@ def curves(run: RunRecord) -> list[Chart]:
 
 def loss_chart(run: RunRecord) -> Chart | None:
     """Return the chart of training and evaluation loss; None if nothing was logged."""
+    found = run.series("eval_loss", gaps=True)
     return line_chart(
         "Loss",
-        [Line("training", run.series("loss"), noisy=True), Line("evaluation", run.series("eval_loss"), marked=True)],
+        [
+            Line("training", run.series("loss", gaps=True), noisy=True),
+            Line("evaluation", found, marked=True),
+        ],
         may_be_log=True,
-        note="" if run.series("eval_loss") else "The run has no evaluation rows, or ended before the first evaluation.",
+        note="" if found else "The run has no evaluation rows, or ended before the first evaluation.",
     )
+
+
+def gaps(run: RunRecord) -> list[str]:
+    """Return a sentence for each kind of loss that was not always a number."""
+    found = []
+    for name, key in (("training", "loss"), ("evaluation", "eval_loss")):
+        logged = run.series(key, gaps=True)
+        missing = [step for step, value in logged if not is_number(value)]
+        if missing:
+            found.append(
+                f"The {name} loss was not a number (NaN or infinite) in {len(missing):,} of {len(logged):,} log lines, first "
+                f"at step {missing[0]:,.0f}."
+            )
+    return found
 
 
 def show(value: Any) -> str:
@@ -144,16 +162,19 @@ def _sentence(run: RunRecord) -> str:
 
 
 def _problems(run: RunRecord) -> list[str]:
+    found = gaps(run)
     if not run.record:
-        return ["The run has no record.json, so lengths, parts and answers are not known."]
-    return []
+        found.append("The run has no record.json, so lengths, parts and answers are not known.")
+    return found
 
 
 def _tiles(run: RunRecord) -> list[dict[str, str]]:
     tiles = [_tile("steps", f"{run.step:,}", f"of {run.max_steps:,}" if run.max_steps else "")]
 
     def add(name: str, value: Any, text: Callable[[float], str], note: str = "") -> None:
-        if is_number(value):
+        if isinstance(value, float) and not is_number(value):
+            tiles.append(_tile(name, "not a number", note))
+        elif is_number(value):
             tiles.append(_tile(name, text(value), note))
 
     add("training loss", run.last("loss"), "{:.4f}".format, "last log line")

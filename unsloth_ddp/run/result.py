@@ -12,11 +12,12 @@ from unsloth_ddp.checkpoints.folders import step_folders
 from unsloth_ddp.checkpoints.manifest import Damaged
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.config.parse import read_config
+from unsloth_ddp.model.files_check import ADAPTER_WEIGHTS
 from unsloth_ddp.run.folder import SETTINGS_FILE, SUMMARY_FILE
 from unsloth_ddp.run.record import read_run
 from unsloth_ddp.utils.errors import UserError, os_reason
 
-ADAPTER, WHOLE = "adapter_model.safetensors", "model.safetensors"
+WHOLE = "model.safetensors"
 
 
 @dataclass(frozen=True)
@@ -172,7 +173,7 @@ def _last_checkpoint(run: Path, settings: Settings, *, in_shards: bool) -> RunRe
 
 def _check_weights(folder: Path, settings: Settings, *, in_shards: bool = False) -> bool:
     """Return whether the weights stand in shards, which is refused unless asked for, as is a folder without weights."""
-    wanted = [WHOLE, f"{WHOLE}.index.json"] if settings.method == "full" else [ADAPTER]
+    wanted = [WHOLE, f"{WHOLE}.index.json"] if settings.method == "full" else [ADAPTER_WEIGHTS]
     if any((folder / name).is_file() for name in wanted):
         return False
     if settings.method == "full" and manifest.holds_shards(_relative_files(folder)):
@@ -182,10 +183,12 @@ def _check_weights(folder: Path, settings: Settings, *, in_shards: bool = False)
             f"{folder} holds the weights in shards, as every process of a sharded run wrote its own; make a model of them "
             f"with `python -m unsloth_ddp.export {folder} --to merged`, or let the run finish."
         )
-    raise UserError(
-        f"{folder} holds no {wanted[0]}, so there is nothing to load; checkpoints of ZeRO runs hold DeepSpeed's shards only, "
-        "which become a model when the run finishes."
+    why = (
+        "the run has finished, so the file was moved or removed; copy it back, or give a checkpoint of the run."
+        if (folder / SETTINGS_FILE).is_file()
+        else "checkpoints of ZeRO runs hold DeepSpeed's shards only, which become a model when the run finishes."
     )
+    raise UserError(f"{folder} holds no {wanted[0]}, so there is nothing to load; {why}")
 
 
 def _relative_files(folder: Path) -> list[str]:

@@ -11,7 +11,7 @@ from typing import Any
 from unsloth_ddp.checkpoints import manifest
 from unsloth_ddp.checkpoints.manifest import Damaged
 from unsloth_ddp.run.record import RunRecord, is_number, unknown_settings
-from unsloth_ddp.run.report import show
+from unsloth_ddp.run.report import gaps, show
 from unsloth_ddp.runs.table import describe_run
 from unsloth_ddp.utils.errors import UserError
 from unsloth_ddp.utils.redaction import hide, printable
@@ -151,6 +151,7 @@ def _notes(run: RunRecord, name: str) -> list[str]:
         notes.append(f"{name} is {run.state}; it is compared by {kept}.")
     if unknown := unknown_settings(run.settings):
         notes.append(f"{name} was made by another version of the kit: this one has no option {', '.join(unknown[:5])}.")
+    notes += [f"{name}: {sentence}" for sentence in gaps(run)]
     if not run.record:
         notes.append(f"{name} has no record.json, as runs of earlier versions; its rows are not known.")
     return notes

@@ -19,7 +19,8 @@ STYLES = {"finished": "green", "running": "cyan", "stopped": "yellow", "unfinish
 def describe_run(run: RunRecord) -> dict[str, Any]:
     """Return a run in plain values; what is not known is None.
 
-    Loss and evaluation are the last ones logged; seconds are those of all parts of the run.
+    Loss and evaluation are the last ones logged, "nan" for one that is no finite number; seconds are those of all parts
+    of the run.
     """
     evaluated = run.summary.get("eval_loss")
     speed = run.fact("tokens_per_second")
@@ -29,8 +30,8 @@ def describe_run(run: RunRecord) -> dict[str, Any]:
         "state": "running" if not run.summary and is_locked(run.folder) else run.state,
         "step": run.step,
         "max_steps": run.max_steps,
-        "loss": run.last("loss"),
-        "eval_loss": run.last("eval_loss") if evaluated is None else evaluated,
+        "loss": _loss(run.last("loss")),
+        "eval_loss": _loss(run.last("eval_loss") if evaluated is None else evaluated),
         "tokens_per_second": run.last("tokens_per_second") if speed is None else speed,
         "processes": run.fact("world_size"),
         "device": run.fact("device"),
@@ -85,5 +86,10 @@ def short_device(name: str) -> str:
     return name.removeprefix("NVIDIA ").removeprefix("GeForce ")
 
 
+def _loss(value: Any) -> Any:
+    """Return a loss as JSON can hold it, which knows no NaN."""
+    return "nan" if isinstance(value, float) and not is_number(value) else value
+
+
 def _number(value: Any, form: str) -> str:
-    return format(value, form) if is_number(value) else ""
+    return format(value, form) if is_number(value) else "nan" if value == "nan" else ""

@@ -71,6 +71,7 @@ class ShowTraining(TrainerCallback):
             step=state.global_step,
             epoch=state.epoch or 0.0,
             losses=[entry["loss"] for entry in state.log_history if "loss" in entry],
+            evaluation=_last_evaluation(state.log_history),
             capacity_bytes=_capacity(args.device),
             phase=lambda: self.progress.phase,
         )
@@ -118,7 +119,22 @@ class ShowTraining(TrainerCallback):
         if self.status is not None and folder is not None:
             known = self.status.checkpoint
             if known is None or known[0] != folder.name:
-                self.status.checkpoint = folder.name, time.monotonic()
+                # A resumed run begins with the checkpoint of an earlier start.
+                self.status.checkpoint = folder.name, time.monotonic() - _age(folder)
+
+
+def _last_evaluation(history: list[dict[str, Any]]) -> tuple[int, float, float | None] | None:
+    """Return step, loss and seconds of the last evaluation that was logged."""
+    entry = next((entry for entry in reversed(history) if "eval_loss" in entry), None)
+    return None if entry is None else (entry["step"], entry["eval_loss"], entry.get("eval_runtime"))
+
+
+def _age(folder: Path) -> float:
+    """Return the seconds since a checkpoint was written; 0 for one that another process removes now."""
+    try:
+        return max(0.0, time.time() - folder.stat().st_mtime)
+    except OSError:
+        return 0.0
 
 
 def _capacity(device: torch.device) -> float | None:

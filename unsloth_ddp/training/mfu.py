@@ -14,23 +14,32 @@ import torch
 
 from unsloth_ddp.distributed.runtime import Runtime
 
-# FLOP a second of dense 16-bit matrix products with 32-bit sums, from NVIDIA's data sheets (half of a figure "with
-# sparsity"), by words of the name that torch gives.
+# FLOP a second of dense 16-bit matrix products with 32-bit sums, by words of the name that torch gives. NVIDIA's tables
+# print the figure "with sparsity" alone, which is twice the dense one, or both ("dense | sparse").
 PEAK_FLOPS = {
+    # HGX B200 (https://www.nvidia.com/en-us/data-center/hgx/): 4.5 PFLOPS a GPU with sparsity.
     ("B200",): 2250e12,
+    # https://www.nvidia.com/en-us/data-center/h200/: 1,979 (SXM) and 1,671 (NVL) TFLOPS with sparsity.
     ("H200",): 989e12,
     ("H200", "NVL"): 835e12,
+    # https://www.nvidia.com/en-us/data-center/h100/: 1,979 (SXM) and 1,671 (NVL) TFLOPS with sparsity; data sheet of
+    # 2022: 1,513 (PCIe).
     ("H100",): 989e12,
     ("H100", "NVL"): 835e12,
     ("H100", "PCIe"): 756e12,
+    # https://www.nvidia.com/en-us/data-center/a100/: 312 | 624 TFLOPS, SXM and PCIe alike.
     ("A100",): 312e12,
+    # Data sheets of the A40 (149.7 | 299.4 TFLOPS), A10 (125 | 250), L40S (362.05 | 733), L4 (242 with sparsity), T4 (65).
     ("A40",): 149.7e12,
     ("A10",): 125e12,
-    ("L40S",): 362e12,
+    ("L40S",): 362.05e12,
     ("L4",): 121e12,
     ("T4",): 65e12,
+    # "NVIDIA RTX Blackwell GPU Architecture", rows of tensor FLOPS with FP32 accumulate: 209.5 | 419, 165.2 | 330.4 and
+    # 71.2 | 142.4 TFLOPS. With FP16 sums, which training does not use, they are twice as fast.
+    ("RTX", "5090"): 209.5e12,
     ("RTX", "4090"): 165.2e12,
-    ("RTX", "3090"): 71e12,
+    ("RTX", "3090"): 71.2e12,
 }
 # Other products with these words have other rates.
 OTHER_PRODUCTS = {"MIG", "Laptop", "D", "Ti"}

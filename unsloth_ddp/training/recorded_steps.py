@@ -27,7 +27,6 @@ from unsloth_ddp.training.step_choice import (
     refuse,
     shape_for,
     too_short,
-    untried,
 )
 
 
@@ -52,8 +51,6 @@ class RecordedSteps:
         self.captured: CapturedStep | None = None
         against = "--cuda_graphs off" if settings.cuda_graphs == "off" else obstacle(settings, runtime, data)
         refuse(settings, against)
-        if settings.cuda_graphs == "auto":
-            against = against or untried(runtime)
         self.choice = StepChoice(against is None, against or "")
         if self.choice.recorded:
             record_on_a_stream(device)

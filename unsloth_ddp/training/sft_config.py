@@ -78,7 +78,12 @@ def make_config(settings: Settings, runtime: Runtime, plan: BatchPlan, run_folde
         "ddp_find_unused_parameters": settings.ddp_find_unused_parameters,
         "ddp_timeout": settings.ddp_timeout,
         # Rows are in pinned memory: a copy that the host waits for would wait for all work before it.
-        "accelerator_config": {"non_blocking": runtime.device_type == "cuda"},
+        "accelerator_config": {
+            "non_blocking": runtime.device_type == "cuda",
+            # Between micro-batches a rank would hold the gradients of all weights, and torch would ask for those of an
+            # output head that it never gathered, since fused losses read the head's weight and do not run the head.
+            "gradient_accumulation_kwargs": {"sync_each_batch": runtime.sharding == "fsdp2"},
+        },
         # A language model's buffers are constants; sending them before each forward pass makes ranks wait for each other.
         "ddp_broadcast_buffers": False,
         "eval_strategy": strategy if settings.eval_dataset or settings.eval_fraction else "no",

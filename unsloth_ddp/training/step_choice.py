@@ -60,13 +60,6 @@ def obstacle(settings: Settings, runtime: Runtime, data: TrainingData) -> str | 
     return None
 
 
-def untried(runtime: Runtime) -> str | None:
-    """Return why --cuda_graphs auto leaves recorded micro-batches to runs that ask for them; None if it does not."""
-    if runtime.ranks.world_size > 1:
-        return "recorded steps were measured on one GPU only; --cuda_graphs on uses them on several"
-    return None
-
-
 def too_short(settings: Settings, data: TrainingData, plan: BatchPlan) -> str | None:
     """Return why a run is too short to earn back what compiling costs; None if it is not."""
     steps = settings.max_steps if settings.max_steps > 0 else 0

@@ -12,7 +12,8 @@ Train on one machine or several: run the same command on every node.
   -m, --model MODEL      model folder, or id on the Hub
   -d, --dataset DATA     file of training rows, or id on the Hub; give it again for more
   --method METHOD        lora (default), qlora or full
-  --sharding SHARDING    none (default, DDP), zero2, zero3 or fsdp2; with _offload parts of it lie in host memory
+  --sharding SHARDING    none (default, DDP), zero2, zero3 or fsdp2; with _offload parts of it lie in host memory, and
+                         fsdp2_hybrid keeps a copy of the model on each node
   --max_restarts N       after a failure start again, from the last whole checkpoint, at most N times (default 0)
   --no_preflight         do not check the nodes and the network first
   --cpu                  train on the CPU; GPUS_PER_NODE then counts processes (default 1)
@@ -93,8 +94,8 @@ is_path() {
 
 check_options() {
   [[ $method =~ ^(|lora|qlora|full)$ ]] || refuse "--method is $method, but it is one of lora, qlora and full."
-  [[ $sharding =~ ^(none|(zero2|zero3|fsdp2)(_offload)?)$ ]] ||
-    refuse "--sharding is $sharding, but it is one of none, zero2, zero3 and fsdp2 (or zero2_offload, ...)."
+  [[ $sharding =~ ^(none|fsdp2_hybrid|(zero2|zero3|fsdp2)(_offload)?)$ ]] ||
+    refuse "--sharding is $sharding, but it is one of none, zero2, zero3, fsdp2 and fsdp2_hybrid (or zero2_offload, ...)."
   [[ $max_restarts =~ ^[0-9]{1,3}$ ]] ||
     refuse "--max_restarts is $max_restarts, but it takes a whole number below 1000, the restarts to allow."
   max_restarts=$((10#$max_restarts))

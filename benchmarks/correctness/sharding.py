@@ -6,7 +6,7 @@
 
 parity: trains the demo's model for three steps of SGD on the same rows with every sharding, method and backend, and
 compares weight update and loss with DDP's. Then loads the adapter or model in plain Transformers and PEFT, where it has
-to give the evaluation loss that the run reported.
+to give the evaluation loss that the run reported. With --processes 4 also two copies, each on two GPUs (fsdp2-hybrid).
 offload: the same with parts in host memory, in three steps of AdamW, as DeepSpeed's optimizer there is Adam.
 cost: measures seconds a step and memory a GPU on random-weight models of real size. A mixture of experts (61 GB on disk)
 is measured only if it is named: --only qwen3_30b_a3b.
@@ -41,16 +41,19 @@ CONFIGS = {
     "zero2": "zero2.yaml",
     "zero3": "zero3.yaml",
     "fsdp2": "fsdp2.yaml",
+    "fsdp2-hybrid": "fsdp2_hybrid.yaml",
     "zero2-offload": "zero2_offload.yaml",
     "zero3-offload": "zero3_offload.yaml",
     "fsdp2-offload": "fsdp2_offload.yaml",
 }
+# Before the script: two copies on one machine, as if it were two nodes.
+LAUNCHER_OPTIONS = {"fsdp2-hybrid": ["--parallelism_config_dp_replicate_size", "2"]}
 # Controls: `again` repeats DDP, `single` takes one row in a micro-batch instead of two. Differences between these and DDP
 # are not caused by sharding.
 METHODS = {
-    "lora": ["ddp", "zero2", "zero3", "fsdp2"],
-    "qlora": ["ddp", "again", "single", "zero2", "fsdp2"],
-    "full": ["ddp", "single", "zero2", "zero3", "fsdp2"],
+    "lora": ["ddp", "zero2", "zero3", "fsdp2", "fsdp2-hybrid"],
+    "qlora": ["ddp", "again", "single", "zero2", "fsdp2", "fsdp2-hybrid"],
+    "full": ["ddp", "single", "zero2", "zero3", "fsdp2", "fsdp2-hybrid"],
 }
 OFFLOADED = {
     "lora": ["ddp", "zero2-offload", "zero3-offload", "fsdp2-offload"],
@@ -77,7 +80,8 @@ def launch(
     job: Job, work: Path, processes: int, environ: dict[str, str] | None = None, limit: float = LIMIT
 ) -> dict[str, Any]:
     """Run one job on `processes` GPUs for at most `limit` seconds; return its summary, losses and duration."""
-    command = [*launch_command(CONFIGS[job.sharding], processes), "train_ddp.py", *job.options.split()]
+    command = [*launch_command(CONFIGS[job.sharding], processes), *LAUNCHER_OPTIONS.get(job.sharding, [])]
+    command += ["train_ddp.py", *job.options.split()]
     command += ["--output_dir", str(work / "outputs"), "--run_name", job.name, "--overwrite"]
     log = work / f"{job.name}.log"
     began = time.perf_counter()
@@ -132,6 +136,7 @@ def parity(
         for backend in (("transformers",) if offload else ("unsloth", "transformers"))
         for method, kinds in (OFFLOADED if offload else METHODS).items()
         for sharding in kinds
+        if sharding != "fsdp2-hybrid" or processes % 4 == 0
     ]  # fmt: skip
     jobs = [job for job in jobs if not only or any(word in job.name for word in only)]
     results: dict[str, dict[str, Any]] = {}

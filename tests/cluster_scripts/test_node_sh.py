@@ -93,7 +93,7 @@ def test_a_contradiction_is_refused_in_one_sentence_before_anything_starts(node,
     assert node.calls() == []
 
 
-@pytest.mark.parametrize("sharding", ["fsdp2", "zero2_offload", "zero3_offload", "fsdp2_offload"])
+@pytest.mark.parametrize("sharding", ["fsdp2", "fsdp2_hybrid", "zero2_offload", "zero3_offload", "fsdp2_offload"])
 def test_a_sharding_is_started_with_its_file(node, sharding):
     assert node(f"--sharding {sharding} --no_preflight", GPUS="2")[0] == 0
     config = REPO / "accelerate_configs" / f"{sharding}.yaml"

@@ -30,6 +30,7 @@ def test_all_are_here():
         "zero2_offload",
         "zero3_offload",
         "fsdp2_offload",
+        "fsdp2_hybrid",
     }
 
 
@@ -48,6 +49,6 @@ def test_accelerate_config_loads_and_leaves_precision_to_the_settings(config):
     # MULTI_GPU is the type that also starts one process, or CPU processes, through torchrun's launcher.
     sharded = {"zero2": "DEEPSPEED", "zero3": "DEEPSPEED", "fsdp2": "FSDP"}
     assert yaml.safe_load(config.read_text())["distributed_type"] == sharded.get(
-        config.stem.removesuffix("_offload"), "MULTI_GPU"
+        config.stem.partition("_")[0], "MULTI_GPU"
     )
     assert loaded.num_processes == {"cpu": 2, "single_gpu": 1}.get(config.stem, "gpu")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import torch
 from tests.ranks import run_ranks, train
 from unsloth_ddp.distributed import drift
 from unsloth_ddp.distributed.drift import checksums, combine, find_outliers
+from unsloth_ddp.utils.errors import RunError
 
 
 def number(tensor: torch.Tensor) -> int:
@@ -65,6 +67,30 @@ def test_the_cost_is_small():
     began = time.perf_counter()
     combine(checksums(weights))
     assert time.perf_counter() - began < 1.0
+
+
+def test_copies_of_a_sharded_model_are_compared_part_by_part():
+    """Ranks 0 and 2 hold the first part, 1 and 3 the second; this is rank 1, and rank 3 differs in the last tensor."""
+    model = torch.nn.Sequential(torch.nn.Linear(3, 2, bias=False), torch.nn.Linear(2, 1, bias=False))
+
+    def gather(value):
+        if isinstance(value, int):
+            return [1, value, 1, value + drifted]
+        return [[1, 2], value, [1, 2], [value[0], value[1] + drifted]]
+
+    ranks = SimpleNamespace(world_size=4)
+    found: dict = {"ranks": ranks, "sharding": "fsdp2", "gather": gather, "locations": [f"rank {n}" for n in range(4)]}
+    check = drift.DriftCheck(model, SimpleNamespace(**found, copies=2), 2)  # type: ignore[arg-type]
+    assert check.due(4) and not check.due(3) and check.skipped is None
+    drifted = 0
+    check.check(4)
+    drifted = 1
+    with pytest.raises(
+        RunError, match=r"^rank 3 has other weights than rank 1 after step 4, first in 1.weight \(1 of 2 "
+    ):
+        check.check(4)
+    plain = drift.DriftCheck(model, SimpleNamespace(**found, copies=1), 2)  # type: ignore[arg-type]
+    assert plain.skipped == "fsdp2" and not plain.due(4)
 
 
 def train_and_perturb(step: int, rank: int, argv: list[str], cwd: str) -> None:

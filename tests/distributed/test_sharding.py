@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import json
+import os
 
 import pytest
 import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 
 from tests.conftest import REPO
+from tests.ranks import run_ranks
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.distributed import sharding as module
+from unsloth_ddp.distributed.ranks import ranks_from_environment
+from unsloth_ddp.distributed.runtime import started
 from unsloth_ddp.distributed.sharding import (
     check_offload,
     check_sharding,
     complete_environment,
+    copies_from_environment,
     describe_sharding,
     offload_from_environment,
     sharding_from_environment,
@@ -157,12 +162,86 @@ def test_fsdp1_is_refused():
         sharding_from_environment({"ACCELERATE_USE_FSDP": "true"})
 
 
-def test_a_parallelism_that_the_kit_does_not_have_is_refused():
-    environ = {**launched("fsdp2"), "ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_TP_SIZE": "1"}
+PARALLELISM = "PARALLELISM_CONFIG_"
+
+
+def copies(processes: int, nodes: int, **sizes: str) -> int:
+    environ = {"UNSLOTH_FSDP2": "1", **{PARALLELISM + name: size for name, size in sizes.items()}}
+    return copies_from_environment(environ, processes, nodes)
+
+
+def test_the_hybrid_config_makes_one_copy_a_node():
+    environ = launched("fsdp2_hybrid")
+    assert {name for name in environ if environ[name] != launched("fsdp2").get(name)} == {
+        "ACCELERATE_USE_PARALLELISM_CONFIG", *(name for name in environ if name.startswith(PARALLELISM))
+    }  # fmt: skip
     assert sharding_from_environment(environ) == "fsdp2"
-    environ["PARALLELISM_CONFIG_DP_REPLICATE_SIZE"] = "2"
-    with pytest.raises(UserError, match="parallelism_config with dp_replicate_size 2 is not supported"):
+    assert [copies_from_environment(environ, nodes * 4, nodes) for nodes in (1, 2, 3)] == [1, 2, 3]
+    # accelerate itself would take the word for a number.
+    complete_environment("fsdp2", environ)
+    assert "ACCELERATE_USE_PARALLELISM_CONFIG" not in environ
+
+
+def test_sizes_of_parallelism_config_are_copies_and_parts():
+    assert copies(8, 2) == copies(8, 2, DP_SHARD_SIZE="8") == 1
+    assert copies(8, 2, DP_REPLICATE_SIZE="4") == copies(8, 2, DP_REPLICATE_SIZE="4", DP_SHARD_SIZE="2") == 4
+    assert copies(6, 3, DP_REPLICATE_SIZE="nodes", DP_SHARD_SIZE="2", TP_SIZE="1", CP_BACKEND="torch") == 3
+    assert describe_sharding("fsdp2", "none", 2, 8) == "fsdp2, 2 copies, each split over 4 processes"
+    with pytest.raises(UserError, match="dp_replicate_size 2 with parameters in host memory has not been tried"):
+        copies_from_environment({**launched("fsdp2_hybrid"), "FSDP_OFFLOAD_PARAMS": "true"}, 8, 2)
+    # Refused as one process with FSDP2.
+    assert copies(1, 1, DP_REPLICATE_SIZE="2") == 1
+    with pytest.raises(UserError, match="one process was started"):
+        check_sharding("fsdp2", settings(), "cuda", "unsloth", 1)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "reason"),
+    [
+        ({"DP_REPLICATE_SIZE": "3"}, "dp_replicate_size 3 does not go with 8 processes on 2 .* divide their number; use .*hybrid.yaml"),
+        ({"DP_REPLICATE_SIZE": "2", "DP_SHARD_SIZE": "2"}, "dp_replicate_size 2 x dp_shard_size 2 does not go with 8 processes"),
+        ({"DP_SHARD_SIZE": "4"}, "dp_replicate_size 1 x dp_shard_size 4 does not go with 8 processes"),
+        ({"DP_REPLICATE_SIZE": "8"}, "leaves one of 8 processes for each copy .*use .*fsdp2.yaml, or without sharding multi_node.yaml"),
+        ({"DP_REPLICATE_SIZE": "two"}, "dp_replicate_size is two, but it takes a whole number above 0, or nodes"),
+        ({"DP_SHARD_SIZE": "-1"}, "dp_shard_size is -1, but it takes a whole number above 0.$"),
+        ({"TP_SIZE": "2"}, "parallelism_config with tp_size 2 is not supported; give dp_replicate_size and dp_shard_size only"),
+    ],
+)  # fmt: skip
+def test_sizes_that_do_not_fit_are_refused(sizes, reason):
+    with pytest.raises(UserError, match=reason):
+        copies(8, 2, **sizes)
+
+
+def say_refusals() -> None:
+    """Start with sizes that are wrong everywhere, then with sizes of which each node has its own."""
+    rank = int(os.environ["RANK"])
+    for size in ("3", "nodes" if rank < 2 else "1"):
+        os.environ[PARALLELISM + "DP_REPLICATE_SIZE"] = size
+        with pytest.raises(UserError) as refused, started(settings(use_cpu=True), ranks_from_environment()):
+            pass
+        print(f"refused: {refused.value}")
+
+
+def test_every_rank_says_the_same_sentence(tmp_path):
+    result = run_ranks(
+        4, say_refusals, folder=tmp_path, environ={"UNSLOTH_FSDP2": "1"},
+        environ_of=lambda rank: {"LOCAL_RANK": str(rank % 2), "LOCAL_WORLD_SIZE": "2"},
+    ).check()  # fmt: skip
+    said = [[line for line in output.splitlines() if line.startswith("refused")] for output in result.outputs]
+    assert said[0] == said[1] == said[2] == said[3]
+    assert "dp_replicate_size 3 does not go with 4 processes on 2 node(s)" in said[0][0]
+    assert "rank 2 " in said[0][1] and "has sharding fsdp2, and rank 0 fsdp2, 2 copies, each split over 2" in said[0][1]
+
+
+@pytest.mark.parametrize("name", ["zero2", "zero3", "ddp"])
+def test_copies_go_with_fsdp2_only(name):
+    environ = {**launched(name), "ACCELERATE_USE_PARALLELISM_CONFIG": "true", PARALLELISM + "DP_REPLICATE_SIZE": "2"}
+    sharding = "none" if name == "ddp" else name
+    with pytest.raises(UserError, match=f"dp_replicate_size 2 goes with FSDP2, and the sharding is {sharding}; use"):
         sharding_from_environment(environ)
+    # Without accelerate's switch the sizes mean nothing.
+    del environ["ACCELERATE_USE_PARALLELISM_CONFIG"]
+    assert sharding_from_environment(environ) == sharding
 
 
 def settings(**options) -> Settings:
@@ -220,6 +299,14 @@ def test_what_has_no_effect_is_said():
     assert sharding_warnings("none", settings(compare_answers=5), 4) == []
     assert sharding_warnings("zero2", settings(compare_answers=5), 4) == []
     assert "compare_answers is ignored" in sharding_warnings("fsdp2", settings(compare_answers=5), 1)[0]
+    assert [len(sharding_warnings("fsdp2", settings(), *of)) for of in ((1, 1), (2, 1), (2, 2), (2, 4), (4, 2))] == [
+        0,
+        1,
+        0,
+        0,
+        1,
+    ]
+    assert "fsdp2_hybrid.yaml may be faster" in sharding_warnings("fsdp2", settings(), 2)[0]
     assert "ZeRO-3 over 2 nodes" in sharding_warnings("zero3", settings(), 2)[0]
     assert "full_weights bf16" in sharding_warnings("zero2", settings(method="full", full_weights="bf16"), 1)[0]
 

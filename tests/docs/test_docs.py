@@ -35,7 +35,7 @@ OF_OTHERS = {
     "sky": {"--secret"},
     "docker": {"--shm-size", "--ipc", "--gpus", "--rm", "--init", "--build-arg", "--tag", "--time", "--network"},
     "hf": {"--force-download"},
-    "accelerate": {"--quiet"},
+    "accelerate": {"--quiet", "--parallelism_config_dp_replicate_size"},
     "torchrun": {"--standalone", "--nnodes", "--node-rank", "--nproc-per-node", "--master-addr", "--master-port"},
     "nbconvert": {"--to"},
     "lm_eval": {"--with", "--model_args", "--apply_chat_template", "--include_path", "--tasks", "--limit", "--device"},

@@ -34,6 +34,14 @@ from unsloth_ddp.model.supervised_head import fits_fused_head
 from unsloth_ddp.utils.errors import UserError
 
 FSDP2 = {"UNSLOTH_FSDP2": "1"}
+# Ranks, and what makes of four of them two copies of two parts.
+LAYOUTS = pytest.mark.parametrize(
+    ("ranks", "environ"),
+    [
+        pytest.param(2, FSDP2, id="fsdp2"),
+        pytest.param(4, {**FSDP2, "PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "2"}, id="hybrid", marks=pytest.mark.slow),
+    ],
+)
 MIB = 2**20
 
 
@@ -130,9 +138,10 @@ def load_both_ways(moe: str) -> None:
         compare(settings_for(moe, method="full"), runtimes)
 
 
-def test_weights_buffers_and_steps_are_those_of_ddp(tmp_path: Path) -> None:
+@LAYOUTS
+def test_weights_buffers_and_steps_are_those_of_ddp(tmp_path: Path, ranks: int, environ: dict[str, str]) -> None:
     moe = saved_moe(tmp_path / "moe")
-    run_ranks(2, load_both_ways, str(moe), folder=tmp_path / "out", environ=FSDP2).check()
+    run_ranks(ranks, load_both_ways, str(moe), folder=tmp_path / "out", environ=environ).check()
 
 
 def load_packed(folder: str) -> None:
@@ -159,15 +168,18 @@ def load_packed(folder: str) -> None:
             theirs = dict(whole.named_parameters())
             for name, weight in parts.named_parameters():
                 assert torch.equal(bits(weight), bits(theirs[name].data)), name
-            assert sgd_steps(parts, average=False) == sgd_steps(whole, average=True)
+            found, expected = sgd_steps(parts, average=False), sgd_steps(whole, average=True)
+            # Four ranks add their gradients in another order than DDP, which bf16 adapters round.
+            assert found == (expected if runtimes[0].copies == 1 else pytest.approx(expected, rel=1e-3))
         # PEFT keeps in fp32 what is not packed, and FSDP2 would gather it in 16 bit all the same.
         sixteen = dataclasses.replace(runtimes[0], precision="bf16")
         model, _ = load_model(settings_for(DEMO_MODEL, method="qlora", precision="bf16"), sixteen)
         assert {weight.dtype for weight in model.parameters()} == {torch.bfloat16}
 
 
-def test_4_bit_weights_are_packed_whole_and_kept_in_parts(tmp_path: Path) -> None:
-    run_ranks(2, load_packed, str(tmp_path / "packed"), folder=tmp_path / "out", environ=FSDP2).check()
+@LAYOUTS
+def test_4_bit_weights_are_packed_whole_and_kept_in_parts(tmp_path: Path, ranks: int, environ: dict[str, str]) -> None:
+    run_ranks(ranks, load_packed, str(tmp_path / "packed"), folder=tmp_path / "out", environ=environ).check()
 
 
 class Watched(threading.Thread):

@@ -116,6 +116,7 @@ def test_a_run_that_did_not_finish_says_how_to_resume_it(tmp_path, monkeypatch, 
         ({"world_size": 1}, {}, "uv run python train_ddp.py --run_name r --dataset rows.jsonl"),
         ({"device": "CPU"}, {}, "accelerate_configs/cpu.yaml --num_processes 2 train_ddp.py"),
         ({"sharding": "fsdp2"}, {}, "accelerate_configs/fsdp2.yaml --num_processes 2 train_ddp.py"),
+        ({"sharding": "fsdp2", "copies": 2, "nodes": 2}, {}, "accelerate_configs/fsdp2_hybrid.yaml train_ddp.py"),
         ({"command": ["--max_steps", "5"]}, {}, "train_ddp.py --max_steps 5 --run_name r"),
         # Given again as it was, --overwrite would begin anew.
         ({"command": ["--overwrite", "--run_name=r"]}, {"overwrite": True}, "--overwrite --run_name=r --no_overwrite"),

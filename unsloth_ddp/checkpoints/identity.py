@@ -28,6 +28,7 @@ def run_identity(settings: Settings, runtime: Runtime) -> dict[str, Any]:
         "nodes": runtime.ranks.nodes,
         "sharding": runtime.sharding,
         "offload": runtime.offload,
+        "copies": runtime.copies,
         "backend": runtime.backend,
         "precision": runtime.precision,
     }

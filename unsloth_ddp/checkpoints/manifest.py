@@ -38,7 +38,7 @@ GUARDED_FACTS = (
     "model_config", "model_tokenizer", "model_weights",
 )  # fmt: skip
 # Options and facts whose change is reported and not refused: the same is computed elsewhere or otherwise.
-SAID = ("world_size", *options_with(on_resume="report"))
+SAID = ("world_size", "copies", *options_with(on_resume="report"))
 # What a run needs beside the weights: the file as one process writes it, and its names with DDP, FSDP and DeepSpeed.
 STATE_FILES = {
     "optimizer.pt": ("optimizer.pt", "optimizer.bin", "optimizer_*/*", "*_optim_states.pt"),

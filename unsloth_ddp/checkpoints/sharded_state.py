@@ -2,7 +2,8 @@
 
 Every number that is split as its weight is goes to the shards, which any number of ranks can read. The rest of an
 optimizer's state is what is the same on all ranks (counters, options), in optimizer.pt, and what is packed in a way of its
-own (torchao's 8-bit states), in optimizer_rank_N.pt, which the same number of ranks has to read.
+own (torchao's 8-bit states), in optimizer_rank_N.pt, which the same number of ranks has to read. Of several copies of a
+model the ranks of the first one write, and all read.
 """
 
 from __future__ import annotations
@@ -72,9 +73,10 @@ def has_shards(checkpoint: Path) -> bool:
     return (checkpoint / WEIGHTS).is_dir()
 
 
-def save_weights(checkpoint: Path, model: torch.nn.Module, ranks: Ranks) -> Path:
-    """Write this rank's part of the trained weights, and return the file."""
-    return write_shards(checkpoint / WEIGHTS, trained_tensors(model), ranks.rank, ranks.world_size)
+def save_weights(checkpoint: Path, model: torch.nn.Module, ranks: Ranks, copies: int = 1) -> list[Path]:
+    """Write this rank's part of the trained weights, and return its file, if it writes one."""
+    parts = ranks.world_size // copies
+    return [write_shards(checkpoint / WEIGHTS, trained_tensors(model), ranks.rank, parts)] if ranks.rank < parts else []
 
 
 def load_weights(checkpoint: Path, model: torch.nn.Module) -> None:
@@ -92,13 +94,17 @@ def load_weights(checkpoint: Path, model: torch.nn.Module) -> None:
 
 def save_optimizer(
     checkpoint: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer, ranks: Ranks,
-    attempt: Callable[[Callable[[], Any]], None],
+    attempt: Callable[[Callable[[], Any]], None], copies: int = 1,
 ) -> list[Path]:  # fmt: skip
     """Write this rank's part of the optimizer's state, and return its files.
 
     Args:
         attempt: runs a write, and records its failure.
+        copies: copies of the model, of which the ranks of the first write.
     """
+    parts = ranks.world_size // copies
+    if ranks.rank >= parts:
+        return []
     names = _names(model)
     split: dict[str, Tensor] = {}
     common: dict[str, dict[str, Any]] = {}
@@ -127,24 +133,27 @@ def save_optimizer(
                 for parameter, name in names.items() if parameter in optimizer.state}  # fmt: skip
         attempt(lambda: save(OPTIMIZER_FILE, {"groups": groups, "state": common, "split": keys, "own": bool(own)}))
     if own:
-        attempt(lambda: save(_own_file(ranks.rank), {"world_size": ranks.world_size, "state": own}))
-    attempt(lambda: written.append(write_shards(checkpoint / OPTIMIZER, split, ranks.rank, ranks.world_size)))
+        attempt(lambda: save(_own_file(ranks.rank), {"world_size": parts, "state": own}))
+    attempt(lambda: written.append(write_shards(checkpoint / OPTIMIZER, split, ranks.rank, parts)))
     return written
 
 
-def load_optimizer(checkpoint: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer, ranks: Ranks) -> None:
+def load_optimizer(
+    checkpoint: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer, ranks: Ranks, copies: int = 1
+) -> None:
     """Read this rank's part of the optimizer's state into the optimizer, whatever the number of ranks that wrote it.
 
     Raises:
-        MissingTensor: the checkpoint does not hold a state of this optimizer, or only for another number of ranks.
+        MissingTensor: the checkpoint does not hold a state of this optimizer, or only for another number of parts.
     """
+    parts = ranks.world_size // copies
     names = _names(model)
     saved = torch.load(checkpoint / OPTIMIZER_FILE, map_location="cpu", weights_only=True)
     own: dict[str, dict[str, Any]] = {}
     if saved["own"]:
-        file = checkpoint / _own_file(ranks.rank)
+        file = checkpoint / _own_file(ranks.rank % parts)
         mine: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True) if file.is_file() else {}
-        if mine.get("world_size") != ranks.world_size:
+        if mine.get("world_size") != parts:
             raise MissingTensor(
                 f"the state of this optimizer in {checkpoint} can be read by as many processes as wrote it only; start as "
                 "many, or choose another optimizer for a run that changes their number"

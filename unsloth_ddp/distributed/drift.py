@@ -3,7 +3,7 @@
 Data parallel ranks start from the same weights and take the same steps, so their weights stay identical. A broken GPU,
 a bad cable or a rank that skipped a gradient makes them drift apart, which no loss curve shows. Each trainable tensor
 is reduced to one 64-bit checksum on its device. The ranks exchange one number that combines them, and all checksums
-only if that number differs.
+only if that number differs. Of several copies of a sharded model the ranks that hold the same part are compared.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.utils.errors import RunError
@@ -84,10 +85,14 @@ class DriftCheck:
 
     def __init__(self, model: torch.nn.Module, runtime: Runtime, every: int) -> None:
         self.runtime = runtime
-        self.named = [(name, weight) for name, weight in model.named_parameters() if weight.requires_grad]
-        sharding = getattr(runtime, "sharding", "none")
-        self.every = every if runtime.ranks.world_size > 1 and sharding in REPLICATED else 0
-        self.skipped = sharding if every and runtime.ranks.world_size > 1 and sharding not in REPLICATED else None
+        self.model = model
+        sharding, copies = getattr(runtime, "sharding", "none"), getattr(runtime, "copies", 1)
+        replicated = sharding in REPLICATED or copies > 1
+        # Every so many ranks hold the same.
+        self.parts = runtime.ranks.world_size // copies if copies > 1 else 1
+        self.every = every if runtime.ranks.world_size > 1 and replicated else 0
+        self.skipped = sharding if every and runtime.ranks.world_size > 1 and not replicated else None
+        self.named: list[tuple[str, Tensor]] = []
         self.positions: Tensor | None = None
 
     def due(self, step: int) -> bool:
@@ -101,15 +106,20 @@ class DriftCheck:
             RunError: on every rank; it names the ranks whose weights differ.
         """
         if self.positions is None:
+            # Only now: a model that was loaded whole is split after this object is made.
+            weights = [(name, weight) for name, weight in self.model.named_parameters() if weight.requires_grad]
+            self.named = [(name, w.to_local() if isinstance(w, DTensor) else w) for name, w in weights]
             longest = max((_positions_needed(w) for _, w in self.named), default=0)
             self.positions = position_weights(longest, self.named[0][1].device if self.named else "cpu")
         numbers = checksums((weight for _, weight in self.named), self.positions)
         values = self.runtime.gather(combine(numbers))
-        if len(set(values)) > 1:
-            raise RunError(self._describe(step, values, self.runtime.gather(numbers.tolist())))
+        differ = [part for part in range(self.parts) if len(set(values[part :: self.parts])) > 1]
+        if differ:
+            raise RunError(self._describe(step, differ[0], values, self.runtime.gather(numbers.tolist())))
 
-    def _describe(self, step: int, values: list[int], numbers: list[list[int]]) -> str:
-        outliers, usual = find_outliers(values)
+    def _describe(self, step: int, part: int, values: list[int], numbers: list[list[int]]) -> str:
+        found, usual = find_outliers(values[part :: self.parts])
+        outliers, usual = [part + self.parts * rank for rank in found], part + self.parts * usual
         names = [name for name, _ in self.named]
         first = next(i for i in range(len(names)) if numbers[outliers[0]][i] != numbers[usual][i])
         differing = sum(a != b for a, b in zip(numbers[outliers[0]], numbers[usual], strict=True))

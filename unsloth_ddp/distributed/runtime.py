@@ -31,6 +31,8 @@ from unsloth_ddp.distributed.sharding import (
     check_offload,
     check_sharding,
     complete_environment,
+    copies_from_environment,
+    describe_sharding,
     offload_from_environment,
     sharding_from_environment,
 )
@@ -62,7 +64,11 @@ def choose_backend(wanted: str, accelerator: bool, fp8: bool = False) -> Literal
 
 @dataclass
 class Runtime:
-    """The processes, the device and the precision of a run, and the collectives of its control group."""
+    """The processes, the device and the precision of a run, and the collectives of its control group.
+
+    Args:
+        copies: copies of a model that FSDP2 shards, each over world_size / copies neighbouring ranks.
+    """
 
     ranks: Ranks
     backend: Literal["unsloth", "transformers"]
@@ -71,6 +77,7 @@ class Runtime:
     device_name: str
     sharding: Sharding = "none"
     offload: Offload = "none"
+    copies: int = 1
     control_group: Any = None
     cleanup: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     locations: list[RankLocation] = field(default_factory=list)
@@ -191,6 +198,7 @@ def started(settings: Settings, ranks: Ranks) -> Iterator[Runtime]:
         device_name=torch.cuda.get_device_name(ranks.local_rank) if cuda else "CPU",
         sharding=sharding_from_environment(os.environ),
         offload=offload_from_environment(os.environ),
+        copies=copies_from_environment(os.environ, ranks.world_size, ranks.nodes),
     )
     check_sharding(runtime.sharding, settings, runtime.device_type, runtime.backend, ranks.world_size)
     check_offload(runtime.offload, runtime.sharding, settings, runtime.backend)
@@ -293,6 +301,13 @@ def _start_processes(runtime: Runtime, settings: Settings, meeting: dict[str, An
 
         runtime.control_group = dist.new_group(backend="gloo", timeout=control_timeout(settings))
     runtime.locations = runtime.gather(this_location(ranks))
+    layouts = runtime.gather(describe_sharding(runtime.sharding, runtime.offload, runtime.copies, ranks.world_size))
+    differing = next((rank for rank, layout in enumerate(layouts) if layout != layouts[0]), None)
+    if differing is not None:
+        raise UserError(
+            f"{runtime.locations[differing]} has sharding {layouts[differing]}, and rank 0 {layouts[0]}; start every node with "
+            "the same accelerate config and variables."
+        )
     if ranks.nodes > 1:
         check_secret(runtime.gather, ranks, secret_of(), runtime.locations)
 

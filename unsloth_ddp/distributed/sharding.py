@@ -5,7 +5,7 @@ zero2  gradients and optimizer states are sharded over the GPUs (DeepSpeed)
 zero3  the weights too, from loading on (DeepSpeed)
 fsdp2  the weights too (PyTorch), from loading on with the transformers backend, after loading with Unsloth
 
-Beside it, what lies in host memory between its uses:
+With fsdp2 there can be several copies of the model (hybrid sharding), each sharded over neighbouring ranks. Beside it, what lies in host memory between its uses:
 
 none        nothing
 optimizer   optimizer states and the fp32 copies of trained weights, with the optimizer's step (DeepSpeed)
@@ -39,6 +39,10 @@ FSDP2_ENVIRONMENT = {
     "FSDP_CPU_RAM_EFFICIENT_LOADING": "false",
     "FSDP_OFFLOAD_PARAMS": "false",
 }
+# Sizes of accelerate's parallelism_config; it reads them only with the switch.
+PARALLELISM = "PARALLELISM_CONFIG_"
+PARALLELISM_SWITCH = "ACCELERATE_USE_PARALLELISM_CONFIG"
+COPIES, PARTS = "DP_REPLICATE_SIZE", "DP_SHARD_SIZE"
 TRUE = ("1", "true", "yes", "on")
 # accelerate replaces any optimizer by DeepSpeed's Adam for the CPU where it offloads, silently; these take the same steps.
 CPU_ADAM = ("adamw_torch", "adamw_torch_fused")
@@ -60,14 +64,69 @@ def sharding_from_environment(environ: Mapping[str, str]) -> Sharding:
     Raises:
         UserError: the kit does not support it.
     """
-    sizes = {name: size for name, size in environ.items() if re.fullmatch(r"PARALLELISM_CONFIG_\w+_SIZE", name)}
-    if environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "").lower() in TRUE and set(sizes.values()) - {"1"}:
-        given = ", ".join(
-            f"{name.removeprefix('PARALLELISM_CONFIG_').lower()} {size}" for name, size in sizes.items() if size != "1"
-        )
+    sharding, sizes = _sharding(environ), _parallelism(environ)
+    given = ", ".join(f"{name.lower()} {size}" for name, size in sizes.items())
+    if sizes.keys() - {COPIES, PARTS}:
         raise UserError(
-            f"parallelism_config with {given} is not supported, hybrid sharding included; leave it out of the accelerate config."
+            f"parallelism_config with {given} is not supported; give dp_replicate_size and dp_shard_size only, or leave it "
+            "out of the accelerate config."
         )
+    if sizes and sharding != "fsdp2":
+        raise UserError(
+            f"parallelism_config with {given} goes with FSDP2, and the sharding is {sharding}; use "
+            "accelerate_configs/fsdp2_hybrid.yaml, or leave it out of the accelerate config."
+        )
+    return sharding
+
+
+def copies_from_environment(environ: Mapping[str, str], world_size: int, nodes: int) -> int:
+    """Return how many copies of the model the launcher asks for, each of which is split over world_size / copies ranks.
+
+    Raises:
+        UserError: the sizes are no numbers, or do not multiply to the number of processes.
+    """
+    sizes = _parallelism(environ)
+    if sharding_from_environment(environ) != "fsdp2" or world_size == 1 or not sizes:
+        return 1
+    wanted = {COPIES: "1", PARTS: "1", **sizes}
+    if wanted[COPIES] == "nodes":
+        wanted[COPIES] = str(nodes)
+    for name, size in wanted.items():
+        if not re.fullmatch(r"0*[1-9]\d{0,8}", size):
+            words = ", or nodes" if name == COPIES else ""
+            raise UserError(f"{name.lower()} is {size}, but it takes a whole number above 0{words}.")
+    copies, parts = int(wanted[COPIES]), int(wanted[PARTS])
+    if PARTS not in sizes and world_size % copies == 0:
+        parts = world_size // copies
+    if copies * parts != world_size:
+        left_out = PARTS not in sizes
+        raise UserError(
+            f"dp_replicate_size {copies}{'' if left_out else f' x dp_shard_size {parts}'} does not go with {world_size} "
+            f"processes on {nodes} node(s): {'it has to divide their number' if left_out else 'the product has to be their number'}; "
+            "use accelerate_configs/fsdp2_hybrid.yaml, which makes one copy a node, or fsdp2.yaml."
+        )
+    if parts == 1:
+        raise UserError(
+            f"dp_replicate_size {copies} leaves one of {world_size} processes for each copy of the model, so that nothing is "
+            "split; use accelerate_configs/fsdp2.yaml, or without sharding multi_node.yaml."
+        )
+    if copies > 1 and offload_from_environment(environ) != "none":
+        raise UserError(
+            f"dp_replicate_size {copies} with parameters in host memory has not been tried; use accelerate_configs/fsdp2_offload.yaml "
+            "or fsdp2_hybrid.yaml."
+        )
+    return copies
+
+
+def _parallelism(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the sizes of parallelism_config that are not 1, by name, as DP_SHARD_SIZE; UNSLOTH_FSDP2 switches it on too."""
+    if not {environ.get(name, "").lower() for name in (PARALLELISM_SWITCH, "UNSLOTH_FSDP2")} & set(TRUE):
+        return {}
+    sizes = {name.removeprefix(PARALLELISM): size for name, size in environ.items() if name.startswith(PARALLELISM)}
+    return {name: size for name, size in sizes.items() if name.endswith("_SIZE") and size != "1"}
+
+
+def _sharding(environ: Mapping[str, str]) -> Sharding:
     if environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() in TRUE:
         stage = _zero_stage(environ)
         if stage not in ("2", "3"):
@@ -225,13 +284,14 @@ def check_offload(offload: Offload, sharding: Sharding, settings: Settings, back
         )
 
 
-def describe_sharding(sharding: Sharding, offload: Offload) -> str:
-    """Return the sharding in words, with what lies in host memory."""
+def describe_sharding(sharding: Sharding, offload: Offload, copies: int = 1, world_size: int = 1) -> str:
+    """Return the sharding in words, with the number of copies and what lies in host memory."""
     kept = {"optimizer": "optimizer", "parameters": "parameters and optimizer"}
-    return sharding if offload == "none" else f"{sharding}, {kept[offload]} in host memory"
+    hybrid = [f"{copies} copies, each split over {world_size // copies} processes"] if copies > 1 else []
+    return ", ".join([sharding, *hybrid, *([f"{kept[offload]} in host memory"] if offload != "none" else [])])
 
 
-def sharding_warnings(sharding: Sharding, settings: Settings, nodes: int) -> list[str]:
+def sharding_warnings(sharding: Sharding, settings: Settings, nodes: int, copies: int = 1) -> list[str]:
     """Return sentences for the main process to print: settings without effect, and what will be slow."""
     warnings = []
     if shards_weights(sharding) and settings.compare_answers:
@@ -247,6 +307,11 @@ def sharding_warnings(sharding: Sharding, settings: Settings, nodes: int) -> lis
             f"ZeRO-3 over {nodes} nodes gathers every layer's weights over the network in every step, which is much "
             "slower than ZeRO-2 unless the nodes are joined by InfiniBand or the like; use zero2.yaml where the model fits."
         )
+    if sharding == "fsdp2" and copies % nodes:
+        warnings.append(
+            f"FSDP2 gathers every layer's weights over the network in every step, because no node of the {nodes} holds a whole "
+            "copy of the model; where one fits, fsdp2_hybrid.yaml may be faster (python -m unsloth_ddp.plan compares them)."
+        )
     return warnings
 
 
@@ -255,6 +320,8 @@ def complete_environment(sharding: Sharding, environ: MutableMapping[str, str]) 
 
     With them UNSLOTH_FSDP2=1 under torchrun means the same as accelerate_configs/fsdp2.yaml.
     """
+    # The kit makes the mesh of copies and parts: accelerate knows no "nodes", and has no FSDP2 on a CPU.
+    environ.pop(PARALLELISM_SWITCH, None)
     if sharding == "fsdp2":
         for name, value in FSDP2_ENVIRONMENT.items():
             environ.setdefault(name, value)

@@ -48,9 +48,15 @@ def mixed_precision_policy(precision: Precision) -> MixedPrecisionPolicy:
 
 
 def shard_mesh(runtime: Runtime) -> DeviceMesh:
-    """Return the mesh of processes whose last dimension weights are split over; every rank calls this."""
-    # PEFT knows this name, and would take others for tensor parallelism.
-    return init_device_mesh(runtime.device_type, (runtime.ranks.world_size,), mesh_dim_names=("fsdp",))
+    """Return the mesh of processes whose last dimension weights are split over; every rank calls this.
+
+    With several copies of the model it is (copies, parts), else (parts,).
+    """
+    # PEFT knows the name of the last dimension, and would take others for tensor parallelism.
+    parts = runtime.ranks.world_size // runtime.copies
+    if runtime.copies == 1:
+        return init_device_mesh(runtime.device_type, (parts,), mesh_dim_names=("fsdp",))
+    return init_device_mesh(runtime.device_type, (runtime.copies, parts), mesh_dim_names=("dp_replicate", "fsdp"))
 
 
 @contextlib.contextmanager

@@ -22,6 +22,7 @@ from unsloth_ddp.plan.memory import (
     estimate_memory,
     is_supported,
     judge_fit,
+    sharded_bytes,
 )
 from unsloth_ddp.plan.network import (
     Links,
@@ -30,6 +31,7 @@ from unsloth_ddp.plan.network import (
     balance_efficiency,
     gpu_counts,
     scaling_efficiency,
+    sharded_seconds,
 )
 from unsloth_ddp.plan.rows import RowLengths, in_order, largest_micro_batch
 from unsloth_ddp.plan.shape import ModelShape
@@ -80,11 +82,23 @@ class MemoryRow:
     memory: MemoryEstimate
     verdict: str
     offload: Offload = "none"
+    copies: int = 1
 
     @property
     def config(self) -> str:
-        """The sharding with what is kept in host memory, as accelerate_configs/ and node.sh name it."""
-        return self.sharding if self.offload == "none" else f"{self.sharding}_offload"
+        """The sharding with copies and what is kept in host memory, as accelerate_configs/ and node.sh name it."""
+        return self.sharding + "_hybrid" * (self.copies > 1) + "_offload" * (self.offload != "none")
+
+
+@dataclass(frozen=True)
+class NetworkRow:
+    """The communication of a step with sharded weights: bytes of gathered weights and gradients, seconds a network."""
+
+    method: Method
+    config: str
+    weights: float
+    gradients: float
+    seconds: list[float]
 
 
 @dataclass(frozen=True)
@@ -118,6 +132,7 @@ class Plan:
     tokens: float
     micro_batch: int
     memory: list[MemoryRow]
+    sharded: list[NetworkRow]
     gradients: dict[Method, float]
     speed: SpeedEstimate | None
     scale: list[ScaleRow]
@@ -215,7 +230,21 @@ def make_memory_row(
         verdict = judge_fit(found, gpu_memory) if gpu_memory else "-"
         if verdict in ("fits", "unknown", "-"):
             break
-    return MemoryRow(method, sharding, kind, found, verdict, work.offload)
+    return MemoryRow(method, sharding, kind, found, verdict, work.offload, work.copies)
+
+
+def make_network_row(shape: ModelShape, row: MemoryRow, work: Workload, hardware: Hardware) -> NetworkRow:
+    """Estimate what a step with FSDP2 sends, whose weights are gathered for the forward and the backward pass."""
+    weights, gradients = sharded_bytes(shape, row.method, work)
+    # The kit has FSDP2 average gradients after every micro-batch (training/sft_config.py).
+    gradients *= work.accumulation
+    passes, hybrid = 2 * work.accumulation, row.copies > 1
+    links = [Links(network, hardware.inside) for network in hardware.networks]
+    seconds = [
+        sharded_seconds(weights, gradients, passes, hardware.nodes, hardware.gpus_per_node, link, hybrid=hybrid)
+        for link in links
+    ]
+    return NetworkRow(row.method, row.config, weights * passes, gradients, seconds)
 
 
 def shardings_for(method: Method, processes: int) -> list[tuple[Sharding, Offload]]:
@@ -284,7 +313,8 @@ def make_plan(
         tokens_a_step = rows.tokens / batch.steps_per_epoch(count)
         longest = largest_micro_batch(rows, with_micro_batch(batch, 1), settings.seed, steps)
     micro_batch = batch.per_device * longest
-    memory = []
+    memory: list[MemoryRow] = []
+    sharded: list[NetworkRow] = []
     for method in get_args(Method):
         at_once = choose_micro_batch(dataclasses.replace(settings, method=method), shape, rows, asked, gpu_memory)
         without: set[str] = set()
@@ -301,12 +331,19 @@ def make_plan(
             memory.append(make_memory_row(settings, shape, method, sharding, work, gpu_memory))
             if offload == "none":
                 without.add(memory[-1].verdict)
+            if (sharding, offload) == ("fsdp2", "none") and hardware.nodes > 1:
+                sharded.append(make_network_row(shape, memory[-1], work, hardware))
+                if hardware.gpus_per_node > 1:
+                    work = dataclasses.replace(work, copies=hardware.nodes)
+                    memory.append(make_memory_row(settings, shape, method, sharding, work, gpu_memory))
+                    sharded.append(make_network_row(shape, memory[-1], work, hardware))
     kind = next(row.checkpointing for row in memory if (row.method, row.sharding) == (settings.method, "none"))
     wanted = make_speed_query(settings, shape, rows, batch, kind)
     speed = estimate_speed(calibration, wanted) if calibration else None
     gradients: dict[Method, float] = {m: count_gradient_bytes(shape, m, settings) for m in get_args(Method)}
     share = shape.backward_share(settings.method, kind != "none")
-    plan = Plan(batch, steps, tokens_a_step, tokens_a_step * steps, micro_batch, memory, gradients, speed, [])
+    tokens = tokens_a_step * steps
+    plan = Plan(batch, steps, tokens_a_step, tokens, micro_batch, memory, sharded, gradients, speed, [])
     ordered = in_order(rows.lengths, settings.seed)
     chosen = len(sizes_of(settings, asked)) > 1
     for gpus in gpu_counts(hardware.gpus_per_node):

@@ -52,6 +52,7 @@ class Workload:
         accumulation: micro-batches per optimizer step.
         packed: rows are joined to packs.
         offload: what lies in host memory between its uses (see distributed/sharding.py).
+        copies: copies of the model that FSDP2 shards, each over processes / copies GPUs.
     """
 
     tokens: int
@@ -64,6 +65,7 @@ class Workload:
     packed: bool = False
     accumulation: int = 1
     offload: Offload = "none"
+    copies: int = 1
 
 
 @dataclass(frozen=True)
@@ -160,6 +162,12 @@ def _with_ddp(shape: ModelShape, method: Method, work: Workload, frozen: float, 
     return MemoryEstimate(held, trained * master, states, buckets + cast, activations, loading=held)
 
 
+def sharded_bytes(shape: ModelShape, method: Method, work: Workload) -> tuple[float, float]:
+    """Return the bytes of all weights as FSDP2 gathers them, and of all gradients as it averages them, in fp32."""
+    trained = shape.trained(method)
+    return _frozen_bytes(shape, method, work) + trained * work.precision, trained * 4.0
+
+
 def _gathered_bytes(shape: ModelShape, method: Method, work: Workload, frozen: float) -> float:
     """Return the bytes of gathered weights: embedding, head, and two blocks, as one is gathered ahead."""
     outside = (shape.parameters - shape.linear - shape.experts) * work.precision
@@ -168,7 +176,7 @@ def _gathered_bytes(shape: ModelShape, method: Method, work: Workload, frozen: f
 
 
 def _with_fsdp2(shape: ModelShape, method: Method, work: Workload, frozen: float, activations: float) -> MemoryEstimate:
-    trained, master, parts = shape.trained(method), _master_bytes(method, work), work.processes
+    trained, master, parts = shape.trained(method), _master_bytes(method, work), work.processes // work.copies
     held = frozen + trained * master
     states = optimizer_state_bytes(shape, method, work.optimizer, master)
     # Without synchronization between micro-batches every GPU keeps the whole gradients (accelerate's no_sync).
@@ -177,7 +185,7 @@ def _with_fsdp2(shape: ModelShape, method: Method, work: Workload, frozen: float
     # accelerate's fsdp2_prepare_model holds the whole model's state dict until every part of it is sharded.
     # How 4-bit weights are sharded was not measured, so only the whole model counts for them.
     loading = held + (0 if method == "qlora" else held / parts)
-    bound = (method, "fsdp2") not in MEASURED
+    bound = (method, "fsdp2") not in MEASURED or work.copies > 1
     return MemoryEstimate(
         held / parts, gradients, states / parts, gathered, activations, loading=loading, lower_bound=bound
     )

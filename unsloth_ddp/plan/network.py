@@ -45,6 +45,26 @@ def all_reduce_seconds(size: float, nodes: int, gpus: int, links: Links) -> floa
     return inside + between
 
 
+def sharded_seconds(
+    weights: float, gradients: float, passes: int, nodes: int, gpus: int, links: Links, *, hybrid: bool
+) -> float:
+    """Return the seconds that FSDP2 sends in a step over `nodes` machines of `gpus` GPUs each.
+
+    It gathers the weights for every forward and backward pass, and averages gradients.
+
+    Args:
+        weights: bytes of all weights, as they are gathered.
+        gradients: bytes of gradients that are averaged in a step.
+        passes: forward and backward passes of a step.
+        hybrid: each machine holds a copy of the model, so that only gradients are averaged over the network.
+    """
+    sharing = gpus if hybrid else nodes * gpus
+    sent = weights * passes + gradients
+    inside = (sharing - 1) / sharing * sent / links.inside if links.inside else 0.0
+    between = (nodes - 1) / nodes * (2 * gradients if hybrid else sent) / links.network
+    return inside + between
+
+
 def exposed_seconds(size: float, all_reduce: float, backward: float) -> float:
     """Return the seconds of an all-reduce that do not overlap with the backward pass.
 

@@ -52,6 +52,7 @@ def render_plan(report: PlanReport, *, width: int | None = None, colour: bool = 
             f"Seconds to average the gradients of one step with DDP over {machines}",
             _network_table(settings, hardware, plan, width),
         ),
+        *_sharded_network(settings, hardware, plan, width, machines),
         (
             "Scaling, as far as links and uneven rows decide it",
             _scale_table(hardware, plan, width),
@@ -111,7 +112,9 @@ def _memory_table(settings: Settings, plan: Plan, width: int, colour: bool) -> s
         amounts = (memory.weights, memory.gradients, memory.optimizer, working, memory.loading)
         chosen = "*" if _is_chosen(settings, one) else ""
         peak = f"{'≥' if memory.lower_bound else ''}{memory.total / unit:,.1f}"
-        cells = [one.method + chosen, one.config, one.checkpointing, *(f"{n / unit:,.1f}" for n in amounts), peak]
+        # Its own name would make the widest table wrap.
+        config = "hybrid" if one.copies > 1 else one.config
+        cells = [one.method + chosen, config, one.checkpointing, *(f"{n / unit:,.1f}" for n in amounts), peak]
         rows.append([*cells, one.verdict])
     columns.append(Column("verdict", styles=COLOURS))
     if all(one.verdict == "-" for one in plan.memory):
@@ -133,6 +136,23 @@ def _network_table(settings: Settings, hardware: Hardware, plan: Plan, width: in
         ]
         rows.append([method + ("*" if method == settings.method else ""), shown_bytes(size), *map(_show_time, times)])
     return render_table([columns[0], *(Column(name, "right") for name in columns[1:])], rows, width=width)
+
+
+def _sharded_network(
+    settings: Settings, hardware: Hardware, plan: Plan, width: int, machines: str
+) -> list[tuple[str, str]]:
+    """Return title and table of what a step with sharded weights sends; nothing on one node."""
+    if not plan.sharded:
+        return []
+    columns = ["method", "sharding", "weights", "gradients", *(f"at {shown_bandwidth(n)}" for n in hardware.networks)]
+    rows = [
+        [one.method + "*" * (one.method == settings.method), one.config, shown_bytes(one.weights),
+         shown_bytes(one.gradients), *map(_show_time, one.seconds)]
+        for one in plan.sharded
+    ]  # fmt: skip
+    numbers = [Column(name, "right") for name in columns[2:]]
+    title = f"Seconds to send the weights and gradients of one step with FSDP2 over {machines}"
+    return [(title, render_table([*columns[:2], *numbers], rows, width=width))]
 
 
 def _show_time(seconds: float) -> str:
@@ -298,6 +318,7 @@ def plan_as_json(report: PlanReport) -> dict[str, Any]:
             "method": m.method,
             "sharding": m.sharding,
             "offload": m.offload,
+            "model_copies": m.copies,
             "gradient_checkpointing": m.checkpointing,
             "verdict": m.verdict,
             "total": m.memory.total,

@@ -99,7 +99,7 @@ def _slow_network(gbit: float, backend: str, fast_ports: bool) -> str:
     )
     return (
         f"{_rate(gbit)} between nodes is below the {LEAST_GBIT} Gbit/s that several nodes need. {way}Until then use LoRA or "
-        "QLoRA with DDP (small gradients) and more gradient accumulation, not ZeRO-3, FSDP2 or full parameters; raise "
+        "QLoRA with DDP or fsdp2_hybrid.yaml (small gradients) and more gradient accumulation, not ZeRO-3, FSDP2 or full parameters; raise "
         "--ddp_timeout."
     )
 

@@ -14,6 +14,7 @@ from unsloth_ddp.distributed.runtime import asks_for_cpu, choose_backend
 from unsloth_ddp.distributed.sharding import (
     check_offload,
     check_sharding,
+    copies_from_environment,
     describe_sharding,
     offload_from_environment,
     sharding_from_environment,
@@ -175,12 +176,13 @@ def check_machine(
             backend = choose_backend(settings.backend, accelerator)
             # Without a launcher the number of processes is not known; with one process fsdp2 is refused.
             processes = process.ranks.world_size if process.launched else 2
+            copies = copies_from_environment(environ, processes, process.nodes) if process.launched else 1
             check_sharding(wanted, settings, "cuda" if accelerator else "cpu", backend, processes)
             offload = offload_from_environment(environ)
             check_offload(offload, wanted, settings, backend)
         except UserError as error:
             return Check("sharding", {node: wanted}, "failure", str(error))
-        return Check("sharding", {node: describe_sharding(wanted, offload)})
+        return Check("sharding", {node: describe_sharding(wanted, offload, copies, processes)})
 
     def rows() -> Check:
         try:

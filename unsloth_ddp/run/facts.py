@@ -71,6 +71,7 @@ def part_facts(settings: Settings, runtime: Runtime, trainer: DDPTrainer, first_
         "device_type": runtime.device_type,
         "sharding": runtime.sharding,
         "offload": runtime.offload,
+        "copies": runtime.copies,
         "backend": runtime.backend,
         "precision": runtime.precision,
         "gradient_checkpointing": trainer.checkpointing.kind,

@@ -81,6 +81,8 @@ def _launcher(run: RunRecord) -> str:
         return "uv run python train_ddp.py"
     on_cpu = str(run.fact("device")) == "CPU"
     name = "cpu" if on_cpu else "ddp" if sharding in (None, "none") else str(sharding)
+    if (run.fact("copies") or 1) > 1:
+        name += "_hybrid"
     if run.fact("offload") not in (None, "none"):
         name += "_offload"
     if (run.fact("nodes") or 1) > 1:

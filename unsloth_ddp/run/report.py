@@ -303,6 +303,7 @@ def _hardware(run: RunRecord) -> list[tuple[str, str]]:
     if run.fact("device") is None:
         return []
     hardware = (run.parts[-1].get("hardware") if run.parts else None) or {}
+    copies = run.fact("copies") or 1
     found = [
         ("processes", f"{run.fact('world_size')} on {run.fact('nodes')} node(s)"),
         ("device", str(run.fact("device"))),
@@ -312,7 +313,7 @@ def _hardware(run: RunRecord) -> list[tuple[str, str]]:
         ("system", str(hardware.get("platform") or "")),
         ("backend", str(run.fact("backend"))),
         ("precision", str(run.fact("precision"))),
-        ("sharding", str(run.fact("sharding"))),
+        ("sharding", f"{run.fact('sharding')}{f', {copies} copies' if copies > 1 else ''}"),
         ("gradient checkpointing", str(run.fact("gradient_checkpointing"))),
         (
             "global batch",

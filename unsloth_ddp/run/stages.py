@@ -140,7 +140,8 @@ def begin(run: Run, trainer: DDPTrainer, resume: ResumePoint | None) -> None:
     start_logging(run.folder, runtime)
     trainer.checkpoints.open()
     documents.begin(settings, runtime, trainer, run.folder, resume, plain_text=examples.trains_on_text(run.node_folder))
-    for sentence in [*changes, *sharding.sharding_warnings(runtime.sharding, settings, runtime.ranks.nodes)]:
+    warnings = sharding.sharding_warnings(runtime.sharding, settings, runtime.ranks.nodes, runtime.copies)
+    for sentence in [*changes, *warnings]:
         print(sentence)
     described = summary_file.describe_run(
         settings,

@@ -44,7 +44,8 @@ def describe_run(
     experts = describe_experts(model)
     beside = "" if settings.method == "full" else ", adapter included"
     cuda = runtime.device_type == "cuda"
-    sharding = {"sharding": describe_sharding(runtime.sharding, runtime.offload)} if runtime.sharding != "none" else {}
+    described = describe_sharding(runtime.sharding, runtime.offload, runtime.copies, runtime.ranks.world_size)
+    sharding = {"sharding": described} if runtime.sharding != "none" else {}
     return render_pairs(
         {
             "processes": f"{runtime.ranks.world_size} on {runtime.ranks.nodes} node(s)",
@@ -157,6 +158,7 @@ def summarize(settings: Settings, runtime: Runtime, trainer: DDPTrainer, seconds
         "device": runtime.device_name,
         "sharding": runtime.sharding,
         "offload": runtime.offload,
+        "copies": runtime.copies,
         "backend": runtime.backend,
         "precision": runtime.precision,
         "packing": packing is not None,

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import DistributedType, FullyShardedDataParallelPlugin
+from accelerate import DistributedType, FullyShardedDataParallelPlugin, ParallelismConfig
 from transformers import Trainer, set_seed
 from transformers.trainer_utils import IntervalStrategy
 from trl import SFTTrainer
@@ -63,8 +63,13 @@ class ResumableTrainer(SFTTrainer):
     def create_accelerator_and_postprocess(self) -> None:
         """Create the accelerator; on the CPU, where accelerate leaves FSDP2 out, with FSDP2 all the same."""
         super().create_accelerator_and_postprocess()
+        state: Any = self.accelerator.state
+        if self.runtime.copies > 1:
+            # For a model that was loaded whole: accelerate splits it over this mesh.
+            parts = self.runtime.ranks.world_size // self.runtime.copies
+            state.parallelism_config = ParallelismConfig(dp_replicate_size=self.runtime.copies, dp_shard_size=parts)
+            state.device_mesh = state.parallelism_config.get_device_mesh(self.runtime.device_type)
         if self.runtime.sharding == "fsdp2" and not self.is_fsdp_enabled:
-            state: Any = self.accelerator.state
             state.distributed_type, state.fsdp_plugin = DistributedType.FSDP, FullyShardedDataParallelPlugin()
             self.is_fsdp_enabled = True
 

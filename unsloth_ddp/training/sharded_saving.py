@@ -1,6 +1,7 @@
 """Save and load runs whose weights FSDP2 splits over the ranks, with no process holding a whole model.
 
-A checkpoint holds what each rank has, in shards; of a run with adapters also the adapter, which is small. The finished
+A checkpoint holds what each rank has, in shards, and one copy of a model that has several; of a run with adapters also
+the adapter, which is small. The finished
 adapter or model is gathered weight by weight. Upstream gathers all weights, and the optimizer's state, in the memory of
 rank 0.
 """
@@ -69,12 +70,14 @@ class ShardedSaving:
             if not checkpoint:
                 write_model(model, list(saved_tensors(model, tensors)), fetch, target, attempt)
         if checkpoint:
-            attempt(lambda: self.checkpoints.wrote(save_weights(folder, model, self.runtime.ranks)))
+            ranks, copies = self.runtime.ranks, self.runtime.copies
+            attempt(lambda: _each(self.checkpoints.wrote, save_weights(folder, model, ranks, copies)))
 
     def save_optimizer(self, folder: Path, model: Any, optimizer: torch.optim.Optimizer) -> None:
         """Write this rank's part of the optimizer's state."""
         give_back_whole_weights(model)
-        written = save_optimizer(folder, model, optimizer, self.runtime.ranks, self.checkpoints.attempt)
+        ranks, copies = self.runtime.ranks, self.runtime.copies
+        written = save_optimizer(folder, model, optimizer, ranks, self.checkpoints.attempt, copies)
         self.checkpoints.attempt(lambda: _each(self.checkpoints.wrote, written))
 
     def load_weights(self, folder: Path, model: Any) -> None:
@@ -93,7 +96,8 @@ class ShardedSaving:
             UserError: the checkpoint does not hold it, on some rank.
         """
         give_back_whole_weights(model)
-        self._together(folder, lambda: load_optimizer(folder, model, optimizer, self.runtime.ranks))
+        ranks, copies = self.runtime.ranks, self.runtime.copies
+        self._together(folder, lambda: load_optimizer(folder, model, optimizer, ranks, copies))
 
     def _together(self, folder: Path, read: Callable[[], None]) -> None:
         problem = None

@@ -29,10 +29,6 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
         "hidden_size": 8192, "num_hidden_layers": 80, "num_attention_heads": 64, "num_key_value_heads": 8,
         "intermediate_size": 29568, "vocab_size": 152064, "max_position_embeddings": 32768, "rope_theta": 1000000.0,
     }),
-    "llama3_70b": ("LlamaConfig", {
-        "hidden_size": 8192, "num_hidden_layers": 80, "num_attention_heads": 64, "num_key_value_heads": 8,
-        "head_dim": 128, "intermediate_size": 28672, "vocab_size": 128256, "max_position_embeddings": 131072,
-    }),
     "qwen3_30b_a3b": ("Qwen3MoeConfig", {
         "hidden_size": 2048, "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4,
         "head_dim": 128, "intermediate_size": 6144, "moe_intermediate_size": 768, "num_experts": 128,

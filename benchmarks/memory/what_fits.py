@@ -32,13 +32,13 @@ PAGE = REPO / "docs" / "what-fits.md"
 BEGIN, END = "<!-- written by benchmarks/memory/what_fits.py -->", "<!-- end -->"
 RESULTS = REPO / "benchmarks" / "results" / "memory"
 
-MODELS = {"1.7B": "qwen3_1.7b", "8B": "qwen3_8b", "14B": "qwen3_14b", "32B": "qwen3_32b", "70B": "llama3_70b",
+MODELS = {"1.7B": "qwen3_1.7b", "8B": "qwen3_8b", "14B": "qwen3_14b", "32B": "qwen3_32b", "72B": "qwen25_72b",
           "30B-A3B": "qwen3_30b_a3b"}  # fmt: skip
 GPU_GB = (24, 48, 80, 141)
 COUNTS = (1, 2, 4, 8, 16)
 TOKENS, ACCUMULATION = 2048, 2
 METHODS = {"lora": "LoRA r16", "qlora": "QLoRA r16", "full": "every parameter"}
-NAMES = {"none": "DDP", "zero2": "ZeRO-2", "zero3": "ZeRO-3", "fsdp2": "FSDP2"}
+NAMES = {"none": "DDP", "zero2": "ZeRO-2", "zero3": "ZeRO-3", "fsdp2": "FSDP2", "in_shards": "FSDP2, loaded in shards"}
 
 
 @functools.cache
@@ -74,7 +74,8 @@ def cell(name: str, shape: ModelShape, method: Method, gpu_gb: float, measured: 
         if by_verdict["fits"]:
             # DDP sends least, ZeRO-2 less than those that shard the weights: the order of the type.
             way = by_verdict["fits"][0]
-            mark = "*" if (name, method, way.sharding, count) in measured else ""
+            kinds = ("fsdp2", "in_shards") if way.sharding == "fsdp2" else (way.sharding,)
+            mark = "*" if any((name, method, kind, count) in measured for kind in kinds) else ""
             return "; ".join([*said, f"{count} {NAMES[way.sharding]} {way.memory.total / GIB:.0f}{mark}"])
         if by_verdict["unknown"] and not any("≥" in one for one in said):
             way = min(by_verdict["unknown"], key=lambda way: way.memory.total)
@@ -94,8 +95,13 @@ def read_measured() -> dict[tuple, float]:
             model = next((short for short in MODELS.values() if run["name"].startswith(short)), None)
             method = next(method for method in ("qlora", "lora", "full") if f"_{method}_" in run["name"])
             sharding = summary.get("sharding") or "none"
+            if (method, sharding) == ("full", "fsdp2"):
+                continue  # of a version that kept whole gradients between micro-batches
             peak = max(summary["peak_memory_bytes"], summary.get("peak_memory_bytes_loading", 0))
             found[model, method, sharding, summary["world_size"]] = peak / GIB
+    for run in json.loads((RESULTS / "sharded_load.json").read_text())["runs"]:
+        peak = max(run["gib_training"], run["gib_loading"], run["gib_saving"])
+        found[run["shape"], run["method"], "in_shards", run["processes"]] = peak
     return found
 
 

@@ -11,6 +11,7 @@ from unsloth_ddp.data.batch_plan import BatchPlan
 from unsloth_ddp.data.packing import PackingDecision, decide_packing, describe_backend, describe_older_gpu
 from unsloth_ddp.distributed.precision import AMPERE
 from unsloth_ddp.distributed.sharding import Offload, Sharding
+from unsloth_ddp.model.whole_model import FILLED
 from unsloth_ddp.plan.calibration import Calibration, SpeedEstimate, SpeedQuery, estimate_speed, kind_of_rows
 from unsloth_ddp.plan.memory import (
     CHECKPOINTING_KINDS,
@@ -223,8 +224,14 @@ def make_memory_row(
     work: Workload,
     gpu_memory: float | None,
 ) -> MemoryRow:
-    """Estimate one way to train; gradient_checkpointing auto is the first kind that fits, as in a run."""
+    """Estimate one way to train; gradient_checkpointing auto is the first kind that fits, as in a run.
+
+    As in a run, FSDP2 with --backend auto is Transformers' where the whole model does not fit on one GPU.
+    """
     only_torch = sharding != "none" and settings.gradient_checkpointing == "auto"
+    chooses = sharding == "fsdp2" and settings.backend == "auto" and gpu_memory is not None
+    if chooses and estimate_memory(shape, method, sharding, work).loading > FILLED * (gpu_memory or 0):
+        work = dataclasses.replace(work, backend="transformers")
     for kind in ("torch",) if only_torch else checkpointing_kinds(settings):
         found = estimate_memory(shape, method, sharding, dataclasses.replace(work, checkpointing=kind))
         verdict = judge_fit(found, gpu_memory) if gpu_memory else "-"
@@ -236,15 +243,13 @@ def make_memory_row(
 def make_network_row(shape: ModelShape, row: MemoryRow, work: Workload, hardware: Hardware) -> NetworkRow:
     """Estimate what a step with FSDP2 sends, whose weights are gathered for the forward and the backward pass."""
     weights, gradients = sharded_bytes(shape, row.method, work)
-    # The kit has FSDP2 average gradients after every micro-batch (training/sft_config.py).
-    gradients *= work.accumulation
-    passes, hybrid = 2 * work.accumulation, row.copies > 1
+    count, hybrid = work.accumulation, row.copies > 1
     links = [Links(network, hardware.inside) for network in hardware.networks]
     seconds = [
-        sharded_seconds(weights, gradients, passes, hardware.nodes, hardware.gpus_per_node, link, hybrid=hybrid)
+        sharded_seconds(weights, gradients, count, hardware.nodes, hardware.gpus_per_node, link, hybrid=hybrid)
         for link in links
     ]
-    return NetworkRow(row.method, row.config, weights * passes, gradients, seconds)
+    return NetworkRow(row.method, row.config, weights * 2 * count, gradients * count, seconds)
 
 
 def shardings_for(method: Method, processes: int) -> list[tuple[Sharding, Offload]]:
@@ -261,6 +266,7 @@ def find_least_memory(settings: Settings, shape: ModelShape, processes: int) -> 
     ways = []
     for method in get_args(Method):
         for sharding, offload in shardings_for(method, processes):
+            in_shards = sharding == "fsdp2" and settings.backend == "auto"
             work = Workload(
                 tokens=1,
                 precision=NUMBER_BYTES[precision_of(settings)],
@@ -268,8 +274,8 @@ def find_least_memory(settings: Settings, shape: ModelShape, processes: int) -> 
                 optimizer=settings.optim,
                 checkpointing="torch",
                 processes=processes,
-                # The kit keeps parameters in host memory with this backend only.
-                backend="transformers" if offload == "parameters" else backend_of(settings),
+                # The kit loads in shards, and keeps parameters in host memory, with this backend only.
+                backend="transformers" if offload == "parameters" or in_shards else backend_of(settings),
                 offload=offload,
             )
             found = estimate_memory(shape, method, sharding, work)

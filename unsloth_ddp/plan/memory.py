@@ -1,7 +1,7 @@
 """Estimate the memory of one GPU, by method and sharding: pure arithmetic.
 
-The estimates of MEASURED pairs are within 10 % of runs on H200s, those of DDP (sharding none) within 4 %; see
-tests/plan/test_memory.py. The others count only what DeepSpeed and PyTorch are known to keep, which is a lower bound:
+The estimates of MEASURED pairs, and of models that FSDP2 loads in shards, are within 10 % of runs on H200s, those of DDP
+(sharding none) within 4 %; see tests/plan/test_memory.py. The others count only what DeepSpeed and PyTorch are known to keep, which is a lower bound:
 runs took up to twice as much (docs/plan.md). The driver, NCCL and fragmentation come on top; RESERVE is left for them.
 """
 
@@ -176,18 +176,59 @@ def _gathered_bytes(shape: ModelShape, method: Method, work: Workload, frozen: f
 
 
 def _with_fsdp2(shape: ModelShape, method: Method, work: Workload, frozen: float, activations: float) -> MemoryEstimate:
+    if work.backend == "transformers":
+        return _loaded_in_shards(shape, method, work, frozen)
     trained, master, parts = shape.trained(method), _master_bytes(method, work), work.processes // work.copies
     held = frozen + trained * master
     states = optimizer_state_bytes(shape, method, work.optimizer, master)
-    # Without synchronization between micro-batches every GPU keeps the whole gradients (accelerate's no_sync).
-    gradients = trained * master / (1 if work.accumulation > 1 else parts)
     gathered = _gathered_bytes(shape, method, work, frozen)
     # accelerate's fsdp2_prepare_model holds the whole model's state dict until every part of it is sharded.
     # How 4-bit weights are sharded was not measured, so only the whole model counts for them.
     loading = held + (0 if method == "qlora" else held / parts)
     bound = (method, "fsdp2") not in MEASURED or work.copies > 1
     return MemoryEstimate(
-        held / parts, gradients, states / parts, gathered, activations, loading=loading, lower_bound=bound
+        held / parts,
+        trained * master / parts,
+        states / parts,
+        gathered,
+        activations,
+        loading=loading,
+        lower_bound=bound,
+    )
+
+
+def _loaded_in_shards(shape: ModelShape, method: Method, work: Workload, frozen: float) -> MemoryEstimate:
+    """Estimate for weights that every rank reads in parts; held against runs of 8B to 72B on two GPUs.
+
+    Beside its parts a GPU holds, at the peak, one of: the output head while it is gathered, when torch has it twice; the
+    head with its logits, and its gradient in 16 bit and in fp32 if it is trained; a block that is recomputed, with the
+    next one gathered and a third being copied.
+    """
+    trained, parts = shape.trained(method), work.processes // work.copies
+    # Adapters beside 4-bit weights have 16 bit (model/sharded_load.py, wrap).
+    master = work.precision if method == "qlora" else _master_bytes(method, work)
+    held = frozen + trained * master
+    states = optimizer_state_bytes(shape, method, work.optimizer, master)
+    kept, recomputed, logits, added = _activations(shape, method, work)
+    head = shape.head * work.precision
+    outside = (shape.parameters - shape.linear - shape.experts) * work.precision
+    block = (frozen + trained * work.precision - outside) / max(1, shape.layers)
+    gradients = work.precision + 4 if method == "full" else 0
+    copies = max(
+        2 * head,
+        head + shape.head * gradients + logits,
+        3 * block + block / work.precision * gradients + recomputed + added,
+    )
+    # Adapters are made whole, and then split.
+    loading = held / parts + (0 if method == "full" else trained * master)
+    return MemoryEstimate(
+        held / parts,
+        trained * master / parts,
+        states / parts,
+        copies,
+        kept,
+        loading=loading,
+        lower_bound=work.copies > 1,
     )
 
 
@@ -232,6 +273,12 @@ def estimate_activations(shape: ModelShape, method: Method, work: Workload) -> f
     With checkpointing every block keeps its input, and one block at a time is recomputed (with unsloth all inputs but
     two are in host memory). The logits exist in slices, in 16 bit. QLoRA also unpacks one layer at a time.
     """
+    kept, recomputed, logits, added = _activations(shape, method, work)
+    return kept + max(recomputed, logits) + added
+
+
+def _activations(shape: ModelShape, method: Method, work: Workload) -> tuple[float, float, float, float]:
+    """Return the bytes kept until the backward pass, of a recomputed block, of the logits, and of unpacked weights."""
     scale = work.precision / 2
     block = shape.layer_kept * _share_kept(method, work)
     kept, recomputed = {
@@ -246,8 +293,8 @@ def estimate_activations(shape: ModelShape, method: Method, work: Workload) -> f
     if method != "full" and work.backend == "transformers":
         held_at_once = 1 if work.checkpointing == "none" else max(1, shape.layers)
         added = shape.adapted_experts * work.precision / held_at_once
-    peak = max(work.tokens * scale * recomputed, logits)
-    return work.tokens * scale * (kept + shape.outside_kept) + peak + unpacked + added
+    tokens = work.tokens * scale
+    return tokens * (kept + shape.outside_kept), tokens * recomputed, logits, unpacked + added
 
 
 def _share_kept(method: Method, work: Workload) -> float:

@@ -288,6 +288,9 @@ class DDPTrainer(ResumableTrainer):
     def training_step(self, model: Any, inputs: dict[str, Tensor], num_items_in_batch: Any = None) -> Tensor:
         """Compute one micro-batch forward and backward; a step that runs out of memory is repeated with less."""
         replayed = self.recorded.run(inputs, num_items_in_batch)
+        if self.runtime.copies > 1:
+            # Gradients cross the slower links between copies once a step.
+            model.set_requires_all_reduce(self.accelerator.sync_gradients)
         if replayed is None:
             return self.retry.run(super().training_step, model, inputs, num_items_in_batch)
         loss, step = replayed

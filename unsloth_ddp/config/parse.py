@@ -67,7 +67,7 @@ def read_config(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise UserError(f"--config {path} cannot be read: {os_reason(error)}.") from None
     except Unreadable as error:
-        raise UserError(f"--config {path} is not YAML: {error}") from None
+        raise UserError(f"--config {path} is not YAML: {str(error).rstrip('.')}.") from None
     if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
         raise UserError(f"--config {path} holds no options; write one `name: value` a line.")
     if "distributed_type" in content:

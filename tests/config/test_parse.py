@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from unsloth_ddp.config.command_line import make_command_parser, make_parser
 from unsloth_ddp.config.options import OPTIONS, TOPICS, Settings
-from unsloth_ddp.config.parse import parse_settings, read_config
+from unsloth_ddp.config.parse import DEMO_RECIPE, parse_settings, read_config
 from unsloth_ddp.config.upstream_names import known_names
 from unsloth_ddp.config.values import convert_value
 from unsloth_ddp.utils.errors import UserError
@@ -153,7 +153,13 @@ def test_a_file_may_begin_with_a_byte_order_mark_and_have_windows_line_ends(conf
 
 def test_a_missing_file_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "no.yaml"
-    assert refusal("--config", str(path)) == f"--config {path}: there is no such file; recipes/ holds examples."
+    recipes = DEMO_RECIPE.parent
+    assert refusal("--config", str(path)) == f"--config {path}: there is no such file; {recipes} holds examples."
+    where = f"there is no such file in {Path.cwd()}; {recipes} holds examples."
+    assert refusal("--config", "nowhere/no.yaml") == f"--config nowhere/no.yaml: {where}"
+    (tmp_path / "qwen_lora.yaml").touch()
+    near = f"there is no such file; did you mean {tmp_path}/qwen_lora.yaml?"
+    assert refusal("--config", f"{tmp_path}/qwen_lroa.yaml").endswith(near)
     assert refusal("--config", str(tmp_path)) == f"--config {tmp_path} is a folder; name one of the .yaml files in it."
     assert "cannot be read" in refusal("--config", "x" * 5000)
 
@@ -232,10 +238,10 @@ def test_a_tools_own_options_are_read_with_dashes_too() -> None:
         ("--eval_steps 5 --eval_strategy no", "eval_steps 5 and eval_strategy no contradict"),
         ("--method full --merge", "merge is for lora and qlora"),
         ("--run_name ../up", "run_name '../up' is not a plain folder name"),
-        ("--run_name ..", "run_name '..' is not a plain folder name"),
+        ("--run_name ..", "run_name '..' is not a plain folder name; use letters, digits, - and _."),
         ("--run_name a\\b", "is not a plain folder name"),
-        ("--run_name " + "a" * 201, "of at most 200 bytes (it has 201)"),
-        ("--run_name " + "\u00e9" * 150, "of at most 200 bytes (it has 300)"),
+        ("--run_name " + "a" * 201, "has 201 bytes, and a folder name holds 200; give a shorter one."),
+        ("--run_name " + "\u00e9" * 150, "has 300 bytes, and a folder name holds 200"),
         ("--streaming", "streaming needs max_steps, because the number of rows is not known"),
         ("--streaming --max_steps 9 --eval_fraction 0.1", "eval_fraction 0.1 of rows that are streamed cannot be set"),
         ("--streaming --max_steps 9 --save_strategy epoch", "save_strategy is epoch, but where an epoch of streamed"),

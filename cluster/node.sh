@@ -134,7 +134,7 @@ check_nodes() {
   fi
   number NODE_RANK 0 0 999999999 "0 on the master, then 1, 2, ..."
   ((NODE_RANK < NNODES)) ||
-    refuse "NODE_RANK is $NODE_RANK and NNODES is $NNODES; ranks go from 0 to $((NNODES - 1)), another one on each node."
+    refuse "NODE_RANK is $NODE_RANK and NNODES is $NNODES; ranks go from 0 to $((NNODES - 1)), a different one on each node."
   given_port=${MASTER_PORT:-}
   number MASTER_PORT 6001 1024 "$((65535 - preflight))" "a free port of node 0 (the preflight takes the next one)"
   number START_TIMEOUT 300 10 86400 "seconds that nodes wait for each other"
@@ -179,7 +179,7 @@ check_gpus() {
   fi
   visible=$(visible_gpus)
   ((visible > 0)) ||
-    refuse "this node ($(hostname)) shows no GPU; see to its driver (nvidia-smi) and CUDA_VISIBLE_DEVICES, or add --cpu."
+    refuse "this node ($(hostname)) shows no GPU; check its driver (nvidia-smi) and CUDA_VISIBLE_DEVICES, or add --cpu."
   number GPUS_PER_NODE "$visible" 1 1024 "the GPUs to use on each node"
   ((GPUS_PER_NODE <= visible)) ||
     refuse "GPUS_PER_NODE is $GPUS_PER_NODE, but this node ($(hostname)) shows $visible; give at most $visible, on every node alike."

@@ -72,7 +72,7 @@ TWO = {"GPUS": "4", "NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "10.9.8.7"}
         ("", {"GPUS": "4", "GPUS_PER_NODE": "0"}, "GPUS_PER_NODE is 0"),
         ("", {"GPUS": "4", "CUDA_VISIBLE_DEVICES": ""}, "shows no GPU"),
         ("", {"GPUS": "4", "CUDA_VISIBLE_DEVICES": "-1"}, "shows no GPU"),
-        ("", {}, "shows no GPU; see to its driver (nvidia-smi) and CUDA_VISIBLE_DEVICES, or add --cpu"),
+        ("", {}, "shows no GPU; check its driver (nvidia-smi) and CUDA_VISIBLE_DEVICES, or add --cpu"),
         ("-m ./none", {}, "-m ./none: there is no such folder on this node"),
         ("-m rows.jsonl", {}, "-m rows.jsonl: there is no such folder"),
         ("-d no.jsonl", TWO, "-d no.jsonl: there is no such file on this node (node 1, "),

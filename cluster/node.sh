@@ -309,9 +309,7 @@ check_job() {
   ((preflight)) || return 0
   if ((NNODES > 1)); then
     say "node $NODE_RANK: checking the nodes; waiting up to $START_TIMEOUT s for all $NNODES at $MASTER_ADDR:$MASTER_PORT"
-    local device=()
-    ((cpu == 0)) || device=(ACCELERATE_USE_CPU=True)
-    run env "${device[@]}" python -m unsloth_ddp.preflight --timeout "$START_TIMEOUT" "${train_arguments[@]}" \
+    run python -m unsloth_ddp.preflight --timeout "$START_TIMEOUT" "${train_arguments[@]}" \
       >"$folder/preflight.txt" 2>&1
     ((code == 0)) || cat "$folder/preflight.txt" >&2
   fi
@@ -427,7 +425,8 @@ main() {
 
   export NNODES NODE_RANK MASTER_PORT
   # On the CPU it counts processes, and is no claim about GPUs.
-  if ((cpu)); then export -n GPUS_PER_NODE; else export GPUS_PER_NODE; fi
+  # Processes see GPUs of the node; accelerate does not tell them that its config asks for the CPU.
+  if ((cpu)); then export -n GPUS_PER_NODE && export ACCELERATE_USE_CPU=True; else export GPUS_PER_NODE; fi
   # torch's launcher hands on the signals named here, and gives ranks this long to save before it kills them.
   export PET_SIGNALS_TO_HANDLE=${PET_SIGNALS_TO_HANDLE:-SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1}
   export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-300}

@@ -132,6 +132,12 @@ def test_the_flags_of_a_node_and_its_preflights(node):
     ]
 
 
+@pytest.mark.parametrize(("option", "seen"), [("--cpu", "cpu True"), ("", "cpu ")])
+def test_processes_are_told_to_leave_the_gpus_alone(node, option, seen):
+    node(f"{option} --no_preflight", GPUS="2", SCRIPT='echo "cpu ${ACCELERATE_USE_CPU:-}" >>"$CALLS"')
+    assert [line for line in node.calls() if line.startswith("cpu")] == [seen]
+
+
 def test_cpu_processes(node):
     node("--cpu --no_preflight", **TWO, GPUS_PER_NODE="3")
     assert node.calls()[0].startswith(

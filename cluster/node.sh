@@ -317,8 +317,8 @@ check_job() {
   ((code)) || launch "$((MASTER_PORT + 1))" -m unsloth_ddp.preflight --timeout "$START_TIMEOUT" "${train_arguments[@]}" \
     2> >(sed -u '/^E[0-9]\{4\} .* failed (exitcode: /,$d' >&2)
   ((code == 0)) || read_exit_code
-  ((code == 0)) || [[ -n $stop ]] || say "node $NODE_RANK: the preflight failed, so nothing was trained; mend what it names" \
-    "(or start with --no_preflight, if you know better)"
+  ((code == 0)) || [[ -n $stop ]] || say "node $NODE_RANK: the preflight failed, so nothing was trained; fix what it names," \
+    "or start with --no_preflight"
 }
 
 train() {

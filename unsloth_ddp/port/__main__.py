@@ -30,7 +30,9 @@ def make_parser() -> Parser:
     """Return the parser of the command line."""
     parser = Parser("python -m unsloth_ddp.port", __doc__)
     parser.add_argument("file", type=Path, metavar="FILE", help="the other tool's YAML file")
-    parser.add_argument("--tool", choices=sorted(PORTED_TOOLS), help="the tool that the file is for [recognised by its keys]")
+    parser.add_argument(
+        "--tool", choices=sorted(PORTED_TOOLS), help="the tool that the file is for [recognised by its keys]"
+    )
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the result there [print it]")
     return parser
 

@@ -178,7 +178,9 @@ def _a_number_per_epoch(strategy: str) -> Rule:
     def rule(ported: Ported, key: str, value: Any, given: Mapping[str, Any]) -> None:
         ported.add({strategy: "epoch" if value else "no"}, key)
         if value not in (0, 1):
-            ported.left_out[key] = f"once an epoch instead of {value} times; give {strategy.split('_')[0]}_steps for more"
+            ported.left_out[key] = (
+                f"once an epoch instead of {value} times; give {strategy.split('_')[0]}_steps for more"
+            )
 
     return rule
 

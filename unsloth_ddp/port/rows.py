@@ -22,7 +22,10 @@ KNOWN_PROPERTIES = ({"role": "role", "content": "content"}, {"role": "from", "co
 NOT_NEEDED = ("path", "type", "split", "name", "data_files", "ds_type", "trust_remote_code", "conversation", "message_field_role",
               "message_field_content", "message_property_mappings")  # fmt: skip
 # Values that ask for what the kit does: it trains the assistant's turns, each with the token that ends it.
-AS_HERE = {"roles_to_train": (["assistant"], ["gpt"], ["gpt", "assistant"], ["assistant", "gpt"]), "train_on_eos": ("turn",)}
+AS_HERE = {
+    "roles_to_train": (["assistant"], ["gpt"], ["gpt", "assistant"], ["assistant", "gpt"]),
+    "train_on_eos": ("turn",),
+}
 # Of LLaMA-Factory's data sets: the columns that the kit reads too.
 KNOWN_LLAMA_FACTORY = {
     "prompt": ("instruction",), "query": ("input",), "response": ("output",), "messages": ("messages", "conversations"),

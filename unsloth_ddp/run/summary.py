@@ -50,7 +50,7 @@ def describe_run(
     sharding = {"sharding": describe_sharding(runtime.sharding, runtime.offload)} if runtime.sharding != "none" else {}
     return render_pairs(
         {
-            "processes": f"{runtime.ranks.world_size} on {runtime.ranks.nodes} node(s)",
+            "processes": f"{runtime.ranks.world_size} on {counted(runtime.ranks.nodes, 'node')}",
             "device": runtime.device_name,
             **sharding,
             "backend": runtime.backend,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +15,7 @@ from unsloth_ddp.distributed.sharding import describe_sharding
 from unsloth_ddp.model.experts import describe_experts
 from unsloth_ddp.model.load import parameter_counts
 from unsloth_ddp.run.files import LOCK_FILE, SUMMARY_FILE
-from unsloth_ddp.run.next_steps import shown_path
+from unsloth_ddp.run.next_steps import chat_command
 from unsloth_ddp.run.upload import upload
 from unsloth_ddp.training.memory_search import MicroBatchDecision, with_micro_batch
 from unsloth_ddp.training.meter import peak_memory_bytes
@@ -193,7 +192,6 @@ def finish(settings: Settings, folder: Path, summary: dict[str, Any]) -> None:
         f"{summary['tokens_per_second']:,.0f} tokens/s. Everything is in {folder}",
         flush=True,
     )
-    trust = " --trust_remote_code" if settings.trust_remote_code else ""
-    print(f"To talk to it: uv run python -m unsloth_ddp.chat {shlex.quote(shown_path(folder))}{trust}", flush=True)
+    print(f"To talk to it: {chat_command(folder, trust=settings.trust_remote_code)}", flush=True)
     if settings.push_to_hub:
         print(f"Uploaded to {upload(settings, folder)}", flush=True)

@@ -172,7 +172,7 @@ _SHARED = "only data parallelism, ZeRO and FSDP2 are offered"
 # "name/tools ..." -> why there is no option.
 WITHOUT = {
     "num_processes/G num_machines/G machine_rank/G main_process_ip/G main_process_port/G nproc_per_node/G nnodes/G node_rank/G "
-    "master_addr/G master_port/G multi_gpu/G": "it is the launcher's: give it before train_ddp.py",
+    "master_addr/G master_port/G multi_gpu/G": "give it to the launcher, before the name of the script",
     "config_file/G": "the launcher's file goes before train_ddp.py; --config takes a file of options",
     "deepspeed/ALTSG fsdp/ALTS fsdp_config/ATS fsdp_version/A dp_shard_size/A dp_replicate_size/A fsdp_final_state_dict_type/A "
     "fsdp_transformer_layer_cls_to_wrap/L deepcompile/A": _LAUNCHER,

@@ -6,7 +6,7 @@ setup:
 	git config --get core.hooksPath >/dev/null || uvx pre-commit install
 
 demo:
-	uv run accelerate launch --config_file accelerate_configs/cpu.yaml train_ddp.py --run_name demo --overwrite
+	uv run accelerate launch --config_file accelerate_configs/cpu.yaml train_ddp.py --use_cpu --run_name demo --overwrite
 
 lint:
 	uv run ruff check .

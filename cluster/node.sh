@@ -135,7 +135,7 @@ check_nodes() {
   fi
   number NODE_RANK 0 0 999999999 "0 on the master, then 1, 2, ..."
   ((NODE_RANK < NNODES)) ||
-    refuse "NODE_RANK is $NODE_RANK and NNODES is $NNODES; ranks go from 0 to $((NNODES - 1)), another one on each node."
+    refuse "NODE_RANK is $NODE_RANK and NNODES is $NNODES; ranks go from 0 to $((NNODES - 1)), a different one on each node."
   given_port=${MASTER_PORT:-}
   number MASTER_PORT 6001 1024 "$((65535 - preflight))" "a free port of node 0 (the preflight takes the next one)"
   number START_TIMEOUT 300 10 86400 "seconds that nodes wait for each other"
@@ -180,7 +180,7 @@ check_gpus() {
   fi
   visible=$(visible_gpus)
   ((visible > 0)) ||
-    refuse "this node ($(hostname)) shows no GPU; see to its driver (nvidia-smi) and CUDA_VISIBLE_DEVICES, or add --cpu."
+    refuse "this node ($(hostname)) shows no GPU; check its driver (nvidia-smi) and CUDA_VISIBLE_DEVICES, or add --cpu."
   number GPUS_PER_NODE "$visible" 1 1024 "the GPUs to use on each node"
   ((GPUS_PER_NODE <= visible)) ||
     refuse "GPUS_PER_NODE is $GPUS_PER_NODE, but this node ($(hostname)) shows $visible; give at most $visible, on every node alike."
@@ -310,9 +310,7 @@ check_job() {
   ((preflight)) || return 0
   if ((NNODES > 1)); then
     say "node $NODE_RANK: checking the nodes; waiting up to $START_TIMEOUT s for all $NNODES at $MASTER_ADDR:$MASTER_PORT"
-    local device=()
-    ((cpu == 0)) || device=(ACCELERATE_USE_CPU=True)
-    run env "${device[@]}" python -m unsloth_ddp.preflight --timeout "$START_TIMEOUT" "${train_arguments[@]}" \
+    run python -m unsloth_ddp.preflight --timeout "$START_TIMEOUT" "${train_arguments[@]}" \
       >"$folder/preflight.txt" 2>&1
     ((code == 0)) || cat "$folder/preflight.txt" >&2
   fi
@@ -320,8 +318,8 @@ check_job() {
   ((code)) || launch "$((MASTER_PORT + 1))" -m unsloth_ddp.preflight --timeout "$START_TIMEOUT" "${train_arguments[@]}" \
     2> >(sed -u '/^E[0-9]\{4\} .* failed (exitcode: /,$d' >&2)
   ((code == 0)) || read_exit_code
-  ((code == 0)) || [[ -n $stop ]] || say "node $NODE_RANK: the preflight failed, so nothing was trained; mend what it names" \
-    "(or start with --no_preflight, if you know better)"
+  ((code == 0)) || [[ -n $stop ]] || say "node $NODE_RANK: the preflight failed, so nothing was trained; fix what it names," \
+    "or start with --no_preflight"
 }
 
 train() {
@@ -428,7 +426,8 @@ main() {
 
   export NNODES NODE_RANK MASTER_PORT
   # On the CPU it counts processes, and is no claim about GPUs.
-  if ((cpu)); then export -n GPUS_PER_NODE; else export GPUS_PER_NODE; fi
+  # Processes see GPUs of the node; accelerate does not tell them that its config asks for the CPU.
+  if ((cpu)); then export -n GPUS_PER_NODE && export ACCELERATE_USE_CPU=True; else export GPUS_PER_NODE; fi
   # torch's launcher hands on the signals named here, and gives ranks this long to save before it kills them.
   export PET_SIGNALS_TO_HANDLE=${PET_SIGNALS_TO_HANDLE:-SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1}
   export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-300}

@@ -34,15 +34,15 @@ def test_two_hosts_train_as_one_does_and_one_log_speaks(two_hosts, one_host, job
     reference, said_by_one = one_host
     codes, texts = run_nodes(two_hosts, [*job.words, "--run_name", "two"], tmp_path)
     assert codes == [0, 0], "\n".join(texts)
-    assert "2 on 2 node(s)" in texts[0]
+    assert "2 on 2 nodes" in texts[0]
     assert losses(texts[0]) == pytest.approx(losses(said_by_one), rel=1e-3)  # as printed, four digits
     assert len(losses(texts[0])) == 30
     run = tmp_path / "outputs" / "two"
     assert train_loss(run) == pytest.approx(train_loss(reference), rel=LOSS_TOLERANCE)
     assert difference(run, reference) < TOLERANCE
     # The preflight ran first, before a launcher and with every process, and was shown once.
-    assert texts[0].index("training can start") < texts[0].index("2 on 2 node(s)")
-    assert not losses(texts[1]) and "2 on 2 node(s)" not in texts[1] and "Done:" not in texts[1]
+    assert texts[0].index("training can start") < texts[0].index("2 on 2 nodes")
+    assert not losses(texts[1]) and "2 on 2 nodes" not in texts[1] and "Done:" not in texts[1]
     assert not (set(lines(texts[0])) & set(lines(texts[1])))
 
 
@@ -72,7 +72,7 @@ def test_three_hosts_with_disks_of_their_own(three_hosts, one_host, job, tmp_pat
     for other in ("node2", "node3"):
         assert not list((tmp_path / other).glob("outputs/three/checkpoint-*"))
         assert not (tmp_path / other / "outputs" / "three" / "adapter_model.safetensors").exists()
-    assert "3 on 3 node(s)" in texts[0] and not any(losses(text) for text in texts[1:])
+    assert "3 on 3 nodes" in texts[0] and not any(losses(text) for text in texts[1:])
 
 
 def test_a_killed_rank_ends_both_nodes_which_start_again_from_the_checkpoint(two_hosts, one_host, job, tmp_path):

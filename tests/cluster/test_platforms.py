@@ -30,7 +30,7 @@ def test_the_command_of_the_platform_trains_on_two_nodes(two_hosts, one_host, jo
     codes = wait_for_all(processes, RUN_SECONDS)
     texts = outputs(two_hosts, tmp_path)
     assert codes == [0, 0], "\n".join(texts)
-    assert "2 on 2 node(s)" in texts[0] and not losses(texts[1])
+    assert "2 on 2 nodes" in texts[0] and not losses(texts[1])
     run = tmp_path / "volume" / RUN_NAMES[name]
     assert difference(run, one_host[0]) < TOLERANCE
     assert train_loss(run) == pytest.approx(train_loss(one_host[0]), rel=LOSS_TOLERANCE)

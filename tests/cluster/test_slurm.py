@@ -62,7 +62,7 @@ def test_a_job_is_stopped_before_its_limit_requeued_and_ends_as_if_nothing_had_b
     assert difference(run, one_host[0]) < TOLERANCE
     assert train_loss(run) == pytest.approx(train_loss(one_host[0]), rel=LOSS_TOLERANCE)
     # One log a node, each with its own rank, which Slurm filled in there; the second one is silent on the training.
-    assert "2 on 2 node(s)" in log
+    assert "2 on 2 nodes" in log
     assert "node 0 reaches node1" in log and "node 1 reaches node1" in (logs / "node-1.log").read_text()
     assert not losses((logs / "node-1.log").read_text())
 

@@ -72,7 +72,7 @@ TWO = {"GPUS": "4", "NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "10.9.8.7"}
         ("", {"GPUS": "4", "GPUS_PER_NODE": "0"}, "GPUS_PER_NODE is 0"),
         ("", {"GPUS": "4", "CUDA_VISIBLE_DEVICES": ""}, "shows no GPU"),
         ("", {"GPUS": "4", "CUDA_VISIBLE_DEVICES": "-1"}, "shows no GPU"),
-        ("", {}, "shows no GPU; see to its driver (nvidia-smi) and CUDA_VISIBLE_DEVICES, or add --cpu"),
+        ("", {}, "shows no GPU; check its driver (nvidia-smi) and CUDA_VISIBLE_DEVICES, or add --cpu"),
         ("-m ./none", {}, "-m ./none: there is no such folder on this node"),
         ("-m rows.jsonl", {}, "-m rows.jsonl: there is no such folder"),
         ("-d no.jsonl", TWO, "-d no.jsonl: there is no such file on this node (node 1, "),
@@ -130,6 +130,12 @@ def test_the_flags_of_a_node_and_its_preflights(node):
         job.format(7001, "-m unsloth_ddp.preflight --timeout 300"),
         job.format(7000, f"{REPO}/train_ddp.py"),
     ]
+
+
+@pytest.mark.parametrize(("option", "seen"), [("--cpu", "cpu True"), ("", "cpu ")])
+def test_processes_are_told_to_leave_the_gpus_alone(node, option, seen):
+    node(f"{option} --no_preflight", GPUS="2", SCRIPT='echo "cpu ${ACCELERATE_USE_CPU:-}" >>"$CALLS"')
+    assert [line for line in node.calls() if line.startswith("cpu")] == [seen]
 
 
 def test_cpu_processes(node):

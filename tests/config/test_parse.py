@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from unsloth_ddp.config.command_line import make_command_parser, make_parser
 from unsloth_ddp.config.options import OPTIONS, TOPICS, Settings
-from unsloth_ddp.config.parse import parse_settings, read_config
+from unsloth_ddp.config.parse import DEMO_RECIPE, parse_settings, read_config
 from unsloth_ddp.config.upstream_names import known_names
 from unsloth_ddp.config.values import convert_value
 from unsloth_ddp.utils.errors import UserError
@@ -104,7 +104,7 @@ def test_yaml_values_mean_what_they_look_like(config: Any, line: str, name: str,
         ("lora_rank: 8", "run.yaml: there is no option lora_rank; here it is lora_r."),
         ("zzzzzzzz: 8", "run.yaml: there is no option zzzzzzzz; train_ddp.py --help lists them all."),
         ("config: run.yaml", "run.yaml: config is for the command line only"),
-        ("lora_r: 8\nlora_r: 16", "run.yaml is not YAML: lora_r is given twice in "),
+        ("lora_r: 8\nlora_r: 16", "run.yaml is not YAML: lora_r is given twice (line 2)."),
         ("trainer_args: {a: 1, a: 2}", "a is given twice"),
         ("lora_r: big", "run.yaml: lora_r is 'big', but it takes a whole number."),
         ("lora_r: 8.5", "run.yaml: lora_r is 8.5, but it takes a whole number."),
@@ -129,9 +129,9 @@ def test_yaml_values_mean_what_they_look_like(config: Any, line: str, name: str,
         ("just text", "run.yaml holds no options"),
         ("1: 2", "run.yaml holds no options"),
         ("", "run.yaml holds no options"),
-        ("model: [", "run.yaml is not YAML: while parsing"),
-        ("? [a]\n: b", "run.yaml is not YAML: while constructing"),
-        ("run_name: 2026-13-45", "run.yaml is not YAML: month must be in 1..12"),
+        ("model: [", "run.yaml is not YAML: expected the node content, but found '<stream end>' (line 1)."),
+        ("? [a]\n: b", "run.yaml is not YAML: found unhashable key (line 1)."),
+        ("run_name: 2026-13-45", "run.yaml is not YAML: month must be in 1..12."),
         ("model: !!python/object/apply:os.system ['touch ran']", "run.yaml is not YAML: could not determine a"),
         ("model: " + "[" * 1200, "run.yaml is not YAML: nested too deeply"),
     ],
@@ -153,7 +153,13 @@ def test_a_file_may_begin_with_a_byte_order_mark_and_have_windows_line_ends(conf
 
 def test_a_missing_file_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "no.yaml"
-    assert refusal("--config", str(path)) == f"--config {path}: there is no such file; recipes/ holds examples."
+    recipes = DEMO_RECIPE.parent
+    assert refusal("--config", str(path)) == f"--config {path}: there is no such file; {recipes} holds examples."
+    where = f"there is no such file in {Path.cwd()}; {recipes} holds examples."
+    assert refusal("--config", "nowhere/no.yaml") == f"--config nowhere/no.yaml: {where}"
+    (tmp_path / "qwen_lora.yaml").touch()
+    near = f"there is no such file; did you mean {tmp_path}/qwen_lora.yaml?"
+    assert refusal("--config", f"{tmp_path}/qwen_lroa.yaml").endswith(near)
     assert refusal("--config", str(tmp_path)) == f"--config {tmp_path} is a folder; name one of the .yaml files in it."
     assert "cannot be read" in refusal("--config", "x" * 5000)
 
@@ -166,7 +172,8 @@ def test_a_missing_file_is_refused(tmp_path: Path) -> None:
         (["--global_batch=8"], "command line: there is no option global_batch; did you mean global_batch_size?"),
         (["--no_lora"], "command line: there is no option no_lora; "),
         (["--epochs", "3"], "command line: there is no option epochs; here it is num_train_epochs."),
-        (["--node_rank", "3"], "there is no option node_rank; train_ddp.py --help lists them all."),
+        (["--node_rank", "3"], "there is no option node_rank; give it to the launcher, before the name of the script."),
+        (["--nodez", "3"], "there is no option nodez; train_ddp.py --help lists them all."),
         (["rows.jsonl"], "command line: rows.jsonl stands alone; every value follows an option."),
         (["--merge", "rows.jsonl"], "command line: merge is 'rows.jsonl', but it takes true or false."),
         (["--lora_r"], "command line: argument --lora_r: expected one argument."),
@@ -194,7 +201,8 @@ def test_a_bad_command_line_is_refused_in_one_sentence(words: list[str], sentenc
         ),
         ("parity", "--step 2", "there is no option step; did you mean steps?"),
         ("preflight", "--time_out 2", "there is no option time_out; did you mean timeout?"),
-        ("preflight", "--node_rank 3", "no option node_rank; python -m unsloth_ddp.preflight --help and train_ddp.py"),
+        ("preflight", "--node_rank 3", "no option node_rank; give it to the launcher, before the name of the script."),
+        ("preflight", "--nodez 3", "no option nodez; python -m unsloth_ddp.preflight --help and train_ddp.py"),
         ("preflight", "--lora_rank 3", "there is no option lora_rank; here it is lora_r."),
     ],
 )
@@ -232,10 +240,10 @@ def test_a_tools_own_options_are_read_with_dashes_too() -> None:
         ("--eval_steps 5 --eval_strategy no", "eval_steps 5 and eval_strategy no contradict"),
         ("--method full --merge", "merge is for lora and qlora"),
         ("--run_name ../up", "run_name '../up' is not a plain folder name"),
-        ("--run_name ..", "run_name '..' is not a plain folder name"),
+        ("--run_name ..", "run_name '..' is not a plain folder name; use letters, digits, - and _."),
         ("--run_name a\\b", "is not a plain folder name"),
-        ("--run_name " + "a" * 201, "of at most 200 bytes (it has 201)"),
-        ("--run_name " + "\u00e9" * 150, "of at most 200 bytes (it has 300)"),
+        ("--run_name " + "a" * 201, "has 201 bytes, and a folder name holds 200; give a shorter one."),
+        ("--run_name " + "\u00e9" * 150, "has 300 bytes, and a folder name holds 200"),
         ("--streaming", "streaming needs max_steps, because the number of rows is not known"),
         ("--streaming --max_steps 9 --eval_fraction 0.1", "eval_fraction 0.1 of rows that are streamed cannot be set"),
         ("--streaming --max_steps 9 --save_strategy epoch", "save_strategy is epoch, but where an epoch of streamed"),

@@ -112,6 +112,7 @@ def test_no_tools_however_written_are_none(tools: Any) -> None:
         ({"messages": str(CHAT)}, "messages is a list as Python or NumPy prints it, which is not JSON; write the table again"),
         ({}, "unknown columns (none); "),
         ({f"c{i}": 1 for i in range(99)}, "c18, c19 and 79 more); "),
+        (CHAT, "the row is a list of objects; if each is a row, name the file .json instead of .jsonl."),
         ([CHAT], "the row is a list, not an object with columns; accepted columns: "),
         (None, "the row is missing, not an object"),
         ("Hi", "the row is text, not an object"),

@@ -37,7 +37,7 @@ def test_only_the_main_process_speaks(demo):
 
 def test_the_table_says_what_will_run(demo):
     for part in (
-        "2 on 1 node(s)",
+        "2 on 1 node",
         "fp32",
         "(1,129,984 parameters, adapter included)",
         "lora (163,840 trainable parameters",

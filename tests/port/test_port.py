@@ -11,6 +11,7 @@ import yaml
 
 from unsloth_ddp.config.aliases import ALIASES
 from unsloth_ddp.config.parse import parse_settings
+from unsloth_ddp.distributed.sharding import check_sharding
 from unsloth_ddp.port.__main__ import main, render
 from unsloth_ddp.port.convert import AXOLOTL, LLAMA_FACTORY, RULES, TRL, detect_tool, port
 from unsloth_ddp.port.ported import Ported
@@ -127,7 +128,8 @@ def test_a_file_of_llama_factory_with_its_list_of_data_sets(tmp_path: Path) -> N
     info = {"mine": {"file_name": "mine.json", "columns": {"prompt": "instruction", "response": "answer"}}}
     (tmp_path / "data" / "dataset_info.json").write_text(json.dumps(info))
     result = ported(LLAMA_FACTORY_FILE, folder=tmp_path)
-    assert (result.tool, result.launch_config) == (LLAMA_FACTORY, "zero3")
+    # ZeRO-3, as the file has it, is refused with QLoRA.
+    assert (result.tool, result.launch_config) == (LLAMA_FACTORY, "fsdp2")
     assert result.to_do == ["dataset mine has its response in the column answer, which is not read under that name."]
     settings = settings_of(result, tmp_path)
     assert settings.dataset == [str(tmp_path / "data" / "mine.json"), "org/rows"]
@@ -204,12 +206,46 @@ def test_data_sets_of_axolotl(entry: str, options: dict[str, Any], to_do: str) -
     [
         ("deepspeed: deepspeed_configs/zero2.json", "zero2"), ("deepspeed: ds_z3_offload_config.json", "zero3"),
         ("deepspeed: zero1.json", "zero2"), ("fsdp: [full_shard]", "fsdp2"), ("fsdp_config: {}", "ddp"),
+        ("adapter: qlora\ndeepspeed: zero3.json", "fsdp2"),
     ],
 )  # fmt: skip
 def test_the_launch_file_follows_from_the_sharding(line: str, config: str) -> None:
     result = ported(f"base_model: m\n{line}\n", AXOLOTL)
     assert result.launch_config == config
     assert f"accelerate_configs/{config}.yaml train_ddp.py --config THIS_FILE" in render(result, Path("x.yaml"))
+
+
+@pytest.mark.parametrize("method", ["adapter: lora", "adapter: qlora", ""])
+@pytest.mark.parametrize("sharding", ["deepspeed: zero2.json", "deepspeed: zero3_bf16.json", "fsdp: [full_shard]"])
+def test_the_result_goes_with_its_launch_file(
+    method: str, sharding: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = f"base_model: m\ndatasets: [{{path: o/r}}]\n{method}\n{sharding}\ngradient_checkpointing: offload\n"
+    result = ported(text, AXOLOTL)
+    settings = settings_of(result, tmp_path)
+    backend = "unsloth" if settings.backend == "auto" else settings.backend
+    # Not installed by default.
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    check_sharding(result.launch_config, settings, "cuda", backend, 2)  # type: ignore[arg-type]
+
+
+def test_an_offload_of_the_file_is_named() -> None:
+    result = ported("base_model: m\ndeepspeed: ds_z3_offload_config.json\nadapter: lora\n", AXOLOTL)
+    assert result.left_out["deepspeed"] == (
+        "start with accelerate_configs/zero3.yaml; zero3_offload.yaml uses host memory too"
+    )
+
+
+def test_what_the_kit_does_anyway_is_no_loss() -> None:
+    entry = "{path: o/r, type: chat_template, roles_to_train: [assistant], train_on_eos: turn}"
+    assert ported(f"base_model: m\ndatasets: [{entry}]\n", AXOLOTL).left_out == {}
+    other = entry.replace("turn", "last")
+    assert "train_on_eos" in "".join(ported(f"base_model: m\ndatasets: [{other}]\n", AXOLOTL).left_out)
+
+
+def test_full_training_of_a_quantized_model_is_refused_as_llama_factory_does() -> None:
+    with pytest.raises(UserError, match="finetuning_type full with quantization_bit contradict each other"):
+        ported("model_name_or_path: m\ncutoff_len: 9\nfinetuning_type: full\nquantization_bit: 4\n", LLAMA_FACTORY)
 
 
 @pytest.mark.parametrize("tool", [AXOLOTL, LLAMA_FACTORY, TRL])
@@ -245,7 +281,7 @@ def test_the_command_prints_or_writes_and_never_replaces(tmp_path: Path, capsys:
         ("model: m\n", "is a file of this kit already; give it as --config."),
         ("a: 1\n", "its keys are those of none of axolotl, LLaMA-Factory and TRL"),
         ("[1, 2]", "holds no keys and values"),
-        ("a: [", "is not YAML: "),
+        ("a: [", "is not YAML: expected the node content, but found '<stream end>' (line 1)."),
         (None, "cannot be read: No such file or directory."),
     ],
 )

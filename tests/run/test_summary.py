@@ -135,7 +135,8 @@ def test_an_upload_needs_a_token_and_a_hub_before_the_run_begins(monkeypatch):
 
 
 def test_the_table_names_schedule_and_warm_up():
-    assert summary.describe_schedule(Settings()) == "linear schedule without warm-up"
+    assert summary.describe_schedule(Settings()) == "linear schedule, no warm-up"
     cosine = Settings(lr_scheduler_type="cosine", warmup_steps=0.05)
-    assert summary.describe_schedule(cosine) == "cosine schedule with 5% of all steps of warm-up"
-    assert summary.describe_schedule(Settings(warmup_steps=20)) == "linear schedule with 20 steps of warm-up"
+    assert summary.describe_schedule(cosine) == "cosine schedule, warm-up of 5% of the steps"
+    assert summary.describe_schedule(Settings(warmup_steps=20)) == "linear schedule, 20 warm-up steps"
+    assert summary.describe_schedule(Settings(warmup_steps=1)) == "linear schedule, 1 warm-up step"

@@ -174,7 +174,7 @@ def test_what_fits_is_found_by_trying_and_told():
     fixed = OnGPU({"none": 9, "torch": 99, "unsloth": 99}, per_device_train_batch_size=1).choose({})
     assert (fixed.kind, fixed.per_device) == ("none", 1)
     search = OnGPU({}, gradient_checkpointing="none", per_device_train_batch_size=1)
-    assert search.choose({}).reason == "as asked" and not search.tried
+    assert search.choose({}).reason == "as set" and not search.tried
 
 
 def test_a_resumed_run_keeps_the_decision():

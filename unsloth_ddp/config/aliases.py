@@ -138,7 +138,7 @@ VALUED: dict[str, tuple[dict[str, dict[str, Any]], str]] = {
     "saves_per_epoch/A": ({"1": {"save_strategy": "epoch"}, "0": {"save_strategy": "no"}}, "give save_steps"),
     "do_train/LT plot_loss/L save_safetensors/A strict/A": ({"true": _NOTHING, "false": _NOTHING}, "leave it out"),
     "do_eval/T": ({"true": _NOTHING, "false": {"eval_strategy": "no"}}, "give eval_strategy"),
-    "stage/L": ({"sft": _NOTHING}, "the kit does supervised fine-tuning only (for pt: rows with a text column and loss_on all)"),
+    "stage/L": ({"sft": _NOTHING}, "the kit does supervised fine-tuning only; for pt give rows with a text column and loss_on all"),
     "use_tensorboard/A": ({"true": {"report_to": ["tensorboard"]}, "false": _NOTHING}, "give report_to tensorboard"),
     "use_wandb/A": ({"true": {"report_to": ["wandb"]}, "false": _NOTHING}, "give report_to wandb"),
     "use_mlflow/A": ({"true": {"report_to": ["mlflow"]}, "false": _NOTHING}, "give report_to mlflow"),
@@ -148,14 +148,14 @@ VALUED: dict[str, tuple[dict[str, dict[str, Any]], str]] = {
 }  # fmt: skip
 
 _LAUNCHER = (
-    "the launcher shards the weights: accelerate launch --config_file accelerate_configs/zero2.yaml (or zero3.yaml, "
-    "fsdp2.yaml) train_ddp.py"
+    "the launcher decides it: accelerate launch --config_file accelerate_configs/zero2.yaml (or zero3.yaml, fsdp2.yaml) "
+    "train_ddp.py"
 )
 _ADAPTER = (
     "an adapter is not trained further; merge it into its base and give the result as model, or continue an "
     "unfinished run with resume"
 )
-_BY_CONFIG = "it follows from the model's own files"
+_BY_CONFIG = "read from the model's own files"
 _TOKENIZER = "change the tokenizer's files instead"
 _WANDB = "give report_to wandb, and WANDB_PROJECT, WANDB_ENTITY and WANDB_NAME in the environment"
 _PREPARED = "rows are read and tokenized at every start"
@@ -171,6 +171,9 @@ _SHARED = "only data parallelism, ZeRO and FSDP2 are offered"
 
 # "name/tools ..." -> why there is no option.
 WITHOUT = {
+    "num_processes/G num_machines/G machine_rank/G main_process_ip/G main_process_port/G nproc_per_node/G nnodes/G node_rank/G "
+    "master_addr/G master_port/G multi_gpu/G": "give it to the launcher, before the name of the script",
+    "config_file/G": "the launcher's file goes before train_ddp.py; --config takes a file of options",
     "deepspeed/ALTSG fsdp/ALTS fsdp_config/ATS fsdp_version/A dp_shard_size/A dp_replicate_size/A fsdp_final_state_dict_type/A "
     "fsdp_transformer_layer_cls_to_wrap/L deepcompile/A": _LAUNCHER,
     "lora_model_dir/A adapter_name_or_path/L adapters/S lora_path/G": _ADAPTER,

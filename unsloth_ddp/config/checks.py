@@ -49,11 +49,10 @@ def _check_run_name(name: str | None) -> None:
         return
     # File systems limit the bytes of a name, and most letters beyond ASCII take two to four.
     size = len(name.encode("utf-8", "surrogatepass"))
-    if not re.fullmatch(r"(?!\.{1,2}$)[^/\\\x00-\x1f\ud800-\udfff]+", name) or size > 200:
-        raise UserError(
-            f"run_name {name[:200]!r} is not a plain folder name of at most 200 bytes (it has {size}); use letters, digits, "
-            "- and _."
-        )
+    if size > 200:
+        raise UserError(f"run_name {name[:40]!r}... has {size} bytes, and a folder name holds 200; give a shorter one.")
+    if not re.fullmatch(r"(?!\.{1,2}$)[^/\\\x00-\x1f\ud800-\udfff]+", name):
+        raise UserError(f"run_name {name!r} is not a plain folder name; use letters, digits, - and _.")
 
 
 def _check_secrets(settings: Settings) -> None:

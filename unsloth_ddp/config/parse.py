@@ -7,6 +7,7 @@ is also why TRL's own TrlParser, whose conventions this follows, is not used.
 
 from __future__ import annotations
 
+import difflib
 from pathlib import Path
 from typing import Any
 
@@ -62,12 +63,12 @@ def read_config(path: Path) -> dict[str, Any]:
         if path.is_dir():
             raise UserError(f"--config {path} is a folder; name one of the .yaml files in it.")
         if not path.is_file():
-            raise UserError(f"--config {path}: there is no such file; recipes/ holds examples.")
+            raise UserError(f"--config {path}: there is no such file{_instead(path)}")
         content = read_yaml(path)
     except OSError as error:
         raise UserError(f"--config {path} cannot be read: {os_reason(error)}.") from None
     except Unreadable as error:
-        raise UserError(f"--config {path} is not YAML: {error}") from None
+        raise UserError(f"--config {path} is not YAML: {str(error).rstrip('.')}.") from None
     if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
         raise UserError(f"--config {path} holds no options; write one `name: value` a line.")
     if "distributed_type" in content:
@@ -83,6 +84,15 @@ def read_config(path: Path) -> dict[str, Any]:
         name: _relative_to(path.parent, name, convert_value(name, value, str(path)), beside=True)
         for name, value in content.items()
     }
+
+
+def _instead(path: Path) -> str:
+    """Return what to do about a file that is not there: a similar name in its folder, or where it was looked for."""
+    inside = [file.name for file in path.parent.glob("*.y*ml")] if _exists(path.parent) else []
+    if near := difflib.get_close_matches(path.name, inside, 1, 0.8):
+        return f"; did you mean {path.parent / near[0]}?"
+    where = "" if path.is_absolute() else f" in {Path.cwd()}"
+    return f"{where}; {DEMO_RECIPE.parent} holds examples."
 
 
 def _relative_to(folder: Path, name: str, value: Any, beside: bool = False) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from unsloth_ddp.config.options import Settings
+from unsloth_ddp.utils.units import counted
 
 # The learning rates of recipes/: for adapters, and for every parameter.
 USUAL_RATE = {"lora": 2e-4, "qlora": 2e-4, "full": 1e-5}
@@ -48,7 +49,7 @@ def _warmup(settings: Settings, steps: int) -> str | None:
     if warmup < 1 or warmup < steps or settings.lr_scheduler_type == "constant":
         return None
     return (
-        f"warmup_steps {warmup:g} is not below the {steps:,} steps of the run, so learning_rate is never reached; give fewer, "
+        f"warmup_steps {warmup:g} is not below the {counted(steps, 'step')} of the run, so learning_rate is never reached; give fewer, "
         "or a fraction of all steps such as 0.05."
     )
 
@@ -85,4 +86,4 @@ def _steps(settings: Settings, steps: int) -> str | None:
         return None
     # max_steps, where given, is the length of the run, whatever the epochs and the batch are.
     more = "--max_steps" if settings.max_steps > 0 else "--num_train_epochs or lower --global_batch_size"
-    return f"The run has {steps} optimizer step{'s' if steps > 1 else ''}, which is little to learn from; raise {more}."
+    return f"The run has {counted(steps, 'optimizer step')}, which is little to learn from; raise {more}."

@@ -49,7 +49,7 @@ def unknown_options(given: Mapping[str, Any], source: str | Path, command: Comma
         hints = {name: _own_hint(name, own) for name in given}
         lists = f"{command.prog} --help lists"
     else:
-        hints = {name: _hint(name, value, [*own, *OPTIONS], of_command_line) for name, value in given.items()}
+        hints = {name: _hint(name, value, own, of_command_line) for name, value in given.items()}
         lists = f"{command.prog} --help and train_ddp.py --help list" if command else "train_ddp.py --help lists"
     if len(given) == 1:
         name, hint = next(iter(hints.items()))
@@ -94,9 +94,12 @@ def _near(name: str, known: Sequence[str]) -> str | None:
     return next(iter(difflib.get_close_matches(name[:100], known, n=1, cutoff=0.75)), None)
 
 
-def _hint(name: str, value: Any, known: Sequence[str], of_command_line: bool) -> str:
-    """Return what to give instead of one option, or nothing."""
-    if alias := ALIASES.get(name):
+def _hint(name: str, value: Any, own: Sequence[str], of_command_line: bool) -> str:
+    """Return what to give instead of one option, or nothing; `own` are the command's options beside those of a run."""
+    alias = ALIASES.get(name)
+    if alias and alias.note and (near := _near(name, own)):
+        return f"did you mean {near}?"
+    if alias:
         if alias.option:
             return f"here it is {alias.option}"
         options = alias.translate(value)
@@ -108,6 +111,7 @@ def _hint(name: str, value: Any, known: Sequence[str], of_command_line: bool) ->
     if name in sft_config_fields():
         return "give it in trainer_args"
     # A misspelt name only: a name that shares a word with another, such as micro_batch_size, may mean something else.
+    known = [*own, *OPTIONS]
     near = _near(name, [*known, *ALIASES])
     if near and (alias := ALIASES.get(near)):
         return f"did you mean {alias.option}?" if alias.option else ""

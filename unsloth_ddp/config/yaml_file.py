@@ -39,6 +39,10 @@ def read_yaml(path: Path) -> Any:
         raise
     except RecursionError:
         raise Unreadable("nested too deeply") from None
+    except yaml.MarkedYAMLError as error:
+        if error.problem is None or error.problem_mark is None:
+            raise Unreadable(one_line(error)) from None
+        raise Unreadable(f"{one_line(error.problem)} (line {error.problem_mark.line + 1})") from None
     except (yaml.YAMLError, ValueError, OverflowError) as error:
         raise Unreadable(one_line(error)) from None
 

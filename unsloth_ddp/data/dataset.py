@@ -147,6 +147,8 @@ def _tokenize(examples: datasets.Dataset, encoder: Encoder, settings: Settings, 
         encoded = [encode(row, location) for row, location in zip(batch["example"], batch["location"], strict=True)]
         return {name: [row[name] for row in encoded] for name in encoded[0]}
 
+    # A process takes longer to start than to tokenize a batch.
+    processes = min(settings.dataset_num_proc, -(-len(examples) // ROWS_AT_A_TIME))
     if len(examples) >= ROWS_WITH_PROGRESS_BAR:
         datasets.enable_progress_bars()
     tokenized = examples.map(
@@ -155,7 +157,7 @@ def _tokenize(examples: datasets.Dataset, encoder: Encoder, settings: Settings, 
         batched=True,
         batch_size=ROWS_AT_A_TIME,
         remove_columns=examples.column_names,
-        num_proc=settings.dataset_num_proc if settings.dataset_num_proc > 1 else None,
+        num_proc=processes if processes > 1 else None,
         features=datasets.Features({**TOKEN_FEATURES, **REPORT_FEATURES}),
     )
     datasets.disable_progress_bars()

@@ -61,6 +61,8 @@ def to_example(row: Any) -> Example:
         UserError: the row has none of the accepted formats, or a value is missing or of the wrong type.
     """
     if not isinstance(row, dict):
+        if isinstance(row, list) and row and isinstance(row[0], dict):
+            raise UserError("the row is a list of objects; if each is a row, name the file .json instead of .jsonl.")
         raise UserError(f"the row is {kind_of(row)}, not an object with columns; accepted columns: {ACCEPTED}.")
     # Tables fill the columns that a row lacks with nulls.
     given, row = row, {name: value for name, value in row.items() if value is not None}

@@ -29,6 +29,7 @@ MAGIC = {
 }
 # As datasets on the Hub name the files of such splits: test-00000-of-00001.parquet, validation/0.jsonl.
 OTHER_SPLIT = re.compile(r"(?<![a-z])(?:test|testing|valid|validation|val|dev|eval|evaluation|held_?out)(?![a-z])")
+HUB_ADDRESS = re.compile(r"https?://huggingface\.co/datasets/([^/]+(?:/[^/]+)?)")
 SPACE = re.compile(r"[ \t\r\n]*")
 
 
@@ -56,6 +57,8 @@ def check_source(source: str) -> None:
     try:
         if not is_file(source):
             return
+        if match := HUB_ADDRESS.match(source):
+            raise UserError(f"dataset {source} is an address; give the dataset's id on the Hub: {match[1]}.")
         path = Path(source).expanduser()
         if not path.exists():
             raise UserError(f"dataset {source}: there is no such file.")

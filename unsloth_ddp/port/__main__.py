@@ -3,7 +3,8 @@
     uv run python -m unsloth_ddp.port their.yaml > mine.yaml
     uv run accelerate launch --config_file accelerate_configs/ddp.yaml train_ddp.py --config mine.yaml
 
-Options that the file leaves out get the other tool's default where the kit's differs. Nothing is imported or loaded.
+Options that the file leaves out get the other tool's default where the kit's differs. The other tool need not be
+installed.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ def make_parser() -> Parser:
     """Return the parser of the command line."""
     parser = Parser("python -m unsloth_ddp.port", __doc__)
     parser.add_argument("file", type=Path, metavar="FILE", help="the other tool's YAML file")
-    parser.add_argument("--tool", choices=sorted(PORTED_TOOLS), help="the tool it is for [by its keys]")
+    parser.add_argument(
+        "--tool", choices=sorted(PORTED_TOOLS), help="the tool that the file is for [recognised by its keys]"
+    )
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the result there [print it]")
     return parser
 
@@ -45,7 +48,7 @@ def read_file(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror or error}.") from None
     except Unreadable as error:
-        raise UserError(f"{path} is not YAML: {error}") from None
+        raise UserError(f"{path} is not YAML: {str(error).rstrip('.')}.") from None
     if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
         raise UserError(f"{path} holds no keys and values, so there is nothing to port.")
     if content and set(content) <= set(OPTIONS):
@@ -77,7 +80,7 @@ def render(ported: Ported, source: Path) -> str:
         lines += [f"#   {printable(', '.join(names))}: {printable(why)}." for why, names in by_reason.items()]
     lines += [
         "#",
-        "# Start it with: accelerate launch --config_file "
+        "# Start it with: uv run accelerate launch --config_file "
         f"accelerate_configs/{ported.launch_config}.yaml train_ddp.py --config THIS_FILE",
     ]
     ordered = {name: ported.options[name] for name in OPTIONS if name in ported.options}

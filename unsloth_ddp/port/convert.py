@@ -145,11 +145,13 @@ def _sharding(ported: Ported, key: str, value: Any, given: Mapping[str, Any]) ->
         ported.launch_config = {"2": "zero2", "3": "zero3"}.get(stage[1] if stage else "", "zero2")
     elif value:
         ported.launch_config = "fsdp2"
-    shards = f"start with accelerate_configs/{ported.launch_config}.yaml, which shards the weights"
+    instead = ""
     if key == "deepspeed" and stage and stage[1] in "01":
         ported.launch_config = "ddp" if stage[1] == "0" else "zero2"
-        shards = f"ZeRO-{stage[1]} is not offered; start with accelerate_configs/{ported.launch_config}.yaml"
-    ported.left_out[key] = shards
+        instead = f"ZeRO-{stage[1]} is not offered; "
+    ported.left_out[key] = f"{instead}start with accelerate_configs/{ported.launch_config}.yaml"
+    if key == "deepspeed" and "offload" in str(value).lower() and ported.launch_config != "ddp":
+        ported.left_out[key] += f"; {ported.launch_config}_offload.yaml uses host memory too"
 
 
 def _wandb(ported: Ported, key: str, value: Any, given: Mapping[str, Any]) -> None:
@@ -176,7 +178,9 @@ def _a_number_per_epoch(strategy: str) -> Rule:
     def rule(ported: Ported, key: str, value: Any, given: Mapping[str, Any]) -> None:
         ported.add({strategy: "epoch" if value else "no"}, key)
         if value not in (0, 1):
-            ported.left_out[key] = f"{value} times an epoch become once; give {strategy.split('_')[0]}_steps for more"
+            ported.left_out[key] = (
+                f"once an epoch instead of {value} times; give {strategy.split('_')[0]}_steps for more"
+            )
 
     return rule
 
@@ -272,6 +276,8 @@ def _complete(ported: Ported, given: Mapping[str, Any]) -> None:
     if ported.tool == LLAMA_FACTORY:
         options.setdefault("lora_alpha", 2 * options["lora_r"])
         options.setdefault("method", "lora")
+    if ported.tool == LLAMA_FACTORY and options["method"] == "qlora" and given.get("finetuning_type") == "full":
+        raise UserError("finetuning_type full with quantization_bit contradict each other; remove one of them.")
     if options["method"] == "full":
         for option in [name for name in options if name.startswith("lora_") or name == "use_rslora"]:
             del options[option]
@@ -288,6 +294,23 @@ def _complete(ported: Ported, given: Mapping[str, Any]) -> None:
         ported.left_out["eval_strategy"] = "there are no evaluation rows; give eval_dataset or eval_fraction"
     elif strategy in ("no", "epoch") and "eval_steps" in options:
         del options["eval_steps"]
+    _fit_sharding(ported)
     for option in ("model", "dataset"):
         if not options.get(option):
             ported.to_do.append(f"The file names no {option}; give --{option}.")
+
+
+def _fit_sharding(ported: Ported) -> None:
+    """Change what the kit refuses with the sharding of the file, so that the result runs."""
+    options = ported.options
+    if ported.launch_config == "zero3" and options["method"] == "qlora":
+        ported.launch_config = "fsdp2"
+        ported.left_out["deepspeed"] = (
+            "start with accelerate_configs/fsdp2.yaml, since ZeRO-3 cannot gather packed 4-bit weights"
+        )
+    if ported.launch_config == "zero3" and options["method"] == "full" and options.get("backend") != "transformers":
+        options["backend"] = "transformers"
+        ported.left_out["backend"] = "transformers, since full training with ZeRO-3 is wrong with Unsloth"
+    if ported.launch_config in ("zero3", "fsdp2") and options.get("gradient_checkpointing") == "unsloth":
+        options["gradient_checkpointing"] = "torch"
+        ported.left_out["gradient_checkpointing"] = f"torch, since unsloth does not go with {ported.launch_config}"

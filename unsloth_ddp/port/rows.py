@@ -21,6 +21,11 @@ KNOWN_COLUMNS = {
 KNOWN_PROPERTIES = ({"role": "role", "content": "content"}, {"role": "from", "content": "value"})
 NOT_NEEDED = ("path", "type", "split", "name", "data_files", "ds_type", "trust_remote_code", "conversation", "message_field_role",
               "message_field_content", "message_property_mappings")  # fmt: skip
+# Values that ask for what the kit does: it trains the assistant's turns, each with the token that ends it.
+AS_HERE = {
+    "roles_to_train": (["assistant"], ["gpt"], ["gpt", "assistant"], ["assistant", "gpt"]),
+    "train_on_eos": ("turn",),
+}
 # Of LLaMA-Factory's data sets: the columns that the kit reads too.
 KNOWN_LLAMA_FACTORY = {
     "prompt": ("instruction",), "query": ("input",), "response": ("output",), "messages": ("messages", "conversations"),
@@ -90,9 +95,13 @@ def _note_columns(ported: Ported, name: str, entry: dict[str, Any]) -> None:
     properties = entry.get("message_property_mappings")
     if properties and {**KNOWN_PROPERTIES[0], **properties} not in KNOWN_PROPERTIES:
         ported.to_do.append(f"{name} has messages with other names than role and content; rename them.")
-    others = [key for key, value in entry.items() if value and key not in (*NOT_NEEDED, *KNOWN_COLUMNS)]
+    others = [
+        key
+        for key, value in entry.items()
+        if value and key not in (*NOT_NEEDED, *KNOWN_COLUMNS) and value not in AS_HERE.get(key, ())
+    ]
     if others:
-        ported.left_out[f"{name}: {', '.join(others)}"] = "the kit has no such option of a data set"
+        ported.left_out[f"{name}: {', '.join(others)}"] = "the kit has no such option for a dataset"
 
 
 def port_names(ported: Ported, name: str, value: Any, option: str, folder: str | None) -> None:

@@ -50,6 +50,15 @@ def next_steps(run: RunRecord) -> list[NextStep]:
     return steps
 
 
+def chat_command(folder: Path, *, trust: bool) -> str:
+    """Return the command that talks to a result, as it works in the working directory."""
+    kit = Path(__file__).resolve().parents[2]
+    here = kit == Path.cwd().resolve()
+    where = "" if here else f"--directory {shlex.quote(str(kit))} "
+    path = shlex.quote(shown_path(folder) if here else str(folder.resolve()))
+    return f"uv run {where}python -m unsloth_ddp.chat {path}{' --trust_remote_code' * trust}"
+
+
 def shown_path(path: Path) -> str:
     """Return a path relative to the working directory where it is below it."""
     path = path.resolve()

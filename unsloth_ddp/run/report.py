@@ -18,7 +18,7 @@ from unsloth_ddp.run.next_steps import next_steps
 from unsloth_ddp.run.record import RunRecord, is_number
 from unsloth_ddp.utils.redaction import hide
 from unsloth_ddp.utils.safe_files import write_new_file
-from unsloth_ddp.utils.units import GIB, shown_bytes, shown_seconds
+from unsloth_ddp.utils.units import GIB, counted, shown_bytes, shown_seconds
 
 TEMPLATES = Path(__file__).parent / "templates"
 # What a page shows of long lists.
@@ -305,7 +305,7 @@ def _hardware(run: RunRecord) -> list[tuple[str, str]]:
     hardware = (run.parts[-1].get("hardware") if run.parts else None) or {}
     copies = run.fact("copies") or 1
     found = [
-        ("processes", f"{run.fact('world_size')} on {run.fact('nodes')} node(s)"),
+        ("processes", f"{run.fact('world_size')} on {counted(run.fact('nodes') or 1, 'node')}"),
         ("device", str(run.fact("device"))),
         ("memory of a GPU", shown_bytes(hardware["gpu_memory_bytes"]) if hardware.get("gpu_memory_bytes") else ""),
         ("CUDA of torch", str(hardware.get("cuda") or "")),

@@ -15,12 +15,14 @@ from unsloth_ddp.distributed.sharding import describe_sharding
 from unsloth_ddp.model.experts import describe_experts
 from unsloth_ddp.model.load import parameter_counts
 from unsloth_ddp.run.files import LOCK_FILE, SUMMARY_FILE
+from unsloth_ddp.run.next_steps import chat_command
 from unsloth_ddp.run.upload import upload
 from unsloth_ddp.training.memory_search import MicroBatchDecision, with_micro_batch
 from unsloth_ddp.training.meter import peak_memory_bytes
 from unsloth_ddp.training.step_choice import StepChoice
 from unsloth_ddp.utils.json_file import write_json
 from unsloth_ddp.utils.tables import render_pairs
+from unsloth_ddp.utils.units import counted
 from unsloth_ddp.utils.versions import versions
 
 if TYPE_CHECKING:
@@ -48,7 +50,7 @@ def describe_run(
     sharding = {"sharding": described} if runtime.sharding != "none" else {}
     return render_pairs(
         {
-            "processes": f"{runtime.ranks.world_size} on {runtime.ranks.nodes} node(s)",
+            "processes": f"{runtime.ranks.world_size} on {counted(runtime.ranks.nodes, 'node')}",
             "device": runtime.device_name,
             **sharding,
             "backend": runtime.backend,
@@ -58,7 +60,7 @@ def describe_run(
             **({"experts": experts} if experts else {}),
             **describe_rows(settings, data, head_chooses=head_chooses),
             "optimizer": f"{settings.optim}, learning rate {settings.learning_rate:g}, {describe_schedule(settings)}",
-            "checkpointing": f"{decision.kind}: {decision.reason}",
+            "activations": f"gradient checkpointing {decision.kind}: {decision.reason}",
             **({"CUDA graphs": f"{'on' if step.recorded else 'off'}: {step.reason}"} if cuda else {}),
             **describe_steps(settings, data, decision),
             "written to": str(run_folder),
@@ -70,9 +72,9 @@ def describe_schedule(settings: Settings) -> str:
     """Return the learning rate's schedule and warm-up in words."""
     warmup = settings.warmup_steps
     if not warmup:
-        return f"{settings.lr_scheduler_type} schedule without warm-up"
-    length = f"{warmup:.0%} of all steps" if warmup < 1 else f"{warmup:g} steps"
-    return f"{settings.lr_scheduler_type} schedule with {length} of warm-up"
+        return f"{settings.lr_scheduler_type} schedule, no warm-up"
+    length = f"warm-up of {warmup:.0%} of the steps" if warmup < 1 else counted(int(warmup), "warm-up step")
+    return f"{settings.lr_scheduler_type} schedule, {length}"
 
 
 def questionable(settings: Settings, data: TrainingData, decision: MicroBatchDecision) -> list[str]:
@@ -188,9 +190,10 @@ def finish(settings: Settings, folder: Path, summary: dict[str, Any]) -> None:
     (folder / LOCK_FILE).unlink(missing_ok=True)
     losses = [f"{name} {summary[name]:.4f}" for name in ("train_loss", "eval_loss") if summary[name] is not None]
     print(
-        f"Done: {summary['steps']} steps in {summary['train_seconds']:.0f} s, {', '.join(losses)}, "
+        f"Done: {counted(summary['steps'], 'step')} in {summary['train_seconds']:.0f} s, {', '.join(losses)}, "
         f"{summary['tokens_per_second']:,.0f} tokens/s. Everything is in {folder}",
         flush=True,
     )
+    print(f"To talk to it: {chat_command(folder, trust=settings.trust_remote_code)}", flush=True)
     if settings.push_to_hub:
         print(f"Uploaded to {upload(settings, folder)}", flush=True)

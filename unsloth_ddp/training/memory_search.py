@@ -181,12 +181,12 @@ class MemorySearch:
         # Ranks may have GPUs of different kinds, and have to try the same.
         kinds, sizes = self.runtime.broadcast_from_main(candidates)
         if self.settings.gradient_checkpointing != "auto" and len(sizes_allowed) == 1:
-            return MicroBatchDecision(kinds[0], sizes[0], "as asked")
+            return MicroBatchDecision(kinds[0], sizes[0], "as set")
         if self.runtime.device_type == "cpu":
-            return MicroBatchDecision(kinds[0], sizes[0], "memory is not tried on a CPU")
+            return MicroBatchDecision(kinds[0], sizes[0], "not tried on a CPU")
         if self.runtime.sharding != "none":
             # A rank that ran out of memory would leave the others waiting in the middle of a step.
-            return MicroBatchDecision(kinds[0], sizes[0], f"memory is not tried with sharding {self.runtime.sharding}")
+            return MicroBatchDecision(kinds[0], sizes[0], f"not tried with sharding {self.runtime.sharding}")
         return self._choose_by_trial(kinds, sizes)
 
     def _tokens(self, size: int) -> int:

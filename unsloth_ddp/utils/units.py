@@ -46,6 +46,11 @@ def _number(text: str) -> float:
         return 0.0
 
 
+def counted(number: int, thing: str) -> str:
+    """Return a number of things, with an s where it is not 1."""
+    return f"{number:,} {thing}{'' if number == 1 else 's'}"
+
+
 def shown_bytes(value: float) -> str:
     """Return bytes with one decimal, in the largest binary unit that makes at least 1."""
     for unit, size in (("TiB", TIB), ("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):

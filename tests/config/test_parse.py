@@ -172,7 +172,10 @@ def test_a_missing_file_is_refused(tmp_path: Path) -> None:
         (["--lora_r"], "command line: argument --lora_r: expected one argument."),
         (["--lora_r", "x"], "command line: lora_r is 'x', but it takes a whole number."),
         (["--trainer_args", "{"], "command line: trainer_args is '{', but it takes a mapping"),
-        (["--trainer_args", "{'a': 1}"], "(JSON on the command line); it is not JSON: Expecting property name enclosed in"),
+        (
+            ["--trainer_args", "{'a': 1}"],
+            "(JSON on the command line); it is not JSON: Expecting property name enclosed in",
+        ),
         (["--trainer_args", '{"a": {"b": 1, "b": 2}}'], "(JSON on the command line); 'b' is given twice."),
         (["--trainer_args", '{"a": [NaN]}'], "(JSON on the command line); nan is not finite."),
         (["--trainer_args", '{"a": 1e999}'], "(JSON on the command line); inf is not finite."),
@@ -233,6 +236,11 @@ def test_a_tools_own_options_are_read_with_dashes_too() -> None:
             "eval_fraction and eval_dataset are both given, on the command line or by the recipe; keep one, with",
         ),
         ("--eval_strategy epoch", "eval_strategy is epoch, but there are no evaluation rows; give --eval_dataset"),
+        (
+            "--eval_steps 5",
+            "eval_steps is 5, but there are no evaluation rows; give --eval_dataset or --eval_fraction.",
+        ),
+        ("--compare_answers 5", "compare_answers is 5, but there are no evaluation rows; give --eval_dataset or"),
         ("--eval_steps 5 --eval_strategy no", "eval_steps 5 and eval_strategy no contradict"),
         ("--method full --merge", "merge is for lora and qlora"),
         ("--run_name ../up", "run_name '../up' is not a plain folder name"),

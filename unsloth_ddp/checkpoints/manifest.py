@@ -317,7 +317,9 @@ def _shown(value: Any) -> str:
 def differing(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
     """Return the packages whose version changed, as "torch 2.13.0 -> 2.14.0"."""
     return [
-        f"{name} {version} -> {now.get(name, 'none')}" for name, version in before.items() if now.get(name) != version
+        f"{_shown(name)} {_shown(version)} -> {now.get(name, 'none')}"
+        for name, version in before.items()
+        if now.get(name) != version
     ]
 
 

@@ -16,6 +16,7 @@ from unsloth_ddp.checkpoints.manifest import Damaged, Manifest
 from unsloth_ddp.checkpoints.writer import to_remove
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.utils.errors import UserError
+from unsloth_ddp.utils.versions import versions
 
 plain = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
 values = st.recursive(plain, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=10)
@@ -337,6 +338,15 @@ def checkpoint_of(run: Path, files: list[str]) -> Path:
     described = Manifest(3, {}, {}, manifest.describe_files(made))
     (made / manifest.FILE_NAME).write_text(described.to_text())
     return made
+
+
+def test_packages_that_changed_since_the_checkpoint_are_named():
+    now = versions()
+    same, older = (Manifest(3, {}, found) for found in (now, {**now, "torch": "2.0.1", "gone": "1\x1b[2J"}))
+    assert resume_point.ResumePoint(Path("c"), same).compare({}, anyway=False) == []
+    (said,) = resume_point.ResumePoint(Path("c"), older).compare({}, anyway=False)
+    assert said.startswith(f"Packages changed since the checkpoint: torch 2.0.1 -> {now['torch']}, gone 1")
+    assert said.endswith("-> none. Numbers may differ from those of an uninterrupted run.") and said.isprintable()
 
 
 @pytest.mark.parametrize("files", [ZERO, SHARDED])

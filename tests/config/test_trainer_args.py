@@ -44,6 +44,12 @@ def test_what_is_refused_names_options_that_there_are() -> None:
         ("adam_beta1", 2.0, "trainer_args: adam_beta1 is 2.0, but it has to be below 1."),
         ("adam_epsilon", 0, "trainer_args: adam_epsilon is 0, but it has to be above 0."),
         ("neftune_noise_alpha", "abc", "trainer_args: neftune_noise_alpha is 'abc', but it takes a number."),
+        (
+            "neftune_noise_alpha",
+            1e308,
+            "trainer_args: neftune_noise_alpha is 1e+308, but it has to be 1,000,000 or below.",
+        ),
+        ("adam_epsilon", "1e-8", "trainer_args: adam_epsilon is '1e-8', but it takes a number; in YAML write 1.0e-8."),
         ("dataloader_num_workers", -1, "trainer_args: dataloader_num_workers is -1, but it has to be 0 or above."),
         (
             "dataloader_num_workers",

@@ -12,7 +12,15 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch.utils.data import BatchSampler
 
-from unsloth_ddp.data.batch_plan import BalancedOrder, BatchPlan, RowOrder, arrange, nearest_multiple, plan_batch
+from unsloth_ddp.data.batch_plan import (
+    BalancedOrder,
+    BatchPlan,
+    RowOrder,
+    arrange,
+    nearest_multiple,
+    plan_batch,
+    rows_at_once,
+)
 from unsloth_ddp.utils.errors import UserError
 
 SMALL = st.integers(1, 12)
@@ -121,6 +129,21 @@ def test_an_epoch_holds_each_row_once_and_fillers_at_its_end(
     assert sorted(row for step in dealt for row in step) == sorted(indices)
     for number, step in enumerate(dealt):
         assert sorted(step) == sorted(indices[number * plan.global_batch : (number + 1) * plan.global_batch])
+
+
+@given(st.integers(1, 10_000), st.integers(1, 100_000), st.integers(1, 64))
+def test_evaluation_batches_are_as_few_as_asked_and_filled_up_by_less_than_a_row_each(
+    rows: int, most: int, processes: int
+) -> None:
+    at_once = rows_at_once(rows, most, processes)
+    batches = -(-rows // (most * processes))
+    assert 1 <= at_once <= most
+    # Fewer rows would not do.
+    assert (at_once - 1) * batches * processes < rows <= at_once * batches * processes
+
+
+def test_without_evaluation_rows_the_batch_is_the_one_asked_for() -> None:
+    assert rows_at_once(0, 8, 2) == 8
 
 
 @given(st.integers(0, 1000), st.integers(0, 1000))

@@ -8,7 +8,9 @@ import os
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from tests.ranks import run_ranks, train
-from unsloth_ddp.distributed.exit_codes import describe_exit_code, note_exit_code
+from unsloth_ddp.distributed import exit_codes
+from unsloth_ddp.distributed.exit_codes import describe_exit_code, exit_with, first_to_tell, note_exit_code
+from unsloth_ddp.utils.errors import UserError
 
 
 def launchers_report(path, code: int) -> str:
@@ -41,6 +43,17 @@ def test_only_the_first_process_of_a_node_speaks_and_hides_secrets(tmp_path):
     note_exit_code(1, environ, sentence="GET https://me:secret@host/")
     assert "secret" not in path.read_text()
     note_exit_code(1, {"TORCHELASTIC_ERROR_FILE": os.devnull + "/x"})
+
+
+def test_a_sentence_that_the_watchdog_has_told_is_not_told_again(monkeypatch, capsys):
+    monkeypatch.setattr(exit_codes, "_told", set())
+    monkeypatch.setattr(os, "_exit", lambda code: None)
+    exit_with(UserError("max_length is 0."), is_main=True)
+    assert capsys.readouterr().err == "train_ddp.py: error: max_length is 0.\n"
+    # The main process takes so long to end that its watchdog prints first.
+    assert first_to_tell("seed is -1.")
+    exit_with(UserError("seed is -1."), is_main=True)
+    assert capsys.readouterr().err == ""
 
 
 def test_the_exit_code_that_the_shell_sees_is_said():

@@ -7,12 +7,14 @@ import signal
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from tests.ranks import Result, run_ranks, train
 from unsloth_ddp.distributed.diagnosis import ExitNotice, Limits, RankStatus, exit_notice_for, judge, limits_from
 from unsloth_ddp.distributed.ranks import RankLocation
+from unsloth_ddp.distributed.watchdog import Watchdog
 from unsloth_ddp.utils.errors import UserError
 
 LIMITS = Limits(silence=30, no_progress=1794, interval=3)
@@ -111,6 +113,16 @@ def test_a_rank_torn_away_by_one_that_left_is_not_accused():
 def test_when_all_leave_for_one_reason_nobody_is_accused():
     assert found(rank(0, exit_notice=exited("user_error", 9)), rank(1, exit_notice=exited("user_error", 8))) is None
     assert found(rank(0, exit_notice=exited("signalled", 9)), rank(1, exit_notice=exited("signalled", 8))) is None
+
+
+@pytest.mark.parametrize(
+    ("main", "own", "prints"), [(None, None, True), (None, "user_error", False), ("user_error", None, False)]
+)
+def test_a_mistake_of_all_ranks_is_left_to_the_main_process(main, own, prints):
+    # Its connection may close before its exit notice is read.
+    notices = [rank(number, exit_notice=kind and exited(kind, 1)) for number, kind in enumerate((main, own))]
+    watchdog = SimpleNamespace(own=notices[1], neighbours=[], ranks=SimpleNamespace(rank=1))
+    assert Watchdog._prints_for_node(watchdog, notices[0]) is prints
 
 
 def test_a_hang_names_the_rank_that_is_behind():

@@ -133,7 +133,7 @@ def test_a_manifest_that_gives_a_name_twice_is_damaged(folder: Path) -> None:
     assert whole(folder) is not None
     path = folder / manifest.FILE_NAME
     path.write_text(path.read_text().replace('{"format"', '{"step": 7, "format"'))
-    with pytest.raises(Damaged, match=r"manifest\.json gives a name twice"):
+    with pytest.raises(Damaged, match=r"manifest\.json is not JSON \('step' is given twice\)"):
         manifest.verify(folder)
 
 

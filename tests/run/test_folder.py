@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import subprocess
 import sys
 
@@ -11,7 +13,7 @@ from unsloth_ddp.config.options import Settings
 from unsloth_ddp.distributed.ranks import Ranks
 from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.run import folder as run_folder
-from unsloth_ddp.run.outcomes import RunStopped
+from unsloth_ddp.run.outcomes import ResultNotSaved, RunNotFinished, RunStopped
 from unsloth_ddp.utils.errors import UserError
 
 
@@ -227,3 +229,30 @@ def test_a_stopped_run_says_how_the_same_command_resumes_it(tmp_path):
     assert f"the same command resumes from {checkpoint}" in str(RunStopped("SIGTERM", checkpoint))
     unnamed = str(RunStopped("SIGTERM", checkpoint, named=False))
     assert f"the same command with --run_name demo-lora resumes from {checkpoint}" in unnamed
+
+
+def test_a_result_that_could_not_be_written_says_what_the_same_command_does(tmp_path):
+    checkpoint = tmp_path / "checkpoint-3"
+    with_one, without = (str(ResultNotSaved(tmp_path, "full", last)) for last in (checkpoint, None))
+    assert with_one.endswith(
+        "the last whole checkpoint. Make room, and run the same command again: it resumes from there."
+    )
+    assert without.endswith("there is no checkpoint. Make room, and run the same command again: it trains again.")
+    with_one, without = (str(RunNotFinished(tmp_path, "it", "full", last)) for last in (checkpoint, None))
+    assert with_one.endswith("run the same command again: it finishes the run.")
+    assert without.endswith("run the same command again: it trains again, as there is no checkpoint.")
+
+
+def test_a_disk_that_is_full_at_the_start_is_told_without_an_error_number(tmp_path, monkeypatch):
+    def full(self, path):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Settings, "save", full)
+    runtime = Runtime(Ranks(), "transformers", "cpu", "fp32", "CPU")
+    with (
+        runtime.cleanup,
+        pytest.raises(
+            UserError, match=r"/run cannot be written: No space left on device; give another --output_dir\.$"
+        ),
+    ):
+        run_folder.open_run_folder(Settings(model="m", dataset=["d"]), runtime, tmp_path / "run")

@@ -20,6 +20,7 @@ from unsloth_ddp.config.options import options_with
 from unsloth_ddp.distributed.wire import sendable
 from unsloth_ddp.utils.checksums import checksum
 from unsloth_ddp.utils.errors import os_reason
+from unsloth_ddp.utils.json_text import DECODER
 from unsloth_ddp.utils.redaction import printable
 
 FILE_NAME = "manifest.json"
@@ -92,11 +93,11 @@ def from_text(text: str) -> Manifest:
         Damaged: it is anything else.
     """
     try:
-        content = json.loads(text, object_pairs_hook=_unique)
-    except Damaged:
-        raise
-    except (ValueError, RecursionError):
+        content = DECODER.decode(text)
+    except (json.JSONDecodeError, RecursionError):
         raise Damaged(f"{FILE_NAME} is not JSON") from None
+    except ValueError as error:
+        raise Damaged(f"{FILE_NAME} is not JSON ({error})") from None
     if not isinstance(content, dict):
         raise Damaged(f"{FILE_NAME} holds no mapping")
     checksum = content.pop("checksum", None)
@@ -117,13 +118,6 @@ def from_text(text: str) -> Manifest:
         if not path.parts or path.is_absolute() or ".." in path.parts or "\0" in name:
             raise Damaged(f"{FILE_NAME} lists {name[:100]!r}, which is not a file of this folder")
     return Manifest(step, run, versions, files)
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    content = dict(pairs)
-    if len(content) != len(pairs):
-        raise Damaged(f"{FILE_NAME} gives a name twice")
-    return content
 
 
 def _checksum_of(content: Mapping[str, Any]) -> str:
@@ -323,7 +317,9 @@ def _shown(value: Any) -> str:
 def differing(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
     """Return the packages whose version changed, as "torch 2.13.0 -> 2.14.0"."""
     return [
-        f"{name} {version} -> {now.get(name, 'none')}" for name, version in before.items() if now.get(name) != version
+        f"{_shown(name)} {_shown(version)} -> {now.get(name, 'none')}"
+        for name, version in before.items()
+        if now.get(name) != version
     ]
 
 

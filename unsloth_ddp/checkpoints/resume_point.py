@@ -18,6 +18,7 @@ from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.distributed.wire import sendable
 from unsloth_ddp.utils.checksums import CHUNK
 from unsloth_ddp.utils.errors import UserError
+from unsloth_ddp.utils.versions import versions
 
 
 @sendable
@@ -57,6 +58,11 @@ class ResumePoint:
             sentences.append(
                 f"Changed since the checkpoint: {', '.join(found.reported)}. A step takes the same rows as before; "
                 "numbers are the same up to rounding, and dropout draws anew where processes or rows a device changed."
+            )
+        if packages := manifest.differing(self.manifest.versions, versions()):
+            sentences.append(
+                f"Packages changed since the checkpoint: {', '.join(packages)}. Numbers may differ from those of an "
+                "uninterrupted run."
             )
         return sentences
 

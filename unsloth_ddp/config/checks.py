@@ -70,15 +70,17 @@ def _check_evaluation(settings: Settings) -> None:
             "eval_fraction and eval_dataset are both given, on the command line or by the recipe; keep one, with "
             "--eval_dataset none or --eval_fraction 0."
         )
-    if settings.eval_strategy in ("steps", "epoch") and not (settings.eval_dataset or settings.eval_fraction):
-        raise UserError(
-            f"eval_strategy is {settings.eval_strategy}, but there are no evaluation rows; give --eval_dataset or "
-            "--eval_fraction."
-        )
     if settings.eval_steps and settings.eval_strategy in ("no", "epoch"):
         raise UserError(
             f"eval_steps {settings.eval_steps} and eval_strategy {settings.eval_strategy} contradict; leave one out."
         )
+    asked = {
+        f"eval_strategy is {settings.eval_strategy}": settings.eval_strategy in ("steps", "epoch"),
+        f"eval_steps is {settings.eval_steps}": settings.eval_steps is not None,
+        f"compare_answers is {settings.compare_answers}": settings.compare_answers > 0,
+    }
+    if not (settings.eval_dataset or settings.eval_fraction) and (given := next((s for s in asked if asked[s]), None)):
+        raise UserError(f"{given}, but there are no evaluation rows; give --eval_dataset or --eval_fraction.")
 
 
 def _check_names(settings: Settings) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 from typing import Any
 
 from unsloth_ddp.config.aliases import ALIASES
@@ -96,13 +97,13 @@ NUMBERS = {
     "adam_beta1": Bounds(at_least=0, below=1),
     "adam_beta2": Bounds(at_least=0, below=1),
     "adam_epsilon": Bounds(above=0),
-    "neftune_noise_alpha": Bounds(at_least=0),
+    "neftune_noise_alpha": Bounds(at_least=0, at_most=1_000_000),
     "dataloader_num_workers": Bounds(at_least=0, at_most=1000),
     "dataloader_prefetch_factor": Bounds(at_least=1, at_most=10_000),
     "data_seed": Bounds(at_least=0, at_most=2**32 - 1),
     "eval_delay": Bounds(at_least=0),
     "torch_empty_cache_steps": Bounds(at_least=1),
-    "ddp_bucket_cap_mb": Bounds(at_least=1),
+    "ddp_bucket_cap_mb": Bounds(at_least=1, at_most=1_000_000),
 }
 
 
@@ -193,7 +194,13 @@ def _check_type(name: str, value: Any, kinds: frozenset[str]) -> None:
     # A whole number is a number too; true is none, although Python has it so.
     if kinds and type(value).__name__ not in kinds and not (type(value) is int and "float" in kinds):
         takes = " or ".join(said for kind, said in KINDS.items() if kind in kinds)
-        raise UserError(f"trainer_args: {name} is {_shown(value)}, but it takes {takes}.")
+        # YAML 1.1 takes a number without a dot before its exponent for text.
+        hint = f"; in YAML write {value.replace('e', '.0e')}" if _lacks_dot(value) and "float" in kinds else ""
+        raise UserError(f"trainer_args: {name} is {_shown(value)}, but it takes {takes}{hint}.")
+
+
+def _lacks_dot(value: Any) -> bool:
+    return isinstance(value, str) and re.fullmatch(r"[+-]?\d{1,20}e[+-]?\d{1,5}", value, re.ASCII) is not None
 
 
 def _check_value(name: str, value: Any) -> None:

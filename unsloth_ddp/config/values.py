@@ -14,6 +14,7 @@ from typing import Any, Literal, NoReturn
 from unsloth_ddp.config.aliases import OTHER_VALUES
 from unsloth_ddp.config.options import OPTIONS, TYPES
 from unsloth_ddp.utils.errors import UserError
+from unsloth_ddp.utils.json_text import DECODER
 
 BOOLEANS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 # int | None is one, int | Literal["auto"] the other.
@@ -32,13 +33,14 @@ def convert_value(name: str, value: Any, source: str) -> Any:
         value = "no"  # YAML reads an unquoted no as False.
     try:
         return _as_type(TYPES[name], value)
-    except (TypeError, ValueError, OverflowError, RecursionError):
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
         takes = _accepted(TYPES[name])
         if isinstance(value, (str, bool)) and (here := OTHER_VALUES.get(name, {}).get(str(value).lower())):
             raise UserError(f"{source}: {name} is {_shortened(value)}, but it takes {takes}; give {here}.") from None
         if value is None:
             raise UserError(f"{source}: {name} is empty, but it takes {takes}; leave it out for its default.") from None
         hint = "; put it in quotes" if "text" in takes and not isinstance(value, (str, list, dict)) else ""
+        hint = f"; {error}" if isinstance(error, Refused) else hint
         raise UserError(f"{source}: {name} is {_shortened(value)}, but it takes {takes}{hint}.") from None
 
 
@@ -102,12 +104,12 @@ def _text(value: str) -> str:
 
 
 def _parsed_json(text: str) -> Any:
-    """Return the value of a JSON text in which no key is given twice."""
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        return dict(pairs) if len(dict(pairs)) == len(pairs) else _refuse()
-
-    return json.loads(text, object_pairs_hook=unique)
+    try:
+        return DECODER.decode(text)
+    except json.JSONDecodeError as error:
+        raise Refused(f"it is not JSON: {error.msg} at character {error.pos + 1}") from None
+    except ValueError as error:
+        raise Refused(str(error)) from None
 
 
 def _plain(value: Any) -> Any:
@@ -119,9 +121,13 @@ def _plain(value: Any) -> Any:
     if isinstance(value, str):
         return _text(value)
     if isinstance(value, float) and not math.isfinite(value):
-        _refuse()
+        raise Refused(f"{value} is not finite")
     # An int of more digits than Python prints fails at str().
     return value if value is None or (isinstance(value, (bool, int, float)) and str(value)) else _refuse()
+
+
+class Refused(ValueError):
+    """A value does not fit; the message says why, where the type that the option takes does not say it."""
 
 
 def _refuse() -> NoReturn:

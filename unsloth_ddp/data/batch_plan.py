@@ -77,6 +77,15 @@ def nearest_multiple(wanted: float, slots: int) -> int:
     return max(1, math.floor(wanted / slots + 0.5)) * slots
 
 
+def rows_at_once(rows: int, most: int, processes: int) -> int:
+    """Return how many rows a process takes at once, so that `rows` fill as few batches of at most `most` rows evenly.
+
+    A batch of `most` would be filled up with rows that count nothing and cost as much as others.
+    """
+    batches = math.ceil(rows / (most * processes))
+    return math.ceil(rows / (batches * processes)) if batches else most
+
+
 class RowOrder(Sampler[int]):
     """Row indices of one epoch, padded with a filler index to a multiple of `multiple`.
 

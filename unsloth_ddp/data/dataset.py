@@ -25,6 +25,7 @@ from unsloth_ddp.data.chat_spans import NOTES
 from unsloth_ddp.data.chat_template import prints_date
 from unsloth_ddp.data.formats import Example
 from unsloth_ddp.data.labels import IGNORED
+from unsloth_ddp.data.node_folder import room_for_rows
 from unsloth_ddp.data.packing import BatchRequest, Packing, PackingDecision, plan_step
 from unsloth_ddp.data.tokenize import EncodedRow, Encoder, encode_row
 from unsloth_ddp.distributed.runtime import Runtime
@@ -114,6 +115,7 @@ def tokenize_examples(
     day = template_date or runtime.broadcast_from_main(lambda: date.today().isoformat())
     encoder = make_encoder(settings, tokenizer, day)
 
+    @room_for_rows(folder)
     def tokenize() -> None:
         for name in ("train", "eval"):
             if (folder / f"examples_{name}").exists():

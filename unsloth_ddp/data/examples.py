@@ -16,6 +16,7 @@ import datasets
 from unsloth_ddp.config.parse import Settings
 from unsloth_ddp.data.checked_rows import checked_rows
 from unsloth_ddp.data.formats import SHOWN_COLUMNS, Example
+from unsloth_ddp.data.node_folder import room_for_rows
 from unsloth_ddp.data.revisions import dataset_revisions
 from unsloth_ddp.data.sources import checked_files, left_out, of_other_splits
 from unsloth_ddp.distributed.runtime import Runtime
@@ -37,6 +38,7 @@ def read_examples(settings: Settings, runtime: Runtime, folder: Path) -> None:
     datasets.disable_progress_bars()
     revisions = dataset_revisions(settings)
 
+    @room_for_rows(folder)
     def read() -> None:
         train = _examples(
             settings.dataset,

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from unsloth_ddp.data.messages import LOSS_FLAGS, Message, read_message, read_sharegpt_turn, takes_part_in_loss
-from unsloth_ddp.data.values import as_list, as_text, check_plain, kind_of
+from unsloth_ddp.data.values import as_list, as_text, check_plain, is_missing, kind_of
 from unsloth_ddp.utils.errors import UserError
 
 ACCEPTED = "messages; conversations; instruction, output (and input); prompt, completion; or text"
@@ -64,8 +64,8 @@ def to_example(row: Any) -> Example:
         if isinstance(row, list) and row and isinstance(row[0], dict):
             raise UserError("the row is a list of objects; if each is a row, name the file .json instead of .jsonl.")
         raise UserError(f"the row is {kind_of(row)}, not an object with columns; accepted columns: {ACCEPTED}.")
-    # Tables fill the columns that a row lacks with nulls.
-    given, row = row, {name: value for name, value in row.items() if value is not None}
+    # Tables fill the columns that a row lacks with nulls, pandas with NaN.
+    given, row = row, {name: value for name, value in row.items() if not is_missing(value)}
     if media := next((name for name in MEDIA if row.get(name)), None):
         raise UserError(f"the row has a column {media}; this kit trains on text only.")
     if row.get("label") is False:
@@ -109,7 +109,7 @@ def _null_column(row: dict[str, Any]) -> str | None:
     """Return the first null column of a format whose columns the row has all."""
     for columns in FORMATS:
         if all(name in row for name in columns):
-            return next(name for name in columns if row[name] is None)
+            return next(name for name in columns if is_missing(row[name]))
     return None
 
 
@@ -139,7 +139,7 @@ def _history(row: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _prompt_and_completion(row: dict[str, Any]) -> Example:
-    read = {name: _messages_or_text(row[name]) for name in ("prompt", "completion")}
+    read = {name: _messages_or_text(row[name], name) for name in ("prompt", "completion")}
     lists = [name for name, value in read.items() if isinstance(value, list)]
     texts = [name for name, value in read.items() if isinstance(value, str) and value.strip() != "[]"]
     if lists and texts:
@@ -156,15 +156,19 @@ def _prompt_and_completion(row: dict[str, Any]) -> Example:
     return Example(text=prompt_text + as_text(row["completion"], "completion"), prompt_chars=len(prompt_text))
 
 
-def _messages_or_text(value: Any) -> Any:
-    """Return `value`, or the list of messages that it holds as JSON text."""
+def _messages_or_text(value: Any, what: str) -> Any:
+    """Return `value`, or the list of messages that it holds as JSON text.
+
+    Raises:
+        UserError: a message in the list gives a key twice.
+    """
     if not isinstance(value, str) or not value.lstrip().startswith("["):
         return value
     try:
         items = json.loads(value)
     except (ValueError, RecursionError):
         return value
-    return items if items and all(_looks_like_message(item) for item in items) else value
+    return as_list(value, what) if items and all(_looks_like_message(item) for item in items) else value
 
 
 def _looks_like_message(item: Any) -> bool:

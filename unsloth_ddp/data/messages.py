@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from unsloth_ddp.data.values import as_list, as_text, check_plain, from_json, kind_of, quoted
+from unsloth_ddp.data.values import as_list, as_text, check_plain, from_json, is_missing, kind_of, quoted
 from unsloth_ddp.utils.errors import UserError
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -42,7 +42,7 @@ def read_message(message: Any) -> Message:
     """
     if not isinstance(message, dict):
         raise UserError(f"a message is {kind_of(message)}, not an object with role and content.")
-    message = {str(name): value for name, value in message.items() if value is not None}
+    message = {str(name): value for name, value in message.items() if not is_missing(value)}
     role = message.get("role")
     if role is None:
         raise UserError(f"a message has no role; accepted: {', '.join(ROLES)}.")

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from unsloth_ddp.data.table_nulls import without_filled_nulls
 from unsloth_ddp.utils.errors import UserError, one_line, os_reason
+from unsloth_ddp.utils.json_text import DECODER
 from unsloth_ddp.utils.known_errors import find_known_error
 
 SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
@@ -252,17 +253,6 @@ def _parsed(text: str, location: str, start: int = 0) -> tuple[Any, int]:
     except ValueError as error:
         reason = str(error)
     raise UserError(f"{location} is not JSON ({reason}); fix or remove it.")
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    columns = dict(pairs)
-    if len(columns) != len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"{next(name for name in names if names.count(name) > 1)[:100]!r} is given twice")
-    return columns
-
-
-DECODER = json.JSONDecoder(object_pairs_hook=_unique)
 
 
 def _csv_rows(path: Path) -> Iterator[SourceRow]:

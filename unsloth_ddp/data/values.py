@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from typing import Any
 
 from unsloth_ddp.utils.errors import UserError
+from unsloth_ddp.utils.json_text import DECODER
 
 DEEPEST = 50
 # Text that to_csv makes of a list of objects.
@@ -45,18 +47,19 @@ def from_json(text: str, what: str) -> Any:
         UserError: it is not JSON.
     """
     try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
+        return DECODER.decode(text)
+    except (ValueError, RecursionError) as error:
         if PRINTED_BY_PYTHON.match(text):
             raise UserError(
                 f"{what} is a list as Python or NumPy prints it, which is not JSON; write the table again as JSONL or Parquet "
                 "(to_json(..., orient='records', lines=True), to_parquet), which keep lists."
             ) from None
-        raise UserError(f"{what} is text that is not JSON; fix or remove it.") from None
+        why = "" if isinstance(error, (json.JSONDecodeError, RecursionError)) else f" ({error})"
+        raise UserError(f"{what} is text that is not JSON{why}; fix or remove it.") from None
 
 
 def check_plain(value: Any, what: str, depth: int = 0) -> None:
-    """Refuse values that JSON or a tokenizer cannot take, such as dates, bytes and half surrogate pairs.
+    """Refuse values that JSON or a tokenizer cannot take, such as dates, bytes, NaN and half surrogate pairs.
 
     Raises:
         UserError: naming `what`.
@@ -75,8 +78,15 @@ def check_plain(value: Any, what: str, depth: int = 0) -> None:
     elif isinstance(value, list):
         for item in value:
             check_plain(item, what, depth + 1)
+    elif isinstance(value, float) and not math.isfinite(value):
+        raise UserError(f"{what} holds {value}, which is no JSON value; make it a finite number or null, or remove it.")
     elif not isinstance(value, (bool, int, float, type(None))):
         raise UserError(f"{what} holds a {type(value).__name__}, which is no JSON value; make it text or remove it.")
+
+
+def is_missing(value: Any) -> bool:
+    """Return whether a table has no value here: null, or the NaN that pandas has in its place."""
+    return value is None or (isinstance(value, float) and math.isnan(value))
 
 
 def kind_of(value: Any) -> str:

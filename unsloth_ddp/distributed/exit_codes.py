@@ -65,14 +65,28 @@ def note_exit_code(code: int, environ: Mapping[str, str] = os.environ, *, senten
             )
 
 
+# Sentences that a thread of this process has printed or is about to print.
+_told: set[str] = set()
+
+
+def first_to_tell(sentence: str) -> bool:
+    """Return whether no thread of this process has asked for this sentence yet.
+
+    A process with much to take down may be ended by its watchdog, which prints the error's sentence first.
+    """
+    first = sentence not in _told
+    _told.add(sentence)
+    return first
+
+
 def exit_with(error: UserError, is_main: bool) -> NoReturn:
     """End this process with the code of a UserError or RunError; the main process prints the sentence.
 
     Launchers end every process as soon as one has failed, so the others wait for the main process to print.
     """
-    if is_main:
+    if is_main and first_to_tell(str(error)):
         print(f"train_ddp.py: error: {error}", file=sys.stderr, flush=True)
-    else:
+    elif not is_main:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         threading.Event().wait(timeout=20)
     note_exit_code(error.exit_code, sentence=f"train_ddp.py: error: {error}")

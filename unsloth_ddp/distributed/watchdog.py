@@ -39,7 +39,7 @@ from unsloth_ddp.distributed.diagnosis import (
     judge,
     limits_from,
 )
-from unsloth_ddp.distributed.exit_codes import EXIT_USER_ERROR, note_exit_code
+from unsloth_ddp.distributed.exit_codes import EXIT_USER_ERROR, first_to_tell, note_exit_code
 from unsloth_ddp.distributed.ranks import RankLocation, this_location
 from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.utils.known_errors import explain
@@ -274,7 +274,8 @@ class Watchdog:
 
     def _prints_for_node(self, main: RankStatus) -> bool:
         """Return whether this rank is the first one left on its node, now that the main process is gone."""
-        if main.exit_kind in ("user_error", "failed"):
+        # Every rank raises a UserError, and the main process tells it even if its exit notice is lost with its connection.
+        if main.exit_kind in ("user_error", "failed") or self.own.exit_kind == "user_error":
             return False
         others = [o.rank for o in self.neighbours if o.rank != 0 and _process_state(o) is not None]
         return self.ranks.rank == min([self.ranks.rank, *others])
@@ -285,7 +286,8 @@ class Watchdog:
         """Print the diagnosis, send it to the other ranks, and end the main process."""
         self.ending.set()
         _force_end_later()
-        print_to_stderr(self._report(diagnosis))
+        if first_to_tell(diagnosis.sentence):
+            print_to_stderr(self._report(diagnosis))
         frozen = list(diagnosis.ranks) if diagnosis.frozen else []
         self._send_to_all({"abort": diagnosis.sentence, "code": diagnosis.code, "frozen": frozen})
         # Closing a connection with unread messages in it would throw away what was just sent.

@@ -228,7 +228,8 @@ def open_run_folder(settings: Settings, runtime: Runtime, folder: Path) -> None:
         runtime.on_main(make)
         runtime.on_main(lambda: (folder / LOGS).mkdir(parents=True, exist_ok=True), per_node=True)
     except (OSError, RuntimeError) as error:
-        raise UserError(f"output folder {folder} cannot be written: {error}.") from None
+        why = os_reason(error) if isinstance(error, OSError) else str(error)
+        raise UserError(f"output folder {folder} cannot be written: {why}; give another --output_dir.") from None
 
 
 def _lock(folder: Path, runtime: Runtime) -> None:

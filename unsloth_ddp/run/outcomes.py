@@ -42,17 +42,18 @@ class ResultNotSaved(RunEnd):
         kept = f"{last} is the last whole checkpoint" if last else "there is no checkpoint"
         super().__init__(
             f"Training ended, but its result could not be written to {folder}: {problem}; {kept}. "
-            "Make room, and run the same command again: it resumes from there."
+            f"Make room, and run the same command again: it {'resumes from there' if last else 'trains again'}."
         )
 
 
 class RunNotFinished(RunEnd):
     """The trained model is written, and something that comes after it could not be written."""
 
-    def __init__(self, folder: Path, what: str, problem: str) -> None:
+    def __init__(self, folder: Path, what: str, problem: str, last: Path | None) -> None:
+        again = "it finishes the run" if last else "it trains again, as there is no checkpoint"
         super().__init__(
             f"The trained model is in {folder}, but {what} could not be written: {problem}. Make room, and run the same "
-            "command again: it finishes the run."
+            f"command again: {again}."
         )
 
 

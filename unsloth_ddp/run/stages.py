@@ -210,14 +210,14 @@ def finish(run: Run, trainer: DDPTrainer, answered: AnsweredQuestions, summary: 
             "merged", lambda aside: merge.save_merged(settings, run.folder, aside, stop_tokens)
         )
         if problem:
-            raise RunNotFinished(run.folder, "the merged model", problem)
+            raise RunNotFinished(run.folder, "the merged model", problem, checkpoints.last)
     if answered.questions:
         summary |= answers.report(answered.questions, answered.before, after)
     summary["wall_time_seconds"] = time.perf_counter() - run.began
     kept = answer_facts(answered.questions, answered.before, after)
     documents.finished(run.runtime, trainer, run.folder, summary, kept)
     if problem := checkpoints.in_main(lambda: summary_file.finish(settings, run.folder, summary)):
-        raise RunNotFinished(run.folder, summary_file.SUMMARY_FILE, problem)
+        raise RunNotFinished(run.folder, summary_file.SUMMARY_FILE, problem, checkpoints.last)
     if removed:
         raise FolderRemoved(run.folder)
     if checkpoints.failed is not None and not checkpoints.written:

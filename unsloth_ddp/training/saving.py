@@ -27,6 +27,7 @@ from unsloth_ddp.checkpoints.writer import Checkpoints
 from unsloth_ddp.data.batch_plan import BatchPlan
 from unsloth_ddp.distributed.drift import REPLICATED
 from unsloth_ddp.distributed.runtime import Runtime
+from unsloth_ddp.training.broken_weights import check_weights
 from unsloth_ddp.training.callbacks import SavedTotals
 from unsloth_ddp.training.deepspeed_precision import gather_fp32_weights, name_fp32_in_config, replace_weights
 from unsloth_ddp.training.meter import Meter, OwnWorkTimer
@@ -92,7 +93,17 @@ class ResumableTrainer(SFTTrainer):
 
     # ---- checkpoints: upstream writes in place, and rotates before it knows that all is written ----
 
+    def check_weights(self) -> None:
+        """End the run if the trained weights are broken; every rank calls this at the same step.
+
+        Raises:
+            RunError: they hold NaN or infinity.
+        """
+        assert self.model is not None
+        check_weights(self.model, self.runtime, self.state.global_step, self.checkpoints.last)
+
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        self.check_weights()
         self._saved.record(self.meter.pending(), self.feed.position())
         with self.meter.paused():
             self._save_whole_checkpoint(model, trial)

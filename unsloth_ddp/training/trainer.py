@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import os
 import time
 from pathlib import Path
@@ -25,7 +26,7 @@ from unsloth_ddp.checkpoints.identity import batch_identity
 from unsloth_ddp.checkpoints.resume_point import ResumePoint, make_cpu_checkpoints_readable
 from unsloth_ddp.checkpoints.writer import Checkpoints
 from unsloth_ddp.config.options import Settings
-from unsloth_ddp.data.batch_plan import BalancedOrder
+from unsloth_ddp.data.batch_plan import BalancedOrder, rows_at_once
 from unsloth_ddp.data.collate import Collate, Flatten, PadRight
 from unsloth_ddp.data.training_data import TrainingData
 from unsloth_ddp.distributed.drift import DriftCheck
@@ -116,7 +117,9 @@ class DDPTrainer(ResumableTrainer):
         self.train_dataset, self.eval_dataset = data.train.examples, evaluation.examples if evaluation else None
         assert self.plan == data.plan, "the trainer changed the batch plan"
         # Unsloth lowers what is its default to the rows of a micro-batch, which are not chosen yet.
-        self.args.per_device_eval_batch_size = settings.per_device_eval_batch_size
+        self.args.per_device_eval_batch_size = rows_at_once(
+            evaluation.units if evaluation else 0, settings.per_device_eval_batch_size, runtime.ranks.world_size
+        )
         self._check_precision()
         self.view = choose_view(lines=bool(config.disable_tqdm))
         self._set_callbacks()
@@ -374,6 +377,9 @@ class DDPTrainer(ResumableTrainer):
         if "loss" in logs:
             # Kept with the losses for the report, and not logged: trackers take one number a name.
             self.state.log_history[-1]["ranks"] = self.meter.per_rank()  # type: ignore[assignment]
+            if not math.isfinite(logs["loss"]):
+                # A loss that overflowed once in fp16 leaves the weights as they are.
+                self.check_weights()
 
     def _count_steps_taken(self, logs: dict[str, float]) -> None:
         """Correct upstream's rates, which count all planned steps, also those before a resume and after a stop."""
@@ -443,6 +449,8 @@ class DDPTrainer(ResumableTrainer):
         except EvaluationInterrupted:
             self.evaluation_interrupted = True
             self.save_interrupted()
+        else:
+            self.check_weights()
         finally:
             self.view.end()
         self.runtime.progress.enter("finishing")

@@ -279,7 +279,7 @@ class TrainingSettings:
     cuda_graphs: Literal["auto", "on", "off"] = option(
         "auto",
         "Compile the layers and replay each micro-batch as one CUDA graph, so that a GPU does not wait for its host; auto: "
-        "for packed rows in bf16 on one GPU, where a trial gives the same loss and gradients and the run is long enough.",
+        "for packed rows in bf16, where a trial gives the same loss and gradients and the run is long enough.",
         on_resume="report",
         resolved=True,
         summary=False,  # shown as resolved

@@ -46,7 +46,8 @@ def questionable_settings(
 
 def _warmup(settings: Settings, steps: int) -> str | None:
     warmup = settings.warmup_steps
-    if warmup < 1 or warmup < steps or settings.lr_scheduler_type == "constant":
+    # A short run has a sentence of its own.
+    if warmup < 1 or warmup < steps or steps < FEW_STEPS or settings.lr_scheduler_type == "constant":
         return None
     return (
         f"warmup_steps {warmup:g} is not below the {counted(steps, 'step')} of the run, so learning_rate is never reached; give fewer, "

@@ -15,6 +15,7 @@ from unsloth_ddp.checkpoints import resume_point
 from unsloth_ddp.checkpoints.identity import batch_identity, run_identity, trained_identity
 from unsloth_ddp.checkpoints.resume_point import ResumePoint
 from unsloth_ddp.checkpoints.writer import Checkpoints
+from unsloth_ddp.config.ignored import ignored_settings
 from unsloth_ddp.data import dataset, examples
 from unsloth_ddp.data.identity import data_identity
 from unsloth_ddp.data.packing import BatchRequest
@@ -48,7 +49,7 @@ if TYPE_CHECKING:
 def check_model(run: Run) -> None:
     """Refuse a model or options that this machine cannot load, before anything is imported or read for it."""
     load.check_model(run.settings, run.runtime)
-    for sentence in ignored_options(run.settings):
+    for sentence in [*ignored_settings(run.settings), *ignored_options(run.settings)]:
         print(sentence, flush=True)
 
 

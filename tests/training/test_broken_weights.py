@@ -32,18 +32,30 @@ class Weights(nn.Module):
 @pytest.mark.parametrize("name", ["a", "b"])
 def test_the_first_trained_weight_that_is_not_finite_is_found(name: str, value: float) -> None:
     model = Weights()
-    assert first_broken(model) is None
+    assert first_broken(model, 0) is None
     with torch.no_grad():
         getattr(model, name).view(-1)[1] = value
-    assert first_broken(model) == name
+    assert first_broken(model, 0) == name
 
 
-def test_with_zero3_a_rank_looks_at_its_own_part() -> None:
+@pytest.mark.parametrize(
+    ("rank", "held", "found"),
+    [
+        (0, [1.0, math.nan, 1.0, 1.0], "a"),
+        (1, [1.0, math.inf, 1.0, 1.0], "a"),
+        # Of the 6 numbers of the weight the second rank holds 2.
+        (1, [1.0, 1.0, math.nan, math.inf], None),
+        (2, [math.nan, math.nan, math.nan, math.nan], None),
+    ],
+)
+def test_with_zero3_a_rank_looks_at_its_own_part_without_what_fills_it_up(
+    rank: int, held: list[float], found: str | None
+) -> None:
     model: Any = Weights()
     # DeepSpeed leaves the parameter itself empty.
     model.a.data = torch.ones(0)
-    model.a.ds_tensor = torch.tensor([1.0, math.nan])
-    assert first_broken(model) == "a"
+    model.a.ds_tensor, model.a.ds_numel = torch.tensor(held), 6
+    assert first_broken(model, rank) == found
 
 
 def train_into_infinity(argv: list[str], cwd: str, step: int) -> None:

@@ -22,7 +22,7 @@ def check_weights(model: torch.nn.Module, runtime: Runtime, step: int, last: Pat
     Raises:
         RunError: on every rank; it names the first such weight.
     """
-    found = [name for name in runtime.gather(first_broken(model)) if name is not None]
+    found = [name for name in runtime.gather(first_broken(model, runtime.ranks.rank)) if name is not None]
     if not found:
         return
     kept = f"{last} is the last whole checkpoint" if last else "there is no checkpoint"
@@ -34,18 +34,23 @@ def check_weights(model: torch.nn.Module, runtime: Runtime, step: int, last: Pat
     )
 
 
-def first_broken(model: torch.nn.Module) -> str | None:
+def first_broken(model: torch.nn.Module, rank: int) -> str | None:
     """Return the first trained weight of which this rank's part holds NaN or infinity; None if all are finite."""
-    parts = [(name, _own_part(weight)) for name, weight in model.named_parameters() if weight.requires_grad]
+    parts = [(name, _own_part(weight, rank)) for name, weight in model.named_parameters() if weight.requires_grad]
     parts = [(name, part) for name, part in parts if part.numel()]
     # The largest absolute value is found without a copy of the weights, and NaN comes through it.
     largest = [torch.linalg.vector_norm(part, float("inf")).float() for _, part in parts]
-    # Looked at together, so that the host waits for the device once.
-    finite = torch.stack(largest).isfinite().tolist() if largest else []
+    # Looked at together, so that the host waits for the device once. With parameters in host memory ZeRO-3 keeps small
+    # weights on the GPU.
+    finite = torch.stack([one.to(largest[0].device) for one in largest]).isfinite().tolist() if largest else []
     return next((name for (name, _), good in zip(parts, finite, strict=True) if not good), None)
 
 
-def _own_part(weight: Any) -> Tensor:
+def _own_part(weight: Any, rank: int) -> Tensor:
     """Return what this rank holds of a weight: all of it, or its shard of FSDP2 or ZeRO-3."""
-    held = getattr(weight, "ds_tensor", weight).detach()
-    return held.to_local() if isinstance(held, DTensor) else held
+    if hasattr(weight, "ds_tensor"):
+        held: Tensor = weight.ds_tensor.detach()
+        # All parts are of one length; DeepSpeed never sets the memory behind the weight's end.
+        return held[: max(0, weight.ds_numel - rank * held.numel())]
+    own = weight.detach()
+    return own.to_local() if isinstance(own, DTensor) else own

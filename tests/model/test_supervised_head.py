@@ -223,6 +223,15 @@ def test_a_fused_head_is_used_where_it_makes_the_models_logits(kind: str, fits: 
     assert fits_fused_head(model) is fits
 
 
+def test_no_fused_head_is_used_where_transformers_does_not_know_the_head() -> None:
+    """A model that brings its own code may give its head another name than lm_head."""
+    model = make("Llama")
+    model.output = model.lm_head
+    del model.lm_head
+    assert model.get_output_embeddings() is None
+    assert not fits_fused_head(model)
+
+
 def test_a_fused_head_is_used_under_an_adapter() -> None:
     model = make("Llama")
     adapted = get_peft_model(model, LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"]))

@@ -87,7 +87,7 @@ def _is_trained_part(model: Any) -> bool:
     in PEFT's wrapper it is not.
     """
     base = base_model(model)
-    weight = base.get_output_embeddings().weight
+    weight = getattr(base.get_output_embeddings(), "weight", None)
     if not (isinstance(weight, DTensor) and weight.requires_grad):
         return False
     return base is not model or not any("Norm" in type(child).__name__ for child in base.base_model.children())

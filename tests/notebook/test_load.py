@@ -69,6 +69,8 @@ def test_arguments_from_a_dict() -> None:
         ("dict(device_map='auto')", 'dict(device_map={"": LOCAL_RANK})', ["model parallel"]),
         ("dict(device_map='cpu')", "dict(device_map='cpu')", []),
         ("{'device_map': None}", "{'device_map': None}", []),
+        # A variable of that name as key may hold anything.
+        ("{device_map: 0}", "{device_map: 0}", []),
     ],
 )
 def test_arguments_with_which_a_trainer_loads_the_model_itself(given: str, made: str, warns: list[str]) -> None:

@@ -95,7 +95,7 @@ def edit_dict_call(call: cst.Call, context: ConversionContext) -> tuple[cst.Call
 def edit_dict_element(element: cst.DictElement, context: ConversionContext) -> tuple[cst.DictElement, list[str]]:
     """Edit `"device_map": ...` in a dict, as in `dict(device_map=...)`."""
     was = code(element.value)
-    if code(element.key).strip("\"'") != "device_map" or _stays(was):
+    if code(element.key) not in ('"device_map"', "'device_map'") or _stays(was):
         return element, []
     return element.with_changes(value=cst.parse_expression(_this_gpu(context))), [_note(was, context)]
 

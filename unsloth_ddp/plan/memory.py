@@ -214,7 +214,7 @@ def _loaded_in_shards(shape: ModelShape, method: Method, work: Workload, frozen:
     outside = (shape.parameters - shape.linear - shape.experts) * work.precision
     block = (frozen + trained * work.precision - outside) / max(1, shape.layers)
     gradients = work.precision + 4 if method == "full" else 0
-    copies = max(
+    at_once = max(
         2 * head,
         head + shape.head * gradients + logits,
         3 * block + block / work.precision * gradients + recomputed + added,
@@ -225,7 +225,7 @@ def _loaded_in_shards(shape: ModelShape, method: Method, work: Workload, frozen:
         held / parts,
         trained * master / parts,
         states / parts,
-        copies,
+        at_once,
         kept,
         loading=loading,
         lower_bound=work.copies > 1,

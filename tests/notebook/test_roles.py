@@ -327,6 +327,7 @@ def test_a_callback_saves_once_and_what_does_not_train_is_left_alone() -> None:
     [
         ("import wandb\nwandb.agent(wandb.sweep({}), go, count=3)", "tracker"),
         ("from accelerate import notebook_launcher\nnotebook_launcher(go, mixed_precision='bf16')", "sizing"),
+        ("from accelerate import notebook_launcher\nnotebook_launcher(go, (), 2, 'bf16')", "sizing"),
         ("import torch\ntorch.multiprocessing.spawn(go, nprocs=2)", "sizing"),
     ],
 )

@@ -8,6 +8,8 @@ from unsloth_ddp.notebook.arguments import keyword
 from unsloth_ddp.notebook.context import ConversionContext
 from unsloth_ddp.notebook.syntax import dotted
 
+# The function, its arguments and the number of processes; what stands behind them is the precision.
+_POSITIONAL = 3
 # Arguments that say how many processes to start, and where: the launcher of the script has been told.
 _OF_THE_LAUNCH = {"args", "num_processes", "num_nodes", "use_port", "master_addr", "node_rank"}
 
@@ -24,7 +26,7 @@ def call_directly(call: cst.Call, context: ConversionContext) -> tuple[cst.Call,
     named = {arg.keyword.value for arg in call.args if arg.keyword is not None}
     if not plain or not isinstance(plain[0].value, cst.Name) or any(arg.star for arg in call.args):
         return call, []
-    if not named <= _OF_THE_LAUNCH:
+    if not named <= _OF_THE_LAUNCH or len(plain) > _POSITIONAL:
         return call, []
     given = plain[1] if len(plain) > 1 else keyword(call, "args")
     note = context.edit("once", "call the function itself: the script's launcher has started the processes")

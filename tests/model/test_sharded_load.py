@@ -24,7 +24,7 @@ from transformers.models.llama.modeling_llama import LlamaPreTrainedModel
 from tests.conftest import DEMO_MODEL
 from tests.ranks import run_ranks
 from unsloth_ddp.config.options import Settings
-from unsloth_ddp.distributed.ranks import ranks_from_environment
+from unsloth_ddp.distributed.ranks import Ranks, ranks_from_environment
 from unsloth_ddp.distributed.runtime import Runtime, started
 from unsloth_ddp.model import sharded_load, varlen, whole_model
 from unsloth_ddp.model.load import load_model, parameter_counts
@@ -374,3 +374,17 @@ def test_auto_leaves_unsloth_only_where_the_whole_model_does_not_fit(
     assert runtime.backend == taken
     said = capsys.readouterr().out
     assert ("Backend transformers is taken, which loads model" in said) == (taken == "transformers")
+
+
+def test_a_copy_is_split_over_its_own_processes_when_its_size_is_judged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 8 processes with 4 copies each holds half of the model beside the whole while it is split."""
+    asked: list[int] = []
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 1000))
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda: 1.0)
+    monkeypatch.setattr(whole_model, "bytes_while_loading", lambda _, parts: asked.append(parts))
+    ranks = Ranks(rank=0, local_rank=0, world_size=8, local_world_size=2)
+    runtime = Runtime(ranks, "unsloth", "cuda", "bf16", "GPU", sharding="fsdp2", copies=4)
+    monkeypatch.setattr(runtime, "gather", lambda value: [value] * 8)
+    monkeypatch.setattr(runtime, "broadcast_from_main", lambda make: make())
+    whole_model.choose_backend_by_size(settings_for(DEMO_MODEL, backend="auto"), runtime)
+    assert asked == [2]

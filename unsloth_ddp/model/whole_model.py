@@ -30,7 +30,8 @@ def choose_backend_by_size(settings: Settings, runtime: Runtime) -> None:
 
     total = int(torch.cuda.get_per_process_memory_fraction() * torch.cuda.mem_get_info()[1])
     room = min(runtime.gather(total))
-    needed = runtime.broadcast_from_main(lambda: bytes_while_loading(settings, runtime.ranks.world_size))
+    parts = runtime.ranks.world_size // runtime.copies
+    needed = runtime.broadcast_from_main(lambda: bytes_while_loading(settings, parts))
     if needed is None or needed <= FILLED * room:
         return
     runtime.use_backend("transformers")
@@ -42,14 +43,18 @@ def choose_backend_by_size(settings: Settings, runtime: Runtime) -> None:
         )
 
 
-def bytes_while_loading(settings: Settings, world_size: int) -> int | None:
-    """Return the peak of loading the whole model on a GPU and then splitting it; None if its size is not known."""
+def bytes_while_loading(settings: Settings, parts: int) -> int | None:
+    """Return the peak of loading the whole model on a GPU and then splitting it; None if its size is not known.
+
+    Args:
+        parts: processes that a copy of the model is split over.
+    """
     tensors = read_tensors(settings)
     if not tensors:
         return None
     # accelerate keeps weights that are trained in fp32, and holds a part beside the whole while it splits.
     each = 4.0 if settings.method == "full" else 2.0
-    return int(whole_bytes(tensors, each, packs=settings.method == "qlora") * (1 + 1 / world_size))
+    return int(whole_bytes(tensors, each, packs=settings.method == "qlora") * (1 + 1 / parts))
 
 
 def whole_bytes(tensors: Iterable[tuple[str, str, list[int]]], each: float, *, packs: bool) -> float:

@@ -10,7 +10,7 @@ import pytest
 
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.data import revisions
-from unsloth_ddp.data.revisions import dataset_revisions, ignored_options, pin_revisions
+from unsloth_ddp.data.revisions import dataset_revisions, ignored_hub_options, pin_revisions
 from unsloth_ddp.data.sources import read_rows
 from unsloth_ddp.distributed.ranks import Ranks
 from unsloth_ddp.distributed.runtime import Runtime
@@ -125,6 +125,6 @@ def test_rows_are_read_at_the_revision(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_what_selects_from_the_hub_is_said_to_be_ignored_elsewhere(given: dict[str, Any], said: list[str]) -> None:
-    found = ignored_options(Settings(**given))
+    found = ignored_hub_options(Settings(**given))
     assert len(found) == len(said)
     assert all(sentence.startswith(start) for sentence, start in zip(found, said, strict=True)), found

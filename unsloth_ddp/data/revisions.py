@@ -41,7 +41,7 @@ def _hub_datasets(settings: Settings) -> list[str]:
     return [name for name in dict.fromkeys([*settings.dataset, *settings.eval_dataset]) if not is_file(name)]
 
 
-def ignored_options(settings: Settings) -> list[str]:
+def ignored_hub_options(settings: Settings) -> list[str]:
     """Return a sentence for each option that selects from the Hub while what it selects from is on this machine."""
     hub, standard = set(_hub_datasets(settings)), Settings()
     local = {

@@ -84,6 +84,11 @@ class Runtime:
     progress: Progress = field(default_factory=Progress)
 
     @property
+    def parts(self) -> int:
+        """Return the number of processes that each copy of a model is split over, where FSDP2 shards it."""
+        return self.ranks.world_size // self.copies
+
+    @property
     def device_map(self) -> dict[str, str | int] | None:
         """Return the map that puts the whole model on this process's device; None if DeepSpeed places the weights."""
         if self.sharding == "zero3":

@@ -5,7 +5,9 @@ zero2  gradients and optimizer states are sharded over the GPUs (DeepSpeed)
 zero3  the weights too, from loading on (DeepSpeed)
 fsdp2  the weights too (PyTorch), from loading on with the transformers backend, after loading with Unsloth
 
-With fsdp2 there can be several copies of the model (hybrid sharding), each sharded over neighbouring ranks. Beside it, what lies in host memory between its uses:
+With fsdp2 there can be several copies of the model (hybrid sharding), each sharded over neighbouring ranks.
+
+Beside it, what lies in host memory between its uses:
 
 none        nothing
 optimizer   optimizer states and the fp32 copies of trained weights, with the optimizer's step (DeepSpeed)

@@ -53,10 +53,10 @@ def shard_mesh(runtime: Runtime) -> DeviceMesh:
     With several copies of the model it is (copies, parts), else (parts,).
     """
     # PEFT knows the name of the last dimension, and would take others for tensor parallelism.
-    parts = runtime.ranks.world_size // runtime.copies
     if runtime.copies == 1:
-        return init_device_mesh(runtime.device_type, (parts,), mesh_dim_names=("fsdp",))
-    return init_device_mesh(runtime.device_type, (runtime.copies, parts), mesh_dim_names=("dp_replicate", "fsdp"))
+        return init_device_mesh(runtime.device_type, (runtime.parts,), mesh_dim_names=("fsdp",))
+    sizes = (runtime.copies, runtime.parts)
+    return init_device_mesh(runtime.device_type, sizes, mesh_dim_names=("dp_replicate", "fsdp"))
 
 
 @contextlib.contextmanager

@@ -30,8 +30,7 @@ def choose_backend_by_size(settings: Settings, runtime: Runtime) -> None:
 
     total = int(torch.cuda.get_per_process_memory_fraction() * torch.cuda.mem_get_info()[1])
     room = min(runtime.gather(total))
-    parts = runtime.ranks.world_size // runtime.copies
-    needed = runtime.broadcast_from_main(lambda: bytes_while_loading(settings, parts))
+    needed = runtime.broadcast_from_main(lambda: bytes_while_loading(settings, runtime.parts))
     if needed is None or needed <= FILLED * room:
         return
     runtime.use_backend("transformers")

@@ -20,7 +20,7 @@ from unsloth_ddp.data import dataset, examples
 from unsloth_ddp.data.identity import data_identity
 from unsloth_ddp.data.packing import BatchRequest
 from unsloth_ddp.data.preview import preview_first_row
-from unsloth_ddp.data.revisions import ignored_options
+from unsloth_ddp.data.revisions import ignored_hub_options
 from unsloth_ddp.data.training_data import TrainingData
 from unsloth_ddp.distributed import backend, sharding
 from unsloth_ddp.model import load, merge
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 def check_model(run: Run) -> None:
     """Refuse a model or options that this machine cannot load, before anything is imported or read for it."""
     load.check_model(run.settings, run.runtime)
-    for sentence in [*ignored_settings(run.settings), *ignored_options(run.settings)]:
+    for sentence in [*ignored_settings(run.settings), *ignored_hub_options(run.settings)]:
         print(sentence, flush=True)
 
 

@@ -67,8 +67,8 @@ class ResumableTrainer(SFTTrainer):
         state: Any = self.accelerator.state
         if self.runtime.copies > 1:
             # For a model that was loaded whole: accelerate splits it over this mesh.
-            parts = self.runtime.ranks.world_size // self.runtime.copies
-            state.parallelism_config = ParallelismConfig(dp_replicate_size=self.runtime.copies, dp_shard_size=parts)
+            copies, parts = self.runtime.copies, self.runtime.parts
+            state.parallelism_config = ParallelismConfig(dp_replicate_size=copies, dp_shard_size=parts)
             state.device_mesh = state.parallelism_config.get_device_mesh(self.runtime.device_type)
         if self.runtime.sharding == "fsdp2" and not self.is_fsdp_enabled:
             state.distributed_type, state.fsdp_plugin = DistributedType.FSDP, FullyShardedDataParallelPlugin()

@@ -1,9 +1,8 @@
 """Save and load runs whose weights FSDP2 splits over the ranks, with no process holding a whole model.
 
 A checkpoint holds what each rank has, in shards, and one copy of a model that has several; of a run with adapters also
-the adapter, which is small. The finished
-adapter or model is gathered weight by weight. Upstream gathers all weights, and the optimizer's state, in the memory of
-rank 0.
+the adapter, which is small. The finished adapter or model is gathered weight by weight. Upstream gathers all weights, and
+the optimizer's state, in the memory of rank 0.
 """
 
 from __future__ import annotations

@@ -301,7 +301,11 @@ def _describe_auto_options(report: PlanReport) -> list[str]:
     nothing = any(_is_chosen(settings, row) and row.verdict == "does not fit" for row in plan.memory)
     said = []
     if settings.per_device_train_batch_size == "auto":
-        why = "the most that fits and the global batch allows" if limit else "all rows of a GPU at once, because --gpu_memory is not given"
+        why = (
+            "the most that fits and the global batch allows"
+            if limit
+            else "all rows of a GPU at once, because --gpu_memory is not given"
+        )
         why = "though not even that fits" if nothing else why
         said.append(f"per_device_train_batch_size auto is planned as {plan.batch.per_device}, {why}.")
     if settings.gradient_checkpointing == "auto":

@@ -42,7 +42,9 @@ def read_yaml(path: Path) -> Any:
     except yaml.MarkedYAMLError as error:
         if error.problem is None or error.problem_mark is None:
             raise Unreadable(one_line(error)) from None
-        raise Unreadable(f"{one_line(error.problem)} (line {error.problem_mark.line + 1})") from None
+        # "but found another document" follows what was expected.
+        begun = f"{error.context}, " if error.context and error.problem.startswith("but ") else ""
+        raise Unreadable(f"{one_line(begun + error.problem)} (line {error.problem_mark.line + 1})") from None
     except (yaml.YAMLError, ValueError, OverflowError) as error:
         raise Unreadable(one_line(error)) from None
 

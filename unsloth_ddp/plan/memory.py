@@ -113,15 +113,18 @@ def estimate_memory(shape: ModelShape, method: Method, sharding: Sharding, work:
     else:
         found = _with_zero(shape, method, sharding, work, frozen, activations)
     if work.offload != "none":
-        found = _in_host_memory(found, work.offload)
+        found = _in_host_memory(found, work.offload, loading=found.loading if sharding == "fsdp2" else 0.0)
     # No mixture of experts was held against a run.
     return dataclasses.replace(found, lower_bound=True) if shape.has_experts else found
 
 
-def _in_host_memory(memory: MemoryEstimate, offload: Offload) -> MemoryEstimate:
+def _in_host_memory(memory: MemoryEstimate, offload: Offload, loading: float) -> MemoryEstimate:
     """Move what lies in host memory off the GPU; copies of it that the GPU computes with are only known in part.
 
     DeepSpeed and FSDP2 keep gradients where the optimizer runs. No run was measured with either.
+
+    Args:
+        loading: bytes on the GPU while the model is loaded; FSDP2 moves its part to the host afterwards.
     """
     weights = memory.weights if offload == "parameters" else 0.0
     moved = memory.gradients + memory.optimizer + weights
@@ -131,7 +134,7 @@ def _in_host_memory(memory: MemoryEstimate, offload: Offload) -> MemoryEstimate:
         gradients=0.0,
         optimizer=0.0,
         stepping=0.0,
-        loading=memory.loading if memory.loading > memory.weights else memory.weights - weights,
+        loading=max(loading, memory.weights - weights),
         lower_bound=True,
         host=moved,
     )

@@ -374,7 +374,7 @@ class OutputSettings:
     trust_checkpoint: bool = option(
         False,
         "Allow resuming from a checkpoint outside the run's folder whose files can run code when they are loaded: those "
-        "of DeepSpeed (ZeRO), and sharded FSDP2 checkpoints of earlier releases.",
+        "of DeepSpeed (ZeRO), and those in torch's distributed checkpoint format.",
         new_run=False,
         on_resume="allow",
         summary=False,

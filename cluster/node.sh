@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Run one training on this node; the same command goes to every node of the job. usage() says the rest.
+# Run one training on this node. Run the same command on every node of the job. See usage() for the options.
 set -uo pipefail
 kit=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 
@@ -152,12 +152,12 @@ check_nodes() {
   esac
 }
 
-# GPUs that this node shows: nvidia-smi's, of those CUDA_VISIBLE_DEVICES leaves; where there is none torch is asked.
+# Count the visible GPUs of this node: those of nvidia-smi that CUDA_VISIBLE_DEVICES allows, or torch's without nvidia-smi.
 visible_gpus() {
   local shown listed
   if command -v nvidia-smi >/dev/null; then
     shown=$(nvidia-smi --list-gpus 2>/dev/null | grep -c '^ *\(GPU\|MIG\)')
-    # A GPU that is cut into MIG devices shows those instead of itself.
+    # A GPU in MIG mode is listed as its MIG devices.
     listed=$(nvidia-smi --list-gpus 2>/dev/null | grep -c '^ *MIG')
     ((listed)) && shown=$listed
   else
@@ -165,7 +165,7 @@ visible_gpus() {
     shown=$(python -c 'import torch; print(torch.accelerator.device_count())' 2>/dev/null) || shown=0
   fi
   if [[ -n ${CUDA_VISIBLE_DEVICES+set} ]]; then
-    # CUDA stops at the first name that is none, which is what -1 is given for.
+    # CUDA stops at the first invalid entry, which is why people pass -1.
     listed=$(tr , '\n' <<<"$CUDA_VISIBLE_DEVICES" | sed '/^ *-/,$d' | grep -c '[^ ]')
     ((listed < shown)) && shown=$listed
   fi
@@ -188,7 +188,7 @@ check_gpus() {
 
 # ---- the network ----
 
-# The interface by which this node and the master reach each other, where the routing table says it for sure.
+# Print the interface between this node and the master, if the routing table is unambiguous.
 interface_to_master() {
   command -v ip >/dev/null && command -v getent >/dev/null || return 1
   local address device
@@ -214,14 +214,14 @@ choose_interface() {
 
 # ---- running ----
 
-# Whether the environment that is active holds the kit and what it needs (a container, conda, uv run).
+# Check whether the active environment (a container, conda, uv run) holds the kit and its dependencies.
 is_equipped() {
   command -v accelerate-launch >/dev/null && python -c '
 import importlib.util, sys
 sys.exit(not all(importlib.util.find_spec(name) for name in ("unsloth_ddp", "accelerate", "trl", "unsloth")))' 2>/dev/null
 }
 
-# Else put the kit's own environment first on PATH, made or brought up to date by uv if need be.
+# Otherwise put the kit's own environment first on PATH. uv creates or updates it if necessary.
 in_environment() {
   local prefix
   is_equipped && return
@@ -233,14 +233,14 @@ in_environment() {
   [[ -x $prefix/bin/accelerate-launch ]] && PATH=$prefix/bin:$PATH
 }
 
-# The signal last asked for, and whether one came since wait began.
+# The last signal received, and whether one arrived since wait began.
 stop="" interrupted=0 child=""
 
-# Ask the launcher to stop (called by traps). It hands the signal on to its ranks.
+# Ask the launcher to stop (called by traps). It forwards the signal to its ranks.
 # shellcheck disable=SC2317
 pass_on() {
   stop=$1 interrupted=1
-  # Bash lets background commands ignore SIGINT until they set a handler, so Ctrl-C goes on as SIGTERM.
+  # Bash lets background commands ignore SIGINT until they set a handler, so Ctrl-C is forwarded as SIGTERM.
   [[ -z $child ]] || kill -s "${1/INT/TERM}" "$child" 2>/dev/null
 }
 
@@ -248,7 +248,7 @@ pass_on() {
 run() {
   setsid "$@" </dev/null &
   child=$!
-  # A signal between two commands had nobody to go to.
+  # A signal that arrived between two commands was not forwarded.
   [[ -z $stop ]] || pass_on "$stop"
   while :; do
     interrupted=0
@@ -302,7 +302,7 @@ launch() {
     accelerate-launch --config_file "$accelerate_config" "${machines[@]}" "$@"
 }
 
-# Check nodes, network and settings together; `code` is not 0 where a node has something that would spoil the run.
+# Check nodes, network and settings on all nodes together; `code` is not 0 if a node has a problem.
 # Once before any launcher, which names nodes that do not arrive (launchers wait for them in silence), and once with
 # every process of the run.
 check_job() {
@@ -346,7 +346,7 @@ train() {
 # Processes of this node's job, by the variable that only they carry, as /proc/PID/environ.
 job_processes() { grep -lszxF -- "UNSLOTH_DDP_EXIT_CODE_FILE=$code_file" /proc/[0-9]*/environ; }
 
-# Leave a mark once ranks run: launchers start none before every node has arrived.
+# Create a marker file once ranks run: launchers start none before every node has arrived.
 note_the_beginning() {
   local processes
   while [[ -d $folder ]]; do
@@ -359,7 +359,7 @@ note_the_beginning() {
   done
 }
 
-# Launchers make 1 of every code; ranks leave theirs in a file.
+# Launchers replace every exit code with 1; ranks write theirs to a file.
 read_exit_code() {
   local noted=""
   [[ -s $code_file ]] && read -r noted <"$code_file"
@@ -375,7 +375,7 @@ read_exit_code() {
   fi
 }
 
-# Whether the options or the --config name the run.
+# Check whether the options or the --config name the run.
 is_named() {
   local word
   for word in "${train_options[@]}"; do
@@ -428,11 +428,11 @@ main() {
   # On the CPU it counts processes, and is no claim about GPUs.
   # Processes see GPUs of the node; accelerate does not tell them that its config asks for the CPU.
   if ((cpu)); then export -n GPUS_PER_NODE && export ACCELERATE_USE_CPU=True; else export GPUS_PER_NODE; fi
-  # torch's launcher hands on the signals named here, and gives ranks this long to save before it kills them.
+  # torch's launcher forwards the signals named here, and waits this long for ranks to save before it kills them.
   export PET_SIGNALS_TO_HANDLE=${PET_SIGNALS_TO_HANDLE:-SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1}
   export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-300}
 
-  # What train_ddp.py is told beside: every start goes on in the folder of the first. Rank 0 names it for all.
+  # Additional options of train_ddp.py: every restart continues in the folder of the first start, which rank 0 names.
   restart_arguments=()
   if ((max_restarts && NODE_RANK == 0)) && ! is_named; then
     restart_arguments=(--run_name "run-$(date +%Y%m%d-%H%M%S)")
@@ -444,10 +444,10 @@ main() {
     ((code == 0)) && [[ -z $stop ]] && trained=1 && train
     # A stop that came before the training began.
     ((trained)) || [[ -z $stop ]] || read_exit_code
-    # A mistake stays one, and who asked for a stop does not want another start.
+    # Do not restart after an error in the settings or a requested stop.
     if ((code == 0 || code == 2 || code == 75 || restarts >= max_restarts)) || [[ -n $stop ]]; then break; fi
     restarts=$((restarts + 1))
-    # What the first start wrote is not to be replaced.
+    # Keep what the first start wrote.
     ((restarts > 1)) || restart_arguments+=(--no_overwrite)
     say "node $NODE_RANK: ended with code $code; start $restarts of at most $max_restarts again, from the last whole checkpoint"
     wait_for_the_others

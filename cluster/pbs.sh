@@ -4,17 +4,17 @@
 #PBS -j oe
 #PBS -r y
 #
-# Train on the nodes of a PBS job; LoRA, QLoRA and full parameters alike, with node.sh's options. From the kit's folder:
+# Train on the nodes of a PBS job with LoRA, QLoRA or full training. Takes the options of node.sh. From the kit's folder:
 #
 #   qsub -l select=2:ngpus=8:ncpus=64 -v ARGS="-m MODEL -d DATA --method lora" cluster/pbs.sh      (PBS Pro, OpenPBS)
 #   qsub -l nodes=2:ppn=64:gpus=8 -F "-m MODEL -d DATA --method lora" cluster/pbs.sh               (Torque)
 #
-# What qsub is given wins over the #PBS lines. The nodes are those of $PBS_NODEFILE; node.sh is started on them by
+# Options of qsub override the #PBS lines. The nodes are those of $PBS_NODEFILE; node.sh is started on them by
 # pbs_tmrsh, which PBS Pro brings along and which keeps every process under the job, or by ssh where there is none.
 # Each node writes logs/pbs-JOB/node-N.log. When the job is stopped (qdel, the time limit, a preemption) PBS sends
 # SIGTERM first: the training writes a checkpoint, if the time between SIGTERM and SIGKILL is long enough for it
-# (kill_delay of the queue). A job that PBS puts back into the queue (-r y; preemption, a dead node) goes on from it;
-# for one that stopped itself (exit code 75; --max_time) a submission of REQUEUE=1 asks PBS for another start.
+# (kill_delay of the queue). A job that PBS requeues (-r y; preemption, node failure) resumes from it. If the job was
+# submitted with REQUEUE=1, it also requeues itself after it stopped on its own (exit code 75; --max_time).
 # The job's exit code is that of the training.
 #
 # Environment, with qsub -v: ARGS (the options, with shell quotes around words with spaces), MASTER_PORT (default: from

@@ -35,26 +35,29 @@ class ModelSettings:
     )
     backend: Literal["auto", "unsloth", "transformers"] = option(
         "auto",
-        "auto: Unsloth where an accelerator is found, Transformers + PEFT elsewhere.",
+        "auto: Unsloth if an accelerator is found, otherwise Transformers + PEFT.",
         on_resume="refuse",
         resolved=True,
         summary=False,  # shown as resolved
     )
     precision: Literal["auto", "bf16", "fp16", "fp32"] = option(
         "auto",
-        "Compute precision; auto: bf16 or fp16 on a GPU (whichever it has), fp32 on a CPU.",
+        "Compute precision; auto: bf16 on a GPU that supports it, fp16 on others, fp32 on a CPU.",
         on_resume="refuse",
         resolved=True,
         summary=False,  # shown as resolved
     )
     full_weights: Literal["fp32", "bf16"] = option(
         "fp32",
-        "Data type of the trained weights with --method full; bf16 halves the memory and rounds small updates away.",
+        "Data type of the trained weights with --method full; bf16 halves their memory but loses small updates to rounding.",
         on_resume="refuse",
         summary=False,
     )
     attn_implementation: str | None = option(
-        None, "Attention of the transformers backend (sdpa, eager, ...).", on_resume="report", summary=False
+        None,
+        "Attention implementation of the transformers backend (sdpa, eager, ...).",
+        on_resume="report",
+        summary=False,
     )
     trust_remote_code: bool = option(
         False, "Run Python code that comes with the model.", on_resume="allow", summary=False
@@ -67,7 +70,9 @@ class LoraSettings:
     """LoRA and QLoRA"""
 
     lora_r: int = option(16, "Rank of the adapter.", above=0, at_most=1_000_000, on_resume="refuse", summary=True)
-    lora_alpha: int = option(16, "Scale of the adapter: alpha / r.", above=0, on_resume="refuse", summary=True)
+    lora_alpha: int = option(
+        16, "Alpha of the adapter, which is scaled by alpha / r.", above=0, on_resume="refuse", summary=True
+    )
     lora_dropout: float = option(
         0.0, "Dropout before the adapter.", at_least=0, below=1, on_resume="refuse", summary=True
     )
@@ -79,14 +84,14 @@ class LoraSettings:
     )
     lora_target_parameters: list[str] = option(
         [],
-        "Tensors that get an adapter though they are no linear layers: the experts of a mixture "
-        "(mlp.experts.down_proj, ...); all-experts: every one.",
+        "Parameters outside linear layers that get an adapter: the experts of a mixture of experts "
+        "(mlp.experts.down_proj, ...); all-experts: all of them.",
         on_resume="refuse",
         summary=False,
     )
     lora_modules_to_save: list[str] = option(
         [],
-        "Modules trained in full beside the adapter (embed_tokens, lm_head, ...).",
+        "Modules trained in full in addition to the adapter (embed_tokens, lm_head, ...).",
         on_resume="refuse",
         summary=False,
     )
@@ -137,7 +142,7 @@ class DataSettings:
     )
     chat_template: str | None = option(
         None,
-        "A Jinja file, chatml, or training (TRL's variant of the tokenizer's); default: the tokenizer's own.",
+        "Jinja file, chatml, or training (TRL's training variant of the template); default: the tokenizer's template.",
         path="read",
         words=("chatml", "training"),
         on_resume="allow",
@@ -145,18 +150,18 @@ class DataSettings:
     )
     packing: Literal["auto", "on", "off"] = option(
         "auto",
-        "Join rows to packs of up to max_length tokens, each row's loss unchanged; auto: where attention has a kernel "
-        "for it. Otherwise rows are padded, with rows of like length together.",
+        "Pack rows into sequences of up to max_length tokens without changing the loss of a row; auto: if attention has "
+        "a kernel for it. Otherwise rows are padded and grouped by length.",
         on_resume="refuse",
         resolved=True,
         summary=False,  # shown as resolved
     )
     loss_on: Literal["assistant", "all"] = option(
-        "assistant", "Supervise the assistant's tokens, or all.", on_resume="refuse", summary=True
+        "assistant", "Compute the loss on the assistant's tokens or on all tokens.", on_resume="refuse", summary=True
     )
     dataset_num_proc: int = option(
         1,
-        "Processes that tokenize, on each node (--streaming: on the first one).",
+        "Tokenizer processes on each node (with --streaming: on the first node only).",
         above=0,
         at_most=1000,
         on_resume="allow",
@@ -164,8 +169,8 @@ class DataSettings:
     )
     streaming: bool = option(
         False,
-        "Read, shuffle and tokenize the training rows while training goes on, for sets that are too large to do so "
-        "before; folders of files may be given too. Needs --max_steps.",
+        "Read, shuffle and tokenize the training rows during training, for datasets that are too large to prepare "
+        "beforehand. Also accepts folders of files. Needs --max_steps.",
         on_resume="allow",
         summary=True,
     )
@@ -186,8 +191,8 @@ class BatchSettings:
 
     per_device_train_batch_size: int | Literal["auto"] = option(
         "auto",
-        "Rows in one forward pass of one process; where rows are packed, the most packs; auto: as many as fit, within "
-        "the same global batch (1 on a CPU, and with ZeRO or FSDP2).",
+        "Rows in one forward pass of one process; with packing, the maximum number of packs; auto: as many as fit, within "
+        "the global batch (1 on a CPU, and with ZeRO or FSDP2).",
         above=0,
         at_most=100_000,
         on_resume="report",
@@ -196,8 +201,8 @@ class BatchSettings:
     )
     global_batch_size: int | None = option(
         None,
-        "Rows (packs with --packing on) in one optimizer step over all processes; accumulation follows from it. "
-        "Default: what divides nearest to 16 rows.",
+        "Rows (packs with --packing on) in one optimizer step over all processes; sets gradient accumulation. "
+        "Default: the valid size nearest to 16 rows.",
         above=0,
         at_most=10_000_000,
         on_resume="refuse",
@@ -206,7 +211,7 @@ class BatchSettings:
     )
     global_batch_tokens: int | None = option(
         None,
-        "Tokens in one optimizer step, instead of --global_batch_size, where rows are packed: the nearest it can be.",
+        "Approximate number of tokens in one optimizer step, with packing; replaces --global_batch_size.",
         above=0,
         at_most=1_000_000_000,
         on_resume="allow",  # global_batch_size is compared
@@ -214,7 +219,7 @@ class BatchSettings:
     )
     gradient_accumulation_steps: int | None = option(
         None,
-        "Set accumulation directly instead of --global_batch_size.",
+        "Gradient accumulation steps; replaces --global_batch_size.",
         above=0,
         at_most=1_000_000,
         on_resume="report",
@@ -271,23 +276,23 @@ class TrainingSettings:
     gradient_checkpointing: Literal["auto", "none", "torch", "unsloth"] = option(
         "auto",
         "Recompute activations in the backward pass: none is fastest, torch saves memory, unsloth also offloads them "
-        "(unsloth backend); auto: the first of them that fits, tried before step 1, and the next where memory runs out "
-        "later (untried: none on a CPU, torch with ZeRO or FSDP2).",
+        "(unsloth backend); auto: the first that fits in a trial before step 1, and the next one if memory runs out "
+        "later (without a trial: none on a CPU, torch with ZeRO or FSDP2).",
         on_resume="report",
         summary=True,
     )
     cuda_graphs: Literal["auto", "on", "off"] = option(
         "auto",
-        "Compile the layers and replay each micro-batch as one CUDA graph, so that a GPU does not wait for its host; auto: "
-        "for packed rows in bf16, where a trial gives the same loss and gradients and the run is long enough.",
+        "Compile the layers and replay each micro-batch as one CUDA graph, which removes kernel launch overhead; auto: "
+        "with packed rows in bf16, if a trial gives the same loss and gradients and the run is long enough.",
         on_resume="report",
         resolved=True,
         summary=False,  # shown as resolved
     )
     fp8: bool = option(
         False,
-        "With method lora, multiply by the frozen weights in FP8, forward and backward; adapters, head, norms and attention "
-        "stay in 16 bit. Needs compute capability 8.9.",
+        "With --method lora, multiply by the frozen weights in FP8, forward and backward; adapters, head, norms and "
+        "attention stay in 16 bit. Needs compute capability 8.9 or higher.",
         on_resume="refuse",
         summary=True,
     )
@@ -312,7 +317,7 @@ class TrainingSettings:
     )
     watch_timeout: int = option(
         30,
-        "Seconds without a sign of life after which a rank is lost and the run ends; 0: ranks are not watched.",
+        "Seconds without a heartbeat after which a rank counts as lost and the run ends; 0: disable the watchdog.",
         at_least=0,
         at_most=10_000_000,
         on_resume="allow",
@@ -320,7 +325,7 @@ class TrainingSettings:
     )
     drift_check_steps: int = option(
         100,
-        "Optimizer steps between two comparisons of the ranks' trainable weights; 0: never.",
+        "Optimizer steps between comparisons of the trainable weights of all ranks; 0: never.",
         at_least=0,
         on_resume="allow",
         summary=False,
@@ -351,8 +356,8 @@ class OutputSettings:
     )
     resume: str = option(
         "auto",
-        "auto: continue from this run's newest whole checkpoint, if it has one; no: start from step 0 (in the folder of an "
-        "earlier run only with --overwrite); or a checkpoint folder.",
+        "auto: continue from this run's newest complete checkpoint, if any; no: start from step 0 (replacing an earlier "
+        "run only with --overwrite); or a checkpoint folder.",
         path="read",
         words=("auto", "no"),
         new_run=False,
@@ -368,8 +373,8 @@ class OutputSettings:
     )
     trust_checkpoint: bool = option(
         False,
-        "Resume also from a checkpoint outside the run's folder whose files can run code when they are read: those of "
-        "DeepSpeed (ZeRO), and sharded ones of FSDP2.",
+        "Allow resuming from a checkpoint outside the run's folder whose files can run code when they are loaded: those "
+        "of DeepSpeed (ZeRO), and those in torch's distributed checkpoint format.",
         new_run=False,
         on_resume="allow",
         summary=False,
@@ -402,16 +407,19 @@ class OutputSettings:
         summary=False,
     )
     merge: bool = option(
-        False, "lora and qlora: also write the merged 16-bit model, to <run>/merged/.", on_resume="allow", summary=False
+        False,
+        "With LoRA or QLoRA, also write the merged 16-bit model to <run>/merged/.",
+        on_resume="allow",
+        summary=False,
     )
     push_to_hub: bool = option(False, "Upload the finished adapter or model.", on_resume="allow", summary=False)
     hub_model_id: str | None = option(
-        None, "Where to upload; default: your account and the run's name.", on_resume="allow", summary=False
+        None, "Hub repository to upload to; default: your account and the run's name.", on_resume="allow", summary=False
     )
     hub_private_repo: bool = option(True, "Create the Hub repository as private.", on_resume="allow", summary=False)
     compare_answers: int = option(
         0,
-        "Generate answers to this many evaluation rows before and after, and count exact ones.",
+        "Number of evaluation rows to answer before and after training, counting exact matches.",
         at_least=0,
         on_resume="allow",
         summary=False,
@@ -424,7 +432,7 @@ class UnslothSettings:
 
     compiled_cache_dir: str | None = option(
         None,
-        "Folder of Unsloth's compiled modules; default: one of this job's own on each node's local disk.",
+        "Folder of Unsloth's compiled modules; default: a folder for this job on each node's local disk.",
         path="read",
         on_resume="allow",
         summary=False,

@@ -67,7 +67,7 @@ def test_a_group_stays_whole() -> None:
     ],
 )
 def test_a_test_that_only_decides_an_install_goes_with_it(line: str) -> None:
-    """What is left would be a guarded command that does nothing."""
+    """Leave out a test whose command was dropped: it would be guarded and do nothing."""
     assert without_installs(line)[0] == ""
 
 

@@ -1,4 +1,4 @@
-"""What the callback tells the display of a run."""
+"""Check what the callback passes to the display of a run."""
 
 from __future__ import annotations
 

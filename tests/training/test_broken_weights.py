@@ -90,9 +90,7 @@ def test_a_run_with_broken_weights_ends_before_it_saves_them(
     job: Any, place: Path, save: str, environ: dict[str, str], kept: list[int]
 ) -> None:
     name = f"broken{len(environ)}{len(kept)}"
-    printed = job(
-        f"{OPTIONS} {save}", name, 2, code=1, target=train_into_infinity, args=(2,), environ=environ, end=False
-    ).output
+    printed = job(f"{OPTIONS} {save}", name, 2, code=1, target=train_into_infinity, args=(2,), environ=environ).output
     run = place / "outputs" / name
     after = 2 if kept else 4
     assert (

@@ -76,6 +76,7 @@ def best_run(place, job) -> Path:
     return place / "outputs" / "best"
 
 
+@pytest.mark.slow
 def test_the_best_checkpoint_stays_and_is_the_result(best_run):
     assert manifest_steps(best_run) == [3, LAST]
     assert adapter(best_run) == adapter(best_run / "checkpoint-3") != adapter(best_run / f"checkpoint-{LAST}")

@@ -229,7 +229,7 @@ def test_every_rank_says_the_same_sentence(tmp_path):
     ).check()  # fmt: skip
     said = [[line for line in output.splitlines() if line.startswith("refused")] for output in result.outputs]
     assert said[0] == said[1] == said[2] == said[3]
-    assert "dp_replicate_size 3 does not go with 4 processes on 2 node(s)" in said[0][0]
+    assert "dp_replicate_size 3 does not go with 4 processes on 2 nodes" in said[0][0]
     assert "rank 2 " in said[0][1] and "has sharding fsdp2, and rank 0 fsdp2, 2 copies, each split over 2" in said[0][1]
 
 

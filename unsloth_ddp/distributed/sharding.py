@@ -27,6 +27,7 @@ from typing import Any, Literal
 
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.utils.errors import UserError
+from unsloth_ddp.utils.units import counted
 
 Sharding = Literal["none", "zero2", "zero3", "fsdp2"]
 Offload = Literal["none", "optimizer", "parameters"]
@@ -104,7 +105,7 @@ def copies_from_environment(environ: Mapping[str, str], world_size: int, nodes: 
         left_out = PARTS not in sizes
         raise UserError(
             f"dp_replicate_size {copies}{'' if left_out else f' x dp_shard_size {parts}'} does not go with {world_size} "
-            f"processes on {nodes} node(s): {'it has to divide their number' if left_out else 'the product has to be their number'}; "
+            f"processes on {counted(nodes, 'node')}: {'it has to divide their number' if left_out else 'the product has to be their number'}; "
             "use accelerate_configs/fsdp2_hybrid.yaml, which makes one copy a node, or fsdp2.yaml."
         )
     if parts == 1:

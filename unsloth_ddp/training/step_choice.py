@@ -33,7 +33,7 @@ TOKENS_A_ROW = 16
 # Relative differences between a replayed pass and the backend's: both round to 16 bit, in another order.
 LOSS_TOLERANCE, GRADIENT_TOLERANCE = 5e-3, 5e-2
 # With --fp8 another order changes which values are rounded up. On H200s gradients of random weights differed by 5.4e-2
-# (1.7B) and 1.1e-1 (8B) of their norm (benchmarks/results/speed/recorded_two.json); of wrong rows they differ by 1.
+# (1.7B) and 1.1e-1 (8B) of their norm (benchmarks/results/speed/recorded_two.json).
 FP8_GRADIENT_TOLERANCE = 0.25
 
 

@@ -51,6 +51,7 @@ CASES = [
     # Its loss scaler is part of a checkpoint.
     Case("lora_fp16", "ddp", "--precision fp16 --lora_dropout 0.1"),
     Case("lora_recorded", "ddp", "--packing on --max_length 256 --cuda_graphs on --lora_dropout 0.1"),
+    Case("lora_fp8", "ddp", "--packing on --max_length 256 --cuda_graphs on --fp8 --lora_dropout 0.1"),
     Case("qlora", "ddp", "--method qlora --lora_dropout 0.1"),
     Case("full", "ddp", "--method full --learning_rate 1e-3"),
     Case("lora_transformers", "ddp", "--backend transformers --lora_dropout 0.1"),

@@ -236,15 +236,16 @@ def single_process(settings: Settings) -> Runtime:
 
 
 def let_idle_threads_sleep(environ: MutableMapping[str, str] = os.environ) -> None:
-    """Let OpenMP threads that wait for each other sleep soon; call this before torch is imported.
+    """Make OpenMP threads that wait for each other spin for a short time before they sleep; call this before torch is imported.
 
-    They spin first, which on a busy machine keeps the thread that they wait for off its core, and to sleep at once
-    (OMP_WAIT_POLICY=PASSIVE) is slow on an idle one. The demo on two threads of two cores, tokens/s: idle 4,551
-    with libgomp's own count, 3,648 with this one, 1,900 without spinning; beside six busy processes no end in 120 s,
-    298 and 451.
+    On a busy machine a spinning thread keeps the thread that it waits for off its core. On an idle machine a thread that
+    sleeps at once (OMP_WAIT_POLICY=PASSIVE) wakes up too late. Measured with the demo on two threads of two cores
+    (benchmarks/results/speed/openmp_waiting.json): the idle machine trains 5,414 tokens/s with this count, 5,803 with
+    libgomp's own (300,000) and 2,227 without spinning. Beside six busy processes it trains 177 with this count and 613
+    without spinning, and a run with libgomp's own count did not end in 120 s.
     """
     if "OMP_WAIT_POLICY" not in environ:
-        environ.setdefault("GOMP_SPINCOUNT", "10000")
+        environ.setdefault("GOMP_SPINCOUNT", "30000")
 
 
 def quiet_imports() -> None:

@@ -18,7 +18,6 @@ from unsloth_ddp.run.files import LOCK_FILE, SUMMARY_FILE
 from unsloth_ddp.run.next_steps import chat_command
 from unsloth_ddp.run.upload import upload
 from unsloth_ddp.training.memory_search import MicroBatchDecision, with_micro_batch
-from unsloth_ddp.training.meter import peak_memory_bytes
 from unsloth_ddp.training.step_choice import StepChoice
 from unsloth_ddp.utils.json_file import write_json
 from unsloth_ddp.utils.tables import render_pairs
@@ -150,9 +149,7 @@ def summarize(settings: Settings, runtime: Runtime, trainer: DDPTrainer, seconds
     packing, plan, totals = trainer.data.train.packing, trainer.plan, trainer.meter.totals
     loading, peak = (
         max(values)
-        for values in zip(
-            *runtime.gather((trainer.peak_before_steps, peak_memory_bytes(runtime.device_type))), strict=True
-        )
+        for values in zip(*runtime.gather((trainer.peak_before_steps, trainer.meter.peak_bytes())), strict=True)
     )
     return {
         "world_size": runtime.ranks.world_size,

@@ -69,6 +69,8 @@ class CapturedStep:
         self.gradients: list[Tensor] = []
         self.divisor = torch.ones((), device=device)
         self.recordings: dict[tuple[int, int], Recording] = {}
+        # Peak memory of a pass, which a replay takes without asking the allocator for it.
+        self.peak_bytes = 0
         self._pool: Any = None
 
     @property
@@ -141,12 +143,17 @@ class CapturedStep:
             # A CPU has no graphs; it computes what a recording does.
             return Recording(laid_out, step, loss, compute)
         before = [buffer.clone() for buffer in self.gradients]
+        if self.recordings:
+            # The counter starts anew below. Before the first recording it holds trials, which are no part of training.
+            self.peak_bytes = max(self.peak_bytes, torch.cuda.max_memory_allocated(self.device))
+        torch.cuda.reset_peak_memory_stats(self.device)
         try:
             replay = self._record_on_gpu(compute)
         except Exception as error:
             raise RecordingFailed(one_line(error, 200)) from error
         finally:
             torch._foreach_copy_(self.gradients, before)
+        self.peak_bytes = max(self.peak_bytes, torch.cuda.max_memory_allocated(self.device))
         logger.info(
             "recorded the step of %d tokens in %d rows, %d of them for the head, in %.1f s",
             self.shape.tokens,

@@ -118,6 +118,8 @@ class Meter:
     levels: list[int] = field(default_factory=list)
     # Memory of each rank in bytes when the interval was last collected (see memory_bytes).
     memory: list[int] = field(default_factory=list)
+    # Peak of the passes that this rank replays: their memory is taken once, and not counted again at a replay.
+    replayed_bytes: int = 0
 
     def __post_init__(self) -> None:
         self.reset()
@@ -169,6 +171,10 @@ class Meter:
         self.sums.copy_(before[0])
         self.own_work.restore(before[1], micro_batches)
 
+    def peak_bytes(self) -> int:
+        """Return the peak memory of this rank since training began, replayed passes included."""
+        return max(peak_memory_bytes(self.device.type), self.replayed_bytes)
+
     def per_rank(self) -> dict[str, list[float]]:
         """Return what the interval last collected came to on each rank: own seconds a step, where measured, and bytes."""
         seconds = {"seconds": [round(value, 5) for value in self.pace[0]]} if self.pace else {}
@@ -181,7 +187,7 @@ class Meter:
             level: of gradient checkpointing on this rank, which all ranks learn.
         """
         seconds = time.perf_counter() - self.began
-        memory = memory_bytes(self.device.type), peak_memory_bytes(self.device.type)
+        memory = memory_bytes(self.device.type), self.peak_bytes()
         own = torch.tensor((*self.own_work.take(), level, *memory), dtype=torch.float64, device=self.device)
         per_rank = self.gather(torch.cat([self.sums, own])).cpu()
         loss, supervised, tokens, _, steps, *_ = per_rank.sum(dim=0).tolist()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -57,6 +58,11 @@ class RecordedSteps:
         if self.choice.recorded:
             record_on_a_stream(device)
 
+    @property
+    def peak_bytes(self) -> int:
+        """Return the peak memory of a replayed micro-batch; 0 where none is replayed."""
+        return self.captured.peak_bytes if self.captured else 0
+
     def prepare(
         self,
         runner: MicroBatchRunner,
@@ -105,6 +111,15 @@ class RecordedSteps:
         if dropped:
             captured.forget()
         return captured, reason
+
+    def release(self) -> bool:
+        """Give the memory of the recordings back, until the next step makes them anew; return whether there were any."""
+        if self.captured is None or not self.captured.recordings:
+            return False
+        self.captured.forget()
+        gc.collect()
+        torch.cuda.empty_cache()
+        return True
 
     def run(self, batch: dict[str, Any], divisor: Tensor) -> tuple[Tensor, StepTensors] | None:
         """Return the loss and the parts of a micro-batch (see CapturedStep.run); None if it has to be computed as usual."""

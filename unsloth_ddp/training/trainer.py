@@ -60,6 +60,7 @@ from unsloth_ddp.training.saving import ResumableTrainer
 from unsloth_ddp.training.stragglers import Stragglers, describe_straggler
 from unsloth_ddp.training.trackers import protect_trackers
 from unsloth_ddp.utils.errors import UserError
+from unsloth_ddp.utils.known_errors import is_out_of_memory
 
 logger = logging.getLogger("unsloth_ddp")
 
@@ -299,6 +300,7 @@ class DDPTrainer(ResumableTrainer):
         loss, step = replayed
         self.meter.own_work.forward_done()
         self.meter.add(loss * num_items_in_batch, step.supervised, step.tokens)
+        self.meter.replayed_bytes = self.recorded.peak_bytes
         self.retry.pass_done()
         if self.exchange is not None and self.accelerator.sync_gradients:
             self.exchange.average()
@@ -352,13 +354,22 @@ class DDPTrainer(ResumableTrainer):
             with evaluating:
                 for inputs in dataloader:
                     inputs = self._prepare_inputs(inputs)
-                    with self.compute_loss_context_manager():
-                        loss_sum = self.compute_loss(model, inputs, num_items_in_batch=one)
+                    loss_sum = self._evaluate_batch(model, inputs, one)
                     sums += torch.stack([loss_sum.double(), supervised_tokens(inputs["labels"]).double()])
                     self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
             loss, count = self._gather_sums(sums).sum(dim=0).tolist()
         metrics = {f"{metric_key_prefix}_loss": loss / count}
         return EvalLoopOutput(None, None, metrics, num_samples=len(dataloader.dataset) - 1)  # type: ignore[arg-type]
+
+    def _evaluate_batch(self, model: Any, inputs: dict[str, Tensor], divisor: Tensor) -> Tensor:
+        try:
+            with self.compute_loss_context_manager():
+                return self.compute_loss(model, inputs, num_items_in_batch=divisor)
+        except RuntimeError as error:
+            # Recordings keep the memory of a step. Ranks do not meet in a batch, so that each can give it back alone.
+            if not is_out_of_memory(error) or not self.recorded.release():
+                raise
+        return self._evaluate_batch(model, inputs, divisor)
 
     # ---- reports: upstream logs the mean of step means ----
 

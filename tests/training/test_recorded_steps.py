@@ -1,0 +1,50 @@
+from __future__ import annotations
+
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from unsloth_ddp.training.meter import Meter, OwnWorkTimer, Totals, peak_memory_bytes
+from unsloth_ddp.training.trainer import DDPTrainer
+
+
+class Evaluation:
+    """Evaluate batches with a memory that holds `recordings` of a step, or the batch."""
+
+    def __init__(self, recordings: int) -> None:
+        self.recordings = recordings
+        self.recorded = SimpleNamespace(release=self.release)
+        self.compute_loss_context_manager = nullcontext
+
+    def release(self) -> bool:
+        had, self.recordings = self.recordings, 0
+        return had > 0
+
+    def compute_loss(self, model: Any, inputs: Any, num_items_in_batch: Any) -> torch.Tensor:
+        if self.recordings or inputs["size"] > 1:
+            raise torch.cuda.OutOfMemoryError("CUDA out of memory.")
+        return torch.tensor(3.0)
+
+    _evaluate_batch = DDPTrainer._evaluate_batch
+
+
+def test_an_evaluation_without_memory_takes_that_of_the_recordings() -> None:
+    evaluation = Evaluation(recordings=2)
+    assert evaluation._evaluate_batch(None, {"size": 1}, torch.ones(())).item() == 3.0
+    assert evaluation.recordings == 0
+
+
+def test_an_evaluation_that_does_not_fit_without_recordings_fails() -> None:
+    with pytest.raises(torch.cuda.OutOfMemoryError):
+        Evaluation(recordings=1)._evaluate_batch(None, {"size": 2}, torch.ones(()))
+
+
+def test_the_peak_is_that_of_a_replay_where_it_is_higher() -> None:
+    device = torch.device("cpu")
+    meter = Meter(lambda own: own[None], 1, device, OwnWorkTimer(device), Totals())
+    assert meter.peak_bytes() == peak_memory_bytes("cpu")
+    meter.replayed_bytes = 10 * peak_memory_bytes("cpu")
+    assert meter.collect(level=0)["peak_memory_bytes"] == meter.replayed_bytes

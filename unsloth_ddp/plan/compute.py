@@ -194,7 +194,7 @@ def choose_micro_batch(
 def records_steps(settings: Settings, rows: RowLengths, processes: int) -> bool:
     """Return whether a run on GPUs replays recorded micro-batches (see training/step_choice.py)."""
     possible = rows.unit == "packs" and precision_of(settings) == "bf16"
-    return settings.cuda_graphs != "off" and possible and (settings.method != "full" or processes == 1)
+    return settings.cuda_graphs != "off" and possible and not (settings.ddp_find_unused_parameters and processes > 1)
 
 
 def checkpointing_kinds(settings: Settings) -> tuple[Checkpointing, ...]:

@@ -18,6 +18,7 @@ from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.model.modules import training_mode, without_dropout
 from unsloth_ddp.model.packed_forward import PackedForward
 from unsloth_ddp.training.captured_step import CapturedStep, RecordingFailed, record_on_a_stream
+from unsloth_ddp.training.gradient_exchange import GradientBuffers
 from unsloth_ddp.training.memory_search import MicroBatchDecision
 from unsloth_ddp.training.micro_batch_loss import MicroBatchRunner
 from unsloth_ddp.training.step_choice import (
@@ -63,6 +64,7 @@ class RecordedSteps:
         decision: MicroBatchDecision,
         plan: BatchPlan,
         autocast: Callable[[], AbstractContextManager[Any]],
+        gradients: GradientBuffers | None = None,
     ) -> None:
         """Decide for good, now that the micro-batch is known; every rank calls this.
 
@@ -70,6 +72,7 @@ class RecordedSteps:
             runner: computes a micro-batch as the backend does.
             plan: with the micro-batch that was chosen.
             autocast: the trainer's.
+            gradients: the buffers of those that are exchanged, if any.
 
         Raises:
             UserError: --cuda_graphs on, and they are not possible.
@@ -80,7 +83,7 @@ class RecordedSteps:
         if decision.kind != "none":
             reason = f"gradient checkpointing {decision.kind} is not recorded"
         if reason is None:
-            captured, reason = self._try(runner, decision.per_device, autocast)
+            captured, reason = self._try(runner, decision.per_device, autocast, gradients)
             reason = next((one for one in self.runtime.gather(reason) if one is not None), None)
             self.captured = captured if reason is None else None
         refuse(self.settings, reason)
@@ -88,7 +91,11 @@ class RecordedSteps:
         self.collate.lay_out_for(self.captured.shape if self.captured else None)
 
     def _try(
-        self, runner: MicroBatchRunner, size: int, autocast: Callable[[], AbstractContextManager[Any]]
+        self,
+        runner: MicroBatchRunner,
+        size: int,
+        autocast: Callable[[], AbstractContextManager[Any]],
+        gradients: GradientBuffers | None,
     ) -> tuple[CapturedStep | None, str | None]:
         train, model = self.data.train, runner.model
         shape = shape_for(train, size, self.settings.max_length)
@@ -96,7 +103,7 @@ class RecordedSteps:
             forward = PackedForward(model, shape)
         except NotImplementedError as error:
             return None, str(error)
-        captured = CapturedStep(model, forward, autocast, torch.bfloat16, self.device)
+        captured = CapturedStep(model, forward, autocast, torch.bfloat16, self.device, gradients)
         self.collate.lay_out_for(shape)
         batch = runner.batch_of([train.examples[index] for index in range(min(size, train.units))])
         tolerance = FP8_GRADIENT_TOLERANCE if self.settings.fp8 else GRADIENT_TOLERANCE

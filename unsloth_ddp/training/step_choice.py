@@ -56,8 +56,8 @@ def obstacle(settings: Settings, runtime: Runtime, data: TrainingData) -> str | 
         return f"precision {runtime.precision} is not bf16"
     if runtime.sharding != "none":
         return f"sharding {runtime.sharding} gathers weights in every layer"
-    if settings.method == "full" and runtime.ranks.world_size > 1:
-        return "DistributedDataParallel sends the gradients of --method full during the backward pass"
+    if settings.ddp_find_unused_parameters and runtime.ranks.world_size > 1:
+        return "DistributedDataParallel looks for unused weights in every forward pass"
     if not varlen.is_available():
         return "this torch has no varlen_attn for grouped heads and windows"
     return None

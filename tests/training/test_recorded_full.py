@@ -20,7 +20,7 @@ OPTIONS = (
     "--method full --precision fp32 --optim sgd --learning_rate 0.5 --lr_scheduler_type constant --max_grad_norm 0 "
     "--max_steps 3 --packing on --global_batch_size 4 --max_length 64 --logging_steps 1 --save_strategy no "
     "--report_to none --drift_check_steps 1 --seed 5"
-).split()
+)
 
 
 def train_recorded(argv: list[str], cwd: str) -> None:
@@ -88,7 +88,7 @@ def test_recorded_full_training_on_two_processes_is_that_of_one(
     initial = load_file(tied_model / "model.safetensors")
 
     def updates(name: str, processes: int, target: Any) -> torch.Tensor:
-        argv = [*f"--model {tied_model} --dataset {uneven_rows} --run_name {name}".split(), *OPTIONS]
+        argv = f"--model {tied_model} --dataset {uneven_rows} --run_name {name} {OPTIONS}".split()
         run_ranks(processes, target, argv, str(tmp_path), folder=tmp_path / f"{name}.out").check()
         weights = load_file(tmp_path / "outputs" / name / "model.safetensors")
         assert weights.keys() == initial.keys()

@@ -98,7 +98,7 @@ class GradientExchange:
 
     def broadcast(self) -> None:
         """Give every rank the weights of rank 0, as DistributedDataParallel does with those that it knows."""
-        works = [dist.broadcast(p.detach(), src=0, async_op=True) for p in self.bucket_of]
+        works: list[Any] = [dist.broadcast(p.detach(), src=0, async_op=True) for p in self.bucket_of]
         for work in works:
             work.wait()
 

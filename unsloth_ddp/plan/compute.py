@@ -161,6 +161,7 @@ def make_workload(settings: Settings, rows: RowLengths, tokens: int, processes: 
         backend=backend_of(settings),
         packed=rows.unit == "packs",
         accumulation=accumulation,
+        ddp_buckets=settings.ddp_find_unused_parameters,
     )
 
 

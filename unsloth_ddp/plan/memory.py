@@ -54,6 +54,7 @@ class Workload:
         packed: rows are joined to packs.
         offload: what lies in host memory between its uses (see distributed/sharding.py).
         copies: copies of the model that FSDP2 shards, each over processes / copies GPUs.
+        ddp_buckets: DistributedDataParallel sends gradients from buckets beside them; the kit's exchange has none.
     """
 
     tokens: int
@@ -67,6 +68,7 @@ class Workload:
     accumulation: int = 1
     offload: Offload = "none"
     copies: int = 1
+    ddp_buckets: bool = False
 
 
 @dataclass(frozen=True)
@@ -159,8 +161,7 @@ def _with_ddp(shape: ModelShape, method: Method, work: Workload, frozen: float, 
     # Products in 16 bit use 16-bit copies of fp32 weights, kept during a forward pass.
     multiplied = shape.linear if method == "full" else shape.adapter
     cast = float(multiplied * work.precision) if work.precision < master else 0
-    # Adapters have the buffers of gradient_exchange.py beside DDP's.
-    buckets = trained * master * (1 if method == "full" else 2) if work.processes > 1 else 0
+    buckets = trained * master if work.ddp_buckets and work.processes > 1 else 0
     held = frozen + trained * master
     states = optimizer_state_bytes(shape, method, work.optimizer, master)
     return MemoryEstimate(held, trained * master, states, buckets + cast, activations, loading=held)

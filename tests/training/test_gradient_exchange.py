@@ -37,6 +37,8 @@ class Layers(torch.nn.Module):
         torch.manual_seed(0)
         self.layers = ModuleList(Linear(WIDTH, WIDTH) for _ in range(LAYERS))
         self.layers[-1].weight = self.layers[0].weight
+        # Weights need not be contiguous.
+        self.layers[1].weight = Parameter(self.layers[1].weight.detach().t().contiguous().t())
         self.scale, self.unused = Parameter(torch.ones(WIDTH)), Parameter(torch.ones(3))
 
     def forward(self, value: torch.Tensor, breaks_at: int | None = None) -> torch.Tensor:
@@ -158,6 +160,7 @@ def test_buckets_keep_the_order_and_one_dtype() -> None:
 
 def test_gradients_keep_their_values_and_move_to_their_buffers() -> None:
     model = Linear(3, 2)
+    model.weight = Parameter(torch.ones(3, 2).t())
     buffers = GradientBuffers(model.parameters())
     # Trials of memory come before the first use.
     assert not buffers._flat
@@ -166,8 +169,9 @@ def test_gradients_keep_their_values_and_move_to_their_buffers() -> None:
     (flat,) = buffers.flat
     assert flat.tolist() == [0, 0, 1, 1, 1, 1, 1, 1]
     held = model.weight.grad, model.bias.grad
+    assert model.weight.grad.stride() == model.weight.stride()
     model(torch.ones(1, 3)).sum().backward()
-    assert (model.weight.grad, model.bias.grad) == held and flat.tolist() == [1, 1, 2, 2, 2, 2, 2, 2]
+    assert model.weight.grad is held[0] and model.bias.grad is held[1] and flat.tolist() == [1, 1, 2, 2, 2, 2, 2, 2]
     model.zero_grad()
     model(torch.ones(1, 3)).sum().backward()
     buffers.hold()

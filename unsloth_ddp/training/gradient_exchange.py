@@ -65,12 +65,16 @@ class GradientBuffers:
     def _allocate(self) -> None:
         if self._flat:
             return
-        for bucket in self.buckets:
-            sizes = [p.numel() for p in bucket]
-            flat = torch.zeros(sum(sizes), dtype=bucket[0].dtype, device=bucket[0].device)
-            for parameter, part in zip(bucket, flat.split(sizes), strict=True):
-                self._views[parameter] = part.view(parameter.shape)
-            self._flat.append(flat)
+        # All or none, as memory may run out.
+        self._flat = [
+            torch.zeros(sum(p.numel() for p in bucket), dtype=bucket[0].dtype, device=bucket[0].device)
+            for bucket in self.buckets
+        ]
+        for bucket, flat in zip(self.buckets, self._flat, strict=True):
+            for parameter, part in zip(bucket, flat.split([p.numel() for p in bucket]), strict=True):
+                # The strides of gradients that a backward pass makes.
+                strides = torch.empty_like(parameter, device="meta").stride()
+                self._views[parameter] = part.as_strided(parameter.shape, strides)
 
     def attach(self) -> None:
         """Let every gradient be what its buffer holds, whatever it was."""
@@ -98,9 +102,13 @@ class GradientExchange:
 
     def broadcast(self) -> None:
         """Give every rank the weights of rank 0, as DistributedDataParallel does with those that it knows."""
-        works: list[Any] = [dist.broadcast(p.detach(), src=0, async_op=True) for p in self.bucket_of]
-        for work in works:
+        # NCCL takes no others.
+        weights = [(p.detach(), p.detach().contiguous()) for p in self.bucket_of]
+        works: list[Any] = [dist.broadcast(contiguous, src=0, async_op=True) for _, contiguous in weights]
+        for work, (weight, contiguous) in zip(works, weights, strict=True):
             work.wait()
+            if contiguous is not weight:
+                weight.copy_(contiguous)
 
     def begin_pass(self) -> None:
         """Prepare for a forward and backward pass, which adds to the gradients that are not sent yet."""

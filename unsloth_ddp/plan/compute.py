@@ -193,7 +193,9 @@ def choose_micro_batch(
 
 def records_steps(settings: Settings, rows: RowLengths, processes: int) -> bool:
     """Return whether a run on GPUs replays recorded micro-batches (see training/step_choice.py)."""
-    possible = rows.unit == "packs" and precision_of(settings) == "bf16"
+    possible = (
+        rows.unit == "packs" and precision_of(settings) == "bf16" and settings.gradient_checkpointing != "unsloth"
+    )
     return settings.cuda_graphs != "off" and possible and (settings.method != "full" or processes == 1)
 
 

@@ -108,6 +108,11 @@ class CapturedStep:
         self.recordings.clear()
         self._pool = None
 
+    def recompute_layers(self, recompute: bool) -> None:
+        """Record anew, with layers computed again in the backward pass or not; the memory of recordings is freed."""
+        self.forward.recompute = recompute
+        self.forget()
+
     def _use_buffers(self) -> None:
         """Let every gradient lie in its buffer, with the value it has."""
         if not self.gradients:
@@ -132,9 +137,10 @@ class CapturedStep:
         loss = torch.zeros((), device=self.device)
 
         def compute() -> None:
-            with self.autocast():
-                computed = self.forward.loss_sum(step, self.dtype) / self.divisor
-            computed.backward()
+            with self.forward.passes():
+                with self.autocast():
+                    computed = self.forward.loss_sum(step, self.dtype) / self.divisor
+                computed.backward()
             loss.copy_(computed.detach())
 
         if self.device.type != "cuda":

@@ -138,6 +138,8 @@ class StepRetry:
         assert start is not None and kind is not None
         earlier, start.done = start.done, 0
         model.zero_grad()
+        # Before memory is freed: what was recorded with the kind until now holds some.
+        self._use(kind)
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -146,7 +148,6 @@ class StepRetry:
         if gpu is not None:
             torch.cuda.set_rng_state(gpu, self.device)
         self.meter.restore(start.measured, len(start.batches))
-        self._use(kind)
         for batch in start.batches[:earlier]:
             with model.no_sync() if isinstance(model, DistributedDataParallel) else contextlib.nullcontext():
                 self.run(compute, model, batch, start.divisor)

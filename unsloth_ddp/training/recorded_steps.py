@@ -25,6 +25,8 @@ from unsloth_ddp.training.step_choice import (
     GRADIENT_TOLERANCE,
     StepChoice,
     check_recording,
+    draws_random_numbers,
+    kind_obstacle,
     obstacle,
     refuse,
     shape_for,
@@ -51,6 +53,7 @@ class RecordedSteps:
         self.collate = collate
         self.device = device
         self.captured: CapturedStep | None = None
+        self._random = False
         against = "--cuda_graphs off" if settings.cuda_graphs == "off" else obstacle(settings, runtime, data)
         refuse(settings, against)
         self.choice = StepChoice(against is None, against or "")
@@ -77,10 +80,9 @@ class RecordedSteps:
         if not self.choice.recorded:
             return
         reason = None if self.settings.cuda_graphs == "on" else too_short(self.settings, self.data, plan)
-        if decision.kind != "none":
-            reason = f"gradient checkpointing {decision.kind} is not recorded"
+        reason = kind_obstacle(decision.kind, random=False) or reason
         if reason is None:
-            captured, reason = self._try(runner, decision.per_device, autocast)
+            captured, reason = self._try(runner, decision, autocast)
             reason = next((one for one in self.runtime.gather(reason) if one is not None), None)
             self.captured = captured if reason is None else None
         refuse(self.settings, reason)
@@ -88,20 +90,28 @@ class RecordedSteps:
         self.collate.lay_out_for(self.captured.shape if self.captured else None)
 
     def _try(
-        self, runner: MicroBatchRunner, size: int, autocast: Callable[[], AbstractContextManager[Any]]
+        self,
+        runner: MicroBatchRunner,
+        decision: MicroBatchDecision,
+        autocast: Callable[[], AbstractContextManager[Any]],
     ) -> tuple[CapturedStep | None, str | None]:
-        train, model = self.data.train, runner.model
+        train, model, size = self.data.train, runner.model, decision.per_device
         shape = shape_for(train, size, self.settings.max_length)
         try:
-            forward = PackedForward(model, shape)
+            forward = PackedForward(model, shape, recompute=decision.kind == "torch")
         except NotImplementedError as error:
             return None, str(error)
         captured = CapturedStep(model, forward, autocast, torch.bfloat16, self.device)
         self.collate.lay_out_for(shape)
         batch = runner.batch_of([train.examples[index] for index in range(min(size, train.units))])
         tolerance = FP8_GRADIENT_TOLERANCE if self.settings.fp8 else GRADIENT_TOLERANCE
-        with training_mode(model), without_dropout(model) as dropped:
-            reason = check_recording(captured, batch, runner.loss_sum, tolerance)
+        with training_mode(model):
+            self._random, reason = draws_random_numbers(captured, batch)
+            reason = reason or kind_obstacle(decision.kind, random=self._random)
+            if reason is not None:
+                return None, reason
+            with without_dropout(model) as dropped:
+                reason = check_recording(captured, batch, runner.loss_sum, tolerance)
         if dropped:
             captured.forget()
         return captured, reason
@@ -113,8 +123,23 @@ class RecordedSteps:
         try:
             return self.captured.run(batch, divisor)
         except RecordingFailed as failed:
-            self.captured = None
-            self.collate.lay_out_for(None)
-            location = self.runtime.locations[self.runtime.ranks.rank]
-            print(f"Micro-batches are no longer replayed on {location}: {failed}", flush=True)
+            self._stop(str(failed))
             return None
+
+    def use(self, kind: str) -> None:
+        """Follow a change of gradient checkpointing: record anew with this kind, or stop replaying where that cannot be.
+
+        The memory of earlier recordings is free afterwards; a step that ran out of memory needs it.
+        """
+        if self.captured is None:
+            return
+        self.captured.recompute_layers(kind == "torch")
+        reason = kind_obstacle(kind, random=self._random)
+        if reason is not None:
+            self._stop(reason)
+
+    def _stop(self, reason: str) -> None:
+        self.captured = None
+        self.collate.lay_out_for(None)
+        location = self.runtime.locations[self.runtime.ranks.rank]
+        print(f"Micro-batches are no longer replayed on {location}: {reason}", flush=True)

@@ -135,7 +135,7 @@ class DDPTrainer(ResumableTrainer):
             self.args.device,
             self.exchange,
             self.args.world_size,
-            lambda kind: checkpoints.update_identity(gradient_checkpointing=kind),
+            self._changed_kind,
         )
         self.loss = MicroBatchLoss(
             super().compute_loss if runtime.backend == "unsloth" else None,
@@ -149,6 +149,10 @@ class DDPTrainer(ResumableTrainer):
         self.peak_before_steps = 0
         self._trained_parts: list[list[Tensor]] | None = None
         self.utilization = Utilization(model, runtime)
+
+    def _changed_kind(self, kind: str) -> None:
+        self.checkpoints.update_identity(gradient_checkpointing=kind)
+        self.recorded.use(kind)
 
     def _check_precision(self) -> None:
         used = "bf16" if self.args.bf16 else "fp16" if self.args.fp16 else "fp32"

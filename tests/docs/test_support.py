@@ -143,6 +143,11 @@ def test_cuda_graphs_are_used_where_the_table_says(
     assert several is not None
     where.ranks.world_size = 1
     assert (obstacle(parse("--method full"), where, packed) is None) == (cell == "yes")
+    for kind in ("auto", "none", "torch", "unsloth"):
+        found = obstacle(parse(f"--gradient_checkpointing {kind}"), where, packed)
+        assert (found is None) == (cell == "yes" and kind != "unsloth")
+        found = obstacle(parse(f"--gradient_checkpointing {kind} --lora_dropout 0.1"), where, packed)
+        assert (found is None) == (cell == "yes" and kind in ("auto", "none"))
     padded: Any = SimpleNamespace(train=SimpleNamespace(packing=None))
     assert obstacle(parse(""), where, padded) is not None
     where.precision = "fp16"

@@ -173,6 +173,9 @@ def test_a_micro_batch_is_planned_as_a_run_chooses_it(measured_job):
     # Two processes record too, unless every parameter is trained.
     assert [planned(gib) for gib in (None, 140, 40, 24)] == [4, 4, 2, 4]
     assert planned(141, method="full") == planned(141, method="full", cuda_graphs="off")
+    # Recomputing with torch is recorded, moving activations to host memory is not.
+    assert planned(141, gradient_checkpointing="torch") == 4
+    assert planned(141, gradient_checkpointing="unsloth") == 16
     assert planned(141, per_device_train_batch_size=4) == planned(141, gradient_accumulation_steps=16) == 1
 
 

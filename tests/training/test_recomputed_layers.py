@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import sys
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -17,16 +18,18 @@ from transformers.models.llama.modeling_llama import LlamaAttention, apply_rotar
 
 from tests.data.test_fixed_shape import rows_of
 from tests.data.test_packing import KV, make
-from tests.training.test_captured_step import SHAPE, batches, captured_of, fail, model_of, ordinary_sum
+from tests.training.test_captured_step import SHAPE, batches, captured_of, fail, gradients, model_of, ordinary_sum
 from unsloth_ddp.config.parse import Settings
 from unsloth_ddp.data.batch_plan import BatchPlan
 from unsloth_ddp.data.collate import Collate, Flatten, PadRight
 from unsloth_ddp.model import varlen
+from unsloth_ddp.model.gradient_checkpointing import GradientCheckpointing
 from unsloth_ddp.model.packed_forward import PackedForward
 from unsloth_ddp.training import recorded_steps
 from unsloth_ddp.training.captured_step import CapturedStep
 from unsloth_ddp.training.memory_search import MicroBatchDecision
 from unsloth_ddp.training.micro_batch_loss import MicroBatchRunner
+from unsloth_ddp.training.oom_retry import StepRetry
 from unsloth_ddp.training.recorded_steps import RecordedSteps
 from unsloth_ddp.utils.errors import UserError
 
@@ -253,6 +256,45 @@ def test_both_kinds_are_recorded_and_a_change_of_kind_records_anew(
     recorded.use("unsloth")
     assert recorded.run(batch, torch.ones(())) is None and "laid_out" not in recorded.collate([Rows().examples[0]])
     assert "no longer replayed on rank 0: gradient checkpointing unsloth moves the inputs" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_a_step_that_runs_out_of_memory_drops_its_recordings_and_goes_on_recomputing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, one = model_of("lora"), torch.ones(())
+    recorded = prepared(model, "none")
+    runtime: Any = SimpleNamespace(backend="transformers", sharding="none")
+    settings = Settings(model="m", dataset=["d"], gradient_checkpointing="auto")
+    meter: Any = SimpleNamespace(snapshot=lambda: None, restore=lambda *_: None)
+    checkpointing = GradientCheckpointing(model, runtime, settings)
+    retry = StepRetry(checkpointing, meter, torch.device("cpu"), None, 1, recorded.use)
+    held = []
+    monkeypatch.setattr(gc, "collect", lambda: held.append(len(recorded.captured.recordings)))
+
+    def compute(model: Any, batch: dict[str, Any], divisor: torch.Tensor) -> torch.Tensor:
+        if checkpointing.kind == "none":
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB.")
+        loss = ordinary_sum(model, batch) / divisor
+        loss.backward()
+        return loss.detach()
+
+    first, larger = (recorded.collate([Rows().examples[index]]) for index in (0, 1))
+    retry.begin_step([first, larger], one)
+    assert recorded.run(first, one) is not None and recorded.captured.recordings
+    retry.pass_done()
+    retry.run(compute, model, larger, one)
+    assert held[0] == 0 and checkpointing.kind == "torch" and recorded.captured.forward.recompute
+    found = gradients(model)
+    model.zero_grad()
+    sum(ordinary_sum(model, batch) for batch in (first, larger)).backward()
+    torch.testing.assert_close(found, gradients(model))
+    model.zero_grad()
+    assert recorded.run(first, one) is not None and recorded.captured.recordings
+    found = gradients(model)
+    model.zero_grad()
+    ordinary_sum(model, first).backward()
+    assert (found - gradients(model)).norm() < 0.05 * found.norm()
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")

@@ -284,7 +284,8 @@ class TrainingSettings:
     cuda_graphs: Literal["auto", "on", "off"] = option(
         "auto",
         "Compile the layers and replay each micro-batch as one CUDA graph, which removes kernel launch overhead; auto: "
-        "with packed rows in bf16, if a trial gives the same loss and gradients and the run is long enough.",
+        "with packed rows in bf16 and gradient checkpointing none or torch, if a trial gives the same loss and gradients "
+        "and the run is long enough.",
         on_resume="report",
         resolved=True,
         summary=False,  # shown as resolved

@@ -186,7 +186,7 @@ def start(case: str, work: Path, *, cpu: bool) -> subprocess.Popen[bytes]:
         f"--model {model} --dataset {rows} --output_dir {folder}/outputs --run_name measured --max_length {longest}"
     )
     options += f" --backend {backend} --precision {'bf16' if cpu else 'bf16 --cuda_graphs on'} {OPTIONS}"
-    environ = {**os.environ, "UNSLOTH_COMPILE_LOCATION": str(folder / "unsloth_compiled"), "PYTHONPATH": str(REPO)}
+    environ = {**os.environ, "UNSLOTH_COMPILE_LOCATION": str(folder / "unsloth_compiled")}
     command = [sys.executable, "-m", "benchmarks.correctness.recorded_recompute", "--child", str(folder / "found.json")]
     with (folder / "output.txt").open("wb") as output:
         return subprocess.Popen(

@@ -22,6 +22,7 @@ from tests.training.test_captured_step import SHAPE, batches, captured_of, fail,
 from unsloth_ddp.config.parse import Settings
 from unsloth_ddp.data.batch_plan import BatchPlan
 from unsloth_ddp.data.collate import Collate, Flatten, PadRight
+from unsloth_ddp.data.fixed_shape import LaidOut
 from unsloth_ddp.model import varlen
 from unsloth_ddp.model.gradient_checkpointing import GradientCheckpointing
 from unsloth_ddp.model.packed_forward import PackedForward
@@ -31,6 +32,7 @@ from unsloth_ddp.training.memory_search import MicroBatchDecision
 from unsloth_ddp.training.micro_batch_loss import MicroBatchRunner
 from unsloth_ddp.training.oom_retry import StepRetry
 from unsloth_ddp.training.recorded_steps import RecordedSteps
+from unsloth_ddp.training.step_choice import draws_random_numbers
 from unsloth_ddp.utils.errors import UserError
 
 
@@ -182,6 +184,14 @@ def test_random_numbers_of_a_forward_pass_are_noticed_and_left_as_they_were() ->
     # Not a dropout layer: noise that a model adds by itself.
     forward.layers[1].register_forward_hook(lambda layer, given, output: output + 0 * torch.rand(1))
     assert forward.draws_random_numbers(step)
+
+
+def test_the_rows_that_random_numbers_are_looked_for_with_come_to_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    captured, batch, moved = captured_of(model_of("lora")), batches()[0], []
+    monkeypatch.setattr(LaidOut, "to", lambda laid_out, device: moved.append(device) or laid_out)
+    assert draws_random_numbers(captured, batch) == (False, None)
+    # As a loader leaves it: runners move tensors only.
+    assert moved == [captured.device]
 
 
 def test_another_librarys_checkpoint_function_is_not_recorded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -102,11 +102,12 @@ def draws_random_numbers(captured: CapturedStep, batch: dict[str, Any]) -> tuple
     """Return whether the model draws random numbers in its present mode, and why that cannot be found out, if so.
 
     Args:
-        batch: with the laid out vector, on the device.
+        batch: with the laid out vector, on the device or in host memory.
     """
     try:
+        step = captured.shape.parts(batch["laid_out"].to(captured.device))
         with captured.autocast():
-            return captured.forward.draws_random_numbers(captured.shape.parts(batch["laid_out"])), None
+            return captured.forward.draws_random_numbers(step), None
     except Exception as error:
         return False, _failed(error)
 

@@ -13,7 +13,6 @@ from unsloth_ddp.data.batch_plan import plan_batch
 from unsloth_ddp.plan.memory import (
     BYTES_PACKED,
     MEASURED,
-    ZERO_BUCKET,
     MemoryEstimate,
     Workload,
     estimate_activations,
@@ -23,6 +22,7 @@ from unsloth_ddp.plan.memory import (
 )
 from unsloth_ddp.plan.rows import in_order, largest_micro_batch
 from unsloth_ddp.plan.shape import ModelShape
+from unsloth_ddp.training.sharded_memory import ZERO_BUCKET
 
 SHAPE = ModelShape(
     parameters=1000, linear=800, largest_linear=50, head=100, vocabulary=10, adapter=40, layers=4, layer_input=20.0,

@@ -184,15 +184,16 @@ class MemorySearch:
             return MicroBatchDecision(kinds[0], sizes[0], "as set")
         if self.runtime.device_type == "cpu":
             return MicroBatchDecision(kinds[0], sizes[0], "not tried on a CPU")
-        if self.runtime.sharding != "none":
-            # A rank that ran out of memory would leave the others waiting in the middle of a step.
-            return MicroBatchDecision(kinds[0], sizes[0], f"not tried with sharding {self.runtime.sharding}")
-        return self._choose_by_trial(kinds, sizes)
+        return self._choose(kinds, sizes, before)
 
     def _tokens(self, size: int) -> int:
         return largest_tokens(self.data.train, size, self.settings.max_length)
 
-    def _choose_by_trial(self, kinds: Sequence[str], sizes: Sequence[int]) -> MicroBatchDecision:
+    def _largest(self, size: int) -> list[dict[str, np.ndarray]]:
+        return largest(self.data.train, size, self.settings.max_length)
+
+    def _choose(self, kinds: Sequence[str], sizes: Sequence[int], before: dict[str, Any]) -> MicroBatchDecision:
+        """Return the first kind and the most rows that fit in a trial."""
         trials: dict[tuple[str, int], list[Trial]] = {}
 
         def fits(kind: str, size: int) -> bool:
@@ -243,7 +244,7 @@ class MemorySearch:
 
     def try_training(self, size: int) -> Trial:
         """Try one forward and backward pass over the largest micro-batch of `size` rows, as it will be in a step."""
-        return self._try(largest(self.data.train, size, self.settings.max_length), self._passes)
+        return self._try(self._largest(size), self._passes)
 
     def try_evaluation(self, rows: TokenizedRows) -> Trial:
         """Try one forward pass over the longest evaluation rows, as many as an evaluation takes at once."""
@@ -253,15 +254,13 @@ class MemorySearch:
     def _try(self, rows: list[dict[str, np.ndarray]], passes: Callable[[dict[str, Any]], bool]) -> Trial:
         device = self.run.device
         batch = self.run.batch_of(rows)
-        _release()
+        release()
         forget_free_memory()
-        free, total = torch.cuda.mem_get_info(device)
-        allowed = int(torch.cuda.get_per_process_memory_fraction(device) * total)
-        room = min(free + torch.cuda.memory_reserved(device), allowed)
+        room = room_on(device)
         torch.cuda.reset_peak_memory_stats(device)
         fitted = passes(batch)
         peak = torch.cuda.max_memory_allocated(device)
-        _release()
+        release()
         return Trial(int(peak + self.bytes_later) if fitted else None, room)
 
     def _passes(self, batch: dict[str, Any]) -> bool:
@@ -329,7 +328,15 @@ def bytes_added_by_steps(model: torch.nn.Module, optimizer: str, *, several: boo
     return int(states + buckets)
 
 
-def _release() -> None:
+def room_on(device: torch.device) -> int:
+    """Return the bytes of a GPU that this process may use, those that it uses included."""
+    free, total = torch.cuda.mem_get_info(device)
+    allowed = int(torch.cuda.get_per_process_memory_fraction(device) * total)
+    return min(free + torch.cuda.memory_reserved(device), allowed)
+
+
+def release() -> None:
+    """Give memory that nothing uses back to the device."""
     gc.collect()
     torch.cuda.empty_cache()
 

@@ -57,6 +57,7 @@ from unsloth_ddp.training.oom_retry import StepRetry, averages_gradients
 from unsloth_ddp.training.recorded_steps import RecordedSteps
 from unsloth_ddp.training.row_feed import RowFeed
 from unsloth_ddp.training.saving import ResumableTrainer
+from unsloth_ddp.training.sharded_search import ShardedMemorySearch
 from unsloth_ddp.training.stragglers import Stragglers, describe_straggler
 from unsloth_ddp.training.trackers import protect_trackers
 from unsloth_ddp.utils.errors import UserError
@@ -203,7 +204,8 @@ class DDPTrainer(ResumableTrainer):
             self.model, self.settings.optim, several=self.args.world_size > 1, exchanges=self.exchange is not None
         )
         runner = self._runner()
-        search = MemorySearch(
+        kind_of_search = MemorySearch if self.runtime.sharding == "none" else ShardedMemorySearch
+        search = kind_of_search(
             self.settings,
             self.runtime,
             self.data,

@@ -151,7 +151,7 @@ def test_what_is_recomputed_is_the_first_kind_that_fits(measured_job):
     assert kind(None) == kind(141) == kind(80) == "none"
     assert kind(60) == "torch"
     assert kind(10) == "unsloth"
-    assert kind(141, sharding="fsdp2") == "torch"
+    assert kind(141, sharding="fsdp2") == "none"
     assert kind(10, asked="none") == "none"
 
 

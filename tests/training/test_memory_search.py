@@ -113,17 +113,38 @@ def test_another_micro_batch_keeps_the_global_batch():
 
 
 @pytest.mark.parametrize(
-    ("asked", "backend", "sharding", "kinds"),
+    ("asked", "backend", "sharding", "device", "kinds"),
     [
-        ("auto", "unsloth", "none", KINDS),
-        ("auto", "transformers", "none", KINDS[:2]),
-        ("auto", "unsloth", "zero2", ("torch",)),
-        ("none", "unsloth", "none", ("none",)),
+        ("auto", "unsloth", "none", "cuda", KINDS),
+        ("auto", "transformers", "none", "cuda", KINDS[:2]),
+        ("auto", "unsloth", "zero2", "cuda", KINDS[:2]),
+        ("auto", "transformers", "fsdp2", "cuda", KINDS[:2]),
+        # Nothing is estimated there.
+        ("auto", "transformers", "fsdp2", "cpu", ("torch",)),
+        ("none", "unsloth", "none", "cuda", ("none",)),
+        ("none", "unsloth", "zero3", "cuda", ("none",)),
     ],
 )
-def test_what_is_asked_for_is_not_changed(asked, backend, sharding, kinds):
-    runtime = Runtime(Ranks(), backend, "cuda", "bf16", "H200", sharding)
+def test_what_is_asked_for_is_not_changed(asked, backend, sharding, device, kinds):
+    runtime = Runtime(Ranks(), backend, device, "bf16", "H200", sharding)
     assert kinds_here(runtime, Settings(model="m", gradient_checkpointing=asked)) == kinds
+
+
+@pytest.mark.parametrize(("sharding", "next_kind"), [("none", "torch"), ("zero2", None), ("fsdp2", None)])
+def test_a_step_is_repeated_only_where_no_rank_waits_for_another(sharding, next_kind):
+    runtime = Runtime(Ranks(), "transformers", "cuda", "bf16", "H200", sharding)
+    assert GradientCheckpointing(None, runtime, Settings(model="m")).next == next_kind
+
+
+@pytest.mark.parametrize(
+    ("sharding", "method", "expected"), [("zero3", "lora", True), ("zero3", "full", False), ("fsdp2", "lora", False)]
+)
+def test_zero3_recomputes_adapters_in_the_reentrant_way(sharding, method, expected):
+    runtime = Runtime(Ranks(), "transformers", "cuda", "bf16", "H200", sharding)
+    given: list[Any] = []
+    nothing: Any = SimpleNamespace(disable_input_require_grads=lambda: None, gradient_checkpointing_enable=given.append)
+    GradientCheckpointing(nothing, runtime, Settings(model="m", method=method)).use("torch")
+    assert given == [{"use_reentrant": expected}]
 
 
 @pytest.mark.parametrize("method", ["lora", "full"])

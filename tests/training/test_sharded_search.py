@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import datasets
-import numpy as np
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -31,6 +31,15 @@ from unsloth_ddp.training.sharded_search import HEADROOM, Estimate, ShardedMemor
 
 GIB = 2**30
 CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_collection() -> Any:
+    """What the libraries hold is not looked through again for every estimate."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture(scope="module")
@@ -168,7 +177,13 @@ def test_layers_of_several_kinds_are_taken_by_the_period():
 def test_alternating_layers_are_estimated(kind, tmp_path):
     from transformers import AutoTokenizer, Gemma3ForCausalLM, Gemma3TextConfig
 
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+    }
     kinds = ["sliding_attention", "full_attention"] * 4
     config = Gemma3TextConfig(vocab_size=883, num_hidden_layers=8, layer_types=kinds, sliding_window=16, **sizes)
     Gemma3ForCausalLM(config).save_pretrained(tmp_path)
@@ -264,6 +279,7 @@ def two_ranks(folder: str) -> None:
     settings = settings_for(Path(folder))
     with started(settings, ranks_from_environment()) as runtime, LiveBytes() as memory:
         model, _ = load_model(settings, runtime)
+        gc.freeze()
         rank, found = runtime.ranks.rank, {}
         search = search_of(settings, runtime, model, memory)
         needed = estimates_of(search)
@@ -299,7 +315,9 @@ def two_ranks(folder: str) -> None:
             model.train()
             ids = torch.arange(8)[None]
             model(input_ids=ids, labels=ids).loss.backward()
-            losses.append(sum(p.grad.to_local().double().norm().item() for p in model.parameters() if p.grad is not None))
+            losses.append(
+                sum(p.grad.to_local().double().norm().item() for p in model.parameters() if p.grad is not None)
+            )
             model.zero_grad()
         runtime.device_type = "cpu"
     print("found:" + json.dumps({"rank": rank, "found": found, "gradients": losses, "needed": needed["none", 8]}))

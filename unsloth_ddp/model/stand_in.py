@@ -115,16 +115,18 @@ class _Copy:
         kind = plain_class(module)
         new = self.modules[id(module)] = kind.__new__(kind)
         # Dictionaries of hooks and the like are the copy's own.
-        new.__dict__.update({
-            name: value.copy() if isinstance(value, dict) else value for name, value in module.__dict__.items()
-        })
+        new.__dict__.update(
+            {name: value.copy() if isinstance(value, dict) else value for name, value in module.__dict__.items()}
+        )
         # A compiled call is that of the original.
         new.__dict__.pop("_compiled_call_impl", None)
         for name in HOOKS:
             hooks = getattr(new, name)
             for key in [key for key, hook in hooks.items() if _of_torch(hook)]:
                 del hooks[key]
-        new._parameters = {name: weight if weight is None else self._weight(weight) for name, weight in module._parameters.items()}
+        new._parameters = {
+            name: weight if weight is None else self._weight(weight) for name, weight in module._parameters.items()
+        }
         new._buffers = dict(module._buffers)
         children = list(module._modules.items())
         if module is self.layers:
@@ -160,7 +162,7 @@ class _Copy:
             return self._with_own_cells(value)
         return value
 
-    def _with_own_cells(self, function: types.FunctionType) -> types.FunctionType:
+    def _with_own_cells(self, function: types.FunctionType) -> Callable[..., Any]:
         """Return a function whose closure holds parts of the copy, as TRL's forward holds the model's own forward."""
         try:
             held = [cell.cell_contents for cell in function.__closure__ or ()]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
 import json
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 import datasets
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.conftest import DEMO_MODEL
@@ -27,6 +29,14 @@ from unsloth_ddp.model.gradient_checkpointing import GradientCheckpointing
 from unsloth_ddp.model.load import load_model
 from unsloth_ddp.model.stand_in import NoStandInError, layers_of, make_stand_in, period_of, unused
 from unsloth_ddp.training.micro_batch_loss import MicroBatchLoss, MicroBatchRunner
+from unsloth_ddp.training.sharded_memory import (
+    ZERO_BUCKET,
+    ShardedLayout,
+    ShardedModel,
+    Weight,
+    held_bytes,
+    read_weights,
+)
 from unsloth_ddp.training.sharded_search import HEADROOM, Estimate, ShardedMemorySearch, extrapolate
 
 GIB = 2**30
@@ -338,3 +348,121 @@ def test_ranks_choose_the_same_with_weights_in_shards(deep_model, tmp_path):
     for one in told:
         none, torch_ = one["gradients"]
         assert none > 0 and none == pytest.approx(torch_, rel=1e-5)
+
+
+# ---- what a rank holds beside activations ----
+
+
+def held(sharding: Any, split: bool = False, trained: bool = True, **options: Any) -> int:
+    """Bytes of a model of 100 head, 100 embedding and two layers of 40 numbers each, in 16 bit, on four ranks."""
+
+    def weight(numbers: int, embedding: bool = False, adapter: bool = False) -> Weight:
+        number = 4 if adapter or (split and trained) else 2
+        stored = numbers * number // (4 if split else 1)
+        return Weight(stored, numbers * 2, number, numbers if trained or adapter else 0, embedding)
+
+    head, embedding, layers = weight(100), weight(100, embedding=True), [weight(40), weight(40)]
+    adapter = [] if trained else [weight(8, adapter=True)]
+    weights = [head, embedding, *layers, *adapter]
+    model = ShardedModel(weights, [layers[0]], [head], [head, embedding, *adapter], split)
+    layout = {"offload": "none", "parts": 4, "precision": 2, "master": 4, "optimizer": "adamw_torch"} | options
+    return held_bytes(model, ShardedLayout(sharding, **layout), allocated=sum(w.stored for w in weights) + 1000)
+
+
+def test_what_fsdp2_holds():
+    # The weights, their gradients and two states in fp32, a quarter of each; the head, its gradient in 16 bit and in fp32.
+    assert held("fsdp2", split=True) == 1000 + 280 * 16 // 4 + 200 + 100 * 6
+    # Loaded whole, the same is left, but what is outside the layers is gathered as one.
+    assert held("fsdp2") == held("fsdp2", split=True)
+    assert held("fsdp2", optimizer="sgd") == held("fsdp2") - 280 * 8 // 4
+    # Of an adapter of 8 numbers; the weights are frozen in 16 bit.
+    assert held("fsdp2", split=True, trained=False) == 1000 + 560 // 4 + 8 * 16 // 4 + 2 * 200
+    assert held("fsdp2", trained=False) == 1000 + 560 // 4 + 8 * 16 // 4 + 416 + 2 * 80
+
+
+def test_what_zero_holds():
+    bucket = int(ZERO_BUCKET * 2)
+    # fp32 gradients, states and copies are split over four ranks; ZeRO-2 holds the weights in 16 bit.
+    assert held("zero2") == 1000 + bucket + 280 * 4 + 560 + 280 * 16 // 4
+    assert held("zero2", trained=False) == 1000 + bucket + 8 * 4 + 576 + 8 * 16 // 4
+    assert held("zero2", offload="optimizer") == 1000 + bucket + 280 * 4 + 560
+    # Each quarter stays, and a small model is gathered as a whole, as ZeRO-3 keeps a billion numbers.
+    expected = 1000 + bucket + 8 * 4 + 8 * 16 // 4 + (560 + 32) // 4 + 576
+    assert held("zero3", split=True, trained=False) == expected
+
+
+def test_the_weights_of_a_model_are_read_whole_and_packed(deep_model):
+    _, _, model = one_process(deep_model)
+    read = read_weights(model, layers_of(model), 2, CPU)
+    numbers = sum(p.numel() for p in model.parameters())
+    assert sum(weight.whole for weight in read.weights) == numbers * 2
+    assert sum(weight.stored for weight in read.weights) == numbers * 4
+    assert sum(weight.count for weight in read.weights) == sum(p.numel() for p in model.parameters() if p.requires_grad)
+    assert [weight.whole for weight in read.head] == [883 * 32 * 2]
+    layer = sum(p.numel() for p in layers_of(model)[0].parameters())
+    assert sum(weight.whole for weight in read.block) == layer * 2
+    assert not read.split
+    # 4-bit weights take what they take; what lies in host memory takes nothing of the device.
+    packed = model.get_base_model().lm_head
+    packed.weight = torch.nn.Parameter(torch.zeros(100, 1, dtype=torch.uint8), requires_grad=False)
+    assert [weight.whole for weight in read_weights(model, layers_of(model), 2, CPU).head] == [100]
+    assert not any(weight.stored for weight in read_weights(model, layers_of(model), 2, torch.device("meta")).weights)
+
+
+# ---- a whole run ----
+
+
+def estimating_train(argv: list[str], folder: str, room: int) -> None:
+    """train_ddp.py with FSDP2 on the CPU, which chooses as on GPUs that have so much room."""
+    import os
+    import sys
+
+    from unsloth_ddp.model import gradient_checkpointing
+    from unsloth_ddp.training.memory_search import sizes_of
+
+    os.chdir(folder)
+
+    def choose(self: ShardedMemorySearch, before: dict[str, Any]) -> Any:
+        gc.freeze()
+        # On the CPU accelerate forgets FSDP2 when it is asked for a context before training begins.
+        self.run = dataclasses.replace(self.run, autocast=contextlib.nullcontext)
+        with LiveBytes(room) as self.memory:
+            sizes = [before["per_device_train_batch_size"]] if before else sizes_of(self.settings, self.data.plan)
+            kinds = [before["gradient_checkpointing"]] if before else self.checkpointing.kinds
+            return self._choose(kinds, sizes, before)
+
+    gradient_checkpointing.kinds_here = lambda runtime, settings: ("none", "torch")
+    ShardedMemorySearch.choose = choose  # type: ignore[method-assign]
+    sys.argv = ["train_ddp.py", *argv]
+    import train_ddp
+
+    train_ddp.main()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["lora", "full"])
+def test_a_run_takes_the_same_steps_with_what_it_chooses(job, place, method):
+    base = f"--method {method} --packing off --global_batch_size 8 --max_steps 3 --logging_steps 1 --learning_rate 1e-3"
+    auto = f"{base} --gradient_checkpointing auto --per_device_train_batch_size auto --save_steps 1"
+    more: dict[str, Any] = {"environ": {"UNSLOTH_FSDP2": "1"}, "target": estimating_train}
+    job(f"{base} --save_strategy no", f"untried-{method}", 2, environ=more["environ"])
+    results = {}
+    for name, room in (("all", 2**40), ("none", 1)):
+        results[name] = job(auto, f"chosen-{method}-{name}", 2, args=(room,), **more)
+    summaries = {
+        name: json.loads((place / "outputs" / f"chosen-{method}-{name}" / "summary.json").read_text())
+        for name in results
+    }
+    assert {n: (s["gradient_checkpointing"], s["per_device_train_batch_size"]) for n, s in summaries.items()} == {
+        "all": ("none", 4),
+        "none": ("torch", 1),
+    }
+    assert "estimated from 2 layers, 4 x" in results["all"].output
+    file = "model.safetensors" if method == "full" else "adapter_model.safetensors"
+    expected = load_file(place / "outputs" / f"untried-{method}" / file)
+    for name in results:
+        weights = load_file(place / "outputs" / f"chosen-{method}-{name}" / file)
+        assert all(torch.allclose(weights[key], expected[key], atol=2e-5) for key in expected)
+    checkpoint = place / "outputs" / f"chosen-{method}-none" / "checkpoint-2"
+    resumed = job(f"{auto} --resume {checkpoint}", f"resumed-{method}", 2, args=(2**40,), **more)
+    assert "gradient checkpointing torch: as before the run was resumed" in resumed.output

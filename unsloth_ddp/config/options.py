@@ -192,7 +192,7 @@ class BatchSettings:
     per_device_train_batch_size: int | Literal["auto"] = option(
         "auto",
         "Rows in one forward pass of one process; with packing, the maximum number of packs; auto: as many as fit, within "
-        "the global batch (1 on a CPU, and with ZeRO or FSDP2).",
+        "the global batch (with ZeRO or FSDP2 by an estimate; 1 on a CPU).",
         above=0,
         at_most=100_000,
         on_resume="report",
@@ -277,7 +277,7 @@ class TrainingSettings:
         "auto",
         "Recompute activations in the backward pass: none is fastest, torch saves memory, unsloth also offloads them "
         "(unsloth backend); auto: the first that fits in a trial before step 1, and the next one if memory runs out "
-        "later (without a trial: none on a CPU, torch with ZeRO or FSDP2).",
+        "later (with ZeRO or FSDP2 by an estimate, none or torch; on a CPU without a trial).",
         on_resume="report",
         summary=True,
     )

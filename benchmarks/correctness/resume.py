@@ -54,6 +54,7 @@ CASES = [
     Case("lora_fp8", "ddp", "--packing on --max_length 256 --cuda_graphs on --fp8 --lora_dropout 0.1"),
     Case("qlora", "ddp", "--method qlora --lora_dropout 0.1"),
     Case("full", "ddp", "--method full --learning_rate 1e-3"),
+    Case("full_recorded", "ddp", "--method full --learning_rate 1e-3 --packing on --max_length 256 --cuda_graphs on"),
     Case("lora_transformers", "ddp", "--backend transformers --lora_dropout 0.1"),
     Case("zero2_lora", "zero2"),
     Case("zero2_full", "zero2", "--method full --learning_rate 1e-3"),

@@ -139,10 +139,15 @@ def test_cuda_graphs_are_used_where_the_table_says(
     where.precision, where.ranks = "bf16", SimpleNamespace(world_size=2)
     packed: Any = SimpleNamespace(train=SimpleNamespace(packing=object()))
     assert cell == ("yes" if obstacle(parse(""), where, packed) is None else "no")
-    several = obstacle(parse("--method full"), where, packed)
-    assert several is not None
-    where.ranks.world_size = 1
     assert (obstacle(parse("--method full"), where, packed) is None) == (cell == "yes")
+    for kind in ("auto", "none", "torch", "unsloth"):
+        found = obstacle(parse(f"--gradient_checkpointing {kind}"), where, packed)
+        assert (found is None) == (cell == "yes" and kind != "unsloth")
+        found = obstacle(parse(f"--gradient_checkpointing {kind} --lora_dropout 0.1"), where, packed)
+        assert (found is None) == (cell == "yes" and kind in ("auto", "none"))
+    assert obstacle(parse("--ddp_find_unused_parameters"), where, packed) is not None
+    where.ranks.world_size = 1
+    assert (obstacle(parse("--ddp_find_unused_parameters"), where, packed) is None) == (cell == "yes")
     padded: Any = SimpleNamespace(train=SimpleNamespace(packing=None))
     assert obstacle(parse(""), where, padded) is not None
     where.precision = "fp16"

@@ -36,8 +36,9 @@ def model_of(method: str) -> Any:
     return model.train()
 
 
-def captured_of(model: Any) -> CapturedStep:
-    return CapturedStep(model, PackedForward(model, SHAPE), contextlib.nullcontext, torch.float32, DEVICE)
+def captured_of(model: Any, *, recompute: bool = False) -> CapturedStep:
+    forward = PackedForward(model, SHAPE, recompute=recompute)
+    return CapturedStep(model, forward, contextlib.nullcontext, torch.float32, DEVICE)
 
 
 def batches() -> list[dict[str, Any]]:
@@ -57,13 +58,18 @@ def gradients(model: Any) -> torch.Tensor:
     return torch.cat([p.grad.flatten() for p in model.parameters() if p.requires_grad])
 
 
+@pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("method", ["lora", "full"])
-def test_a_step_of_replayed_and_ordinary_micro_batches_has_the_gradients_of_ordinary_ones(method: str) -> None:
+def test_a_step_of_replayed_and_ordinary_micro_batches_has_the_gradients_of_ordinary_ones(
+    method: str, recompute: bool
+) -> None:
     model = model_of(method)
+    if recompute:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
     expected = sum(ordinary_sum(model, batch) for batch in batches()) / 7
     expected.backward()
     wanted = gradients(model)
-    captured, divisor = captured_of(model), torch.tensor(7.0)
+    captured, divisor = captured_of(model, recompute=recompute), torch.tensor(7.0)
     for turn in range(3):
         # As the optimizer does between steps.
         model.zero_grad()

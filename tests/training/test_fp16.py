@@ -20,17 +20,11 @@ from tests.training.test_loss_averaging import options
 TOLERANCE = 4e-3
 
 
-def train_in_fp16(argv: list[str], cwd: str, first_scale: float, exchange: bool) -> None:
-    """Train with precision fp16 and a gradient scaler that begins with this scale.
-
-    `exchange` has the kit average the gradients, as it does where a step may be repeated, instead of DDP.
-    """
+def train_in_fp16(argv: list[str], cwd: str, first_scale: float) -> None:
+    """Train with precision fp16 and a gradient scaler that begins with this scale."""
     from accelerate import Accelerator
 
     from unsloth_ddp.distributed import runtime
-    from unsloth_ddp.training import trainer
-
-    trainer.averages_gradients = lambda *_, replicated, **__: replicated and exchange
 
     runtime._choose_precision = lambda *_: "fp16"
     begin = Accelerator.__init__
@@ -49,11 +43,9 @@ def trained(tmp_path_factory, tiny_model, uneven_rows):
     """Train in a layout once; returns the run's folder."""
     cwd = tmp_path_factory.mktemp("fp16")
 
-    def run(
-        name: str, processes: int, per_device: int, *more: str, scale: float | None = 2.0**14, exchange: bool = False
-    ) -> Path:
+    def run(name: str, processes: int, per_device: int, *more: str, scale: float | None = 2.0**14) -> Path:
         argv = [*options(tiny_model, uneven_rows, per_device, name), *more]
-        target = (train, argv, str(cwd)) if scale is None else (train_in_fp16, argv, str(cwd), scale, exchange)
+        target = (train, argv, str(cwd)) if scale is None else (train_in_fp16, argv, str(cwd), scale)
         if not (cwd / "outputs" / name / "summary.json").exists():
             run_ranks(processes, *target, folder=cwd / f"{name}.out").check()
         return cwd / "outputs" / name
@@ -73,14 +65,14 @@ def update_difference(one: Path, other: Path) -> float:
 def test_the_step_is_that_of_fp32_and_of_any_layout(trained, exchange):
     """Scaled gradients are averaged by DistributedDataParallel, or by the kit's own exchange."""
     single, exact = trained("one", 1, 8), trained("fp32", 1, 8, scale=None)
-    double = trained(f"two_{exchange}", 2, 2, exchange=exchange)
+    double = trained(f"two_{exchange}", 2, 2, *([] if exchange else ["--ddp_find_unused_parameters"]))
     assert json.loads((double / "summary.json").read_text())["precision"] == "fp16"
     assert 0 < update_difference(single, exact) < TOLERANCE
     assert update_difference(single, double) < TOLERANCE
 
 
 def test_steps_that_overflow_are_left_out_on_every_rank_and_counted(trained):
-    run = trained("overflow", 2, 2, "--drift_check_steps", "1", scale=2.0**60, exchange=True)
+    run = trained("overflow", 2, 2, "--drift_check_steps", "1", scale=2.0**60)
     weights = load_file(run / "adapter_model.safetensors")
     assert all(not tensor.any() for name, tensor in weights.items() if "lora_B" in name)
     assert all(torch.isfinite(tensor).all() for tensor in weights.values())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from torch.nn import Linear, ModuleList, Parameter
 from torch.utils.checkpoint import checkpoint
 
 from tests.ranks import run_ranks
-from unsloth_ddp.training.gradient_exchange import GradientExchange, into_buckets
+from unsloth_ddp.training.gradient_exchange import GradientBuffers, GradientExchange, into_buckets
 
 LAYERS, WIDTH = 6, 8
 
@@ -29,15 +30,19 @@ class Broken(torch.autograd.Function):
 
 
 class Layers(torch.nn.Module):
-    """Linear layers, the same on every rank, whose backward pass can break off before one of them."""
+    """Linear layers, of which two share a weight, the same on every rank; a backward pass can break off before one."""
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.layers = ModuleList(Linear(WIDTH, WIDTH) for _ in range(LAYERS))
-        self.unused = Parameter(torch.ones(3))
+        self.layers[-1].weight = self.layers[0].weight
+        # Weights need not be contiguous.
+        self.layers[1].weight = Parameter(self.layers[1].weight.detach().t().contiguous().t())
+        self.scale, self.unused = Parameter(torch.ones(WIDTH)), Parameter(torch.ones(3))
 
     def forward(self, value: torch.Tensor, breaks_at: int | None = None) -> torch.Tensor:
+        value = value * self.scale
         for index, layer in enumerate(self.layers):
             value = layer(value)
             if index == breaks_at:
@@ -55,6 +60,11 @@ def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name.removeprefix("module."): p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
+def storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
+    """The memory that these tensors lie in: address -> bytes."""
+    return {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+
+
 def compare(folder: str, breaks_at: int | None, replays: tuple[int, ...] = ()) -> None:
     """Take a step with the exchange, broken off once on rank 1 if asked, and one with DDP alone.
 
@@ -69,32 +79,48 @@ def compare(folder: str, breaks_at: int | None, replays: tuple[int, ...] = ()) -
     rank = dist.get_rank()
     first, last = rows(rank)
 
-    def step(model, last_pass, breaks_at=None):
+    def step(model, last_pass, breaks_at=None, begin_pass=lambda: None):
+        begin_pass()
         with model.no_sync():
             model(first).square().sum().backward()
+        begin_pass()
+        if model is mine:
+            # What was sent is not kept a second time.
+            assert all(p.grad is None for bucket in exchange.buckets[: len(exchange.sent)] for p in bucket)
         with last_pass(model):
             model(last, breaks_at).square().sum().backward()
 
+    mine = exchange = None
     wrapped = DistributedDataParallel(Layers(), find_unused_parameters=True)
     step(wrapped, contextlib.nullcontext)
     expected = gradients(wrapped)
 
     # About a layer in a bucket.
     module.BUCKET_BYTES = 4 * (WIDTH * WIDTH + WIDTH)
-    mine = DistributedDataParallel(Layers(), find_unused_parameters=True)
-    exchange = GradientExchange(mine.module.parameters(), dist.get_world_size())
+    layers = Layers()
+    module.leave_gradients_to_the_kit(layers)
+    exchange = GradientExchange(layers.parameters(), dist.get_world_size())
+    with torch.no_grad():
+        for parameter in layers.parameters():
+            parameter.add_(rank)
+    mine = DistributedDataParallel(layers)
+    # Of all weights DDP has buckets for the smallest alone.
+    assert mine._get_ddp_logging_data()["bucket_sizes"] == str(3 * 4)
+    exchange.broadcast()
     if breaks_at is not None and rank == 1:
         with pytest.raises(torch.OutOfMemoryError):
-            step(mine, exchange.last_pass, breaks_at)
+            step(mine, exchange.last_pass, breaks_at, exchange.begin_pass)
         assert 0 < len(exchange.sent) < len(exchange.buckets)
         mine.zero_grad()
     if rank in replays:
         for batch in (first, last):
+            exchange.buffers.hold()
             mine.module(batch).square().sum().backward()
         exchange.average()
     else:
-        step(mine, exchange.last_pass)
+        step(mine, exchange.last_pass, begin_pass=exchange.begin_pass)
     found = gradients(mine)
+    assert storages(found.values()) == storages(exchange.buffers.flat)
     assert torch.equal(found.pop("unused"), torch.zeros(3))
     assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
     assert not exchange.sent
@@ -132,12 +158,39 @@ def test_buckets_keep_the_order_and_one_dtype() -> None:
     assert [[p.numel() for p in bucket] for bucket in buckets] == [[3, 4], [2], [5], [99], [1]]
 
 
+def test_gradients_keep_their_values_and_move_to_their_buffers() -> None:
+    model = Linear(3, 2)
+    model.weight = Parameter(torch.ones(3, 2).t())
+    buffers = GradientBuffers(model.parameters())
+    # Trials of memory come before the first use.
+    assert not buffers._flat
+    model.weight.grad = torch.ones(2, 3)
+    buffers.hold()
+    (flat,) = buffers.flat
+    assert flat.tolist() == [0, 0, 1, 1, 1, 1, 1, 1]
+    held = model.weight.grad, model.bias.grad
+    assert model.weight.grad.stride() == model.weight.stride()
+    model(torch.ones(1, 3)).sum().backward()
+    assert model.weight.grad is held[0] and model.bias.grad is held[1] and flat.tolist() == [1, 1, 2, 2, 2, 2, 2, 2]
+    model.zero_grad()
+    model(torch.ones(1, 3)).sum().backward()
+    buffers.hold()
+    assert flat.tolist() == [1] * 8 and model.weight.grad is held[0]
+    model.zero_grad()
+    buffers.hold()
+    assert flat.tolist() == [0] * 8
+    model.zero_grad()
+    flat.fill_(3)
+    buffers.attach()
+    assert model.bias.grad is not None and model.bias.grad.tolist() == [3, 3]
+
+
 def test_a_weight_whose_gradient_comes_in_parts_is_refused() -> None:
     shared = Linear(WIDTH, WIDTH)
     exchange = GradientExchange(shared.parameters(), 2)
     exchange.missing = [set(bucket) for bucket in exchange.buckets]
     # Nothing is sent here: one process has no group.
-    exchange._send_next = lambda: exchange.sent.append((None, torch.zeros(0)))  # type: ignore[method-assign]
+    exchange._send_next = lambda: exchange.sent.append(None)  # type: ignore[method-assign]
     recomputed = checkpoint(shared, torch.ones(1, WIDTH, requires_grad=True), use_reentrant=True)
     with pytest.raises(RuntimeError, match=r"in two parts.*use --gradient_checkpointing none"):
         checkpoint(shared, recomputed, use_reentrant=True).sum().backward()

@@ -113,17 +113,38 @@ def test_another_micro_batch_keeps_the_global_batch():
 
 
 @pytest.mark.parametrize(
-    ("asked", "backend", "sharding", "kinds"),
+    ("asked", "backend", "sharding", "device", "kinds"),
     [
-        ("auto", "unsloth", "none", KINDS),
-        ("auto", "transformers", "none", KINDS[:2]),
-        ("auto", "unsloth", "zero2", ("torch",)),
-        ("none", "unsloth", "none", ("none",)),
+        ("auto", "unsloth", "none", "cuda", KINDS),
+        ("auto", "transformers", "none", "cuda", KINDS[:2]),
+        ("auto", "unsloth", "zero2", "cuda", KINDS[:2]),
+        ("auto", "transformers", "fsdp2", "cuda", KINDS[:2]),
+        # Nothing is estimated there.
+        ("auto", "transformers", "fsdp2", "cpu", ("torch",)),
+        ("none", "unsloth", "none", "cuda", ("none",)),
+        ("none", "unsloth", "zero3", "cuda", ("none",)),
     ],
 )
-def test_what_is_asked_for_is_not_changed(asked, backend, sharding, kinds):
-    runtime = Runtime(Ranks(), backend, "cuda", "bf16", "H200", sharding)
+def test_what_is_asked_for_is_not_changed(asked, backend, sharding, device, kinds):
+    runtime = Runtime(Ranks(), backend, device, "bf16", "H200", sharding)
     assert kinds_here(runtime, Settings(model="m", gradient_checkpointing=asked)) == kinds
+
+
+@pytest.mark.parametrize(("sharding", "next_kind"), [("none", "torch"), ("zero2", None), ("fsdp2", None)])
+def test_a_step_is_repeated_only_where_no_rank_waits_for_another(sharding, next_kind):
+    runtime = Runtime(Ranks(), "transformers", "cuda", "bf16", "H200", sharding)
+    assert GradientCheckpointing(None, runtime, Settings(model="m")).next == next_kind
+
+
+@pytest.mark.parametrize(
+    ("sharding", "method", "expected"), [("zero3", "lora", True), ("zero3", "full", False), ("fsdp2", "lora", False)]
+)
+def test_zero3_recomputes_adapters_in_the_reentrant_way(sharding, method, expected):
+    runtime = Runtime(Ranks(), "transformers", "cuda", "bf16", "H200", sharding)
+    given: list[Any] = []
+    nothing: Any = SimpleNamespace(disable_input_require_grads=lambda: None, gradient_checkpointing_enable=given.append)
+    GradientCheckpointing(nothing, runtime, Settings(model="m", method=method)).use("torch")
+    assert given == [{"use_reentrant": expected}]
 
 
 @pytest.mark.parametrize("method", ["lora", "full"])
@@ -148,13 +169,13 @@ def test_kinds_can_be_exchanged_any_number_of_times(method):
 class OnGPU(MemorySearch):
     """The search on a GPU with room for so many rows of 1100 tokens of each kind."""
 
-    def __init__(self, room: dict[str, int], rows: int = 16, **options: Any) -> None:
+    def __init__(self, room: dict[str, int], rows: int = 16, *, recorded: bool = False, **options: Any) -> None:
         settings = Settings(model="m", dataset=["d"], **options)
         runtime = Runtime(Ranks(), "unsloth", "cuda", "bf16", "H200")
         checkpointing = SimpleNamespace(kinds=kinds_here(runtime, settings), use=self.use)
         train = SimpleNamespace(streamed=False, packing=None, lengths=lambda: np.array([1100] * 64 + [1]))
         data = SimpleNamespace(train=train, evaluation=None, plan=BatchPlan(1, rows, 1))
-        super().__init__(settings, runtime, data, checkpointing, None, 0)
+        super().__init__(settings, runtime, data, checkpointing, None, 0, recorded=recorded)
         self.room, self.kind = room, ""
         self.tried: list[tuple[str, int]] = []
 
@@ -175,6 +196,26 @@ def test_what_fits_is_found_by_trying_and_told():
     assert (fixed.kind, fixed.per_device) == ("none", 1)
     search = OnGPU({}, gradient_checkpointing="none", per_device_train_batch_size=1)
     assert search.choose({}).reason == "as set" and not search.tried
+
+
+@pytest.mark.parametrize(
+    ("room", "ordinary", "recorded"),
+    [
+        # More than 8192 tokens bring a recorded pass nothing, and 2048 are enough not to recompute.
+        ({"none": 16, "torch": 16, "unsloth": 16}, ("none", 16), ("none", 8)),
+        ({"none": 2, "torch": 16, "unsloth": 16}, ("torch", 16), ("none", 2)),
+        ({"none": 1, "torch": 16, "unsloth": 16}, ("torch", 16), ("torch", 8)),
+        # Recorded with torch, 2200 tokens are as fast as more; unsloth is not recorded.
+        ({"none": 0, "torch": 2, "unsloth": 16}, ("unsloth", 16), ("torch", 2)),
+        ({"none": 0, "torch": 0, "unsloth": 16}, ("unsloth", 16), ("unsloth", 8)),
+    ],
+)
+def test_a_run_that_records_takes_fewer_rows_and_recomputes_less(room, ordinary, recorded):
+    for records, wanted in ((False, ordinary), (True, recorded)):
+        decision = OnGPU(room, recorded=records).choose({})
+        assert (decision.kind, decision.per_device) == wanted
+    only = OnGPU(room, recorded=True, gradient_checkpointing="torch").choose({})
+    assert (only.kind, only.per_device) == ("torch", max(1, min(8, room["torch"])))
 
 
 def test_a_resumed_run_keeps_the_decision():
@@ -241,22 +282,22 @@ def test_a_trial_of_an_evaluation_is_one_forward_pass_without_gradients(monkeypa
     runner = MicroBatchRunner(model, torch.device("cpu"), loss, PadRight(0), contextlib.nullcontext)
     search = OnGPU({}, per_device_eval_batch_size=2)
     # What Adam will keep for two fp32 weights comes on top of the peak.
-    search.run, search.bytes_later = runner, bytes_added_by_steps(model, "adamw_torch", several=False, exchanges=False)
+    search.run, search.bytes_later = runner, bytes_added_by_steps(model, "adamw_torch", ddp_sends=False)
+    search.bytes_kept = 5
     for name, value in {"mem_get_info": (60, 100), "memory_reserved": 20, "max_memory_allocated": 30}.items():
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
     monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda _: 0.7)
     for name in ("synchronize", "reset_peak_memory_stats"):
         monkeypatch.setattr(torch.cuda, name, lambda *_: None)
-    assert search.try_evaluation(rows) == Trial(30 + 2 * 8, 70)
+    assert search.try_evaluation(rows) == Trial(30 + 2 * 8 + 5, 70)
     assert seen == [([[3, 4, 5], [1, 2, 0]], False, False, 1.0)]
     assert search.try_evaluation(rows).needed is None
     assert model.training
 
 
-@pytest.mark.parametrize(("several", "exchanges", "copies"), [(False, False, 0), (True, False, 1), (True, True, 2)])
-def test_gradients_that_are_exchanged_are_counted(several, exchanges, copies):
-    added = bytes_added_by_steps(torch.nn.Linear(1, 1), "sgd", several=several, exchanges=exchanges)
-    assert added == copies * 2 * 4
+@pytest.mark.parametrize(("ddp_sends", "copies"), [(False, 0), (True, 1)])
+def test_buckets_of_ddp_are_counted(ddp_sends, copies):
+    assert bytes_added_by_steps(torch.nn.Linear(1, 1), "sgd", ddp_sends=ddp_sends) == copies * 2 * 4
 
 
 # ---- memory that runs out in a step ----
@@ -304,23 +345,26 @@ OPTIONS = "--gradient_checkpointing auto --lora_dropout 0.1 --max_steps 4 --logg
 
 
 @pytest.mark.parametrize(
-    ("ranks", "where", "after"),
+    ("ranks", "where", "after", "method"),
     # The last of four micro-batches is the one whose backward pass exchanges gradients.
     [
-        (1, "backward", 3),
-        pytest.param(2, "forward", 3, marks=pytest.mark.slow),
-        pytest.param(2, "backward", 3, marks=pytest.mark.slow),
+        (1, "backward", 3, "lora"),
+        pytest.param(2, "forward", 3, "lora", marks=pytest.mark.slow),
+        pytest.param(2, "backward", 3, "lora", marks=pytest.mark.slow),
+        pytest.param(2, "backward", 3, "full", marks=pytest.mark.slow),
     ],
 )
-def test_a_step_that_does_not_fit_is_repeated_with_recomputing(job, place, ranks, where, after):
+def test_a_step_that_does_not_fit_is_repeated_with_recomputing(job, place, ranks, where, after, method):
     options = f"{OPTIONS} --global_batch_size {4 * ranks}"
-    name = f"fit-{ranks}-{where}"
+    if method == "full":
+        options += " --method full --lora_dropout 0"
+    name, kept = f"fit-{ranks}-{where}-{method}", {"lora": "adapter_model", "full": "model"}[method]
     job(options, f"{name}-whole", ranks)
     result = job(options, name, ranks, target=short_of_memory, args=(ranks - 1, 1, where, after))
     said = [line for line in result.output.splitlines() if line.startswith("Out of memory")]
     assert len(said) == 1, result.output
     assert "by step 1; the step was repeated with gradient checkpointing torch" in said[0]
-    whole, short = (load_file(place / "outputs" / n / "adapter_model.safetensors") for n in (f"{name}-whole", name))
+    whole, short = (load_file(place / "outputs" / n / f"{kept}.safetensors") for n in (f"{name}-whole", name))
     assert all(torch.equal(whole[key], short[key]) for key in whole)
     summaries = [json.loads((place / "outputs" / n / "summary.json").read_text()) for n in (f"{name}-whole", name)]
     for key in ("train_loss", "tokens", "supervised_tokens"):
@@ -330,8 +374,7 @@ def test_a_step_that_does_not_fit_is_repeated_with_recomputing(job, place, ranks
 
 @pytest.mark.slow
 def test_memory_that_runs_out_while_ddp_exchanges_gradients_ends_every_rank(job):
-    # Of every parameter there is no room for a second set of buckets.
-    options = f"{OPTIONS} --method full --lora_dropout 0 --global_batch_size 8"
+    options = f"{OPTIONS} --ddp_find_unused_parameters --global_batch_size 8"
     result = job(options, "exchange", 2, code=1, target=short_of_memory, args=(1, 1, "backward", 3))
     assert "CUDA out of memory. Tried" in result.output and "the step was repeated" not in result.output
 

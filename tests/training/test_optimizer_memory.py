@@ -63,7 +63,7 @@ def test_what_is_kept_for_a_whole_model_is_counted_with_its_embedding(name: str,
     optimizer.step()
     kept = sum(weighed(state) for state in optimizer.state.values())
     # Two tables of 256 fp32 numbers for each weight that is packed.
-    counted = bytes_added_by_steps(model, name, several=False, exchanges=False)
+    counted = bytes_added_by_steps(model, name, ddp_sends=False)
     assert kept == pytest.approx(counted, abs=2 * 2 * 256 * 4 + 8)
 
 

@@ -192,7 +192,7 @@ class BatchSettings:
     per_device_train_batch_size: int | Literal["auto"] = option(
         "auto",
         "Rows in one forward pass of one process; with packing, the maximum number of packs; auto: as many as fit, within "
-        "the global batch (1 on a CPU, and with ZeRO or FSDP2).",
+        "the global batch (with ZeRO or FSDP2 by an estimate; 1 on a CPU).",
         above=0,
         at_most=100_000,
         on_resume="report",
@@ -277,14 +277,15 @@ class TrainingSettings:
         "auto",
         "Recompute activations in the backward pass: none is fastest, torch saves memory, unsloth also offloads them "
         "(unsloth backend); auto: the first that fits in a trial before step 1, and the next one if memory runs out "
-        "later (without a trial: none on a CPU, torch with ZeRO or FSDP2).",
+        "later (with ZeRO or FSDP2 by an estimate, none or torch; on a CPU without a trial).",
         on_resume="report",
         summary=True,
     )
     cuda_graphs: Literal["auto", "on", "off"] = option(
         "auto",
         "Compile the layers and replay each micro-batch as one CUDA graph, which removes kernel launch overhead; auto: "
-        "with packed rows in bf16, if a trial gives the same loss and gradients and the run is long enough.",
+        "with packed rows in bf16 and gradient checkpointing none or torch, if a trial gives the same loss and gradients "
+        "and the run is long enough.",
         on_resume="report",
         resolved=True,
         summary=False,  # shown as resolved

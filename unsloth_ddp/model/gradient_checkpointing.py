@@ -25,6 +25,8 @@ class GradientCheckpointing:
     def __init__(self, model: Any, runtime: Runtime, settings: Settings) -> None:
         self.model = model
         self.backend = runtime.backend
+        self.sharded = runtime.sharding != "none"
+        self.reentrant = reentrant(runtime, settings)
         self.max_length = settings.max_length
         self.kinds = kinds_here(runtime, settings)
         self.kind = self.kinds[0]
@@ -36,7 +38,12 @@ class GradientCheckpointing:
 
     @property
     def next(self) -> str | None:
-        """Return the next kind, which needs less memory than the current one; None if this run may use no other."""
+        """Return the next kind, which needs less memory than the current one; None if this run may switch to no other.
+
+        With sharding a step cannot be repeated: where memory runs out on one rank, the others wait for it.
+        """
+        if self.sharded:
+            return None
         return self.kinds[self.level + 1] if self.level + 1 < len(self.kinds) else None
 
     def use(self, kind: str) -> None:
@@ -49,7 +56,7 @@ class GradientCheckpointing:
         else:
             # Enabling registers a hook on the embedding (with PEFT too) and overwrites the handle of an existing one.
             self.model.disable_input_require_grads()
-            self.model.gradient_checkpointing_enable({"use_reentrant": False})
+            self.model.gradient_checkpointing_enable({"use_reentrant": self.reentrant})
         self.kind = kind
 
     def _use_in_unsloth(self, name: Any) -> None:
@@ -68,16 +75,24 @@ class GradientCheckpointing:
 def kinds_here(runtime: Runtime, settings: Settings) -> tuple[str, ...]:
     """Return the kinds that this run may use, the initial one first; only one unless gradient_checkpointing is auto.
 
-    With sharding, a rank that runs out of memory would leave the others waiting in the middle of a step, so kinds
-    cannot be tried there.
+    What the kind unsloth moves to host memory is recomputed when weights are sharded again, so sharding has two kinds. On a
+    CPU nothing is estimated, and sharding is chosen where memory is short.
     """
     if settings.gradient_checkpointing != "auto":
         return (settings.gradient_checkpointing,)
     if runtime.sharding != "none":
-        return ("torch",)
+        return ("torch",) if runtime.device_type == "cpu" else KINDS[:2]
     return KINDS if runtime.backend == "unsloth" else KINDS[:2]
 
 
 def loaded_with(runtime: Runtime, settings: Settings) -> str:
     """Return the kind that the model is loaded with."""
     return kinds_here(runtime, settings)[0]
+
+
+def reentrant(runtime: Runtime, settings: Settings) -> bool:
+    """Return whether the kind torch of the transformers backend recomputes in the reentrant way.
+
+    ZeRO-3 with adapters recomputes rightly only in that way (TRL issue 2514).
+    """
+    return runtime.sharding == "zero3" and settings.method != "full"

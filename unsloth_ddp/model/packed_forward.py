@@ -6,12 +6,14 @@ the boundaries on the host, so that attention is computed by varlen.py's kernel 
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor
 
 from unsloth_ddp.data.fixed_shape import FixedShape, StepTensors
@@ -37,12 +39,15 @@ class PackedForward:
     Args:
         model: of Transformers, in PEFT's wrapper or not; with packed rows it uses torch's varlen_attn (see attention.py).
         shape: of every micro-batch.
+        recompute: compute each layer again in the backward pass, as gradient checkpointing `torch` does. The library's own
+            checkpointing is off here, whatever the model is set to.
 
     Raises:
         NotImplementedError: the model cannot be called in this way; the message says why, in a few words.
     """
 
-    def __init__(self, model: Any, shape: FixedShape) -> None:
+    def __init__(self, model: Any, shape: FixedShape, *, recompute: bool = False) -> None:
+        self.recompute = recompute
         base = base_model(model)
         self.decoder: Any = base.get_decoder()
         self.head: Any = base.get_output_embeddings()
@@ -66,7 +71,7 @@ class PackedForward:
         self._attend: Callable[..., Tensor] = _attention_within(self._rows, shape.longest)
 
     def loss_sum(self, step: StepTensors, dtype: torch.dtype) -> Tensor:
-        """Return the summed token losses, 0-dim float32.
+        """Return the summed token losses, 0-dim float32; call it, and the backward pass, inside the block of `passes`.
 
         Args:
             dtype: of the head's matrix products.
@@ -80,24 +85,40 @@ class PackedForward:
         boundaries = step.boundaries.int()
         # Compiled layers are the same for any number of rows.
         torch._dynamo.mark_dynamic(boundaries, 0)
-        if self.unsloth_modules:
-            with self._unsloth_attention(boundaries):
-                output = self.decoder(**given)
-        else:
-            if self.decoder.config._attn_implementation == varlen.NAME:
-                longest = self.shape.longest
-                given |= {"cu_seq_lens_q": boundaries, "cu_seq_lens_k": boundaries}
-                given |= {"max_length_q": longest, "max_length_k": longest}
-            output = self.decoder(**given)
-        hidden: Tensor = output[0]
+        self._rows.boundaries = boundaries
+        if not self.unsloth_modules and self.decoder.config._attn_implementation == varlen.NAME:
+            longest = self.shape.longest
+            given |= {"cu_seq_lens_q": boundaries, "cu_seq_lens_k": boundaries}
+            given |= {"max_length_q": longest, "max_length_k": longest}
+        hidden: Tensor = self.decoder(**given)[0]
         return hidden
 
+    def draws_random_numbers(self, step: StepTensors) -> bool:
+        """Return whether a forward pass draws random numbers in the model's present mode, as dropout does in training."""
+        device = step.input_ids.device
+        devices = [] if device.type == "cpu" else [device]
+        with torch.random.fork_rng(devices=devices), torch.no_grad(), self.passes():
+            before = _random_state(device)
+            self._hidden(step)
+            return not torch.equal(before, _random_state(device))
+
     @contextmanager
-    def _unsloth_attention(self, boundaries: Tensor) -> Iterator[None]:
-        """Compute the attention of Unsloth's layers with these boundaries inside the block."""
+    def passes(self) -> Iterator[None]:
+        """Prepare the model for forward and backward passes inside the block.
+
+        A layer that is computed again in the backward pass has to find there what it found in the forward pass.
+        """
+        with ExitStack() as changes:
+            if self.unsloth_modules:
+                changes.enter_context(self._unsloth_attention())
+            changes.enter_context(self._own_checkpointing())
+            yield
+
+    @contextmanager
+    def _unsloth_attention(self) -> Iterator[None]:
+        """Compute the attention of Unsloth's layers within the rows of `_rows` inside the block."""
         before = [getattr(module, UNSLOTH_ATTENTION) for module in self.unsloth_modules]
         allowed = getattr(self.decoder, "_unsloth_allow_packed_overlength", False)
-        self._rows.boundaries = boundaries
         try:
             # Unsloth would cut a micro-batch of several packs at the longest row.
             self.decoder._unsloth_allow_packed_overlength = True
@@ -108,6 +129,29 @@ class PackedForward:
             self.decoder._unsloth_allow_packed_overlength = allowed
             for module, function in zip(self.unsloth_modules, before, strict=True):
                 setattr(module, UNSLOTH_ATTENTION, function)
+
+    @contextmanager
+    def _own_checkpointing(self) -> Iterator[None]:
+        """Turn the library's gradient checkpointing off inside the block, and recompute layers if `recompute` says so.
+
+        Transformers' checkpointing reads the state of the GPU's random numbers, and Unsloth's is reentrant; neither can
+        be recorded.
+        """
+        switched = [module for module in self.decoder.modules() if vars(module).get("gradient_checkpointing")]
+        kinds = [module.gradient_checkpointing for module in switched]
+        calls = [layer._compiled_call_impl for layer in self.layers]
+        try:
+            for module in switched:
+                module.gradient_checkpointing = False
+            if self.recompute:
+                for layer, call in zip(self.layers, calls, strict=True):
+                    layer._compiled_call_impl = _recomputed(call or layer._call_impl)
+            yield
+        finally:
+            for layer, call in zip(self.layers, calls, strict=True):
+                layer._compiled_call_impl = call
+            for module, kind in zip(switched, kinds, strict=True):
+                module.gradient_checkpointing = kind
 
     @contextmanager
     def compiled_layers(self) -> Iterator[None]:
@@ -121,6 +165,22 @@ class PackedForward:
             for layer in self.layers:
                 # torch has no way to take a module's compile() back.
                 layer._compiled_call_impl = None
+
+
+def _recomputed(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a layer's call that keeps only its inputs, and is repeated in the backward pass.
+
+    The repetition draws its own random numbers: a recording cannot set the generator's state back.
+    """
+    checkpoint = torch.utils.checkpoint.checkpoint
+    if checkpoint.__module__ != torch.utils.checkpoint.__name__:
+        raise NotImplementedError(f"{checkpoint.__module__} has replaced torch's checkpoint function")
+    return functools.partial(checkpoint, call, use_reentrant=False, preserve_rng_state=False)
+
+
+def _random_state(device: torch.device) -> Tensor:
+    """Return the state of the device's random numbers."""
+    return torch.get_rng_state() if device.type == "cpu" else torch.cuda.get_rng_state(device)
 
 
 def _attention_within(rows: Rows, longest: int) -> Callable[..., Tensor]:

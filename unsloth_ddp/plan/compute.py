@@ -161,47 +161,81 @@ def make_workload(settings: Settings, rows: RowLengths, tokens: int, processes: 
         backend=backend_of(settings),
         packed=rows.unit == "packs",
         accumulation=accumulation,
+        ddp_buckets=settings.ddp_find_unused_parameters,
     )
 
 
 def choose_micro_batch(
-    settings: Settings, shape: ModelShape, rows: RowLengths, batch: BatchPlan, gpu_memory: float | None
+    settings: Settings,
+    shape: ModelShape,
+    rows: RowLengths,
+    batch: BatchPlan,
+    gpu_memory: float | None,
+    sharding: Sharding = "none",
+    offload: Offload = "none",
+    copies: int = 1,
 ) -> int:
-    """Choose the micro-batch as a run with DDP does (training/memory_search.py); a GPU's whole share without its memory."""
-    sizes, recorded = sizes_of(settings, batch), records_steps(settings, rows, batch.processes)
+    """Choose the micro-batch as a run does (training/memory_search.py); a GPU's whole share without its memory."""
+    sizes = sizes_of(settings, batch)
+    recorded = sharding == "none" and records_steps(settings, rows, batch.processes)
 
     def tokens(size: int) -> int:
         return size * (settings.max_length if rows.streamed else rows.longest)
 
-    if recorded:
+    if recorded and settings.method != "full":
         sizes = up_to_enough(sizes, tokens)
     if gpu_memory is None:
         return sizes[-1]
 
     def fits_with(kind: str, size: int) -> bool:
         work = make_workload(settings, rows, tokens(size), batch.processes)
-        found = estimate_memory(
-            shape, settings.method, "none", dataclasses.replace(work, checkpointing=cast(Checkpointing, kind))
+        work = dataclasses.replace(
+            work,
+            checkpointing=cast(Checkpointing, kind),
+            offload=offload,
+            copies=copies,
+            backend=sharded_backend(settings, shape, sharding, work, gpu_memory, offload),
         )
+        found = estimate_memory(shape, settings.method, sharding, work)
         # Also where it is a lower bound, which has no verdict.
         return found.total <= RESERVE * gpu_memory
 
     enough = ENOUGH_RECORDED if recorded else ENOUGH_TOKENS
-    found = search(checkpointing_kinds(settings), sizes, tokens, fits_with, enough)
+    found = search(checkpointing_kinds(settings, sharding), sizes, tokens, fits_with, enough)
     return found[1] if found else sizes[0]
 
 
 def records_steps(settings: Settings, rows: RowLengths, processes: int) -> bool:
     """Return whether a run on GPUs replays recorded micro-batches (see training/step_choice.py)."""
-    possible = rows.unit == "packs" and precision_of(settings) == "bf16"
-    return settings.cuda_graphs != "off" and possible and (settings.method != "full" or processes == 1)
+    possible = (
+        rows.unit == "packs" and precision_of(settings) == "bf16" and settings.gradient_checkpointing != "unsloth"
+    )
+    return settings.cuda_graphs != "off" and possible and not (settings.ddp_find_unused_parameters and processes > 1)
 
 
-def checkpointing_kinds(settings: Settings) -> tuple[Checkpointing, ...]:
-    """Return the kinds of gradient checkpointing that a run with DDP may use, cheapest first."""
+def checkpointing_kinds(settings: Settings, sharding: Sharding = "none") -> tuple[Checkpointing, ...]:
+    """Return the kinds of gradient checkpointing that a run may use, cheapest first (model/gradient_checkpointing.py)."""
     if settings.gradient_checkpointing != "auto":
         return (settings.gradient_checkpointing,)
-    return CHECKPOINTING_KINDS if backend_of(settings) == "unsloth" else CHECKPOINTING_KINDS[:2]
+    all_kinds = backend_of(settings) == "unsloth" and sharding == "none"
+    return CHECKPOINTING_KINDS if all_kinds else CHECKPOINTING_KINDS[:2]
+
+
+def sharded_backend(
+    settings: Settings,
+    shape: ModelShape,
+    sharding: Sharding,
+    work: Workload,
+    gpu_memory: float | None,
+    offload: Offload = "none",
+) -> Literal["unsloth", "transformers"]:
+    """Return the backend of a run: FSDP2 with --backend auto is Transformers' where the whole model does not fit on one GPU."""
+    if offload == "parameters":
+        return "transformers"
+    if sharding == "fsdp2" and settings.backend == "auto" and gpu_memory is not None:
+        whole = estimate_memory(shape, settings.method, sharding, work).loading
+        return "transformers" if whole > FILLED * gpu_memory else work.backend
+    return work.backend
 
 
 def planned_packing(settings: Settings, capability: tuple[int, int] = AMPERE) -> PackingDecision:
@@ -224,15 +258,11 @@ def make_memory_row(
     work: Workload,
     gpu_memory: float | None,
 ) -> MemoryRow:
-    """Estimate one way to train; gradient_checkpointing auto is the first kind that fits, as in a run.
-
-    As in a run, FSDP2 with --backend auto is Transformers' where the whole model does not fit on one GPU.
-    """
-    only_torch = sharding != "none" and settings.gradient_checkpointing == "auto"
-    chooses = sharding == "fsdp2" and settings.backend == "auto" and gpu_memory is not None
-    if chooses and estimate_memory(shape, method, sharding, work).loading > FILLED * (gpu_memory or 0):
-        work = dataclasses.replace(work, backend="transformers")
-    for kind in ("torch",) if only_torch else checkpointing_kinds(settings):
+    """Estimate one way to train; gradient_checkpointing auto is the first kind that fits, as in a run."""
+    of_method = dataclasses.replace(settings, method=method)
+    backend = sharded_backend(of_method, shape, sharding, work, gpu_memory, work.offload)
+    work = dataclasses.replace(work, backend=backend)
+    for kind in checkpointing_kinds(settings, sharding):
         found = estimate_memory(shape, method, sharding, dataclasses.replace(work, checkpointing=kind))
         verdict = judge_fit(found, gpu_memory) if gpu_memory else "-"
         if verdict in ("fits", "unknown", "-"):
@@ -321,26 +351,28 @@ def make_plan(
     micro_batch = batch.per_device * longest
     memory: list[MemoryRow] = []
     sharded: list[NetworkRow] = []
+
+    def workload(of_method: Settings, sharding: Sharding, offload: Offload, copies: int) -> Workload:
+        size = choose_micro_batch(of_method, shape, rows, asked, gpu_memory, sharding, offload, copies)
+        accumulation = asked.per_device * asked.accumulation // size
+        work = make_workload(of_method, rows, size * longest, hardware.processes, accumulation)
+        return dataclasses.replace(work, offload=offload, copies=copies)
+
     for method in get_args(Method):
-        at_once = choose_micro_batch(dataclasses.replace(settings, method=method), shape, rows, asked, gpu_memory)
+        of_method = dataclasses.replace(settings, method=method)
         without: set[str] = set()
         for sharding, offload in shardings_for(method, hardware.processes):
             # Host memory is slow: it is offered where the GPUs' does not do.
             if offload != "none" and (not gpu_memory or {"fits", "tight"} & without):
                 continue
-            # A run with sharding does not search for what fits.
-            size = at_once if sharding == "none" else asked.per_device
-            accumulation = asked.per_device * asked.accumulation // size
-            work = make_workload(settings, rows, size * longest, hardware.processes, accumulation)
-            backend = "transformers" if offload == "parameters" else work.backend
-            work = dataclasses.replace(work, offload=offload, backend=backend)
+            work = workload(of_method, sharding, offload, 1)
             memory.append(make_memory_row(settings, shape, method, sharding, work, gpu_memory))
             if offload == "none":
                 without.add(memory[-1].verdict)
             if (sharding, offload) == ("fsdp2", "none") and hardware.nodes > 1:
                 sharded.append(make_network_row(shape, memory[-1], work, hardware))
                 if hardware.gpus_per_node > 1:
-                    work = dataclasses.replace(work, copies=hardware.nodes)
+                    work = workload(of_method, sharding, offload, hardware.nodes)
                     memory.append(make_memory_row(settings, shape, method, sharding, work, gpu_memory))
                     sharded.append(make_network_row(shape, memory[-1], work, hardware))
     kind = next(row.checkpointing for row in memory if (row.method, row.sharding) == (settings.method, "none"))

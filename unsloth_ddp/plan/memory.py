@@ -15,6 +15,7 @@ from typing import Literal, get_args
 from unsloth_ddp.distributed.sharding import Offload, Sharding
 from unsloth_ddp.plan.shape import ModelShape
 from unsloth_ddp.training.optimizer_memory import optimizer_bytes
+from unsloth_ddp.training.sharded_memory import zero_bucket_bytes, zero_optimizer_bytes
 
 Method = Literal["lora", "qlora", "full"]
 Checkpointing = Literal["none", "torch", "unsloth"]
@@ -36,9 +37,6 @@ RESERVE = 0.9
 UNSLOTH_KEEPS, OF_PACKS, OF_ALL = 0.5, 0.62, 0.68
 # Unsloth's fused loss takes as many logits at once as fit into 4 GiB at 16 bytes each.
 LOGITS_AT_ONCE = 2**28
-# DeepSpeed's reduce_bucket_size in numbers, as accelerate leaves it. One buffer of this size is allocated, however few
-# weights are trained (DeepSpeed 0.19.8, stage_1_and_2.py, setup_buckets).
-ZERO_BUCKET = 5e8
 
 
 @dataclass(frozen=True)
@@ -54,6 +52,7 @@ class Workload:
         packed: rows are joined to packs.
         offload: what lies in host memory between its uses (see distributed/sharding.py).
         copies: copies of the model that FSDP2 shards, each over processes / copies GPUs.
+        ddp_buckets: DistributedDataParallel sends gradients from buckets beside them; the kit's exchange has none.
     """
 
     tokens: int
@@ -67,6 +66,7 @@ class Workload:
     accumulation: int = 1
     offload: Offload = "none"
     copies: int = 1
+    ddp_buckets: bool = False
 
 
 @dataclass(frozen=True)
@@ -159,8 +159,7 @@ def _with_ddp(shape: ModelShape, method: Method, work: Workload, frozen: float, 
     # Products in 16 bit use 16-bit copies of fp32 weights, kept during a forward pass.
     multiplied = shape.linear if method == "full" else shape.adapter
     cast = float(multiplied * work.precision) if work.precision < master else 0
-    # Adapters have the buffers of gradient_exchange.py beside DDP's.
-    buckets = trained * master * (1 if method == "full" else 2) if work.processes > 1 else 0
+    buckets = trained * master if work.ddp_buckets and work.processes > 1 else 0
     held = frozen + trained * master
     states = optimizer_state_bytes(shape, method, work.optimizer, master)
     return MemoryEstimate(held, trained * master, states, buckets + cast, activations, loading=held)
@@ -242,14 +241,12 @@ def _with_zero(
     """Estimate for DeepSpeed, which trains in 16 bit with sharded fp32 copies of the trained weights."""
     trained, parts = shape.trained(method), work.processes
     weights = float(frozen + trained * work.precision)
-    # DeepSpeed's flat copies have no embeddings that an optimizer could treat differently.
-    states = trained * (optimizer_bytes(work.optimizer, 4) + (4 if work.precision < 4 else 0)) / parts
+    states = zero_optimizer_bytes(trained, work.optimizer, work.precision, parts)
     # The kit has DeepSpeed accumulate and average gradients in fp32 (training/deepspeed_precision.py).
     gradients = trained * 4 / parts
     bound = (method, sharding) not in MEASURED
-    # The bucket, and its content in fp32 while it is averaged. With 4-bit weights the bucket may be in 16 bit though the
-    # run is in fp32.
-    bucket = ZERO_BUCKET * (2 if method == "qlora" else work.precision) + min(ZERO_BUCKET, trained) * 4
+    # With 4-bit weights the bucket may be in 16 bit though the run is in fp32.
+    bucket = zero_bucket_bytes(trained, 2 if method == "qlora" else work.precision)
     if sharding == "zero2":
         # Before the optimizer runs, the gradients exist twice: as they are, and flat (step()). With gradients in 16 bit, as
         # in the measured runs, a flat copy in fp32 came on top, which adds up to the same.

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from unsloth_ddp.data.fixed_shape import FixedShape, LaidOut, StepTensors
 from unsloth_ddp.model.packed_forward import PackedForward
+from unsloth_ddp.training.gradient_exchange import GradientBuffers
 from unsloth_ddp.utils.errors import one_line
 
 logger = logging.getLogger("unsloth_ddp")
@@ -51,6 +52,7 @@ class CapturedStep:
         forward: computes the loss.
         autocast: the trainer's.
         dtype: of the head's matrix products.
+        gradients: the buffers of all parameters that are trained, where the trainer has some; else the step has its own.
     """
 
     def __init__(
@@ -60,13 +62,14 @@ class CapturedStep:
         autocast: Callable[[], AbstractContextManager[Any]],
         dtype: torch.dtype,
         device: torch.device,
+        gradients: GradientBuffers | None = None,
     ) -> None:
         self.forward = forward
         self.autocast = autocast
         self.dtype = dtype
         self.device = device
         self.trained = [p for p in model.parameters() if p.requires_grad]
-        self.gradients: list[Tensor] = []
+        self.gradients = GradientBuffers(self.trained) if gradients is None else gradients
         self.divisor = torch.ones((), device=device)
         self.recordings: dict[tuple[int, int], Recording] = {}
         # Peak memory of a pass, which a replay takes without asking the allocator for it.
@@ -96,7 +99,7 @@ class CapturedStep:
             RecordingFailed: this is the first micro-batch of its sizes, and memory is short, say.
         """
         given: LaidOut = batch["laid_out"]
-        self._use_buffers()
+        self.gradients.hold()
         self.divisor.copy_(divisor)
         recording = self.recordings.get(given.sizes)
         if recording is None:
@@ -110,21 +113,10 @@ class CapturedStep:
         self.recordings.clear()
         self._pool = None
 
-    def _use_buffers(self) -> None:
-        """Let every gradient lie in its buffer, with the value it has."""
-        if not self.gradients:
-            self.gradients = [torch.zeros_like(p) for p in self.trained]
-        pairs = list(zip(self.trained, self.gradients, strict=True))
-        if all(p.grad is buffer for p, buffer in pairs):
-            return
-        # The optimizer's zero_grad drops gradients, the exchange replaces them, and a pass without a recording makes new ones.
-        empty = [buffer for p, buffer in pairs if p.grad is None]
-        if empty:
-            torch._foreach_zero_(empty)
-        for p, buffer in pairs:
-            if p.grad is not None and p.grad is not buffer:
-                buffer.copy_(p.grad)
-            p.grad = buffer
+    def recompute_layers(self, recompute: bool) -> None:
+        """Record anew, with layers computed again in the backward pass or not; the memory of recordings is freed."""
+        self.forward.recompute = recompute
+        self.forget()
 
     def _record(self, example: LaidOut) -> Recording:
         """Record the pass over micro-batches like `example`; gradients and random numbers are left as they were."""
@@ -134,25 +126,28 @@ class CapturedStep:
         loss = torch.zeros((), device=self.device)
 
         def compute() -> None:
-            with self.autocast():
-                computed = self.forward.loss_sum(step, self.dtype) / self.divisor
-            computed.backward()
+            with self.forward.passes():
+                with self.autocast():
+                    computed = self.forward.loss_sum(step, self.dtype) / self.divisor
+                computed.backward()
             loss.copy_(computed.detach())
 
         if self.device.type != "cuda":
             # A CPU has no graphs; it computes what a recording does.
             return Recording(laid_out, step, loss, compute)
-        before = [buffer.clone() for buffer in self.gradients]
         if self.recordings:
             # The counter starts anew below. Before the first recording it holds trials, which are no part of training.
             self.peak_bytes = max(self.peak_bytes, torch.cuda.max_memory_allocated(self.device))
         torch.cuda.reset_peak_memory_stats(self.device)
+        # A second copy of all gradients is much memory; at the beginning of a step there is nothing to keep.
+        before = [(flat, flat.clone() if flat.any() else None) for flat in self.gradients.flat]
         try:
             replay = self._record_on_gpu(compute)
         except Exception as error:
             raise RecordingFailed(one_line(error, 200)) from error
         finally:
-            torch._foreach_copy_(self.gradients, before)
+            for flat, kept in before:
+                flat.zero_() if kept is None else flat.copy_(kept)
         self.peak_bytes = max(self.peak_bytes, torch.cuda.max_memory_allocated(self.device))
         logger.info(
             "recorded the step of %d tokens in %d rows, %d of them for the head, in %.1f s",

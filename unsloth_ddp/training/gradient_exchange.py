@@ -3,6 +3,10 @@
 DistributedDataParallel does the same, but once a backward pass has broken off its reducer waits for ever for what is
 missing. Here what was sent stays sent: the step that is repeated has the same gradients, and only the rest follows, so
 that the other ranks wait a little and need not know.
+
+Gradients lie in the buckets that are sent (GradientBuffers), so they are averaged in place and exist once. A recorded
+pass (captured_step.py) writes them there too. It tells nothing of its progress, so that all buckets are sent after it,
+and nothing overlaps with the backward pass.
 """
 
 from __future__ import annotations
@@ -14,11 +18,68 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn import Parameter
+from torch.nn import Module, Parameter
 from torch.nn.parallel import DistributedDataParallel
 
 # What DistributedDataParallel takes.
 BUCKET_BYTES = 25 * 2**20
+
+
+class GradientBuffers:
+    """Gradients of parameters in flat buffers, one for each bucket, which stay where they are from step to step.
+
+    The buffers are allocated at the first use, when the trials of memory are over.
+
+    Args:
+        parameters: all that are trained, in the same order on every rank.
+    """
+
+    def __init__(self, parameters: Iterable[Parameter]) -> None:
+        # The last layers are the first whose gradients are there.
+        self.buckets = into_buckets(reversed(list(parameters)), BUCKET_BYTES)
+        self._flat: list[Tensor] = []
+        self._views: dict[Parameter, Tensor] = {}
+
+    @property
+    def flat(self) -> list[Tensor]:
+        """The buffers, 1-dim, in the order of the buckets."""
+        self._allocate()
+        return self._flat
+
+    def hold(self, first: int = 0, end: int | None = None) -> None:
+        """Let the gradients of these buckets lie in their buffers, with the values they have; zeros where there are none.
+
+        The optimizer's zero_grad drops gradients, and a pass after that makes new ones elsewhere.
+        """
+        self._allocate()
+        elsewhere = [p for b in self.buckets[first:end] for p in b if p.grad is not self._views[p]]
+        empty = [self._views[p] for p in elsewhere if p.grad is None]
+        if empty:
+            torch._foreach_zero_(empty)
+        for parameter in elsewhere:
+            view = self._views[parameter]
+            if parameter.grad is not None:
+                view.copy_(parameter.grad)
+            parameter.grad = view
+
+    def _allocate(self) -> None:
+        if self._flat:
+            return
+        # All or none, as memory may run out.
+        self._flat = [
+            torch.zeros(sum(p.numel() for p in bucket), dtype=bucket[0].dtype, device=bucket[0].device)
+            for bucket in self.buckets
+        ]
+        for bucket, flat in zip(self.buckets, self._flat, strict=True):
+            for parameter, part in zip(bucket, flat.split([p.numel() for p in bucket]), strict=True):
+                # The strides of gradients that a backward pass makes.
+                strides = torch.empty_like(parameter, device="meta").stride()
+                self._views[parameter] = part.as_strided(parameter.shape, strides)
+
+    def attach(self) -> None:
+        """Let every gradient be what its buffer holds, whatever it was."""
+        for parameter, view in self._views.items():
+            parameter.grad = view
 
 
 class GradientExchange:
@@ -31,19 +92,34 @@ class GradientExchange:
 
     def __init__(self, parameters: Iterable[Parameter], world_size: int) -> None:
         self.world_size = world_size
-        # The last layers are the first whose gradients are there.
-        self.buckets = into_buckets(reversed(list(parameters)), BUCKET_BYTES)
+        self.buffers = GradientBuffers(parameters)
+        self.buckets = self.buffers.buckets
         self.bucket_of = {p: index for index, bucket in enumerate(self.buckets) for p in bucket}
-        self.sent: list[tuple[Any, Tensor]] = []
+        self.sent: list[Any] = []
         self.missing: list[set[Parameter]] | None = None
         for parameter in self.bucket_of:
             parameter.register_post_accumulate_grad_hook(self._complete)
+
+    def broadcast(self) -> None:
+        """Give every rank the weights of rank 0, as DistributedDataParallel does with those that it knows."""
+        # NCCL takes no others.
+        weights = [(p.detach(), p.detach().contiguous()) for p in self.bucket_of]
+        works: list[Any] = [dist.broadcast(contiguous, src=0, async_op=True) for _, contiguous in weights]
+        for work, (weight, contiguous) in zip(works, weights, strict=True):
+            work.wait()
+            if contiguous is not weight:
+                weight.copy_(contiguous)
+
+    def begin_pass(self) -> None:
+        """Prepare for a forward and backward pass, which adds to the gradients that are not sent yet."""
+        self.buffers.hold(len(self.sent))
 
     @contextlib.contextmanager
     def last_pass(self, model: DistributedDataParallel) -> Iterator[None]:
         """Around the last forward and backward pass of a step, after which every gradient is the mean over ranks.
 
-        After an error the step may be begun again; a parameter without a gradient has one of zeros.
+        After an error the step may be begun again, with gradients set to None; a parameter without a gradient has one
+        of zeros.
         """
         self.missing = [set(bucket) for bucket in self.buckets]
         try:
@@ -58,33 +134,51 @@ class GradientExchange:
         self._finish()
 
     def _complete(self, parameter: Tensor) -> None:
-        if self.missing is None:
-            return
         assert isinstance(parameter, Parameter)
-        missing = self.missing[self.bucket_of[parameter]]
-        if parameter not in missing:
-            raise RuntimeError(
-                "A weight that is trained got its gradient in two parts, as one does that several recomputed layers share; "
-                "use --gradient_checkpointing none, or --backend transformers, which recomputes in another way."
-            )
-        missing.remove(parameter)
-        while len(self.sent) < len(self.buckets) and not self.missing[len(self.sent)]:
-            self._send_next()
+        index = self.bucket_of[parameter]
+        if self.missing is not None:
+            if parameter not in self.missing[index]:
+                raise RuntimeError(
+                    "A weight that is trained got its gradient in two parts, as one does that several recomputed layers "
+                    "share; use --gradient_checkpointing none, or --backend transformers, which recomputes in another way."
+                )
+            self.missing[index].remove(parameter)
+        if index < len(self.sent):
+            # A repeated step: the ranks have this one already, and its buffer holds their mean.
+            parameter.grad = None
+        if self.missing is not None:
+            while len(self.sent) < len(self.buckets) and not self.missing[len(self.sent)]:
+                self._send_next()
 
     def _send_next(self) -> None:
-        bucket = self.buckets[len(self.sent)]
-        mean = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in bucket])
-        mean.div_(self.world_size)
-        self.sent.append((dist.all_reduce(mean, async_op=True), mean))
+        index = len(self.sent)
+        self.buffers.hold(index, index + 1)
+        mean = self.buffers.flat[index].div_(self.world_size)
+        self.sent.append(dist.all_reduce(mean, async_op=True))
 
     def _finish(self) -> None:
         while len(self.sent) < len(self.buckets):
             self._send_next()
-        for bucket, (work, mean) in zip(self.buckets, self.sent, strict=True):
+        for work in self.sent:
             work.wait()
-            for parameter, part in zip(bucket, mean.split([p.numel() for p in bucket]), strict=True):
-                parameter.grad = part.view_as(parameter)
+        self.buffers.attach()
         self.sent.clear()
+
+
+def leave_gradients_to_the_kit(model: Module) -> None:
+    """Keep DistributedDataParallel from allocating buckets for gradients that it is not to send.
+
+    It needs one weight that it knows, which is the smallest. It broadcasts no weights but this and the frozen ones
+    (see GradientExchange.broadcast).
+    """
+    named = [(name, p) for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad]
+    known = min((p for _, p in named), key=Parameter.numel)
+    ignored = set(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
+    for name, parameter in named:
+        if parameter is not known:
+            # It names those of the model itself, which are in no layer, in both ways.
+            ignored |= {name} if "." in name else {name, f".{name}"}
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, sorted(ignored))
 
 
 def into_buckets(parameters: Iterable[Parameter], most_bytes: int) -> list[list[Parameter]]:

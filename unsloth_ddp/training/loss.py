@@ -4,7 +4,7 @@ The gradient of an optimizer step is that of
 
     (sum of the supervised token losses over all ranks and accumulation steps) / (number of those tokens)
 
-DistributedDataParallel, and exchange.py, average gradients over ranks, so each rank has to contribute
+DistributedDataParallel, and gradient_exchange.py, average gradients over ranks, so each rank has to contribute
 
     (sum of its own token losses) / (global count / world size)
 

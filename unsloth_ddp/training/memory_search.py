@@ -131,7 +131,9 @@ class MemorySearch:
     Args:
         checkpointing: of the model; `use` switches its kind between trials.
         run: computes a micro-batch as a step does.
-        bytes_later: what the optimizer and the exchange of gradients will keep on this rank.
+        bytes_later: what the optimizer and DistributedDataParallel will keep on this rank.
+        bytes_kept: of gradients that stay between steps, so that an evaluation has them beside it; a trial of training
+            has gradients of its own.
         recorded: micro-batches are to be replayed from a recording, so small ones are as fast as large ones.
     """
 
@@ -144,9 +146,11 @@ class MemorySearch:
         run: MicroBatchRunner,
         bytes_later: int,
         *,
+        bytes_kept: int = 0,
         recorded: bool = False,
     ) -> None:
         self.recorded = recorded
+        self.bytes_kept = bytes_kept
         self.settings = settings
         self.runtime = runtime
         self.data = data
@@ -166,7 +170,8 @@ class MemorySearch:
         """
         plan = self.data.plan
         sizes_allowed = sizes_of(self.settings, plan)
-        if self.recorded:
+        if self.recorded and self.settings.method != "full":
+            # With every parameter trained, each micro-batch casts all weights and adds to all gradients.
             sizes_allowed = up_to_enough(sizes_allowed, self._tokens)
 
         def candidates() -> tuple[list[str], list[int]]:
@@ -184,15 +189,16 @@ class MemorySearch:
             return MicroBatchDecision(kinds[0], sizes[0], "as set")
         if self.runtime.device_type == "cpu":
             return MicroBatchDecision(kinds[0], sizes[0], "not tried on a CPU")
-        if self.runtime.sharding != "none":
-            # A rank that ran out of memory would leave the others waiting in the middle of a step.
-            return MicroBatchDecision(kinds[0], sizes[0], f"not tried with sharding {self.runtime.sharding}")
-        return self._choose_by_trial(kinds, sizes)
+        return self._choose(kinds, sizes, before)
 
     def _tokens(self, size: int) -> int:
         return largest_tokens(self.data.train, size, self.settings.max_length)
 
-    def _choose_by_trial(self, kinds: Sequence[str], sizes: Sequence[int]) -> MicroBatchDecision:
+    def _largest(self, size: int) -> list[dict[str, np.ndarray]]:
+        return largest(self.data.train, size, self.settings.max_length)
+
+    def _choose(self, kinds: Sequence[str], sizes: Sequence[int], before: dict[str, Any]) -> MicroBatchDecision:
+        """Return the first kind and the most rows that fit in a trial."""
         trials: dict[tuple[str, int], list[Trial]] = {}
 
         def fits(kind: str, size: int) -> bool:
@@ -243,26 +249,25 @@ class MemorySearch:
 
     def try_training(self, size: int) -> Trial:
         """Try one forward and backward pass over the largest micro-batch of `size` rows, as it will be in a step."""
-        return self._try(largest(self.data.train, size, self.settings.max_length), self._passes)
+        return self._try(self._largest(size), self._passes, self.bytes_later)
 
     def try_evaluation(self, rows: TokenizedRows) -> Trial:
         """Try one forward pass over the longest evaluation rows, as many as an evaluation takes at once."""
         size = self.settings.per_device_eval_batch_size
-        return self._try(largest(rows, size, self.settings.max_length), self._evaluates)
+        beside = self.bytes_later + self.bytes_kept
+        return self._try(largest(rows, size, self.settings.max_length), self._evaluates, beside)
 
-    def _try(self, rows: list[dict[str, np.ndarray]], passes: Callable[[dict[str, Any]], bool]) -> Trial:
+    def _try(self, rows: list[dict[str, np.ndarray]], passes: Callable[[dict[str, Any]], bool], beside: int) -> Trial:
         device = self.run.device
         batch = self.run.batch_of(rows)
-        _release()
+        release()
         forget_free_memory()
-        free, total = torch.cuda.mem_get_info(device)
-        allowed = int(torch.cuda.get_per_process_memory_fraction(device) * total)
-        room = min(free + torch.cuda.memory_reserved(device), allowed)
+        room = room_on(device)
         torch.cuda.reset_peak_memory_stats(device)
         fitted = passes(batch)
         peak = torch.cuda.max_memory_allocated(device)
-        _release()
-        return Trial(int(peak + self.bytes_later) if fitted else None, room)
+        release()
+        return Trial(int(peak + beside) if fitted else None, room)
 
     def _passes(self, batch: dict[str, Any]) -> bool:
         """Return whether memory was enough for a step; random numbers and gradients are left as they were."""
@@ -314,22 +319,34 @@ def largest(rows: TokenizedRows, size: int, max_length: int) -> list[dict[str, n
     return [row if rows.packing is None else join_rows([row["input_ids"]], [row["labels"]])] * size
 
 
-def bytes_added_by_steps(model: torch.nn.Module, optimizer: str, *, several: bool, exchanges: bool) -> int:
+def bytes_added_by_steps(model: torch.nn.Module, optimizer: str, *, ddp_sends: bool) -> int:
     """Return the bytes that training adds to the model and its gradients on one rank.
 
     Args:
         optimizer: its Transformers name.
-        several: several ranks exchange gradients; DistributedDataParallel has buckets even where it sends nothing.
-        exchanges: the kit has buckets of its own beside them (see gradient_exchange).
+        ddp_sends: DistributedDataParallel averages gradients, in buckets beside them; in the kit's own exchange the
+            gradients are the buckets (see gradient_exchange.py).
     """
     embeddings = {id(p) for m in model.modules() if isinstance(m, torch.nn.Embedding) for p in m.parameters()}
     trained = [p for p in model.parameters() if p.requires_grad]
     states = sum(p.numel() * optimizer_bytes(optimizer, p.element_size(), id(p) in embeddings) for p in trained)
-    buckets = sum(p.numel() * p.element_size() for p in trained) * (2 if exchanges else 1) if several else 0
-    return int(states + buckets)
+    return int(states) + (gradient_bytes(model) if ddp_sends else 0)
 
 
-def _release() -> None:
+def gradient_bytes(model: torch.nn.Module) -> int:
+    """Return the bytes of the gradients of all weights that are trained."""
+    return sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
+
+
+def room_on(device: torch.device) -> int:
+    """Return the bytes of a GPU that this process may use, those that it uses included."""
+    free, total = torch.cuda.mem_get_info(device)
+    allowed = int(torch.cuda.get_per_process_memory_fraction(device) * total)
+    return min(free + torch.cuda.memory_reserved(device), allowed)
+
+
+def release() -> None:
+    """Give memory that nothing uses back to the device."""
     gc.collect()
     torch.cuda.empty_cache()
 

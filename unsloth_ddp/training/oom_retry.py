@@ -48,7 +48,7 @@ class StepRetry:
 
     A rank does so alone, which changes none of its numbers: until gradients are exchanged no rank waits for another,
     and GradientExchange waits for one that repeats. The other ranks follow at the next log line. Where
-    DistributedDataParallel exchanges the gradients (see averages_gradients) a rank cannot repeat the last backward
+    DistributedDataParallel exchanges the gradients (--ddp_find_unused_parameters) a rank cannot repeat the last backward
     pass of a step; rows are arranged from the longest to the shortest, so memory runs out there if a step has one
     micro-batch.
 
@@ -98,6 +98,8 @@ class StepRetry:
     def run(self, compute: Pass, model: Any, batch: dict[str, Tensor], divisor: Tensor) -> Tensor:
         """Compute one micro-batch; where memory runs out, all of the step up to it once more."""
         self._in_backward = False
+        if self.exchange is not None:
+            self.exchange.begin_pass()
         try:
             with self._averaging(model):
                 loss = compute(model, batch, divisor)
@@ -138,6 +140,8 @@ class StepRetry:
         assert start is not None and kind is not None
         earlier, start.done = start.done, 0
         model.zero_grad()
+        # Before memory is freed: what was recorded with the kind until now holds some.
+        self._use(kind)
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -146,7 +150,6 @@ class StepRetry:
         if gpu is not None:
             torch.cuda.set_rng_state(gpu, self.device)
         self.meter.restore(start.measured, len(start.batches))
-        self._use(kind)
         for batch in start.batches[:earlier]:
             with model.no_sync() if isinstance(model, DistributedDataParallel) else contextlib.nullcontext():
                 self.run(compute, model, batch, start.divisor)
@@ -169,17 +172,3 @@ class StepRetry:
             return []
         self._reported = furthest
         return [rank for rank, level in enumerate(levels) if level == furthest]
-
-
-def averages_gradients(method: str, find_unused: bool, *, replicated: bool, kinds: int, recorded: bool = False) -> bool:
-    """Return whether the kit averages gradients over several ranks, and not DistributedDataParallel.
-
-    It does where a step may have to be repeated with another kind of gradient checkpointing, or is replayed without
-    DistributedDataParallel's hooks. Not for --method full: its buckets would be held twice.
-
-    Args:
-        replicated: every one of several ranks holds the whole model.
-        kinds: number of kinds of gradient checkpointing that the run may use.
-        recorded: micro-batches are to be replayed from a recording.
-    """
-    return replicated and (kinds > 1 or recorded) and method != "full" and not find_unused

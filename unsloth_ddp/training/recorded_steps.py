@@ -19,6 +19,7 @@ from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.model.modules import training_mode, without_dropout
 from unsloth_ddp.model.packed_forward import PackedForward
 from unsloth_ddp.training.captured_step import CapturedStep, RecordingFailed, record_on_a_stream
+from unsloth_ddp.training.gradient_exchange import GradientBuffers
 from unsloth_ddp.training.memory_search import MicroBatchDecision
 from unsloth_ddp.training.micro_batch_loss import MicroBatchRunner
 from unsloth_ddp.training.step_choice import (
@@ -26,6 +27,8 @@ from unsloth_ddp.training.step_choice import (
     GRADIENT_TOLERANCE,
     StepChoice,
     check_recording,
+    draws_random_numbers,
+    kind_obstacle,
     obstacle,
     refuse,
     shape_for,
@@ -52,6 +55,7 @@ class RecordedSteps:
         self.collate = collate
         self.device = device
         self.captured: CapturedStep | None = None
+        self._random = False
         against = "--cuda_graphs off" if settings.cuda_graphs == "off" else obstacle(settings, runtime, data)
         refuse(settings, against)
         self.choice = StepChoice(against is None, against or "")
@@ -69,6 +73,7 @@ class RecordedSteps:
         decision: MicroBatchDecision,
         plan: BatchPlan,
         autocast: Callable[[], AbstractContextManager[Any]],
+        gradients: GradientBuffers | None = None,
     ) -> None:
         """Decide for good, now that the micro-batch is known; every rank calls this.
 
@@ -76,6 +81,7 @@ class RecordedSteps:
             runner: computes a micro-batch as the backend does.
             plan: with the micro-batch that was chosen.
             autocast: the trainer's.
+            gradients: the buffers of those that are exchanged, if any.
 
         Raises:
             UserError: --cuda_graphs on, and they are not possible.
@@ -83,10 +89,9 @@ class RecordedSteps:
         if not self.choice.recorded:
             return
         reason = None if self.settings.cuda_graphs == "on" else too_short(self.settings, self.data, plan)
-        if decision.kind != "none":
-            reason = f"gradient checkpointing {decision.kind} is not recorded"
+        reason = kind_obstacle(decision.kind, random=False) or reason
         if reason is None:
-            captured, reason = self._try(runner, decision.per_device, autocast)
+            captured, reason = self._try(runner, decision, autocast, gradients)
             reason = next((one for one in self.runtime.gather(reason) if one is not None), None)
             self.captured = captured if reason is None else None
         refuse(self.settings, reason)
@@ -94,20 +99,29 @@ class RecordedSteps:
         self.collate.lay_out_for(self.captured.shape if self.captured else None)
 
     def _try(
-        self, runner: MicroBatchRunner, size: int, autocast: Callable[[], AbstractContextManager[Any]]
+        self,
+        runner: MicroBatchRunner,
+        decision: MicroBatchDecision,
+        autocast: Callable[[], AbstractContextManager[Any]],
+        gradients: GradientBuffers | None,
     ) -> tuple[CapturedStep | None, str | None]:
-        train, model = self.data.train, runner.model
+        train, model, size = self.data.train, runner.model, decision.per_device
         shape = shape_for(train, size, self.settings.max_length)
         try:
-            forward = PackedForward(model, shape)
+            forward = PackedForward(model, shape, recompute=decision.kind == "torch")
         except NotImplementedError as error:
             return None, str(error)
-        captured = CapturedStep(model, forward, autocast, torch.bfloat16, self.device)
+        captured = CapturedStep(model, forward, autocast, torch.bfloat16, self.device, gradients)
         self.collate.lay_out_for(shape)
         batch = runner.batch_of([train.examples[index] for index in range(min(size, train.units))])
         tolerance = FP8_GRADIENT_TOLERANCE if self.settings.fp8 else GRADIENT_TOLERANCE
-        with training_mode(model), without_dropout(model) as dropped:
-            reason = check_recording(captured, batch, runner.loss_sum, tolerance)
+        with training_mode(model):
+            self._random, reason = draws_random_numbers(captured, batch)
+            reason = reason or kind_obstacle(decision.kind, random=self._random)
+            if reason is not None:
+                return None, reason
+            with without_dropout(model) as dropped:
+                reason = check_recording(captured, batch, runner.loss_sum, tolerance)
         if dropped:
             captured.forget()
         return captured, reason
@@ -128,8 +142,23 @@ class RecordedSteps:
         try:
             return self.captured.run(batch, divisor)
         except RecordingFailed as failed:
-            self.captured = None
-            self.collate.lay_out_for(None)
-            location = self.runtime.locations[self.runtime.ranks.rank]
-            print(f"Micro-batches are no longer replayed on {location}: {failed}", flush=True)
+            self._stop(str(failed))
             return None
+
+    def use(self, kind: str) -> None:
+        """Follow a change of gradient checkpointing: record anew with this kind, or stop replaying where that cannot be.
+
+        The memory of earlier recordings is free afterwards; a step that ran out of memory needs it.
+        """
+        if self.captured is None:
+            return
+        self.captured.recompute_layers(kind == "torch")
+        reason = kind_obstacle(kind, random=self._random)
+        if reason is not None:
+            self._stop(reason)
+
+    def _stop(self, reason: str) -> None:
+        self.captured = None
+        self.collate.lay_out_for(None)
+        location = self.runtime.locations[self.runtime.ranks.rank]
+        print(f"Micro-batches are no longer replayed on {location}: {reason}", flush=True)

@@ -19,7 +19,7 @@ from unsloth_ddp.config.parse import Settings
 from unsloth_ddp.config.upstream_names import choose_trackers
 from unsloth_ddp.data.batch_plan import BatchPlan
 from unsloth_ddp.distributed.runtime import Runtime
-from unsloth_ddp.model.gradient_checkpointing import loaded_with
+from unsloth_ddp.model.gradient_checkpointing import loaded_with, reentrant
 from unsloth_ddp.training.optimizer_check import check_optimizer
 from unsloth_ddp.utils.errors import UserError
 
@@ -58,8 +58,6 @@ def make_config(settings: Settings, runtime: Runtime, plan: BatchPlan, run_folde
     if strategy == "auto":
         strategy = "steps" if settings.eval_steps else "epoch"
     checkpointing = loaded_with(runtime, settings) != "none"
-    # ZeRO-3 with adapters recomputes rightly only in the reentrant way (TRL issue 2514).
-    reentrant = runtime.sharding == "zero3" and settings.method != "full"
     chosen = {
         "output_dir": str(run_folder),
         "run_name": run_folder.name,
@@ -74,7 +72,7 @@ def make_config(settings: Settings, runtime: Runtime, plan: BatchPlan, run_folde
         "fp16": runtime.precision == "fp16",
         "use_cpu": runtime.device_type == "cpu",
         "gradient_checkpointing": checkpointing,
-        "gradient_checkpointing_kwargs": {"use_reentrant": reentrant} if checkpointing else None,
+        "gradient_checkpointing_kwargs": {"use_reentrant": reentrant(runtime, settings)} if checkpointing else None,
         "ddp_find_unused_parameters": settings.ddp_find_unused_parameters,
         "ddp_timeout": settings.ddp_timeout,
         # Rows are in pinned memory: a copy that the host waits for would wait for all work before it.

@@ -56,10 +56,24 @@ def obstacle(settings: Settings, runtime: Runtime, data: TrainingData) -> str | 
         return f"precision {runtime.precision} is not bf16"
     if runtime.sharding != "none":
         return f"sharding {runtime.sharding} gathers weights in every layer"
-    if settings.method == "full" and runtime.ranks.world_size > 1:
-        return "DistributedDataParallel sends the gradients of --method full during the backward pass"
+    if settings.ddp_find_unused_parameters and runtime.ranks.world_size > 1:
+        return "DistributedDataParallel looks for unused weights in every forward pass"
     if not varlen.is_available():
         return "this torch has no varlen_attn for grouped heads and windows"
+    dropout = settings.method != "full" and settings.lora_dropout > 0
+    return kind_obstacle(settings.gradient_checkpointing, random=dropout)
+
+
+def kind_obstacle(kind: str, *, random: bool) -> str | None:
+    """Return why passes with a kind of gradient checkpointing are not recorded, in a few words; None if they are.
+
+    Args:
+        random: the forward pass draws random numbers.
+    """
+    if kind == "unsloth":
+        return "gradient checkpointing unsloth moves the inputs of layers to host memory"
+    if kind == "torch" and random:
+        return "dropout would be drawn anew where gradient checkpointing torch computes a layer again"
     return None
 
 
@@ -82,6 +96,20 @@ def shape_for(train: TokenizedRows, size: int, max_length: int) -> FixedShape:
         return FixedShape.that_holds(tokens, tokens // TOKENS_A_ROW, max_length)
     rows = np.sort(np.diff(train.packing.starts))[::-1][:size].sum()
     return FixedShape.that_holds(tokens, int(rows), max(train.packing.longest, max_length))
+
+
+def draws_random_numbers(captured: CapturedStep, batch: dict[str, Any]) -> tuple[bool, str | None]:
+    """Return whether the model draws random numbers in its present mode, and why that cannot be found out, if so.
+
+    Args:
+        batch: with the laid out vector, on the device or in host memory.
+    """
+    try:
+        step = captured.shape.parts(batch["laid_out"].to(captured.device))
+        with captured.autocast():
+            return captured.forward.draws_random_numbers(step), None
+    except Exception as error:
+        return False, _failed(error)
 
 
 def check_recording(
@@ -112,11 +140,15 @@ def check_recording(
         loss, _ = captured.run(batch, one)
         return _difference(expected, loss, gradients, captured.trained, tolerance)
     except Exception as error:
-        logger.warning("the step is not recorded: %s", error, exc_info=True)
-        return f"recording it failed: {one_line(error, 120)}"
+        return _failed(error)
     finally:
         for p, gradient in zip(captured.trained, before, strict=True):
             p.grad = gradient
+
+
+def _failed(error: Exception) -> str:
+    logger.warning("the step is not recorded: %s", error, exc_info=True)
+    return f"recording it failed: {one_line(error, 120)}"
 
 
 def _difference(

@@ -41,22 +41,24 @@ from unsloth_ddp.model.supervised_head import fits_fused_head, head_with_equal_l
 from unsloth_ddp.training.callbacks import CompareWeights, CountOverflows, ReportProgress, StopTogether
 from unsloth_ddp.training.deepspeed_precision import reduce_in_fp32
 from unsloth_ddp.training.display import ShowTraining, choose_view, without_bars
-from unsloth_ddp.training.gradient_exchange import GradientExchange
+from unsloth_ddp.training.gradient_exchange import GradientExchange, leave_gradients_to_the_kit
 from unsloth_ddp.training.loss import step_divisor, supervised_tokens
 from unsloth_ddp.training.memory_search import (
     MemorySearch,
     MicroBatchDecision,
     bytes_added_by_steps,
     forget_free_memory,
+    gradient_bytes,
     with_micro_batch,
 )
 from unsloth_ddp.training.meter import peak_memory_bytes, real_tokens
 from unsloth_ddp.training.mfu import Utilization
 from unsloth_ddp.training.micro_batch_loss import MicroBatchLoss, MicroBatchRunner
-from unsloth_ddp.training.oom_retry import StepRetry, averages_gradients
+from unsloth_ddp.training.oom_retry import StepRetry
 from unsloth_ddp.training.recorded_steps import RecordedSteps
 from unsloth_ddp.training.row_feed import RowFeed
 from unsloth_ddp.training.saving import ResumableTrainer
+from unsloth_ddp.training.sharded_search import ShardedMemorySearch
 from unsloth_ddp.training.stragglers import Stragglers, describe_straggler
 from unsloth_ddp.training.trackers import protect_trackers
 from unsloth_ddp.utils.errors import UserError
@@ -136,7 +138,7 @@ class DDPTrainer(ResumableTrainer):
             self.args.device,
             self.exchange,
             self.args.world_size,
-            lambda kind: checkpoints.update_identity(gradient_checkpointing=kind),
+            self._changed_kind,
         )
         self.loss = MicroBatchLoss(
             super().compute_loss if runtime.backend == "unsloth" else None,
@@ -150,6 +152,10 @@ class DDPTrainer(ResumableTrainer):
         self.peak_before_steps = 0
         self._trained_parts: list[list[Tensor]] | None = None
         self.utilization = Utilization(model, runtime)
+
+    def _changed_kind(self, kind: str) -> None:
+        self.checkpoints.update_identity(gradient_checkpointing=kind)
+        self.recorded.use(kind)
 
     def _check_precision(self) -> None:
         used = "bf16" if self.args.bf16 else "fp16" if self.args.fp16 else "fp32"
@@ -183,14 +189,13 @@ class DDPTrainer(ResumableTrainer):
         self.add_callback(CompareWeights(drift))
 
     def _gradient_exchange(self) -> GradientExchange | None:
-        several = self.args.world_size > 1 and self.runtime.sharding == "none"
-        if not averages_gradients(
-            self.settings.method,
-            self.settings.ddp_find_unused_parameters,
-            replicated=several,
-            kinds=len(self.checkpointing.kinds),
-            recorded=self.recorded.choice.recorded,
-        ):
+        """Return what averages gradients in place of DDP: on all ranks that hold the whole model, but where DDP is asked for."""
+        several = self.args.world_size > 1
+        if self.runtime.sharding != "none" or (several and self.settings.ddp_find_unused_parameters):
+            return None
+        # A launcher has the model of one process wrapped too.
+        leave_gradients_to_the_kit(self.model)
+        if not several:
             return None
         return GradientExchange((p for p in self.model.parameters() if p.requires_grad), self.args.world_size)
 
@@ -200,17 +205,18 @@ class DDPTrainer(ResumableTrainer):
         """Choose gradient checkpointing and micro-batch by what fits, and train with them; every rank calls this."""
         # The peak of loading is not that of a trial or a step.
         self.peak_before_steps = peak_memory_bytes(self.runtime.device_type)
-        added = bytes_added_by_steps(
-            self.model, self.settings.optim, several=self.args.world_size > 1, exchanges=self.exchange is not None
-        )
+        ddp_sends = self.args.world_size > 1 and self.exchange is None
+        stays = self.exchange is not None or self.recorded.choice.recorded
         runner = self._runner()
-        search = MemorySearch(
+        kind_of_search = MemorySearch if self.runtime.sharding == "none" else ShardedMemorySearch
+        search = kind_of_search(
             self.settings,
             self.runtime,
             self.data,
             self.checkpointing,
             runner,
-            added,
+            bytes_added_by_steps(self.model, self.settings.optim, ddp_sends=ddp_sends),
+            bytes_kept=gradient_bytes(self.model) if stays else 0,
             recorded=self.recorded.choice.recorded,
         )
         decision = search.choose(resume.manifest.run if resume else {})
@@ -222,7 +228,8 @@ class DDPTrainer(ResumableTrainer):
         self.checkpoints.update_identity(**batch_identity(plan), gradient_checkpointing=decision.kind)
         # After the trials, which have to allow for rows of which everything is supervised.
         self._choose_head(runner)
-        self.recorded.prepare(runner, decision, self.plan, self.accelerator.autocast)
+        gradients = self.exchange.buffers if self.exchange is not None else None
+        self.recorded.prepare(runner, decision, self.plan, self.accelerator.autocast, gradients)
         self.checkpoints.update_identity(cuda_graphs="on" if self.recorded.choice.recorded else "off")
         forget_free_memory()
         if self.runtime.device_type == "cuda":
@@ -437,6 +444,8 @@ class DDPTrainer(ResumableTrainer):
             # accelerate puts weights back into the optimizer by address, and all empty parts of a rank have the same.
             for group, parts in zip(self.optimizer.param_groups, self._trained_parts, strict=True):
                 group["params"] = parts
+        if self.exchange is not None:
+            self.exchange.broadcast()
         self.peak_before_steps = max(self.peak_before_steps, peak_memory_bytes(self.runtime.device_type))
         if self.runtime.device_type == "cuda":
             torch.cuda.reset_peak_memory_stats()

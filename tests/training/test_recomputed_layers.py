@@ -1,0 +1,349 @@
+"""Recorded passes with gradient checkpointing torch: layers are computed again in the backward pass, in the recording."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch._dynamo.utils import counters
+from transformers.models.llama.modeling_llama import LlamaAttention, apply_rotary_pos_emb
+
+from tests.data.test_fixed_shape import rows_of
+from tests.data.test_packing import KV, make
+from tests.training.test_captured_step import SHAPE, batches, captured_of, fail, gradients, model_of, ordinary_sum
+from unsloth_ddp.config.parse import Settings
+from unsloth_ddp.data.batch_plan import BatchPlan
+from unsloth_ddp.data.collate import Collate, Flatten, PadRight
+from unsloth_ddp.data.fixed_shape import LaidOut
+from unsloth_ddp.model import varlen
+from unsloth_ddp.model.gradient_checkpointing import GradientCheckpointing
+from unsloth_ddp.model.packed_forward import PackedForward
+from unsloth_ddp.training import recorded_steps
+from unsloth_ddp.training.captured_step import CapturedStep
+from unsloth_ddp.training.memory_search import MicroBatchDecision
+from unsloth_ddp.training.micro_batch_loss import MicroBatchRunner
+from unsloth_ddp.training.oom_retry import StepRetry
+from unsloth_ddp.training.recorded_steps import RecordedSteps
+from unsloth_ddp.training.step_choice import draws_random_numbers
+from unsloth_ddp.utils.errors import UserError
+
+
+def passed(captured: CapturedStep, batch: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    """The loss and the gradients of one micro-batch."""
+    for parameter in captured.trained:
+        parameter.grad = None
+    loss, _ = captured.run(batch, torch.ones(()))
+    return loss.clone(), torch.cat([p.grad.flatten() for p in captured.trained])
+
+
+def kept_bytes(captured: CapturedStep, batch: dict[str, Any]) -> int:
+    """What the forward pass keeps for the backward pass, but parameters."""
+    kept: list[torch.Tensor] = []
+    parameters = {p.data_ptr() for p in captured.forward.decoder.parameters()}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        captured.run(batch, torch.ones(()))
+    return sum(t.numel() * t.element_size() for t in kept if t.data_ptr() not in parameters)
+
+
+@pytest.mark.parametrize("library", ["none", "torch"])
+def test_layers_are_computed_twice_keep_less_and_give_the_same_gradients(library: str) -> None:
+    model = model_of("lora")
+    batch = batches()[1]
+    wanted = passed(captured_of(model), batch)
+    if library == "torch":
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    captured, calls = captured_of(model, recompute=True), []
+    for layer in captured.forward.layers:
+        layer.register_forward_pre_hook(lambda layer, given: calls.append(layer))
+    found = passed(captured, batch)
+    assert torch.equal(found[0], wanted[0]) and torch.equal(found[1], wanted[1])
+    assert len(calls) == 2 * len(captured.forward.layers)
+    recomputed = kept_bytes(captured, batch)
+    captured.recompute_layers(False)
+    assert torch.equal(passed(captured, batch)[1], wanted[1])
+    assert 4 * recomputed < kept_bytes(captured, batch)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_librarys_own_checkpointing_is_back_after_a_pass(fails: bool) -> None:
+    model = model_of("lora")
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    captured = captured_of(model, recompute=True)
+    layers = captured.forward.layers
+    if fails:
+        layers[1].register_forward_pre_hook(fail)
+    with pytest.raises(ValueError, match="no such layer") if fails else contextlib.nullcontext():
+        captured.run(batches()[0], torch.ones(()))
+    assert all(layer.gradient_checkpointing is True and layer._compiled_call_impl is None for layer in layers)
+    assert model.is_gradient_checkpointing
+
+
+def attend_within_rows(
+    query: Any, key: Any, value: Any, starts: torch.Tensor, *others: Any, **given: Any
+) -> torch.Tensor:
+    """torch's varlen_attn, on a CPU."""
+    row = torch.bucketize(torch.arange(query.shape[0]), starts, right=True)
+    mask = (row[:, None] == row[None]).tril()
+    heads = (one.transpose(0, 1)[None] for one in (query, key, value))
+    attended = torch.nn.functional.scaled_dot_product_attention(*heads, attn_mask=mask, enable_gqa=True)
+    return attended[0].transpose(0, 1)
+
+
+def test_recomputing_does_not_compile_layers_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch.nn.attention.varlen as upstream
+
+    monkeypatch.setattr(upstream, "varlen_attn", attend_within_rows, raising=False)
+    # inductor takes half a minute on a CPU; what decides about compiling again comes before it.
+    compile_eager = functools.partialmethod(torch.nn.Module.compile, backend="aot_eager")
+    monkeypatch.setattr(torch.nn.Module, "compile", compile_eager)
+    torch._dynamo.reset()
+    counters.clear()
+    model = model_of("lora").bfloat16()
+    varlen.use(model.get_base_model())
+    collate = Collate(PadRight(0), Flatten("positions"))
+    collate.lay_out_for(SHAPE)
+    packs = [*batches(), collate([dict(zip(("input_ids", "labels", "lengths"), rows_of([20] * 9), strict=True))])]
+    assert len({batch["laid_out"].rows for batch in packs}) > 1
+    plain = [passed(captured_of(model), batch) for batch in packs]
+    captured = captured_of(model, recompute=True)
+    graphs = []
+    try:
+        with captured.forward.compiled_layers():
+            for _ in range(2):
+                for batch, wanted in zip(packs, plain, strict=True):
+                    loss, gradient = passed(captured, batch)
+                    torch.testing.assert_close(loss, wanted[0], rtol=1e-2, atol=0)
+                    assert (gradient - wanted[1]).norm() < 0.05 * wanted[1].norm()
+                    graphs.append(counters["stats"]["unique_graphs"])
+    finally:
+        torch._dynamo.reset()
+    # Two: the first layer's input has no gradient.
+    assert graphs == [2] * 8 and not counters["graph_break"]
+
+
+UNSLOTH_LAYER = """
+def run_attention(**given):
+    raise AssertionError("Unsloth's own attention was called")
+
+def forward(self, hidden_states, position_embeddings, **given):
+    shape = (*hidden_states.shape[:-1], -1, self.head_dim)
+    query, key, value = (one(hidden_states).view(shape).transpose(1, 2) for one in (self.q_proj, self.k_proj, self.v_proj))
+    query, key = rotate(query, key, *position_embeddings)
+    attended = run_attention(config=self.settings, context=self.settings, Q=query, K=key, V=value)
+    return self.o_proj(attended.reshape(*hidden_states.shape[:-1], -1)), None
+"""
+
+
+def test_unsloths_attention_is_replaced_in_the_backward_pass_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    family = ModuleType("unsloth.models.family")
+    family.rotate = apply_rotary_pos_emb
+    exec(UNSLOTH_LAYER, vars(family))
+    monkeypatch.setitem(sys.modules, family.__name__, family)
+    kind = type("FamilyAttention", (LlamaAttention,), {"forward": family.forward})
+    model = model_of("lora")
+    for module in model.modules():
+        if isinstance(module, LlamaAttention):
+            module.__class__ = kind
+            module.settings = SimpleNamespace(flash_varlen_kwargs=None, is_causal=True, sliding_window=None)
+    before = family.run_attention
+    wanted, found = (passed(captured_of(model, recompute=recompute), batches()[1]) for recompute in (False, True))
+    assert torch.equal(found[0], wanted[0]) and torch.equal(found[1], wanted[1])
+    assert family.run_attention is before
+
+
+def with_dropout(p: float) -> Any:
+    model = make("Llama", **KV)
+    model.set_attn_implementation("sdpa")
+    return get_peft_model(model, LoraConfig(lora_dropout=p, target_modules="all-linear", task_type="CAUSAL_LM")).train()
+
+
+def test_random_numbers_of_a_forward_pass_are_noticed_and_left_as_they_were() -> None:
+    step = SHAPE.parts(batches()[0]["laid_out"])
+    model = with_dropout(0.1)
+    forward, state = PackedForward(model, SHAPE), torch.get_rng_state()
+    assert forward.draws_random_numbers(step)
+    assert torch.equal(torch.get_rng_state(), state)
+    model.eval()
+    assert not forward.draws_random_numbers(step)
+    model = with_dropout(0.0)
+    forward = PackedForward(model, SHAPE)
+    assert not forward.draws_random_numbers(step)
+    # Not a dropout layer: noise that a model adds by itself.
+    forward.layers[1].register_forward_hook(lambda layer, given, output: output + 0 * torch.rand(1))
+    assert forward.draws_random_numbers(step)
+
+
+def test_the_rows_that_random_numbers_are_looked_for_with_come_to_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    captured, batch, moved = captured_of(model_of("lora")), batches()[0], []
+    monkeypatch.setattr(LaidOut, "to", lambda laid_out, device: moved.append(device) or laid_out)
+    assert draws_random_numbers(captured, batch) == (False, None)
+    # As a loader leaves it: runners move tensors only.
+    assert moved == [captured.device]
+
+
+def test_another_librarys_checkpoint_function_is_not_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    captured = captured_of(model_of("lora"), recompute=True)
+    monkeypatch.setattr(torch.utils.checkpoint, "checkpoint", fail)
+    with pytest.raises(NotImplementedError, match="test_captured_step has replaced torch's checkpoint function"):
+        captured.run(batches()[0], torch.ones(()))
+
+
+# ---- what a run decides ----
+
+
+class Rows:
+    """Packed rows of a run, as many as make it long enough."""
+
+    def __init__(self) -> None:
+        lengths: list[list[int]] = [[60, 50, 30], [128, 100], [9]] * 100
+        self.examples = [dict(zip(("input_ids", "labels", "lengths"), rows_of(of), strict=True)) for of in lengths]
+        self.units, self.streamed = len(lengths), False
+        self.packing = SimpleNamespace(starts=np.cumsum([0, *map(len, lengths)]), longest=128)
+
+    def lengths(self) -> np.ndarray:
+        return np.array([*(len(one["input_ids"]) for one in self.examples), 1])
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(varlen, "is_available", lambda: True)
+    monkeypatch.setattr(recorded_steps, "record_on_a_stream", lambda device: None)
+
+
+def prepared(model: Any, kind: str, **options: Any) -> RecordedSteps:
+    runtime = SimpleNamespace(
+        device_type="cuda", precision="bf16", sharding="none", gather=lambda one: [one], locations=["rank 0"],
+        ranks=SimpleNamespace(world_size=1, rank=0),
+    )  # fmt: skip
+    collate, rows = Collate(PadRight(0), Flatten("positions")), Rows()
+    settings = Settings(model="m", dataset=["d"], max_length=256, **options)
+    recorded = RecordedSteps(settings, runtime, SimpleNamespace(train=rows), collate, torch.device("cpu"))
+    if kind == "torch":
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    runner = MicroBatchRunner(
+        model,
+        torch.device("cpu"),
+        lambda model, batch, divisor: ordinary_sum(model, batch),
+        collate,
+        contextlib.nullcontext,
+    )
+    recorded.prepare(
+        runner, MicroBatchDecision(kind, 1, ""), BatchPlan(1, 2, 1), lambda: torch.autocast("cpu", torch.bfloat16)
+    )
+    return recorded
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+@pytest.mark.parametrize("kind", ["none", "torch"])
+def test_both_kinds_are_recorded_and_a_change_of_kind_records_anew(
+    kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recorded = prepared(model_of("lora"), kind)
+    captured = recorded.captured
+    assert recorded.choice.recorded and captured is not None and captured.forward.recompute == (kind == "torch")
+    batch = recorded.collate([Rows().examples[0]])
+    first = recorded.run(batch, torch.ones(()))
+    assert first is not None and captured.recordings
+    loss = first[0].clone()
+    recorded.use("torch")
+    assert recorded.captured is captured and not captured.recordings and captured.forward.recompute
+    again = recorded.run(batch, torch.ones(()))
+    assert again is not None and torch.equal(again[0], loss)
+    assert capsys.readouterr().out == ""
+    recorded.use("unsloth")
+    assert recorded.run(batch, torch.ones(())) is None and "laid_out" not in recorded.collate([Rows().examples[0]])
+    assert "no longer replayed on rank 0: gradient checkpointing unsloth moves the inputs" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_a_step_that_runs_out_of_memory_drops_its_recordings_and_goes_on_recomputing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, one = model_of("lora"), torch.ones(())
+    recorded = prepared(model, "none")
+    runtime: Any = SimpleNamespace(backend="transformers", sharding="none")
+    settings = Settings(model="m", dataset=["d"], gradient_checkpointing="auto")
+    meter: Any = SimpleNamespace(snapshot=lambda: None, restore=lambda *_: None)
+    checkpointing = GradientCheckpointing(model, runtime, settings)
+    retry = StepRetry(checkpointing, meter, torch.device("cpu"), None, 1, recorded.use)
+    held = []
+    monkeypatch.setattr(gc, "collect", lambda: held.append(len(recorded.captured.recordings)))
+
+    def compute(model: Any, batch: dict[str, Any], divisor: torch.Tensor) -> torch.Tensor:
+        if checkpointing.kind == "none":
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB.")
+        loss = ordinary_sum(model, batch) / divisor
+        loss.backward()
+        return loss.detach()
+
+    first, larger = (recorded.collate([Rows().examples[index]]) for index in (0, 1))
+    retry.begin_step([first, larger], one)
+    assert recorded.run(first, one) is not None and recorded.captured.recordings
+    retry.pass_done()
+    retry.run(compute, model, larger, one)
+    assert held[0] == 0 and checkpointing.kind == "torch" and recorded.captured.forward.recompute
+    found = gradients(model)
+    model.zero_grad()
+    sum(ordinary_sum(model, batch) for batch in (first, larger)).backward()
+    torch.testing.assert_close(found, gradients(model))
+    model.zero_grad()
+    assert recorded.run(first, one) is not None and recorded.captured.recordings
+    found = gradients(model)
+    model.zero_grad()
+    ordinary_sum(model, first).backward()
+    assert (found - gradients(model)).norm() < 0.05 * found.norm()
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_dropout_is_recorded_without_recomputing_only(capsys: pytest.CaptureFixture[str]) -> None:
+    recorded = prepared(with_dropout(0.1), "none")
+    assert recorded.choice.recorded
+    recorded.use("torch")
+    assert recorded.captured is None
+    assert "dropout would be drawn anew where gradient checkpointing torch" in capsys.readouterr().out
+    refused = prepared(with_dropout(0.1), "torch")
+    assert not refused.choice.recorded and refused.choice.reason.startswith("dropout would be drawn anew")
+    with pytest.raises(UserError, match="cuda_graphs on is not possible, because dropout would be drawn anew"):
+        prepared(with_dropout(0.1), "torch", cuda_graphs="on")
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"gradient_checkpointing": "unsloth"}, "gradient checkpointing unsloth moves the inputs of layers"),
+        ({"gradient_checkpointing": "torch", "lora_dropout": 0.1}, "dropout would be drawn anew"),
+        ({"gradient_checkpointing": "torch", "lora_dropout": 0.1, "method": "full"}, ""),
+        ({"gradient_checkpointing": "auto", "lora_dropout": 0.1}, ""),
+        ({"gradient_checkpointing": "torch"}, ""),
+    ],
+)
+def test_what_the_settings_rule_out_is_known_before_memory_is_tried(options: dict[str, Any], reason: str) -> None:
+    runtime = SimpleNamespace(
+        device_type="cuda", precision="bf16", sharding="none", ranks=SimpleNamespace(world_size=1)
+    )
+    settings = Settings(model="m", dataset=["d"], **options)
+    data = SimpleNamespace(train=Rows())
+    recorded = RecordedSteps(settings, runtime, data, Collate(PadRight(0), Flatten("positions")), torch.device("cpu"))
+    assert recorded.choice.recorded == (not reason) and recorded.choice.reason.startswith(reason)
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_a_model_that_cannot_be_called_is_not_recorded() -> None:
+    model = model_of("lora")
+    model.get_base_model().get_decoder().layers[1].register_forward_pre_hook(fail)
+    recorded = prepared(model, "torch")
+    assert recorded.choice.reason == "recording it failed: no such layer" and recorded.captured is None

@@ -1,0 +1,468 @@
+"""What fits with sharding: estimates from stand-ins with few layers, held against passes over the whole model."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gc
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import datasets
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from tests.conftest import DEMO_MODEL
+from tests.ranks import run_ranks
+from tests.training.live_bytes import LiveBytes
+from unsloth_ddp.config.options import Settings
+from unsloth_ddp.data.batch_plan import BatchPlan
+from unsloth_ddp.data.collate import PadRight
+from unsloth_ddp.data.dataset import Counts, TokenizedRows
+from unsloth_ddp.distributed.ranks import Ranks, ranks_from_environment
+from unsloth_ddp.distributed.runtime import Runtime, started
+from unsloth_ddp.model.gradient_checkpointing import GradientCheckpointing
+from unsloth_ddp.model.load import load_model
+from unsloth_ddp.model.stand_in import NoStandInError, layers_of, make_stand_in, period_of, unused
+from unsloth_ddp.training.micro_batch_loss import MicroBatchLoss, MicroBatchRunner
+from unsloth_ddp.training.sharded_memory import (
+    ZERO_BUCKET,
+    ShardedLayout,
+    ShardedModel,
+    Weight,
+    held_bytes,
+    read_weights,
+)
+from unsloth_ddp.training.sharded_search import HEADROOM, Estimate, ShardedMemorySearch, extrapolate
+
+GIB = 2**30
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_collection() -> Any:
+    """What the libraries hold is not looked through again for every estimate."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.fixture(scope="module")
+def deep_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Eight layers."""
+    return saved_llama(tmp_path_factory.mktemp("models") / "deep", num_hidden_layers=8)
+
+
+def saved_llama(folder: Path, **options: Any) -> Path:
+    from transformers import AutoTokenizer
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 96, "num_attention_heads": 2, "num_key_value_heads": 1}
+    LlamaForCausalLM(LlamaConfig(vocab_size=883, **sizes, **options)).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(DEMO_MODEL).save_pretrained(folder)
+    return folder
+
+
+def settings_for(model: Path, **options: Any) -> Settings:
+    return Settings(model=str(model), dataset=["d"], use_cpu=True, backend="transformers", **options)
+
+
+def some_rows() -> TokenizedRows:
+    """Sixteen rows, the longest of 64 tokens."""
+    rows = [list(range(1, 65 - index)) for index in range(16)]
+    columns = {name: [*rows, [0]] for name in ("input_ids", "labels")}
+    return TokenizedRows(datasets.Dataset.from_dict(columns).with_format("numpy"), Counts(rows=16))
+
+
+def search_of(
+    settings: Settings, runtime: Runtime, model: Any, memory: LiveBytes, sharding: Any = None
+) -> ShardedMemorySearch:
+    """A search as on GPUs, whose memory is that of the CPU."""
+    loss = MicroBatchLoss(None, divides=True, fused_head=False, forward_done=lambda: None)
+    runner = MicroBatchRunner(model, CPU, loss, PadRight(0), contextlib.nullcontext)
+    runtime.device_type, runtime.sharding = "cuda", sharding or runtime.sharding
+    data: Any = SimpleNamespace(train=some_rows(), evaluation=None, plan=BatchPlan(1, 8, runtime.ranks.world_size))
+    checkpointing = GradientCheckpointing(model, runtime, settings)
+    return ShardedMemorySearch(settings, runtime, data, checkpointing, runner, 0, memory=memory)
+
+
+def one_process(folder: Path, **options: Any) -> tuple[Settings, Runtime, Any]:
+    settings = settings_for(folder, **options)
+    runtime = Runtime(Ranks(), "transformers", "cpu", "fp32", "CPU")
+    return settings, runtime, load_model(settings, runtime)[0]
+
+
+def measured(search: ShardedMemorySearch, size: int) -> int:
+    """Return the bytes that a pass over the whole model takes."""
+    search.run.model.train()
+    batch = search.run.batch_of(search._largest(size))
+    search._pass(search.run, batch)
+    return search._pass(search.run, batch)
+
+
+# ---- the stand-in ----
+
+
+def test_activations_of_all_layers_follow_from_those_of_few():
+    assert extrapolate(10, 13, layers=8, period=1) == 10 + 7 * 3
+    # Of 9 layers with a period of 2 half a period is counted whole.
+    assert extrapolate(10, 16, layers=9, period=2) == 10 + 4 * 6
+    assert extrapolate(10, 9, layers=9, period=1) == 10
+
+
+@pytest.mark.parametrize("method", ["lora", "full"])
+@pytest.mark.parametrize("kind", ["none", "torch"])
+@pytest.mark.parametrize("size", [1, 4])
+def test_the_estimate_is_what_a_pass_over_the_whole_model_takes(deep_model, method, kind, size):
+    settings, runtime, model = one_process(deep_model, method=method, lora_dropout=0.0)
+    with LiveBytes() as memory:
+        search = search_of(settings, runtime, model, memory, "zero2")
+        search.checkpointing.use(kind)
+        estimated = search._activations(size, 1)
+        assert estimated == pytest.approx(measured(search, size), rel=0.02)
+
+
+def test_the_model_stays_as_it_is(deep_model):
+    settings, runtime, model = one_process(deep_model)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    state = torch.get_rng_state()
+    with LiveBytes() as memory:
+        search = search_of(settings, runtime, model, memory, "zero2")
+        assert search.estimate(2).needed
+        assert search.estimate(2) == search.estimate(2)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(p.grad is None for p in model.parameters())
+    assert not any(module._forward_pre_hooks for module in model.modules())
+    assert len(layers_of(model)) == 8
+
+
+def test_what_was_changed_in_a_model_is_copied(deep_model):
+    _, _, model = one_process(deep_model)
+    base = model.get_base_model()
+    called: list[Any] = []
+    forward = base.forward
+
+    def with_switch(self: Any, *args: Any, switch: bool = False, **more: Any) -> Any:
+        called.append(self)
+        return forward(*args, **more)
+
+    base.forward = with_switch.__get__(base)
+    stand_in = make_stand_in(model, 2, torch.bfloat16, CPU)
+    with unused(model):
+        stand_in(input_ids=torch.arange(4)[None], switch=True)
+    assert called == [stand_in.get_base_model()] and called[0] is not base
+    assert {p.dtype for p in stand_in.parameters()} == {torch.bfloat16}
+    assert len(layers_of(stand_in)) == 2
+    own = {id(p) for p in model.parameters()}
+    assert not any(id(p) in own for p in stand_in.parameters())
+    # What the copy cannot follow ends before it uses the model.
+    base.__dict__["part"] = {"model": base.model}
+    base.forward = (lambda self, **given: self.part["model"](**given)).__get__(base)
+    stand_in = make_stand_in(model, 2, torch.bfloat16, CPU)
+    with pytest.raises(NoStandInError, match="its LlamaModel cannot be copied"), unused(model):
+        stand_in(input_ids=torch.arange(4)[None])
+
+
+def test_layers_of_several_kinds_are_taken_by_the_period():
+    from transformers import AutoModelForCausalLM, Gemma3TextConfig, GptOssConfig
+
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "vocab_size": 99, "num_hidden_layers": 13, "head_dim": 8}
+    with torch.device("meta"):
+        alike = LlamaForCausalLM(LlamaConfig(**sizes))
+        gemma = AutoModelForCausalLM.from_config(Gemma3TextConfig(**sizes))
+        oss = AutoModelForCausalLM.from_config(GptOssConfig(**sizes, num_local_experts=2))
+    assert [period_of(layers_of(model)) for model in (alike, gemma, oss)] == [1, 6, 2]
+    alike.model.layers[0].mlp = torch.nn.Linear(2, 2)
+    with pytest.raises(NoStandInError, match="its layers differ"):
+        period_of(layers_of(alike))
+
+
+@pytest.mark.parametrize("kind", ["none", "torch"])
+def test_alternating_layers_are_estimated(kind, tmp_path):
+    from transformers import AutoTokenizer, Gemma3ForCausalLM, Gemma3TextConfig
+
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+    }
+    kinds = ["sliding_attention", "full_attention"] * 4
+    config = Gemma3TextConfig(vocab_size=883, num_hidden_layers=8, layer_types=kinds, sliding_window=16, **sizes)
+    Gemma3ForCausalLM(config).save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(DEMO_MODEL).save_pretrained(tmp_path)
+    settings, runtime, model = one_process(tmp_path)
+    with LiveBytes() as memory:
+        search = search_of(settings, runtime, model, memory, "zero2")
+        search.checkpointing.use(kind)
+        assert period_of(layers_of(model)) == 2
+        assert search._activations(2, 2) == pytest.approx(measured(search, 2), rel=0.02)
+
+
+# ---- the choice ----
+
+
+def estimates_of(search: ShardedMemorySearch) -> dict[tuple[str, int], int]:
+    found = {}
+    for kind in ("none", "torch"):
+        search.checkpointing.use(kind)
+        found |= {(kind, size): search.estimate(size).needed or 0 for size in (1, 2, 4, 8)}
+    return found
+
+
+def room_for(needed: int) -> int:
+    return int(needed / (1 - HEADROOM)) + 1
+
+
+def test_the_first_kind_and_the_most_rows_that_fit_are_chosen(deep_model):
+    settings, runtime, model = one_process(deep_model)
+    with LiveBytes() as memory:
+        search = search_of(settings, runtime, model, memory, "zero2")
+        needed = estimates_of(search)
+        assert needed["torch", 8] < needed["none", 8]
+        assert [needed["none", size] for size in (1, 2, 4, 8)] == sorted(needed["none", size] for size in (1, 2, 4, 8))
+
+        def chosen(room: int) -> Any:
+            memory.all = room
+            return search.choose({})
+
+        most = chosen(room_for(needed["none", 8]))
+        assert (most.kind, most.per_device) == ("none", 8)
+        assert most.reason == (
+            f"estimated from 2 layers, 8 x 64 tokens need about {needed['none', 8] / GIB:.1f} of {memory.all / GIB:.1f} GiB"
+        )
+        recomputed = chosen(room_for(needed["torch", 8]))
+        assert (recomputed.kind, recomputed.per_device) == ("torch", 8)
+        # An estimate ends no run.
+        none = chosen(needed["torch", 1])
+        assert (none.kind, none.per_device) == ("torch", 1)
+        assert none.reason.endswith(", with little room to spare")
+
+
+def test_a_resumed_run_starts_with_its_choice(deep_model, monkeypatch):
+    settings, runtime, model = one_process(deep_model)
+    search = search_of(settings, runtime, model, LiveBytes(), "fsdp2")
+    before = {"gradient_checkpointing": "torch", "per_device_train_batch_size": 4, "world_size": 1, "device": "CPU"}
+    before |= {"sharding": "fsdp2", "offload": "none", "copies": 1, "backend": "transformers"}
+    tried: list[int] = []
+    monkeypatch.setattr(search, "estimate", lambda size: tried.append(size) or Estimate(size, 1000, 2))
+    decision = search.choose(before)
+    assert (decision.kind, decision.per_device, decision.reason) == ("torch", 4, "as before the run was resumed")
+    assert not tried
+    # On other GPUs, or split in another way, it is estimated again.
+    for other in ({"world_size": 2}, {"copies": 2}, {"sharding": "none"}):
+        search.choose(before | other)
+        assert tried
+        tried.clear()
+
+
+def test_a_model_without_a_stand_in_keeps_the_safe_choice(deep_model, monkeypatch):
+    settings, runtime, model = one_process(deep_model)
+    with LiveBytes() as memory:
+        search = search_of(settings, runtime, model, memory, "zero2")
+        layers = layers_of(model)
+        layers[0].self_attn.sliding_window = 7
+        decision = search.choose({})
+        assert (decision.kind, decision.per_device) == ("torch", 1)
+        assert decision.reason == "not estimated with sharding zero2: its layers differ"
+        del layers[0].self_attn.sliding_window
+        assert search.choose({}).kind == "none"
+
+        def breaks(*args: Any, **more: Any) -> Any:
+            raise IndexError("layer 7")
+
+        monkeypatch.setattr(type(model.get_base_model().model), "forward", breaks)
+        decision = search.choose({})
+        assert (decision.kind, decision.per_device) == ("torch", 1)
+        assert decision.reason.endswith("its layers cannot be tried alone (IndexError)")
+
+
+def two_ranks(folder: str) -> None:
+    """Load in shards, and choose where a rank has less room, runs out of memory, or has no stand-in; then take a step."""
+    settings = settings_for(Path(folder))
+    with started(settings, ranks_from_environment()) as runtime, LiveBytes() as memory:
+        model, _ = load_model(settings, runtime)
+        gc.freeze()
+        rank, found = runtime.ranks.rank, {}
+        search = search_of(settings, runtime, model, memory)
+        needed = estimates_of(search)
+
+        def choose(name: str) -> None:
+            decision = search.choose({})
+            found[name] = [decision.kind, decision.per_device, decision.reason]
+
+        memory.all = room_for(needed["none", 8]) if rank == 0 else room_for(needed["torch", 8])
+        choose("less room")
+        memory.all = 2**40
+        choose("all room")
+        passes = search._pass
+
+        def short(runner: Any, batch: Any) -> int:
+            if rank == 1 and search.checkpointing.kind == "none":
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+            return passes(runner, batch)
+
+        search._pass = short  # type: ignore[method-assign]
+        choose("out of memory")
+
+        def broken(runner: Any, batch: Any) -> int:
+            if rank == 1:
+                raise KeyError("layer")
+            return passes(runner, batch)
+
+        search._pass = broken  # type: ignore[method-assign]
+        choose("no stand-in")
+        losses = []
+        for kind in ("none", "torch"):
+            search.checkpointing.use(kind)
+            model.train()
+            ids = torch.arange(8)[None]
+            model(input_ids=ids, labels=ids).loss.backward()
+            losses.append(
+                sum(p.grad.to_local().double().norm().item() for p in model.parameters() if p.grad is not None)
+            )
+            model.zero_grad()
+        runtime.device_type = "cpu"
+    print("found:" + json.dumps({"rank": rank, "found": found, "gradients": losses, "needed": needed["none", 8]}))
+
+
+def test_ranks_choose_the_same_with_weights_in_shards(deep_model, tmp_path):
+    result = run_ranks(2, two_ranks, str(deep_model), folder=tmp_path / "out", environ={"UNSLOTH_FSDP2": "1"}).check()
+    told = [json.loads(line[6:]) for line in result.output.splitlines() if line.startswith("found:")]
+    first, second = (one["found"] for one in sorted(told, key=lambda one: one["rank"]))
+    assert first == second
+    assert {name: choice[:2] for name, choice in first.items()} == {
+        "less room": ["torch", 8],
+        "all room": ["none", 8],
+        "out of memory": ["torch", 8],
+        "no stand-in": ["torch", 1],
+    }
+    assert first["no stand-in"][2] == "not estimated with sharding fsdp2: its layers cannot be tried alone (KeyError)"
+    for one in told:
+        none, torch_ = one["gradients"]
+        assert none > 0 and none == pytest.approx(torch_, rel=1e-5)
+
+
+# ---- what a rank holds beside activations ----
+
+
+def held(sharding: Any, split: bool = False, trained: bool = True, **options: Any) -> int:
+    """Bytes of a model of 100 head, 100 embedding and two layers of 40 numbers each, in 16 bit, on four ranks."""
+
+    def weight(numbers: int, embedding: bool = False, adapter: bool = False) -> Weight:
+        number = 4 if adapter or (split and trained) else 2
+        stored = numbers * number // (4 if split else 1)
+        return Weight(stored, numbers * 2, number, numbers if trained or adapter else 0, embedding)
+
+    head, embedding, layers = weight(100), weight(100, embedding=True), [weight(40), weight(40)]
+    adapter = [] if trained else [weight(8, adapter=True)]
+    weights = [head, embedding, *layers, *adapter]
+    model = ShardedModel(weights, [layers[0]], [head], [head, embedding, *adapter], split)
+    layout = {"offload": "none", "parts": 4, "precision": 2, "master": 4, "optimizer": "adamw_torch"} | options
+    return held_bytes(model, ShardedLayout(sharding, **layout), allocated=sum(w.stored for w in weights) + 1000)
+
+
+def test_what_fsdp2_holds():
+    # The weights, their gradients and two states in fp32, a quarter of each; the head, its gradient in 16 bit and in fp32.
+    assert held("fsdp2", split=True) == 1000 + 280 * 16 // 4 + 200 + 100 * 6
+    # Loaded whole, the same is left, but what is outside the layers is gathered as one.
+    assert held("fsdp2") == held("fsdp2", split=True)
+    assert held("fsdp2", optimizer="sgd") == held("fsdp2") - 280 * 8 // 4
+    # Of an adapter of 8 numbers; the weights are frozen in 16 bit.
+    assert held("fsdp2", split=True, trained=False) == 1000 + 560 // 4 + 8 * 16 // 4 + 2 * 200
+    assert held("fsdp2", trained=False) == 1000 + 560 // 4 + 8 * 16 // 4 + 416 + 2 * 80
+
+
+def test_what_zero_holds():
+    bucket = int(ZERO_BUCKET * 2)
+    # fp32 gradients, states and copies are split over four ranks; ZeRO-2 holds the weights in 16 bit.
+    assert held("zero2") == 1000 + bucket + 280 * 4 + 560 + 280 * 16 // 4
+    assert held("zero2", trained=False) == 1000 + bucket + 8 * 4 + 576 + 8 * 16 // 4
+    assert held("zero2", offload="optimizer") == 1000 + bucket + 280 * 4 + 560
+    # Each quarter stays, and a small model is gathered as a whole, as ZeRO-3 keeps a billion numbers.
+    expected = 1000 + bucket + 8 * 4 + 8 * 16 // 4 + (560 + 32) // 4 + 576
+    assert held("zero3", split=True, trained=False) == expected
+
+
+def test_the_weights_of_a_model_are_read_whole_and_packed(deep_model):
+    _, _, model = one_process(deep_model)
+    read = read_weights(model, layers_of(model), 2, CPU)
+    numbers = sum(p.numel() for p in model.parameters())
+    assert sum(weight.whole for weight in read.weights) == numbers * 2
+    assert sum(weight.stored for weight in read.weights) == numbers * 4
+    assert sum(weight.count for weight in read.weights) == sum(p.numel() for p in model.parameters() if p.requires_grad)
+    assert [weight.whole for weight in read.head] == [883 * 32 * 2]
+    layer = sum(p.numel() for p in layers_of(model)[0].parameters())
+    assert sum(weight.whole for weight in read.block) == layer * 2
+    assert not read.split
+    # 4-bit weights take what they take; what lies in host memory takes nothing of the device.
+    packed = model.get_base_model().lm_head
+    packed.weight = torch.nn.Parameter(torch.zeros(100, 1, dtype=torch.uint8), requires_grad=False)
+    assert [weight.whole for weight in read_weights(model, layers_of(model), 2, CPU).head] == [100]
+    assert not any(weight.stored for weight in read_weights(model, layers_of(model), 2, torch.device("meta")).weights)
+
+
+# ---- a whole run ----
+
+
+def estimating_train(argv: list[str], folder: str, room: int) -> None:
+    """train_ddp.py with FSDP2 on the CPU, which chooses as on GPUs that have so much room."""
+    import os
+    import sys
+
+    from unsloth_ddp.model import gradient_checkpointing
+    from unsloth_ddp.training.memory_search import sizes_of
+
+    os.chdir(folder)
+
+    def choose(self: ShardedMemorySearch, before: dict[str, Any]) -> Any:
+        gc.freeze()
+        # On the CPU accelerate forgets FSDP2 when it is asked for a context before training begins.
+        self.run = dataclasses.replace(self.run, autocast=contextlib.nullcontext)
+        with LiveBytes(room) as self.memory:
+            sizes = [before["per_device_train_batch_size"]] if before else sizes_of(self.settings, self.data.plan)
+            kinds = [before["gradient_checkpointing"]] if before else self.checkpointing.kinds
+            return self._choose(kinds, sizes, before)
+
+    gradient_checkpointing.kinds_here = lambda runtime, settings: ("none", "torch")
+    ShardedMemorySearch.choose = choose  # type: ignore[method-assign]
+    sys.argv = ["train_ddp.py", *argv]
+    import train_ddp
+
+    train_ddp.main()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["lora", "full"])
+def test_a_run_takes_the_same_steps_with_what_it_chooses(job, place, method):
+    base = f"--method {method} --packing off --global_batch_size 8 --max_steps 3 --logging_steps 1 --learning_rate 1e-3"
+    auto = f"{base} --gradient_checkpointing auto --per_device_train_batch_size auto --save_steps 1"
+    more: dict[str, Any] = {"environ": {"UNSLOTH_FSDP2": "1"}, "target": estimating_train}
+    job(f"{base} --save_strategy no", f"untried-{method}", 2, environ=more["environ"])
+    results = {}
+    for name, room in (("all", 2**40), ("none", 1)):
+        results[name] = job(auto, f"chosen-{method}-{name}", 2, args=(room,), **more)
+    summaries = {
+        name: json.loads((place / "outputs" / f"chosen-{method}-{name}" / "summary.json").read_text())
+        for name in results
+    }
+    assert {n: (s["gradient_checkpointing"], s["per_device_train_batch_size"]) for n, s in summaries.items()} == {
+        "all": ("none", 4),
+        "none": ("torch", 1),
+    }
+    assert "estimated from 2 layers, 4 x" in results["all"].output
+    file = "model.safetensors" if method == "full" else "adapter_model.safetensors"
+    expected = load_file(place / "outputs" / f"untried-{method}" / file)
+    for name in results:
+        weights = load_file(place / "outputs" / f"chosen-{method}-{name}" / file)
+        assert all(torch.allclose(weights[key], expected[key], atol=2e-5) for key in expected)
+    checkpoint = place / "outputs" / f"chosen-{method}-none" / "checkpoint-2"
+    resumed = job(f"{auto} --resume {checkpoint}", f"resumed-{method}", 2, args=(2**40,), **more)
+    assert "gradient checkpointing torch: as before the run was resumed" in resumed.output

@@ -1,0 +1,199 @@
+"""Count the bytes that one rank of a run with ZeRO or FSDP2 holds during a micro-batch, beside the activations.
+
+Most of them are known from the weights and the rules of DeepSpeed and FSDP2. docs/plan.md compares the same rules, from
+the shape of a model, with measured runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.nn import Module, Parameter
+
+from unsloth_ddp.distributed.sharding import Offload, Sharding
+from unsloth_ddp.model.modules import base_model
+from unsloth_ddp.model.stand_in import is_packed
+from unsloth_ddp.training.optimizer_memory import optimizer_bytes
+
+# DeepSpeed's reduce_bucket_size in numbers, as accelerate leaves it. One buffer of this size is allocated, however few
+# weights are trained (DeepSpeed 0.19.8, stage_1_and_2.py, setup_buckets).
+ZERO_BUCKET = 5e8
+# ZeRO-3 keeps so many gathered numbers if they are used again soon (DeepSpeed's stage3_max_live_parameters and
+# stage3_max_reuse_distance, as accelerate leaves them).
+ZERO3_LIVE = 1e9
+# FSDP2 reduces gradients in fp32 (model/sharded_load.py, mixed_precision_policy).
+REDUCED = 4
+
+
+@dataclass(frozen=True)
+class Weight:
+    """One weight of a model, by its bytes.
+
+    Args:
+        stored: bytes of it on this rank's device now.
+        whole: bytes of the whole weight as passes compute with it.
+        number: bytes of a stored number.
+        count: numbers of the whole weight that are trained; 0 if it is frozen.
+    """
+
+    stored: int
+    whole: int
+    number: int
+    count: int
+    embedding: bool = False
+
+
+@dataclass(frozen=True)
+class ShardedModel:
+    """The weights of a model to train, and those of its parts that are gathered at once.
+
+    Args:
+        weights: every weight once.
+        block: of the largest layer.
+        head: of the output head, tied to the embedding or not.
+        outside: of everything but the layers.
+        split: weights are split over ranks already.
+    """
+
+    weights: Sequence[Weight]
+    block: Sequence[Weight]
+    head: Sequence[Weight]
+    outside: Sequence[Weight]
+    split: bool
+
+
+@dataclass(frozen=True)
+class ShardedLayout:
+    """How a run shards.
+
+    Args:
+        parts: ranks that a weight is split over.
+        precision: bytes of a number in passes.
+        master: bytes of a trained number as FSDP2 stores it.
+        optimizer: its Transformers name.
+        whole_in_use: ZeRO-3 leaves every weight gathered, as it does with Unsloth's kernels, which read the weights of
+            layers that they do not call.
+    """
+
+    sharding: Sharding
+    offload: Offload
+    parts: int
+    precision: int
+    master: int
+    optimizer: str
+    whole_in_use: bool = False
+
+
+def read_weights(model: Any, layers: Iterable[Module], precision: int, device: torch.device) -> ShardedModel:
+    """Return the weights of a loaded model, whole or in parts.
+
+    Args:
+        precision: bytes of a number in passes.
+        device: of this rank; parts in host memory take none of its bytes.
+    """
+    base = base_model(model)
+    embeddings = {id(p) for m in model.modules() if isinstance(m, torch.nn.Embedding) for p in m.parameters()}
+
+    def weights_of(parameters: Iterable[Parameter]) -> list[Weight]:
+        return [_weight(p, precision, device, embedding=id(p) in embeddings) for p in parameters]
+
+    blocks = [list(layer.parameters()) for layer in layers]
+    inside = {id(p) for block in blocks for p in block}
+    head = base.get_output_embeddings()
+    return ShardedModel(
+        weights=weights_of(model.parameters()),
+        block=max((weights_of(block) for block in blocks), key=_whole),
+        head=weights_of(head.parameters()) if head is not None else [],
+        outside=weights_of(p for p in model.parameters() if id(p) not in inside),
+        split=any(isinstance(p, DTensor) for p in model.parameters()),
+    )
+
+
+def _weight(parameter: Any, precision: int, device: torch.device, *, embedding: bool) -> Weight:
+    numbers = getattr(parameter, "ds_numel", parameter.numel())
+    # What ZeRO-3 leaves in the place of a weight is empty.
+    part = parameter.to_local() if isinstance(parameter, DTensor) else getattr(parameter, "ds_tensor", parameter)
+    stored = part.numel() * part.element_size() if part.device.type == device.type else 0
+    number = parameter.element_size()
+    whole = numbers * (number if is_packed(parameter) else precision)
+    return Weight(stored, whole, number, numbers if parameter.requires_grad else 0, embedding)
+
+
+def _whole(weights: Iterable[Weight]) -> int:
+    return sum(weight.whole for weight in weights)
+
+
+def _trained(weights: Iterable[Weight]) -> int:
+    return sum(weight.count for weight in weights)
+
+
+def zero_bucket_bytes(trained: float, number: int) -> float:
+    """Return the bytes of DeepSpeed's bucket, and of its content in fp32 while it is averaged."""
+    return ZERO_BUCKET * number + min(ZERO_BUCKET, trained) * 4
+
+
+def zero_optimizer_bytes(trained: float, optimizer: str, precision: int, parts: int) -> float:
+    """Return the bytes of a rank's optimizer states, with the fp32 copies of 16-bit weights.
+
+    DeepSpeed's flat copies have no embeddings that an optimizer could treat differently.
+    """
+    return trained * (optimizer_bytes(optimizer, 4) + (4 if precision < 4 else 0)) / parts
+
+
+def held_bytes(model: ShardedModel, layout: ShardedLayout, allocated: int) -> int:
+    """Return the bytes on this rank's device during a micro-batch, without activations.
+
+    Args:
+        allocated: on the device now, before anything but the weights is there.
+    """
+    beside = allocated - sum(weight.stored for weight in model.weights)
+    rule = _with_fsdp2 if layout.sharding == "fsdp2" else _with_zero
+    return int(beside + rule(model, layout))
+
+
+def _with_fsdp2(model: ShardedModel, layout: ShardedLayout) -> float:
+    kept = 0.0
+    for weight in model.weights:
+        if model.split:
+            # Nothing is stored here of a part in host memory, where its gradient and its states are too.
+            number, part = weight.number, float(weight.stored)
+        else:
+            number = layout.master if weight.count else weight.number
+            part = weight.stored / weight.number * number / layout.parts
+        trained = part / number if weight.count else 0
+        kept += part + trained * (number + optimizer_bytes(layout.optimizer, number, weight.embedding))
+    return kept + _gathered_by_fsdp2(model, layout.precision)
+
+
+def _gathered_by_fsdp2(model: ShardedModel, precision: int) -> float:
+    """Return the bytes of gathered weights, and of gradients on their way to their ranks, at the peak.
+
+    It is one of: the output head while it is gathered, when torch has it twice; the head with its gradient in the
+    precision of the pass and in fp32; a layer in its backward pass, with the next one gathered and a third being copied.
+    """
+    head, block = _whole(model.head), _whole(model.block)
+    gradient = precision + REDUCED
+    at_once = max(2 * head, head + _trained(model.head) * gradient, 3 * block + _trained(model.block) * gradient)
+    # accelerate leaves what is outside the layers in one group where it wraps a whole model.
+    return at_once if model.split else max(at_once, _whole(model.outside) + 2 * block)
+
+
+def _with_zero(model: ShardedModel, layout: ShardedLayout) -> float:
+    trained, parts = _trained(model.weights), layout.parts
+    quantized = any(weight.whole != 0 and weight.number == 1 for weight in model.weights)
+    kept = zero_bucket_bytes(trained, 2 if quantized else layout.precision)
+    if layout.offload == "none":
+        # The kit has DeepSpeed accumulate and average gradients in fp32 (training/deepspeed_precision.py).
+        kept += trained * 4 / parts + zero_optimizer_bytes(trained, layout.optimizer, layout.precision, parts)
+    if layout.sharding == "zero2":
+        return kept + _whole(model.weights)
+    kept += sum(weight.stored for weight in model.weights)
+    everything = _whole(model.weights)
+    if layout.whole_in_use:
+        return kept + everything
+    needed = _whole(model.outside) + 2 * _whole(model.block)
+    return kept + max(needed, min(everything, ZERO3_LIVE * layout.precision))

@@ -1,0 +1,234 @@
+"""Choose gradient checkpointing and micro-batch with ZeRO and FSDP2, by an estimate that each rank measures alone.
+
+A trial as without sharding is not possible: weights in parts cannot be used before training begins, and a rank that ran
+out of memory would leave the others waiting. Each rank runs the longest micro-batch through a stand-in of its model with
+one layer and with two (or periods of layers, where their kinds alternate). The difference is what a layer keeps for the
+backward pass; from the first follows what the head and a recomputed layer need. What the rank holds beside activations is
+counted (sharded_memory.py). The ranks gather the results, so that all choose the same.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from unsloth_ddp.distributed.wire import sendable
+from unsloth_ddp.model.load import DTYPES
+from unsloth_ddp.model.modules import training_mode
+from unsloth_ddp.model.stand_in import NoStandInError, first_layers, layers_of, make_stand_in, period_of, unused
+from unsloth_ddp.training.memory_search import (
+    MemorySearch,
+    MicroBatchDecision,
+    Trial,
+    forget_free_memory,
+    release,
+    room_on,
+    search,
+)
+from unsloth_ddp.training.micro_batch_loss import MicroBatchRunner
+from unsloth_ddp.training.sharded_memory import ShardedLayout, held_bytes, read_weights
+from unsloth_ddp.utils.errors import one_line
+from unsloth_ddp.utils.known_errors import is_out_of_memory
+
+logger = logging.getLogger("unsloth_ddp")
+
+# Fraction of the GPU left free by an estimate. What is counted and not measured was within 10 % of runs (docs/plan.md);
+# the rest is for NCCL's buffers and fragmentation, as HEADROOM without sharding.
+HEADROOM = 0.18
+
+
+@sendable
+@dataclass(frozen=True)
+class Estimate:
+    """Estimate of one rank, in bytes; `needed` is None where the stand-in ran out of memory.
+
+    Args:
+        obstacle: why there is no estimate, in a few words; empty if there is one.
+    """
+
+    needed: int | None
+    room: int
+    layers: int = 0
+    obstacle: str = ""
+
+    @property
+    def fits(self) -> bool:
+        """Enough memory is left free."""
+        return self.needed is not None and self.needed <= (1 - HEADROOM) * self.room
+
+
+class DeviceMemory:
+    """The memory of a CUDA device, as torch's allocator counts it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def room(self) -> int:
+        """Return the bytes that this process may use, those in use included."""
+        return room_on(self.device)
+
+    def allocated(self) -> int:
+        """Return the bytes in use now."""
+        return torch.cuda.memory_allocated(self.device)
+
+    def reset_peak(self) -> None:
+        """Forget the peak."""
+        torch.cuda.reset_peak_memory_stats(self.device)
+
+    def peak(self) -> int:
+        """Return the most bytes that were in use since reset_peak, once all work is done."""
+        torch.cuda.synchronize(self.device)
+        return torch.cuda.max_memory_allocated(self.device)
+
+
+def extrapolate(first: int, second: int, layers: int, period: int) -> int:
+    """Return the bytes of activations of all layers.
+
+    Args:
+        first: bytes of `period` layers, with the head.
+        second: bytes of twice as many.
+        layers: of the model.
+    """
+    periods = -(-layers // period)
+    return first + (periods - 1) * max(0, second - first)
+
+
+class ShardedMemorySearch(MemorySearch):
+    """Choose as MemorySearch does, by estimates in place of trials.
+
+    An estimate never ends a run: where nothing fits by it, the run begins with torch and the smallest micro-batch.
+    Evaluation rows are not tried.
+    """
+
+    def __init__(self, *args: Any, memory: DeviceMemory | None = None, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.memory = memory or DeviceMemory(self.run.device)
+
+    def _choose(self, kinds: Sequence[str], sizes: Sequence[int], before: dict[str, Any]) -> MicroBatchDecision:
+        if self.runtime.broadcast_from_main(lambda: self._was(before, kinds, sizes)):
+            return MicroBatchDecision(kinds[0], sizes[-1], "as before the run was resumed")
+        found: dict[tuple[str, int], list[Estimate]] = {}
+
+        def fits(kind: str, size: int) -> bool:
+            self.checkpointing.use(kind)
+            found[kind, size] = self.runtime.gather(self.estimate(size))
+            for one in found[kind, size]:
+                if one.obstacle:
+                    raise NoStandInError(one.obstacle)
+            return all(one.fits for one in found[kind, size])
+
+        try:
+            chosen = search(kinds, sizes, self._tokens, fits)
+        except NoStandInError as obstacle:
+            return MicroBatchDecision(
+                kinds[-1], sizes[0], f"not estimated with sharding {self.runtime.sharding}: {obstacle}"
+            )
+        finally:
+            forget_free_memory()
+        kind, size = chosen or (kinds[-1], sizes[0])
+        return MicroBatchDecision(kind, size, self._reason(size, found[kind, size], fits=chosen is not None))
+
+    def _was(self, before: dict[str, Any], kinds: Sequence[str], sizes: Sequence[int]) -> bool:
+        """Return whether the resumed run trained with the first kind and the last size, split over the same GPUs."""
+        runtime = self.runtime
+        same = {
+            "world_size": runtime.ranks.world_size,
+            "device": runtime.device_name,
+            "sharding": runtime.sharding,
+            "offload": runtime.offload,
+            "copies": runtime.copies,
+            "backend": runtime.backend,
+            "gradient_checkpointing": kinds[0],
+            "per_device_train_batch_size": sizes[-1],
+        }
+        return all(before.get(name) == value for name, value in same.items())
+
+    def _reason(self, size: int, estimates: Sequence[Estimate], *, fits: bool) -> str:
+        worst = max(estimates, key=lambda one: float("inf") if one.needed is None else one.needed / one.room)
+        tokens = f"{size} x {self._tokens(1):,} tokens"
+        if worst.needed is None:
+            return f"estimated from its first layers, {tokens} may not fit into {worst.room / 2**30:.1f} GiB"
+        used = f"{tokens} need about {worst.needed / 2**30:.1f} of {worst.room / 2**30:.1f} GiB"
+        return f"estimated from {worst.layers} layers, {used}{'' if fits else ', with little room to spare'}"
+
+    def try_training(self, size: int) -> Trial:
+        """Return the estimate in the place of a trial."""
+        estimate = self.estimate(size)
+        return Trial(estimate.needed, estimate.room)
+
+    def estimate(self, size: int) -> Estimate:
+        """Return what a step with micro-batches of `size` rows will take on this rank; ranks do not meet here."""
+        release()
+        forget_free_memory()
+        room = self.memory.room()
+        try:
+            period = period_of(layers_of(self.run.model))
+            held = self._held()
+            needed = held + self._activations(size, period)
+            return Estimate(needed, room, 2 * period)
+        except NoStandInError as obstacle:
+            return Estimate(None, room, obstacle=str(obstacle))
+        except Exception as error:
+            if isinstance(error, RuntimeError) and is_out_of_memory(error):
+                return Estimate(None, room)
+            # Models raise anything where they are called in another way than they expect.
+            logger.warning("no stand-in of the model: %s", one_line(error), exc_info=True)
+            return Estimate(None, room, obstacle=f"its layers cannot be tried alone ({type(error).__name__})")
+        finally:
+            release()
+
+    def _held(self) -> int:
+        model, runtime, settings = self.run.model, self.runtime, self.settings
+        dtype = DTYPES[runtime.precision]
+        fsdp = runtime.sharding == "fsdp2"
+        bf16_weights = settings.method == "full" and settings.full_weights == "bf16"
+        layout = ShardedLayout(
+            sharding=runtime.sharding,
+            offload=runtime.offload,
+            parts=runtime.parts if fsdp else runtime.ranks.world_size,
+            precision=dtype.itemsize,
+            # accelerate keeps what is trained in fp32, unless the trainer computes without autocast.
+            master=dtype.itemsize if bf16_weights else 4,
+            optimizer=settings.optim,
+            whole_in_use=runtime.backend == "unsloth",
+        )
+        weights = read_weights(model, layers_of(model), dtype.itemsize, self.run.device)
+        return held_bytes(weights, layout, self.memory.allocated())
+
+    def _activations(self, size: int, period: int) -> int:
+        """Return the bytes that a pass over the longest `size` rows takes beside weights and gradients."""
+        model, device = self.run.model, self.run.device
+        batch = self.run.batch_of(self._largest(size))
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            stand_in = make_stand_in(model, 2 * period, DTYPES[self.runtime.precision], device)
+            runner = dataclasses.replace(self.run, model=stand_in)
+            with unused(model), training_mode(stand_in):
+                with first_layers(stand_in, period):
+                    # Kernels are compiled, and libraries take their workspace, in the first pass.
+                    self._pass(runner, batch)
+                    first = self._pass(runner, batch)
+                second = self._pass(runner, batch)
+        return extrapolate(first, second, len(layers_of(model)), period)
+
+    def _pass(self, runner: MicroBatchRunner, batch: dict[str, Any]) -> int:
+        """Return the bytes that a forward and backward pass adds to those in use."""
+        trained = [p for p in runner.model.parameters() if p.requires_grad]
+        # Sharded runs average a gradient as soon as it is there, and keep a part.
+        handles = [p.register_post_accumulate_grad_hook(_drop_gradient) for p in trained]
+        before = self.memory.allocated()
+        self.memory.reset_peak()
+        try:
+            runner.loss_sum(batch).backward()
+            return max(0, self.memory.peak() - before)
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+def _drop_gradient(parameter: torch.Tensor) -> None:
+    parameter.grad = None

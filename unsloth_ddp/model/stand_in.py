@@ -147,7 +147,11 @@ class _Copy:
         if packed:
             return Parameter(torch.zeros(_shape(weight), dtype=weight.dtype, device=self.device), requires_grad=False)
         values = torch.empty(_shape(weight), dtype=self.dtype, device=self.device).normal_(std=SPREAD)
-        return Parameter(values, weight.requires_grad)
+        fresh = Parameter(values, weight.requires_grad)
+        if hasattr(weight, "ds_status"):
+            # TRL's head asks with ZeRO-3 whether a weight has to be gathered first.
+            fresh.ds_status = type(weight.ds_status).AVAILABLE  # type: ignore[attr-defined]
+        return fresh
 
     def _rebound(self, value: Any) -> Any:
         """Return a function or module that belongs to the original as that of the copy; anything else as it is."""

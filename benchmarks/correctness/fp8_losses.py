@@ -23,7 +23,7 @@ from benchmarks.common.runs import REPO, log_history, losses, make_model, write_
 from unsloth_ddp.utils.versions import versions
 
 COMMON = (
-    "--backend transformers --packing on --max_length 256 --global_batch_size 64 --warmup_steps 20 --save_strategy no"
+    "--backend transformers --packing on --max_length 256 --global_batch_size 16 --warmup_steps 20 --save_strategy no"
 )
 COMMON += " --report_to none --compare_answers 0 --logging_steps 10 --overwrite"
 BASE = "--method full --full_weights fp32 --learning_rate 3e-4 --max_steps {steps} --cuda_graphs on"
@@ -96,8 +96,8 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=Path("/tmp/fp8_losses"))
     parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--shape", default="qwen3_1.7b", help="of the model (see benchmarks/common/models.py)")
-    parser.add_argument("--base_steps", type=int, default=300)
-    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--base_steps", type=int, default=200)
+    parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--gpus", nargs="*", default=["0"], help="the adapters' runs are spread over these")
     given = parser.parse_args()
     given.work.mkdir(parents=True, exist_ok=True)

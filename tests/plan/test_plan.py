@@ -176,6 +176,15 @@ def test_a_micro_batch_is_planned_as_a_run_chooses_it(measured_job):
     assert planned(141, gradient_checkpointing="torch") == 4
     assert planned(141, gradient_checkpointing="unsloth") == 16
     assert planned(140, ddp_find_unused_parameters=True) == 8
+    assert planned(141, method="full") == planned(141, method="full", cuda_graphs="off")
+    # With sharding nothing is recorded, and what is left of split weights goes to more rows.
+    sharded = {
+        sharding: choose_micro_batch(
+            Settings(model="m", dataset=["d"]), shapes["qwen3_8b"], rows, batch, 32e9, sharding
+        )
+        for sharding in ("none", "zero2", "fsdp2")
+    }
+    assert sharded == {"none": 1, "zero2": 8, "fsdp2": 16}
     assert planned(141, per_device_train_batch_size=4) == planned(141, gradient_accumulation_steps=16) == 1
 
 

@@ -70,7 +70,8 @@ def _kind_of(layer: Module) -> tuple[Any, ...]:
 
 def plain_class(module: Module) -> type[Module]:
     """Return the class of a module without what FSDP2 has put before it."""
-    return type(module).__mro__[FSDPModule._orig_cls_mro_index] if isinstance(module, FSDPModule) else type(module)
+    classes = type(module).__mro__
+    return classes[classes.index(FSDPModule) + 1] if isinstance(module, FSDPModule) else classes[0]
 
 
 def is_packed(weight: Any) -> bool:

@@ -206,8 +206,7 @@ class MemorySearch:
             trials[kind, size] = self.runtime.gather(self.try_training(size))
             return all(trial.fits for trial in trials[kind, size])
 
-        # Unsloth says, when training begins, that it drops what a trial compiled.
-        warnings.filterwarnings("ignore", message="Unsloth: detected a manual forward")
+        ignore_dropped_compilation()
         enough = ENOUGH_RECORDED if self.recorded else ENOUGH_TOKENS
         found = search(kinds, sizes, self._tokens, fits, enough)
         forget_free_memory()
@@ -343,6 +342,11 @@ def room_on(device: torch.device) -> int:
     free, total = torch.cuda.mem_get_info(device)
     allowed = int(torch.cuda.get_per_process_memory_fraction(device) * total)
     return min(free + torch.cuda.memory_reserved(device), allowed)
+
+
+def ignore_dropped_compilation() -> None:
+    """Silence Unsloth, which says when training begins that it drops what a trial compiled."""
+    warnings.filterwarnings("ignore", message="Unsloth: detected a manual forward")
 
 
 def release() -> None:

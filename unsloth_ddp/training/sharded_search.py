@@ -24,8 +24,8 @@ from unsloth_ddp.model.stand_in import NoStandInError, first_layers, layers_of, 
 from unsloth_ddp.training.memory_search import (
     MemorySearch,
     MicroBatchDecision,
-    Trial,
     forget_free_memory,
+    ignore_dropped_compilation,
     release,
     room_on,
     search,
@@ -112,6 +112,7 @@ class ShardedMemorySearch(MemorySearch):
     def _choose(self, kinds: Sequence[str], sizes: Sequence[int], before: dict[str, Any]) -> MicroBatchDecision:
         if self.runtime.broadcast_from_main(lambda: self._was(before, kinds, sizes)):
             return MicroBatchDecision(kinds[0], sizes[-1], "as before the run was resumed")
+        ignore_dropped_compilation()
         found: dict[tuple[str, int], list[Estimate]] = {}
 
         def fits(kind: str, size: int) -> bool:
@@ -155,11 +156,6 @@ class ShardedMemorySearch(MemorySearch):
             return f"estimated from its first layers, {tokens} may not fit into {worst.room / 2**30:.1f} GiB"
         used = f"{tokens} need about {worst.needed / 2**30:.1f} of {worst.room / 2**30:.1f} GiB"
         return f"estimated from {worst.layers} layers, {used}{'' if fits else ', with little room to spare'}"
-
-    def try_training(self, size: int) -> Trial:
-        """Return the estimate in the place of a trial."""
-        estimate = self.estimate(size)
-        return Trial(estimate.needed, estimate.room)
 
     def estimate(self, size: int) -> Estimate:
         """Return what a step with micro-batches of `size` rows will take on this rank; ranks do not meet here."""

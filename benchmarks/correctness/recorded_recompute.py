@@ -186,7 +186,9 @@ def start(case: str, work: Path, *, cpu: bool) -> subprocess.Popen[bytes]:
         f"--model {model} --dataset {rows} --output_dir {folder}/outputs --run_name measured --max_length {longest}"
     )
     options += f" --backend {backend} --precision {'bf16' if cpu else 'bf16 --cuda_graphs on'} {OPTIONS}"
-    environ = {**os.environ, "UNSLOTH_COMPILE_LOCATION": str(folder / "unsloth_compiled")}
+    # Transformers would use DataParallel where it sees several GPUs.
+    gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    environ = {**os.environ, "UNSLOTH_COMPILE_LOCATION": str(folder / "unsloth_compiled"), "CUDA_VISIBLE_DEVICES": gpu}
     command = [sys.executable, "-m", "benchmarks.correctness.recorded_recompute", "--child", str(folder / "found.json")]
     with (folder / "output.txt").open("wb") as output:
         return subprocess.Popen(

@@ -119,8 +119,9 @@ def main() -> None:
     parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--shape", default="qwen3_1.7b", help="a shape of benchmarks/common/models.py")
     parser.add_argument(
-        "--rows", choices=["chat", "full"], default="chat", help="rows of log-normal length, or of 2048"
+        "--rows", choices=["chat", "full"], default="chat", help="rows of log-normal length, or of --tokens each"
     )
+    parser.add_argument("--tokens", type=int, default=2048, help="of the longest row")
     parser.add_argument("--tiny", action="store_true", help="try the script on a CPU, with the demo's model")
     parser.add_argument("options", nargs="*", help="options of train_ddp.py, after --")
     given = parser.parse_args()
@@ -129,7 +130,7 @@ def main() -> None:
     rows = given.work / f"profile_{given.rows}.jsonl"
     if not given.tiny and not (model / "tokenizer_config.json").is_file() and make_model(given.shape, model).wait():
         raise SystemExit(f"no model of shape {given.shape} could be made")
-    longest = 200 if given.tiny else 2048
+    longest = 200 if given.tiny else given.tokens
     count = 100 if given.tiny else 2000
     if given.rows == "chat":
         chat_rows(rows, count, seed=3, longest=longest)

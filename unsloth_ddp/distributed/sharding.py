@@ -56,9 +56,9 @@ def shards_weights(sharding: Sharding) -> bool:
     return sharding in ("zero3", "fsdp2")
 
 
-def loads_in_shards(sharding: Sharding, backend: str) -> bool:
-    """Return whether the kit loads each rank's part of the model; DeepSpeed does so by itself, and Unsloth cannot."""
-    return sharding == "fsdp2" and backend == "transformers"
+def loads_in_shards(sharding: Sharding, backend: str, method: str) -> bool:
+    """Return whether the kit loads each rank's part of the model; DeepSpeed does so by itself, and Unsloth only with LoRA."""
+    return sharding == "fsdp2" and (backend == "transformers" or method == "lora")
 
 
 def sharding_from_environment(environ: Mapping[str, str]) -> Sharding:

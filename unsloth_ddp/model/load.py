@@ -67,7 +67,7 @@ def load_model(settings: Settings, runtime: Runtime) -> tuple[Any, Any]:
         UserError: the model cannot be found or loaded.
     """
     download_model(settings, runtime)
-    if not loads_in_shards(runtime.sharding, runtime.backend):
+    if not loads_in_shards(runtime.sharding, runtime.backend, settings.method):
         return _load(settings, runtime)
     from unsloth_ddp.model.sharded_load import shard_mesh
 
@@ -85,7 +85,7 @@ def _load(settings: Settings, runtime: Runtime, mesh: DeviceMesh | None = None) 
     """
     try:
         if runtime.backend == "unsloth":
-            model, tokenizer = _load_unsloth(settings, runtime)
+            model, tokenizer = _load_unsloth(settings, runtime, mesh)
         else:
             model, tokenizer = _load_transformers(settings, runtime, mesh)
     except Exception as error:
@@ -166,45 +166,54 @@ def weights_dtype(settings: Settings, runtime: Runtime) -> torch.dtype:
     return DTYPES[runtime.precision]
 
 
-def _load_unsloth(settings: Settings, runtime: Runtime) -> tuple[Any, Any]:
+def _load_unsloth(settings: Settings, runtime: Runtime, mesh: DeviceMesh | None) -> tuple[Any, Any]:
     from unsloth import FastLanguageModel
 
+    from unsloth_ddp.model import sharded_load, shards
+
     checkpointing = UNSLOTH_NAMES[loaded_with(runtime, settings)]
-    model, tokenizer = FastLanguageModel.from_pretrained(
-        model_name=str(settings.model),
-        revision=settings.model_revision,
-        max_seq_length=settings.max_length,
-        dtype=DTYPES[runtime.precision],
-        load_in_4bit=settings.method == "qlora",
-        full_finetuning=settings.method == "full",
-        float32_mixed_precision=settings.full_weights == "fp32" if settings.method == "full" else None,
-        use_gradient_checkpointing=checkpointing,
-        # An automatic map puts the model of every rank on the first GPU, or spreads one model over all GPUs.
-        device_map=runtime.device_map,
-        # DDP averages gradients on the GPU, so the embedding must not stay in host memory.
-        offload_embedding=False,
-        trust_remote_code=settings.trust_remote_code,
-        use_safetensors=safetensors_only(settings),
-    )
+    with contextlib.ExitStack() as stack:
+        if mesh is not None:
+            stack.enter_context(sharded_load.reading_shards(mesh, str(settings.model)))
+            stack.enter_context(sharded_load.patched_by_unsloth())
+        model, tokenizer = FastLanguageModel.from_pretrained(
+            model_name=str(settings.model),
+            revision=settings.model_revision,
+            max_seq_length=settings.max_length,
+            dtype=DTYPES[runtime.precision],
+            load_in_4bit=settings.method == "qlora",
+            full_finetuning=settings.method == "full",
+            float32_mixed_precision=settings.full_weights == "fp32" if settings.method == "full" else None,
+            use_gradient_checkpointing=checkpointing,
+            # An automatic map puts the model of every rank on the first GPU, or spreads one model over all GPUs.
+            device_map=runtime.device_map,
+            # DDP averages gradients on the GPU, so the embedding must not stay in host memory.
+            offload_embedding=False,
+            trust_remote_code=settings.trust_remote_code,
+            use_safetensors=safetensors_only(settings),
+        )
     if settings.method != "full":
         check_module_names(settings, model)
-        model = FastLanguageModel.get_peft_model(
-            model,
-            r=settings.lora_r,
-            lora_alpha=settings.lora_alpha,
-            lora_dropout=settings.lora_dropout,
-            target_modules=target_modules(settings, model),
-            # None would have Unsloth choose among the experts of a mixture.
-            target_parameters=target_parameters(settings, model) or ([] if stacked_experts(model) else None),
-            modules_to_save=settings.lora_modules_to_save or None,
-            use_rslora=settings.use_rslora,
-            bias="none",
-            use_gradient_checkpointing=checkpointing,
-            random_state=settings.seed,
-        )
+        with shards.copied_with_modules():
+            model = FastLanguageModel.get_peft_model(
+                model,
+                r=settings.lora_r,
+                lora_alpha=settings.lora_alpha,
+                lora_dropout=settings.lora_dropout,
+                target_modules=target_modules(settings, model),
+                # None would have Unsloth choose among the experts of a mixture.
+                target_parameters=target_parameters(settings, model) or ([] if stacked_experts(model) else None),
+                modules_to_save=settings.lora_modules_to_save or None,
+                use_rslora=settings.use_rslora,
+                bias="none",
+                use_gradient_checkpointing=checkpointing,
+                random_state=settings.seed,
+            )
     if runtime.precision == "fp32":
         # Unsloth's trainer enables bf16 autocast for fp32 weights unless the model has this attribute.
         model._unsloth_forced_float32 = True
+    if mesh is not None:
+        model = sharded_load.wrap(model, mesh, runtime.precision, quantized=False)
     return model, getattr(tokenizer, "tokenizer", tokenizer)
 
 

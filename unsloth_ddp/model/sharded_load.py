@@ -99,6 +99,28 @@ def reading_shards(mesh: DeviceMesh, model_name: str) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def patched_by_unsloth() -> Iterator[None]:
+    """Let Unsloth patch a model whose weights are DTensors inside the block.
+
+    Unsloth compares the addresses of embedding and output head, and takes them for one weight if they are equal. All
+    DTensors have the address 0, so that the output head would be lost.
+    """
+    from unsloth import tokenizer_utils
+
+    def address(tensor: DTensor) -> int:
+        return tensor.to_local().data_ptr()
+
+    # Inherited from Tensor otherwise.
+    DTensor.data_ptr = address  # type: ignore[method-assign]
+    try:
+        # Writes zeros to the row of the padding token, which no part can be told to do. Padded positions are masked.
+        with _replaced(tokenizer_utils, "zero_pad_embedding_rows", lambda *_: None):
+            yield
+    finally:
+        del DTensor.data_ptr
+
+
 def wrap(model: Any, mesh: DeviceMesh, precision: Precision, *, quantized: bool) -> Any:
     """Apply FSDP2 to a model whose weights were read in shards, as accelerate does; return the model.
 
@@ -108,8 +130,9 @@ def wrap(model: Any, mesh: DeviceMesh, precision: Precision, *, quantized: bool)
     Raises:
         UserError: FSDP2 cannot wrap this model.
     """
+    # Unsloth replaces this name, to keep its kernels for adapters where FSDP2 gathers whole blocks.
+    from accelerate.accelerator import fsdp2_prepare_model
     from accelerate.utils import FullyShardedDataParallelPlugin
-    from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2, mixed_precision_policy=mixed_precision_policy(precision))
     # Each part is in the memory of its device already.

@@ -1,0 +1,169 @@
+"""Train LoRA with FSDP2 on a model that Unsloth loads whole, that Unsloth loads in shards, and that Transformers loads.
+
+    python -m benchmarks.correctness.unsloth_shards --work /tmp/unsloth_shards --json FILE
+
+Three steps of SGD on two GPUs, of the demo's model in fp32 and bf16, of a small model whose output head is not tied, and
+of an 8B shape in bf16. Prints the losses, the difference of the adapters' update from that of Unsloth on the whole model,
+and of the fullest GPU the peak while loading and while training. All runs stand side by side: no times are measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common.rows import full_rows
+from benchmarks.common.runs import REPO, losses, make_model, write_results
+
+STEPS = "--optim sgd --learning_rate 0.1 --lr_scheduler_type constant --warmup_steps 0 --max_grad_norm 0 --max_steps 3"
+STEPS += (
+    " --compare_answers 0 --logging_steps 1 --seed 5 --save_strategy no --gradient_checkpointing torch --packing off"
+)
+# Model, precision, tokens in a row.
+MODELS = {
+    "tied_fp32": ("demo", "fp32", 128),
+    "tied_bf16": ("demo", "bf16", 128),
+    "untied_bf16": ("small", "bf16", 128),
+    "8b_bf16": ("qwen3_8b", "bf16", 1024),
+}
+LOADED = {"whole": "unsloth", "shards": "unsloth", "transformers": "transformers"}
+PROCESSES = 2
+
+
+def one(folder: Path, whole: bool, argv: list[str]) -> None:
+    """Run train_ddp.py as one rank, and write what loading took; `whole` loads as if Unsloth could not load in shards."""
+    import torch
+
+    import train_ddp
+    from unsloth_ddp.model import load
+    from unsloth_ddp.run import stages
+
+    if whole:
+        load.loads_in_shards = lambda *_: False
+    load_model = stages.load_model
+
+    def load_measured(run: Any) -> Any:
+        loaded = load_model(run)
+        found = {"gib_loading": torch.cuda.max_memory_allocated() / 2**30}
+        found["gib_loaded"] = torch.cuda.memory_allocated() / 2**30
+        base = loaded[0].get_base_model() if hasattr(loaded[0], "get_base_model") else loaded[0]
+        found["fused_layers"] = getattr(loaded[0], "_unsloth_fsdp2_fused_lora", None)
+        found["tied"] = base.get_input_embeddings().weight is base.get_output_embeddings().weight
+        (folder / f"rank_{os.environ['RANK']}.json").write_text(json.dumps(found))
+        return loaded
+
+    stages.load_model = load_measured
+    sys.argv = ["train_ddp.py", *argv]
+    train_ddp.main()
+
+
+def small_model(folder: Path) -> None:
+    """Write a Qwen3 model of two layers with untied embeddings and the demo's tokenizer."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config
+
+    tokenizer = AutoTokenizer.from_pretrained(REPO / "demo/model")
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        hidden_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        intermediate_size=512,
+        vocab_size=884,
+        tie_word_embeddings=False,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        dtype="bfloat16",
+    )
+    AutoModelForCausalLM.from_config(config).bfloat16().save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def measure(name: str, kind: str, work: Path, limit: float) -> dict[str, Any]:
+    """Launch one run and return what it came to."""
+    shape, precision, tokens = MODELS[name]
+    folder = work / f"{name}_{kind}"
+    folder.mkdir(parents=True, exist_ok=True)
+    model = REPO / "demo/model" if shape == "demo" else work / shape
+    argv = f"--model {model} --dataset {work}/rows.jsonl --method lora --backend {LOADED[kind]} --precision {precision}"
+    argv += f" --max_length {tokens} --per_device_train_batch_size 1 --global_batch_size 4 {STEPS}"
+    argv += f" --output_dir {folder} --run_name run --overwrite"
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(PROCESSES)]
+    launcher += ["--module", "benchmarks.correctness.unsloth_shards", "--work", str(folder), "--one", kind, "--argv"]
+    environ = {**os.environ, "UNSLOTH_FSDP2": "1", "OMP_NUM_THREADS": "2"}
+    log = folder / "log.log"
+    with log.open("w") as file:
+        process = subprocess.Popen(
+            [*launcher, *argv.split()], cwd=REPO, env=environ, stdout=file, stderr=subprocess.STDOUT
+        )
+        try:
+            code: int | str = process.wait(limit)
+        except subprocess.TimeoutExpired:
+            code = f"over {limit} s"
+            process.terminate()
+            process.wait()
+    result: dict[str, Any] = {"model": name, "loaded": kind, "exit_code": code}
+    run = folder / "run"
+    if code or not (run / "summary.json").is_file():
+        return {**result, "log": log.read_text()[-4000:]}
+    ranks = [json.loads(path.read_text()) for path in sorted(folder.glob("rank_*.json"))]
+    result |= {part: max(round(rank[part], 2) for rank in ranks) for part in ("gib_loading", "gib_loaded")}
+    result |= {part: ranks[0][part] for part in ("fused_layers", "tied")}
+    summary = json.loads((run / "summary.json").read_text())
+    return {**result, "gib_training": round(summary["peak_memory_bytes"] / 2**30, 2), "losses": losses(run)}
+
+
+def update(work: Path, name: str, kind: str) -> Any:
+    """Return the adapters' update as one vector: B starts at zero."""
+    import torch
+    from safetensors.torch import load_file
+
+    saved = load_file(work / f"{name}_{kind}" / "run" / "adapter_model.safetensors")
+    return torch.cat([saved[key].double().flatten() for key in sorted(saved) if "lora_B" in key])
+
+
+def main() -> None:
+    """Measure, or be a rank of what is measured."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--work", type=Path, required=True, help="folder for models, logs and outputs")
+    parser.add_argument("--json", type=Path, help="file for the results")
+    parser.add_argument("--only", nargs="*", choices=list(MODELS), default=list(MODELS))
+    parser.add_argument("--limit", type=float, default=180, help="seconds that one run may take")
+    parser.add_argument("--one", choices=list(LOADED), help=argparse.SUPPRESS)
+    parser.add_argument("--argv", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.one:
+        one(given.work, given.one == "whole", given.argv)
+        return
+    given.work.mkdir(parents=True, exist_ok=True)
+    full_rows(given.work / "rows.jsonl", 64, seed=0, tokens=1024)
+    if "untied_bf16" in given.only:
+        small_model(given.work / "small")
+    if "8b_bf16" in given.only and not (given.work / "qwen3_8b" / "config.json").is_file():
+        if make_model("qwen3_8b", given.work / "qwen3_8b").wait():
+            raise SystemExit("no model of the 8B shape could be made")
+    pairs = [(name, kind) for name in given.only for kind in LOADED]
+    with ThreadPoolExecutor(max_workers=6) as pool:
+        results = list(pool.map(lambda pair: measure(*pair, given.work, given.limit), pairs))
+    trained = {(result["model"], result["loaded"]) for result in results if "losses" in result}
+    for result in results:
+        pair = (result["model"], result["loaded"])
+        if pair in trained and (pair[0], "whole") in trained:
+            whole = update(given.work, pair[0], "whole")
+            result["update_difference"] = float((update(given.work, *pair) - whole).norm() / whole.norm())
+        print(json.dumps(result), flush=True)
+    if given.json:
+        write_results(given.json, processes=PROCESSES, runs=results)
+
+
+if __name__ == "__main__":
+    main()

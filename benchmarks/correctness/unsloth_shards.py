@@ -148,9 +148,9 @@ def main() -> None:
     full_rows(given.work / "rows.jsonl", 64, seed=0, tokens=1024)
     if "untied_bf16" in given.only:
         small_model(given.work / "small")
-    if "8b_bf16" in given.only and not (given.work / "qwen3_8b" / "config.json").is_file():
-        if make_model("qwen3_8b", given.work / "qwen3_8b").wait():
-            raise SystemExit("no model of the 8B shape could be made")
+    missing = "8b_bf16" in given.only and not (given.work / "qwen3_8b" / "config.json").is_file()
+    if missing and make_model("qwen3_8b", given.work / "qwen3_8b").wait():
+        raise SystemExit("no model of the 8B shape could be made")
     pairs = [(name, kind) for name in given.only for kind in LOADED]
     with ThreadPoolExecutor(max_workers=6) as pool:
         results = list(pool.map(lambda pair: measure(*pair, given.work, given.limit), pairs))

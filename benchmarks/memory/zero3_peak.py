@@ -5,9 +5,10 @@
 Each case is one run of train_ddp.py on two GPUs. Prints, of rank 0, allocated and peak memory after loading and after
 DeepSpeed's initialization, and for the first and the last step after forward, backward and optimizer, each with the
 weights that are gathered then. In the last step every allocation is recorded: the largest ones that live at its peak
-are printed with the lines of code that made them. `--zero KEY=VALUE` replaces an option of zero_optimization:
+are printed with the lines of code that made them. `--zero KEY=VALUE ...` replaces options of zero_optimization; given
+several times, each is a run of its own:
 
-    --only unsloth --zero stage3_max_live_parameters=2e8 stage3_max_reuse_distance=0 stage3_prefetch_bucket_size=5e7
+    --only unsloth --zero --zero stage3_max_live_parameters=2e8 stage3_max_reuse_distance=0 reduce_bucket_size=2e7
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -154,12 +156,20 @@ def one(folder: Path, zero: list[str], argv: list[str]) -> None:
     train_ddp.main()
 
 
-def measure(backend: str, shape: str, work: Path, zero: list[str], limit: float) -> dict[str, Any]:
+def measure(backend: str, zero: list[str], shape: str, work: Path, limit: float) -> dict[str, Any]:
     """Launch one run and return what rank 0 noted."""
-    folder = work / backend
+    folder = work / "_".join([backend, *zero])
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "found.json").unlink(missing_ok=True)
-    command = [*launch_command("zero3.yaml", 2), "--module", "benchmarks.memory.zero3_peak", "--work", str(folder)]
+    command = [
+        *launch_command("zero3.yaml", 2),
+        "--main_process_port",
+        "0",
+        "--module",
+        "benchmarks.memory.zero3_peak",
+        "--work",
+        str(folder),
+    ]
     command += ["--one", "--zero", *zero, "--argv"]
     command += f"--model {work}/{shape} --dataset {work}/rows.jsonl --method lora --backend {backend} {OPTIONS}".split()
     command += f"--global_batch_size 2 --output_dir {folder} --run_name run --overwrite".split()
@@ -194,25 +204,34 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="file for the results")
     parser.add_argument("--shape", default="qwen3_8b")
     parser.add_argument("--only", nargs="*", choices=["unsloth", "transformers"], default=["unsloth", "transformers"])
-    parser.add_argument("--zero", nargs="*", default=[], metavar="KEY=VALUE", help="options of zero_optimization")
+    parser.add_argument(
+        "--zero",
+        nargs="*",
+        action="append",
+        metavar="KEY=VALUE",
+        help="options of zero_optimization; each --zero is a run of its own",
+    )
     parser.add_argument("--limit", type=float, default=200, help="seconds that one run may take")
     parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--argv", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.one:
-        one(given.work, given.zero, given.argv)
+        one(given.work, given.zero[0], given.argv)
         return
     given.work.mkdir(parents=True, exist_ok=True)
     full_rows(given.work / "rows.jsonl", 64, seed=0, tokens=TOKENS)
-    if not (given.work / given.shape / "config.json").is_file():
-        if make_model(given.shape, given.work / given.shape).wait():
-            raise SystemExit(f"no model of shape {given.shape} could be made")
-    results = []
-    for backend in given.only:
-        results.append(measure(backend, given.shape, given.work, given.zero, given.limit))
-        print(json.dumps(results[-1], indent=1), flush=True)
-        if given.json:
-            write_results(given.json, runs=results)
+    made = (given.work / given.shape / "config.json").is_file()
+    if not made and make_model(given.shape, given.work / given.shape).wait():
+        raise SystemExit(f"no model of shape {given.shape} could be made")
+    cases = [(backend, zero) for backend in given.only for zero in given.zero or [[]]]
+    results: list[dict[str, Any]] = []
+    # Each process counts its own memory, so that runs may share the GPUs; no times are measured.
+    with ThreadPoolExecutor(max_workers=4) as pool:
+        for result in pool.map(lambda case: measure(*case, given.shape, given.work, given.limit), cases):
+            results.append(result)
+            print(json.dumps(result, indent=1), flush=True)
+            if given.json:
+                write_results(given.json, runs=results)
 
 
 if __name__ == "__main__":

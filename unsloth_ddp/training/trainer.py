@@ -61,6 +61,7 @@ from unsloth_ddp.training.saving import ResumableTrainer
 from unsloth_ddp.training.sharded_search import ShardedMemorySearch
 from unsloth_ddp.training.stragglers import Stragglers, describe_straggler
 from unsloth_ddp.training.trackers import protect_trackers
+from unsloth_ddp.training.zero3_release import release_after_each_block
 from unsloth_ddp.utils.errors import UserError
 from unsloth_ddp.utils.known_errors import is_out_of_memory
 
@@ -446,6 +447,8 @@ class DDPTrainer(ResumableTrainer):
                 group["params"] = parts
         if self.exchange is not None:
             self.exchange.broadcast()
+        if self.runtime.sharding == "zero3" and self.checkpointing.kind != "none" and self.checkpointing.reentrant:
+            release_after_each_block(self.model_wrapped)
         self.peak_before_steps = max(self.peak_before_steps, peak_memory_bytes(self.runtime.device_type))
         if self.runtime.device_type == "cuda":
             torch.cuda.reset_peak_memory_stats()

@@ -1,0 +1,38 @@
+"""Test when DeepSpeed is told to release a block's weights, with a stand-in for its engine."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from unsloth_ddp.training.zero3_release import release_after_each_block
+
+
+def test_weights_are_released_before_each_block_is_recomputed_and_at_no_other_time() -> None:
+    events: list[str] = []
+    config = LlamaConfig(
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        vocab_size=32,
+    )
+    model: Any = LlamaForCausalLM(config).train()
+    model.gradient_checkpointing_enable({"use_reentrant": True})
+    model.enable_input_require_grads()
+    for index, layer in enumerate(model.model.layers):
+        # In the place of DeepSpeed's hooks, which were registered before and gather the weights.
+        layer.register_forward_pre_hook(lambda *_, index=index: events.append(f"gather {index}"))
+    offload = SimpleNamespace(release_backward_leftovers=lambda: events.append("release"))
+    engine = SimpleNamespace(module=model, optimizer=SimpleNamespace(parameter_offload=offload))
+    release_after_each_block(engine)
+    ids = torch.arange(8)[None]
+    loss = model(input_ids=ids, labels=ids).loss
+    assert events == ["gather 0", "gather 1", "gather 2"]
+    events.clear()
+    loss.backward()
+    assert events == ["release", "gather 2", "release", "gather 1", "release", "gather 0"]

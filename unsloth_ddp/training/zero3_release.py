@@ -1,0 +1,34 @@
+"""Release the weights that ZeRO-3 gathered for a block's backward pass before the next block is recomputed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+
+def release_after_each_block(engine: Any) -> None:
+    """Have DeepSpeed release a block's frozen weights when the next block's recomputation begins.
+
+    DeepSpeed counts frozen weights that are recomputed to the module whose backward pass began last, and releases them
+    when that pass ends. It never sees an end if no positional input of the module needs gradients. So it is with the
+    whole model, whose inputs are token ids, and with attention, whose inputs Transformers passes by name: the weights of
+    all blocks stay gathered until the backward pass ends. The method called here is the one DeepSpeed calls then.
+
+    Only for reentrant checkpointing: it recomputes a block before the backward pass of any module in it begins, so that
+    no module that is still needed is released.
+
+    Args:
+        engine: what deepspeed.initialize returned for ZeRO-3.
+    """
+    offload = engine.optimizer.parameter_offload
+
+    def release(*_: Any) -> None:
+        # -1 outside of backward passes.
+        if torch._C._current_graph_task_id() != -1:
+            offload.release_backward_leftovers()
+
+    for module in engine.module.modules():
+        if isinstance(module, GradientCheckpointingLayer):
+            module.register_forward_pre_hook(release, prepend=True)

@@ -22,15 +22,18 @@ from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.distributed.sharding import loads_in_shards
 from unsloth_ddp.model.download import download_model
 from unsloth_ddp.model.experts import stacked_experts
+from unsloth_ddp.model.files import model_folder
 from unsloth_ddp.model.files_check import check_complete, check_local_model
 from unsloth_ddp.model.fp8 import check_fp8, use_fp8
 from unsloth_ddp.model.gradient_checkpointing import UNSLOTH_NAMES, loaded_with
 from unsloth_ddp.model.lora import check_module_names, lora_config, target_modules, target_parameters
 from unsloth_ddp.model.same_files import check_same_files
-from unsloth_ddp.model.source_check import check_source
+from unsloth_ddp.model.source_check import check_source, read_model_file
 from unsloth_ddp.utils.errors import UserError, one_line
 from unsloth_ddp.utils.known_errors import find_known_error
 
+# Models that Unsloth trained from parts in benchmarks/correctness/unsloth_shards.py.
+TRIED_IN_SHARDS = ("llama", "qwen3")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -67,7 +70,7 @@ def load_model(settings: Settings, runtime: Runtime) -> tuple[Any, Any]:
         UserError: the model cannot be found or loaded.
     """
     download_model(settings, runtime)
-    if not loads_in_shards(runtime.sharding, runtime.backend, settings.method):
+    if not loads_in_shards(runtime.sharding, runtime.backend, unsloth_trains_shards(settings, runtime)):
         return _load(settings, runtime)
     from unsloth_ddp.model.sharded_load import shard_mesh
 
@@ -75,6 +78,18 @@ def load_model(settings: Settings, runtime: Runtime) -> tuple[Any, Any]:
     # Ranks meet to make it, so it is not made where one of them may have failed.
     mesh = shard_mesh(runtime)
     return runtime.on_every_rank(lambda: _load(settings, runtime, mesh))
+
+
+def unsloth_trains_shards(settings: Settings, runtime: Runtime) -> bool:
+    """Return whether Unsloth can train this model from parts: plain LoRA, on models whose code it replaces and that were tried."""
+    folder = model_folder(settings)
+    plain = settings.method == "lora" and not (
+        settings.fp8 or settings.lora_modules_to_save or settings.lora_target_parameters or runtime.copies > 1
+    )
+    if not plain or folder is None:
+        return False
+    config = read_model_file(str(folder), "config.json") or {}
+    return config.get("model_type") in TRIED_IN_SHARDS and "quantization_config" not in config
 
 
 def _load(settings: Settings, runtime: Runtime, mesh: DeviceMesh | None = None) -> tuple[Any, Any]:

@@ -121,6 +121,20 @@ def patched_by_unsloth() -> Iterator[None]:
         del DTensor.data_ptr
 
 
+@contextlib.contextmanager
+def trained_by_unsloth() -> Iterator[None]:
+    """Let Unsloth make a trainer for a model whose weights are DTensors inside the block.
+
+    Unsloth looks there for tokens whose embedding was never trained, in inference mode, in which DTensors cannot be
+    sliced. It would give them the mean of the others, or refuse rows that have them if the embedding is frozen. The
+    backend transformers does neither.
+    """
+    from unsloth_zoo import tokenizer_utils
+
+    with _replaced(tokenizer_utils, "fix_untrained_tokens", lambda *_, **__: None):
+        yield
+
+
 def wrap(model: Any, mesh: DeviceMesh, precision: Precision, *, quantized: bool) -> Any:
     """Apply FSDP2 to a model whose weights were read in shards, as accelerate does; return the model.
 

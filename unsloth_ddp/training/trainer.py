@@ -6,6 +6,7 @@ below replaces one step of the loop and says what upstream does there instead.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import math
@@ -36,7 +37,7 @@ from unsloth_ddp.distributed.signals import EvaluationInterrupted, StopRequest
 from unsloth_ddp.model.attention import keys_for_packs, prepare_for_packs
 from unsloth_ddp.model.gradient_checkpointing import GradientCheckpointing
 from unsloth_ddp.model.modules import evaluation_mode
-from unsloth_ddp.model.sharded_load import mixed_precision_policy
+from unsloth_ddp.model.sharded_load import mixed_precision_policy, trained_by_unsloth
 from unsloth_ddp.model.supervised_head import fits_fused_head, head_with_equal_loss
 from unsloth_ddp.training.callbacks import CompareWeights, CountOverflows, ReportProgress, StopTogether
 from unsloth_ddp.training.deepspeed_precision import reduce_in_fp32
@@ -105,18 +106,20 @@ class DDPTrainer(ResumableTrainer):
         self.recorded = RecordedSteps(settings, runtime, data, self.collate, config.device)
         seed = config.seed if config.data_seed is None else config.data_seed
         evaluation = data.evaluation
-        super().__init__(
-            runtime,
-            checkpoints,
-            RowFeed(settings, runtime, data.train, tokenizer, seed),
-            model=model,
-            args=config,
-            train_dataset=data.train.dataset,
-            eval_dataset=evaluation.dataset if evaluation else None,
-            processing_class=tokenizer,
-            data_collator=self.collate,
-            callbacks=[ReportProgress(runtime.progress), StopTogether(stop)],
-        )
+        in_parts = runtime.backend == "unsloth" and isinstance(model, FSDPModule)
+        with trained_by_unsloth() if in_parts else contextlib.nullcontext():
+            super().__init__(
+                runtime,
+                checkpoints,
+                RowFeed(settings, runtime, data.train, tokenizer, seed),
+                model=model,
+                args=config,
+                train_dataset=data.train.dataset,
+                eval_dataset=evaluation.dataset if evaluation else None,
+                processing_class=tokenizer,
+                data_collator=self.collate,
+                callbacks=[ReportProgress(runtime.progress), StopTogether(stop)],
+            )
         # Unsloth's __init__ filters out rows without supervised tokens, and with them the filler; it knows no packs.
         self.train_dataset, self.eval_dataset = data.train.examples, evaluation.examples if evaluation else None
         assert self.plan == data.plan, "the trainer changed the batch plan"

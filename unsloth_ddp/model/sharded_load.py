@@ -112,7 +112,7 @@ def patched_by_unsloth() -> Iterator[None]:
         return tensor.to_local().data_ptr()
 
     # Inherited from Tensor otherwise.
-    DTensor.data_ptr = address  # type: ignore[method-assign]
+    DTensor.data_ptr = address  # type: ignore[method-assign, assignment]
     try:
         # Writes zeros to the row of the padding token, which no part can be told to do. Padded positions are masked.
         with _replaced(tokenizer_utils, "zero_pad_embedding_rows", lambda *_: None):

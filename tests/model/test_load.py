@@ -25,6 +25,7 @@ from unsloth_ddp.model.load import (
     load_model,
     load_tokenizer,
     stop_at,
+    unsloth_trains_shards,
 )
 from unsloth_ddp.model.lora import check_module_names
 from unsloth_ddp.plan.shape import read_model_shape
@@ -227,3 +228,21 @@ def test_a_mistyped_folder_is_said_beside_what_the_hub_says(tmp_path: Path, monk
         load_model(Settings(model="outputs/RUM", dataset=["d"]), CPU)
     with pytest.raises(UserError, match="model nobody/RUM cannot be loaded"):
         load_model(Settings(model="nobody/RUM", dataset=["d"]), CPU)
+
+
+@pytest.mark.parametrize(
+    ("given", "config", "shards"),
+    [
+        ({}, {}, True),
+        ({"method": "qlora"}, {}, False),
+        ({"lora_modules_to_save": ["lm_head"]}, {}, False),
+        ({}, {"model_type": "gpt2"}, False),
+        ({}, {"quantization_config": {}}, False),
+    ],
+)
+def test_unsloth_trains_only_what_was_tried_from_shards(
+    given: dict[str, Any], config: dict[str, Any], shards: bool, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **config}))
+    runtime = Runtime(Ranks(), "unsloth", "cuda", "bf16", "GPU", sharding="fsdp2")
+    assert unsloth_trains_shards(Settings(model=str(tmp_path), **given), runtime) == shards

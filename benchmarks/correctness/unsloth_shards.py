@@ -36,16 +36,16 @@ LOADED = {"whole": "unsloth", "shards": "unsloth", "transformers": "transformers
 PROCESSES = 2
 
 
-def one(folder: Path, whole: bool, argv: list[str]) -> None:
-    """Run train_ddp.py as one rank, and write what loading took; `whole` loads as if Unsloth could not load in shards."""
+def one(folder: Path, kind: str, argv: list[str]) -> None:
+    """Run train_ddp.py as one rank, and write what loading took; with `shards` as if the model did not fit on a GPU."""
     import torch
 
     import train_ddp
     from unsloth_ddp.model import load
     from unsloth_ddp.run import stages
 
-    if whole:
-        load.loads_in_shards = lambda *_: False
+    if kind == "shards":
+        load.short_of_memory = lambda *_: (1, 0)
     load_model = stages.load_model
 
     def load_measured(run: Any) -> Any:
@@ -142,7 +142,7 @@ def main() -> None:
     parser.add_argument("--argv", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.one:
-        one(given.work, given.one == "whole", given.argv)
+        one(given.work, given.one, given.argv)
         return
     given.work.mkdir(parents=True, exist_ok=True)
     full_rows(given.work / "rows.jsonl", 64, seed=0, tokens=1024)

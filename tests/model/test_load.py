@@ -17,6 +17,7 @@ from tests.conftest import DEMO_MODEL
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.distributed.ranks import Ranks
 from unsloth_ddp.distributed.runtime import Runtime
+from unsloth_ddp.model import load
 from unsloth_ddp.model.files_check import check_folder
 from unsloth_ddp.model.load import (
     check_model,
@@ -241,8 +242,16 @@ def test_a_mistyped_folder_is_said_beside_what_the_hub_says(tmp_path: Path, monk
     ],
 )
 def test_unsloth_trains_only_what_was_tried_from_shards(
-    given: dict[str, Any], config: dict[str, Any], shards: bool, tmp_path: Path
+    given: dict[str, Any],
+    config: dict[str, Any],
+    shards: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **config}))
     runtime = Runtime(Ranks(), "unsloth", "cuda", "bf16", "GPU", sharding="fsdp2")
-    assert unsloth_trains_shards(Settings(model=str(tmp_path), **given), runtime) == shards
+    settings = Settings(model=str(tmp_path), **given)
+    monkeypatch.setattr(load, "short_of_memory", lambda *_: None)
+    assert not unsloth_trains_shards(settings, runtime)
+    monkeypatch.setattr(load, "short_of_memory", lambda *_: (20, 10))
+    assert unsloth_trains_shards(settings, runtime) == shards

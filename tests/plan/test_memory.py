@@ -190,6 +190,9 @@ def test_sharded_memory_is_near_what_h200s_used_or_a_lower_bound(measured_job):
             continue
         pair = (summary["settings"]["method"], summary["sharding"])
         assert summary["settings"]["gradient_checkpointing"] == "torch"
+        if pair == ("lora", "zero3"):
+            # Made when the weights of all blocks stayed gathered; measured again below.
+            continue
         # A row of 2048 tokens a micro-batch.
         accumulation = summary["gradient_accumulation_steps"]
         work = Workload(2048, 2, 4, "adamw_torch_fused", "torch", summary["world_size"], accumulation=accumulation)
@@ -207,8 +210,23 @@ def test_sharded_memory_is_near_what_h200s_used_or_a_lower_bound(measured_job):
         ("lora", "fsdp2"),
     }
     assert max(map(abs, errors.values())) < 0.1, errors
-    assert bounds.keys() == {("lora", "zero3"), ("full", "fsdp2")}
+    assert bounds.keys() == {("full", "fsdp2")}
     assert max(bounds.values()) < 0, bounds
+
+
+@pytest.mark.parametrize(("backend", "number"), [("unsloth", 0), ("transformers", 1)])
+def test_memory_of_zero3_is_near_what_h200s_used(backend, number, measured_job):
+    run = json.loads((REPO / "benchmarks/results/memory/zero3_peak.json").read_text())["runs"][number]
+    assert run["backend"] == backend
+    measured = max(phase.get("peak_gib", 0) for phase in run["phases"])
+    # A row of 2048 tokens a micro-batch.
+    work = Workload(2048, 2, 4, "adamw_torch_fused", "torch", 2, backend)
+    memory = estimate_memory(measured_job[0]["qwen3_8b"], "lora", "zero3", work)
+    assert not memory.lower_bound
+    assert memory.total / 2**30 == pytest.approx(measured, rel=0.1)
+    assert estimate_memory(
+        measured_job[0]["qwen3_8b"], "lora", "zero3", dataclasses.replace(work, checkpointing="none")
+    ).lower_bound
 
 
 @pytest.mark.parametrize("method", ["lora", "qlora", "full"])

@@ -4,10 +4,13 @@ from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from unsloth_ddp.config.options import Settings
 from unsloth_ddp.training.meter import Meter, OwnWorkTimer, Totals, peak_memory_bytes
+from unsloth_ddp.training.step_choice import busy_without
 from unsloth_ddp.training.trainer import DDPTrainer
 
 
@@ -48,3 +51,16 @@ def test_the_peak_is_that_of_a_replay_where_it_is_higher() -> None:
     assert meter.peak_bytes() == peak_memory_bytes("cpu")
     meter.replayed_bytes = 10 * peak_memory_bytes("cpu")
     assert meter.collect(level=0)["peak_memory_bytes"] == meter.replayed_bytes
+
+
+@pytest.mark.parametrize(
+    ("method", "rows_a_pack", "size", "busy"),
+    [("lora", 1, 4, True), ("lora", 1, 2, False), ("lora", 7, 4, False), ("full", 7, 4, True), ("full", 7, 2, False)],
+)
+def test_large_micro_batches_are_recorded_only_where_it_brings_something(
+    method: str, rows_a_pack: int, size: int, busy: bool
+) -> None:
+    packing: Any = SimpleNamespace(starts=np.arange(0, 11 * rows_a_pack, rows_a_pack))
+    train: Any = SimpleNamespace(streamed=False, packing=packing, lengths=lambda: np.full(11, 2048))
+    reason = busy_without(Settings(model="m", dataset=["d"], method=method), train, size)
+    assert reason == ("micro-batches of 8,192 tokens keep the GPU busy without" if busy else None)

@@ -32,6 +32,11 @@ class GradientCheckpointing:
         self.kind = self.kinds[0]
 
     @property
+    def recomputes_reentrantly(self) -> bool:
+        """Return whether layers are recomputed now, in the reentrant way."""
+        return self.kind != "none" and (self.reentrant or self.backend == "unsloth")
+
+    @property
     def level(self) -> int:
         """Return the position of the current kind among the kinds this run may use; 0 is the first."""
         return self.kinds.index(self.kind)

@@ -29,6 +29,7 @@ from unsloth_ddp.model.gradient_checkpointing import UNSLOTH_NAMES, loaded_with
 from unsloth_ddp.model.lora import check_module_names, lora_config, target_modules, target_parameters
 from unsloth_ddp.model.same_files import check_same_files
 from unsloth_ddp.model.source_check import check_source, read_model_file
+from unsloth_ddp.model.whole_model import short_of_memory
 from unsloth_ddp.utils.errors import UserError, one_line
 from unsloth_ddp.utils.known_errors import find_known_error
 
@@ -70,7 +71,7 @@ def load_model(settings: Settings, runtime: Runtime) -> tuple[Any, Any]:
         UserError: the model cannot be found or loaded.
     """
     download_model(settings, runtime)
-    if not loads_in_shards(runtime.sharding, runtime.backend, unsloth_trains_shards(settings, runtime)):
+    if not loads_in_shards(runtime.sharding, runtime.backend, with_unsloth=unsloth_trains_shards(settings, runtime)):
         return _load(settings, runtime)
     from unsloth_ddp.model.sharded_load import shard_mesh
 
@@ -81,7 +82,16 @@ def load_model(settings: Settings, runtime: Runtime) -> tuple[Any, Any]:
 
 
 def unsloth_trains_shards(settings: Settings, runtime: Runtime) -> bool:
-    """Return whether Unsloth can train this model from parts: plain LoRA, on models whose code it replaces and that were tried."""
+    """Return whether Unsloth trains this model from shards: one that does not fit on a GPU, and that was tried so.
+
+    Tried was plain LoRA on models whose code Unsloth replaces. Every rank calls this.
+    """
+    if runtime.backend != "unsloth" or runtime.sharding != "fsdp2" or short_of_memory(settings, runtime) is None:
+        return False
+    return _tried_in_shards(settings, runtime)
+
+
+def _tried_in_shards(settings: Settings, runtime: Runtime) -> bool:
     folder = model_folder(settings)
     plain = settings.method == "lora" and not (
         settings.fp8 or settings.lora_modules_to_save or settings.lora_target_parameters or runtime.copies > 1

@@ -15,13 +15,14 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import sys
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.nn import Module, Parameter
 
@@ -122,15 +123,18 @@ def patched_by_unsloth() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def trained_by_unsloth() -> Iterator[None]:
-    """Let Unsloth make a trainer for a model whose weights are DTensors inside the block.
+def trained_by_unsloth(model: Any, backend: str) -> Iterator[None]:
+    """Let Unsloth make a trainer for a model whose weights are DTensors inside the block; other models need nothing.
 
     Unsloth looks there for tokens whose embedding was never trained, in inference mode, in which DTensors cannot be
     sliced. It would give them the mean of the others, or refuse rows that have them if the embedding is frozen. The
     backend transformers does neither.
     """
-    from unsloth_zoo import tokenizer_utils
-
+    if backend != "unsloth" or not isinstance(model, FSDPModule):
+        yield
+        return
+    # A part of Unsloth, which is imported already; its trainer takes the name from there.
+    tokenizer_utils = sys.modules["unsloth_zoo.tokenizer_utils"]
     with _replaced(tokenizer_utils, "fix_untrained_tokens", lambda *_, **__: None):
         yield
 

@@ -26,20 +26,30 @@ def choose_backend_by_size(settings: Settings, runtime: Runtime) -> None:
     """
     if runtime.sharding != "fsdp2" or runtime.backend != "unsloth" or settings.backend != "auto":
         return
+    short = short_of_memory(settings, runtime)
+    if short is None:
+        return
+    runtime.use_backend("transformers")
+    if runtime.ranks.is_main:
+        needed, room = map(shown_bytes, short)
+        print(
+            f"Backend transformers is taken, which loads model {settings.model} in shards: Unsloth would load it whole on "
+            f"every GPU first, which takes {needed} of {room}.",
+            flush=True,
+        )
+
+
+def short_of_memory(settings: Settings, runtime: Runtime) -> tuple[int, int] | None:
+    """Return the bytes that loading the whole model takes and those of the smallest GPU, where it does not fit; else None.
+
+    Every rank calls this. A model of unknown size is taken to fit.
+    """
     import torch
 
     total = int(torch.cuda.get_per_process_memory_fraction() * torch.cuda.mem_get_info()[1])
     room = min(runtime.gather(total))
     needed = runtime.broadcast_from_main(lambda: bytes_while_loading(settings, runtime.parts))
-    if needed is None or needed <= FILLED * room:
-        return
-    runtime.use_backend("transformers")
-    if runtime.ranks.is_main:
-        print(
-            f"Backend transformers is taken, which loads model {settings.model} in shards: Unsloth would load it whole on "
-            f"every GPU first, which takes {shown_bytes(needed)} of {shown_bytes(room)}.",
-            flush=True,
-        )
+    return None if needed is None or needed <= FILLED * room else (needed, room)
 
 
 def bytes_while_loading(settings: Settings, parts: int) -> int | None:

@@ -25,6 +25,7 @@ CHECKPOINTING_KINDS: tuple[Checkpointing, ...] = get_args(Checkpointing)
 # Pairs whose estimate was held against runs of 8 billion parameters (benchmarks/results).
 MEASURED = {
     ("lora", "none"), ("qlora", "none"), ("full", "none"), ("lora", "zero2"), ("full", "zero2"), ("lora", "fsdp2"),
+    ("lora", "zero3"),
 }  # fmt: skip
 
 # nf4 with double quantization: two numbers per byte, a one-byte scale per 64, an fp32 scale per 256 of those.
@@ -256,6 +257,8 @@ def _with_zero(
         )
     copies = bucket + _gathered_bytes(shape, method, work, frozen)
     held = weights / parts
+    # Frozen weights stay gathered until the backward pass ends where layers are not recomputed (zero3_release.py).
+    bound = bound or work.checkpointing != "torch"
     return MemoryEstimate(held, gradients, states, copies, activations, loading=held, lower_bound=bound)
 
 

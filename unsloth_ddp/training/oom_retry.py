@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -172,3 +172,16 @@ class StepRetry:
             return []
         self._reported = furthest
         return [rank for rank, level in enumerate(levels) if level == furthest]
+
+
+def describe_repeat(locations: Sequence[object], step: int, kind: str) -> str:
+    """Return the sentence that the main process prints after a step was repeated.
+
+    Args:
+        locations: of the ranks that were short of memory; empty with one GPU.
+        kind: of gradient checkpointing that the step was repeated with.
+    """
+    return (
+        f"Out of memory on {', '.join(map(str, locations)) or 'the GPU'} by step {step}; the step was repeated with gradient checkpointing "
+        f"{kind}, which all ranks use from here on."
+    )

@@ -26,6 +26,7 @@ from unsloth_ddp.training.step_choice import (
     FP8_GRADIENT_TOLERANCE,
     GRADIENT_TOLERANCE,
     StepChoice,
+    busy_without,
     check_recording,
     draws_random_numbers,
     kind_obstacle,
@@ -88,7 +89,10 @@ class RecordedSteps:
         """
         if not self.choice.recorded:
             return
-        reason = None if self.settings.cuda_graphs == "on" else too_short(self.settings, self.data, plan)
+        reason = None
+        if self.settings.cuda_graphs != "on":
+            reason = too_short(self.settings, self.data, plan)
+            reason = reason or busy_without(self.settings, self.data.train, decision.per_device)
         reason = kind_obstacle(decision.kind, random=False) or reason
         if reason is None:
             captured, reason = self._try(runner, decision, autocast, gradients)

@@ -75,8 +75,8 @@ class ShardedLayout:
         precision: bytes of a number in passes.
         master: bytes of a trained number as FSDP2 stores it.
         optimizer: its Transformers name.
-        whole_in_use: ZeRO-3 leaves every weight gathered, as it does with Unsloth's kernels, which read the weights of
-            layers that they do not call.
+        whole_in_use: ZeRO-3 leaves every weight gathered until the backward pass ends, as it does with frozen weights where
+            nothing is recomputed (zero3_release.py releases those of recomputed layers).
     """
 
     sharding: Sharding

@@ -191,7 +191,7 @@ class ShardedMemorySearch(MemorySearch):
             # accelerate keeps what is trained in fp32, unless the trainer computes without autocast.
             master=dtype.itemsize if bf16_weights else 4,
             optimizer=settings.optim,
-            whole_in_use=runtime.backend == "unsloth",
+            whole_in_use=settings.method != "full" and not self.checkpointing.recomputes_reentrantly,
         )
         weights = read_weights(model, layers_of(model), dtype.itemsize, self.run.device)
         return held_bytes(weights, layout, self.memory.allocated())

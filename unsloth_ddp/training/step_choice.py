@@ -21,7 +21,7 @@ from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.distributed.wire import sendable
 from unsloth_ddp.model import varlen
 from unsloth_ddp.training.captured_step import CapturedStep
-from unsloth_ddp.training.memory_search import largest_tokens
+from unsloth_ddp.training.memory_search import ENOUGH_TOKENS, largest_tokens
 from unsloth_ddp.utils.errors import UserError, one_line
 
 logger = logging.getLogger("unsloth_ddp")
@@ -86,6 +86,24 @@ def too_short(settings: Settings, data: TrainingData, plan: BatchPlan) -> str | 
         steps = math.ceil(plan.steps_per_epoch(data.train.units) * settings.num_train_epochs)
     passes = steps * plan.accumulation
     return f"{passes} micro-batches are too few to compile for" if passes < FEWEST_MICRO_BATCHES else None
+
+
+def busy_without(settings: Settings, train: TokenizedRows, size: int) -> str | None:
+    """Return why recording would bring a run nothing: its micro-batches keep the GPU busy; None if it may bring something.
+
+    Measured on an H200 (docs/speed.md): Unsloth compiles whole layers for --method full, and computes packs of one row
+    each with a faster attention than varlen_attn.
+
+    Args:
+        size: packs in a micro-batch.
+    """
+    tokens = largest_tokens(train, size, settings.max_length)
+    if tokens < ENOUGH_TOKENS or train.streamed:
+        return None
+    assert train.packing is not None
+    if settings.method != "full" and np.diff(train.packing.starts).max() > 1:
+        return None
+    return f"micro-batches of {tokens:,} tokens keep the GPU busy without"
 
 
 def shape_for(train: TokenizedRows, size: int, max_length: int) -> FixedShape:

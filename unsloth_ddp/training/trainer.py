@@ -6,7 +6,6 @@ below replaces one step of the loop and says what upstream does there instead.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 import math
@@ -55,7 +54,7 @@ from unsloth_ddp.training.memory_search import (
 from unsloth_ddp.training.meter import peak_memory_bytes, real_tokens
 from unsloth_ddp.training.mfu import Utilization
 from unsloth_ddp.training.micro_batch_loss import MicroBatchLoss, MicroBatchRunner
-from unsloth_ddp.training.oom_retry import StepRetry
+from unsloth_ddp.training.oom_retry import StepRetry, describe_repeat
 from unsloth_ddp.training.recorded_steps import RecordedSteps
 from unsloth_ddp.training.row_feed import RowFeed
 from unsloth_ddp.training.saving import ResumableTrainer
@@ -106,8 +105,7 @@ class DDPTrainer(ResumableTrainer):
         self.recorded = RecordedSteps(settings, runtime, data, self.collate, config.device)
         seed = config.seed if config.data_seed is None else config.data_seed
         evaluation = data.evaluation
-        in_parts = runtime.backend == "unsloth" and isinstance(model, FSDPModule)
-        with trained_by_unsloth() if in_parts else contextlib.nullcontext():
+        with trained_by_unsloth(model, runtime.backend):
             super().__init__(
                 runtime,
                 checkpoints,
@@ -359,10 +357,9 @@ class DDPTrainer(ResumableTrainer):
         model: Any = self.model_wrapped if self.is_deepspeed_enabled or self.is_fsdp_enabled else self.model
         one = torch.ones((), device=self.args.device)
         sums = torch.zeros(2, dtype=torch.float64, device=self.args.device)
-        evaluating = self.runtime.progress.doing("evaluating")
         self.callback_handler.eval_dataloader = dataloader
         with self.meter.paused(), evaluation_mode(model), torch.no_grad():
-            with evaluating:
+            with self.runtime.progress.doing("evaluating"):
                 for inputs in dataloader:
                     inputs = self._prepare_inputs(inputs)
                     loss_sum = self._evaluate_batch(model, inputs, one)
@@ -424,12 +421,8 @@ class DDPTrainer(ResumableTrainer):
         metrics = self.meter.collect(self.checkpointing.level)
         short = self.retry.follow(self.meter.levels)
         if short and self.runtime.ranks.is_main:
-            named = ", ".join(str(self.runtime.locations[rank]) for rank in short)
-            print(
-                f"Out of memory on {named or 'the GPU'} by step {self.state.global_step}; the step was repeated with "
-                f"gradient checkpointing {self.checkpointing.kind}, which all ranks use from here on.",
-                flush=True,
-            )
+            named = [self.runtime.locations[rank] for rank in short]
+            print(describe_repeat(named, self.state.global_step, self.checkpointing.kind), flush=True)
         return metrics
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
@@ -450,7 +443,7 @@ class DDPTrainer(ResumableTrainer):
                 group["params"] = parts
         if self.exchange is not None:
             self.exchange.broadcast()
-        if self.runtime.sharding == "zero3" and self.checkpointing.kind != "none" and self.checkpointing.reentrant:
+        if self.runtime.sharding == "zero3" and self.checkpointing.recomputes_reentrantly:
             release_after_each_block(self.model_wrapped)
         self.peak_before_steps = max(self.peak_before_steps, peak_memory_bytes(self.runtime.device_type))
         if self.runtime.device_type == "cuda":

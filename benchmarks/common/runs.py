@@ -18,6 +18,25 @@ def launch_command(config: str, processes: int) -> list[str]:
     return [*ACCELERATE, "--config_file", str(REPO / "accelerate_configs" / config), "--num_processes", str(processes)]
 
 
+def run_logged(command: list[str], log: Path, limit: float, environ: dict[str, str] | None = None) -> int | str:
+    """Run a command from the repository root, with its output in `log`; return its exit code, or that it took too long.
+
+    Args:
+        limit: seconds after which the command is ended.
+        environ: variables to add to those of this process.
+    """
+    with log.open("w") as file:
+        process = subprocess.Popen(
+            command, cwd=REPO, env={**os.environ, **(environ or {})}, stdout=file, stderr=subprocess.STDOUT
+        )
+        try:
+            return process.wait(limit)
+        except subprocess.TimeoutExpired:
+            process.terminate()
+            process.wait()
+            return f"over {limit} s"
+
+
 def log_history(run: Path) -> list[dict[str, Any]]:
     """Return the log entries of a finished run."""
     return json.loads((run / "trainer_state.json").read_text())["log_history"]

@@ -15,7 +15,6 @@ import json
 import os
 import resource
 import statistics
-import subprocess
 import sys
 import time
 from dataclasses import asdict, dataclass
@@ -23,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common.rows import full_rows
-from benchmarks.common.runs import REPO, log_history, losses, make_model, write_results
+from benchmarks.common.runs import log_history, losses, make_model, run_logged, write_results
 
 OPTIONS = (
     "--backend auto --precision bf16 --max_length 1024 --per_device_train_batch_size 1 --max_steps 6 --logging_steps 1"
@@ -103,18 +102,9 @@ def measure(case: Case, work: Path, limit: float) -> dict[str, Any]:
     argv += f" --global_batch_size {2 * case.processes} --output_dir {folder} --run_name run --overwrite"
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(case.processes)]
     launcher += ["--module", "benchmarks.correctness.sharded_load", "--one", str(case.gib), "--work", str(folder)]
-    environ = {**os.environ, "UNSLOTH_FSDP2": "1", "OMP_NUM_THREADS": "4"}
     began, log = time.perf_counter(), folder / "log.log"
-    with log.open("w") as file:
-        process = subprocess.Popen(
-            [*launcher, "--argv", *argv.split()], cwd=REPO, env=environ, stdout=file, stderr=subprocess.STDOUT
-        )
-        try:
-            code: int | str = process.wait(limit)
-        except subprocess.TimeoutExpired:
-            code = f"over {limit} s"
-            process.terminate()
-            process.wait()
+    command = [*launcher, "--argv", *argv.split()]
+    code = run_logged(command, log, limit, {"UNSLOTH_FSDP2": "1", "OMP_NUM_THREADS": "4"})
     result: dict[str, Any] = {**asdict(case), "exit_code": code, "seconds": round(time.perf_counter() - began, 1)}
     result["model_gib"] = sum(path.stat().st_size for path in (work / case.shape).glob("*.safetensors")) / 2**30
     run = folder / "run"

@@ -12,14 +12,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from benchmarks.common.rows import full_rows
-from benchmarks.common.runs import REPO, losses, make_model, write_results
+from benchmarks.common.runs import REPO, losses, make_model, run_logged, write_results
 
 STEPS = "--optim sgd --learning_rate 0.1 --lr_scheduler_type constant --warmup_steps 0 --max_grad_norm 0 --max_steps 3"
 STEPS += (
@@ -99,18 +98,8 @@ def measure(name: str, kind: str, work: Path, limit: float) -> dict[str, Any]:
     argv += f" --output_dir {folder} --run_name run --overwrite"
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(PROCESSES)]
     launcher += ["--module", "benchmarks.correctness.unsloth_shards", "--work", str(folder), "--one", kind, "--argv"]
-    environ = {**os.environ, "UNSLOTH_FSDP2": "1", "OMP_NUM_THREADS": "2"}
     log = folder / "log.log"
-    with log.open("w") as file:
-        process = subprocess.Popen(
-            [*launcher, *argv.split()], cwd=REPO, env=environ, stdout=file, stderr=subprocess.STDOUT
-        )
-        try:
-            code: int | str = process.wait(limit)
-        except subprocess.TimeoutExpired:
-            code = f"over {limit} s"
-            process.terminate()
-            process.wait()
+    code = run_logged([*launcher, *argv.split()], log, limit, {"UNSLOTH_FSDP2": "1", "OMP_NUM_THREADS": "2"})
     result: dict[str, Any] = {"model": name, "loaded": kind, "exit_code": code}
     run = folder / "run"
     if code or not (run / "summary.json").is_file():

@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
 import sys
 import time
 from collections import Counter
@@ -25,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common.rows import full_rows
-from benchmarks.common.runs import REPO, launch_command, losses, make_model, write_results
+from benchmarks.common.runs import launch_command, losses, make_model, run_logged, write_results
 
 TOKENS, STEPS = 2048, 4
 OPTIONS = (
@@ -174,14 +173,7 @@ def measure(backend: str, zero: list[str], shape: str, work: Path, limit: float)
     command += f"--model {work}/{shape} --dataset {work}/rows.jsonl --method lora --backend {backend} {OPTIONS}".split()
     command += f"--global_batch_size 2 --output_dir {folder} --run_name run --overwrite".split()
     began, log = time.perf_counter(), folder / "log.log"
-    with log.open("w") as file:
-        process = subprocess.Popen(command, cwd=REPO, stdout=file, stderr=subprocess.STDOUT)
-        try:
-            code: int | str = process.wait(limit)
-        except subprocess.TimeoutExpired:
-            code = f"over {limit} s"
-            process.terminate()
-            process.wait()
+    code = run_logged(command, log, limit)
     result: dict[str, Any] = {"backend": backend, "shape": shape, "zero": zero, "exit_code": code}
     result["seconds"] = round(time.perf_counter() - began, 1)
     if (folder / "found.json").is_file():

@@ -29,12 +29,10 @@ from unsloth_ddp.model.gradient_checkpointing import UNSLOTH_NAMES, loaded_with
 from unsloth_ddp.model.lora import check_module_names, lora_config, target_modules, target_parameters
 from unsloth_ddp.model.same_files import check_same_files
 from unsloth_ddp.model.source_check import check_source, read_model_file
-from unsloth_ddp.model.whole_model import short_of_memory
+from unsloth_ddp.model.whole_model import short_of_memory, tried_in_shards
 from unsloth_ddp.utils.errors import UserError, one_line
 from unsloth_ddp.utils.known_errors import find_known_error
 
-# Models that Unsloth trained from parts in benchmarks/correctness/unsloth_shards.py.
-TRIED_IN_SHARDS = ("llama", "qwen3")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -84,22 +82,16 @@ def load_model(settings: Settings, runtime: Runtime) -> tuple[Any, Any]:
 def unsloth_trains_shards(settings: Settings, runtime: Runtime) -> bool:
     """Return whether Unsloth trains this model from shards: one that does not fit on a GPU, and that was tried so.
 
-    Tried was plain LoRA on models whose code Unsloth replaces. Every rank calls this.
+    Every rank calls this.
     """
     if runtime.backend != "unsloth" or runtime.sharding != "fsdp2" or short_of_memory(settings, runtime) is None:
         return False
-    return _tried_in_shards(settings, runtime)
-
-
-def _tried_in_shards(settings: Settings, runtime: Runtime) -> bool:
     folder = model_folder(settings)
-    plain = settings.method == "lora" and not (
-        settings.fp8 or settings.lora_modules_to_save or settings.lora_target_parameters or runtime.copies > 1
+    config = read_model_file(str(folder), "config.json") if folder is not None else None
+    config = config or {}
+    return tried_in_shards(
+        settings, str(config.get("model_type")), quantized="quantization_config" in config, copies=runtime.copies
     )
-    if not plain or folder is None:
-        return False
-    config = read_model_file(str(folder), "config.json") or {}
-    return config.get("model_type") in TRIED_IN_SHARDS and "quantization_config" not in config
 
 
 def _load(settings: Settings, runtime: Runtime, mesh: DeviceMesh | None = None) -> tuple[Any, Any]:

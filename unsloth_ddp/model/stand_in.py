@@ -128,7 +128,8 @@ class _Copy:
         new._parameters = {
             name: weight if weight is None else self._weight(weight) for name, weight in module._parameters.items()
         }
-        new._buffers = dict(module._buffers)
+        # Some models count in buffers during a forward pass.
+        new._buffers = {name: value if value is None else value.clone() for name, value in module._buffers.items()}
         children = list(module._modules.items())
         if module is self.layers:
             children = children[: self.count]

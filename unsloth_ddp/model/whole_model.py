@@ -13,6 +13,8 @@ from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.model.files import model_folder
 from unsloth_ddp.utils.units import shown_bytes
 
+# Models that Unsloth trained from shards in benchmarks/correctness/unsloth_shards.py.
+TRIED_IN_SHARDS = ("llama", "qwen3")
 # Part of a GPU that loading may fill, beside CUDA's context, NCCL's buffers and a layer that is converted.
 FILLED = 0.9
 # Bytes of a value that bitsandbytes packs to 4 bits, with its constants.
@@ -33,8 +35,8 @@ def choose_backend_by_size(settings: Settings, runtime: Runtime) -> None:
     if runtime.ranks.is_main:
         needed, room = map(shown_bytes, short)
         print(
-            f"Backend transformers is taken, which loads model {settings.model} in shards: Unsloth would load it whole on "
-            f"every GPU first, which takes {needed} of {room}.",
+            f"Backend transformers is taken, which loads model {settings.model} in shards: to load it whole with Unsloth "
+            f"takes {needed} of the {room} of a GPU.",
             flush=True,
         )
 
@@ -50,6 +52,20 @@ def short_of_memory(settings: Settings, runtime: Runtime) -> tuple[int, int] | N
     room = min(runtime.gather(total))
     needed = runtime.broadcast_from_main(lambda: bytes_while_loading(settings, runtime.parts))
     return None if needed is None or needed <= FILLED * room else (needed, room)
+
+
+def tried_in_shards(settings: Settings, model_type: str, *, quantized: bool, copies: int = 1) -> bool:
+    """Return whether Unsloth trained such a model from shards in a test: plain LoRA on models whose code Unsloth replaces.
+
+    Args:
+        model_type: of the model's config.json.
+        quantized: the model's files are quantized.
+        copies: of the model that FSDP2 shards.
+    """
+    plain = settings.method == "lora" and not (
+        settings.fp8 or settings.lora_modules_to_save or settings.lora_target_parameters or copies > 1
+    )
+    return plain and model_type in TRIED_IN_SHARDS and not quantized
 
 
 def bytes_while_loading(settings: Settings, parts: int) -> int | None:

@@ -11,7 +11,7 @@ from unsloth_ddp.data.batch_plan import BatchPlan
 from unsloth_ddp.data.packing import PackingDecision, decide_packing, describe_backend, describe_older_gpu
 from unsloth_ddp.distributed.precision import AMPERE
 from unsloth_ddp.distributed.sharding import Offload, Sharding
-from unsloth_ddp.model.whole_model import FILLED
+from unsloth_ddp.model.whole_model import FILLED, tried_in_shards
 from unsloth_ddp.plan.calibration import Calibration, SpeedEstimate, SpeedQuery, estimate_speed, kind_of_rows
 from unsloth_ddp.plan.memory import (
     CHECKPOINTING_KINDS,
@@ -45,6 +45,7 @@ from unsloth_ddp.training.memory_search import (
     up_to_enough,
     with_micro_batch,
 )
+from unsloth_ddp.training.sharded_search import HEADROOM
 
 # The shardings with parts in host memory that accelerate_configs/ has.
 OFFLOADS: tuple[tuple[Sharding, Offload], ...] = (
@@ -194,11 +195,10 @@ def choose_micro_batch(
             checkpointing=cast(Checkpointing, kind),
             offload=offload,
             copies=copies,
-            backend=sharded_backend(settings, shape, sharding, work, gpu_memory, offload),
         )
-        found = estimate_memory(shape, settings.method, sharding, work)
+        work = as_loaded(settings, shape, sharding, work, gpu_memory)
         # Also where it is a lower bound, which has no verdict.
-        return found.total <= RESERVE * gpu_memory
+        return is_chosen(estimate_memory(shape, settings.method, sharding, work), sharding, gpu_memory)
 
     enough = ENOUGH_RECORDED if recorded else ENOUGH_TOKENS
     found = search(checkpointing_kinds(settings, sharding), sizes, tokens, fits_with, enough)
@@ -221,21 +221,32 @@ def checkpointing_kinds(settings: Settings, sharding: Sharding = "none") -> tupl
     return CHECKPOINTING_KINDS if all_kinds else CHECKPOINTING_KINDS[:2]
 
 
-def sharded_backend(
-    settings: Settings,
-    shape: ModelShape,
-    sharding: Sharding,
-    work: Workload,
-    gpu_memory: float | None,
-    offload: Offload = "none",
-) -> Literal["unsloth", "transformers"]:
-    """Return the backend of a run: FSDP2 with --backend auto is Transformers' where the whole model does not fit on one GPU."""
-    if offload == "parameters":
-        return "transformers"
-    if sharding == "fsdp2" and settings.backend == "auto" and gpu_memory is not None:
-        whole = estimate_memory(shape, settings.method, sharding, work).loading
-        return "transformers" if whole > FILLED * gpu_memory else work.backend
-    return work.backend
+def as_loaded(
+    settings: Settings, shape: ModelShape, sharding: Sharding, work: Workload, gpu_memory: float | None
+) -> Workload:
+    """Return the load with the backend of the run, and whether Unsloth loads in shards.
+
+    Where the whole model does not fit on one GPU, FSDP2 with --backend auto takes Transformers (model/whole_model.py).
+    """
+    if work.offload == "parameters":
+        return dataclasses.replace(work, backend="transformers")
+    if sharding != "fsdp2" or work.backend == "transformers" or gpu_memory is None:
+        return work
+    if estimate_memory(shape, settings.method, sharding, work).loading <= FILLED * gpu_memory:
+        return work
+    if settings.backend == "auto":
+        return dataclasses.replace(work, backend="transformers")
+    return dataclasses.replace(work, in_shards=_unsloth_in_shards(settings, shape, work.copies))
+
+
+def _unsloth_in_shards(settings: Settings, shape: ModelShape, copies: int = 1) -> bool:
+    return tried_in_shards(settings, shape.model_type, quantized=shape.quantized, copies=copies)
+
+
+def is_chosen(memory: MemoryEstimate, sharding: Sharding, gpu_memory: float) -> bool:
+    """Return whether `auto` options choose what takes so much memory; with sharding a run leaves more of a GPU free."""
+    share = RESERVE if sharding == "none" else 1 - HEADROOM
+    return memory.total <= RESERVE * gpu_memory and memory.passing <= share * gpu_memory
 
 
 def planned_packing(settings: Settings, capability: tuple[int, int] = AMPERE) -> PackingDecision:
@@ -260,12 +271,12 @@ def make_memory_row(
 ) -> MemoryRow:
     """Estimate one way to train; gradient_checkpointing auto is the first kind that fits, as in a run."""
     of_method = dataclasses.replace(settings, method=method)
-    backend = sharded_backend(of_method, shape, sharding, work, gpu_memory, work.offload)
-    work = dataclasses.replace(work, backend=backend)
+    work = as_loaded(of_method, shape, sharding, work, gpu_memory)
     for kind in checkpointing_kinds(settings, sharding):
         found = estimate_memory(shape, method, sharding, dataclasses.replace(work, checkpointing=kind))
         verdict = judge_fit(found, gpu_memory) if gpu_memory else "-"
-        if verdict in ("fits", "unknown", "-"):
+        chosen = not gpu_memory or sharding == "none" or is_chosen(found, sharding, gpu_memory)
+        if verdict in ("fits", "unknown", "-") and chosen:
             break
     return MemoryRow(method, sharding, kind, found, verdict, work.offload, work.copies)
 
@@ -304,9 +315,10 @@ def find_least_memory(settings: Settings, shape: ModelShape, processes: int) -> 
                 optimizer=settings.optim,
                 checkpointing="torch",
                 processes=processes,
-                # The kit loads in shards, and keeps parameters in host memory, with this backend only.
+                # Unsloth cannot keep parameters in host memory, and loads few models in shards.
                 backend="transformers" if offload == "parameters" or in_shards else backend_of(settings),
                 offload=offload,
+                in_shards=_unsloth_in_shards(dataclasses.replace(settings, method=method), shape),
             )
             found = estimate_memory(shape, method, sharding, work)
             ways.append(MemoryRow(method, sharding, "torch", found, "-", offload))

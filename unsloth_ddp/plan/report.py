@@ -226,8 +226,8 @@ def notes(report: PlanReport) -> list[str]:
     said = [
         "Memory: recompute is the kind of gradient_checkpointing, working is activations, 16-bit copies of weights, and buffers; peak is the highest of the backward pass, "
         f"the optimizer step and loading. A peak up to {RESERVE:.0%} of a GPU counts as a fit; the rest is for the driver, "
-        "NCCL and fragmentation. DDP is within 4 % of runs on H200s, LoRA with ZeRO-2 and FSDP2 and full with ZeRO-2 within "
-        "10 %, and so are models that FSDP2 loads in shards: where a whole one does not fit on a GPU, or with --backend "
+        "NCCL and fragmentation. DDP is within 4 % of runs on H200s, LoRA with ZeRO-2 and FSDP2, LoRA "
+        "with ZeRO-3 and torch, and full with ZeRO-2 within 10 %, and so are models that FSDP2 loads in shards: where a whole one does not fit on a GPU, or with --backend "
         "transformers. The other rows are lower bounds, and runs took up to twice as much: their verdict is unknown (docs/plan.md)."
     ]
     if offloaded := [row for row in plan.memory if row.offload != "none" and row.verdict == "unknown"]:

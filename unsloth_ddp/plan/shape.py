@@ -6,6 +6,7 @@ and every tensor that autograd saves is added up.
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,6 +39,8 @@ class ModelShape:
     adapted_experts  of those, the ones that the adapter changes
     has_experts      the model is a mixture of experts
     all_experts      the config does not say how many experts a token is routed to, so all count as active
+    model_type       of config.json
+    quantized        the model's files are quantized
     """
 
     parameters: int
@@ -55,6 +58,8 @@ class ModelShape:
     adapted_experts: int = 0
     has_experts: bool = False
     all_experts: bool = False
+    model_type: str = ""
+    quantized: bool = False
 
     def trained(self, method: str) -> int:
         """Return the number of parameters that a method trains."""
@@ -99,7 +104,8 @@ def read_model_shape(settings: Settings) -> ModelShape:
             str(settings.model), revision=settings.model_revision, trust_remote_code=settings.trust_remote_code
         )
         # The empty model is built of plain linear layers, also for a quantized checkpoint.
-        if hasattr(config, "quantization_config"):
+        quantized = hasattr(config, "quantization_config")
+        if quantized:
             del config.quantization_config
         with init_empty_weights():
             model: Any = transformers.AutoModelForCausalLM.from_config(
@@ -113,7 +119,7 @@ def read_model_shape(settings: Settings) -> ModelShape:
     # Tied parameters are separated when they are made empty.
     model.tie_weights()
     model.to("meta")
-    return count_shape(model, settings)
+    return dataclasses.replace(count_shape(model, settings), quantized=quantized)
 
 
 def count_shape(model: Any, settings: Settings) -> ModelShape:
@@ -160,6 +166,7 @@ def count_shape(model: Any, settings: Settings) -> ModelShape:
         adapted_experts=with_adapter,
         has_experts=known > 0,
         all_experts=not counted,
+        model_type=model.config.model_type,
     )
 
 

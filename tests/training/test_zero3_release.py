@@ -36,3 +36,9 @@ def test_weights_are_released_before_each_block_is_recomputed_and_at_no_other_ti
     events.clear()
     loss.backward()
     assert events == ["release", "gather 2", "release", "gather 1", "release", "gather 0"]
+
+
+def test_another_version_of_deepspeed_without_the_method_trains_on() -> None:
+    model = torch.nn.Linear(2, 2)
+    release_after_each_block(SimpleNamespace(module=model, optimizer=SimpleNamespace(parameter_offload=object())))
+    assert not model._forward_pre_hooks

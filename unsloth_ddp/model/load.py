@@ -86,12 +86,16 @@ def unsloth_trains_shards(settings: Settings, runtime: Runtime) -> bool:
     """
     if runtime.backend != "unsloth" or runtime.sharding != "fsdp2" or short_of_memory(settings, runtime) is None:
         return False
-    folder = model_folder(settings)
-    config = read_model_file(str(folder), "config.json") if folder is not None else None
-    config = config or {}
-    return tried_in_shards(
-        settings, str(config.get("model_type")), quantized="quantization_config" in config, copies=runtime.copies
-    )
+
+    def tried() -> bool:
+        folder = model_folder(settings)
+        config = (read_model_file(str(folder), "config.json") if folder is not None else None) or {}
+        return tried_in_shards(
+            settings, str(config.get("model_type")), quantized="quantization_config" in config, copies=runtime.copies
+        )
+
+    # Nodes may hold different files, which is found out later, and ranks have to load alike until then.
+    return runtime.broadcast_from_main(tried)
 
 
 def _load(settings: Settings, runtime: Runtime, mesh: DeviceMesh | None = None) -> tuple[Any, Any]:

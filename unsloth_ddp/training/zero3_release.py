@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
 from transformers.modeling_layers import GradientCheckpointingLayer
+
+logger = logging.getLogger("unsloth_ddp")
 
 
 def release_after_each_block(engine: Any) -> None:
@@ -22,12 +25,16 @@ def release_after_each_block(engine: Any) -> None:
     Args:
         engine: what deepspeed.initialize returned for ZeRO-3.
     """
-    offload = engine.optimizer.parameter_offload
+    # Another version of DeepSpeed may not have it; the run takes more memory then.
+    release_all = getattr(engine.optimizer.parameter_offload, "release_backward_leftovers", None)
+    if release_all is None:
+        logger.warning("this DeepSpeed cannot release the weights of single blocks in the backward pass")
+        return
 
     def release(*_: Any) -> None:
         # -1 outside of backward passes.
         if torch._C._current_graph_task_id() != -1:
-            offload.release_backward_leftovers()
+            release_all()
 
     for module in engine.module.modules():
         if isinstance(module, GradientCheckpointingLayer):

@@ -32,11 +32,13 @@ class GradientBuffers:
 
     Args:
         parameters: all that are trained, in the same order on every rank.
+        bucket_mb: the most MiB in a bucket, BUCKET_BYTES if not given.
     """
 
-    def __init__(self, parameters: Iterable[Parameter]) -> None:
+    def __init__(self, parameters: Iterable[Parameter], bucket_mb: int | None = None) -> None:
+        most_bytes = BUCKET_BYTES if bucket_mb is None else bucket_mb * 2**20
         # The last layers are the first whose gradients are there.
-        self.buckets = into_buckets(reversed(list(parameters)), BUCKET_BYTES)
+        self.buckets = into_buckets(reversed(list(parameters)), most_bytes)
         self._flat: list[Tensor] = []
         self._views: dict[Parameter, Tensor] = {}
 
@@ -88,11 +90,12 @@ class GradientExchange:
     Args:
         parameters: all that are trained, in the same order on every rank.
         world_size: number of ranks.
+        bucket_mb: the most MiB in a bucket (ddp_bucket_cap_mb).
     """
 
-    def __init__(self, parameters: Iterable[Parameter], world_size: int) -> None:
+    def __init__(self, parameters: Iterable[Parameter], world_size: int, bucket_mb: int | None = None) -> None:
         self.world_size = world_size
-        self.buffers = GradientBuffers(parameters)
+        self.buffers = GradientBuffers(parameters, bucket_mb)
         self.buckets = self.buffers.buckets
         self.bucket_of = {p: index for index, bucket in enumerate(self.buckets) for p in bucket}
         self.sent: list[Any] = []

@@ -199,7 +199,12 @@ class DDPTrainer(ResumableTrainer):
         leave_gradients_to_the_kit(self.model)
         if not several:
             return None
-        return GradientExchange((p for p in self.model.parameters() if p.requires_grad), self.args.world_size)
+        if self.accelerator.ddp_handler is not None:
+            # All ranks loaded the same buffers. DDP would send them in a forward pass, which not every rank has: one may
+            # repeat a step, or replay a recording.
+            self.accelerator.ddp_handler.broadcast_buffers = False
+        trained = (p for p in self.model.parameters() if p.requires_grad)
+        return GradientExchange(trained, self.args.world_size, self.args.ddp_bucket_cap_mb)
 
     # ---- before the first step ----
 

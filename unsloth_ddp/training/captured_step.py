@@ -111,7 +111,7 @@ class CapturedStep:
         return recording.loss, recording.step
 
     def forget(self) -> None:
-        """Record again what was recorded so far, at its next use: the model has changed."""
+        """Drop all recordings; each is made anew at its next use."""
         self.recordings.clear()
         self._pool = None
 

@@ -191,7 +191,7 @@ class DDPTrainer(ResumableTrainer):
         self.add_callback(CompareWeights(drift))
 
     def _gradient_exchange(self) -> GradientExchange | None:
-        """Return what averages gradients in place of DDP: on all ranks that hold the whole model, but where DDP is asked for."""
+        """Return what averages gradients in place of DDP; None with one process, sharding or --ddp_find_unused_parameters."""
         several = self.args.world_size > 1
         if self.runtime.sharding != "none" or (several and self.settings.ddp_find_unused_parameters):
             return None

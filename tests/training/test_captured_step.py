@@ -85,6 +85,20 @@ def test_a_step_of_replayed_and_ordinary_micro_batches_has_the_gradients_of_ordi
         torch.testing.assert_close(gradients(model), wanted, rtol=1e-4, atol=1e-6)
 
 
+def test_the_peak_before_a_new_recording_is_kept_once_training_began(monkeypatch: pytest.MonkeyPatch) -> None:
+    captured, counted = captured_of(model_of("lora")), [5]
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: counted[0])
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: counted.__setitem__(0, 0))
+    captured._count_anew()
+    assert (captured.peak_bytes, counted) == (0, [0])
+    captured.in_trial = False
+    counted[0] = 7
+    # An evaluation took the memory of all recordings.
+    captured.forget()
+    captured._count_anew()
+    assert (captured.peak_bytes, counted) == (7, [0])
+
+
 def test_counts_come_with_the_loss() -> None:
     batch = batches()[0]
     _, step = captured_of(model_of("lora")).run(batch, torch.ones(()))

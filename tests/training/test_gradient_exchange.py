@@ -158,6 +158,13 @@ def test_buckets_keep_the_order_and_one_dtype() -> None:
     assert [[p.numel() for p in bucket] for bucket in buckets] == [[3, 4], [2], [5], [99], [1]]
 
 
+def test_the_size_of_buckets_can_be_given() -> None:
+    # 3 MiB, in buckets of 25 MiB by default.
+    parameters = [Parameter(torch.zeros(2**18)) for _ in range(3)]
+    assert len(GradientExchange(parameters, 2).buckets) == 1
+    assert [len(bucket) for bucket in GradientExchange(parameters, 2, bucket_mb=2).buckets] == [2, 1]
+
+
 def test_gradients_keep_their_values_and_move_to_their_buffers() -> None:
     model = Linear(3, 2)
     model.weight = Parameter(torch.ones(3, 2).t())

@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.conftest import REPO
+from tests.ranks import run_ranks
 from unsloth_ddp.config import options
 from unsloth_ddp.config.parse import Settings
 from unsloth_ddp.data.batch_plan import BatchPlan
@@ -316,7 +317,7 @@ def short_of_memory(argv: list[str], folder: str, rank: int, step: int, where: s
     compute_loss = trainer.DDPTrainer.compute_loss
     fails = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB.")
 
-    def break_off(gradient):
+    def break_off(*_):
         raise fails
 
     # The buckets of the layers behind the middle one have been sent when its gradient comes.
@@ -330,7 +331,9 @@ def short_of_memory(argv: list[str], folder: str, rank: int, step: int, where: s
             raise fails
         trained = [p for p in self.model.parameters() if p.requires_grad]
         handle.pop().remove() if handle else None
-        if short:
+        if short and where == "model":
+            handle.append(self.model.get_input_embeddings().register_forward_hook(break_off))
+        elif short:
             handle.append(trained[len(trained) // 2].register_hook(break_off))
         return compute_loss(self, model, inputs, *args, **kwargs)
 
@@ -370,6 +373,58 @@ def test_a_step_that_does_not_fit_is_repeated_with_recomputing(job, place, ranks
     for key in ("train_loss", "tokens", "supervised_tokens"):
         assert summaries[0][key] == summaries[1][key], key
     assert [s["gradient_checkpointing"] for s in summaries] == ["none", "torch"]
+
+
+@pytest.mark.slow
+def test_a_rank_that_repeats_its_first_forward_pass_sends_no_buffers_again(job, place):
+    options = f'{OPTIONS} --global_batch_size 8 --trainer_args {{"ddp_broadcast_buffers":true}}'
+    job(options, "buffers-whole", 2)
+    result = job(options, "buffers", 2, target=short_of_memory, args=(1, 1, "model", 0))
+    assert "by step 1; the step was repeated with gradient checkpointing torch" in result.output
+    whole, short = (
+        load_file(place / "outputs" / n / "adapter_model.safetensors") for n in ("buffers-whole", "buffers")
+    )
+    assert all(torch.equal(whole[key], short[key]) for key in whole)
+
+
+def repeat_under_torch_compile(folder: str) -> None:
+    """Repeat a step of two micro-batches, whose last one runs out of memory; note which passes average gradients."""
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+
+    dist.init_process_group("gloo")
+    averaged, passes = [], []
+
+    @contextlib.contextmanager
+    def last_pass(model):
+        averaged.append(len(passes))
+        yield
+
+    def compute(model, batch, divisor):
+        passes.append(batch["name"])
+        if len(passes) == 2:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return divisor
+
+    checkpointing = SimpleNamespace(next="torch", level=0, kinds=("none", "torch"), use=lambda kind: None)
+    meter = SimpleNamespace(snapshot=lambda: None, restore=lambda *_: None)
+    exchange = SimpleNamespace(begin_pass=lambda: None, last_pass=last_pass)
+    # As one of two ranks.
+    retry = StepRetry(checkpointing, meter, torch.device("cpu"), exchange, 2, lambda kind: None)
+    model = torch.compile(DistributedDataParallel(torch.nn.Linear(1, 1)), backend="eager")
+    batches, one = [{"name": "first"}, {"name": "last"}], torch.ones(())
+    retry.begin_step(batches, one)
+    with model.no_sync():
+        retry.run(compute, model, batches[0], one)
+    retry.run(compute, model, batches[1], one)
+    assert passes == ["first", "last", "first", "last"]
+    # Before the pass that ran out of memory, and before the last one.
+    assert averaged == [1, 3]
+    dist.destroy_process_group()
+
+
+def test_a_repeated_step_of_a_compiled_model_averages_gradients_once(tmp_path):
+    run_ranks(1, repeat_under_torch_compile, str(tmp_path), folder=tmp_path / "ranks").check()
 
 
 @pytest.mark.slow

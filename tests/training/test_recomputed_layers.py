@@ -254,6 +254,7 @@ def test_both_kinds_are_recorded_and_a_change_of_kind_records_anew(
     recorded = prepared(model_of("lora"), kind)
     captured = recorded.captured
     assert recorded.choice.recorded and captured is not None and captured.forward.recompute == (kind == "torch")
+    assert not captured.in_trial
     batch = recorded.collate([Rows().examples[0]])
     first = recorded.run(batch, torch.ones(()))
     assert first is not None and captured.recordings

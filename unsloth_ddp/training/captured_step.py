@@ -74,6 +74,8 @@ class CapturedStep:
         self.recordings: dict[tuple[int, int], Recording] = {}
         # Peak memory of a pass, which a replay takes without asking the allocator for it.
         self.peak_bytes = 0
+        # Until training begins, other passes are trials, which are no part of its peak.
+        self.in_trial = True
         self._pool: Any = None
 
     @property
@@ -109,7 +111,7 @@ class CapturedStep:
         return recording.loss, recording.step
 
     def forget(self) -> None:
-        """Record again what was recorded so far, at its next use: the model has changed."""
+        """Drop all recordings; each is made anew at its next use."""
         self.recordings.clear()
         self._pool = None
 
@@ -135,10 +137,7 @@ class CapturedStep:
         if self.device.type != "cuda":
             # A CPU has no graphs; it computes what a recording does.
             return Recording(laid_out, step, loss, compute)
-        if self.recordings:
-            # The counter starts anew below. Before the first recording it holds trials, which are no part of training.
-            self.peak_bytes = max(self.peak_bytes, torch.cuda.max_memory_allocated(self.device))
-        torch.cuda.reset_peak_memory_stats(self.device)
+        self._count_anew()
         # A second copy of all gradients is much memory; at the beginning of a step there is nothing to keep.
         before = [(flat, flat.clone() if flat.any() else None) for flat in self.gradients.flat]
         try:
@@ -156,6 +155,12 @@ class CapturedStep:
             time.perf_counter() - began,
         )
         return Recording(laid_out, step, loss, replay)
+
+    def _count_anew(self) -> None:
+        """Start a new count of peak memory; keep that of passes and evaluations since training began."""
+        if not self.in_trial:
+            self.peak_bytes = max(self.peak_bytes, torch.cuda.max_memory_allocated(self.device))
+        torch.cuda.reset_peak_memory_stats(self.device)
 
     def _record_on_gpu(self, compute: Callable[[], None]) -> Callable[[], None]:
         """Return what replays `compute`, which runs a few times before."""

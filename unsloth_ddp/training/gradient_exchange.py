@@ -1,12 +1,12 @@
-"""Gradients averaged over ranks during the last backward pass of a step, which a rank can begin once more.
+"""Average gradients over ranks during the last backward pass of a step, and let a rank repeat that step.
 
-DistributedDataParallel does the same, but once a backward pass has broken off its reducer waits for ever for what is
-missing. Here what was sent stays sent: the step that is repeated has the same gradients, and only the rest follows, so
-that the other ranks wait a little and need not know.
+DistributedDataParallel averages them too, but after a backward pass that failed its reducer waits for ever for the
+missing gradients. Here, buckets that were sent stay sent. The repeated step computes the same gradients and sends only
+the remaining buckets, for which the other ranks wait.
 
 Gradients lie in the buckets that are sent (GradientBuffers), so they are averaged in place and exist once. A recorded
-pass (captured_step.py) writes them there too. It tells nothing of its progress, so that all buckets are sent after it,
-and nothing overlaps with the backward pass.
+pass (captured_step.py) writes them there too. No hook runs while it is replayed, so all buckets are sent after it, and
+the exchange does not overlap with the backward pass.
 """
 
 from __future__ import annotations
@@ -21,22 +21,24 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.nn.parallel import DistributedDataParallel
 
-# What DistributedDataParallel takes.
+# The default of DistributedDataParallel.
 BUCKET_BYTES = 25 * 2**20
 
 
 class GradientBuffers:
-    """Gradients of parameters in flat buffers, one for each bucket, which stay where they are from step to step.
+    """Hold gradients in flat buffers, one for each bucket, whose addresses stay the same from step to step.
 
     The buffers are allocated at the first use, when the trials of memory are over.
 
     Args:
         parameters: all that are trained, in the same order on every rank.
+        bucket_mb: the most MiB in a bucket, BUCKET_BYTES if not given.
     """
 
-    def __init__(self, parameters: Iterable[Parameter]) -> None:
+    def __init__(self, parameters: Iterable[Parameter], bucket_mb: int | None = None) -> None:
+        most_bytes = BUCKET_BYTES if bucket_mb is None else bucket_mb * 2**20
         # The last layers are the first whose gradients are there.
-        self.buckets = into_buckets(reversed(list(parameters)), BUCKET_BYTES)
+        self.buckets = into_buckets(reversed(list(parameters)), most_bytes)
         self._flat: list[Tensor] = []
         self._views: dict[Parameter, Tensor] = {}
 
@@ -47,9 +49,9 @@ class GradientBuffers:
         return self._flat
 
     def hold(self, first: int = 0, end: int | None = None) -> None:
-        """Let the gradients of these buckets lie in their buffers, with the values they have; zeros where there are none.
+        """Move the gradients of these buckets into their buffers; a parameter without a gradient gets one of zeros.
 
-        The optimizer's zero_grad drops gradients, and a pass after that makes new ones elsewhere.
+        The optimizer's zero_grad drops gradients, and the next backward pass would allocate new ones elsewhere.
         """
         self._allocate()
         elsewhere = [p for b in self.buckets[first:end] for p in b if p.grad is not self._views[p]]
@@ -77,22 +79,23 @@ class GradientBuffers:
                 self._views[parameter] = part.as_strided(parameter.shape, strides)
 
     def attach(self) -> None:
-        """Let every gradient be what its buffer holds, whatever it was."""
+        """Set the gradient of every parameter to the values in its buffer."""
         for parameter, view in self._views.items():
             parameter.grad = view
 
 
 class GradientExchange:
-    """Buckets of gradients, each sent as soon as it and those before it are complete, in the same order everywhere.
+    """Send each bucket of gradients once it and all earlier ones are complete, in the same order on every rank.
 
     Args:
         parameters: all that are trained, in the same order on every rank.
         world_size: number of ranks.
+        bucket_mb: the most MiB in a bucket (ddp_bucket_cap_mb).
     """
 
-    def __init__(self, parameters: Iterable[Parameter], world_size: int) -> None:
+    def __init__(self, parameters: Iterable[Parameter], world_size: int, bucket_mb: int | None = None) -> None:
         self.world_size = world_size
-        self.buffers = GradientBuffers(parameters)
+        self.buffers = GradientBuffers(parameters, bucket_mb)
         self.buckets = self.buffers.buckets
         self.bucket_of = {p: index for index, bucket in enumerate(self.buckets) for p in bucket}
         self.sent: list[Any] = []
@@ -116,10 +119,10 @@ class GradientExchange:
 
     @contextlib.contextmanager
     def last_pass(self, model: DistributedDataParallel) -> Iterator[None]:
-        """Around the last forward and backward pass of a step, after which every gradient is the mean over ranks.
+        """Average gradients around the last forward and backward pass of a step.
 
-        After an error the step may be begun again, with gradients set to None; a parameter without a gradient has one
-        of zeros.
+        Afterwards every gradient is the mean over ranks, and zeros where a parameter had none. After an error the step
+        can be repeated, once gradients are set to None.
         """
         self.missing = [set(bucket) for bucket in self.buckets]
         try:
@@ -130,7 +133,7 @@ class GradientExchange:
         self._finish()
 
     def average(self) -> None:
-        """Replace every gradient by the mean over ranks, after a last pass that told nothing of its progress."""
+        """Replace every gradient by the mean over ranks, after a last pass that was replayed."""
         self._finish()
 
     def _complete(self, parameter: Tensor) -> None:

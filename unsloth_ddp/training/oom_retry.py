@@ -123,7 +123,7 @@ class StepRetry:
 
         Nobody with one process, though launchers wrap its model too; the exchange in the last pass of a step; or DDP.
         """
-        if self.world_size == 1 and isinstance(model, DistributedDataParallel):
+        if self.world_size == 1 and _is_ddp(model):
             return model.no_sync()
         if self.exchange is not None and model.require_backward_grad_sync:
             return self.exchange.last_pass(model)
@@ -151,7 +151,7 @@ class StepRetry:
             torch.cuda.set_rng_state(gpu, self.device)
         self.meter.restore(start.measured, len(start.batches))
         for batch in start.batches[:earlier]:
-            with model.no_sync() if isinstance(model, DistributedDataParallel) else contextlib.nullcontext():
+            with model.no_sync() if _is_ddp(model) else contextlib.nullcontext():
                 self.run(compute, model, batch, start.divisor)
         return self.run(compute, model, start.batches[earlier], start.divisor)
 
@@ -172,6 +172,11 @@ class StepRetry:
             return []
         self._reported = furthest
         return [rank for rank, level in enumerate(levels) if level == furthest]
+
+
+def _is_ddp(model: Any) -> bool:
+    """Return whether a model is wrapped in DistributedDataParallel, which torch_compile wraps once more."""
+    return isinstance(getattr(model, "_orig_mod", model), DistributedDataParallel)
 
 
 def describe_repeat(locations: Sequence[object], step: int, kind: str) -> str:

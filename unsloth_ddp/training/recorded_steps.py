@@ -97,7 +97,9 @@ class RecordedSteps:
         if reason is None:
             captured, reason = self._try(runner, decision, autocast, gradients)
             reason = next((one for one in self.runtime.gather(reason) if one is not None), None)
-            self.captured = captured if reason is None else None
+            if captured is not None and reason is None:
+                captured.in_trial = False
+                self.captured = captured
         refuse(self.settings, reason)
         self.choice = StepChoice(reason is None, reason or "a trial gave the same loss and gradients")
         self.collate.lay_out_for(self.captured.shape if self.captured else None)

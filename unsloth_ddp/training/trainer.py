@@ -191,7 +191,7 @@ class DDPTrainer(ResumableTrainer):
         self.add_callback(CompareWeights(drift))
 
     def _gradient_exchange(self) -> GradientExchange | None:
-        """Return what averages gradients in place of DDP: on all ranks that hold the whole model, but where DDP is asked for."""
+        """Return what averages gradients in place of DDP; None with one process, sharding or --ddp_find_unused_parameters."""
         several = self.args.world_size > 1
         if self.runtime.sharding != "none" or (several and self.settings.ddp_find_unused_parameters):
             return None
@@ -199,7 +199,12 @@ class DDPTrainer(ResumableTrainer):
         leave_gradients_to_the_kit(self.model)
         if not several:
             return None
-        return GradientExchange((p for p in self.model.parameters() if p.requires_grad), self.args.world_size)
+        if self.accelerator.ddp_handler is not None:
+            # All ranks loaded the same buffers. DDP would send them in a forward pass, which not every rank has: one may
+            # repeat a step, or replay a recording.
+            self.accelerator.ddp_handler.broadcast_buffers = False
+        trained = (p for p in self.model.parameters() if p.requires_grad)
+        return GradientExchange(trained, self.args.world_size, self.args.ddp_bucket_cap_mb)
 
     # ---- before the first step ----
 

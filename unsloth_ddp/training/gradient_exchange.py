@@ -21,6 +21,9 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.nn.parallel import DistributedDataParallel
 
+from unsloth_ddp.config.options import Settings
+from unsloth_ddp.distributed.runtime import Runtime
+
 # The default of DistributedDataParallel.
 BUCKET_BYTES = 25 * 2**20
 
@@ -166,6 +169,30 @@ class GradientExchange:
             work.wait()
         self.buffers.attach()
         self.sent.clear()
+
+
+def make_exchange(
+    model: Module, settings: Settings, runtime: Runtime, config: Any, ddp_handler: Any
+) -> GradientExchange | None:
+    """Return what averages gradients in place of DDP; None with one process, sharding or --ddp_find_unused_parameters.
+
+    Args:
+        config: TRL's SFTConfig.
+        ddp_handler: accelerate's arguments for DistributedDataParallel, which does not wrap the model yet; None without it.
+    """
+    several = runtime.ranks.world_size > 1
+    if runtime.sharding != "none" or (several and settings.ddp_find_unused_parameters):
+        return None
+    # A launcher has the model of one process wrapped too.
+    leave_gradients_to_the_kit(model)
+    if not several:
+        return None
+    if ddp_handler is not None:
+        # All ranks loaded the same buffers. DDP would send them in a forward pass, which not every rank has: one may
+        # repeat a step, or replay a recording.
+        ddp_handler.broadcast_buffers = False
+    trained = (p for p in model.parameters() if p.requires_grad)
+    return GradientExchange(trained, runtime.ranks.world_size, config.ddp_bucket_cap_mb)
 
 
 def leave_gradients_to_the_kit(model: Module) -> None:

@@ -41,7 +41,7 @@ from unsloth_ddp.model.supervised_head import fits_fused_head, head_with_equal_l
 from unsloth_ddp.training.callbacks import CompareWeights, CountOverflows, ReportProgress, StopTogether
 from unsloth_ddp.training.deepspeed_precision import reduce_in_fp32
 from unsloth_ddp.training.display import ShowTraining, choose_view, without_bars
-from unsloth_ddp.training.gradient_exchange import GradientExchange, leave_gradients_to_the_kit
+from unsloth_ddp.training.gradient_exchange import make_exchange
 from unsloth_ddp.training.loss import step_divisor, supervised_tokens
 from unsloth_ddp.training.memory_search import (
     MemorySearch,
@@ -133,7 +133,7 @@ class DDPTrainer(ResumableTrainer):
         if runtime.precision == "fp16":
             left_out = functools.partial(getattr, self.accelerator, "optimizer_step_was_skipped")
             self.add_callback(CountOverflows(left_out, runtime.ranks.is_main))
-        self.exchange = self._gradient_exchange()
+        self.exchange = make_exchange(self.model, settings, runtime, self.args, self.accelerator.ddp_handler)
         self.retry = StepRetry(
             self.checkpointing,
             self.meter,
@@ -189,22 +189,6 @@ class DDPTrainer(ResumableTrainer):
         if drift.skipped and self.runtime.ranks.is_main:
             print(f"drift_check_steps is ignored: with {drift.skipped} each rank holds its own part of the weights.")
         self.add_callback(CompareWeights(drift))
-
-    def _gradient_exchange(self) -> GradientExchange | None:
-        """Return what averages gradients in place of DDP; None with one process, sharding or --ddp_find_unused_parameters."""
-        several = self.args.world_size > 1
-        if self.runtime.sharding != "none" or (several and self.settings.ddp_find_unused_parameters):
-            return None
-        # A launcher has the model of one process wrapped too.
-        leave_gradients_to_the_kit(self.model)
-        if not several:
-            return None
-        if self.accelerator.ddp_handler is not None:
-            # All ranks loaded the same buffers. DDP would send them in a forward pass, which not every rank has: one may
-            # repeat a step, or replay a recording.
-            self.accelerator.ddp_handler.broadcast_buffers = False
-        trained = (p for p in self.model.parameters() if p.requires_grad)
-        return GradientExchange(trained, self.args.world_size, self.args.ddp_bucket_cap_mb)
 
     # ---- before the first step ----
 

@@ -47,3 +47,11 @@ def test_recipes_give_nothing_that_is_ignored() -> None:
     for recipe in sorted((REPO / "recipes").glob("*.yaml")):
         settings = parse_settings(["--config", str(recipe), "--dataset", "d"], "")
         assert ignored_settings(settings) == [], recipe.name
+
+
+def test_an_argument_of_ddp_that_the_kit_sets_is_named() -> None:
+    given = dataclasses.replace(GIVEN, trainer_args={"ddp_broadcast_buffers": True})
+    assert ignored_settings(given)[0].startswith("trainer_args ddp_broadcast_buffers is ignored")
+    assert not any(
+        "buffers" in one for one in ignored_settings(dataclasses.replace(given, ddp_find_unused_parameters=True))
+    )

@@ -24,7 +24,13 @@ def ignored_settings(settings: Settings) -> list[str]:
     if settings.lr_scheduler_type == "constant":
         reasons["warmup_steps"] = "the schedule constant has no warm-up; constant_with_warmup has one"
     standard = Settings()
-    return [
+    passed = []
+    if settings.trainer_args.get("ddp_broadcast_buffers") and not settings.ddp_find_unused_parameters:
+        passed.append(
+            "trainer_args ddp_broadcast_buffers is ignored: a rank may repeat a step alone; it has an effect with "
+            "--ddp_find_unused_parameters."
+        )
+    return passed + [
         f"{name} {_shown(getattr(settings, name))} is ignored: {reason}."
         for name, reason in reasons.items()
         if getattr(settings, name) != getattr(standard, name)

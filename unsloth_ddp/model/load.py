@@ -187,7 +187,7 @@ def weights_dtype(settings: Settings, runtime: Runtime) -> torch.dtype:
     return DTYPES[runtime.precision]
 
 
-def _load_unsloth(settings: Settings, runtime: Runtime, mesh: DeviceMesh | None) -> tuple[Any, Any]:
+def _load_unsloth(settings: Settings, runtime: Runtime, mesh: DeviceMesh | None = None) -> tuple[Any, Any]:
     from unsloth import FastLanguageModel
 
     from unsloth_ddp.model import sharded_load, shards

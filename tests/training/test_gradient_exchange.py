@@ -18,7 +18,7 @@ LAYERS, WIDTH = 6, 8
 
 
 class Broken(torch.autograd.Function):
-    """Passes its input on, and breaks the backward pass off where it stands."""
+    """Pass the input on, and fail in the backward pass."""
 
     @staticmethod
     def forward(ctx, value):
@@ -51,7 +51,7 @@ class Layers(torch.nn.Module):
 
 
 def rows(rank: int) -> list[torch.Tensor]:
-    """Two micro-batches of this rank."""
+    """Return two micro-batches of this rank."""
     generator = torch.Generator().manual_seed(7 + rank)
     return [torch.randn(4, WIDTH, generator=generator) for _ in range(2)]
 
@@ -61,7 +61,7 @@ def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
-    """The memory that these tensors lie in: address -> bytes."""
+    """Return the memory that these tensors lie in: address -> bytes."""
     return {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
 
 

@@ -37,7 +37,7 @@ from unsloth_ddp.utils.errors import UserError
 
 
 def passed(captured: CapturedStep, batch: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-    """The loss and the gradients of one micro-batch."""
+    """Return the loss and the gradients of one micro-batch."""
     for parameter in captured.trained:
         parameter.grad = None
     loss, _ = captured.run(batch, torch.ones(()))
@@ -45,7 +45,7 @@ def passed(captured: CapturedStep, batch: dict[str, Any]) -> tuple[torch.Tensor,
 
 
 def kept_bytes(captured: CapturedStep, batch: dict[str, Any]) -> int:
-    """What the forward pass keeps for the backward pass, but parameters."""
+    """Return what the forward pass keeps for the backward pass, without parameters."""
     kept: list[torch.Tensor] = []
     parameters = {p.data_ptr() for p in captured.forward.decoder.parameters()}
 
@@ -94,7 +94,7 @@ def test_the_librarys_own_checkpointing_is_back_after_a_pass(fails: bool) -> Non
 def attend_within_rows(
     query: Any, key: Any, value: Any, starts: torch.Tensor, *others: Any, **given: Any
 ) -> torch.Tensor:
-    """torch's varlen_attn, on a CPU."""
+    """Compute torch's varlen_attn on a CPU."""
     row = torch.bucketize(torch.arange(query.shape[0]), starts, right=True)
     mask = (row[:, None] == row[None]).tril()
     heads = (one.transpose(0, 1)[None] for one in (query, key, value))
@@ -205,7 +205,7 @@ def test_another_librarys_checkpoint_function_is_not_recorded(monkeypatch: pytes
 
 
 class Rows:
-    """Packed rows of a run, as many as make it long enough."""
+    """Return packed rows, as many as make a run long enough."""
 
     def __init__(self) -> None:
         lengths: list[list[int]] = [[60, 50, 30], [128, 100], [9]] * 100

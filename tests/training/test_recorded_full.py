@@ -1,4 +1,4 @@
-"""Every parameter trained on two processes from recorded micro-batches; on a CPU a recording computes what it replays."""
+"""Train every parameter on two processes from recorded micro-batches; on a CPU a recording computes what it replays."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ OPTIONS = (
 
 
 def train_recorded(argv: list[str], cwd: str) -> None:
-    """train_ddp.py with recorded micro-batches in fp32, as if the CPU had CUDA graphs; notes what each exchange holds."""
+    """Run train_ddp.py with recorded micro-batches in fp32, as if the CPU had CUDA graphs; notes what each exchange holds."""
     from unsloth_ddp.training import captured_step, gradient_exchange, recorded_steps
 
     def in_fp32(model: Any, forward: Any, autocast: Any, dtype: Any, *more: Any) -> captured_step.CapturedStep:
@@ -63,7 +63,7 @@ def train_recorded(argv: list[str], cwd: str) -> None:
 
 @pytest.fixture(scope="module")
 def tied_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A two-layer Llama with random weights, whose output head is its embedding."""
+    """Write a two-layer Llama with random weights, whose output head is its embedding."""
     tokenizer = AutoTokenizer.from_pretrained(DEMO_MODEL)
     torch.manual_seed(0)
     config = LlamaConfig(

@@ -1,4 +1,4 @@
-"""What fits with sharding: estimates from stand-ins with few layers, held against passes over the whole model."""
+"""Compare the estimates with sharding, from stand-ins of few layers, with passes over the whole model."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(scope="module", autouse=True)
 def quick_collection() -> Any:
-    """What the libraries hold is not looked through again for every estimate."""
+    """Leave what the libraries hold out of the garbage collection of every estimate."""
     gc.collect()
     gc.freeze()
     yield

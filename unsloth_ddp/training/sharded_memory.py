@@ -31,7 +31,7 @@ REDUCED = 4
 
 @dataclass(frozen=True)
 class Weight:
-    """One weight of a model, by its bytes.
+    """Describe one weight of a model by its bytes.
 
     Args:
         stored: bytes of it on this rank's device now.
@@ -49,7 +49,7 @@ class Weight:
 
 @dataclass(frozen=True)
 class ShardedModel:
-    """The weights of a model to train, and those of its parts that are gathered at once.
+    """Describe the weights of a model to train, and those of its parts that are gathered at once.
 
     Args:
         weights: every weight once.
@@ -68,7 +68,7 @@ class ShardedModel:
 
 @dataclass(frozen=True)
 class ShardedLayout:
-    """How a run shards.
+    """Describe how a run shards.
 
     Args:
         parts: ranks that a weight is split over.

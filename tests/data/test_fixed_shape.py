@@ -49,6 +49,34 @@ def test_rows_keep_their_tokens_positions_and_labels(lengths: list[int], share: 
     assert int(step.tokens) == sum(length for length in lengths if length > 1)
 
 
+@pytest.mark.parametrize("lengths", [[100, 90, 1], [7], [128, 128, 128]])
+def test_single_rows_are_sequences_of_their_own(lengths: list[int]) -> None:
+    shape = FixedShape.of_single_rows(3, 100)
+    assert (shape.tokens, shape.longest) == (3 * TILE, TILE)
+    ids, labels, array = rows_of(lengths)
+    laid_out = shape.lay_out(ids, labels, array)
+    assert laid_out is not None
+    step = shape.parts(laid_out)
+    assert step.input_ids.shape == (3, TILE)
+    first, wanted = 0, []
+    for sequence, length in enumerate(lengths):
+        own, own_labels = (one[first : first + length].tolist() for one in (ids, labels))
+        assert step.input_ids[sequence].tolist() == own + [0] * (TILE - length)
+        wanted += [(sequence * TILE + at - 1, label) for at, label in enumerate(own_labels) if label != IGNORED]
+        first += length
+    assert step.position_ids.tolist() == [list(range(TILE))] * 3
+    found = zip(step.head_positions.tolist(), step.head_labels.tolist(), strict=True)
+    assert [pair for pair in found if pair[1] != IGNORED] == wanted
+    assert int(step.supervised) == len(wanted)
+    assert int(step.tokens) == sum(length for length in lengths if length > 1)
+
+
+def test_more_or_longer_single_rows_than_the_shape_has_are_not_laid_out() -> None:
+    shape = FixedShape.of_single_rows(3, 100)
+    for lengths in ([5] * 4, [129]):
+        assert shape.lay_out(*rows_of(lengths)) is None
+
+
 def test_a_micro_batch_that_is_larger_than_the_shape_is_not_laid_out() -> None:
     for lengths in ([101], [100, 100, 100, 100], [2] * 20):
         assert SHAPE.lay_out(*rows_of(lengths)) is None
@@ -56,7 +84,7 @@ def test_a_micro_batch_that_is_larger_than_the_shape_is_not_laid_out() -> None:
 
 def test_there_are_few_sizes() -> None:
     heads = {count: SHAPE.head_size(count) for count in range(SHAPE.tokens + 1)}
-    assert all(size >= count and size % TILE == 0 for count, size in heads.items()) and len(set(heads.values())) <= 7
+    assert all(size >= count and size % TILE == 0 for count, size in heads.items()) and len(set(heads.values())) <= 8
     many = FixedShape.that_holds(tokens=8192, rows=1000, longest=2048)
     rows = {count: many.row_size(count) for count in range(1, many.rows + 1)}
     assert all(size >= count for count, size in rows.items()) and len(set(rows.values())) <= 8

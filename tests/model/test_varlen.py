@@ -94,6 +94,17 @@ def test_rows_without_padding_need_no_mask(calls: list[Any]) -> None:
     assert calls == [(60, 2, 16)] * 2
 
 
+def test_rows_without_padding_and_window_are_computed_as_a_batch(calls: list[Any]) -> None:
+    ids = torch.randint(3, 64, (3, 20), generator=torch.Generator().manual_seed(1))
+    batch = {"input_ids": ids, "labels": ids}
+    for name, config in (("Granite", GRANITE), ("Mistral", {**MISTRAL, "sliding_window": 20})):
+        model = make(name, **config)
+        expected = token_losses(model, batch)
+        varlen.use(model)
+        torch.testing.assert_close(token_losses(model, batch), expected, rtol=2e-6, atol=1e-6)
+    assert calls == []
+
+
 def test_generation_is_what_it_is_with_sdpa(calls: list[Any]) -> None:
     model = make("Llama", **KV)
     asked = {

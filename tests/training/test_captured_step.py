@@ -85,6 +85,21 @@ def test_a_step_of_replayed_and_ordinary_micro_batches_has_the_gradients_of_ordi
         torch.testing.assert_close(gradients(model), wanted, rtol=1e-4, atol=1e-6)
 
 
+def test_packs_of_one_row_each_have_the_gradients_of_ordinary_ones() -> None:
+    shape = FixedShape.of_single_rows(2, 128)
+    collate = Collate(PadRight(0), Flatten("positions"))
+    collate.lay_out_for(shape)
+    packs = [dict(zip(("input_ids", "labels", "lengths"), rows_of([of]), strict=True)) for of in (100, 60, 128)]
+    model = model_of("lora")
+    sum(ordinary_sum(model, collate([pack])) for pack in packs).backward()
+    wanted = gradients(model)
+    model.zero_grad()
+    captured = CapturedStep(model, PackedForward(model, shape), contextlib.nullcontext, torch.float32, DEVICE)
+    for batch in (collate(packs[:2]), collate(packs[2:])):
+        captured.run(batch, torch.ones(()))
+    torch.testing.assert_close(gradients(model), wanted, rtol=1e-4, atol=1e-6)
+
+
 def test_the_peak_before_a_new_recording_is_kept_once_training_began(monkeypatch: pytest.MonkeyPatch) -> None:
     captured, counted = captured_of(model_of("lora")), [5]
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: counted[0])

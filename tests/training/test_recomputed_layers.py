@@ -23,7 +23,7 @@ from unsloth_ddp.config.parse import Settings
 from unsloth_ddp.data.batch_plan import BatchPlan
 from unsloth_ddp.data.collate import Collate, Flatten, PadRight
 from unsloth_ddp.data.fixed_shape import LaidOut
-from unsloth_ddp.model import varlen
+from unsloth_ddp.model import packed_forward, varlen
 from unsloth_ddp.model.gradient_checkpointing import GradientCheckpointing
 from unsloth_ddp.model.packed_forward import PackedForward
 from unsloth_ddp.training import recorded_steps
@@ -130,8 +130,8 @@ def test_recomputing_does_not_compile_layers_again(monkeypatch: pytest.MonkeyPat
                     graphs.append(counters["stats"]["unique_graphs"])
     finally:
         torch._dynamo.reset()
-    # Two: the first layer's input has no gradient.
-    assert graphs == [2] * 8 and not counters["graph_break"]
+    # The layers' two, as the first one's input has no gradient, and the last norm.
+    assert graphs == [3] * 8 and not counters["graph_break"]
 
 
 UNSLOTH_LAYER = """
@@ -162,6 +162,22 @@ def test_unsloths_attention_is_replaced_in_the_backward_pass_too(monkeypatch: py
     wanted, found = (passed(captured_of(model, recompute=recompute), batches()[1]) for recompute in (False, True))
     assert torch.equal(found[0], wanted[0]) and torch.equal(found[1], wanted[1])
     assert family.run_attention is before
+
+
+@pytest.mark.parametrize(("variable", "on"), [(None, True), ("0", False)])
+def test_unsloths_fused_norm_is_on_inside_a_pass_unless_the_user_decided(
+    monkeypatch: pytest.MonkeyPatch, variable: str | None, on: bool
+) -> None:
+    name, switch, environ = packed_forward.FUSED_NORM
+    kernels = ModuleType(name)
+    setattr(kernels, switch, False)
+    monkeypatch.setitem(sys.modules, name, kernels)
+    monkeypatch.delenv(environ, raising=False)
+    if variable is not None:
+        monkeypatch.setenv(environ, variable)
+    with packed_forward._fused_norm():
+        assert getattr(kernels, switch) is on
+    assert getattr(kernels, switch) is False
 
 
 def with_dropout(p: float) -> Any:

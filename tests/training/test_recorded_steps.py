@@ -10,7 +10,7 @@ import torch
 
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.training.meter import Meter, OwnWorkTimer, Totals, peak_memory_bytes
-from unsloth_ddp.training.step_choice import busy_without
+from unsloth_ddp.training.step_choice import busy_without, shape_for
 from unsloth_ddp.training.trainer import DDPTrainer
 
 
@@ -55,7 +55,7 @@ def test_the_peak_is_that_of_a_replay_where_it_is_higher() -> None:
 
 @pytest.mark.parametrize(
     ("method", "rows_a_pack", "size", "busy"),
-    [("lora", 1, 4, True), ("lora", 1, 2, False), ("lora", 7, 4, False), ("full", 7, 4, True), ("full", 7, 2, False)],
+    [("lora", 1, 4, False), ("lora", 7, 4, False), ("full", 1, 4, True), ("full", 7, 4, True), ("full", 7, 2, False)],
 )
 def test_large_micro_batches_are_recorded_only_where_it_brings_something(
     method: str, rows_a_pack: int, size: int, busy: bool
@@ -64,3 +64,18 @@ def test_large_micro_batches_are_recorded_only_where_it_brings_something(
     train: Any = SimpleNamespace(streamed=False, packing=packing, lengths=lambda: np.full(11, 2048))
     reason = busy_without(Settings(model="m", dataset=["d"], method=method), train, size)
     assert reason == ("micro-batches of 8,192 tokens keep the GPU busy without" if busy else None)
+
+
+@pytest.mark.parametrize(("starts", "sequences"), [([0, 1, 2, 3], 2), ([0, 1, 3, 4], 0)])
+def test_packs_of_one_row_each_are_sequences(starts: list[int], sequences: int) -> None:
+    packing: Any = SimpleNamespace(starts=np.array(starts), longest=200)
+    train: Any = SimpleNamespace(streamed=False, packing=packing, lengths=lambda: np.array([200, 150, 130, 1]))
+    shape = shape_for(train, 2, 512)
+    assert shape.sequences == sequences
+    # Two rows of 200 tokens; or packs of 350 tokens, as one sequence.
+    assert (shape.tokens, shape.longest) == ((512, 256) if sequences else (384, 512))
+
+
+def test_streamed_rows_are_laid_out_with_boundaries() -> None:
+    train: Any = SimpleNamespace(streamed=True, packing=SimpleNamespace(starts=np.array([0, 1])))
+    assert shape_for(train, 2, 512).sequences == 0

@@ -40,7 +40,11 @@ class _HeadLoss(torch.autograd.Function):
             to_hidden = []
             to_weight = torch.zeros_like(weight, dtype=torch.float32) if trained else None
             for part, part_labels in zip(states.split(CHUNK), labels.split(CHUNK), strict=True):
-                loss, to_logits = compute(part @ used.t(), part_labels)
+                logits = part @ used.t()
+                for one in (logits, part_labels):
+                    # Compiled once for any number of tokens.
+                    torch._dynamo.maybe_mark_dynamic(one, 0)
+                loss, to_logits = compute(logits, part_labels)
                 total = total + loss
                 to_hidden.append(to_logits @ used)
                 if to_weight is not None:

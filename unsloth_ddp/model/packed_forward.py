@@ -7,6 +7,7 @@ the boundaries on the host, so that attention is computed by varlen.py's kernel 
 from __future__ import annotations
 
 import functools
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -23,14 +24,17 @@ from unsloth_ddp.model.modules import base_model
 
 # The function that Unsloth's attention layers of every family call, by this name in the family's module.
 UNSLOTH_ATTENTION = "run_attention"
+# Unsloth's kernel that normalises and rotates queries and keys at once, for models like Qwen3: the module, the switch in it,
+# and the variable that sets it.
+FUSED_NORM = ("unsloth.kernels.qk_norm_rope", "QK_NORM_ROPE_ENABLED", "UNSLOTH_FUSED_QKNORM_ROPE")
 # varlen.py passes the module on where a mask is given, which is not so here.
 NO_MODULE = torch.nn.Identity()
 
 
 class Rows:
-    """The boundaries of the rows that attention is computed within, int32 (rows + 1,)."""
+    """The boundaries of the rows that attention is computed within, int32 (rows + 1,); None where rows are sequences."""
 
-    boundaries: Tensor
+    boundaries: Tensor | None = None
 
 
 class PackedForward:
@@ -82,14 +86,15 @@ class PackedForward:
 
     def _hidden(self, step: StepTensors) -> Tensor:
         given: dict[str, Any] = {"input_ids": step.input_ids, "position_ids": step.position_ids, "use_cache": False}
-        boundaries = step.boundaries.int()
-        # Compiled layers are the same for any number of rows.
-        torch._dynamo.mark_dynamic(boundaries, 0)
-        self._rows.boundaries = boundaries
-        if not self.unsloth_modules and self.decoder.config._attn_implementation == varlen.NAME:
-            longest = self.shape.longest
-            given |= {"cu_seq_lens_q": boundaries, "cu_seq_lens_k": boundaries}
-            given |= {"max_length_q": longest, "max_length_k": longest}
+        if not self.shape.sequences:
+            boundaries = step.boundaries.int()
+            # Compiled layers are the same for any number of rows.
+            torch._dynamo.mark_dynamic(boundaries, 0)
+            self._rows.boundaries = boundaries
+            if not self.unsloth_modules and self.decoder.config._attn_implementation == varlen.NAME:
+                longest = self.shape.longest
+                given |= {"cu_seq_lens_q": boundaries, "cu_seq_lens_k": boundaries}
+                given |= {"max_length_q": longest, "max_length_k": longest}
         hidden: Tensor = self.decoder(**given)[0]
         return hidden
 
@@ -111,6 +116,7 @@ class PackedForward:
         with ExitStack() as changes:
             if self.unsloth_modules:
                 changes.enter_context(self._unsloth_attention())
+                changes.enter_context(_fused_norm())
             changes.enter_context(self._own_checkpointing())
             yield
 
@@ -155,16 +161,38 @@ class PackedForward:
 
     @contextmanager
     def compiled_layers(self) -> Iterator[None]:
-        """Run the layers compiled inside the block; each is compiled at its first call there."""
+        """Run layers and the last norm compiled inside the block; each is compiled at its first call there."""
+        norm = getattr(self.decoder, "norm", None)
+        # Unsloth computes the last norm without calling the module.
+        modules = self.layers if self.unsloth_modules or norm is None else [*self.layers, norm]
         try:
-            for layer in self.layers:
-                layer.compile(dynamic=False)
+            for module in modules:
+                module.compile(dynamic=False)
             with torch._dynamo.config.patch(recompile_limit=64, accumulated_recompile_limit=4096):
                 yield
         finally:
-            for layer in self.layers:
+            for module in modules:
                 # torch has no way to take a module's compile() back.
-                layer._compiled_call_impl = None
+                module._compiled_call_impl = None
+
+
+@contextmanager
+def _fused_norm() -> Iterator[None]:
+    """Switch FUSED_NORM on inside the block, unless the user has set its variable or this Unsloth does not have it.
+
+    It is off by default in Unsloth. A recorded pass is compared to the backend's, which does not use it.
+    """
+    name, switch, variable = FUSED_NORM
+    module = sys.modules.get(name)
+    if variable in os.environ or not hasattr(module, switch):
+        yield
+        return
+    before = getattr(module, switch)
+    try:
+        setattr(module, switch, True)
+        yield
+    finally:
+        setattr(module, switch, before)
 
 
 def _recomputed(call: Callable[..., Any]) -> Callable[..., Any]:

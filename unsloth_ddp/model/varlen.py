@@ -191,6 +191,15 @@ def attend(
         return masked
     boundaries, longest = cu_seq_lens_q, max_length_q
     if boundaries is None or longest is None:
+        if sliding_window is None or sliding_window >= tokens:
+            # torch takes cuDNN's kernel for these on newer GPUs, which is about twice as fast as varlen_attn.
+            dense = torch.nn.functional.scaled_dot_product_attention(
+                *(given.to(dtype) for given in (query, key, value)),
+                is_causal=True,
+                scale=scaling,
+                enable_gqa=key.shape[1] != heads,
+            )
+            return dense.transpose(1, 2), None
         boundaries = torch.arange(0, (batch + 1) * tokens, tokens, dtype=torch.int32, device=query.device)
         longest = tokens
 

@@ -19,13 +19,17 @@ from torch import Tensor
 
 from unsloth_ddp.data.fixed_shape import FixedShape, LaidOut, StepTensors
 from unsloth_ddp.model.packed_forward import PackedForward
+from unsloth_ddp.training.adapter_copies import AdapterCopies
 from unsloth_ddp.training.gradient_exchange import GradientBuffers
 from unsloth_ddp.utils.errors import one_line
 
 logger = logging.getLogger("unsloth_ddp")
 
-# Passes before a recording: the first compiles, the second has the memory that the first one's kernels were chosen with.
+# Passes before the first recording: the first compiles, the second has the memory that the first one's kernels were
+# chosen with.
 WARM_UP = 2
+# Passes before a recording of other sizes, for which little is compiled.
+WARM_UP_AGAIN = 1
 
 
 class RecordingFailed(RuntimeError):
@@ -51,7 +55,7 @@ class CapturedStep:
         model: whose parameters are trained; in training mode, without DistributedDataParallel around it.
         forward: computes the loss.
         autocast: the trainer's.
-        dtype: of the head's matrix products.
+        dtype: of matrix products.
         gradients: the buffers of all parameters that are trained, where the trainer has some; else the step has its own.
     """
 
@@ -70,6 +74,7 @@ class CapturedStep:
         self.device = device
         self.trained = [p for p in model.parameters() if p.requires_grad]
         self.gradients = GradientBuffers(self.trained) if gradients is None else gradients
+        self.adapters = AdapterCopies(model, dtype)
         self.divisor = torch.ones((), device=device)
         self.recordings: dict[tuple[int, int], Recording] = {}
         # Peak memory of a pass, which a replay takes without asking the allocator for it.
@@ -128,7 +133,7 @@ class CapturedStep:
         loss = torch.zeros((), device=self.device)
 
         def compute() -> None:
-            with self.forward.passes():
+            with self.forward.passes(), self.adapters.in_place():
                 with self.autocast():
                     computed = self.forward.loss_sum(step, self.dtype) / self.divisor
                 computed.backward()
@@ -165,7 +170,7 @@ class CapturedStep:
     def _record_on_gpu(self, compute: Callable[[], None]) -> Callable[[], None]:
         """Return what replays `compute`, which runs a few times before."""
         with torch.random.fork_rng(devices=[self.device]), self.forward.compiled_layers():
-            for _ in range(WARM_UP):
+            for _ in range(WARM_UP if self._pool is None else WARM_UP_AGAIN):
                 compute()
             torch.cuda.synchronize(self.device)
             graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self.device)

@@ -91,19 +91,20 @@ def too_short(settings: Settings, data: TrainingData, plan: BatchPlan) -> str | 
 def busy_without(settings: Settings, train: TokenizedRows, size: int) -> str | None:
     """Return why recording would bring a run nothing: its micro-batches keep the GPU busy; None if it may bring something.
 
-    Measured on an H200 (docs/speed.md): Unsloth compiles whole layers for --method full, and computes packs of one row
-    each with a faster attention than varlen_attn.
+    Measured on an H200 (docs/speed.md): Unsloth compiles whole layers for --method full.
 
     Args:
         size: packs in a micro-batch.
     """
     tokens = largest_tokens(train, size, settings.max_length)
-    if tokens < ENOUGH_TOKENS or train.streamed:
-        return None
-    assert train.packing is not None
-    if settings.method != "full" and np.diff(train.packing.starts).max() > 1:
+    if settings.method != "full" or tokens < ENOUGH_TOKENS or train.streamed:
         return None
     return f"micro-batches of {tokens:,} tokens keep the GPU busy without"
+
+
+def are_single_rows(train: TokenizedRows) -> bool:
+    """Return whether every pack holds one row; not known of streamed rows."""
+    return not train.streamed and train.packing is not None and bool(np.diff(train.packing.starts).max() == 1)
 
 
 def shape_for(train: TokenizedRows, size: int, max_length: int) -> FixedShape:
@@ -112,6 +113,8 @@ def shape_for(train: TokenizedRows, size: int, max_length: int) -> FixedShape:
     tokens = largest_tokens(train, size, max_length)
     if train.streamed:
         return FixedShape.that_holds(tokens, tokens // TOKENS_A_ROW, max_length)
+    if are_single_rows(train):
+        return FixedShape.of_single_rows(size, int(train.lengths().max()))
     rows = np.sort(np.diff(train.packing.starts))[::-1][:size].sum()
     return FixedShape.that_holds(tokens, int(rows), max(train.packing.longest, max_length))
 

@@ -194,7 +194,9 @@ def attend(
         if sliding_window is None or sliding_window >= tokens:
             # torch takes cuDNN's kernel for these on newer GPUs, which is about twice as fast as varlen_attn.
             dense = torch.nn.functional.scaled_dot_product_attention(
-                *(given.to(dtype) for given in (query, key, value)),
+                query.to(dtype),
+                key.to(dtype),
+                value.to(dtype),
                 is_causal=True,
                 scale=scaling,
                 enable_gqa=key.shape[1] != heads,

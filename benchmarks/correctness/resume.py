@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common.runs import REPO, launch_command, losses, write_results
+from benchmarks.common.rows import full_rows
+from benchmarks.common.runs import REPO, launch_command, losses, make_model, write_results
 
 OPTIONS = "--config recipes/demo.yaml --compare_answers 0 --max_steps 8 --logging_steps 1 --save_steps 4 --seed 5"
 OPTIONS += " --save_total_limit none --per_device_train_batch_size 2 --global_batch_size 16 --report_to none"
@@ -34,8 +35,11 @@ class Case:
     options: str = "--lora_dropout 0.1"
     processes: int = 2
     resumed_with: int = 2
+    # Of benchmarks/common/models.py, with rows of ROW_TOKENS; empty: the demo's.
+    shape: str = ""
 
 
+ROW_TOKENS = 1024
 CASES = [
     Case("lora_1", "single_gpu", processes=1, resumed_with=1),
     Case("lora", "ddp"),
@@ -52,6 +56,15 @@ CASES = [
     Case("lora_fp16", "ddp", "--precision fp16 --lora_dropout 0.1"),
     Case("lora_recorded", "ddp", "--packing on --max_length 256 --cuda_graphs on --lora_dropout 0.1"),
     Case("lora_fp8", "ddp", "--packing on --max_length 256 --cuda_graphs on --fp8 --lora_dropout 0.1"),
+    # A pack is one row, whose attention torch computes with cuDNN on newer GPUs.
+    Case(
+        "lora_single_rows",
+        "single_gpu",
+        "--packing on --cuda_graphs on --lora_dropout 0.1",
+        processes=1,
+        resumed_with=1,
+        shape="qwen3_0.6b",
+    ),
     Case("qlora", "ddp", "--method qlora --lora_dropout 0.1"),
     Case("full", "ddp", "--method full --learning_rate 1e-3"),
     Case("full_recorded", "ddp", "--method full --learning_rate 1e-3 --packing on --max_length 256 --cuda_graphs on"),
@@ -86,6 +99,17 @@ def launch(case: Case, work: Path, name: str, processes: int, extra: str, gpu: s
     return {**result, "losses": losses(work / "outputs" / name)}
 
 
+def prepared(case: Case, work: Path) -> str:
+    """Write the model and the rows of the case where it does not take the demo's; return the options that name them."""
+    if not case.shape:
+        return ""
+    model, rows = work / case.shape, work / "rows.jsonl"
+    if make_model(case.shape, model).wait():
+        raise SystemExit(f"no model of shape {case.shape} could be made")
+    full_rows(rows, 128, seed=3, tokens=ROW_TOKENS)
+    return f"--model {model} --dataset {rows} --max_length {ROW_TOKENS}"
+
+
 def weights(folder: Path) -> Any:
     """Return all trained weights of a finished run as one float64 vector."""
     import torch
@@ -108,11 +132,12 @@ def play(case: Case, work: Path, gpu: str) -> dict[str, Any]:
     result: dict[str, Any] = {"case": case.name, "sharding": case.sharding, "options": case.options}
     result |= {"processes": case.processes, "resumed_with": case.resumed_with, "runs": []}
     checkpoint = work / "outputs" / f"{case.name}_whole" / "checkpoint-4"
+    given = prepared(case, work)
     for kind, (processes, extra) in {
         **runs,
         "resumed": (case.resumed_with, f"--resume {checkpoint} --trust_checkpoint"),
     }.items():
-        result["runs"].append(launch(case, work, f"{case.name}_{kind}", processes, extra, gpu))
+        result["runs"].append(launch(case, work, f"{case.name}_{kind}", processes, f"{given} {extra}", gpu))
         if result["runs"][-1]["exit_code"]:
             return result
     folders = {kind: work / "outputs" / f"{case.name}_{kind}" for kind in ("whole", "again", "resumed")}

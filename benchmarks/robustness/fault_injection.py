@@ -2,6 +2,7 @@
 
     uv run python -m benchmarks.robustness.fault_injection --runs 200 --json benchmarks/results/robustness/torture.json
     uv run python -m benchmarks.robustness.fault_injection --runs 200 --peer trl --json benchmarks/results/robustness/torture_trl.json
+    uv run python -m benchmarks.robustness.fault_injection --runs 5 --peer recorded --json FILE
 
 Each run starts the job under a launcher (a process that behaves like an elastic launcher without importing torch
 anew). It then sends a random signal to a random process at a random moment, or lets the job's disk (a tmpfs, which
@@ -11,7 +12,8 @@ its signal is repeated with another moment.
 Counts damaged offers (the checkpoint that the next start would resume from lacks a file that the uninterrupted job's
 checkpoints have, or holds one that cannot be read), hangs, failed starts, jobs that never finished, and final weights
 that are not bit-identical to the uninterrupted job's. `--peer trl` does the same to TRL's SFTTrainer with
-`resume_from_checkpoint=True` whenever it finds a checkpoint. Moments are the same fractions of the peer's own
+`resume_from_checkpoint=True` whenever it finds a checkpoint. `--peer recorded` is the kit on two GPUs, with packs and CUDA
+graphs. Moments are the same fractions of the peer's own
 duration, measured on its latest undisturbed start.
 """
 
@@ -58,15 +60,21 @@ PRELOAD = ["torch", "accelerate", "datasets", "peft", "transformers", "unsloth_d
 # ---- one rank ----
 
 
-def kit_job(folder: str, rows: str) -> None:
+def kit_job(folder: str, rows: str, more: str = "--max_length 64 --use_cpu") -> None:
     """Run the kit's job in the folder <folder>/run."""
     import train_ddp
 
     options = f"""--model {REPO}/demo/model --dataset {rows} --output_dir {folder} --run_name run --lora_dropout 0.1
         --learning_rate 0.01 --global_batch_size {GLOBAL_BATCH} --num_train_epochs {EPOCHS} --save_steps {SAVE_STEPS}
-        --save_total_limit 2 --max_length 64 --gradient_checkpointing none --report_to none --use_cpu"""
+        --save_total_limit 2 --gradient_checkpointing none --report_to none {more}"""
     sys.argv = ["train_ddp.py", *options.split()]
     train_ddp.main()
+
+
+def recorded_job(folder: str, rows: str) -> None:
+    """Run the kit's job with packs and CUDA graphs on two GPUs."""
+    # Unsloth would have to be imported before what the fork server has imported.
+    kit_job(folder, rows, f"--max_length 64 --packing on --cuda_graphs on --backend transformers --max_steps {STEPS}")
 
 
 def trl_job(folder: str, rows: str) -> None:
@@ -107,7 +115,7 @@ def trl_job(folder: str, rows: str) -> None:
     torch.distributed.destroy_process_group()
 
 
-JOBS: dict[str, Callable[[str, str], None]] = {"kit": kit_job, "trl": trl_job}
+JOBS: dict[str, Callable[[str, str], None]] = {"kit": kit_job, "recorded": recorded_job, "trl": trl_job}
 
 
 def rank_process(peer: str, folder: str, rows: str, environ: dict[str, str], log: str) -> None:

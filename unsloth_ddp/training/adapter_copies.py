@@ -7,7 +7,7 @@ gradient and adds it, one after the other. These are hundreds of kernels that ta
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -47,7 +47,7 @@ class AdapterCopies:
             yield
             return
         with torch.no_grad():
-            torch._foreach_copy_(self.copies, self.weights)
+            torch._foreach_copy_([*self.copies], self.weights)
         for copy in self.copies:
             # Gradients that are not added to others are kept as they are, without a kernel.
             copy.grad = None
@@ -58,18 +58,22 @@ class AdapterCopies:
             self._set(self.weights)
         self._add_gradients()
 
-    def _set(self, weights: list[nn.Parameter]) -> None:
+    def _set(self, weights: Sequence[torch.Tensor]) -> None:
         for layer, weight in zip(self.layers, weights, strict=True):
             layer.weight = weight
 
     def _add_gradients(self) -> None:
-        found = [(w.grad, c.grad) for w, c in zip(self.weights, self.copies, strict=True) if c.grad is not None]
-        if not found:
+        sums: list[torch.Tensor] = []
+        gradients: list[torch.Tensor] = []
+        for weight, copy in zip(self.weights, self.copies, strict=True):
+            if copy.grad is not None:
+                assert weight.grad is not None, "there is nothing to add the gradient of an adapter to"
+                sums.append(weight.grad)
+                gradients.append(copy.grad)
+                copy.grad = None
+        if not sums:
             return
-        sums, gradients = [s for s, _ in found], [g for _, g in found]
         # Adding tensors of two dtypes takes a kernel for each.
         converted = [torch.empty_like(one) for one in sums]
         torch._foreach_copy_(converted, gradients)
         torch._foreach_add_(sums, converted)
-        for copy in self.copies:
-            copy.grad = None

@@ -94,15 +94,20 @@ def test_rows_without_padding_need_no_mask(calls: list[Any]) -> None:
     assert calls == [(60, 2, 16)] * 2
 
 
-def test_rows_without_padding_and_window_are_computed_as_a_batch(calls: list[Any]) -> None:
+@pytest.mark.parametrize(
+    ("name", "config", "called"),
+    [("Granite", GRANITE, False), ("Mistral", {**MISTRAL, "sliding_window": 20}, False), ("Mistral", MISTRAL, True)],
+)
+def test_a_dense_batch_is_computed_without_boundaries_unless_its_window_is_shorter(
+    name: str, config: dict[str, Any], called: bool, calls: list[Any]
+) -> None:
     ids = torch.randint(3, 64, (3, 20), generator=torch.Generator().manual_seed(1))
-    batch = {"input_ids": ids, "labels": ids}
-    for name, config in (("Granite", GRANITE), ("Mistral", {**MISTRAL, "sliding_window": 20})):
-        model = make(name, **config)
-        expected = token_losses(model, batch)
-        varlen.use(model)
-        torch.testing.assert_close(token_losses(model, batch), expected, rtol=2e-6, atol=1e-6)
-    assert calls == []
+    model = make(name, **config)
+    expected = model(ids).logits
+    varlen.use(model)
+    found = model(ids, dense=True, use_cache=False).logits
+    torch.testing.assert_close(found, expected, rtol=2e-6, atol=1e-6)
+    assert bool(calls) is called
 
 
 def test_generation_is_what_it_is_with_sdpa(calls: list[Any]) -> None:

@@ -86,13 +86,17 @@ class PackedForward:
 
     def _hidden(self, step: StepTensors) -> Tensor:
         given: dict[str, Any] = {"input_ids": step.input_ids, "position_ids": step.position_ids, "use_cache": False}
+        boundaries = None
         if not self.shape.sequences:
             boundaries = step.boundaries.int()
             # Compiled layers are the same for any number of rows.
             torch._dynamo.mark_dynamic(boundaries, 0)
-            self._rows.boundaries = boundaries
-            if not self.unsloth_modules and self.decoder.config._attn_implementation == varlen.NAME:
-                longest = self.shape.longest
+        self._rows.boundaries = boundaries
+        if not self.unsloth_modules and self.decoder.config._attn_implementation == varlen.NAME:
+            longest = self.shape.longest
+            if boundaries is None:
+                given["dense"] = True
+            else:
                 given |= {"cu_seq_lens_q": boundaries, "cu_seq_lens_k": boundaries}
                 given |= {"max_length_q": longest, "max_length_k": longest}
         hidden: Tensor = self.decoder(**given)[0]
@@ -227,6 +231,7 @@ def _attention_within(rows: Rows, longest: int) -> Callable[..., Tensor]:
             sliding_window=context.sliding_window if (context.sliding_window or 0) > 0 else None,
             cu_seq_lens_q=rows.boundaries,
             max_length_q=longest,
+            dense=rows.boundaries is None,
         )
         return attended
 

@@ -130,6 +130,7 @@ NAMES = {
         "_forward_pre_hooks",
     ],
     "transformers/modeling_layers.py": ["gradient_checkpointing"],
+    "unsloth/kernels/qk_norm_rope.py": ["QK_NORM_ROPE_ENABLED"],
     "unsloth/trainer.py": ["PADDING_FREE_BLOCKLIST"],
     "unsloth/models/_utils.py": ["_unsloth_forced_float32", "_unsloth_gradient_checkpointing"],
     "unsloth/utils/attention_dispatch.py": ["_TORCH_VARLEN_ATTN", "XFORMERS", "FLASH_VARLEN"],

@@ -63,7 +63,7 @@ class StepTensors:
         supervised: 0-dim, supervised tokens.
         tokens: 0-dim, tokens without the fill and without filler rows, which have one token.
         input_ids: (sequences, tokens of a sequence); one sequence holds all packs, unless the shape says otherwise.
-        position_ids: of the same shape; they restart at 0 in every row.
+        position_ids: of the same shape; they restart at 0 in every row, and none is greater than those of the rows.
         boundaries: (rows + 1,), the first token of each row, and the number of tokens for empty rows.
         head_positions: (n,), the tokens that the head is computed for.
         head_labels: (n,), what follows each, or IGNORED.
@@ -144,7 +144,8 @@ class FixedShape:
         parts = (
             [len(positions), lengths[lengths > 1].sum()],
             padded[0],
-            np.arange(self.tokens) - np.repeat(starts, room),
+            # A model's table of positions may end with its longest row.
+            np.minimum(np.arange(self.tokens) - np.repeat(starts, room), max(lengths.max() - 1, 1)),
             boundaries,
             np.append(positions, np.zeros(missing)),
             np.append(following[positions], np.full(missing, IGNORED)),

@@ -35,6 +35,8 @@ LOSS_TOLERANCE, GRADIENT_TOLERANCE = 5e-3, 5e-2
 # With --fp8 another order changes which values are rounded up. On H200s gradients of random weights differed by 5.4e-2
 # (1.7B) and 1.1e-1 (8B) of their norm (benchmarks/results/speed/recorded_two.json).
 FP8_GRADIENT_TOLERANCE = 0.25
+# Replaying saves about a tenth of the time of a micro-batch that keeps the GPU busy, so it may compute as much fill.
+LEAST_FULL = 0.9
 
 
 @sendable
@@ -91,15 +93,21 @@ def too_short(settings: Settings, data: TrainingData, plan: BatchPlan) -> str | 
 def busy_without(settings: Settings, train: TokenizedRows, size: int) -> str | None:
     """Return why recording would bring a run nothing: its micro-batches keep the GPU busy; None if it may bring something.
 
-    Measured on an H200 (docs/speed.md): Unsloth compiles whole layers for --method full.
+    Measured on an H200 (docs/speed.md): Unsloth compiles whole layers for --method full. A replayed micro-batch computes
+    its fill too, and one of the backend takes about as long as one of ENOUGH_TOKENS or, if it has more, of its own tokens.
 
     Args:
         size: packs in a micro-batch.
     """
-    tokens = largest_tokens(train, size, settings.max_length)
-    if settings.method != "full" or tokens < ENOUGH_TOKENS or train.streamed:
+    if train.streamed:
         return None
-    return f"micro-batches of {tokens:,} tokens keep the GPU busy without"
+    tokens = largest_tokens(train, size, settings.max_length)
+    if settings.method == "full":
+        return f"micro-batches of {tokens:,} tokens keep the GPU busy without" if tokens >= ENOUGH_TOKENS else None
+    mean, filled = size * train.lengths()[:-1].mean(), shape_for(train, size, settings.max_length).tokens
+    if max(mean, ENOUGH_TOKENS) >= LEAST_FULL * filled:
+        return None
+    return f"micro-batches of {mean:,.0f} tokens on average would be filled up to {filled:,}"
 
 
 def are_single_rows(train: TokenizedRows) -> bool:
@@ -108,15 +116,21 @@ def are_single_rows(train: TokenizedRows) -> bool:
 
 
 def shape_for(train: TokenizedRows, size: int, max_length: int) -> FixedShape:
-    """Return the shape of micro-batches of `size` packs, whichever they are."""
+    """Return the shape of micro-batches of `size` packs, whichever they are.
+
+    Packs of one row each become sequences, unless that takes many more tokens, as where one row is far longer than all.
+    """
     assert train.packing is not None
     tokens = largest_tokens(train, size, max_length)
     if train.streamed:
         return FixedShape.that_holds(tokens, tokens // TOKENS_A_ROW, max_length)
-    if are_single_rows(train):
-        return FixedShape.of_single_rows(size, int(train.lengths().max()))
     rows = np.sort(np.diff(train.packing.starts))[::-1][:size].sum()
-    return FixedShape.that_holds(tokens, int(rows), max(train.packing.longest, max_length))
+    joined = FixedShape.that_holds(tokens, int(rows), max(train.packing.longest, max_length))
+    if not are_single_rows(train):
+        return joined
+    # More tokens than the largest micro-batch has may not fit.
+    apart = FixedShape.of_single_rows(size, train.packing.longest)
+    return apart if LEAST_FULL * apart.tokens <= joined.tokens else joined
 
 
 def draws_random_numbers(captured: CapturedStep, batch: dict[str, Any]) -> tuple[bool, str | None]:

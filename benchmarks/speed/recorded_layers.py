@@ -7,8 +7,7 @@
 Replays the forward and backward pass of one micro-batch of LoRA, on random-weight models of Qwen3-8B's shape cut to 4
 layers and of Qwen3-1.7B's cut to 6. Each variant is a process. Up to --at_once of them a GPU are prepared side by side.
 Once all are ready, they are measured one after the other on each GPU, the kernels (torch.profiler) included, so that
-nothing compiles meanwhile. A variant fails if it does not record, or if its pass is not what its name says. Takes about
-three minutes on two GPUs.
+nothing compiles meanwhile. A variant fails if it does not record, or if its pass is not what its name says.
 
 Names end with what is left out or chosen: `no_copies` (adapters in bf16, unsloth_ddp/training/adapter_copies.py),
 `no_norm` (Unsloth's fused norm of queries and keys), `neither`, `varlen` (rows of one pack each through varlen_attn, not

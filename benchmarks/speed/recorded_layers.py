@@ -339,7 +339,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, required=True, help="folder for models, rows and caches")
     parser.add_argument("--json", type=Path, help="file for the results")
-    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=[*VARIANTS], metavar="NAME")
+    parser.add_argument(
+        "--variants", nargs="+", choices=VARIANTS, default=[*VARIANTS], metavar="NAME", help=", ".join(VARIANTS)
+    )
     parser.add_argument("--gpus", nargs="+", default=["0"], help="ids of the GPUs to spread the variants over")
     parser.add_argument("--at_once", type=int, default=8, help="variants that a GPU's memory holds side by side")
     parser.add_argument("--tiny", action="store_true", help="try the script on a CPU, with the demo's model")

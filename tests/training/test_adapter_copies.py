@@ -75,6 +75,19 @@ def test_losses_and_gradients_are_to_the_bit_those_of_autocast(kind: str, recomp
     assert found.dtype == torch.float32 and torch.equal(found, wanted) and wanted.norm() > 0
 
 
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_pass_multiplies_by_the_copies(recompute: bool) -> None:
+    model = model_of("lora")
+    forward = PackedForward(model, SHAPE, recompute=recompute)
+    captured = CapturedStep(model, forward, AUTOCAST, torch.bfloat16, DEVICE)
+    used = []
+    for layer in captured.adapters.layers:
+        layer.register_forward_pre_hook(lambda layer, given: used.append(layer.weight.dtype))
+    captured.run(batches()[0], torch.ones(()))
+    # Where layers are computed again, too.
+    assert used == [torch.bfloat16] * len(captured.adapters.layers) * (1 + recompute)
+
+
 def test_the_copies_follow_the_weights() -> None:
     model = model_of("lora")
     copies = AdapterCopies(model, torch.bfloat16)

@@ -22,7 +22,7 @@ from tests.training.test_captured_step import SHAPE, batches, captured_of, fail,
 from unsloth_ddp.config.parse import Settings
 from unsloth_ddp.data.batch_plan import BatchPlan
 from unsloth_ddp.data.collate import Collate, Flatten, PadRight
-from unsloth_ddp.data.fixed_shape import LaidOut
+from unsloth_ddp.data.fixed_shape import FixedShape, LaidOut
 from unsloth_ddp.model import packed_forward, varlen
 from unsloth_ddp.model.gradient_checkpointing import GradientCheckpointing
 from unsloth_ddp.model.packed_forward import PackedForward
@@ -147,21 +147,70 @@ def forward(self, hidden_states, position_embeddings, **given):
 """
 
 
-def test_unsloths_attention_is_replaced_in_the_backward_pass_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def as_of_unsloth(model: Any, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """Let the model's attention layers call run_attention as Unsloth's do; return the module that has it."""
     family = ModuleType("unsloth.models.family")
     family.rotate = apply_rotary_pos_emb
     exec(UNSLOTH_LAYER, vars(family))
     monkeypatch.setitem(sys.modules, family.__name__, family)
     kind = type("FamilyAttention", (LlamaAttention,), {"forward": family.forward})
-    model = model_of("lora")
     for module in model.modules():
         if isinstance(module, LlamaAttention):
             module.__class__ = kind
             module.settings = SimpleNamespace(flash_varlen_kwargs=None, is_causal=True, sliding_window=None)
+    return family
+
+
+def test_unsloths_attention_is_replaced_in_the_backward_pass_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of("lora")
+    family = as_of_unsloth(model, monkeypatch)
     before = family.run_attention
     wanted, found = (passed(captured_of(model, recompute=recompute), batches()[1]) for recompute in (False, True))
     assert torch.equal(found[0], wanted[0]) and torch.equal(found[1], wanted[1])
     assert family.run_attention is before
+
+
+@pytest.mark.parametrize("unsloth", [False, True])
+def test_packs_of_one_row_each_need_no_attention_with_boundaries(
+    unsloth: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A CPU has no varlen_attn, so that calling it would fail; with 32 bits it is not called."""
+    shape = FixedShape.of_single_rows(2, 128)
+    collate = Collate(PadRight(0), Flatten("positions"))
+    collate.lay_out_for(shape)
+    packs = [dict(zip(("input_ids", "labels", "lengths"), rows_of([of]), strict=True)) for of in (100, 60)]
+    model = model_of("lora").bfloat16()
+    wanted = sum(ordinary_sum(model, collate([pack])) for pack in packs)
+    wanted.backward()
+    expected = gradients(model)
+    model.zero_grad()
+    if unsloth:
+        as_of_unsloth(model, monkeypatch)
+    else:
+        varlen.use(model.get_base_model())
+    forward = PackedForward(model, shape)
+    loss, found = passed(
+        CapturedStep(model, forward, contextlib.nullcontext, torch.bfloat16, torch.device("cpu")), collate(packs)
+    )
+    torch.testing.assert_close(loss, wanted.detach().float(), rtol=1e-2, atol=0)
+    assert (found - expected).norm() < 0.05 * expected.norm()
+
+
+def test_the_last_norm_is_compiled_unless_unsloth_computes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda module, **_: setattr(module, "_compiled_call_impl", print))
+    for unsloth in (False, True):
+        model = model_of("lora")
+        if unsloth:
+            as_of_unsloth(model, monkeypatch)
+        forward = PackedForward(model, SHAPE)
+        with forward.compiled_layers():
+            assert all(layer._compiled_call_impl is print for layer in forward.layers)
+            assert (forward.decoder.norm._compiled_call_impl is None) is unsloth
+        assert all(layer._compiled_call_impl is None for layer in [*forward.layers, forward.decoder.norm])
+    # A model whose last norm has another name.
+    del forward.decoder.norm
+    with forward.compiled_layers():
+        pass
 
 
 @pytest.mark.parametrize(("variable", "on"), [(None, True), ("0", False)])
@@ -175,9 +224,13 @@ def test_unsloths_fused_norm_is_on_inside_a_pass_unless_the_user_decided(
     monkeypatch.delenv(environ, raising=False)
     if variable is not None:
         monkeypatch.setenv(environ, variable)
-    with packed_forward._fused_norm():
-        assert getattr(kernels, switch) is on
-    assert getattr(kernels, switch) is False
+    model = model_of("lora")
+    as_of_unsloth(model, monkeypatch)
+    seen = []
+    captured = captured_of(model)
+    captured.forward.layers[0].register_forward_pre_hook(lambda *_: seen.append(getattr(kernels, switch)))
+    captured.run(batches()[0], torch.ones(()))
+    assert seen == [on] and getattr(kernels, switch) is False
 
 
 def with_dropout(p: float) -> Any:

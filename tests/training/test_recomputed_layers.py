@@ -171,14 +171,26 @@ def test_unsloths_attention_is_replaced_in_the_backward_pass_too(monkeypatch: py
 
 
 @pytest.mark.parametrize("unsloth", [False, True])
-def test_packs_of_one_row_each_need_no_attention_with_boundaries(
-    unsloth: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("lengths", "shape"),
+    [([[100], [60]], FixedShape.of_single_rows(2, 128)), ([[60, 50, 18], [70, 40]], SHAPE)],
+)
+def test_rows_are_kept_apart_by_boundaries_or_as_sequences(
+    unsloth: bool, lengths: list[list[int]], shape: FixedShape, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A CPU has no varlen_attn, so that calling it would fail; with 32 bits it is not called."""
-    shape = FixedShape.of_single_rows(2, 128)
+    """In 16 bit, since other attention is taken in 32."""
+    import torch.nn.attention.varlen as upstream
+
+    called = []
+
+    def attend(*given: Any, **more: Any) -> torch.Tensor:
+        called.append(given)
+        return attend_within_rows(*given, **more)
+
+    monkeypatch.setattr(upstream, "varlen_attn", attend, raising=False)
     collate = Collate(PadRight(0), Flatten("positions"))
     collate.lay_out_for(shape)
-    packs = [dict(zip(("input_ids", "labels", "lengths"), rows_of([of]), strict=True)) for of in (100, 60)]
+    packs = [dict(zip(("input_ids", "labels", "lengths"), rows_of(of), strict=True)) for of in lengths]
     model = model_of("lora").bfloat16()
     wanted = sum(ordinary_sum(model, collate([pack])) for pack in packs)
     wanted.backward()
@@ -189,11 +201,11 @@ def test_packs_of_one_row_each_need_no_attention_with_boundaries(
     else:
         varlen.use(model.get_base_model())
     forward = PackedForward(model, shape)
-    loss, found = passed(
-        CapturedStep(model, forward, contextlib.nullcontext, torch.bfloat16, torch.device("cpu")), collate(packs)
-    )
+    captured = CapturedStep(model, forward, contextlib.nullcontext, torch.bfloat16, torch.device("cpu"))
+    loss, found = passed(captured, collate(packs))
     torch.testing.assert_close(loss, wanted.detach().float(), rtol=1e-2, atol=0)
     assert (found - expected).norm() < 0.05 * expected.norm()
+    assert bool(called) is (not shape.sequences)
 
 
 def test_the_last_norm_is_compiled_unless_unsloth_computes_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -175,8 +175,8 @@ def _tokenize(examples: datasets.Dataset, encoder: Encoder, settings: Settings, 
         kept = np.flatnonzero(~_column(tokenized, "overlong").to_numpy())
         if not len(kept):
             raise UserError(
-                f"All {len(tokenized):,} {purpose} rows are longer than max_length {settings.max_length}, so none is left; "
-                "raise max_length."
+                f"All {len(tokenized):,} {purpose} rows that were read are longer than max_length {settings.max_length}, so none "
+                "is left; raise max_length."
             )
         dropped = len(tokenized) - len(kept)
         tokenized = tokenized.select(kept).flatten_indices()

@@ -7,7 +7,7 @@ from torch import Tensor
 
 # PyTorch's cross entropy ignores this label.
 IGNORED = -100
-# Matrix products are fastest with whole tiles, and Unsloth's loss is compiled for more than one token.
+# Matrix products are fastest with whole tiles, and the loss is compiled for more than one token.
 MULTIPLE = 128
 # Largest fraction of selected tokens; selecting needs a copy, which does not pay off for nearly all tokens.
 MOST_SELECTED = 0.9

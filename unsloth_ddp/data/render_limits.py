@@ -29,9 +29,7 @@ class TemplateOverrun(BaseException):
 
 def overrun_sentence(error: TemplateOverrun) -> str:
     """Return the message for the user."""
-    return (
-        f"the chat template cannot render a row ({error}); fix the template, or give another with --chat_template."
-    )
+    return f"the chat template cannot render a row ({error}); fix the template, or give another with --chat_template."
 
 
 @contextlib.contextmanager

@@ -187,7 +187,9 @@ class DDPTrainer(ResumableTrainer):
     def _compare_weights(self) -> None:
         drift = DriftCheck(self.model, self.runtime, self.settings.drift_check_steps)
         if drift.skipped and self.runtime.ranks.is_main:
-            print(f"drift_check_steps is ignored: with {drift.skipped} each rank holds a different part of the weights.")
+            print(
+                f"drift_check_steps is ignored: with {drift.skipped} each rank holds a different part of the weights."
+            )
         self.add_callback(CompareWeights(drift))
 
     # ---- before the first step ----

@@ -164,7 +164,7 @@ def test_every_schedule_works_or_is_refused_before_anything_is_loaded(name: str,
 
 def test_a_keyword_that_a_schedule_does_not_take_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
-        UserError, match=r"cosine does not work with lr_scheduler_kwargs {'cycles': 2} \(.*'cycles'\); mend"
+        UserError, match=r"cosine does not work with lr_scheduler_kwargs {'cycles': 2} \(.*'cycles'\); correct them"
     ):
         config_with(tmp_path, {"lr_scheduler_type": "cosine"}, lr_scheduler_kwargs={"cycles": 2})
 

@@ -63,7 +63,7 @@ def test_large_micro_batches_are_recorded_only_where_it_brings_something(
     packing: Any = SimpleNamespace(starts=np.arange(0, 11 * rows_a_pack, rows_a_pack))
     train: Any = SimpleNamespace(streamed=False, packing=packing, lengths=lambda: np.full(11, 2048))
     reason = busy_without(Settings(model="m", dataset=["d"], method=method), train, size)
-    assert reason == ("micro-batches of 8,192 tokens keep the GPU busy without" if busy else None)
+    assert reason == ("micro-batches of 8,192 tokens keep the GPU busy without CUDA graphs" if busy else None)
 
 
 @pytest.mark.parametrize(("starts", "sequences"), [([0, 1, 2, 3], 2), ([0, 1, 3, 4], 0)])

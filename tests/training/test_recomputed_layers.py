@@ -395,10 +395,15 @@ def test_dropout_is_recorded_without_recomputing_only(capsys: pytest.CaptureFixt
     assert recorded.choice.recorded
     recorded.use("torch")
     assert recorded.captured is None
-    assert "dropout would be drawn anew where gradient checkpointing torch" in capsys.readouterr().out
+    assert "gradient checkpointing torch would draw another dropout mask" in capsys.readouterr().out
     refused = prepared(with_dropout(0.1), "torch")
-    assert not refused.choice.recorded and refused.choice.reason.startswith("dropout would be drawn anew")
-    with pytest.raises(UserError, match="cuda_graphs on is not possible, because dropout would be drawn anew"):
+    assert not refused.choice.recorded and refused.choice.reason.startswith(
+        "gradient checkpointing torch would draw another dropout mask"
+    )
+    with pytest.raises(
+        UserError,
+        match="cuda_graphs on is not possible, because gradient checkpointing torch would draw another dropout mask",
+    ):
         prepared(with_dropout(0.1), "torch", cuda_graphs="on")
 
 
@@ -407,7 +412,10 @@ def test_dropout_is_recorded_without_recomputing_only(capsys: pytest.CaptureFixt
     ("options", "reason"),
     [
         ({"gradient_checkpointing": "unsloth"}, "gradient checkpointing unsloth moves the inputs of layers"),
-        ({"gradient_checkpointing": "torch", "lora_dropout": 0.1}, "dropout would be drawn anew"),
+        (
+            {"gradient_checkpointing": "torch", "lora_dropout": 0.1},
+            "gradient checkpointing torch would draw another dropout mask",
+        ),
         ({"gradient_checkpointing": "torch", "lora_dropout": 0.1, "method": "full"}, ""),
         ({"gradient_checkpointing": "auto", "lora_dropout": 0.1}, ""),
         ({"gradient_checkpointing": "torch"}, ""),

@@ -63,13 +63,13 @@ def packs_of(tokens: list[int], rows_a_pack: int = 1) -> Any:
     ("method", "tokens", "rows_a_pack", "size", "reason"),
     [
         ("lora", [2048] * 10, 1, 4, None), ("lora", [2048] * 10, 7, 4, None),
-        ("full", [2048] * 10, 1, 4, "micro-batches of 8,192 tokens keep the GPU busy without"),
-        ("full", [2048] * 10, 7, 4, "micro-batches of 8,192 tokens keep the GPU busy without"),
+        ("full", [2048] * 10, 1, 4, "micro-batches of 8,192 tokens keep the GPU busy without CUDA graphs"),
+        ("full", [2048] * 10, 7, 4, "micro-batches of 8,192 tokens keep the GPU busy without CUDA graphs"),
         ("full", [2048] * 10, 7, 2, None),
         # Mostly fill, but the backend's would wait for the host as long.
         ("lora", [300, 2048] * 5, 1, 4, None),
-        ("lora", [1000, 2048] * 8, 1, 8, "micro-batches of 12,192 tokens on average would be filled up to 16,384"),
-        ("lora", [1000, 2048] * 8, 3, 8, "micro-batches of 12,192 tokens on average would be filled up to 16,384"),
+        ("lora", [1000, 2048] * 8, 1, 8, "micro-batches of 12,192 tokens on average would be padded to 16,384"),
+        ("lora", [1000, 2048] * 8, 3, 8, "micro-batches of 12,192 tokens on average would be padded to 16,384"),
         ("lora", [1900, 2048] * 8, 1, 8, None),
     ],
 )  # fmt: skip

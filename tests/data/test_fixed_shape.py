@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
 
 from unsloth_ddp.data.collate import Collate, Flatten, PadRight
-from unsloth_ddp.data.fixed_shape import TILE, FixedShape
+from unsloth_ddp.data.fixed_shape import TILE, FixedShape, smaller_sizes
 from unsloth_ddp.data.labels import IGNORED
 
 SHAPE = FixedShape.that_holds(tokens=300, rows=12, longest=100)
@@ -80,6 +82,50 @@ def test_fill_has_no_position_that_no_row_has(shape: FixedShape) -> None:
         laid_out = shape.lay_out(*rows_of(lengths))
         assert laid_out is not None
         assert int(shape.parts(laid_out).position_ids.max()) == last
+
+
+@pytest.mark.parametrize(
+    ("lengths", "tokens"), [([20, 30], 128), ([100, 28], 128), ([100, 29], 384), ([100, 100, 100], 384)]
+)
+def test_a_micro_batch_is_padded_to_the_smallest_size_that_holds_it(lengths: list[int], tokens: int) -> None:
+    shape = dataclasses.replace(SHAPE, smaller=(128,))
+    ids, labels, array = rows_of(lengths)
+    laid_out = shape.lay_out(ids, labels, array)
+    assert laid_out is not None and laid_out.tokens == laid_out.sizes[0] == tokens
+    assert shape.padded(array[None]).tolist() == [tokens]
+    step = shape.parts(laid_out)
+    assert step.input_ids.shape == (1, tokens) and step.input_ids[0, : len(ids)].tolist() == ids.tolist()
+    assert step.boundaries.max() == tokens and int(step.supervised) == int((labels != IGNORED).sum())
+    whole = shape.lay_out(ids, labels, array, at_least=384)
+    assert whole is not None and whole.tokens == 384
+
+
+def test_single_rows_are_padded_to_the_smallest_length_that_holds_the_longest() -> None:
+    shape = dataclasses.replace(FixedShape.of_single_rows(2, 300), smaller=(256, 512))
+    found = [shape.lay_out(*rows_of(lengths)) for lengths in ([100, 90], [100, 129], [300, 1], [385, 1])]
+    assert [one and shape.parts(one).input_ids.shape for one in found] == [(2, 128), (2, 256), (2, 384), None]
+
+
+def test_smaller_sizes_are_chosen_where_they_save_much() -> None:
+    full = np.full(100, 8192)
+    assert smaller_sizes(full, 8192, 10**6) == ()
+    # Nine of ten micro-batches take 2048 tokens.
+    most = np.repeat([2048, 8192], [90, 10])
+    assert smaller_sizes(most, 8192, 10**6) == (2048,)
+    assert smaller_sizes(most, 8192, 150) == ()
+    three = np.repeat([1024, 4096, 8192], [40, 40, 20])
+    assert smaller_sizes(three, 8192, 10**6) == (1024, 4096)
+    # A second size would save less than a tenth.
+    assert smaller_sizes(np.repeat([1024, 1152, 8192], [40, 40, 20]), 8192, 10**6) == (1152,)
+
+
+def test_sizes_of_many_different_micro_batches_save_about_what_the_best_would() -> None:
+    needed = 128 * np.random.default_rng(0).integers(8, 512, 4096)
+    sizes = (*smaller_sizes(needed, 65536, 10**6), 65536)
+    assert len(sizes) == 3
+    array = np.array(sizes)
+    # Three sizes for evenly spread numbers: one sixth is padding at best.
+    assert array[np.searchsorted(array, needed)].mean() < 1.38 * needed.mean()
 
 
 def test_more_or_longer_single_rows_than_the_shape_has_are_not_laid_out() -> None:

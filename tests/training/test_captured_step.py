@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,7 +22,7 @@ from unsloth_ddp.model.head_loss import head_loss
 from unsloth_ddp.model.modules import without_dropout
 from unsloth_ddp.model.packed_forward import PackedForward
 from unsloth_ddp.training.captured_step import CapturedStep, RecordingFailed
-from unsloth_ddp.training.step_choice import check_recording
+from unsloth_ddp.training.step_choice import capture_sizes, check_recording
 
 SHAPE = FixedShape.that_holds(tokens=256, rows=12, longest=128)
 DEVICE = torch.device("cpu")
@@ -122,16 +123,16 @@ def test_a_recording_leaves_gradients_as_they_were_also_where_it_fails(monkeypat
     before = gradients_of(captured)
     assert before.any()
 
-    def record(compute: Any) -> None:
+    def record(compute: Any, warm_up: int) -> None:
         for flat in captured.gradients.flat:
             flat += 1
         compute()
 
     monkeypatch.setattr(captured, "_record_on_gpu", record)
-    captured._record_beside_gradients(lambda: None)
+    captured._record_beside_gradients(lambda: None, 1)
     assert torch.equal(gradients_of(captured), before)
     with pytest.raises(RecordingFailed, match="no such layer"):
-        captured._record_beside_gradients(fail)
+        captured._record_beside_gradients(fail, 1)
     assert torch.equal(gradients_of(captured), before)
 
     def short(tensor: torch.Tensor) -> None:
@@ -139,7 +140,7 @@ def test_a_recording_leaves_gradients_as_they_were_also_where_it_fails(monkeypat
 
     with monkeypatch.context() as changed, pytest.raises(RecordingFailed, match="CUDA out of memory"):
         changed.setattr(torch.Tensor, "clone", short)
-        captured._record_beside_gradients(lambda: None)
+        captured._record_beside_gradients(lambda: None, 1)
     assert torch.equal(gradients_of(captured), before)
 
 
@@ -147,7 +148,22 @@ def gradients_of(captured: CapturedStep) -> torch.Tensor:
     return torch.cat(captured.gradients.flat)
 
 
-def test_only_the_first_recording_is_warmed_up_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_first_recording_of_a_number_of_tokens_is_warmed_up_twice() -> None:
+    shape = dataclasses.replace(SHAPE, smaller=(128,))
+    model = model_of("lora")
+    captured = CapturedStep(model, PackedForward(model, shape), contextlib.nullcontext, torch.float32, DEVICE)
+    counts = []
+    for lengths in ([100], [90, 60], [60, 60, 1, 1, 1, 1, 1, 1, 1]):
+        laid_out = shape.lay_out(*rows_of(lengths))
+        assert laid_out is not None
+        counts.append((laid_out.sizes[:2], captured._warm_up(laid_out.tokens)))
+        captured.run({"laid_out": laid_out}, torch.ones(()))
+    assert counts == [((128, 8), 2), ((256, 8), 2), ((128, 16), 1)]
+    captured.forget()
+    assert captured._warm_up(128) == 2
+
+
+def test_a_recording_follows_its_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
     captured, passes = captured_of(model_of("lora")), []
     for name in ("synchronize", "current_stream"):
         monkeypatch.setattr(torch.cuda, name, lambda device: None)
@@ -155,15 +171,47 @@ def test_only_the_first_recording_is_warmed_up_twice(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(pool=lambda: 1, replay=lambda: None))
     monkeypatch.setattr(torch.random, "fork_rng", lambda devices: contextlib.nullcontext())
     monkeypatch.setattr(captured.forward, "compiled_layers", contextlib.nullcontext)
-    counts = []
-    for forget in (False, False, True):
-        if forget:
-            captured.forget()
-        passes.clear()
-        captured._record_on_gpu(lambda: passes.append(1))
-        counts.append(len(passes))
-    # Each is recorded after its warm-up.
-    assert counts == [3, 2, 3]
+    captured._record_on_gpu(lambda: passes.append(1), 2)
+    assert len(passes) == 3
+
+
+@pytest.mark.parametrize("sequences", [0, 2])
+def test_every_number_of_tokens_is_captured_before_training(sequences: int) -> None:
+    shape = FixedShape.of_single_rows(2, 300) if sequences else FixedShape.that_holds(tokens=500, rows=8, longest=500)
+    shape = dataclasses.replace(shape, smaller=(256,))
+    model = with_dropout_of(0.5)
+    captured = CapturedStep(model, PackedForward(model, shape), contextlib.nullcontext, torch.float32, DEVICE)
+    example = dict(zip(("input_ids", "labels", "lengths"), rows_of([9]), strict=True))
+    captured.run({"laid_out": shape.lay_out(*example.values())}, torch.ones(()))
+    for p in captured.trained:
+        p.grad = None
+    state = torch.get_rng_state()
+    assert capture_sizes(captured, example) is None
+    assert {sizes[0] for sizes in captured.recordings} == {256, shape.tokens} and len(captured.recordings) == 2
+    assert torch.equal(torch.get_rng_state(), state) and all(p.grad is None for p in captured.trained)
+    captured.forget()
+    captured.forward.layers[1].register_forward_pre_hook(fail)
+    assert capture_sizes(captured, example) == "recording it failed: no such layer"
+    assert all(p.grad is None for p in captured.trained)
+
+
+def test_micro_batches_padded_to_several_sizes_have_the_gradients_of_ordinary_ones() -> None:
+    shape = dataclasses.replace(SHAPE, smaller=(128,))
+    collate = Collate(PadRight(0), Flatten("positions"))
+    collate.lay_out_for(shape)
+    packs = [
+        dict(zip(("input_ids", "labels", "lengths"), rows_of(of), strict=True)) for of in ([60, 50], [128, 100], [9])
+    ]
+    given = [collate([pack]) for pack in packs]
+    assert [batch["laid_out"].tokens for batch in given] == [128, 256, 128]
+    model = model_of("lora")
+    sum(ordinary_sum(model, batch) for batch in given).backward()
+    wanted = gradients(model)
+    model.zero_grad()
+    captured = CapturedStep(model, PackedForward(model, shape), contextlib.nullcontext, torch.float32, DEVICE)
+    for batch in given:
+        captured.run(batch, torch.ones(()))
+    torch.testing.assert_close(gradients(model), wanted, rtol=1e-4, atol=1e-6)
 
 
 def test_counts_come_with_the_loss() -> None:
@@ -195,13 +243,17 @@ def _bent(model: Any) -> torch.Tensor:
     return 1000 * (weight - weight.detach()).sum()
 
 
-def test_dropout_is_left_out_of_the_check_and_back_afterwards() -> None:
+def with_dropout_of(p: float) -> Any:
     model = make("Llama", **KV)
     model.set_attn_implementation("sdpa")
     config = LoraConfig(
-        r=4, lora_dropout=0.5, target_modules="all-linear", task_type="CAUSAL_LM", init_lora_weights=False
+        r=4, lora_dropout=p, target_modules="all-linear", task_type="CAUSAL_LM", init_lora_weights=False
     )
-    model = get_peft_model(model, config).train()
+    return get_peft_model(model, config).train()
+
+
+def test_dropout_is_left_out_of_the_check_and_back_afterwards() -> None:
+    model = with_dropout_of(0.5)
     captured, batch = captured_of(model), batches()[1]
     with without_dropout(model) as dropped:
         assert dropped

@@ -9,8 +9,10 @@ import pytest
 import torch
 
 from unsloth_ddp.config.options import Settings
+from unsloth_ddp.data.batch_plan import BatchPlan
+from unsloth_ddp.training import step_choice
 from unsloth_ddp.training.meter import Meter, OwnWorkTimer, Totals, peak_memory_bytes
-from unsloth_ddp.training.step_choice import busy_without, shape_for
+from unsloth_ddp.training.step_choice import busy_without, dealt, shape_for, shape_of_run
 from unsloth_ddp.training.trainer import DDPTrainer
 
 
@@ -56,7 +58,7 @@ def test_the_peak_is_that_of_a_replay_where_it_is_higher() -> None:
 def packs_of(tokens: list[int], rows_a_pack: int = 1) -> Any:
     """Return packs of so many tokens, and the filler."""
     packing = SimpleNamespace(starts=np.arange(len(tokens) + 1) * rows_a_pack, longest=max(tokens))
-    return SimpleNamespace(streamed=False, packing=packing, lengths=lambda: np.array([*tokens, 1]))
+    return SimpleNamespace(streamed=False, packing=packing, units=len(tokens), lengths=lambda: np.array([*tokens, 1]))
 
 
 @pytest.mark.parametrize(
@@ -77,7 +79,40 @@ def test_micro_batches_are_recorded_only_where_it_brings_something(
     method: str, tokens: list[int], rows_a_pack: int, size: int, reason: str | None
 ) -> None:
     settings = Settings(model="m", dataset=["d"], method=method, max_length=2048)
-    assert busy_without(settings, packs_of(tokens, rows_a_pack), size) == reason
+    train, plan = packs_of(tokens, rows_a_pack), BatchPlan(size, 1, 1)
+    assert busy_without(settings, train, plan, shape_for(train, size, 2048)) == reason
+
+
+def test_padding_to_several_sizes_counts() -> None:
+    settings = Settings(model="m", dataset=["d"], max_length=2048)
+    train, plan = packs_of([1000] * 60 + [2048] * 4), BatchPlan(16, 1, 1)
+    shape = shape_of_run(settings, SimpleNamespace(train=train), plan)
+    assert shape.smaller == ()
+    reason = busy_without(settings, train, plan, shape)
+    assert reason is not None and "padded to" in reason
+    long = Settings(model="m", dataset=["d"], max_length=2048, num_train_epochs=1000)
+    shape = shape_of_run(long, SimpleNamespace(train=train), plan)
+    assert shape.smaller
+    assert busy_without(long, train, plan, shape) is None
+
+
+def test_chats_of_a_small_global_batch_are_not_padded_to_the_longest_packs() -> None:
+    rng = np.random.default_rng(0)
+    packs = [*rng.integers(400, 700, 950).tolist(), *rng.integers(1000, 2049, 50).tolist()]
+    data: Any = SimpleNamespace(train=packs_of(packs, 2))
+    plan = BatchPlan(4, 2, 1)
+    settings = Settings(model="m", dataset=["d"], max_length=2048, num_train_epochs=10)
+    shape = shape_of_run(settings, data, plan)
+    micro_batches = dealt(data.train, plan)
+    assert micro_batches.shape == (250, 4) and micro_batches.sum() == sum(packs)
+    assert shape.tokens > 8000 and len(shape.smaller) == 2
+    assert shape.padded(micro_batches).mean() < 1.3 * micro_batches.sum(axis=1).mean()
+
+
+def test_a_sample_stands_for_many_packs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_choice, "SAMPLED_PACKS", 64)
+    micro_batches = dealt(packs_of([100] * 1000), BatchPlan(4, 2, 2))
+    assert micro_batches.shape == (16, 4) and (micro_batches == 100).all()
 
 
 def test_single_rows_are_no_sequences_where_one_is_far_longer_than_all() -> None:

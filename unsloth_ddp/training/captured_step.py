@@ -25,10 +25,10 @@ from unsloth_ddp.utils.errors import one_line
 
 logger = logging.getLogger("unsloth_ddp")
 
-# Passes before the first recording: the first compiles, the second has the memory that the first one's kernels were
-# chosen with.
+# Passes before the first recording of a number of tokens: the first compiles, the second has the memory that the first one's
+# kernels were chosen with.
 WARM_UP = 2
-# Passes before a recording of other sizes, for which little is compiled.
+# Passes before further recordings, for which little is compiled.
 WARM_UP_AGAIN = 1
 
 
@@ -76,7 +76,7 @@ class CapturedStep:
         self.gradients = GradientBuffers(self.trained) if gradients is None else gradients
         self.adapters = AdapterCopies(model, dtype)
         self.divisor = torch.ones((), device=device)
-        self.recordings: dict[tuple[int, int], Recording] = {}
+        self.recordings: dict[tuple[int, int, int], Recording] = {}
         # Peak memory of a pass, which a replay takes without asking the allocator for it.
         self.peak_bytes = 0
         # Until training begins, other passes are trials, which are no part of its peak.
@@ -115,6 +115,10 @@ class CapturedStep:
         recording.replay()
         return recording.loss, recording.step
 
+    def has_size(self, tokens: int) -> bool:
+        """Return whether a micro-batch padded to so many tokens was captured, whatever its other sizes."""
+        return any(sizes[0] == tokens for sizes in self.recordings)
+
     def forget(self) -> None:
         """Drop all recordings; each is made anew at its next use."""
         self.recordings.clear()
@@ -143,18 +147,21 @@ class CapturedStep:
             # A CPU has no graphs; it computes what a recording does.
             return Recording(laid_out, step, loss, compute)
         self._count_anew()
-        replay = self._record_beside_gradients(compute)
+        replay = self._record_beside_gradients(compute, self._warm_up(laid_out.tokens))
         self.peak_bytes = max(self.peak_bytes, torch.cuda.max_memory_allocated(self.device))
         logger.info(
             "recorded the step of %d tokens in %d rows, %d of them for the head, in %.1f s",
-            self.shape.tokens,
             *laid_out.sizes,
             time.perf_counter() - began,
         )
         return Recording(laid_out, step, loss, replay)
 
-    def _record_beside_gradients(self, compute: Callable[[], None]) -> Callable[[], None]:
-        """Return what replays `compute`; gradients are left as they were.
+    def _warm_up(self, tokens: int) -> int:
+        """Return how often a pass over so many tokens runs before it is recorded."""
+        return WARM_UP_AGAIN if self.has_size(tokens) else WARM_UP
+
+    def _record_beside_gradients(self, compute: Callable[[], None], warm_up: int) -> Callable[[], None]:
+        """Return what replays `compute`, which runs `warm_up` times before; gradients are left as they were.
 
         Raises:
             RecordingFailed: it failed, or there is no memory for a copy of the gradients.
@@ -164,7 +171,7 @@ class CapturedStep:
             for flat in self.gradients.flat:
                 # A second copy of all gradients is much memory; at the beginning of a step there is nothing to keep.
                 kept.append((flat, flat.clone() if flat.any() else None))
-            return self._record_on_gpu(compute)
+            return self._record_on_gpu(compute, warm_up)
         except Exception as error:
             raise RecordingFailed(one_line(error, 200)) from error
         finally:
@@ -177,10 +184,10 @@ class CapturedStep:
             self.peak_bytes = max(self.peak_bytes, torch.cuda.max_memory_allocated(self.device))
         torch.cuda.reset_peak_memory_stats(self.device)
 
-    def _record_on_gpu(self, compute: Callable[[], None]) -> Callable[[], None]:
-        """Return what replays `compute`, which runs a few times before."""
+    def _record_on_gpu(self, compute: Callable[[], None], warm_up: int) -> Callable[[], None]:
+        """Return what replays `compute`, which runs `warm_up` times before."""
         with torch.random.fork_rng(devices=[self.device]), self.forward.compiled_layers():
-            for _ in range(WARM_UP if self._pool is None else WARM_UP_AGAIN):
+            for _ in range(warm_up):
                 compute()
             torch.cuda.synchronize(self.device)
             graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self.device)

@@ -7,13 +7,14 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.data.batch_plan import BatchPlan
 from unsloth_ddp.data.collate import Collate
-from unsloth_ddp.data.fixed_shape import StepTensors
+from unsloth_ddp.data.fixed_shape import FixedShape, StepTensors
 from unsloth_ddp.data.training_data import TrainingData
 from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.model.modules import training_mode, without_dropout
@@ -27,12 +28,13 @@ from unsloth_ddp.training.step_choice import (
     GRADIENT_TOLERANCE,
     StepChoice,
     busy_without,
+    capture_sizes,
     check_recording,
     draws_random_numbers,
     kind_obstacle,
     obstacle,
     refuse,
-    shape_for,
+    shape_of_run,
     too_short,
 )
 
@@ -90,12 +92,13 @@ class RecordedSteps:
         if not self.choice.recorded:
             return
         reason = None
+        shape = shape_of_run(self.settings, self.data, plan)
         if self.settings.cuda_graphs != "on":
             reason = too_short(self.settings, self.data, plan)
-            reason = reason or busy_without(self.settings, self.data.train, decision.per_device)
+            reason = reason or busy_without(self.settings, self.data.train, plan, shape)
         reason = kind_obstacle(decision.kind, random=False) or reason
         if reason is None:
-            captured, reason = self._try(runner, decision, autocast, gradients)
+            captured, reason = self._try(runner, decision, shape, autocast, gradients)
             reason = next((one for one in self.runtime.gather(reason) if one is not None), None)
             if captured is not None and reason is None:
                 captured.in_trial = False
@@ -108,11 +111,11 @@ class RecordedSteps:
         self,
         runner: MicroBatchRunner,
         decision: MicroBatchDecision,
+        shape: FixedShape,
         autocast: Callable[[], AbstractContextManager[Any]],
         gradients: GradientBuffers | None,
     ) -> tuple[CapturedStep | None, str | None]:
         train, model, size = self.data.train, runner.model, decision.per_device
-        shape = shape_for(train, size, self.settings.max_length)
         try:
             forward = PackedForward(model, shape, recompute=decision.kind == "torch")
         except NotImplementedError as error:
@@ -128,8 +131,11 @@ class RecordedSteps:
                 return None, reason
             with without_dropout(model) as dropped:
                 reason = check_recording(captured, batch, runner.loss_sum, tolerance)
-        if dropped:
-            captured.forget()
+            if dropped:
+                captured.forget()
+            if reason is None and not train.streamed:
+                shortest = int(np.argmin(train.lengths()[:-1]))
+                reason = capture_sizes(captured, train.examples[shortest])
         return captured, reason
 
     def release(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import math
 from collections.abc import Callable
@@ -13,9 +14,9 @@ import torch
 from torch import Tensor
 
 from unsloth_ddp.config.options import Settings
-from unsloth_ddp.data.batch_plan import BatchPlan
+from unsloth_ddp.data.batch_plan import BalancedOrder, BatchPlan
 from unsloth_ddp.data.dataset import TokenizedRows
-from unsloth_ddp.data.fixed_shape import FixedShape
+from unsloth_ddp.data.fixed_shape import FixedShape, smaller_sizes
 from unsloth_ddp.data.training_data import TrainingData
 from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.distributed.wire import sendable
@@ -38,6 +39,8 @@ LOSS_TOLERANCE, GRADIENT_TOLERANCE = 5e-3, 5e-2
 FP8_GRADIENT_TOLERANCE = 0.25
 # Replaying saves about a tenth of the time of a micro-batch that keeps the GPU busy, so it may compute as much padding.
 LEAST_FULL = 0.9
+# Packs that the sizes of micro-batches are estimated from.
+SAMPLED_PACKS = 4096
 
 
 @sendable
@@ -80,36 +83,59 @@ def kind_obstacle(kind: str, *, random: bool) -> str | None:
     return None
 
 
+def micro_batches_of_run(settings: Settings, data: TrainingData, plan: BatchPlan) -> float:
+    """Return how many micro-batches a process computes; infinity if streamed rows decide."""
+    if settings.max_steps > 0:
+        return settings.max_steps * plan.accumulation
+    if data.train.streamed:
+        return math.inf
+    return math.ceil(plan.steps_per_epoch(data.train.units) * settings.num_train_epochs) * plan.accumulation
+
+
 def too_short(settings: Settings, data: TrainingData, plan: BatchPlan) -> str | None:
     """Return why a run is too short for compiling to save time; None if it is not."""
-    steps = settings.max_steps if settings.max_steps > 0 else 0
-    if not steps:
-        if data.train.streamed:
-            return None
-        steps = math.ceil(plan.steps_per_epoch(data.train.units) * settings.num_train_epochs)
-    passes = steps * plan.accumulation
+    passes = micro_batches_of_run(settings, data, plan)
     return f"{passes} micro-batches are too few to compile for" if passes < FEWEST_MICRO_BATCHES else None
 
 
-def busy_without(settings: Settings, train: TokenizedRows, size: int) -> str | None:
+def busy_without(settings: Settings, train: TokenizedRows, plan: BatchPlan, shape: FixedShape) -> str | None:
     """Return why CUDA graphs would save no time: micro-batches already keep the GPU busy; None if they may save time.
 
     Unsloth compiles whole layers for --method full; measured on an H200 (docs/speed.md). A replayed micro-batch also computes
     its padding. The backend takes about as long for a small micro-batch as for one of ENOUGH_TOKENS.
-
-    Args:
-        size: packs in a micro-batch.
     """
     if train.streamed:
         return None
-    tokens = largest_tokens(train, size, settings.max_length)
     if settings.method == "full":
+        tokens = largest_tokens(train, plan.per_device, settings.max_length)
         busy = tokens >= ENOUGH_TOKENS
         return f"micro-batches of {tokens:,} tokens keep the GPU busy without CUDA graphs" if busy else None
-    mean, padded = size * train.lengths()[:-1].mean(), shape_for(train, size, settings.max_length).tokens
+    packs = dealt(train, plan)
+    mean, padded = packs.sum(axis=1).mean(), shape.padded(packs).mean()
     if max(mean, ENOUGH_TOKENS) >= LEAST_FULL * padded:
         return None
-    return f"micro-batches of {mean:,.0f} tokens on average would be padded to {padded:,}"
+    return f"micro-batches of {mean:,.0f} tokens on average would be padded to {padded:,.0f}"
+
+
+def dealt(train: TokenizedRows, plan: BatchPlan) -> np.ndarray:
+    """Return the tokens of the packs of micro-batches as an epoch deals them, int (micro-batches, packs); at most of a sample."""
+    lengths = train.lengths()
+    if len(lengths) > SAMPLED_PACKS:
+        sample = np.random.default_rng(0).choice(lengths[:-1], SAMPLED_PACKS, replace=False)
+        lengths = np.append(sample, lengths[-1])
+    order = list(BalancedOrder(plan, lengths, 0, padded=False))
+    return lengths[order].reshape(-1, plan.per_device)
+
+
+def shape_of_run(settings: Settings, data: TrainingData, plan: BatchPlan) -> FixedShape:
+    """Return the shape of a run's micro-batches, with further numbers of tokens where most are smaller than the largest."""
+    train = data.train
+    shape = shape_for(train, plan.per_device, settings.max_length)
+    if train.streamed:
+        return shape
+    passes = micro_batches_of_run(settings, data, plan)
+    smaller = smaller_sizes(shape.needed(dealt(train, plan)), shape.tokens, int(passes))
+    return dataclasses.replace(shape, smaller=smaller)
 
 
 def are_single_rows(train: TokenizedRows) -> bool:
@@ -177,6 +203,32 @@ def check_recording(
             p.grad = None
         loss, _ = captured.run(batch, one)
         return _difference(expected, loss, gradients, captured.trained, tolerance)
+    except Exception as error:
+        return _failed(error)
+    finally:
+        for p, gradient in zip(captured.trained, before, strict=True):
+            p.grad = gradient
+
+
+def capture_sizes(captured: CapturedStep, example: dict[str, np.ndarray]) -> str | None:
+    """Capture a micro-batch of every number of tokens that has none, so that layers are compiled before step 1.
+
+    Gradients and random numbers are left as they were.
+
+    Args:
+        example: the shortest pack.
+
+    Returns:
+        why it failed, in a few words, or None.
+    """
+    parts = (example["input_ids"], example["labels"], example["lengths"])
+    one, before = torch.ones((), device=captured.device), [p.grad for p in captured.trained]
+    try:
+        with torch.random.fork_rng(devices=[] if captured.device.type == "cpu" else [captured.device]):
+            for tokens in captured.shape.token_sizes:
+                if not captured.has_size(tokens):
+                    captured.run({"laid_out": captured.shape.lay_out(*parts, at_least=tokens)}, one)
+        return None
     except Exception as error:
         return _failed(error)
     finally:

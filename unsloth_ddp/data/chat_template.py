@@ -63,7 +63,7 @@ def check_chat_template(wanted: str | None) -> None:
     try:
         # What is nested too deeply for the parser is refused when the first row is rendered.
         with contextlib.suppress(RecursionError):
-            Environment(extensions=["jinja2.ext.loopcontrols"]).parse(GENERATION_TAGS.sub("", source))
+            Environment(extensions=["jinja2.ext.loopcontrols"], autoescape=True).parse(GENERATION_TAGS.sub("", source))
     except TemplateSyntaxError as error:
         reason = f"{error.message or 'syntax error'} (line {error.lineno})".replace("\n", " ")
         raise UserError(f"chat_template {str(wanted)[:200]} is not valid Jinja: {reason}; fix the file.") from None

@@ -37,18 +37,19 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-def make_config(shape: str) -> Any:
-    """Return the config of this shape."""
+def make_config(shape: str, layers: int | None = None) -> Any:
+    """Return the config of this shape, with fewer layers if `layers` is given."""
     import transformers
     from transformers import Qwen3Config
 
     if shape in OTHERS:
         kind, values = OTHERS[shape]
+        values = values | ({"num_hidden_layers": layers} if layers else {})
         return getattr(transformers, kind)(**values, tie_word_embeddings=False, dtype="bfloat16")
-    hidden, layers, heads, kv_heads, intermediate, vocabulary = SHAPES[shape]
+    hidden, all_layers, heads, kv_heads, intermediate, vocabulary = SHAPES[shape]
     return Qwen3Config(
         hidden_size=hidden,
-        num_hidden_layers=layers,
+        num_hidden_layers=layers or all_layers,
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
         head_dim=128,
@@ -104,12 +105,16 @@ def write_sparse(config: Any, folder: Path) -> None:
     config.save_pretrained(folder)
 
 
-def make_model(shape: str, folder: Path, demo: Path, *, sparse: bool = False) -> None:
-    """Write a model of this shape with random bf16 weights (or sparse files of zeros), and the demo's tokenizer."""
+def make_model(shape: str, folder: Path, demo: Path, *, sparse: bool = False, layers: int | None = None) -> None:
+    """Write a model of this shape with random bf16 weights (or sparse files of zeros), and the demo's tokenizer.
+
+    Args:
+        layers: of the model; None for those of the shape.
+    """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    config = make_config(shape)
+    config = make_config(shape, layers)
     tokenizer = AutoTokenizer.from_pretrained(demo)
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         setattr(config, name, getattr(tokenizer, name))
@@ -133,5 +138,6 @@ if __name__ == "__main__":
     parser.add_argument("folder", type=Path)
     parser.add_argument("--demo", type=Path, default=Path("demo/model"))
     parser.add_argument("--sparse", action="store_true", help="files of zeros that take no room on the disk")
+    parser.add_argument("--layers", type=int, help="fewer layers than the shape has")
     given = parser.parse_args()
-    make_model(given.shape, given.folder, given.demo, sparse=given.sparse)
+    make_model(given.shape, given.folder, given.demo, sparse=given.sparse, layers=given.layers)

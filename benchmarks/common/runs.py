@@ -56,11 +56,21 @@ def reload(run: Path) -> dict[str, Any]:
 
 
 def make_model(
-    shape: str, folder: Path, environ: dict[str, str] | None = None, *, sparse: bool = False
+    shape: str,
+    folder: Path,
+    environ: dict[str, str] | None = None,
+    *,
+    sparse: bool = False,
+    layers: int | None = None,
 ) -> subprocess.Popen[bytes]:
-    """Start a process that writes a random-weight model, or one of zeros, of this shape (see models.py) to `folder`."""
+    """Start a process that writes a random-weight model, or one of zeros, of this shape (see models.py) to `folder`.
+
+    Args:
+        layers: of the model; None for those of the shape.
+    """
     command = [sys.executable, "-m", "benchmarks.common.models", shape, str(folder.absolute())]
     command += ["--sparse"] if sparse else []
+    command += ["--layers", str(layers)] if layers else []
     return subprocess.Popen(command, cwd=REPO, env={**os.environ, **(environ or {})})
 
 

@@ -24,6 +24,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from benchmarks.common.recording import compiled_graphs, prepared_run
 from benchmarks.common.rows import chat_rows
 from benchmarks.common.runs import REPO, make_model, write_results
 
@@ -46,13 +47,6 @@ class Kept(logging.Handler):
         self.lines.append(record.getMessage())
 
 
-def compiled_graphs() -> int:
-    """Return how many graphs torch.compile has compiled in this process."""
-    from torch._dynamo.utils import counters
-
-    return int(counters["stats"]["unique_graphs"])
-
-
 def measure(argv: list[str], lock: Path) -> dict[str, Any]:
     """Prepare a run as train_ddp.py does, and compare its passes before the first step.
 
@@ -62,48 +56,25 @@ def measure(argv: list[str], lock: Path) -> dict[str, Any]:
     """
     import torch
 
-    from unsloth_ddp.config.parse import parse_settings
-    from unsloth_ddp.distributed.ranks import Ranks
-    from unsloth_ddp.model.packed_forward import PackedForward
-    from unsloth_ddp.run import stages
-    from unsloth_ddp.run.context import open_run
-    from unsloth_ddp.training.captured_step import CapturedStep
-    from unsloth_ddp.training.micro_batch_loss import MicroBatchRunner
-    from unsloth_ddp.training.step_choice import shape_for
-
     kept, logger = Kept(), logging.getLogger("unsloth_ddp")
     logger.addHandler(kept)
     logger.setLevel(logging.INFO)
-    with open_run(parse_settings(argv), Ranks()) as run:
-        stages.check_model(run)
-        stages.import_backend(run)
-        config = stages.make_config(run)
-        stages.read_examples(run)
-        model, tokenizer = stages.load_model(run)
-        data = stages.prepare_data(run, model, tokenizer, None)
-        trainer = stages.make_trainer(run, config, model, tokenizer, data)
-        trainer.choose_micro_batch(None)
-        model.train()
-        device, autocast = trainer.args.device, trainer.accelerator.autocast
-        cuda = device.type == "cuda"
+    with prepared_run(argv, recompute=True) as prepared:
+        runner, captured = prepared.runner, prepared.captured
+        choice = prepared.trainer.recorded.choice
+        cuda = runner.device.type == "cuda"
         found: dict[str, Any] = {
-            "backend": run.runtime.backend,
-            "choice": trainer.recorded.choice.reason,
-            "recorded": trainer.recorded.choice.recorded,
+            "backend": prepared.run.runtime.backend,
+            "choice": choice.reason,
+            "recorded": choice.recorded,
             "torch_version": torch.__version__,
-            "device": run.runtime.device_name,
+            "device": prepared.run.runtime.device_name,
             "log": kept.lines,
         }
-        captured = trainer.recorded.captured
         if captured is None:
-            if cuda:
-                return found
-            shape = shape_for(data.train, 1, run.settings.max_length)
-            captured = CapturedStep(model, PackedForward(model, shape, recompute=True), autocast, torch.float32, device)
-            trainer.collate.lay_out_for(shape)
-        runner = MicroBatchRunner(model, device, trainer.loss, trainer.data_collator, autocast)
-        batches = [runner.batch_of([data.train.examples[index]]) for index in range(min(PACKS, data.train.units))]
-        one, trained = torch.ones((), device=device), captured.trained
+            return found
+        batches = [prepared.batch(index, 1) for index in range(min(PACKS, prepared.data.train.units))]
+        one, trained = torch.ones((), device=runner.device), captured.trained
 
         def ordinary(batch: dict[str, Any]) -> torch.Tensor:
             loss = runner.loss_sum(batch)

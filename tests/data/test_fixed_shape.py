@@ -39,6 +39,8 @@ def test_rows_keep_their_tokens_positions_and_labels(lengths: list[int], share: 
     # A position restarts exactly at a boundary.
     starts = torch.nonzero(step.position_ids[0] == 0).flatten().tolist()
     assert starts == sorted(set(boundaries[:-1]) - {SHAPE.tokens})
+    positions = np.concatenate([np.arange(length) for length in lengths])
+    assert step.position_ids[0, :total].tolist() == positions.tolist()
     pairs = [
         (at, label)
         for at, label in zip(step.head_positions.tolist(), step.head_labels.tolist(), strict=True)
@@ -64,11 +66,20 @@ def test_single_rows_are_sequences_of_their_own(lengths: list[int]) -> None:
         assert step.input_ids[sequence].tolist() == own + [0] * (TILE - length)
         wanted += [(sequence * TILE + at - 1, label) for at, label in enumerate(own_labels) if label != IGNORED]
         first += length
-    assert step.position_ids.tolist() == [list(range(TILE))] * 3
+    assert step.position_ids.tolist() == [[min(at, max(lengths) - 1) for at in range(TILE)]] * 3
     found = zip(step.head_positions.tolist(), step.head_labels.tolist(), strict=True)
     assert [pair for pair in found if pair[1] != IGNORED] == wanted
     assert int(step.supervised) == len(wanted)
     assert int(step.tokens) == sum(length for length in lengths if length > 1)
+
+
+@pytest.mark.parametrize("shape", [SHAPE, FixedShape.of_single_rows(3, 100)])
+def test_fill_has_no_position_that_no_row_has(shape: FixedShape) -> None:
+    """Models with a table of positions have no others."""
+    for lengths, last in (([90, 60], 89), ([1, 1], 1)):
+        laid_out = shape.lay_out(*rows_of(lengths))
+        assert laid_out is not None
+        assert int(shape.parts(laid_out).position_ids.max()) == last
 
 
 def test_more_or_longer_single_rows_than_the_shape_has_are_not_laid_out() -> None:

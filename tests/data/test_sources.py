@@ -189,7 +189,7 @@ def test_paths_are_told_from_hub_ids(source: str, local: bool) -> None:
         ("{}/dangling.jsonl", "there is no such file."),
         (
             "https://huggingface.co/datasets/me/rows/tree/main",
-            "is an address; give the dataset's id on the Hub: me/rows.",
+            "is a URL; give the dataset's id on the Hub: me/rows.",
         ),
         ("{}/loop.jsonl", "there is no such file."),
         (

@@ -113,7 +113,7 @@ def test_packs_of_streamed_rows_are_the_same_on_two_ranks(stream, place):
     )
     one, printed = stream(f"{options} --learning_rate 1.0 --save_strategy no", "packs-1")
     two, _ = stream(f"{options} --learning_rate 1.0 --save_strategy no", "packs-2", ranks=2)
-    assert printed.count(f"{place}/shards/dataset_infos.json is not read: a folder stands for its .jsonl") == 1
+    assert printed.count(f"{place}/shards/dataset_infos.json is not read: of a folder, only .jsonl") == 1
     assert "packs of up to 64 tokens" in printed and "The stream holds 22 rows" in printed
     assert logged(one, "num_tokens") == logged(two, "num_tokens")
     assert logged(one, "loss") == pytest.approx(logged(two, "loss"), rel=TOLERANCE)

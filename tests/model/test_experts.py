@@ -104,7 +104,7 @@ def test_a_dense_model_is_adapted_as_before() -> None:
     ("given", "sentence"),
     [
         ({"lora_target_parameters": ["all-experts"], "lora_dropout": 0.1},
-         "lora_dropout 0.1 does not go with an adapter on mlp.experts.down_proj, mlp.experts.gate_up_proj: PEFT adds"),
+         "lora_dropout 0.1 cannot be combined with an adapter on mlp.experts.down_proj, mlp.experts.gate_up_proj: PEFT adds"),
         ({"lora_target_modules": ["up_proj"], "lora_dropout": 0.1}, "give --lora_dropout 0, or leave these out."),
         ({"lora_target_parameters": ["experts.w1"]},
          "experts.w1 is not a parameter of m; its experts are in mlp.experts.down_proj, mlp.experts.gate_up_proj, and "),

@@ -373,7 +373,7 @@ def test_auto_leaves_unsloth_only_where_the_whole_model_does_not_fit(
     whole_model.choose_backend_by_size(settings_for(DEMO_MODEL, backend=asked), runtime)
     assert runtime.backend == taken
     said = capsys.readouterr().out
-    assert ("Backend transformers is taken, which loads model" in said) == (taken == "transformers")
+    assert ("Using backend transformers, which loads model" in said) == (taken == "transformers")
 
 
 def test_a_copy_is_split_over_its_own_processes_when_its_size_is_judged(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -96,7 +96,12 @@ def test_rows_without_padding_need_no_mask(calls: list[Any]) -> None:
 
 @pytest.mark.parametrize(
     ("name", "config", "called"),
-    [("Granite", GRANITE, False), ("Mistral", {**MISTRAL, "sliding_window": 20}, False), ("Mistral", MISTRAL, True)],
+    [
+        ("Granite", GRANITE, False),
+        ("Mistral", {**MISTRAL, "sliding_window": 20}, False),
+        ("Mistral", {**MISTRAL, "sliding_window": 19}, True),
+        ("Mistral", MISTRAL, True),
+    ],
 )
 def test_a_dense_batch_is_computed_without_boundaries_unless_its_window_is_shorter(
     name: str, config: dict[str, Any], called: bool, calls: list[Any]

@@ -109,7 +109,7 @@ MISTAKES = {
     # What only the libraries know is tried before the broken row is read.
     "arguments of the optimizer": (
         f'--model {DEMO_MODEL} --dataset broken.jsonl --optim sgd --trainer_args {{"adam_beta1":0.5}}',
-        "adam_beta1 changes nothing in optim sgd; take it out",
+        "adam_beta1 has no effect on optim sgd; remove it",
     ),
     "unknown compiler": (
         f'--model {DEMO_MODEL} --dataset broken.jsonl --trainer_args {{"torch_compile_backend":"inducter"}}',

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 
+from tests.data.test_packing import KV, make
+from tests.mixtures import make_mixture
 from tests.training.test_captured_step import DEVICE, SHAPE, batches, gradients, model_of
 from unsloth_ddp.model.packed_forward import PackedForward
 from unsloth_ddp.training.adapter_copies import AdapterCopies
@@ -17,21 +21,71 @@ from unsloth_ddp.training.captured_step import CapturedStep
 AUTOCAST = functools.partial(torch.autocast, "cpu", torch.bfloat16)
 
 
-def computed(model: Any, *, copies: bool) -> tuple[list[float], torch.Tensor]:
+def experts() -> Any:
+    """Return a mixture whose experts have adapters: PEFT adds products of these to the weights."""
+    model = make_mixture("qwen3_moe").bfloat16()
+    model.set_attn_implementation("sdpa")
+    names = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    return adapted(model, target_modules=["q_proj"], target_parameters=names)
+
+
+def adapted(model: Any, **options: Any) -> Any:
+    """Return the model with an adapter that is not zero, in training mode."""
+    model = get_peft_model(model, LoraConfig(r=4, task_type="CAUSAL_LM", **options))
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.05)
+    return model.train()
+
+
+def llama() -> Any:
+    model = make("Llama", **KV)
+    model.set_attn_implementation("sdpa")
+    return model
+
+
+MODELS: dict[str, Callable[[], Any]] = {
+    "every linear layer": lambda: model_of("lora"),
+    "trained embeddings": lambda: adapted(llama(), target_modules="all-linear", modules_to_save=["embed_tokens"]),
+    "another scale": lambda: adapted(llama(), target_modules="all-linear", use_rslora=True),
+    "experts": experts,
+}
+
+
+def computed(kind: str, *, copies: bool, recompute: bool) -> tuple[list[float], torch.Tensor]:
     """Return the losses of three micro-batches in bf16, and their summed gradients."""
-    captured = CapturedStep(model, PackedForward(model, SHAPE), AUTOCAST, torch.bfloat16, DEVICE)
+    model = MODELS[kind]()
+    captured = CapturedStep(model, PackedForward(model, SHAPE, recompute=recompute), AUTOCAST, torch.bfloat16, DEVICE)
     assert captured.adapters.layers
     if not copies:
         captured.adapters = AdapterCopies(torch.nn.Module(), torch.bfloat16)
+    names = list(model.state_dict())
     losses = [captured.run(batch, torch.ones(()))[0].item() for batch in batches()]
+    assert list(model.state_dict()) == names
+    assert all(copy.grad is None for copy in captured.adapters.copies), "their memory is not free"
     return losses, gradients(model)
 
 
-def test_losses_and_gradients_are_to_the_bit_those_of_autocast() -> None:
-    losses, found = computed(model_of("lora"), copies=True)
-    expected, wanted = computed(model_of("lora"), copies=False)
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("kind", MODELS)
+def test_losses_and_gradients_are_to_the_bit_those_of_autocast(kind: str, recompute: bool) -> None:
+    losses, found = computed(kind, copies=True, recompute=recompute)
+    expected, wanted = computed(kind, copies=False, recompute=recompute)
     assert losses == expected
     assert found.dtype == torch.float32 and torch.equal(found, wanted) and wanted.norm() > 0
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_pass_multiplies_by_the_copies(recompute: bool) -> None:
+    model = model_of("lora")
+    forward = PackedForward(model, SHAPE, recompute=recompute)
+    captured = CapturedStep(model, forward, AUTOCAST, torch.bfloat16, DEVICE)
+    used = []
+    for layer in captured.adapters.layers:
+        layer.register_forward_pre_hook(lambda layer, given: used.append(layer.weight.dtype))
+    captured.run(batches()[0], torch.ones(()))
+    # Where layers are computed again, too.
+    assert used == [torch.bfloat16] * len(captured.adapters.layers) * (1 + recompute)
 
 
 def test_the_copies_follow_the_weights() -> None:
@@ -55,6 +109,9 @@ def test_the_weights_are_back_after_a_failure_and_gradients_as_they_were() -> No
         copies.layers[0].weight.sum().backward()
         raise ValueError
     assert all(layer.weight is weight for layer, weight in zip(copies.layers, copies.weights, strict=True))
+    with copies.in_place():
+        # Nothing of the failed pass is left to add.
+        pass
     assert all(bool((weight.grad == 1).all()) for weight in copies.weights)
 
 
@@ -72,3 +129,9 @@ def test_only_trained_matrices_of_adapters_are_copied() -> None:
     copied = {id(weight) for weight in AdapterCopies(model, torch.bfloat16).weights}
     wanted = {id(p) for name, p in model.named_parameters() if ".lora_" in name and p is not frozen}
     assert copied == wanted
+
+
+def test_a_layer_of_another_class_under_such_a_name_is_not_copied() -> None:
+    # Autocast does not convert the weight of an embedding, say.
+    layer = torch.nn.ModuleDict({"lora_A": torch.nn.ModuleDict({"default": torch.nn.Embedding(4, 4)})})
+    assert not AdapterCopies(torch.nn.ModuleDict({"q_proj": layer}), torch.bfloat16).layers

@@ -94,7 +94,8 @@ def test_a_run_with_broken_weights_ends_before_it_saves_them(
     run = place / "outputs" / name
     after = 2 if kept else 4
     assert (
-        printed.count(f"error: After step {after} the trained weights hold NaN or infinity (first in base_model.") == 1
+        printed.count(f"error: After step {after} the trained weights contain NaN or infinity (first in base_model.")
+        == 1
     )
     last = f"{run}/checkpoint-1 is the last whole checkpoint" if kept else "there is no checkpoint"
     assert f"{last}. Start again with another --run_name and a lower --learning_rate" in printed
@@ -104,4 +105,4 @@ def test_a_run_with_broken_weights_ends_before_it_saves_them(
 
 def test_a_loss_that_is_no_number_ends_the_run_at_its_log_line(job: Any, place: Path) -> None:
     printed = job(f"{OPTIONS} --logging_steps 1 --learning_rate 1e30", "diverged", code=1).output
-    assert "error: After step 2 the trained weights hold NaN or infinity" in printed
+    assert "error: After step 2 the trained weights contain NaN or infinity" in printed

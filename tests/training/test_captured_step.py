@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from torch._dynamo.utils import counters
 
 from tests.data.test_fixed_shape import rows_of
 from tests.data.test_packing import KV, make
@@ -18,7 +20,7 @@ from unsloth_ddp.model import head_loss as head_module
 from unsloth_ddp.model.head_loss import head_loss
 from unsloth_ddp.model.modules import without_dropout
 from unsloth_ddp.model.packed_forward import PackedForward
-from unsloth_ddp.training.captured_step import CapturedStep
+from unsloth_ddp.training.captured_step import CapturedStep, RecordingFailed
 from unsloth_ddp.training.step_choice import check_recording
 
 SHAPE = FixedShape.that_holds(tokens=256, rows=12, longest=128)
@@ -114,6 +116,56 @@ def test_the_peak_before_a_new_recording_is_kept_once_training_began(monkeypatch
     assert (captured.peak_bytes, counted) == (7, [0])
 
 
+def test_a_recording_leaves_gradients_as_they_were_also_where_it_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    captured = captured_of(model_of("lora"))
+    captured.run(batches()[0], torch.ones(()))
+    before = gradients_of(captured)
+    assert before.any()
+
+    def record(compute: Any) -> None:
+        for flat in captured.gradients.flat:
+            flat += 1
+        compute()
+
+    monkeypatch.setattr(captured, "_record_on_gpu", record)
+    captured._record_beside_gradients(lambda: None)
+    assert torch.equal(gradients_of(captured), before)
+    with pytest.raises(RecordingFailed, match="no such layer"):
+        captured._record_beside_gradients(fail)
+    assert torch.equal(gradients_of(captured), before)
+
+    def short(tensor: torch.Tensor) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    with monkeypatch.context() as changed, pytest.raises(RecordingFailed, match="CUDA out of memory"):
+        changed.setattr(torch.Tensor, "clone", short)
+        captured._record_beside_gradients(lambda: None)
+    assert torch.equal(gradients_of(captured), before)
+
+
+def gradients_of(captured: CapturedStep) -> torch.Tensor:
+    return torch.cat(captured.gradients.flat)
+
+
+def test_only_the_first_recording_is_warmed_up_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    captured, passes = captured_of(model_of("lora")), []
+    for name in ("synchronize", "current_stream"):
+        monkeypatch.setattr(torch.cuda, name, lambda device: None)
+    monkeypatch.setattr(torch.cuda, "graph", lambda *_, **__: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(pool=lambda: 1, replay=lambda: None))
+    monkeypatch.setattr(torch.random, "fork_rng", lambda devices: contextlib.nullcontext())
+    monkeypatch.setattr(captured.forward, "compiled_layers", contextlib.nullcontext)
+    counts = []
+    for forget in (False, False, True):
+        if forget:
+            captured.forget()
+        passes.clear()
+        captured._record_on_gpu(lambda: passes.append(1))
+        counts.append(len(passes))
+    # Each is recorded after its warm-up.
+    assert counts == [3, 2, 3]
+
+
 def test_counts_come_with_the_loss() -> None:
     batch = batches()[0]
     _, step = captured_of(model_of("lora")).run(batch, torch.ones(()))
@@ -177,6 +229,24 @@ def test_models_whose_head_is_no_plain_matrix_are_refused() -> None:
     model.lm_head = torch.nn.Sequential(model.lm_head)
     with pytest.raises(NotImplementedError, match="head is not a plain matrix"):
         PackedForward(model, SHAPE)
+
+
+def test_the_head_is_compiled_once_for_any_number_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch._dynamo.reset()
+    counters.clear()
+    compiled = torch.compile(head_module._chunk, dynamic=False, backend="aot_eager")
+    # A CPU does not take the compiled function.
+    monkeypatch.setattr(head_module, "_chunk", compiled)
+    weight, every = torch.randn(30, 8), torch.randint(0, 30, (4096,))
+    try:
+        for count in (128, 384, 3000):
+            hidden, labels = torch.randn(count, 8), every[:count]
+            found = head_loss(hidden, weight, labels, torch.float32)
+            wanted = torch.nn.functional.cross_entropy(hidden @ weight.t(), labels, reduction="sum")
+            torch.testing.assert_close(found, wanted)
+        assert counters["stats"]["unique_graphs"] == 1
+    finally:
+        torch._dynamo.reset()
 
 
 @pytest.mark.parametrize("trained", [False, True])

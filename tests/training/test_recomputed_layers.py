@@ -22,7 +22,7 @@ from tests.training.test_captured_step import SHAPE, batches, captured_of, fail,
 from unsloth_ddp.config.parse import Settings
 from unsloth_ddp.data.batch_plan import BatchPlan
 from unsloth_ddp.data.collate import Collate, Flatten, PadRight
-from unsloth_ddp.data.fixed_shape import LaidOut
+from unsloth_ddp.data.fixed_shape import FixedShape, LaidOut
 from unsloth_ddp.model import packed_forward, varlen
 from unsloth_ddp.model.gradient_checkpointing import GradientCheckpointing
 from unsloth_ddp.model.packed_forward import PackedForward
@@ -147,21 +147,82 @@ def forward(self, hidden_states, position_embeddings, **given):
 """
 
 
-def test_unsloths_attention_is_replaced_in_the_backward_pass_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def as_of_unsloth(model: Any, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """Let the model's attention layers call run_attention as Unsloth's do; return the module that has it."""
     family = ModuleType("unsloth.models.family")
     family.rotate = apply_rotary_pos_emb
     exec(UNSLOTH_LAYER, vars(family))
     monkeypatch.setitem(sys.modules, family.__name__, family)
     kind = type("FamilyAttention", (LlamaAttention,), {"forward": family.forward})
-    model = model_of("lora")
     for module in model.modules():
         if isinstance(module, LlamaAttention):
             module.__class__ = kind
             module.settings = SimpleNamespace(flash_varlen_kwargs=None, is_causal=True, sliding_window=None)
+    return family
+
+
+def test_unsloths_attention_is_replaced_in_the_backward_pass_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of("lora")
+    family = as_of_unsloth(model, monkeypatch)
     before = family.run_attention
     wanted, found = (passed(captured_of(model, recompute=recompute), batches()[1]) for recompute in (False, True))
     assert torch.equal(found[0], wanted[0]) and torch.equal(found[1], wanted[1])
     assert family.run_attention is before
+
+
+@pytest.mark.parametrize("unsloth", [False, True])
+@pytest.mark.parametrize(
+    ("lengths", "shape"),
+    [([[100], [60]], FixedShape.of_single_rows(2, 128)), ([[60, 50, 18], [70, 40]], SHAPE)],
+)
+def test_rows_are_kept_apart_by_boundaries_or_as_sequences(
+    unsloth: bool, lengths: list[list[int]], shape: FixedShape, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In 16 bit, since other attention is taken in 32."""
+    import torch.nn.attention.varlen as upstream
+
+    called = []
+
+    def attend(*given: Any, **more: Any) -> torch.Tensor:
+        called.append(given)
+        return attend_within_rows(*given, **more)
+
+    monkeypatch.setattr(upstream, "varlen_attn", attend, raising=False)
+    collate = Collate(PadRight(0), Flatten("positions"))
+    collate.lay_out_for(shape)
+    packs = [dict(zip(("input_ids", "labels", "lengths"), rows_of(of), strict=True)) for of in lengths]
+    model = model_of("lora").bfloat16()
+    wanted = sum(ordinary_sum(model, collate([pack])) for pack in packs)
+    wanted.backward()
+    expected = gradients(model)
+    model.zero_grad()
+    if unsloth:
+        as_of_unsloth(model, monkeypatch)
+    else:
+        varlen.use(model.get_base_model())
+    forward = PackedForward(model, shape)
+    captured = CapturedStep(model, forward, contextlib.nullcontext, torch.bfloat16, torch.device("cpu"))
+    loss, found = passed(captured, collate(packs))
+    torch.testing.assert_close(loss, wanted.detach().float(), rtol=1e-2, atol=0)
+    assert (found - expected).norm() < 0.05 * expected.norm()
+    assert bool(called) is (not shape.sequences)
+
+
+def test_the_last_norm_is_compiled_unless_unsloth_computes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda module, **_: setattr(module, "_compiled_call_impl", print))
+    for unsloth in (False, True):
+        model = model_of("lora")
+        if unsloth:
+            as_of_unsloth(model, monkeypatch)
+        forward = PackedForward(model, SHAPE)
+        with forward.compiled_layers():
+            assert all(layer._compiled_call_impl is print for layer in forward.layers)
+            assert (forward.decoder.norm._compiled_call_impl is None) is unsloth
+        assert all(layer._compiled_call_impl is None for layer in [*forward.layers, forward.decoder.norm])
+    # A model whose last norm has another name.
+    del forward.decoder.norm
+    with forward.compiled_layers():
+        pass
 
 
 @pytest.mark.parametrize(("variable", "on"), [(None, True), ("0", False)])
@@ -175,9 +236,13 @@ def test_unsloths_fused_norm_is_on_inside_a_pass_unless_the_user_decided(
     monkeypatch.delenv(environ, raising=False)
     if variable is not None:
         monkeypatch.setenv(environ, variable)
-    with packed_forward._fused_norm():
-        assert getattr(kernels, switch) is on
-    assert getattr(kernels, switch) is False
+    model = model_of("lora")
+    as_of_unsloth(model, monkeypatch)
+    seen = []
+    captured = captured_of(model)
+    captured.forward.layers[0].register_forward_pre_hook(lambda *_: seen.append(getattr(kernels, switch)))
+    captured.run(batches()[0], torch.ones(()))
+    assert seen == [on] and getattr(kernels, switch) is False
 
 
 def with_dropout(p: float) -> Any:
@@ -330,10 +395,15 @@ def test_dropout_is_recorded_without_recomputing_only(capsys: pytest.CaptureFixt
     assert recorded.choice.recorded
     recorded.use("torch")
     assert recorded.captured is None
-    assert "dropout would be drawn anew where gradient checkpointing torch" in capsys.readouterr().out
+    assert "gradient checkpointing torch would draw another dropout mask" in capsys.readouterr().out
     refused = prepared(with_dropout(0.1), "torch")
-    assert not refused.choice.recorded and refused.choice.reason.startswith("dropout would be drawn anew")
-    with pytest.raises(UserError, match="cuda_graphs on is not possible, because dropout would be drawn anew"):
+    assert not refused.choice.recorded and refused.choice.reason.startswith(
+        "gradient checkpointing torch would draw another dropout mask"
+    )
+    with pytest.raises(
+        UserError,
+        match="cuda_graphs on is not possible, because gradient checkpointing torch would draw another dropout mask",
+    ):
         prepared(with_dropout(0.1), "torch", cuda_graphs="on")
 
 
@@ -342,7 +412,10 @@ def test_dropout_is_recorded_without_recomputing_only(capsys: pytest.CaptureFixt
     ("options", "reason"),
     [
         ({"gradient_checkpointing": "unsloth"}, "gradient checkpointing unsloth moves the inputs of layers"),
-        ({"gradient_checkpointing": "torch", "lora_dropout": 0.1}, "dropout would be drawn anew"),
+        (
+            {"gradient_checkpointing": "torch", "lora_dropout": 0.1},
+            "gradient checkpointing torch would draw another dropout mask",
+        ),
         ({"gradient_checkpointing": "torch", "lora_dropout": 0.1, "method": "full"}, ""),
         ({"gradient_checkpointing": "auto", "lora_dropout": 0.1}, ""),
         ({"gradient_checkpointing": "torch"}, ""),

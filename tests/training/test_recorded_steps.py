@@ -53,27 +53,49 @@ def test_the_peak_is_that_of_a_replay_where_it_is_higher() -> None:
     assert meter.collect(level=0)["peak_memory_bytes"] == meter.replayed_bytes
 
 
+def packs_of(tokens: list[int], rows_a_pack: int = 1) -> Any:
+    """Return packs of so many tokens, and the filler."""
+    packing = SimpleNamespace(starts=np.arange(len(tokens) + 1) * rows_a_pack, longest=max(tokens))
+    return SimpleNamespace(streamed=False, packing=packing, lengths=lambda: np.array([*tokens, 1]))
+
+
 @pytest.mark.parametrize(
-    ("method", "rows_a_pack", "size", "busy"),
-    [("lora", 1, 4, False), ("lora", 7, 4, False), ("full", 1, 4, True), ("full", 7, 4, True), ("full", 7, 2, False)],
-)
-def test_large_micro_batches_are_recorded_only_where_it_brings_something(
-    method: str, rows_a_pack: int, size: int, busy: bool
+    ("method", "tokens", "rows_a_pack", "size", "reason"),
+    [
+        ("lora", [2048] * 10, 1, 4, None), ("lora", [2048] * 10, 7, 4, None),
+        ("full", [2048] * 10, 1, 4, "micro-batches of 8,192 tokens keep the GPU busy without CUDA graphs"),
+        ("full", [2048] * 10, 7, 4, "micro-batches of 8,192 tokens keep the GPU busy without CUDA graphs"),
+        ("full", [2048] * 10, 7, 2, None),
+        # Mostly fill, but the backend's would wait for the host as long.
+        ("lora", [300, 2048] * 5, 1, 4, None),
+        ("lora", [1000, 2048] * 8, 1, 8, "micro-batches of 12,192 tokens on average would be padded to 16,384"),
+        ("lora", [1000, 2048] * 8, 3, 8, "micro-batches of 12,192 tokens on average would be padded to 16,384"),
+        ("lora", [1900, 2048] * 8, 1, 8, None),
+    ],
+)  # fmt: skip
+def test_micro_batches_are_recorded_only_where_it_brings_something(
+    method: str, tokens: list[int], rows_a_pack: int, size: int, reason: str | None
 ) -> None:
-    packing: Any = SimpleNamespace(starts=np.arange(0, 11 * rows_a_pack, rows_a_pack))
-    train: Any = SimpleNamespace(streamed=False, packing=packing, lengths=lambda: np.full(11, 2048))
-    reason = busy_without(Settings(model="m", dataset=["d"], method=method), train, size)
-    assert reason == ("micro-batches of 8,192 tokens keep the GPU busy without" if busy else None)
+    settings = Settings(model="m", dataset=["d"], method=method, max_length=2048)
+    assert busy_without(settings, packs_of(tokens, rows_a_pack), size) == reason
+
+
+def test_single_rows_are_no_sequences_where_one_is_far_longer_than_all() -> None:
+    # 8 times the longest would be 16,384 tokens, where the memory search tried 4,148.
+    shape = shape_for(packs_of([2048, *[300] * 50]), 8, 2048)
+    assert (shape.sequences, shape.tokens, shape.longest) == (0, 4224, 2048)
+    shape = shape_for(packs_of([2048, *[1900] * 50]), 8, 2048)
+    assert (shape.sequences, shape.tokens, shape.longest) == (8, 16384, 2048)
 
 
 @pytest.mark.parametrize(("starts", "sequences"), [([0, 1, 2, 3], 2), ([0, 1, 3, 4], 0)])
 def test_packs_of_one_row_each_are_sequences(starts: list[int], sequences: int) -> None:
-    packing: Any = SimpleNamespace(starts=np.array(starts), longest=200)
-    train: Any = SimpleNamespace(streamed=False, packing=packing, lengths=lambda: np.array([200, 150, 130, 1]))
+    packing: Any = SimpleNamespace(starts=np.array(starts), longest=250)
+    train: Any = SimpleNamespace(streamed=False, packing=packing, lengths=lambda: np.array([250, 240, 130, 1]))
     shape = shape_for(train, 2, 512)
     assert shape.sequences == sequences
-    # Two rows of 200 tokens; or packs of 350 tokens, as one sequence.
-    assert (shape.tokens, shape.longest) == ((512, 256) if sequences else (384, 512))
+    # Two rows of up to 256 tokens; or packs of 490 tokens, as one sequence.
+    assert (shape.tokens, shape.longest) == (512, 256 if sequences else 512)
 
 
 def test_streamed_rows_are_laid_out_with_boundaries() -> None:

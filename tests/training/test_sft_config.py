@@ -146,7 +146,7 @@ def test_a_compiler_that_torch_does_not_know_is_refused(tmp_path: Path) -> None:
 
 
 def test_what_the_optimizer_does_not_read_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"adam_beta1 changes nothing in optim sgd; take it out"):
+    with pytest.raises(UserError, match=r"adam_beta1 has no effect on optim sgd; remove it"):
         config_with(tmp_path, {"optim": "sgd"}, adam_beta1=0.9)
     assert config_with(tmp_path, adam_beta1=0.9).adam_beta1 == 0.9
 
@@ -164,7 +164,7 @@ def test_every_schedule_works_or_is_refused_before_anything_is_loaded(name: str,
 
 def test_a_keyword_that_a_schedule_does_not_take_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
-        UserError, match=r"cosine does not work with lr_scheduler_kwargs {'cycles': 2} \(.*'cycles'\); mend"
+        UserError, match=r"cosine does not work with lr_scheduler_kwargs {'cycles': 2} \(.*'cycles'\); correct them"
     ):
         config_with(tmp_path, {"lr_scheduler_type": "cosine"}, lr_scheduler_kwargs={"cycles": 2})
 

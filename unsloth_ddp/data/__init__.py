@@ -1,1 +1,1 @@
-"""Turn source rows into messages, tokens, packs and batches, read beforehand or while training goes on."""
+"""Turn source rows into messages, tokens, packs and batches, before or during training."""

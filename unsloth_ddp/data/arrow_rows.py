@@ -18,7 +18,7 @@ from unsloth_ddp.data.packing import Packing
 
 
 class ListColumn:
-    """Give the lists of a column of integers as arrays without copying; they must not be written to."""
+    """Return the rows of a list column of integers as arrays, without a copy; do not write to them."""
 
     def __init__(self, column: pa.ChunkedArray) -> None:
         assert not column.null_count, "a row is missing"
@@ -75,7 +75,7 @@ class PackedRows:
 def join_rows(input_ids: list[np.ndarray], labels: list[np.ndarray]) -> dict[str, np.ndarray]:
     """Concatenate rows into one pack: `input_ids` and `labels` (tokens,), `lengths` (rows,).
 
-    No token of the row predicts its first token, so that label is ignored, as the loss ignores it in an unpacked row.
+    The label of each row's first token is ignored, as in an unpacked row, because no token of the row predicts it.
     """
     lengths = np.array([len(ids) for ids in input_ids], dtype=np.int64)
     joined = np.concatenate(labels)

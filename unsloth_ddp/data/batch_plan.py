@@ -1,4 +1,4 @@
-"""Plan which rows an optimizer step sees, independently of how many processes share them. Pure arithmetic.
+"""Plan which rows an optimizer step sees, independently of the number of processes. Pure arithmetic.
 
 The global batch (rows per optimizer step over all processes) stays the same when GPUs are added:
 
@@ -78,9 +78,9 @@ def nearest_multiple(wanted: float, slots: int) -> int:
 
 
 def rows_at_once(rows: int, most: int, processes: int) -> int:
-    """Return how many rows a process takes at once, so that `rows` fill as few batches of at most `most` rows evenly.
+    """Return the batch size of a process with which `rows` fill the fewest batches of at most `most` rows evenly.
 
-    A batch of `most` would be filled up with rows that count nothing and cost as much as others.
+    With batches of `most` rows, the last batch would be padded with filler rows, which cost as much as other rows.
     """
     batches = math.ceil(rows / (most * processes))
     return math.ceil(rows / (batches * processes)) if batches else most
@@ -89,8 +89,8 @@ def rows_at_once(rows: int, most: int, processes: int) -> int:
 class RowOrder(Sampler[int]):
     """Row indices of one epoch, padded with a filler index to a multiple of `multiple`.
 
-    The filler index is `rows`: the data holds a row there that has no supervised token. So every process gets the same
-    number of rows, and no row is seen twice.
+    The filler index is `rows`; the data has a row without supervised tokens there. So every process gets the same number
+    of rows, and no row is seen twice.
     """
 
     def __init__(self, rows: int, multiple: int, seed: int | None) -> None:
@@ -135,7 +135,7 @@ class BalancedOrder(RowOrder):
 
 
 def arrange(rows: np.ndarray, lengths: np.ndarray, plan: BatchPlan, *, padded: bool) -> np.ndarray:
-    """Return the rows of one step in dealing order: micro-batch m goes to process m % processes.
+    """Return the rows of one step in the order of distribution: micro-batch m goes to process m % processes.
 
     Rows of similar length share a micro-batch, which minimizes padding. Micro-batches of similar cost share an
     accumulation position, and the process with the highest cost so far gets the cheapest, so that the costs of the

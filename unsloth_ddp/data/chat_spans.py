@@ -1,12 +1,12 @@
 """Render an example and find the spans that the assistant wrote.
 
-Three sources say where the spans are: a template that marks them with {% generation %}; TRL's training variant of the
-template, if it renders the same text; and otherwise the difference between the chat rendered up to an assistant turn
-and through it.
+The spans come from the first of three sources: a template that marks them with {% generation %}; TRL's training variant
+of the template, if it renders the same text; the difference between the chat rendered up to an assistant turn and the
+chat rendered through it.
 
-The tokenizer's own template is used wherever possible, since it is the one that renders chats at inference. TRL's
-variant is used instead if the own template leaves out the reasoning of the answer, or rewrites earlier turns so that
-they cannot be told apart.
+The tokenizer's own template is used wherever possible, because it renders chats at inference. TRL's variant is used
+instead if the own template leaves out the reasoning of the answer, or rewrites earlier turns so that their spans cannot
+be found.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from unsloth_ddp.data.messages import LOSS_FLAGS, REASONING_KEYS, Message
 from unsloth_ddp.data.rendered_parts import THINK_END, Part, PartChecker, row_shape
 from unsloth_ddp.utils.errors import UserError
 
-# What is worth telling about how a row was rendered; see NOTES.
+# Remarks on how a row was rendered; see NOTES.
 Note = Literal["own", "training", "reasoning", "reasoning supervised", "plain"]
 NOTES: dict[str, str] = {
     "own": "TRL's training template would render them differently; the tokenizer's own chat template is used, as at "
@@ -36,15 +36,15 @@ NOTES: dict[str, str] = {
     "to use the template, give lists of messages, or instruction and output",
     "reasoning supervised": "the chat template leaves out the reasoning of earlier turns, as at inference",
 }
-# Keys of a message that are read by the kit itself or say nothing to train.
+# Keys of a message that this package reads itself, or that carry nothing to train.
 OWN_KEYS = {"role", "content", "tool_calls", "tool_call_id", *REASONING_KEYS, *LOSS_FLAGS}
-# What a template makes of reasoning inside of content that it looks for in a key of its own.
+# Matches the text of a template that expects reasoning in a separate key, if the content contains reasoning too.
 SECOND_BLOCK = re.compile(r"</think>\s*<think>")
 
 
 @dataclass(frozen=True)
 class RenderedChat:
-    """The text of a chat, the spans that are supervised, what to tell about it, and message keys it does not hold."""
+    """The text of a chat, its supervised spans, notes on its rendering, and message keys that were not rendered."""
 
     text: str
     spans: list[Span]
@@ -53,17 +53,17 @@ class RenderedChat:
 
 
 class _Rewritten(UserError):
-    """The template renders earlier turns differently once later ones follow."""
+    """The template renders earlier turns differently when later ones follow."""
 
 
 class ChatRenderer:
-    """Renders examples with one pair of templates."""
+    """Render examples with one pair of templates."""
 
     def __init__(self, pair: TemplatePair, eos_token: str, *, supervise_all: bool, use_training: bool) -> None:
-        """With `use_training`, TRL's variant is used for every row.
+        """Use TRL's variant for every row if `use_training` is set.
 
         Raises:
-            UserError: TRL has no variant of a template that would need one.
+            UserError: `use_training` is set, the template marks no spans, and TRL has no variant of it.
         """
         if use_training and not pair.training and not pair.own.marked:
             raise UserError(
@@ -71,17 +71,17 @@ class ChatRenderer:
             )
         self.own = pair.training if use_training and pair.training else pair.own
         self.training = None if use_training else pair.training
-        # Shapes of rows that TRL's variant renders differently.
+        # Shapes of rows (see row_shape) that TRL's variant renders differently.
         self._differing: set[Hashable] = set()
         self.eos_token = eos_token
         self.supervise_all = supervise_all
         self.checkers = {template: PartChecker(template) for template in (self.own, self.training) if template}
 
     def render(self, example: Example) -> RenderedChat:
-        """Render an example and find its supervised spans; with `supervise_all`, these are the turns to leave out.
+        """Render an example and find its supervised spans, or with `supervise_all` the spans to leave out.
 
         Raises:
-            UserError: a part of the row does not arrive in the text, or the assistant's part cannot be told apart.
+            UserError: a part of the row is missing in the text, or the assistant's spans cannot be found.
         """
         try:
             return self._render_with_either(self._with_reasoning_apart(example))
@@ -90,7 +90,7 @@ class ChatRenderer:
                 raise
             try:
                 return self._render_with_either(_with_calls_as_text(example))
-            except Exception:  # noqa: S110 (the first error is the one to tell)
+            except Exception:  # noqa: S110 (the first error is raised)
                 pass
             raise
 
@@ -141,7 +141,7 @@ class ChatRenderer:
     def _same_text_marked(self, text: str, example: Example, left_out: set[int]) -> tuple[str, list[Span]] | None:
         """Return the text and the spans of TRL's variant, if it renders the same text.
 
-        It may add what ends the last turn, where the tokenizer's own template leaves that to the next turn (GLM).
+        It may add the end of the last turn, which the tokenizer's own template renders with the next turn (GLM).
         """
         if self.training is None or (shape := row_shape(example)) in self._differing:
             return None
@@ -173,7 +173,7 @@ class ChatRenderer:
     def _spans_by_difference(
         self, template: ChatTemplate, example: Example, full: str, left_out: set[int]
     ) -> list[Span]:
-        """Return each assistant turn as the text that the rendered chat gains with it."""
+        """Return the span of each assistant turn, found as the text that the turn adds to the rendered chat."""
         spans = []
         for index, message in enumerate(example.messages):
             wanted = index in left_out if self.supervise_all else index not in left_out
@@ -192,19 +192,19 @@ class ChatRenderer:
 
 
 def turn_span(full: str, before: str, through: str, eos_token: str) -> Span | None:
-    """Return where an assistant turn stands in a rendered chat; None if the chat renders it differently.
+    """Return the span of an assistant turn in a rendered chat; None if the full chat renders it differently.
 
-    Only one difference is accepted: that the full chat lacks the reasoning block at the start of an earlier turn.
+    Only one difference is accepted: the full chat may lack the reasoning block at the start of an earlier turn.
 
     Args:
         full: the whole chat.
-        before: the chat up to the turn, with what starts an answer.
-        through: the chat through the turn.
-        eos_token: some templates end the chat with it, and not each turn.
+        before: the chat up to the turn, with the generation prompt.
+        through: the chat up to and including the turn.
+        eos_token: the EOS token, with which some templates end the chat but not each turn.
     """
     start = len(before)
     if not full.startswith(before):
-        # What starts an answer may begin the reasoning, which earlier turns lack.
+        # The generation prompt may begin the reasoning block, which earlier turns lack.
         start = before.rfind("<think>")
         if start < 0 or not full.startswith(before[:start]):
             return None
@@ -217,7 +217,7 @@ def turn_span(full: str, before: str, through: str, eos_token: str) -> Span | No
 
 
 def _without_reasoning(turn: str, rest: str) -> int | None:
-    """Return the length of the turn without its reasoning block, if `rest` begins so."""
+    """Return the length of the turn without its reasoning block, if `rest` begins with it; None otherwise."""
     _block, end, kept = turn.partition(THINK_END)
     if not end:
         return None
@@ -242,14 +242,14 @@ def _turns_without_reasoning(example: Example, missing: frozenset[Part], templat
         if kind == "tool":
             name = _name_of((example.tools or [])[index])
             raise UserError(
-                f"the chat template has no place for tools, so {name} is not in the rendered row; "
-                "give one that has with --chat_template, or remove the row's tools."
+                f"the chat template does not render tools, so {name} is not in the rendered row; "
+                "give one that does with --chat_template, or remove the row's tools."
             )
         message = example.messages[index]
         if kind == "tool call":
             raise UserError(
-                f"the chat template has no place for tools, so the call of {_name_of(message['tool_calls'][0])} is not in "
-                "the rendered row; give one that has with --chat_template, or remove the row's tools."
+                f"the chat template does not render tools, so the call of {_name_of(message['tool_calls'][0])} is not in "
+                "the rendered row; give one that does with --chat_template, or remove the row's tools."
             )
         if message["role"] != "assistant" or (index == last and kind == "content"):
             raise UserError(
@@ -263,7 +263,7 @@ def _turns_without_reasoning(example: Example, missing: frozenset[Part], templat
 
 
 def _reasoning_refusal(example: Example, index: int, template: ChatTemplate) -> str:
-    """Say that the reasoning of a message is left out, and how the template would render it."""
+    """Return the message for reasoning that is left out, with a change that makes the template render it."""
     message = example.messages[index]
     given = next((key for key in REASONING_KEYS if message.get(key)), None)
     what, fix = "the reasoning in the answer (<think>)", "remove it"
@@ -291,7 +291,7 @@ def _with_calls_as_text(example: Example) -> Example:
 
 
 def with_calls_as_text(message: Message) -> Message:
-    """Write tool calls as OpenAI does, with arguments as JSON text and null as empty content; some templates need it."""
+    """Write tool calls in OpenAI's form, which some templates need: arguments as JSON text, empty content as null."""
     if not message.get("tool_calls"):
         return message
     calls = [

@@ -70,7 +70,7 @@ def check_chat_template(wanted: str | None) -> None:
 
 
 def set_chat_template(tokenizer: Any, wanted: str | None) -> None:
-    """Give the tokenizer the template that --chat_template names; without a name it keeps its own."""
+    """Set the tokenizer's template to the one that --chat_template names; without the option it keeps its own."""
     if wanted not in (None, TRAINING):
         tokenizer.chat_template = read_chat_template(str(wanted))
 
@@ -87,7 +87,7 @@ class ChatTemplate:
 
     Args:
         source: the Jinja text.
-        marked: set if the template marks what the assistant writes with {% generation %}.
+        marked: whether the template marks what the assistant writes with {% generation %}.
         special_tokens: the tokenizer's, by name.
         day: the date that `strftime_now` gives, which is the same for all rows of a run.
     """
@@ -98,12 +98,12 @@ class ChatTemplate:
     day: date
 
     def render(self, messages: list[Message], tools: list[Any] | None, *, prompt: bool = False) -> str:
-        """Render a chat; with `prompt`, add what starts an answer."""
+        """Render a chat; with `prompt`, add the generation prompt."""
         return self._render(messages, tools, prompt)[0]
 
     def render_marked(self, messages: list[Message], tools: list[Any] | None) -> tuple[str, list[Span]]:
         """Render a chat, and return also the spans that the template marks."""
-        # apply_chat_template returns only a mask of tokens, which is wrong if a span begins with trimmed space.
+        # Not apply_chat_template, which returns a token mask that is wrong if a span begins with trimmed white space.
         return self._render(messages, tools, False, marked=True)
 
     def reads(self, key: str) -> bool:
@@ -144,7 +144,7 @@ def template_pair(tokenizer: Any, day: date, *, with_tools: bool) -> TemplatePai
     default otherwise.
 
     Raises:
-        UserError: the template is not valid Jinja, or goes beyond a limit of time or memory.
+        UserError: the template is not valid Jinja, or exceeds a limit of time or memory.
     """
     from jinja2 import TemplateSyntaxError
     from trl.chat_template_utils import get_training_chat_template, has_generation_markers
@@ -164,7 +164,7 @@ def template_pair(tokenizer: Any, day: date, *, with_tools: bool) -> TemplatePai
     one_variant = copy.copy(tokenizer)
     one_variant.chat_template = source
     try:
-        # TRL renders rows of its own to see what the template is like.
+        # TRL renders test rows to examine the template.
         with limited_rendering():
             training = get_training_chat_template(one_variant)
     except TemplateOverrun as error:

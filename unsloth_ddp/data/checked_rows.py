@@ -25,7 +25,7 @@ def checked_rows(
     """Yield the location of each row of one source, and its example.
 
     Raises:
-        UserError: as read_rows; a row has none of the accepted formats; or there are no rows, unless `may_be_empty`.
+        UserError: see read_rows; a row has none of the accepted formats; there are no rows, unless `may_be_empty`.
     """
     location = ""
     for location, columns in read_rows(source, split, config, revision, streaming=streaming):
@@ -35,12 +35,12 @@ def checked_rows(
             raise UserError(f"{location}: {error}") from None
         yield location, example
     if not location and not may_be_empty:
-        raise UserError(f"dataset {source} holds no rows; leave it out, or look why it is empty.")
+        raise UserError(f"dataset {source} holds no rows; leave it out, or check why it is empty.")
 
 
 @dataclass
 class FirstRows:
-    """Count what check_first_rows has read: rows, files, and the sources of the Hub that it has left out."""
+    """Count the rows and files that check_first_rows has read, and the Hub datasets that it has left out."""
 
     rows: int = 0
     files: int = 0
@@ -48,7 +48,7 @@ class FirstRows:
 
 
 def check_first_rows(settings: Settings, count: int) -> FirstRows:
-    """Read the first `count` rows of every local file of a run; a file that is missing is left out.
+    """Read the first `count` rows of every local file of a run; missing files are skipped.
 
     Raises:
         UserError: the run would refuse one of these rows, or a file.

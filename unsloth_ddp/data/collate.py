@@ -36,10 +36,10 @@ class PadRight:
 class Flatten:
     """Collate packs into one sequence, with the row boundaries that attention needs.
 
-    Returns `input_ids`, `labels` and `position_ids`, each (1, tokens), int64. Positions restart at 0 in every row, from
-    which Transformers finds the rows. `keys` names what the backend reads besides: Unsloth `packed_seq_lengths`
-    (rows,), int32; flash attention in Transformers `cu_seq_lens_q/k` (rows + 1,), int32, and `max_length_q/k`, which
-    it would otherwise compute in every layer, with a wait for the device each time.
+    Returns `input_ids`, `labels` and `position_ids`, each (1, tokens), int64. Positions restart at 0 in every row, and
+    Transformers finds the rows by them. `keys` selects additional keys for the backend: `packed_seq_lengths` (rows,),
+    int32, for Unsloth; `cu_seq_lens_q/k` (rows + 1,), int32, and `max_length_q/k` for flash attention in Transformers,
+    which would otherwise compute them in every layer and wait for the device each time.
     """
 
     keys: Literal["unsloth", "flash", "positions"]
@@ -67,7 +67,7 @@ class Collate:
     """Flatten packs and pad rows, since training may use packs while evaluation uses rows.
 
     With `head_chooses`, add the positions of the supervised tokens to the batch (see model/supervised_head.py). With a
-    `shape`, add `laid_out` to batches of packs that fit it (see fixed_shape.py).
+    `shape`, add `laid_out`, the batch padded to that shape, to batches of packs that fit it (see fixed_shape.py).
     """
 
     pad: PadRight
@@ -76,11 +76,11 @@ class Collate:
     shape: FixedShape | None = None
 
     def find_supervised(self, wanted: bool) -> None:
-        """Add the positions of supervised tokens to every batch, or not, from now on."""
+        """Set whether the positions of supervised tokens are added to every batch."""
         self.head_chooses = wanted
 
     def lay_out_for(self, shape: FixedShape | None) -> None:
-        """Lay every batch of packs out in this shape, from now on; None: in no shape."""
+        """Pad every batch of packs to this shape from now on; None stops it."""
         self.shape = shape
 
     def __call__(self, examples: list[dict[str, np.ndarray]]) -> dict[str, Any]:

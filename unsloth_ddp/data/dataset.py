@@ -34,7 +34,7 @@ from unsloth_ddp.utils.redaction import printable
 
 ROWS_AT_A_TIME = 100
 ROWS_WITH_PROGRESS_BAR = 10_000
-# What is told about the rows and left out of the tokenized set.
+# Columns for messages about the rows, which are removed from the tokenized set.
 REPORT_FEATURES = datasets.Features(
     {
         "stop_tokens": datasets.List(datasets.Value("int32")),
@@ -69,10 +69,10 @@ class Counts:
 class TokenizedRows:
     """A tokenized set. `dataset` holds one more row than `counts.rows`: the filler at its end (see batch_plan.RowOrder).
 
-    `packing` says which rows share a pack, or is None if rows are not packed. If the set is `streamed`, it holds only
-    the first rows of the source (examples.STREAM_HEAD). `stop_tokens` are the special tokens that end its answers, the
-    most frequent first. `template_date` is the date that the chat template printed into the rows, in ISO format, or
-    None if it prints none.
+    `packing` maps rows to packs, or is None if rows are not packed. If the set is `streamed`, it holds only the first
+    rows of the source (examples.STREAM_HEAD). `stop_tokens` are the special tokens that end its answers, the most
+    frequent first. `template_date` is the date that the chat template printed into the rows, in ISO format, or None if it
+    prints none.
     """
 
     dataset: datasets.Dataset
@@ -89,7 +89,7 @@ class TokenizedRows:
 
     @property
     def examples(self) -> ArrowRows | PackedRows:
-        """Return the units and the filler at their end."""
+        """Return the units, followed by the filler."""
         rows = ArrowRows(self.dataset)
         return rows if self.packing is None else PackedRows(rows, self.packing)
 
@@ -131,7 +131,7 @@ def tokenize_examples(
 
 
 def longest_row(settings: Settings, *sets: TokenizedRows | None) -> int:
-    """Return the tokens of the longest row of these sets, or --max_length if a set is streamed and so not known."""
+    """Return the tokens of the longest row of these sets, or --max_length if a set is streamed."""
     found = [one for one in sets if one is not None]
     return settings.max_length if any(one.streamed for one in found) else max(one.counts.longest for one in found)
 
@@ -149,7 +149,7 @@ def _tokenize(examples: datasets.Dataset, encoder: Encoder, settings: Settings, 
         encoded = [encode(row, location) for row, location in zip(batch["example"], batch["location"], strict=True)]
         return {name: [row[name] for row in encoded] for name in encoded[0]}
 
-    # A process takes longer to start than to tokenize a batch.
+    # No more processes than batches, because starting a process takes longer than tokenizing a batch.
     processes = min(settings.dataset_num_proc, -(-len(examples) // ROWS_AT_A_TIME))
     if len(examples) >= ROWS_WITH_PROGRESS_BAR:
         datasets.enable_progress_bars()
@@ -175,8 +175,8 @@ def _tokenize(examples: datasets.Dataset, encoder: Encoder, settings: Settings, 
         kept = np.flatnonzero(~_column(tokenized, "overlong").to_numpy())
         if not len(kept):
             raise UserError(
-                f"All of the {len(tokenized):,} {purpose} rows read are over max_length {settings.max_length}, so none is "
-                "left; raise it."
+                f"All {len(tokenized):,} {purpose} rows that were read are longer than max_length {settings.max_length}, so none "
+                "is left; raise max_length."
             )
         dropped = len(tokenized) - len(kept)
         tokenized = tokenized.select(kept).flatten_indices()
@@ -203,7 +203,7 @@ def _tokenize(examples: datasets.Dataset, encoder: Encoder, settings: Settings, 
 
 
 def _report(tokenized: datasets.Dataset, purpose: str) -> list[str]:
-    """Return a sentence for each thing to know about how the rows were rendered, with the number of such rows."""
+    """Return a sentence for each note on how rows were rendered, with the number of such rows."""
     rows = len(tokenized)
     sentences = [
         f"{count:,} of {rows:,} {purpose} rows: {NOTES[note]}."

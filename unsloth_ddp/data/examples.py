@@ -1,4 +1,4 @@
-"""Read the rows of a run, check each of them, and keep them as examples in a folder of the node."""
+"""Read and check the rows of a run, and store them as examples in a folder of the node."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.utils.errors import UserError
 from unsloth_ddp.utils.redaction import printable
 
-# Rows that stand for all of a stream until they are seen: plans are made from them.
+# Rows of a stream that are read in advance; plans are made from them.
 STREAM_HEAD = 1000
 # A large set takes minutes to read, which should not look like a hang.
 ROWS_BETWEEN_LINES = 50_000
@@ -100,11 +100,11 @@ def _examples(
     empty = [file for file in files if file not in sources and Path(file).stat().st_size == 0]
     if streaming and (lists := left_out(sources)):
         more = f" and {len(lists) - 1} more files are" if len(lists) > 1 else " is"
-        print(f"{lists[0]}{more} not read: a folder stands for its .jsonl, .parquet and .csv files.")
+        print(f"{lists[0]}{more} not read: of a folder, only .jsonl, .parquet and .csv files are read.")
     if streaming and (others := of_other_splits(sources)):
         more = f" and {len(others) - 1} more files are" if len(others) > 1 else " is"
         print(
-            f"{others[0]}{more} trained too, though the name is that of another split; name the files that are to be trained."
+            f"{others[0]}{more} trained too, although the name is that of another split; to leave it out, name the files to train on."
         )
 
     unread: Counter[str] = Counter()
@@ -134,7 +134,7 @@ def _examples(
             if len(empty) > 1
             else f"{empty[0]} holds no rows and adds"
         )
-        print(f"{what} nothing to the stream; look why, if rows were meant to be there.")
+        print(f"{what} nothing to the stream; check them if they should hold rows.")
     if unread:
         columns = ", ".join(f"{name} ({count:,} rows)" for name, count in unread.most_common(SHOWN_COLUMNS))
         print(printable(f"Columns of {', '.join(sources)[:200]} that are not read: {columns}."), flush=True)

@@ -1,8 +1,8 @@
-"""Lay a micro-batch of packs out as one integer vector whose length does not depend on the rows.
+"""Pad a micro-batch of packs to a fixed shape, stored as one integer vector.
 
-Kernels that are compiled for one shape, or recorded in a CUDA graph, need the same number of tokens, rows and supervised
-tokens in every micro-batch. Missing tokens are filled with rows of their own that nothing supervises, missing rows with
-empty ones, and missing supervised tokens with positions whose label is ignored.
+Kernels that are compiled for one shape, or captured in a CUDA graph, need the same number of tokens, rows and supervised
+tokens in every micro-batch. Tokens are padded with additional unsupervised rows, rows with empty rows, and supervised
+tokens with positions whose label is ignored.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from unsloth_ddp.data.labels import IGNORED
 
 # Matrix products are fastest with whole tiles.
 TILE = 128
-# Shares of a micro-batch's tokens that the head is computed for: the smallest that holds the supervised ones is taken.
+# Fractions of a micro-batch's tokens for which the head is computed: the smallest that covers the supervised tokens is used.
 HEAD_SHARES = (1 / 16, 1 / 8, 3 / 16, 1 / 4, 3 / 8, 1 / 2, 3 / 4, 1)
-# Attention launches blocks for every row, also for empty ones: rows are filled up to the next of so many numbers.
+# The number of rows is padded to one of this many sizes, because attention launches blocks for empty rows too.
 ROW_SIZES = 8
-# Numbers before the other parts: supervised tokens, and tokens of rows that are no filler.
+# Counts at the start of the vector: supervised tokens, and tokens without padding and filler rows.
 COUNTS = 2
 
 
 @dataclass(frozen=True)
 class LaidOut:
-    """A micro-batch in one vector, with the sizes that its parts follow from.
+    """A micro-batch padded to a fixed shape, in one vector, with the sizes that determine its parts.
 
     Attributes:
-        vector: int64, as FixedShape.lay_out makes it.
-        rows: of the micro-batch, empty ones included.
-        head: tokens that the head is computed for.
+        vector: int64, as returned by FixedShape.lay_out.
+        rows: number of rows, including empty ones.
+        head: number of tokens for which the head is computed.
     """
 
     vector: Tensor
@@ -43,30 +43,31 @@ class LaidOut:
 
     @property
     def sizes(self) -> tuple[int, int]:
-        """The sizes; passes over micro-batches of the same sizes are alike."""
+        """(rows, head); micro-batches of the same sizes can share a CUDA graph."""
         return self.rows, self.head
 
     def to(self, *args: Any, **kwargs: Any) -> LaidOut:
-        """Return it with the vector moved, as Tensor.to does; loaders call this."""
+        """Return a copy with the vector moved, as Tensor.to does; data loaders call this."""
         return LaidOut(self.vector.to(*args, **kwargs), self.rows, self.head)
 
     def pin_memory(self, *args: Any) -> LaidOut:
-        """Return it with the vector in pinned memory; DataLoader calls this."""
+        """Return a copy with the vector in pinned memory; DataLoader calls this."""
         return LaidOut(self.vector.pin_memory(*args), self.rows, self.head)
 
 
 @dataclass(frozen=True)
 class StepTensors:
-    """The parts of a laid out micro-batch, all views of one vector.
+    """The parts of a padded micro-batch, all views of one vector.
 
     Attributes:
-        supervised: 0-dim, supervised tokens.
-        tokens: 0-dim, tokens without the fill and without filler rows, which have one token.
-        input_ids: (sequences, tokens of a sequence); one sequence holds all packs, unless the shape says otherwise.
-        position_ids: of the same shape; they restart at 0 in every row.
-        boundaries: (rows + 1,), the first token of each row, and the number of tokens for empty rows.
-        head_positions: (n,), the tokens that the head is computed for.
-        head_labels: (n,), what follows each, or IGNORED.
+        supervised: 0-dim, number of supervised tokens.
+        tokens: 0-dim, number of tokens without padding and without filler rows, which have one token.
+        input_ids: (sequences, sequence length); one sequence with all packs if FixedShape.sequences is 0.
+        position_ids: (sequences, sequence length); they restart at 0 in every row, and padding has none
+            beyond those of the rows.
+        boundaries: (rows + 1,), the index of each row's first token; for empty rows the number of tokens.
+        head_positions: (n,), the tokens for which the head is computed.
+        head_labels: (n,), the label that follows each, or IGNORED.
     """
 
     supervised: Tensor
@@ -80,14 +81,14 @@ class StepTensors:
 
 @dataclass(frozen=True)
 class FixedShape:
-    """The sizes that micro-batches are filled up to: tokens always, rows and supervised tokens to one of a few numbers.
+    """The shape that micro-batches are padded to: a fixed number of tokens, one of a few numbers of rows and head tokens.
 
     Args:
-        tokens: of a micro-batch.
-        rows: most of a micro-batch, those that fill it up included.
-        longest: most tokens of a row.
-        sequences: packs of a micro-batch where every pack is one row. Each is padded to `longest` and is a sequence of its
-            own, so that attention needs no boundaries. 0 where packs hold more rows: they are one sequence.
+        tokens: number of tokens of a padded micro-batch.
+        rows: maximum number of rows, including padding rows.
+        longest: maximum number of tokens of a row.
+        sequences: number of packs if every pack is one row. Each is then padded to `longest` and is a sequence of its own,
+            so that attention needs no row boundaries. 0 if packs hold several rows; they are joined to one sequence.
     """
 
     tokens: int
@@ -97,31 +98,31 @@ class FixedShape:
 
     @classmethod
     def that_holds(cls, tokens: int, rows: int, longest: int) -> FixedShape:
-        """Return the shape that holds micro-batches of up to so many tokens and rows, and their fill."""
+        """Return the shape for micro-batches of up to `tokens` and `rows`, with room for padding rows."""
         whole = math.ceil(tokens / TILE) * TILE
         return cls(whole, rows + math.ceil(whole / longest), longest)
 
     @classmethod
     def of_single_rows(cls, sequences: int, longest: int) -> FixedShape:
-        """Return the shape of micro-batches of so many packs of one row each, of at most `longest` tokens."""
+        """Return the shape for micro-batches of `sequences` packs of one row each, of at most `longest` tokens."""
         length = math.ceil(longest / TILE) * TILE
         return cls(sequences * length, sequences, length, sequences)
 
     def head_size(self, supervised: int) -> int:
-        """Return how many tokens the head is computed for where so many are supervised."""
+        """Return for how many tokens the head is computed if `supervised` tokens are supervised."""
         sizes = (math.ceil(self.tokens * share / TILE) * TILE for share in HEAD_SHARES)
         return next(size for size in sizes if size >= supervised)
 
     def row_size(self, rows: int) -> int:
-        """Return how many rows a micro-batch of so many has with empty ones."""
+        """Return the number of rows that a micro-batch of `rows` rows is padded to."""
         step = max(8, math.ceil(self.rows / ROW_SIZES))
         return math.ceil(rows / step) * step
 
     def lay_out(self, ids: np.ndarray, labels: np.ndarray, lengths: np.ndarray) -> LaidOut | None:
-        """Return a micro-batch in this shape; None if it is larger.
+        """Return a micro-batch padded to this shape; None if it is larger.
 
         Args:
-            ids: (tokens,), the rows one after the other.
+            ids: (tokens,), the concatenated rows.
             labels: (tokens,), IGNORED where a token is not supervised.
             lengths: (rows,), the tokens of each row.
         """
@@ -144,7 +145,8 @@ class FixedShape:
         parts = (
             [len(positions), lengths[lengths > 1].sum()],
             padded[0],
-            np.arange(self.tokens) - np.repeat(starts, room),
+            # A model's table of positions may end with its longest row.
+            np.minimum(np.arange(self.tokens) - np.repeat(starts, room), max(lengths.max() - 1, 1)),
             boundaries,
             np.append(positions, np.zeros(missing)),
             np.append(following[positions], np.full(missing, IGNORED)),
@@ -153,7 +155,7 @@ class FixedShape:
         return LaidOut(torch.from_numpy(vector), rows, head)
 
     def _room(self, lengths: np.ndarray) -> np.ndarray | None:
-        """Return the tokens that each row takes, rows that fill the micro-batch up included; None if it is larger."""
+        """Return the padded length of each row, including padding rows; None if the micro-batch is larger."""
         if lengths.max() > self.longest:
             return None
         if self.sequences:
@@ -166,7 +168,7 @@ class FixedShape:
         return room if len(room) <= self.rows else None
 
     def parts(self, laid_out: LaidOut) -> StepTensors:
-        """Return the parts of a laid out micro-batch, on its device, without a copy."""
+        """Return the parts of a padded micro-batch, as views on its device."""
         sizes = [COUNTS, self.tokens, self.tokens, laid_out.rows + 1, laid_out.head, laid_out.head]
         counts, ids, positions, boundaries, picked, labels = laid_out.vector.split(sizes)
         by_sequence = (self.sequences or 1, -1)

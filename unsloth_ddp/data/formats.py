@@ -8,9 +8,9 @@ The columns of the row determine its format:
     prompt, completion             two texts, or two lists of messages
     text                           plain text, supervised completely
 
-A `system` column adds a system message to any of them but text. Lists may also be JSON text, which is how CSV files
-hold them. A prompt or completion counts as such a list only if every item of it is an object with role and content;
-other text that begins with a bracket stays text.
+A `system` column adds a system message to every format except text. Lists may also be JSON text, as in CSV files. A prompt
+or completion counts as such a list only if every item is an object with role and content; other text that begins with a
+bracket stays text.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from unsloth_ddp.data.values import as_list, as_text, check_plain, is_missing, k
 from unsloth_ddp.utils.errors import UserError
 
 ACCEPTED = "messages; conversations; instruction, output (and input); prompt, completion; or text"
-# The columns that a format needs, in the order in which formats are tried, and those that it reads if they are there.
+# Required columns of each format, in the order in which formats are tried -> optional columns.
 FORMATS: dict[tuple[str, ...], tuple[str, ...]] = {
     ("messages",): ("system", "system_prompt", "tools", "functions"),
     ("conversations",): ("system", "system_prompt", "tools", "functions"),
@@ -38,7 +38,7 @@ SHOWN_COLUMNS = 20
 
 @dataclass
 class Example:
-    """A row that is ready to be tokenized; either `messages` or `text` is given, and all of it can be written as JSON.
+    """A row that is ready to be tokenized, with either `messages` or `text`; it can be written as JSON.
 
     The first `prompt_messages` messages, or the first `prompt_chars` characters of the text, are the prompt: they are
     supervised only with --loss_on all. The messages with the indices `left_out` are never supervised. `unread` names
@@ -64,7 +64,7 @@ def to_example(row: Any) -> Example:
         if isinstance(row, list) and row and isinstance(row[0], dict):
             raise UserError("the row is a list of objects; if each is a row, name the file .json instead of .jsonl.")
         raise UserError(f"the row is {kind_of(row)}, not an object with columns; accepted columns: {ACCEPTED}.")
-    # Tables fill the columns that a row lacks with nulls, pandas with NaN.
+    # Tables fill missing columns of a row with null, pandas with NaN.
     given, row = row, {name: value for name, value in row.items() if not is_missing(value)}
     if media := next((name for name in MEDIA if row.get(name)), None):
         raise UserError(f"the row has a column {media}; this kit trains on text only.")
@@ -92,7 +92,7 @@ def to_example(row: Any) -> Example:
 
 
 def _refusal(given: dict[str, Any], row: dict[str, Any]) -> str:
-    """Say why a row has none of the formats; `row` is `given` without nulls."""
+    """Return why a row has none of the formats; `row` is `given` without nulls."""
     if null := _null_column(given):
         return f"{null} is null; give it a value or remove the row."
     if "chosen" in row and "rejected" in row:
@@ -106,7 +106,7 @@ def _refusal(given: dict[str, Any], row: dict[str, Any]) -> str:
 
 
 def _null_column(row: dict[str, Any]) -> str | None:
-    """Return the first null column of a format whose columns the row has all."""
+    """Return the first null column of a format of which the row has all columns."""
     for columns in FORMATS:
         if all(name in row for name in columns):
             return next(name for name in columns if is_missing(row[name]))
@@ -207,7 +207,7 @@ def _chat(row: dict[str, Any], prompt: list[Message], rest: list[Message]) -> Ex
 
 
 def _tools(row: dict[str, Any]) -> list[Any] | None:
-    """Return the tools of a row, also those under OpenAI's older name `functions`; None if there are none."""
+    """Return the tools of a row, from `tools` or OpenAI's older `functions`; None if there are none."""
     tools = as_list(row["tools"], "tools") if row.get("tools") else []
     if row.get("functions"):
         if tools:

@@ -17,7 +17,7 @@ from unsloth_ddp.utils.errors import UserError
 
 
 def data_identity(settings: Settings, runtime: Runtime, plan: BatchPlan, rows: TokenizedRows) -> dict[str, Any]:
-    """Return what identifies the rows of a run and how they fill its steps, for manifest.compare.
+    """Return values that identify the rows of a run and its steps, for manifest.compare.
 
     Streamed rows are identified by their sources and by the checksum of the first rows.
     """

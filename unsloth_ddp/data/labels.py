@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-# PyTorch's cross entropy leaves this label out.
+# PyTorch's cross entropy ignores this label.
 IGNORED = -100
-# Matrix products are fastest with whole tiles, and the loss is compiled for sequences longer than one token.
+# Matrix products are fastest with whole tiles, and the loss is compiled for more than one token.
 MULTIPLE = 128
-# Selecting tokens costs a copy, which does not pay off if nearly all tokens are selected.
+# Largest fraction of selected tokens; selecting needs a copy, which does not pay off for nearly all tokens.
 MOST_SELECTED = 0.9
 
 

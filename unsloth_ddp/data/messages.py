@@ -8,7 +8,7 @@ from unsloth_ddp.data.values import as_list, as_text, check_plain, from_json, is
 from unsloth_ddp.utils.errors import UserError
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-# Names that templates would not know, or would drop: OpenAI's newer name for system, and its older name for tool.
+# Roles that templates would not know or would drop: OpenAI's newer name for system, and its older name for tool.
 RENAMED_ROLES = {"developer": "system", "function": "tool"}
 SHAREGPT_ROLES = {
     "human": "user",
@@ -20,10 +20,10 @@ SHAREGPT_ROLES = {
     "tool": "tool",
     "observation": "tool",
 }
-# 0 or false on an assistant message excludes it from the loss: OpenAI's and axolotl's, axolotl's, ms-swift's.
+# 0 or false on an assistant message excludes it from the loss: weight (OpenAI, axolotl), train (axolotl), loss (ms-swift).
 LOSS_FLAGS = ("weight", "train", "loss")
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
-# Content beside the text that would be lost without a word.
+# Other content than text, which would be dropped silently, and the fix.
 NOT_TRAINED = {
     "refusal": "move its text into content",
     "audio": "this kit trains on text only",
@@ -65,10 +65,10 @@ def read_message(message: Any) -> Message:
 
 
 def read_sharegpt_turn(turn: Any) -> Message:
-    """Convert a turn of ShareGPT's format; one that has a role is read as a message of OpenAI's.
+    """Convert a turn of ShareGPT's format; a turn with a role is read as a message of OpenAI's format.
 
     Raises:
-        UserError: as read_message.
+        UserError: see read_message.
     """
     if not isinstance(turn, dict):
         raise UserError(f"a turn of conversations is {kind_of(turn)}, not an object with from and value.")
@@ -111,7 +111,7 @@ def _check_trained(message: Message) -> None:
 
 
 def _read_calls(message: Message) -> None:
-    """Bring tool calls into one form; OpenAI's older function_call becomes a tool call."""
+    """Convert tool calls to one form, and OpenAI's older function_call to a tool call."""
     if "function_call" in message:
         legacy = message.pop("function_call")
         if legacy and message.get("tool_calls"):
@@ -125,7 +125,7 @@ def _read_calls(message: Message) -> None:
 
 
 def _tool_call(call: Any) -> dict[str, Any]:
-    """Convert a tool call: the name inside `function`, the arguments an object (OpenAI has them as JSON text)."""
+    """Convert a tool call, so that `function` holds the name, and arguments (JSON text with OpenAI) as an object."""
     if not isinstance(call, dict):
         raise UserError(f"a tool call is {kind_of(call)}, not an object.")
     function = call.get("function") or {"name": call.get("name"), "arguments": call.get("arguments")}

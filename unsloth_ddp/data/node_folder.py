@@ -1,4 +1,4 @@
-"""Share a folder between the ranks of a node for the time of a run."""
+"""Share a folder between the ranks of a node during a run."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ ANOTHER_CACHE = "set HF_HOME (or HF_DATASETS_CACHE) to a folder on another disk"
 def node_folder(runtime: Runtime) -> Iterator[Path]:
     """Create a folder that the ranks of each node share, and remove it at the end.
 
-    If a run of several ranks fails, the folder is kept, since a rank may still be reading; a later run removes it. A
-    UserError is raised on every rank, so none reads on.
+    If a run of several ranks fails, the folder is kept, because a rank may still be reading; a later run removes it.
+    After a UserError it is removed, because every rank raises it and none is reading.
 
     Raises:
-        UserError: it cannot be created.
+        UserError: the folder cannot be created.
     """
 
     def make() -> str:
@@ -58,10 +58,10 @@ def node_folder(runtime: Runtime) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def room_for_rows(folder: Path) -> Iterator[None]:
-    """Tell in one sentence that the disk of `folder` is full, where rows are written to it.
+    """Turn the error of a full disk into a UserError while rows are written to `folder`.
 
     Raises:
-        UserError: naming the folder and how to choose another.
+        UserError: the disk is full; names the folder and how to choose another.
     """
     try:
         yield

@@ -1,7 +1,7 @@
 """Decide whether rows are packed, which rows share a pack, and how many packs a step holds. Pure arithmetic.
 
-A pack is several rows concatenated into one sequence, each with its own positions. Attention and loss keep them apart,
-so the loss of a row is the same as alone. Which rows share a pack depends on the lengths of the rows only.
+A pack is several rows concatenated into one sequence, each with its own positions. Attention does not cross row
+boundaries, so the loss of a row is the same as without packing. Which rows share a pack depends only on the row lengths.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from unsloth_ddp.config.parse import Settings
 from unsloth_ddp.data.batch_plan import BatchPlan, nearest_multiple, plan_batch
 from unsloth_ddp.utils.errors import UserError
 
-# A step may hold as little as this share of the requested rows, if packs are fuller for it.
+# Smallest fraction of the requested rows that a step may hold in exchange for fuller packs.
 ENOUGH_ROWS = 0.8
 
 
@@ -26,7 +26,7 @@ class Packing:
     """The rows of each pack: pack i holds `rows[starts[i] : starts[i + 1]]`, in the order of the data.
 
     Args:
-        capacity: most tokens that a pack of several rows may hold; a longer row is a pack by itself.
+        capacity: maximum tokens of a pack of several rows; a longer row is a pack by itself.
         rows: int64 (rows,), each row once.
         starts: int64 (packs + 1,).
         tokens: int64 (packs,), the tokens of each pack.
@@ -75,7 +75,7 @@ class _Bins:
         self.bins: dict[int, list[np.ndarray]] = {}
 
     def take(self, length: int, items: int) -> tuple[int, np.ndarray]:
-        """Return the bins for the next items of one length, and their space: the fullest that fit, or new ones."""
+        """Return (space, bins) for the next items of one length: the fullest bins that fit, or new ones."""
         at = bisect_left(self.spaces, length)
         if at == len(self.spaces):
             space = max(self.capacity, length)
@@ -96,7 +96,7 @@ class _Bins:
         return space, np.concatenate(taken)
 
     def put(self, space: int, bins: np.ndarray) -> None:
-        """Return bins with the space left in them."""
+        """Put bins back with the space left in them."""
         if space and len(bins):
             if space not in self.bins:
                 insort(self.spaces, space)
@@ -105,14 +105,14 @@ class _Bins:
 
 
 def best_fit(lengths: np.ndarray, capacity: int) -> Packing:
-    """Best-fit-decreasing packing: longest rows first, each into the fullest pack that still takes it.
+    """Pack by best-fit decreasing: longest rows first, each into the fullest pack that has room.
 
-    Rows of equal length are placed together, so the cost is O(rows log rows) for sorting, and one round for each pair of
+    Rows of equal length are placed together, so the cost is O(rows log rows) for sorting, and one iteration per pair of
     a length and a space it is placed in.
 
     Args:
         lengths: int (rows,), each at least 1.
-        capacity: most tokens of a pack; a longer row is a pack by itself.
+        capacity: maximum tokens of a pack; a longer row is a pack by itself.
     """
     lengths = np.asarray(lengths, dtype=np.int64)
     assert len(lengths), "there is nothing to pack"
@@ -158,13 +158,13 @@ def decide_packing(
 
     Args:
         wanted: --packing.
-        place: description of where attention runs, for the sentence.
+        place: description of where attention runs, for the message.
         kernel: the attention kernel for rows of different lengths, if there is one.
-        wrong: the reason why packed rows of this model would not be kept apart, if there is one.
+        wrong: the reason why packed rows of this model would influence each other, if there is one.
         doubtful: the reason why packing has not been tested with this model, if there is one.
 
     Raises:
-        UserError: packing was requested but would give a different result.
+        UserError: --packing is on but would change the result.
     """
     if wanted == "off":
         return PackingDecision(False, "--packing off")
@@ -183,7 +183,7 @@ def decide_packing(
 
 
 def describe_backend(backend: str, precision: str, settings: Settings) -> str:
-    """Describe where attention runs on a GPU, for the sentence of `decide_packing`."""
+    """Describe where attention runs on a GPU, for the message of `decide_packing`."""
     asked = f", {settings.attn_implementation}" if backend == "transformers" and settings.attn_implementation else ""
     return f"backend {backend} ({precision}{asked})"
 
@@ -297,9 +297,9 @@ def _check_agreement(request: BatchRequest, by_tokens: BatchPlan, by_count: Batc
 def _packs_for_rows(rows: int, processes: int, lengths: np.ndarray, full: Packing) -> tuple[int, Packing]:
     """Return how many packs hold about `rows` rows, and the packs, given the packs of full length.
 
-    The number does not depend on the processes: it is a multiple of 8 if there are 8 rows or more, so that a run takes
-    the same steps on 1, 2, 4 and 8 processes. Only if the processes do not divide it, the nearest number that they
-    divide is taken. If packs of full length would hold too many rows, packs are made shorter.
+    With 8 rows or more the number is a multiple of 8, so that a run takes the same steps on 1, 2, 4 and 8 processes. If
+    the number of processes does not divide it, the nearest multiple is used. If packs of full length would hold too many
+    rows, packs are made shorter.
     """
     eights = 8 * math.floor(rows / full.rows_a_pack / 8)
     numbers = [eights, eights + 8] if rows >= 8 else [*(n for n in (1, 2, 4) if n < rows), rows]
@@ -310,7 +310,7 @@ def _packs_for_rows(rows: int, processes: int, lengths: np.ndarray, full: Packin
 
 
 def capacity_for(lengths: np.ndarray, rows_a_pack: float, most: int) -> int:
-    """Return the least capacity, up to `most`, whose packs, if completely filled, hold `rows_a_pack` rows on average."""
+    """Return the smallest capacity, up to `most`, with which full packs would hold `rows_a_pack` rows on average."""
     ascending = np.sort(np.asarray(lengths, dtype=np.int64))
     sums = np.concatenate([[0], np.cumsum(ascending)])
 

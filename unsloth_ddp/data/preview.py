@@ -26,12 +26,12 @@ def preview_row(tokenizer: Any, input_ids: list[int], labels: list[int], cut_at:
         labels: (tokens,), IGNORED where a token is not supervised.
         cut_at: the --max_length at which the row was cut, or None.
     """
-    # Nothing comes before the first token from which it could be predicted.
+    # The first token is never predicted.
     labels = [IGNORED, *labels[1:]]
     parts, end, before = [], 0, ""
     for supervised, run in groupby(labels, key=lambda label: label != IGNORED):
         start, end = end, end + len(list(run))
-        # Many tokenizers drop the space that a text begins with, so a part is what it adds to the text before it.
+        # Many tokenizers drop leading space, so a part is decoded as what it adds to the text before it.
         so_far = tokenizer.decode(input_ids[:end], skip_special_tokens=False)
         text = (
             so_far[len(before) :]

@@ -1,6 +1,6 @@
-"""Stop a chat template that never ends, or that makes more text than a machine can hold.
+"""Stop a chat template that never ends, or that renders more text than fits in memory.
 
-A template comes with a model, and Jinja's sandbox keeps it from files and Python, but not from nested loops.
+A template comes with a model. Jinja's sandbox denies it files and Python, but does not limit nested loops.
 """
 
 from __future__ import annotations
@@ -17,28 +17,26 @@ from typing import Any
 
 from unsloth_ddp.utils.units import GIB
 
-# For one row, which takes milliseconds and megabytes otherwise.
+# Limits for one row, which normally takes milliseconds and megabytes.
 SECONDS = 30.0
 MEMORY_BYTES = 4 * GIB
 CHARACTERS = 100_000_000
 
 
 class TemplateOverrun(BaseException):
-    """A template went beyond a limit; no Exception, so that nobody takes it for a row that can be rendered otherwise."""
+    """A template exceeded a limit; not an Exception, so that no handler tries to render the row in another way."""
 
 
 def overrun_sentence(error: TemplateOverrun) -> str:
-    """Return what to tell the user."""
-    return (
-        f"the chat template cannot render a row ({error}); look at the template, or give another with --chat_template."
-    )
+    """Return the message for the user."""
+    return f"the chat template cannot render a row ({error}); fix the template, or give another with --chat_template."
 
 
 @contextlib.contextmanager
 def limited_rendering() -> Iterator[None]:
-    """Limit the time and the additional memory of what runs inside.
+    """Limit the time and the additional memory of the block.
 
-    The time is limited in main threads only, where Python runs handlers of signals; the memory on Linux only.
+    Time is limited only in main threads, where Python runs signal handlers; memory only on Linux.
 
     Raises:
         TemplateOverrun: a limit was reached; the message is a part of a sentence.
@@ -60,7 +58,7 @@ def _limited_time() -> Iterator[None]:
         raise TemplateOverrun(f"it does not end within {SECONDS:.0f} s")
 
     began, handler = time.monotonic(), signal.signal(signal.SIGALRM, stop)
-    # Somebody else's timer goes on afterwards with what is left of it.
+    # A timer that was set before continues afterwards with its remaining time.
     before, interval = signal.setitimer(signal.ITIMER_REAL, SECONDS)
     try:
         yield
@@ -95,10 +93,10 @@ def check_length(text: str) -> str:
         TemplateOverrun: it is too long to be tokenized.
     """
     if len(text) > CHARACTERS:
-        raise TemplateOverrun(f"it makes {len(text):,} characters of it")
+        raise TemplateOverrun(f"it renders {len(text):,} characters")
     return text
 
 
 def _address_space() -> int:
-    """Return the bytes of address space that this process has; what a GPU's driver reserves is counted too."""
+    """Return the bytes of this process's address space, including what a GPU's driver reserves."""
     return int(Path("/proc/self/statm").read_bytes().split()[0]) * resource.getpagesize()

@@ -1,6 +1,6 @@
 """Find the parts of a row that a chat template does not render, by marking each part and rendering the row once.
 
-Looking for the text itself would not do: the name of a tool may also be a word of the user's.
+Searching for the text itself is not enough: the name of a tool may also be a word of the user's.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Part(NamedTuple):
 
 
 class PartChecker:
-    """Finds the parts of examples that one template leaves out; one rendering for each shape of row."""
+    """Find the parts of examples that one template leaves out; render once per shape of row."""
 
     def __init__(self, template: ChatTemplate) -> None:
         self.template = template
@@ -48,7 +48,7 @@ class PartChecker:
 
 
 def row_shape(example: Example) -> Hashable:
-    """Return what decides which parts a template renders: roles, keys, and reasoning inside of content."""
+    """Return a key of what decides which parts a template renders: roles, keys, and reasoning in the content."""
     messages = tuple(
         (m["role"], tuple(sorted(key for key, value in m.items() if value)), THINK_END in (m["content"] or ""))
         for m in example.messages
@@ -61,7 +61,7 @@ def _mark(part: Part) -> str:
 
 
 def _inserted(text: str, mark: str) -> str:
-    """Insert a mark in the middle, since templates look at how a text begins and ends."""
+    """Insert a mark in the middle, because templates examine how a text begins and ends."""
     start, middle = len(text) - len(text.lstrip()), len(text.strip()) // 2
     return text[: start + middle] + mark + text[start + middle :]
 

@@ -1,7 +1,7 @@
 """Pin the model and the datasets of a run to commits of the Hub, so that every rank and every resume reads the same.
 
-The main process asks the Hub for the commit of each branch or tag once. The commits replace what was given in the
-settings, and so stand in settings.yaml and in the manifest of every checkpoint.
+The main process queries the Hub for the commit of each branch or tag once. The commits replace the given revisions in the
+settings, so settings.yaml and the manifest of every checkpoint contain them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def dataset_revisions(settings: Settings) -> dict[str, str]:
     """Return the revision of each Hub dataset for which one is given.
 
     Raises:
-        UserError: there are not as many revisions as Hub datasets.
+        UserError: the number of revisions differs from the number of Hub datasets.
     """
     wanted, names = settings.dataset_revision, _hub_datasets(settings)
     if wanted and len(wanted) != len(names):
@@ -42,7 +42,7 @@ def _hub_datasets(settings: Settings) -> list[str]:
 
 
 def ignored_hub_options(settings: Settings) -> list[str]:
-    """Return a sentence for each option that selects from the Hub while what it selects from is on this machine."""
+    """Return a sentence for each option that selects from the Hub although the model or dataset is local."""
     hub, standard = set(_hub_datasets(settings)), Settings()
     local = {
         "model_revision": ("the model", is_file(str(settings.model))),
@@ -61,12 +61,12 @@ def ignored_hub_options(settings: Settings) -> list[str]:
 
 
 def pin_revisions(settings: Settings, runtime: Runtime) -> None:
-    """Replace model_revision and dataset_revision by commits, alike on every rank; every rank calls this.
+    """Replace model_revision and dataset_revision by commits, the same on every rank; every rank calls this.
 
-    What the Hub does not answer (no network, no such name, no access) stays as it was given: reading it says why.
+    A revision that the Hub does not resolve (no network, no such name, no access) stays as given; reading raises the error.
 
     Raises:
-        UserError: there are not as many dataset revisions as Hub datasets.
+        UserError: the number of dataset revisions differs from the number of Hub datasets.
     """
     settings.model_revision, settings.dataset_revision = runtime.broadcast_from_main(
         lambda: (_model_commit(settings, runtime.backend), _dataset_commits(settings))
@@ -78,7 +78,7 @@ def _model_commit(settings: Settings, backend: str) -> str | None:
     if is_file(name):
         return revision
     if revision is None and backend == "unsloth" and settings.method == "qlora":
-        # Unsloth may read another repository, with weights that are quantized already; it has none of these commits.
+        # Unsloth may load a pre-quantized model from another repository, which does not have this commit.
         return None
     return find_commit(name, "model", revision) or revision
 
@@ -86,15 +86,15 @@ def _model_commit(settings: Settings, backend: str) -> str | None:
 def _dataset_commits(settings: Settings) -> list[str]:
     given, names = dataset_revisions(settings), _hub_datasets(settings)
     commits = [find_commit(name, "dataset", given.get(name)) or given.get(name) for name in names]
-    # Either all are pinned or only those that were given: the option has one value for each.
+    # Pin all datasets or keep what was given, because the option has one value per dataset.
     return settings.dataset_revision if None in commits else [str(commit) for commit in commits]
 
 
 def find_commit(name: str, kind: Literal["model", "dataset"], revision: str | None = None) -> str | None:
-    """Return the commit that a branch, tag or abbreviated commit of a Hub repository is at; None if nothing knows it.
+    """Return the commit of a branch, tag or abbreviated commit of a Hub repository; None if it cannot be resolved.
 
-    Without a network it is the commit of a model in the Hub's cache. Datasets are not looked up there, because
-    `datasets` reads prepared tables from a cache of its own, without revisions.
+    Without a network a model's commit is read from the Hub's cache. Datasets are not looked up there, because `datasets`
+    reads prepared tables from its own cache, without revisions.
     """
     if revision and COMMIT.fullmatch(revision):
         return revision

@@ -28,7 +28,7 @@ MAGIC = {
     b"PAR1": ("Parquet", "name it .parquet"),
     b"ARROW1\0\0": ("Arrow", "write it as Parquet"),
 }
-# As datasets on the Hub name the files of such splits: test-00000-of-00001.parquet, validation/0.jsonl.
+# Matches files of other splits as Hub datasets name them: test-00000-of-00001.parquet, validation/0.jsonl.
 OTHER_SPLIT = re.compile(r"(?<![a-z])(?:test|testing|valid|validation|val|dev|eval|evaluation|held_?out)(?![a-z])")
 HUB_ADDRESS = re.compile(r"https?://huggingface\.co/datasets/([^/]+(?:/[^/]+)?)")
 SPACE = re.compile(r"[ \t\r\n]*")
@@ -59,7 +59,7 @@ def check_source(source: str) -> None:
         if not is_file(source):
             return
         if match := HUB_ADDRESS.match(source):
-            raise UserError(f"dataset {source} is an address; give the dataset's id on the Hub: {match[1]}.")
+            raise UserError(f"dataset {source} is a URL; give the dataset's id on the Hub: {match[1]}.")
         path = Path(source).expanduser()
         if not path.exists():
             raise UserError(f"dataset {source}: there is no such file.")
@@ -73,16 +73,16 @@ def check_source(source: str) -> None:
         if not path.is_file() or path.suffix.lower() not in SUFFIXES:
             raise UserError(f"dataset {source} is not a {', '.join(SUFFIXES)} file; convert it to one of these.")
     except (OSError, RuntimeError) as error:
-        # A name may be too long for the file system, or name the home of a user who does not exist.
+        # The name may be too long for the file system, or contain ~ with an unknown user.
         reason = str(getattr(error, "strerror", error)).rstrip(".")
         raise UserError(f"dataset {source[:200]} cannot be looked up: {reason}.") from None
 
 
 def checked_files(sources: list[str], *, streaming: bool = False) -> list[str]:
-    """Return the files and Hub ids that `sources` stand for, each accepted by `check_source`.
+    """Return the files and Hub ids of `sources`, with streamed folders expanded; each is checked by `check_source`.
 
     Raises:
-        UserError: as streamed_sources and check_source.
+        UserError: see streamed_sources and check_source.
     """
     files = streamed_sources(sources) if streaming else sources
     for source in files:
@@ -93,7 +93,7 @@ def checked_files(sources: list[str], *, streaming: bool = False) -> list[str]:
 def streamed_sources(sources: list[str]) -> list[str]:
     """Replace every folder in `sources` by the row files in it and in its subfolders, sorted by name.
 
-    The .json files of a folder do not count as row files here (see left_out); one that is named is refused.
+    The .json files of a folder do not count as row files (see left_out); a .json file in `sources` is refused.
 
     Raises:
         UserError: a folder holds no row file, or a file must be read completely before its first row is known.
@@ -115,7 +115,7 @@ def streamed_sources(sources: list[str]) -> list[str]:
 
 
 def left_out(sources: list[str]) -> list[str]:
-    """Return the files in the folders among `sources` that may hold rows and are not read.
+    """Return the files in the folders among `sources` that may hold rows but are not read.
 
     These are .json files (metadata, or lists that must be read completely), packed files and Arrow files.
     """
@@ -205,7 +205,7 @@ def _jsonl_rows(path: Path) -> Iterator[SourceRow]:
 
 
 def _json_rows(path: Path) -> Iterator[SourceRow]:
-    """Parse the items of a JSON list one by one, since only then the line of each item is known."""
+    """Parse the items of a JSON list one by one, so that the line of each item is known."""
     text = "".join(_lines(path))
     position = _after_space(text, 0)
     if not text[position:]:
@@ -305,7 +305,7 @@ def _parquet_rows(path: Path) -> Iterator[SourceRow]:
 
 
 def _holds_json(kind: Any) -> bool:
-    """Return whether values of an Arrow type are, or hold, JSON text."""
+    """Return whether an Arrow type is JSON text or contains it."""
     import pyarrow
 
     return isinstance(kind, pyarrow.JsonType) or any(_holds_json(kind.field(i).type) for i in range(kind.num_fields))
@@ -314,8 +314,8 @@ def _holds_json(kind: Any) -> bool:
 def _without_json(value: Any, kind: Any) -> Any:
     """Parse the JSON text in a value of a Parquet column.
 
-    Datasets writes objects whose fields differ in type as JSON text, even whole messages. Left alone, a content that is
-    text would be trained with quotation marks around it.
+    Datasets writes objects whose fields differ in type as JSON text, even whole messages. Without parsing, content would be
+    trained with quotation marks around it.
 
     Raises:
         ValueError, RecursionError: the text is not JSON.

@@ -1,7 +1,7 @@
-"""Order the rows of a stream: a seeded shuffle through a buffer, one epoch after the other.
+"""Order the rows of a stream by a seeded shuffle buffer, epoch by epoch.
 
-The order is a function of (sources, shuffle buffer, seed, epoch) alone. A checkpoint keeps the position at which its
-step ended (`StreamPosition`); a resumed run reads the rows of that epoch again up to there, without tokenizing them.
+The order is a function of (sources, shuffle buffer, seed, epoch) alone. A checkpoint stores the position at which its step
+ended (`StreamPosition`); a resumed run reads the rows of that epoch again up to it, without tokenizing them.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class StreamRow(NamedTuple):
 def shuffled(rows: Iterable[T], size: int, seed: int, epoch: int) -> Iterator[T]:
     """Yield the rows in a random order, through a buffer of `size` rows.
 
-    Each row that is read replaces one drawn at random from the buffer, which is yielded. At the end of the rows, the
-    rest of the buffer follows in random order. A `size` of 0 keeps the order.
+    Each new row replaces a row drawn at random from the buffer, which is yielded. At the end of the rows, the rest of the
+    buffer follows in random order. A `size` of 0 keeps the order.
     """
     if size == 0:
         yield from rows
@@ -73,7 +73,7 @@ def stream_rows(
     """Yield the rows of one epoch after the other, from the first row of the window at `start` on.
 
     Raises:
-        UserError: there is nothing to read, or the checksum of the rows before `start` is not the one kept in it.
+        UserError: the sources have no rows, or the checksum of the rows before `start` differs from the one in `start`.
     """
     for epoch in itertools.count(start.epoch):
         skipped = start.row if epoch == start.epoch else 0

@@ -1,9 +1,8 @@
-"""Fill optimizer steps with streamed rows and hand every rank its micro-batches.
+"""Fill optimizer steps with streamed rows and send every rank its micro-batches.
 
 Only the main process reads (see stream_windows.py). It joins the windows into steps, and before each step sends every
-rank the rows of its own micro-batches. So a source is read once, whatever the number of ranks, all ranks train the
-same rows, and every rank learns of a bad row at the same step. The content of a step follows from the order of the
-rows (stream_order.py) and the global batch.
+rank the rows of its micro-batches. So a source is read only once, and every rank gets the error of a bad row at the same
+step. The content of a step depends only on the order of the rows (stream_order.py) and the global batch.
 """
 
 from __future__ import annotations
@@ -33,10 +32,11 @@ Shares = list[list[list[Unit]]]
 
 @dataclass
 class StepFiller:
-    """Turn windows into the units of each step, dealt to the processes.
+    """Turn windows into the units of each step, distributed over the processes.
 
     Args:
-        capacity: most tokens of a pack; None if rows are not packed.
+        capacity: maximum tokens of a pack; None if rows are not packed.
+        keep_order: keep packs in the order of the rows instead of shuffling them.
     """
 
     plan: BatchPlan
@@ -49,11 +49,11 @@ class StepFiller:
         if self.capacity is None:
             return window.rows
         if not window.rows or window.problem is not None:
-            # With the bad row fixed, other rows would share the packs.
+            # Skip the window: after the bad row is fixed, its packs would be different.
             return []
         lengths = np.array([len(row["input_ids"]) for row in window.rows])
         packing = best_fit(lengths, self.capacity)
-        # Best fit puts the longest rows into the first packs, which training should not see first.
+        # Reorder, because best fit puts the longest rows into the first packs.
         if self.keep_order:
             order = np.argsort(packing.rows[packing.starts[:-1]])
         else:
@@ -90,7 +90,7 @@ class StepFiller:
 
 
 class StreamedSteps(IterableDataset[list[Unit] | None]):
-    """Iterate over this rank's micro-batches of a whole run; every rank must iterate in step.
+    """Iterate over this rank's micro-batches of a whole run; every rank has to iterate at the same pace.
 
     Transformers skips the micro-batches of steps before a checkpoint, so None is yielded in their place.
     """
@@ -102,7 +102,7 @@ class StreamedSteps(IterableDataset[list[Unit] | None]):
         max_steps: int,
         windows: Callable[[StreamPosition], Iterator[TokenizedWindow]],
     ) -> None:
-        """`windows` returns the windows from a position on; it is called in the main process only."""
+        """Set up the iteration; `windows` returns the windows from a position on, and is called in the main process only."""
         self.runtime = runtime
         self.steps = steps
         self.max_steps = max_steps
@@ -119,7 +119,7 @@ class StreamedSteps(IterableDataset[list[Unit] | None]):
         self.done, self.position = step, StreamPosition(**(position or {}))
 
     def saved(self) -> dict[str, Any]:
-        """Return the position for a checkpoint; it is right in the main process only."""
+        """Return the position for a checkpoint; it is correct only in the main process."""
         return dataclasses.asdict(self.position)
 
     def waited(self) -> float:

@@ -35,7 +35,7 @@ T = TypeVar("T")
 # A row or a pack as the collator takes it; a step counts these.
 Unit = dict[str, np.ndarray]
 
-# Rows that are packed together: so many that the half-empty last pack of a window hardly counts.
+# Rows that are packed together; with this many, the half-empty last pack of a window hardly matters.
 PACKED_WINDOW = 1000
 WINDOWS_AHEAD = 2
 
@@ -44,8 +44,8 @@ WINDOWS_AHEAD = 2
 class TokenizedWindow:
     """Consecutive rows of a stream, tokenized, from `start` on, without dropped rows.
 
-    `problem` is the error of the row after them, if it has one. `ended` is the number of rows of the first epoch, if
-    that epoch ends within this window.
+    `problem` is the error of the row after them, or None. `ended` is the number of rows of the first epoch, if that epoch
+    ends within this window.
     """
 
     start: StreamPosition
@@ -106,7 +106,7 @@ class StreamedWindows(IterableDataset[TokenizedWindow]):
 
 
 def _take(rows: Iterator[T], count: int) -> tuple[list[T], str | None]:
-    """Return the next rows, and the error of the row after them, if it has one."""
+    """Return the next rows, and the error of the row after them or None."""
     taken: list[T] = []
     try:
         for row in itertools.islice(rows, count):
@@ -142,7 +142,7 @@ def _unchanged(item: T) -> T:
 def streamed_windows(
     settings: Settings, packing: Packing | None, tokenizer: Any, seed: int, template_date: str | None = None
 ) -> StreamedWindows:
-    """Return the windows of a run; call it while the tokenizer is as it was when the first rows were tokenized."""
+    """Return the windows of a run; call it before the tokenizer changes after the first rows were tokenized."""
     encoder = make_encoder(settings, tokenizer, template_date)
     revisions = dataset_revisions(settings)
 
@@ -167,7 +167,7 @@ def streamed_windows(
 def read_ahead(windows: StreamedWindows, start: StreamPosition, workers: int) -> Iterator[TokenizedWindow]:
     """Yield the windows from `start` on; `workers` processes make them WINDOWS_AHEAD windows ahead."""
     windows.start = start
-    # A spawned process would import and load everything again.
+    # Fork, because a spawned process would import and load everything again.
     context = multiprocessing.get_context("fork")
     closing = context.RawValue(ctypes.c_bool, False)
     loader = DataLoader(
@@ -186,7 +186,7 @@ def read_ahead(windows: StreamedWindows, start: StreamPosition, workers: int) ->
     def close() -> None:
         closing.value = True
 
-    # Both run before the clean-ups that wait for workers: torch's, which was registered earlier, and multiprocessing's.
+    # Both run before the exit handlers of torch (registered earlier) and multiprocessing, which wait for the workers.
     atexit.register(close)
     util.Finalize(None, close, exitpriority=100)
     try:

@@ -1,8 +1,8 @@
-"""Remove the nulls that a table fills in, and keep those that the row's own tools ask for. Pure functions.
+"""Remove the nulls that a table fills in, and keep nulls that the row's tools require. Pure functions.
 
-A table gives all objects of a column the same fields and fills those that an object lacks with null. Tool calls and
-schemas would be trained with arguments and properties that nobody wrote. Whether a null was written is not kept in the
-table, so the schema of the called tool decides: an argument that it requires was given, as null.
+A table gives all objects of a column the same fields and fills missing ones with null. Tool calls and schemas would be
+trained with arguments and properties that nobody wrote. The table does not record whether a null was written, so the schema
+of the called tool decides: a null in a required argument is kept.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def _schemas_of(columns: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _value(value: Any, schemas: Mapping[str, Any]) -> Any:
-    """Return a value of a message without nulls, apart from the arguments that a tool requires."""
+    """Return a value of a message without nulls, except in arguments that a tool requires."""
     if isinstance(value, list):
         return [_value(item, schemas) for item in value]
     if not isinstance(value, dict):
@@ -69,7 +69,7 @@ def _arguments(value: Any, schema: Any) -> Any:
 
 
 def _schema(value: Any, *, keeps: Collection[str] = ()) -> Any:
-    """Return a part of a tool's description without nulls, apart from the keys `keeps`."""
+    """Return a part of a tool's description without nulls, except in the keys `keeps`."""
     if isinstance(value, list):
         return [_schema(item) for item in value]
     if not isinstance(value, dict):
@@ -105,7 +105,7 @@ def _object(value: Any) -> dict[str, Any]:
 
 
 def _parsed(value: Any) -> Any:
-    """Return what JSON text holds; a broken text is refused where it is read as a row."""
+    """Return the value of JSON text, None if it is invalid; the row reader refuses invalid text."""
     if not isinstance(value, str):
         return value
     try:

@@ -1,6 +1,6 @@
-"""Tokenize one example into token ids and labels, so that exactly what should be supervised is.
+"""Tokenize one example into token ids and labels.
 
-The token that ends a turn is always supervised, so that the model learns to stop.
+The token that ends a supervised turn is supervised too, so that the model learns to stop.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class EncodedRow:
     Args:
         input_ids: token ids.
         labels: the same ids, IGNORED where a token is not supervised.
-        stop_tokens: special tokens at which generation has to stop, if the row's last answer is to end there.
-        overlong: set if the row was cut.
+        stop_tokens: special tokens that end the row's last answer, at which generation has to stop.
+        overlong: whether the row was cut.
         notes: keys of chat_spans.NOTES.
         unread_keys: keys of messages that the chat template does not read.
     """
@@ -40,20 +40,23 @@ class EncodedRow:
 
 
 class Encoder:
-    """Turns examples into token ids and labels."""
+    """Turn examples into token ids and labels."""
 
     def __init__(
         self, tokenizer: Any, *, supervise_all: bool, chat_template: str | None = None, day: date | None = None
     ) -> None:
-        """`chat_template` is --chat_template, whose file the tokenizer has already; `day` is what templates print.
+        """Prepare the renderers.
+
+        Args:
+            chat_template: --chat_template; a file is already set as the tokenizer's template.
+            day: the date that templates print; today by default.
 
         Raises:
-            UserError: the tokenizer cannot say which characters a token stands for.
+            UserError: the tokenizer cannot map tokens to characters.
         """
         if not tokenizer.is_fast:
             raise UserError(
-                "the tokenizer is a slow one, which cannot say which characters a token stands for; "
-                "use a model with a tokenizer.json."
+                "the tokenizer is a slow one, which cannot map tokens to characters; use a model with a tokenizer.json."
             )
         self.tokenizer = tokenizer
         self.supervise_all = supervise_all
@@ -76,7 +79,7 @@ class Encoder:
         """Tokenize one example, without cutting it.
 
         Raises:
-            UserError: the chat template cannot render the example, or the assistant's part cannot be told apart.
+            UserError: the chat template cannot render the example, or the assistant's spans cannot be found.
         """
         encoded = self._encode_chat(example) if example.text is None else self._encode_text(example)
         if not encoded.input_ids:
@@ -86,9 +89,9 @@ class Encoder:
     def _encode_text(self, example: Example) -> EncodedRow:
         text, prompt_chars = str(example.text), 0 if self.supervise_all else example.prompt_chars
         bos = self.tokenizer.bos_token
-        # A text that was rendered with a chat template begins with BOS already.
+        # Text that was rendered with a chat template already begins with BOS.
         ids, offsets = self._tokenize(text, special=not (bos and text.startswith(bos)))
-        # A token over the border holds the first characters of the completion, so it counts as completion.
+        # A token across the boundary contains the start of the completion, so it counts as completion.
         prompt = next((i for i, (_, end) in enumerate(offsets) if end > prompt_chars), len(ids))
         if not self._ended(ids, offsets, text, {self.tokenizer.eos_token_id}):
             ids.append(self.tokenizer.eos_token_id)
@@ -99,7 +102,7 @@ class Encoder:
         return encoded
 
     def _tokenize(self, text: str, *, special: bool) -> tuple[list[int], list[Span]]:
-        # Rows are cut, or refused if the model cannot hold them, later; the tokenizer's own warning would be wrong.
+        # No warning of the tokenizer about long rows: they are cut, or refused, later.
         encoded = self.tokenizer(text, add_special_tokens=special, return_offsets_mapping=True, verbose=False)
         return list(encoded["input_ids"]), encoded["offset_mapping"]
 
@@ -141,7 +144,7 @@ class Encoder:
         return EncodedRow(ids, labels, stop_tokens(labels, blank, self.special_ids))
 
     def _keep(self, ids: list[int], offsets: list[Span], text: str, spans: list[Span]) -> list[bool]:
-        """Return which tokens belong to the spans, each span with the token that ends its turn and nothing after it."""
+        """Return which tokens belong to the spans; each span includes the token that ends its turn."""
         keep = [False] * len(ids)
         starts, ends = [start for start, _ in offsets], [end for _, end in offsets]
         for start, end in spans:
@@ -160,7 +163,7 @@ class Encoder:
 
     @staticmethod
     def _ended(ids: list[int], offsets: list[Span], text: str, stops: set[int]) -> bool:
-        """Return whether the last token that is more than white space is one of `stops`."""
+        """Return whether the last token that is not white space is one of `stops`."""
         for token, offset in zip(reversed(ids), reversed(offsets), strict=True):
             if token in stops or text[slice(*offset)].strip():
                 return token in stops
@@ -168,13 +171,13 @@ class Encoder:
 
 
 def stop_tokens(labels: list[int], blank: list[bool], special_ids: set[int]) -> list[int]:
-    """Return the special token that ends the last supervised run of tokens; empty if it ends in no special token.
+    """Return the special token that ends the last supervised run of tokens; empty if the run does not end in one.
 
-    If that run holds special tokens only, as where EOS follows the end of the turn, the run before it counts too.
+    If that run holds only special tokens, for example an EOS after the end of the turn, the run before it counts too.
 
     Args:
         labels: (tokens,), IGNORED where a token is not supervised.
-        blank: (tokens,), set where a token is white space only.
+        blank: (tokens,), True where a token is only white space.
         special_ids: the tokenizer's special tokens.
     """
     found: list[int] = []
@@ -200,7 +203,7 @@ def encode_row(encoder: Encoder, example: Example, max_length: int) -> EncodedRo
     """Tokenize an example and cut it to `max_length` tokens; a row that is cut has no stop tokens.
 
     Raises:
-        UserError: as Encoder.encode.
+        UserError: see Encoder.encode.
     """
     row = encoder.encode(example)
     if len(row.input_ids) > max_length:

@@ -1,4 +1,4 @@
-"""Check the values of a row and name their kinds in error sentences."""
+"""Check the values of a row and name their types in error messages."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from unsloth_ddp.utils.errors import UserError
 from unsloth_ddp.utils.json_text import DECODER
 
 DEEPEST = 50
-# Text that to_csv makes of a list of objects.
+# Matches a list of objects as to_csv writes it.
 PRINTED_BY_PYTHON = re.compile(r"\s*\[\s*\{\s*'")
 
 
 def as_list(value: Any, what: str) -> list[Any]:
-    """Return a list, or the list that JSON text holds.
+    """Return a list, or the list in JSON text.
 
     Raises:
-        UserError: it is neither.
+        UserError: the value is neither.
     """
     if isinstance(value, str):
         value = from_json(value, what)
@@ -32,7 +32,7 @@ def as_text(value: Any, what: str) -> str:
     """Return text that a tokenizer can take.
 
     Raises:
-        UserError: it is no text, or holds broken Unicode.
+        UserError: the value is not text, or contains broken Unicode.
     """
     if not isinstance(value, str):
         raise UserError(f"{what} is {kind_of(value)}, not text; write it as text.")
@@ -44,7 +44,7 @@ def from_json(text: str, what: str) -> Any:
     """Parse JSON text.
 
     Raises:
-        UserError: it is not JSON.
+        UserError: the text is not JSON.
     """
     try:
         return DECODER.decode(text)
@@ -85,16 +85,16 @@ def check_plain(value: Any, what: str, depth: int = 0) -> None:
 
 
 def is_missing(value: Any) -> bool:
-    """Return whether a table has no value here: null, or the NaN that pandas has in its place."""
+    """Return whether a value is missing in a table: null, or pandas' NaN."""
     return value is None or (isinstance(value, float) and math.isnan(value))
 
 
 def kind_of(value: Any) -> str:
-    """Name the kind of a value as JSON has it."""
+    """Return the name of a value's JSON type."""
     names = {type(None): "missing", str: "text", bool: "a truth value", int: "a number", float: "a number"}
     return names.get(type(value), "a list" if isinstance(value, list) else "an object")
 
 
 def quoted(value: Any) -> str:
-    """Quote text, or name the kind of any other value."""
+    """Return text in quotes, or the name of any other value's type."""
     return repr(value[:100]) if isinstance(value, str) else kind_of(value)

@@ -1,7 +1,7 @@
-"""Select the attention kernel for packed rows, and decide with it whether a run packs its rows.
+"""Select the attention kernel for packed rows, and decide by it whether a run packs its rows.
 
 Attention over a pack is block-diagonal, one block per row. A kernel for rows of different length (varlen) computes
-the blocks only; without one, a mask of the whole pack is built and most of the computed scores are discarded.
+only the blocks; without one, a mask of the whole pack is built and most of the computed scores are discarded.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ TORCH_KERNEL = "torch's varlen_attn"
 
 @dataclass(frozen=True)
 class AttentionSetup:
-    """Hold what decides which kernel packed rows are computed with.
+    """Hold the properties that decide which attention kernel computes packed rows.
 
     Args:
         device_type: cuda or cpu.
@@ -56,7 +56,7 @@ class AttentionSetup:
 def select_varlen_kernel(setup: AttentionSetup) -> str | None:
     """Return the kernel for packed rows, in Unsloth's order of preference; None if a mask has to be used.
 
-    There is no kernel for 32 bit: torch's refuses fp32, and flash-attn would round to 16 bit.
+    No kernel is selected for fp32: torch's refuses it, and flash-attn would round to 16 bit.
     """
     if setup.device_type != "cuda" or not setup.sixteen_bit or setup.head_dim > LARGEST_HEAD or setup.head_dim % 8:
         return None
@@ -71,12 +71,12 @@ def select_varlen_kernel(setup: AttentionSetup) -> str | None:
 
 
 def choose_packing(settings: Settings, runtime: Runtime, model: Any) -> PackingDecision:
-    """Decide whether this run packs its rows, alike on every rank.
+    """Decide whether this run packs its rows; every rank gets the same decision.
 
-    Where torch's kernel is selected for attention of Transformers, the model is switched to it.
+    If torch's kernel is selected for Transformers' attention, the model is switched to it.
 
     Raises:
-        UserError: packing was asked for, and this model would mix rows.
+        UserError: --packing is on, but this model would mix rows.
     """
     setup = _attention_setup(settings, runtime, model) if settings.packing != "off" else None
     kernel = select_varlen_kernel(setup) if setup else None
@@ -95,7 +95,7 @@ def choose_packing(settings: Settings, runtime: Runtime, model: Any) -> PackingD
 
 
 def _place(settings: Settings, runtime: Runtime) -> str:
-    """Describe where attention runs; of older GPUs their generation is the reason that they have no kernel."""
+    """Describe where attention runs; name the generation of an older GPU, which is why it has no kernel."""
     if runtime.device_type == "cpu":
         return "a CPU"
     capability = torch.cuda.get_device_capability()
@@ -112,7 +112,7 @@ def keys_for_packs(runtime: Runtime, model: Any) -> Literal["unsloth", "flash", 
 
 
 def prepare_for_packs(runtime: Runtime, model: Any) -> None:
-    """Enable Unsloth's kernels for models whose attention it leaves to Transformers, as Unsloth's own trainer does."""
+    """Enable Unsloth's packed attention for models that use Transformers' attention, as Unsloth's own trainer does."""
     if runtime.backend == "unsloth" and _implementation(model) != varlen.NAME:
         from unsloth.utils.hf_packed_attention import enable_hf_packed_attention
 
@@ -127,11 +127,11 @@ def _attention_setup(settings: Settings, runtime: Runtime, model: Any) -> Attent
     if unsloth:
         from unsloth.utils import attention_dispatch
 
-        # Unsloth names SDPA where it uses torch's own kernels.
+        # Unsloth returns SDPA when it uses torch's own kernels.
         selected = attention_dispatch.select_attention_backend(use_varlen=True)
         xformers = selected == attention_dispatch.XFORMERS
         flash_attn = selected == attention_dispatch.FLASH_VARLEN
-        # At import Unsloth has read its own switch and checked which arguments torch's kernel takes.
+        # At import Unsloth has read its environment variable and checked the arguments of torch's kernel.
         torch_varlen = torch.version.hip is None and attention_dispatch._TORCH_VARLEN_ATTN is not None
     setup = AttentionSetup(
         device_type=runtime.device_type,
@@ -145,14 +145,14 @@ def _attention_setup(settings: Settings, runtime: Runtime, model: Any) -> Attent
         xformers=xformers,
         torch_varlen=torch_varlen,
     )
-    # The forward pass of can_replace is only worth its time where its answer decides.
+    # can_replace runs a forward pass, so it is called only where its answer matters.
     if select_varlen_kernel(setup) == TORCH_KERNEL and not setup.unsloth_attention and not varlen.can_replace(base):
         return dataclasses.replace(setup, replaceable=False)
     return setup
 
 
 def _largest_head(config: Any) -> int:
-    """Return the size of the largest head; a config whose layers differ raises RuntimeError when asked for one."""
+    """Return the size of the largest head; some configs with different layers raise RuntimeError on a common size."""
     try:
         heads = getattr(config, "num_attention_heads", 0) or 1
         return getattr(config, "head_dim", None) or getattr(config, "hidden_size", 0) // heads

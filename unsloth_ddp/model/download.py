@@ -10,20 +10,20 @@ from unsloth_ddp.data.sources import is_file
 from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.utils.units import shown_bytes
 
-# Files at the top of a repository that Transformers reads: weights of the first format that is there, and the rest.
+# Files in the root of a repository that Transformers reads: weights of the first format that exists, and other files.
 WEIGHTS = (("model*.safetensors",), ("pytorch_model*.bin",))
 OTHERS = ("*.json", "*.jinja", "*.txt", "*.model", "*.py")
 
 
 def download_model(settings: Settings, runtime: Runtime) -> None:
-    """Download what is missing of a Hub model, in the first process of each node; every rank calls this.
+    """Download the missing files of a Hub model in the first process of each node; every rank calls this.
 
-    A Hub that does not answer is left to the loading that follows: it reads the cache, or says what is wrong.
+    Errors of the Hub are ignored here: loading reads the cache afterwards, or raises the error.
     """
     if is_file(str(settings.model)):
         return
     if runtime.backend == "unsloth" and settings.method == "qlora" and settings.model_revision is None:
-        # Unsloth may read another repository, with weights that are quantized already.
+        # Unsloth may load a pre-quantized model from another repository.
         return
     runtime.on_main(lambda: _download(settings, shown=runtime.ranks.is_main), per_node=True)
 
@@ -53,7 +53,7 @@ def _download(settings: Settings, *, shown: bool) -> None:
         finally:
             if before:
                 disable_progress_bars()
-    except Exception:  # the Hub's errors and those of its HTTP client have no common class; loading says what is wrong
+    except Exception:  # errors of the Hub and of its HTTP client have no common class; loading raises them again
         return
 
 

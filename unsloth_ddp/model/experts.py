@@ -1,4 +1,4 @@
-"""Find the experts of a mixture, which Transformers stacks in tensors of three dimensions instead of linear layers."""
+"""Find the experts of an MoE model, which Transformers stacks in 3-dim tensors instead of linear layers."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch.nn.modules.conv import _ConvNd
 
-# What configs call the number of experts of a layer, and the number that a token is routed to.
+# Config fields for the number of experts of a layer, and for the number of experts per token.
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 EXPERTS_A_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "top_k_experts")
 
 
 def number_in(config: Any, names: tuple[str, ...]) -> int:
-    """Return the first of these numbers that a config (an object) has; 0 if it has none."""
+    """Return the first positive integer among the fields `names` of a config; 0 if there is none."""
     values = (getattr(config, name, None) for name in names)
     return next((value for value in values if isinstance(value, int) and value > 0), 0)
 
@@ -23,7 +23,7 @@ def number_in(config: Any, names: tuple[str, ...]) -> int:
 def stacked_experts(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     """Return the stacked weights of all experts by their full names; empty for a model without experts.
 
-    Each has the shape (experts, out, in) or (experts, in, out). Kernels of convolutions have three dimensions too.
+    Each has the shape (experts, out, in) or (experts, in, out). Convolutions have 3-dim weights too and are left out.
     """
     config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
@@ -39,7 +39,7 @@ def stacked_experts(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
 
 
 def full_shape(parameter: Any) -> tuple[int, ...]:
-    """Return the shape of a weight, also where ZeRO-3 left its tensor empty or bitsandbytes packed it to 4 bit."""
+    """Return the original shape of a weight, even if ZeRO-3 has emptied its tensor or it is quantized to 4 bit."""
     packed = getattr(parameter, "quant_state", None)
     return tuple(packed.shape if packed is not None else getattr(parameter, "ds_shape", parameter.shape))
 
@@ -50,12 +50,12 @@ def name_in_layer(full_name: str) -> str:
 
 
 def names_in_layers(model: torch.nn.Module) -> list[str]:
-    """Return the names of the stacked weights in their layers, sorted and each once."""
+    """Return the unique names of the stacked weights within their layers, sorted."""
     return sorted({name_in_layer(name) for name in stacked_experts(model)})
 
 
 def adapted_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """Yield the name in its layer and the tensor of each parameter that has an adapter of PEFT's of its own."""
+    """Yield (name within the layer, tensor) of each parameter that PEFT adapts by target_parameters."""
     from peft.tuners.lora.layer import ParamWrapper
 
     for path, module in model.named_modules():

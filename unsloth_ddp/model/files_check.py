@@ -75,7 +75,7 @@ def check_adapter_file(folder: Path) -> None:
     """Refuse an adapter whose file cannot be read or is shorter than its header says.
 
     Raises:
-        UserError: with what is wrong, and where another may be.
+        UserError: naming the damage and where another copy may be.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -91,10 +91,10 @@ def check_adapter_file(folder: Path) -> None:
 
 
 def check_complete(folder: str, missing: list[str], mismatched: list[Any]) -> None:
-    """Refuse a model if some of its weights were not in its files, because they would be random.
+    """Refuse a model if some of its weights are not in its files, because they would be random.
 
     Raises:
-        UserError: naming the first of them.
+        UserError: naming the first missing weight.
     """
     absent = sorted(missing) or [str(item[0] if isinstance(item, tuple) else item) for item in mismatched]
     if absent:
@@ -160,7 +160,7 @@ def _refuse_pointer(folder: Path, name: str) -> None:
         with (folder / name).open("rb") as file:
             begin = file.read(len(LFS_POINTER))
     except OSError:
-        return  # reported where the file is read
+        return  # the read that follows reports it
     if begin == LFS_POINTER:
         raise UserError(
             f"model {folder}: {name} is a Git LFS pointer, not the file itself; run git lfs pull in that folder, or download "

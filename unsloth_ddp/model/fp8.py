@@ -21,15 +21,15 @@ FP8 = torch.float8_e4m3fn
 LARGEST = torch.finfo(FP8).max
 # Compute capability of the first GPUs that multiply FP8 (Ada: RTX 4090, L4, L40; then Hopper).
 ADA = (8, 9)
-# The sizes of a weight have to be multiples of this many values, which `_scaled_mm` reads at once.
+# `_scaled_mm` requires that both sizes of a weight are multiples of this.
 MULTIPLE = 16
 
 
 def check_fp8(settings: Settings, runtime: Runtime) -> None:
-    """Refuse --fp8 where its products are not possible or were not built.
+    """Refuse --fp8 where FP8 products are not possible or not implemented.
 
     Raises:
-        UserError: another method, backend, precision or sharding than it takes, or a GPU without FP8.
+        UserError: the method, backend, precision or sharding is not supported, or the GPU has no FP8.
     """
     if not settings.fp8:
         return
@@ -39,7 +39,7 @@ def check_fp8(settings: Settings, runtime: Runtime) -> None:
             "--fp8 out."
         )
     if runtime.device_type != "cuda":
-        raise UserError("fp8 needs a GPU that multiplies FP8, and this run uses none; leave --fp8 out.")
+        raise UserError("fp8 needs a GPU with FP8 support, and this run uses no GPU; leave --fp8 out.")
     capability = torch.cuda.get_device_capability()
     if capability < ADA:
         raise UserError(
@@ -56,13 +56,13 @@ def check_fp8(settings: Settings, runtime: Runtime) -> None:
         )
     if runtime.sharding != "none":
         raise UserError(
-            f"fp8 does not go with sharding {runtime.sharding}, which splits and gathers 16-bit weights; use "
+            f"fp8 cannot be combined with sharding {runtime.sharding}, which splits and gathers 16-bit weights; use "
             "accelerate_configs/ddp.yaml, or leave --fp8 out."
         )
 
 
 def quantize_rows(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a matrix rounded to FP8, and the factor of each row that restores it.
+    """Quantize a matrix to FP8 with one scale per row.
 
     Args:
         values: of shape (rows, columns).
@@ -70,15 +70,15 @@ def quantize_rows(values: Tensor) -> tuple[Tensor, Tensor]:
     Returns:
         FP8 values of the same shape, and fp32 factors of shape (rows, 1).
     """
-    # A row of zeros has any factor but 0.
+    # The minimum avoids a division by 0 in rows of zeros.
     factors = values.abs().amax(dim=1, keepdim=True).float().clamp(min=1e-12) / LARGEST
     return (values.float() / factors).to(FP8), factors
 
 
 def _product(rows: Tensor, row_factors: Tensor, weight: Tensor, factors: Tensor, dtype: torch.dtype) -> Tensor:
     """Return rows @ weight.T in `dtype`, both in FP8 with one factor for each row."""
-    # Sums are kept with fewer bits between two promotions to fp32. FP8 products on Hopper GPUs are slow otherwise, and
-    # rounding the inputs to e4m3 costs far more precision.
+    # use_fast_accum accumulates with fewer bits between promotions to fp32. Without it FP8 products are slow on Hopper
+    # GPUs, and rounding the inputs to e4m3 costs far more precision.
     return torch._scaled_mm(
         rows, weight.t(), scale_a=row_factors, scale_b=factors.t(), out_dtype=dtype, use_fast_accum=True
     )
@@ -118,7 +118,7 @@ class FrozenFP8Linear(nn.Module):
         self.dtype = linear.weight.dtype
         weight, factors = quantize_rows(linear.weight.detach())
         transposed, transposed_factors = quantize_rows(linear.weight.detach().t().contiguous())
-        # A parameter, so that the model counts as many as before.
+        # A parameter, so that the model's parameter count stays the same.
         self.weight = nn.Parameter(weight, requires_grad=False)
         self.register_buffer("factors", factors, persistent=False)
         self.register_buffer("transposed", transposed, persistent=False)
@@ -141,12 +141,12 @@ class FrozenFP8Linear(nn.Module):
 
 
 def use_fp8(model: Any) -> int:
-    """Replace every frozen linear layer but the output head, one after the other; return how many were replaced.
+    """Replace every frozen linear layer except the output head; return the number of replaced layers.
 
-    Layers whose sizes are not multiples of 16 stay, as do layers of other classes, such as the experts of a mixture.
+    Layers whose sizes are not multiples of 16 and layers of other classes, such as MoE experts, are not replaced.
 
     Raises:
-        UserError: there is none to replace.
+        UserError: no layer can be replaced.
     """
     head = model.get_output_embeddings()
     kept = set() if head is None else set(head.modules())
@@ -161,10 +161,10 @@ def use_fp8(model: Any) -> int:
             replaced.append(f"{parent_name}.{name}".lstrip("."))
     if not replaced:
         raise UserError(
-            "fp8 finds no linear layer that it can replace: none is frozen, outside the output head, and of sizes that are "
-            f"multiples of {MULTIPLE}; leave --fp8 out."
+            "fp8 finds no linear layer to replace: it needs frozen layers outside the output head whose sizes are multiples "
+            f"of {MULTIPLE}; leave --fp8 out."
         )
-    # Every rank has rounded the same weights, and not every backend can send FP8.
+    # Every rank has quantized the same weights, and not every communication backend supports FP8.
     own = [
         f"{layer}.{name}" for layer in replaced for name in ("weight", "factors", "transposed", "transposed_factors")
     ]

@@ -33,19 +33,19 @@ class GradientCheckpointing:
 
     @property
     def recomputes_reentrantly(self) -> bool:
-        """Return whether layers are recomputed now, in the reentrant way."""
+        """Whether layers are currently recomputed by reentrant checkpointing."""
         return self.kind != "none" and (self.reentrant or self.backend == "unsloth")
 
     @property
     def level(self) -> int:
-        """Return the position of the current kind among the kinds this run may use; 0 is the first."""
+        """The index of the current kind among the kinds that this run may use."""
         return self.kinds.index(self.kind)
 
     @property
     def next(self) -> str | None:
-        """Return the next kind, which needs less memory than the current one; None if this run may switch to no other.
+        """The next kind, which needs less memory than the current one; None if this run cannot switch any further.
 
-        With sharding a step cannot be repeated: where memory runs out on one rank, the others wait for it.
+        With sharding a step cannot be repeated, because the other ranks wait for a rank that runs out of memory.
         """
         if self.sharded:
             return None
@@ -80,8 +80,8 @@ class GradientCheckpointing:
 def kinds_here(runtime: Runtime, settings: Settings) -> tuple[str, ...]:
     """Return the kinds that this run may use, the initial one first; only one unless gradient_checkpointing is auto.
 
-    What the kind unsloth moves to host memory is recomputed when weights are sharded again, so sharding has two kinds. On a
-    CPU nothing is estimated, and sharding is chosen where memory is short.
+    With sharding the kind unsloth is not used: what it moves to host memory is recomputed when weights are sharded again.
+    On a CPU nothing is estimated, so sharding, which is chosen where memory is short, uses torch.
     """
     if settings.gradient_checkpointing != "auto":
         return (settings.gradient_checkpointing,)
@@ -96,8 +96,8 @@ def loaded_with(runtime: Runtime, settings: Settings) -> str:
 
 
 def reentrant(runtime: Runtime, settings: Settings) -> bool:
-    """Return whether the kind torch of the transformers backend recomputes in the reentrant way.
+    """Return whether the kind torch uses reentrant checkpointing with the transformers backend.
 
-    ZeRO-3 with adapters recomputes rightly only in that way (TRL issue 2514).
+    ZeRO-3 with adapters recomputes correctly only with reentrant checkpointing (TRL issue 2514).
     """
     return runtime.sharding == "zero3" and settings.method != "full"

@@ -1,8 +1,8 @@
 """Compute the output head and the cross entropy of selected tokens, a few at a time, without keeping logits.
 
-The gradient of the logits follows from the logits alone, so it is computed in the forward pass and multiplied back at
-once: (tokens, vocabulary) never exists as a whole. Nothing depends on the labels' values but numbers, so a CUDA graph
-can record it. Liger-Kernel (https://arxiv.org/abs/2410.10989) describes the same order of computation.
+The gradient of the logits depends only on logits and labels, so it is computed in the forward pass and multiplied with the
+head's weight at once: the (tokens, vocabulary) logits never exist as a whole. Shapes do not depend on the labels' values,
+so a CUDA graph can capture it. Liger-Kernel (https://arxiv.org/abs/2410.10989) describes the same order of computation.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Tokens whose logits exist at once; more make the matrix products no faster.
+# Number of tokens whose logits exist at once; larger chunks do not make the matrix products faster.
 CHUNK = 2048
 
 
@@ -22,8 +22,8 @@ def head_loss(hidden: Tensor, weight: Tensor, labels: Tensor, dtype: torch.dtype
     Args:
         hidden: (n, hidden size), last hidden states of the selected tokens.
         weight: (vocabulary, hidden size), of a head without bias.
-        labels: (n,) int64; a negative one does not count.
-        dtype: of the matrix products; logits are turned to float32 before the softmax.
+        labels: (n,) int64; negative labels are ignored.
+        dtype: of the matrix products; logits are converted to float32 before the softmax.
     """
     total: Tensor = _HeadLoss.apply(hidden, weight, labels, dtype)
     return total
@@ -42,7 +42,7 @@ class _HeadLoss(torch.autograd.Function):
             for part, part_labels in zip(states.split(CHUNK), labels.split(CHUNK), strict=True):
                 logits = part @ used.t()
                 for one in (logits, part_labels):
-                    # Compiled once for any number of tokens.
+                    # Compile once for any number of tokens.
                     torch._dynamo.maybe_mark_dynamic(one, 0)
                 loss, to_logits = compute(logits, part_labels)
                 total = total + loss

@@ -1,8 +1,8 @@
 """Identify the base model of a run by its files, so that a resumed run is refused if they changed.
 
-A model from the Hub is identified by its commit (data/revisions.py). The files of a local folder are read: up to
-4 GiB of weights completely, more by samples of a tenth. They are read again when the model is loaded, then mostly from
-the page cache. Modification times are not compared, because copies of the same files to other nodes have others.
+A model from the Hub is identified by its commit (data/revisions.py), a local folder by checksums of its files. Up to
+4 GiB of weights are read completely; of more, a tenth is sampled. Loading the model reads them again, mostly from the
+page cache. Modification times are not compared, because they differ between copies on different nodes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ PARTS = {
 
 
 def model_identity(settings: Settings) -> dict[str, str]:
-    """Return what identifies config, tokenizer and weights of a local model folder; nothing for a Hub id.
+    """Return descriptions with checksums of a local model's config, tokenizer and weights; empty for a Hub id.
 
     Raises:
         OSError: a file cannot be read.

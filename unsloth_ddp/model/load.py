@@ -1,7 +1,7 @@
 """Load the model to train and its tokenizer, by method and backend.
 
-The backend is Unsloth where there is an accelerator, and Transformers + PEFT elsewhere. Settings have the same meaning
-in both: the dtype of the base weights, the modules with an adapter, the activations that are recomputed.
+The backend is Unsloth on an accelerator, and Transformers + PEFT elsewhere. Settings have the same meaning in both: the
+dtype of the base weights, the modules with an adapter, the kind of gradient checkpointing.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ def check_model(settings: Settings, runtime: Runtime) -> None:
     """Refuse settings that this machine or backend cannot load, before anything is loaded.
 
     Raises:
-        UserError: an adapter, a folder without a config.json, a quantized model that cannot be trained, or a method or option that this machine or backend does not have.
+        UserError: the model is an adapter, has no config.json or is quantized in a way that cannot be trained, or this
+            machine or backend does not support a method or option.
     """
     check_local_model(str(settings.model), safetensors_only=settings.use_safetensors)
     runtime.on_main(lambda: check_source(settings, runtime.backend))
@@ -74,13 +75,13 @@ def load_model(settings: Settings, runtime: Runtime) -> tuple[Any, Any]:
     from unsloth_ddp.model.sharded_load import shard_mesh
 
     check_same_files(settings, runtime)
-    # Ranks meet to make it, so it is not made where one of them may have failed.
+    # Creating the mesh is a collective, so it happens outside on_every_rank, where a rank may fail.
     mesh = shard_mesh(runtime)
     return runtime.on_every_rank(lambda: _load(settings, runtime, mesh))
 
 
 def unsloth_trains_shards(settings: Settings, runtime: Runtime) -> bool:
-    """Return whether Unsloth trains this model from shards: one that does not fit on a GPU, and that was tried so.
+    """Return whether Unsloth trains this model from shards: it does not fit on a GPU, and its type was tested.
 
     Every rank calls this.
     """
@@ -94,15 +95,15 @@ def unsloth_trains_shards(settings: Settings, runtime: Runtime) -> bool:
             settings, str(config.get("model_type")), quantized="quantization_config" in config, copies=runtime.copies
         )
 
-    # Nodes may hold different files, which is found out later, and ranks have to load alike until then.
+    # All ranks have to load in the same way; check_same_files finds out later whether nodes have different files.
     return runtime.broadcast_from_main(tried)
 
 
 def _load(settings: Settings, runtime: Runtime, mesh: DeviceMesh | None = None) -> tuple[Any, Any]:
-    """Load model and tokenizer; ranks do not wait for each other here.
+    """Load model and tokenizer, without collectives.
 
     Args:
-        mesh: over which the weights are split from the beginning; None loads the whole model.
+        mesh: over which the weights are sharded while loading; None loads the whole model.
     """
     try:
         if runtime.backend == "unsloth":
@@ -121,10 +122,10 @@ def _load(settings: Settings, runtime: Runtime, mesh: DeviceMesh | None = None) 
 
 
 def load_tokenizer(settings: Settings) -> Any:
-    """Return only the tokenizer, as `load_model` returns it.
+    """Return the same tokenizer as `load_model`, without the model.
 
     Raises:
-        UserError: it cannot be found or loaded.
+        UserError: the tokenizer cannot be found or loaded.
     """
     import transformers
 
@@ -141,7 +142,7 @@ def load_tokenizer(settings: Settings) -> Any:
 
 
 def _or_not_here(settings: Settings) -> str:
-    """Return part of a sentence for a name that may be a Hub id or a mistyped path, such as outputs/RUM."""
+    """Return a part of the error message for a name that may be a Hub id or a mistyped path, such as outputs/RUM."""
     path = Path(str(settings.model))
     if path.exists() or path.parent == Path() or not path.parent.is_dir():
         return ""
@@ -151,8 +152,8 @@ def _or_not_here(settings: Settings) -> str:
 def is_model_file_error(error: Exception) -> bool:
     """Return whether loading failed because of the model's files, and not because of the machine.
 
-    Broken files raise exceptions of any class. RuntimeErrors come from devices, memory and other ranks, with the
-    exceptions listed here.
+    Broken files raise exceptions of many classes. A RuntimeError comes from devices, memory or other ranks, except for the
+    messages and subclasses checked here.
     """
     if isinstance(error, RuntimeError):
         sizes = any(words in str(error) for words in ("ignore_mismatched_sizes", "negative dimension"))
@@ -165,7 +166,7 @@ EXPLAINED = ("no network", "flash-attn")
 
 
 def describe_load_error(error: Exception) -> str:
-    """Return the library's message, with the class where the message alone says little, as for a KeyError."""
+    """Return the library's message, with the class of errors whose message alone says little, such as KeyError."""
     text = one_line(error, 1000)
     if "ignore_mismatched_sizes" in text:
         return "the sizes of its weights differ from its config.json; download it again, or correct config.json."
@@ -210,7 +211,7 @@ def _load_unsloth(settings: Settings, runtime: Runtime, mesh: DeviceMesh | None 
             full_finetuning=settings.method == "full",
             float32_mixed_precision=settings.full_weights == "fp32" if settings.method == "full" else None,
             use_gradient_checkpointing=checkpointing,
-            # An automatic map puts the model of every rank on the first GPU, or spreads one model over all GPUs.
+            # An automatic device map would put every rank's model on the first GPU, or spread one model over all GPUs.
             device_map=runtime.device_map,
             # DDP averages gradients on the GPU, so the embedding must not stay in host memory.
             offload_embedding=False,
@@ -226,7 +227,7 @@ def _load_unsloth(settings: Settings, runtime: Runtime, mesh: DeviceMesh | None 
                 lora_alpha=settings.lora_alpha,
                 lora_dropout=settings.lora_dropout,
                 target_modules=target_modules(settings, model),
-                # None would have Unsloth choose among the experts of a mixture.
+                # With None, Unsloth would choose experts of an MoE model itself.
                 target_parameters=target_parameters(settings, model) or ([] if stacked_experts(model) else None),
                 modules_to_save=settings.lora_modules_to_save or None,
                 use_rslora=settings.use_rslora,
@@ -273,7 +274,7 @@ def _load_transformers(settings: Settings, runtime: Runtime, mesh: DeviceMesh | 
             **source,
         )
     model, loading = loaded
-    # With ZeRO-3 every rank loads a part, and 4-bit layers have tensors that no file contains.
+    # The check does not work with ZeRO-3, where every rank loads a part, and with 4-bit layers, which have extra tensors.
     if runtime.sharding != "zero3" and quantization is None:
         check_complete(str(settings.model), list(loading["missing_keys"]), list(loading["mismatched_keys"]))
     checkpointing = loaded_with(runtime, settings) != "none"
@@ -287,7 +288,7 @@ def _load_transformers(settings: Settings, runtime: Runtime, mesh: DeviceMesh | 
     if settings.method != "full":
         check_module_names(settings, model)
         torch.manual_seed(settings.seed)
-        # ZeRO-3 gathers small weights into buffers of one dtype, so adapters keep the dtype of the base model there
+        # ZeRO-3 gathers small weights into buffers of one dtype, so with it adapters keep the dtype of the base model
         # (DeepSpeed issue 8072); its optimizer holds fp32 copies of them.
         with shards.copied_with_modules():
             adapter = lora_config(settings, model)
@@ -300,12 +301,12 @@ def _load_transformers(settings: Settings, runtime: Runtime, mesh: DeviceMesh | 
 
 
 def safetensors_only(settings: Settings) -> bool | None:
-    """Return the argument for from_pretrained, where False would refuse safetensors and None takes either format."""
+    """Return use_safetensors for from_pretrained: False would refuse safetensors, and None accepts either format."""
     return True if settings.use_safetensors else None
 
 
 def stop_at(model: Any, stop_tokens: Sequence[int]) -> list[int]:
-    """Add the tokens that end the supervised answers to those at which generation stops; return those that are new."""
+    """Make generation stop at `stop_tokens` too, which end the supervised answers; return the newly added tokens."""
     known = model.generation_config.eos_token_id
     stops = known if isinstance(known, list) else [] if known is None else [known]
     if added := [token for token in stop_tokens if token not in stops]:
@@ -314,15 +315,19 @@ def stop_at(model: Any, stop_tokens: Sequence[int]) -> list[int]:
 
 
 def check_positions(settings: Settings, model: Any, longest: int) -> None:
-    """Refuse rows longer than the model's table of positions; warn where positions are computed (RoPE)."""
+    """Refuse rows longer than the model's position embeddings; warn if positions are computed (RoPE).
+
+    Raises:
+        UserError: naming both lengths.
+    """
     config = model.config.get_text_config()
     known = getattr(config, "max_position_embeddings", None)
     if not known or longest <= known:
         return
-    # An adapter may hold a copy of the token embedding, which can have as many entries as there are positions.
+    # Copies of the token embedding in an adapter are left out: they may have as many entries as there are positions.
     tokens = set(model.get_input_embeddings().modules())
     tables = [one for one in model.modules() if isinstance(one, torch.nn.Embedding) and one not in tokens]
-    # Some tables (OPT) begin a few positions later and are as much longer.
+    # Some position embeddings (OPT) have an offset and are longer by it.
     if any(known <= table.num_embeddings < known + 8 for table in tables):
         raise UserError(
             f"Rows of up to {longest:,} tokens are longer than the {known:,} positions of model {settings.model}; use "
@@ -340,7 +345,7 @@ def parameter_counts(model: torch.nn.Module) -> tuple[int, int]:
     total = trainable = 0
     for parameter in model.parameters():
         state = getattr(parameter, "quant_state", None)
-        # With ZeRO-3 the tensor is empty, and ds_numel holds its number of values.
+        # With ZeRO-3 the tensor is empty, and ds_numel is its number of values.
         count = state.shape.numel() if state is not None else getattr(parameter, "ds_numel", parameter.numel())
         total += count
         trainable += count if parameter.requires_grad else 0

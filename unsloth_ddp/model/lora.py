@@ -1,4 +1,4 @@
-"""Describe the adapter to PEFT and Unsloth, and refuse module names that the model does not have."""
+"""Configure the adapter for PEFT and Unsloth, and refuse module names that the model does not have."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ from unsloth_ddp.config.parse import Settings
 from unsloth_ddp.model.experts import full_shape, names_in_layers, stacked_experts
 from unsloth_ddp.utils.errors import UserError
 
-# Names of an expert's linear layers -> of the tensor in which Transformers stacks them. PEFT 0.21 reads the same names
-# so, in models of these kinds (peft/utils/transformers_weight_conversion.py).
+# Name of an expert's linear layer -> name of the tensor in which Transformers stacks it. PEFT 0.21 maps names in the same
+# way (peft/utils/transformers_weight_conversion.py).
 NAMES_OF_EXPERTS = {
     "gate_proj": "gate_up_proj", "up_proj": "gate_up_proj", "down_proj": "down_proj", "gate_up_proj": "gate_up_proj",
     "w1": "gate_up_proj", "w3": "gate_up_proj", "w2": "down_proj",
 }  # fmt: skip
-# The name by which PEFT reads a layer that routes tokens to experts.
+# The name that PEFT takes for the layer that routes tokens to experts.
 ROUTER = "gate"
 
 
 def lora_config(settings: Settings, model: torch.nn.Module) -> Any:
-    """Return PEFT's description of the adapter for this model.
+    """Return PEFT's LoraConfig for this model.
 
     Raises:
-        UserError: as target_parameters.
+        UserError: see target_parameters.
     """
     from peft import LoraConfig
 
     parameters = target_parameters(settings, model)
     modules: Any = target_modules(settings, model)
     if settings.lora_target_modules == ["all-linear"] and not stacked_experts(model):
-        # PEFT leaves the output head out by its path, where names could mean other layers too.
+        # PEFT excludes the output head by its path; excluding its name could exclude other layers too.
         modules = "all-linear"
     return LoraConfig(
         r=settings.lora_r,
@@ -49,8 +49,8 @@ def lora_config(settings: Settings, model: torch.nn.Module) -> Any:
 def target_modules(settings: Settings, model: torch.nn.Module) -> list[str]:
     """Return the module names to adapt; all-linear means every linear layer except the output head.
 
-    PEFT reads some names as those of the experts where a model has experts (see target_parameters), whatever other
-    layers they name, such as those of shared experts. all-linear leaves these out.
+    In MoE models PEFT takes some names for those of experts (see target_parameters), even if other layers, such as shared
+    experts, have these names too. all-linear leaves these names out.
     """
     if settings.lora_target_modules != ["all-linear"]:
         return [name for name in settings.lora_target_modules if not _tensors_called(name, model)]
@@ -61,13 +61,13 @@ def target_modules(settings: Settings, model: torch.nn.Module) -> list[str]:
 
 
 def target_parameters(settings: Settings, model: torch.nn.Module) -> list[str]:
-    """Return the parameters that get an adapter though they are no linear layers: experts, if they are asked for.
+    """Return the parameters outside linear layers that get an adapter: the experts that the settings name.
 
-    They are asked for in lora_target_parameters, or in lora_target_modules by the names that the experts' layers had
-    before they were stacked (gate_proj, up_proj, down_proj), as many guides do.
+    lora_target_parameters names them, or lora_target_modules by the names that the experts' layers had before they were
+    stacked (gate_proj, up_proj, down_proj), as in many guides.
 
     Raises:
-        UserError: they cannot be adapted together with dropout.
+        UserError: lora_dropout is set, which such adapters do not support.
     """
     given = settings.lora_target_parameters
     found = names_in_layers(model) if given == ["all-experts"] else list(given)
@@ -75,14 +75,14 @@ def target_parameters(settings: Settings, model: torch.nn.Module) -> list[str]:
         found += [tensor for tensor in _tensors_called(name, model) if tensor not in found]
     if found and settings.lora_dropout:
         raise UserError(
-            f"lora_dropout {settings.lora_dropout:g} does not go with an adapter on {', '.join(found)[:200]}: PEFT adds "
-            "it to the weights, where inputs cannot be dropped; give --lora_dropout 0, or leave these out."
+            f"lora_dropout {settings.lora_dropout:g} cannot be combined with an adapter on {', '.join(found)[:200]}: PEFT adds "
+            "it to the weights, so inputs cannot be dropped; give --lora_dropout 0, or leave these out."
         )
     return found
 
 
 def _tensors_called(name: str, model: torch.nn.Module) -> list[str]:
-    """Return the stacked weights that hold the experts' layers of this name; none for a path or another name."""
+    """Return the stacked weights that contain the experts' layers of this name; empty for a path or another name."""
     stacked = NAMES_OF_EXPERTS.get(name)
     return [one for one in names_in_layers(model) if stacked and one.rpartition(".")[2] in (stacked, name)]
 
@@ -93,7 +93,7 @@ def check_module_names(settings: Settings, model: torch.nn.Module) -> None:
     A name matches if it is the end of the dotted path.
 
     Raises:
-        UserError: naming the most similar one.
+        UserError: naming the most similar module.
     """
     modules = [f".{name}" for name, _ in model.named_modules()]
     for option in ("lora_target_modules", "lora_modules_to_save"):
@@ -143,7 +143,7 @@ def _check_parameter_names(settings: Settings, model: torch.nn.Module) -> None:
 
 
 def _advice(name: str, model: torch.nn.Module) -> str:
-    """Return the end of the sentence that refuses a module name."""
+    """Return the advice at the end of the message that refuses a module name."""
     if "," in name:
         return f"separate names by spaces ({' '.join(name.replace(',', ' ').split())[:100]})."
     if name == "all-linear":

@@ -1,7 +1,7 @@
 """Merge an adapter into its base model, weight by weight where the adapter is plain LoRA on linear layers.
 
-No weight of the base is then held longer than it takes to write it. Everything else (quantized bases, DoRA, adapted
-embeddings, models whose files name weights otherwise than the model does) is merged by PEFT, which holds the whole model.
+Only one weight of the base model is then in memory at a time. Everything else (quantized bases, DoRA, adapted embeddings,
+models whose files use other weight names than the model) is merged by PEFT, which holds the whole model.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from unsloth_ddp.utils.tensor_files import ModelFiles
 WEIGHTS = "model.safetensors"
 PREFIX = "base_model.model."
 A, B = ".lora_A.weight", ".lora_B.weight"
-# Options of a LoraConfig with which the change of a weight is not scale * B @ A, with the value that they have to have.
+# Options of a LoraConfig and the values with which the change of a weight is scale * B @ A.
 PLAIN = {
     "use_dora": False, "lora_bias": False, "fan_in_fan_out": False, "bias": "none", "layer_replication": None,
     "modules_to_save": None, "target_parameters": None, "trainable_token_indices": None, "rank_pattern": {},
     "alpha_pattern": {}, "megatron_config": None, "use_qalora": False, "alora_invocation_tokens": None,
     "use_bdlora": None, "velora_config": None, "monteclora_config": None, "arrow_config": None, "corda_config": None,
 }  # fmt: skip
-# Ways to begin that leave the base model's weights as they are.
+# Values of init_lora_weights that do not change the base model's weights.
 PLAIN_BEGINNINGS = (True, False, "gaussian")
 
 
@@ -62,11 +62,11 @@ class Merge:
 
     Args:
         base: folder of the base model.
-        files: of its weights, in order.
+        files: weight files of the base model, in order.
         adapter: file of the adapter.
-        changed: the weights that the adapter changes.
-        scale: of B @ A.
-        model: the base model without memory.
+        changed: names of the weights that the adapter changes.
+        scale: factor of B @ A.
+        model: the base model on the meta device.
     """
 
     base: Path
@@ -78,7 +78,7 @@ class Merge:
 
 
 def plan_merge(settings: Settings, adapter: Path) -> Merge | None:
-    """Return how to merge weight by weight; None if the base or the adapter is not of the kind that allows it."""
+    """Return the plan of a merge weight by weight; None if the base or the adapter does not allow it."""
     base, file = model_folder(settings), adapter / f"{ADAPTER}.safetensors"
     config = json.loads((adapter / "adapter_config.json").read_text(encoding="utf-8"))
     if base is None or settings.trust_remote_code or not file.is_file() or not _is_plain(config):
@@ -102,14 +102,14 @@ def plan_merge(settings: Settings, adapter: Path) -> Merge | None:
 def _is_plain(config: dict[str, Any]) -> bool:
     if config.get("peft_type") != "LORA" or config.get("init_lora_weights", True) not in PLAIN_BEGINNINGS:
         return False
-    # An empty list or mapping is as good as none.
+    # An empty list or mapping counts as None.
     return all((config.get(name) or None) == (value or None) for name, value in PLAIN.items() if name != "bias") and (
         config.get("bias", "none") == "none"
     )
 
 
 def _weight_files(base: Path) -> list[Path]:
-    """Return the safetensors of a model in the order of their names; none if it has others, or not all of them."""
+    """Return the safetensors files of a model, sorted by name; empty if a file is missing or the format is another."""
     index = base / f"{WEIGHTS}.index.json"
     if index.is_file():
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
@@ -120,7 +120,7 @@ def _weight_files(base: Path) -> list[Path]:
 
 
 def _without_memory(base: Path) -> Any:
-    """Return the model of a folder without its weights; None if its weights are not stored as the model holds them."""
+    """Return a folder's model on the meta device; None if its files store weights in another form than the model."""
     import transformers
 
     config = transformers.AutoConfig.from_pretrained(base)
@@ -136,7 +136,7 @@ def _without_memory(base: Path) -> Any:
 
 
 def _changed_weights(adapter: Path, shapes: dict[str, list[int]]) -> frozenset[str] | None:
-    """Return the weights that an adapter changes; None if it holds more, or changes what the base's files do not hold."""
+    """Return the weights that an adapter changes; None if it contains other tensors or does not fit the base's files."""
     with safe_open(adapter, "pt") as file:
         found = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
     modules = {name.removeprefix(PREFIX).removesuffix(A) for name in found if name.endswith(A)}
@@ -157,7 +157,7 @@ def _save_merged_by_weight(settings: Settings, merge: Merge, target: Path, stop_
     out = ModelFiles(target, names)
     try:
         for path in merge.files:
-            # Opened anew for each file, so that what was read of the last one is given back.
+            # Opened again for each file, so that the pages read for the last one are released.
             with safe_open(path, "pt") as weights, safe_open(merge.adapter, "pt") as adapter:
                 for name in _names(path):
                     weight = weights.get_tensor(name)
@@ -180,7 +180,7 @@ def _names(path: Path) -> list[str]:
 
 
 def _save_merged_by_peft(settings: Settings, adapter: Path, target: Path, stop_tokens: Sequence[int]) -> None:
-    """Load the base again on the CPU, in bf16 (4-bit weights would round the adapter's changes away), and merge there."""
+    """Load the base on the CPU in bf16 and merge there; 4-bit weights would round the adapter's changes away."""
     import transformers
     from peft import PeftModel
 

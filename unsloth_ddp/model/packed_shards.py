@@ -1,7 +1,8 @@
-"""Cut 4-bit weights into the parts of ranks while a model is read, one layer at a time.
+"""Shard 4-bit weights over the ranks while a model is loaded, one weight at a time.
 
-bitsandbytes packs a whole weight, since its constants belong to blocks of values and to all of them. Each rank packs it
-on its device and keeps a part of the bytes; the constants stay whole, an eighth of a bit to half a bit a value.
+bitsandbytes quantizes a whole weight, because its constants belong to blocks of values and to the whole weight. Each rank
+quantizes the weight on its device and keeps a shard of the bytes. The constants stay whole; they take an eighth of a bit
+to half a bit per value.
 """
 
 from __future__ import annotations
@@ -14,16 +15,16 @@ from transformers.core_model_loading import ConversionOps
 
 from unsloth_ddp.model.shards import as_shard, part_of
 
-# What PEFT reads of a 4-bit weight when it adds an adapter, and what tells how many values it stands for.
+# Attributes of a 4-bit weight that PEFT reads when it adds an adapter, and that give its number of values.
 KEPT = ("compress_statistics", "quant_type", "quant_state", "blocksize", "quant_storage", "bnb_quantized")
 
 
 class SplitPacked(ConversionOps):
-    """Replace a packed weight by this rank's part of it; anything else passes through.
+    """Replace a 4-bit weight by this rank's shard; return other tensors unchanged.
 
     Args:
-        storage: dtype of the packed bytes, for FSDP2 a floating-point one.
-        before: packs the weight, if it is not packed by an operation before this one.
+        storage: dtype in which the packed bytes are stored; FSDP2 needs a floating-point dtype.
+        before: operation that quantizes the weight, if no earlier operation does.
     """
 
     def __init__(self, mesh: DeviceMesh, storage: torch.dtype, before: Any = None) -> None:
@@ -36,7 +37,7 @@ class SplitPacked(ConversionOps):
     def convert(
         self, input_dict: dict[str, Any], *args: Any, model: Any = None, full_layer_name: str = "", **others: Any
     ) -> dict[str, Any]:
-        """Return the part under the name that the packed weight has."""
+        """Return the shard under the name of the packed weight."""
         if self.before is not None:
             input_dict = self.before.convert(input_dict, *args, model=model, full_layer_name=full_layer_name, **others)
         return {name: self._part(value, model, full_layer_name) for name, value in input_dict.items()}
@@ -58,10 +59,10 @@ def is_packed(weight: Any) -> bool:
 
 
 def split_quantized(quantizer: Any, mapping: list[Any], mesh: DeviceMesh) -> bool:
-    """Let a quantizer of Transformers keep parts of the packed weights; return False if it is not the 4-bit one.
+    """Make Transformers' 4-bit quantizer keep shards of packed weights; return False for any other quantizer.
 
     Args:
-        mapping: the conversions of the model's weights; those that read packed weights get one operation more.
+        mapping: the conversions of the model's weights; SplitPacked is added to those that read packed weights.
     """
     if type(quantizer).__name__ != "Bnb4BitHfQuantizer":
         return False
@@ -83,8 +84,9 @@ def prepare_for_adapters(
 ) -> Any:
     """Freeze all weights and switch gradient checkpointing on, as PEFT's prepare_model_for_kbit_training does.
 
-    That would take packed parts for 16-bit weights, and it keeps weights that are not packed in fp32. FSDP2 gathers them
-    in the precision of the run anyway, so they stay as they are, which halves the embedding and the output head.
+    PEFT's function would take packed shards for 16-bit weights, and convert weights that are not packed to fp32. FSDP2
+    gathers them in the precision of the run anyway, so they are not converted, which halves the memory of the embedding
+    and the output head.
     """
     for weight in model.parameters():
         weight.requires_grad = False

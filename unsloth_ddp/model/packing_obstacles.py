@@ -1,4 +1,4 @@
-"""Find reasons not to pack rows for a model: layers or positions that do not keep the rows of a pack apart."""
+"""Find reasons not to pack rows for a model: layers or positions that mix the rows of a pack."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ STATEFUL_LAYERS = re.compile(
     r"mamba|deltanet|rwkv|shortconv|recurrent|linear_?attention|lightning|xlstm|retention|v4\w+compressor",
     re.IGNORECASE,
 )
-# Attention within fixed chunks of the sequence, whatever rows the sequence holds.
+# Attention within fixed chunks of the sequence, regardless of row boundaries.
 CHUNKED_ATTENTION = ("chunked_attention",)
 # Their attention depends on the distance between tokens in the sequence, which position_ids do not change.
 ALIBI_MODELS = ("bloom", "mpt")
 # Speech models whose text decoder does not pass position_ids on.
 IGNORE_POSITIONS = ("moshi",)
-# Models that build masks without position_ids, so that only a kernel with row boundaries keeps rows apart.
+# Models that build masks without position_ids, so that rows are separate only with a varlen kernel.
 MASKS_WITHOUT_POSITIONS = ("afmoe", "biogpt", "falcon", "gpt_oss", "granitemoehybrid", "opt", "xglm")
-# Models that call flash attention without position_ids, so that only a mask keeps rows apart.
+# Models that call flash attention without position_ids, so that rows are separate only with a mask.
 FLASH_WITHOUT_POSITIONS = ("gpt_neo", "gptj")
 
 
@@ -60,10 +60,10 @@ def mixing_reason(model: Any) -> str | None:
 
 
 def lost_boundaries_reason(model_type: str, kernel: str | None, implementation: str) -> str | None:
-    """Return why this attention implementation is not told where rows begin, or None if it is.
+    """Return why this attention implementation does not get the row boundaries, or None if it does.
 
     Args:
-        kernel: the kernel for packed rows, or None if a mask has to keep rows apart.
+        kernel: the kernel for packed rows, or None if rows are separated by a mask.
         implementation: the attention implementation of Transformers (sdpa, flash_attention_2, ...).
     """
     if kernel is None and model_type in MASKS_WITHOUT_POSITIONS:
@@ -74,7 +74,7 @@ def lost_boundaries_reason(model_type: str, kernel: str | None, implementation: 
 
 
 def untested_reason(model: Any) -> str | None:
-    """Return why packing is untested with this model although no fault is known, or None."""
+    """Return why packing is untested with this model although no error is known, or None."""
     if "token_type_ids" in inspect.signature(base_model(model).forward).parameters:
         return "the model takes token_type_ids, with which packing is untested"
     return None

@@ -1,4 +1,4 @@
-"""Refuse a model whose files differ between ranks, or lack a part, before each rank reads its own slices of them."""
+"""Refuse a model whose files differ between ranks or are incomplete, before each rank reads its own slices."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from unsloth_ddp.utils.errors import UserError, os_reason
 
 
 def check_same_files(settings: Settings, runtime: Runtime) -> None:
-    """Refuse files that cannot be read completely on a rank, or are not those of rank 0; every rank calls this.
+    """Refuse files that a rank cannot read completely or that differ from those of rank 0; every rank calls this.
 
     Raises:
-        UserError: naming the file, the rank and what differs, alike on every rank.
+        UserError: on every rank, naming the file and the rank.
     """
     everyones = runtime.gather(runtime.on_every_rank(lambda: describe_files(settings)))
     for rank, files in enumerate(everyones):
@@ -29,12 +29,12 @@ def check_same_files(settings: Settings, runtime: Runtime) -> None:
 
 
 def describe_files(settings: Settings) -> dict[str, str]:
-    """Return size and checksum of the beginning of each file that says what the model's tensors are.
+    """Return size and checksum of config.json and of the beginning of each weight file.
 
-    It is empty where the files are not on this machine; loading says why.
+    The result is empty if the files are not on this machine; loading raises the error then.
 
     Raises:
-        UserError: a file is missing, cut, or without a tensor that the index lists in it.
+        UserError: a file is missing or truncated, or lacks a tensor that the index lists.
     """
     folder = model_folder(settings)
     if folder is None:
@@ -52,12 +52,12 @@ def describe_files(settings: Settings) -> dict[str, str]:
 
 
 def first_difference(ours: dict[str, str], theirs: dict[str, str]) -> str | None:
-    """Return the name of the first file that is not the same."""
+    """Return the name of the first file that differs; None if all are the same."""
     return next((name for name in sorted(ours.keys() | theirs.keys()) if ours.get(name) != theirs.get(name)), None)
 
 
 def _describe(path: Path) -> str:
-    """Return the file's size, and a checksum of its safetensors header, or of all of it if it is no safetensors file."""
+    """Return the file's size, and a checksum of its safetensors header, or of the first MiB of another file."""
     size = path.stat().st_size
     with path.open("rb") as file:
         if path.suffix == ".safetensors":

@@ -1,13 +1,13 @@
-"""Load a model in shards for FSDP2: every rank reads its own part of each weight, and no process holds the whole model.
+"""Load a model in shards for FSDP2: every rank reads its own shard of each weight, and no process holds the whole model.
 
-Transformers makes the model without memory, maps the names in the files to its own, and reads of a weight that is a
-DTensor only the slice of this rank. accelerate decides which modules FSDP2 wraps. Between the two:
+Transformers creates the model on the meta device, maps the names in the files to its own, and reads only this rank's
+slice of a weight that is a DTensor. accelerate decides which modules FSDP2 wraps. Between the two:
 
-1. `reading_shards` lets `from_pretrained` find DTensors in the place of the weights, split as FSDP2 splits them.
+1. `reading_shards` replaces the weights by DTensors before `from_pretrained` reads them, sharded as FSDP2 does.
 2. PEFT adds adapters to that model. They are small, and begin with the same values as without sharding.
-3. `wrap` gives accelerate the model with weights without memory, and puts each rank's part into the result.
+3. `wrap` passes the model to accelerate with weights on the meta device, and puts each rank's shards into the result.
 
-accelerate's own way (fsdp_cpu_ram_efficient_loading) reads the whole model into the host memory of one process first.
+accelerate's own method (fsdp_cpu_ram_efficient_loading) first reads the whole model into the host memory of one process.
 """
 
 from __future__ import annotations
@@ -36,24 +36,24 @@ from unsloth_ddp.utils.errors import UserError, one_line
 from unsloth_ddp.utils.units import shown_bytes
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-# Of these conversions a rank can compute its part of the result from its part of the files: experts, each read by the
-# rank that holds it, are stacked to one weight.
+# Conversions whose sharded result a rank can compute from its own slices of the files: experts, each read by the rank that
+# holds it, are stacked to one weight.
 SPLITTABLE = ([("MergeModulelist", 0)], [("MergeModulelist", 0), ("Concatenate", 1)], [("Bnb4bitDeserialize", None)])
 
 
 def mixed_precision_policy(precision: Precision) -> MixedPrecisionPolicy:
-    """Return FSDP2's policy: compute in `precision`, reduce gradients in fp32, where accelerate's reduces in 16 bit."""
+    """Return FSDP2's policy: compute in `precision`, reduce gradients in fp32 (accelerate's policy reduces in 16 bit)."""
     if precision == "fp32":
         return MixedPrecisionPolicy()
     return MixedPrecisionPolicy(param_dtype=DTYPES[precision], reduce_dtype=torch.float32)
 
 
 def shard_mesh(runtime: Runtime) -> DeviceMesh:
-    """Return the mesh of processes whose last dimension weights are split over; every rank calls this.
+    """Return the device mesh, over whose last dimension weights are sharded; every rank calls this.
 
-    With several copies of the model it is (copies, parts), else (parts,).
+    Its shape is (replicas, shards) with hybrid sharding, otherwise (shards,).
     """
-    # PEFT knows the name of the last dimension, and would take others for tensor parallelism.
+    # PEFT knows the name "fsdp", and would take other names for tensor parallelism.
     if runtime.copies == 1:
         return init_device_mesh(runtime.device_type, (runtime.parts,), mesh_dim_names=("fsdp",))
     sizes = (runtime.copies, runtime.parts)
@@ -62,19 +62,19 @@ def shard_mesh(runtime: Runtime) -> DeviceMesh:
 
 @contextlib.contextmanager
 def reading_shards(mesh: DeviceMesh, model_name: str) -> Iterator[None]:
-    """Let `from_pretrained` read only this rank's part of each weight inside the block.
+    """Make `from_pretrained` read only this rank's shard of each weight inside the block.
 
-    Upstream splits weights while it reads only if it also wraps the modules then (DistributedConfig), and adapters that
-    are added later would be left out. It also reserves memory for the whole model before it reads.
+    Upstream shards weights while reading only if it also wraps the modules (DistributedConfig), which would leave out
+    adapters that are added later. It also reserves memory for the whole model before it reads.
 
     Raises:
-        UserError: the part of this rank does not fit on its device.
+        UserError: this rank's shard does not fit on its device.
     """
     from transformers import modeling_utils
 
     convert = modeling_utils.convert_and_load_state_dict_in_model
     assert mesh.mesh_dim_names is not None
-    # Copies of the parts, if there are any, are no matter of reading.
+    # Replicas do not matter for reading.
     mesh = mesh[mesh.mesh_dim_names[-1]]
 
     def read(model: Any, state_dict: dict[str, Any], load_config: Any, disk_offload_index: Any = None) -> Any:
@@ -84,7 +84,7 @@ def reading_shards(mesh: DeviceMesh, model_name: str) -> Iterator[None]:
         whole = _read_whole(mapping)
         _place(model, mesh, lambda name: any(target in name for target in whole))
         check_room(_part_bytes(model, mesh), mesh, model_name)
-        # Threads would read tensors ahead that only become small when their turn comes.
+        # Threads would prefetch whole tensors, which become small only when they are converted.
         with _environment("HF_DEACTIVATE_ASYNC_LOAD", "1" if whole or quantizer is not None else "0"):
             result = convert(model, state_dict, load_config, disk_offload_index)
         _check_read(model, result[0], model_name, quantized=quantizer is not None)
@@ -94,7 +94,7 @@ def reading_shards(mesh: DeviceMesh, model_name: str) -> Iterator[None]:
     with (
         _replaced(modeling_utils, "convert_and_load_state_dict_in_model", read),
         _replaced(modeling_utils, "caching_allocator_warmup", lambda *_: None),
-        # Else Transformers leaves the weights of all ranks but the first of a node empty.
+        # Otherwise Transformers loads weights only in the first rank of each node.
         _environment("FSDP_CPU_RAM_EFFICIENT_LOADING", "false"),
     ):
         yield
@@ -102,10 +102,10 @@ def reading_shards(mesh: DeviceMesh, model_name: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def patched_by_unsloth() -> Iterator[None]:
-    """Let Unsloth patch a model whose weights are DTensors inside the block.
+    """Make Unsloth's patching work inside the block for a model whose weights are DTensors.
 
-    Unsloth compares the addresses of embedding and output head, and takes them for one weight if they are equal. All
-    DTensors have the address 0, so that the output head would be lost.
+    Unsloth compares the addresses of embedding and output head, and treats them as tied if they are equal. All DTensors
+    have the address 0, so the output head would be lost.
     """
     from unsloth import tokenizer_utils
 
@@ -115,7 +115,7 @@ def patched_by_unsloth() -> Iterator[None]:
     # Inherited from Tensor otherwise.
     DTensor.data_ptr = address  # type: ignore[method-assign, assignment]
     try:
-        # Writes zeros to the row of the padding token, which no part can be told to do. Padded positions are masked.
+        # It zeroes the embedding of the padding token, which does not work on a shard. Padded positions are masked anyway.
         with _replaced(tokenizer_utils, "zero_pad_embedding_rows", lambda *_: None):
             yield
     finally:
@@ -124,16 +124,16 @@ def patched_by_unsloth() -> Iterator[None]:
 
 @contextlib.contextmanager
 def trained_by_unsloth(model: Any, backend: str) -> Iterator[None]:
-    """Let Unsloth make a trainer for a model whose weights are DTensors inside the block; other models need nothing.
+    """Make Unsloth's trainer accept a model whose weights are DTensors inside the block; do nothing for other models.
 
-    Unsloth looks there for tokens whose embedding was never trained, in inference mode, in which DTensors cannot be
-    sliced. It would give them the mean of the others, or refuse rows that have them if the embedding is frozen. The
-    backend transformers does neither.
+    The trainer searches for tokens whose embedding was never trained, in inference mode, in which DTensors cannot be
+    sliced. It would set them to the mean of the others, or refuse rows with them if the embedding is frozen. The
+    transformers backend does neither.
     """
     if backend != "unsloth" or not isinstance(model, FSDPModule):
         yield
         return
-    # A part of Unsloth, which is imported already; its trainer takes the name from there.
+    # Unsloth has imported this module, and its trainer looks the function up there.
     tokenizer_utils = sys.modules["unsloth_zoo.tokenizer_utils"]
     with _replaced(tokenizer_utils, "fix_untrained_tokens", lambda *_, **__: None):
         yield
@@ -142,18 +142,18 @@ def trained_by_unsloth(model: Any, backend: str) -> Iterator[None]:
 def wrap(model: Any, mesh: DeviceMesh, precision: Precision, *, quantized: bool) -> Any:
     """Apply FSDP2 to a model whose weights were read in shards, as accelerate does; return the model.
 
-    accelerate leaves a model that is wrapped already as it is. Trained 16-bit weights become fp32, as with accelerate,
-    but beside 4-bit weights they become bf16, as TRL has it.
+    accelerate does not wrap it again later. Trained 16-bit weights become fp32, as with accelerate; in a model with 4-bit
+    weights they become bf16, as with TRL.
 
     Raises:
         UserError: FSDP2 cannot wrap this model.
     """
-    # Unsloth replaces this name, to keep its kernels for adapters where FSDP2 gathers whole blocks.
+    # Imported here, because Unsloth replaces it to keep its LoRA kernels when FSDP2 gathers whole blocks.
     from accelerate.accelerator import fsdp2_prepare_model
     from accelerate.utils import FullyShardedDataParallelPlugin
 
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2, mixed_precision_policy=mixed_precision_policy(precision))
-    # Each part is in the memory of its device already.
+    # Each shard is already in the memory of its device.
     plugin.cpu_ram_efficient_loading = False
     if not (plugin.transformer_cls_names_to_wrap or getattr(model, "_no_split_modules", None)):
         raise UserError(
@@ -164,7 +164,7 @@ def wrap(model: Any, mesh: DeviceMesh, precision: Precision, *, quantized: bool)
     if quantized:
         for parameter in model.parameters():
             if parameter.requires_grad and not isinstance(parameter, DTensor):
-                # TRL casts them later, when a cast would not reach the parts any more.
+                # TRL casts them later, when the cast would no longer affect the shards.
                 parameter.data = parameter.data.to(torch.bfloat16)
     parts = _parts(model)
     for part, found in parts:
@@ -185,7 +185,7 @@ def wrap(model: Any, mesh: DeviceMesh, precision: Precision, *, quantized: bool)
         raise UserError(f"FSDP2 cannot split {type(base_model(model)).__name__}: {one_line(error)}") from error
     on_host = isinstance(plugin.cpu_offload, CPUOffloadPolicy)
     while parts:
-        # The last reference to a part that is cast.
+        # Popping drops the last reference to a shard that is cast.
         part, found = parts.pop()
         wrapped: Any = found[0][0].get_parameter(found[0][1])
         weight = as_shard(part.to_local().detach().to(wrapped.dtype), wrapped, wrapped.device_mesh)
@@ -198,7 +198,7 @@ def wrap(model: Any, mesh: DeviceMesh, precision: Precision, *, quantized: bool)
 
 
 def _parts(model: Module) -> list[tuple[DTensor, list[tuple[Module, str]]]]:
-    """Return the weights that were read in parts, each with its places (module, name)."""
+    """Return the weights that were read in shards, each with all its (module, name)."""
     found: dict[Parameter, list[tuple[Module, str]]] = {}
     for _, module, name, parameter in places(model):
         found.setdefault(parameter, []).append((module, name))
@@ -206,7 +206,7 @@ def _parts(model: Module) -> list[tuple[DTensor, list[tuple[Module, str]]]]:
 
 
 def _check_shared(model: Any) -> None:
-    """Refuse a weight in several places, of which accelerate puts only embedding and output head into one group."""
+    """Refuse shared weights, except for a tied embedding and output head, which accelerate puts into one group."""
     paths: dict[Parameter, list[str]] = {}
     for path, _, _, parameter in places(model):
         paths.setdefault(parameter, []).append(path)
@@ -220,10 +220,10 @@ def _check_shared(model: Any) -> None:
 
 
 def _check_read(model: Any, info: Any, model_name: str, *, quantized: bool) -> None:
-    """Refuse weights that were not read; upstream would draw them at random, for which ranks wait for each other.
+    """Refuse weights that were not read; upstream would initialize them at random, in a collective.
 
     Raises:
-        UserError: naming one of them. It may be that of this rank only, since a part can have the right size by chance.
+        UserError: naming one of them. Other ranks may not raise, because a shard can have the right size by chance.
     """
     if info.mismatched_keys:
         raise UserError(
@@ -237,10 +237,10 @@ def _check_read(model: Any, info: Any, model_name: str, *, quantized: bool) -> N
 
 
 def check_room(needed: int, mesh: DeviceMesh, model_name: str) -> None:
-    """Refuse a part that does not fit on this process's device.
+    """Refuse a shard that does not fit on this process's device.
 
     Raises:
-        UserError: naming the bytes of the part and of the device.
+        UserError: naming the bytes of the shard and of the device.
     """
     if mesh.device_type != "cuda":
         return
@@ -255,7 +255,7 @@ def check_room(needed: int, mesh: DeviceMesh, model_name: str) -> None:
 
 
 def _read_whole(mapping: list[Any]) -> list[str]:
-    """Return parts of the names of weights that a rank cannot compute from its part of the files, as of fused ones."""
+    """Return name patterns of weights that a rank cannot compute from its slices of the files, such as fused weights."""
     return [target for one in mapping if not _splittable(one) for target in one.target_patterns]
 
 
@@ -266,7 +266,7 @@ def _splittable(conversion: Any) -> bool:
 
 
 def _place(model: Module, mesh: DeviceMesh, skip: Callable[[str], bool]) -> None:
-    """Replace weights without memory by DTensors without memory."""
+    """Replace weights on the meta device by DTensors on the meta device."""
     placed: dict[Parameter, Parameter] = {}
     for path, module, name, parameter in places(model):
         if type(parameter) is not Parameter or not parameter.ndim or skip(path) or not _for_everyone(parameter, mesh):
@@ -284,19 +284,19 @@ def _for_everyone(parameter: Parameter, mesh: DeviceMesh) -> bool:
 
 
 def _split_the_rest(model: Module, mesh: DeviceMesh) -> None:
-    """Keep this rank's part of the weights that were read whole."""
+    """Replace the weights that were read whole by this rank's shards."""
     split: dict[Parameter, Parameter] = {}
     for _, module, name, parameter in places(model):
         if type(parameter) is Parameter and not isinstance(parameter, DTensor) and parameter.ndim:
             if parameter not in split:
                 split[parameter] = as_shard(part_of(parameter.detach(), mesh), parameter, mesh)
-                # Upstream marks there what it need not draw at random.
+                # Upstream marks initialized weights with an attribute.
                 split[parameter].__dict__.update(parameter.__dict__)
             setattr(module, name, split[parameter])
 
 
 def _part_bytes(model: Module, mesh: DeviceMesh) -> int:
-    """Return the bytes of this rank's part of a model; a weight that is packed to 4 bits takes half a byte a value."""
+    """Return the bytes of this rank's shard of a model; a 4-bit weight takes half a byte per value."""
     sizes = {p: (0.5 if is_packed(p) else p.element_size()) for p in model.parameters()}
     return int(sum(p.numel() * size for p, size in sizes.items()) / mesh.size(mesh.ndim - 1))
 

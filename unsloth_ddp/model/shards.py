@@ -1,4 +1,4 @@
-"""Cut tensors into the parts of ranks, as FSDP2 does: along the first dimension, the last ranks may have less or nothing."""
+"""Shard tensors along the first dimension, as FSDP2 does: the last ranks may have smaller or empty shards."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.nn import Module, Parameter
 
 
 def placements(mesh: DeviceMesh) -> list[Placement]:
-    """Return how tensors lie on the mesh: split over its last dimension, copied over the others."""
+    """Return the placements of tensors on the mesh: sharded over its last dimension, replicated over the others."""
     return [*[Replicate()] * (mesh.ndim - 1), Shard(0)]
 
 
@@ -26,25 +26,25 @@ def rows_of(length: int, mesh: DeviceMesh) -> slice:
 
 
 def part_shape(shape: Sequence[int], mesh: DeviceMesh) -> tuple[int, ...]:
-    """Return the shape of this rank's part of a tensor with one dimension or more."""
+    """Return the shape of this rank's shard of a tensor with at least one dimension."""
     rows = rows_of(shape[0], mesh)
     return (rows.stop - rows.start, *shape[1:])
 
 
 def part_of(whole: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Return a copy of this rank's part of a tensor, so that the whole can be freed."""
+    """Return a copy of this rank's shard of a tensor, so that the whole can be freed."""
     return whole[rows_of(whole.shape[0], mesh)].clone()
 
 
 def as_shard(part: Tensor, like: Tensor, mesh: DeviceMesh) -> Parameter:
-    """Return this rank's part as a weight of the whole's shape; `like` gives that, and whether it is trained."""
+    """Return this rank's shard as a DTensor parameter with the shape and requires_grad of `like`."""
     stride = torch.empty(like.shape, device="meta").stride()
     whole = DTensor.from_local(part, mesh, placements(mesh), run_check=False, shape=like.shape, stride=stride)
     return Parameter(whole, like.requires_grad)
 
 
 def places(model: Module) -> Iterator[tuple[str, Module, str, Parameter]]:
-    """Yield (path, module, name in the module, weight) of every place of a weight; a tied weight has several."""
+    """Yield (path, module, name in the module, weight) of every weight; a tied weight comes several times."""
     for path, module in list(model.named_modules()):
         for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
             yield f"{path}.{name}".lstrip("."), module, name, parameter
@@ -52,7 +52,10 @@ def places(model: Module) -> Iterator[tuple[str, Module, str, Parameter]]:
 
 @contextlib.contextmanager
 def copied_with_modules() -> Iterator[None]:
-    """Let `copy.deepcopy` of a module, as PEFT makes of one that it trains whole, copy parts; torch cannot copy all."""
+    """Make `copy.deepcopy` work for modules with sharded weights, which PEFT copies for modules_to_save.
+
+    torch cannot copy all DTensors.
+    """
 
     def copied(part: DTensor, memo: dict[int, Any]) -> Parameter:
         return as_shard(part.to_local().detach().clone(), part, part.device_mesh)

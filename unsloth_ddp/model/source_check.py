@@ -1,4 +1,4 @@
-"""Refuse what is no base model that can be trained: adapters, and models that are quantized already."""
+"""Refuse models that cannot be trained: adapters, and models with an unsupported quantization."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from unsloth_ddp.config.parse import Settings
 from unsloth_ddp.utils.errors import UserError
 
 ADAPTER_FILE = "adapter_config.json"
-# Quantizations of a base model, by the names of Transformers, on which adapters are trained.
+# Quantizations of a base model on which adapters can be trained, by Transformers' names.
 TRAINABLE = {"unsloth": ("bitsandbytes", "mxfp4", "fp8"), "transformers": ("bitsandbytes",)}
 
 
 def check_no_adapter(model: str, adapter: dict[str, Any] | None) -> None:
-    """Refuse an adapter as --model, and say how to train on with it.
+    """Refuse an adapter as --model, and say how to continue from it.
 
     Args:
-        adapter: content of its adapter_config.json; None for a model that is none.
+        adapter: content of its adapter_config.json; None for a model that is not an adapter.
 
     Raises:
         UserError: naming the base model.
@@ -51,13 +51,13 @@ def check_no_adapter(model: str, adapter: dict[str, Any] | None) -> None:
 
 
 def check_quantization(settings: Settings, backend: str, config: dict[str, Any] | None) -> None:
-    """Refuse weights in a quantization that is not trained here, or that contradicts --method.
+    """Refuse a quantization that the backend cannot train, or that contradicts --method.
 
     Args:
-        config: content of the model's config.json; None where it cannot be read yet.
+        config: content of the model's config.json; None if it cannot be read yet.
 
     Raises:
-        UserError: naming the quantization, and what to take instead.
+        UserError: naming the quantization and the alternative.
     """
     quantization = (config or {}).get("quantization_config")
     if not isinstance(quantization, dict):
@@ -69,7 +69,7 @@ def check_quantization(settings: Settings, backend: str, config: dict[str, Any] 
             "give the 16-bit model that it was made from (its model card names it), with --method qlora to load that in "
             "4 bits."
         )
-    # Unsloth reads the 16-bit repository instead of the 4-bit one where it knows both.
+    # Unsloth loads the 16-bit repository instead of the 4-bit one if it knows both.
     replaceable = backend == "unsloth" and not Path(str(settings.model)).expanduser().is_dir()
     if method == "bitsandbytes" and settings.method != "qlora" and not replaceable:
         raise UserError(
@@ -90,7 +90,7 @@ def check_source(settings: Settings, backend: str) -> None:
 
 
 def read_model_file(model: str, name: str, revision: str | None = None) -> dict[str, Any] | None:
-    """Return a JSON file of a model; None if it has none, cannot be reached, or holds no object: loading says why."""
+    """Return a JSON object of a model; None if the file is missing, unreachable or no object. Loading raises the error."""
     path = Path(model).expanduser() / name
     try:
         if not path.parent.is_dir():

@@ -1,8 +1,8 @@
-"""Make a stand-in of a model: a copy with a few of its layers, whose weights are random and belong to one process alone.
+"""Make a stand-in of a model: a copy with a few of its layers and random weights that are not sharded.
 
-Weights that are split over ranks cannot be used before training begins, and in a pass over them a rank that runs out of
-memory would leave the others waiting. A pass over the stand-in takes the same memory for each of its layers, without a
-collective. Copying the modules keeps what was changed in them: adapters, attention kernels, fused losses.
+Sharded weights cannot be used before training begins, and a rank that runs out of memory in a pass over them would leave
+the others waiting. A pass over the stand-in takes the same memory per layer, without a collective. Copying the modules
+keeps their modifications: adapters, attention kernels, fused losses.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from torch.nn import Module, ModuleList, Parameter
 
 from unsloth_ddp.model.modules import base_model
 
-# Layers of different kinds repeat after so many at most (Gemma 3: five sliding ones and a full one).
+# Largest period after which layers of different kinds repeat (Gemma 3: five with a sliding window and one without).
 LONGEST_PERIOD = 8
-# Standard deviation of the weights; their values do not matter, but routers should not send all tokens to one expert.
+# Standard deviation of the weights; only routers depend on the values, and should not send all tokens to one expert.
 SPREAD = 0.02
 HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
@@ -34,7 +34,7 @@ def layers_of(model: Any) -> ModuleList:
     """Return the decoder layers.
 
     Raises:
-        NoStandInError: they are not known.
+        NoStandInError: the model does not have a list `layers`.
     """
     layers = getattr(base_model(model).get_decoder(), "layers", None)
     if not isinstance(layers, ModuleList) or not len(layers):
@@ -43,10 +43,10 @@ def layers_of(model: Any) -> ModuleList:
 
 
 def period_of(layers: ModuleList) -> int:
-    """Return after how many layers their kinds repeat: 1 where all are alike.
+    """Return the period with which kinds of layers repeat; 1 if all layers are alike.
 
     Raises:
-        NoStandInError: they do not repeat soon, as where only the first layers of a mixture have no experts.
+        NoStandInError: they do not repeat, for example if only the first layers of an MoE model have no experts.
     """
     kinds = [_kind_of(layer) for layer in layers]
     for period in range(1, min(LONGEST_PERIOD, len(kinds) // 2) + 1):
@@ -56,7 +56,7 @@ def period_of(layers: ModuleList) -> int:
 
 
 def _kind_of(layer: Module) -> tuple[Any, ...]:
-    """Return what tells layers of different kinds apart: the names and shapes of weights, and the reach of attention."""
+    """Return a key for the kind of a layer: its class, the names and shapes of its weights, and its attention window."""
     weights = tuple(
         (name, tuple(_shape(weight)), weight.dtype, weight.requires_grad) for name, weight in layer.named_parameters()
     )
@@ -69,18 +69,18 @@ def _kind_of(layer: Module) -> tuple[Any, ...]:
 
 
 def plain_class(module: Module) -> type[Module]:
-    """Return the class of a module without what FSDP2 has put before it."""
+    """Return the class of a module before FSDP2 changed it."""
     classes = type(module).__mro__
     return classes[classes.index(FSDPModule) + 1] if isinstance(module, FSDPModule) else classes[0]
 
 
 def is_packed(weight: Any) -> bool:
-    """Return whether a weight is stored in less than 16 bits a value, with constants beside it."""
+    """Return whether a weight is quantized to less than 16 bits per value."""
     return hasattr(weight, "quant_state") or weight.dtype not in (torch.bfloat16, torch.float16, torch.float32)
 
 
 def _shape(weight: Any) -> torch.Size:
-    # A weight that is packed to 4 bits keeps its packed shape, which quant_state in its module belongs to.
+    # A 4-bit weight keeps its packed shape, to which quant_state in its module belongs.
     return torch.Size(getattr(weight, "ds_shape", weight.shape))
 
 
@@ -115,11 +115,11 @@ class _Copy:
             return self.modules[id(module)]
         kind = plain_class(module)
         new = self.modules[id(module)] = kind.__new__(kind)
-        # Dictionaries of hooks and the like are the copy's own.
+        # Copy dictionaries, such as those of hooks, so that changes do not affect the original.
         new.__dict__.update(
             {name: value.copy() if isinstance(value, dict) else value for name, value in module.__dict__.items()}
         )
-        # A compiled call is that of the original.
+        # A compiled call would run the original.
         new.__dict__.pop("_compiled_call_impl", None)
         for name in HOOKS:
             hooks = getattr(new, name)
@@ -128,7 +128,7 @@ class _Copy:
         new._parameters = {
             name: weight if weight is None else self._weight(weight) for name, weight in module._parameters.items()
         }
-        # Some models count in buffers during a forward pass.
+        # Some models change their buffers during a forward pass.
         new._buffers = {name: value if value is None else value.clone() for name, value in module._buffers.items()}
         children = list(module._modules.items())
         if module is self.layers:
@@ -144,19 +144,19 @@ class _Copy:
     def _fresh(self, weight: Any) -> Parameter:
         packed = is_packed(weight)
         if packed and not hasattr(weight, "device_mesh"):
-            # It is whole, and not trained.
+            # It is not sharded and not trained, so it can be shared.
             return weight
         if packed:
             return Parameter(torch.zeros(_shape(weight), dtype=weight.dtype, device=self.device), requires_grad=False)
         values = torch.empty(_shape(weight), dtype=self.dtype, device=self.device).normal_(std=SPREAD)
         fresh = Parameter(values, weight.requires_grad)
         if hasattr(weight, "ds_status"):
-            # TRL's head asks with ZeRO-3 whether a weight has to be gathered first.
+            # With ZeRO-3, TRL's fused head checks whether the weight has to be gathered.
             fresh.ds_status = type(weight.ds_status).AVAILABLE  # type: ignore[attr-defined]
         return fresh
 
     def _rebound(self, value: Any) -> Any:
-        """Return a function or module that belongs to the original as that of the copy; anything else as it is."""
+        """Replace references to modules of the original by those of the copy; return other values unchanged."""
         if isinstance(value, Module):
             return self.modules.get(id(value), value)
         if isinstance(value, types.MethodType):
@@ -169,7 +169,7 @@ class _Copy:
         return value
 
     def _with_own_cells(self, function: types.FunctionType) -> Callable[..., Any]:
-        """Return a function whose closure holds parts of the copy, as TRL's forward holds the model's own forward."""
+        """Return a function whose closure refers to the copy; TRL's forward refers to the model's own forward."""
         try:
             held = [cell.cell_contents for cell in function.__closure__ or ()]
         except ValueError:
@@ -190,13 +190,13 @@ class _Copy:
 
 
 def _of_torch(hook: Callable[..., Any]) -> bool:
-    """Return whether a hook gathers weights; those of FSDP2 are bound to the original's state."""
+    """Return whether a hook belongs to torch.distributed; FSDP2's hooks are bound to the original's state."""
     return (getattr(hook, "__module__", None) or "").startswith("torch.distributed")
 
 
 @contextlib.contextmanager
 def first_layers(model: Any, count: int) -> Iterator[None]:
-    """Leave a stand-in its first `count` layers inside the block."""
+    """Reduce a stand-in to its first `count` layers inside the block."""
     layers = layers_of(model)
     before = layers._modules
     layers._modules = dict(list(before.items())[:count])
@@ -208,7 +208,7 @@ def first_layers(model: Any, count: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def unused(model: Module) -> Iterator[None]:
-    """Refuse calls of any module of `model` inside the block, before FSDP2 gathers weights for it."""
+    """Raise NoStandInError if a module of `model` is called inside the block, before FSDP2 gathers its weights."""
 
     def refuse(module: Module, inputs: Any) -> None:
         raise NoStandInError(f"its {plain_class(module).__name__} cannot be copied")

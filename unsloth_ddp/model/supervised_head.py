@@ -2,7 +2,7 @@
 
 The head multiplies every token with the whole vocabulary, which is 15 % of all work of a 1.7B model and 8 % of an 8B
 model; tokens that are not supervised do not need it. TRL's fused head leaves them out. Unsloth's fused loss computes
-them and weights them with zero, so it is given the last hidden states of supervised tokens only.
+their logits and weights them with zero, so the kit passes it the last hidden states of supervised tokens only.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from unsloth_ddp.utils.errors import one_line
 
 logger = logging.getLogger("unsloth_ddp")
 
-# Relative tolerance between the two losses in 16 bit; labels paired with other tokens would differ by far more.
+# Relative tolerance between the two losses in 16 bit; misaligned labels would differ by far more.
 TOLERANCE = 5e-3
 # Config fields for caps on logits that TRL does not know (RecurrentGemma, xLSTM).
 UNKNOWN_CAPS = ("logits_soft_cap", "output_logit_soft_cap")
-# Rows (packs) that both losses are computed on at most, and rows that are searched for them.
+# Maximum number of rows (packs) on which both losses are computed, and of rows that are searched for them.
 ROWS, SEARCHED = 4, 256
 
 
@@ -66,8 +66,8 @@ class SupervisedHead:
 def fits_fused_head(model: Any) -> bool:
     """Return whether TRL's fused head computes the same logits as this Transformers model.
 
-    It multiplies the last hidden states with the output embedding and applies some scalings. It would leave out other
-    layers in between, and caps on logits under other names.
+    The fused head multiplies the last hidden states with the output embedding and applies known scalings. It ignores
+    other layers in between, and caps on logits under names that it does not know.
     """
     base = base_model(model)
     if any(getattr(base.config.get_text_config(), name, None) for name in UNKNOWN_CAPS):
@@ -80,11 +80,11 @@ def fits_fused_head(model: Any) -> bool:
 
 
 def _is_trained_part(model: Any) -> bool:
-    """Return whether the head's weight is trained, split by FSDP2, and not gathered before TRL's fused head reads it.
+    """Return whether FSDP2 shards the head's trained weight and does not gather it before TRL's fused head reads it.
 
-    TRL then gathers it in a way that leaves each rank its own gradient, where the mean over the ranks is due. accelerate
-    puts the head into one group with the last normalization, which gathers both, if that is a child of the model's base;
-    in PEFT's wrapper it is not.
+    TRL then gathers the weight itself, and each rank keeps its own gradient instead of the mean over ranks. Otherwise
+    accelerate puts the head into one FSDP2 group with the last normalization, which gathers both. It finds that layer
+    only without PEFT's wrapper.
     """
     base = base_model(model)
     weight = getattr(base.get_output_embeddings(), "weight", None)
@@ -107,7 +107,7 @@ def head_with_equal_loss(
 
     Args:
         examples: training rows (packs), by index.
-        rows: in a micro-batch.
+        rows: number of rows in a micro-batch.
         collate: rows -> batch.
         loss: (head, batch) -> summed token losses with this head, as evaluation computes them.
     """
@@ -132,7 +132,7 @@ def head_with_equal_loss(
 
 
 def _supervised_units(examples: Any, count: int) -> list[dict[str, Any]]:
-    """Return the first rows (packs) with a supervised token: the loss of others is 0 in either way."""
+    """Return the first rows (packs) with a supervised token; the loss of other rows is always 0."""
     seen = (examples[i] for i in range(min(SEARCHED, len(examples))))
     return list(itertools.islice((one for one in seen if (one["labels"][1:] != IGNORED).any()), count))
 

@@ -1,4 +1,4 @@
-"""Load what a run has trained, adapter or whole model, to generate with it.
+"""Load the adapter or model that a run has trained, to generate with it.
 
 The base model is loaded as for training, so revision, quantization and data types are those of the run; the trained
 adapter's weights then replace those of the new one.
@@ -20,7 +20,9 @@ from unsloth_ddp.utils.errors import UserError, one_line
 
 
 def check_trust(settings: Settings, *, trusted: bool) -> None:
-    """Refuse to run the Python code of a run's base model unless that is asked for once more: the folder may be another's.
+    """Refuse to run the Python code of a run's base model without a new --trust_remote_code.
+
+    The run's folder, and so its settings, may come from someone else.
 
     Raises:
         UserError: the run was trained with --trust_remote_code, and `trusted` is not set.
@@ -33,7 +35,7 @@ def check_trust(settings: Settings, *, trusted: bool) -> None:
 
 
 def check_trained(settings: Settings, trained: Path) -> None:
-    """Refuse a base model, an adapter or a trained model whose files are not all here and whole; nothing is loaded.
+    """Refuse a base model, an adapter or a trained model with missing or damaged files; nothing is loaded.
 
     Raises:
         UserError: naming the file that is missing or broken.
@@ -58,7 +60,7 @@ def load_trained(settings: Settings, trained: Path, runtime: Runtime) -> Any:
         trained: the folder with the adapter or model that the run wrote.
 
     Raises:
-        UserError: it needs a GPU that is not here, or cannot be loaded.
+        UserError: the model needs a GPU and there is none, or it cannot be loaded.
     """
     check_trained(settings, trained)
     if settings.method == "full":
@@ -103,9 +105,9 @@ def load_base(settings: Settings, runtime: Runtime) -> Any:
 def _load(settings: Settings, runtime: Runtime) -> Any:
     """Return the model of `settings` as for training: with a new adapter unless the method is full."""
     weights: Literal["fp32", "bf16"] = "fp32" if runtime.precision == "fp32" else "bf16"
-    # The tokenizer of the run is in its folder, so its file of a template need not be there any more.
+    # The run's folder has the tokenizer with its template, so the template's file may be gone.
     settings = dataclasses.replace(settings, gradient_checkpointing="none", chat_template=None, full_weights=weights)
-    # The adapter is used with the 16-bit weights from here on.
+    # Generation uses the 16-bit weights.
     settings.fp8 = False
     if runtime.device_type == "cpu":
         # The run's attention kernel may need a GPU.
@@ -142,7 +144,7 @@ def load_trained_tokenizer(settings: Settings, trained: Path) -> Any:
 
 
 def stop_tokens(settings: Settings, tokenizer: Any) -> list[int]:
-    """Return the tokens at which the run has taught its model to stop, as it found them in its rows."""
+    """Return the tokens that end the supervised answers of a run, at which generation has to stop."""
     if tokenizer.chat_template is None:
         return [tokenizer.eos_token_id]
     chat = [{"role": "user", "content": "Hello."}, {"role": "assistant", "content": "Hi."}]

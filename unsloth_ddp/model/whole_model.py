@@ -1,4 +1,4 @@
-"""Take the backend that loads in shards where the whole model does not fit on one GPU, which Unsloth would load first."""
+"""Switch to the backend that loads in shards if the whole model, which Unsloth would load first, does not fit on a GPU."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.model.files import model_folder
 from unsloth_ddp.utils.units import shown_bytes
 
-# Models that Unsloth trained from shards in benchmarks/correctness/unsloth_shards.py.
+# Model types that benchmarks/correctness/unsloth_shards.py trained from shards with Unsloth.
 TRIED_IN_SHARDS = ("llama", "qwen3")
-# Part of a GPU that loading may fill, beside CUDA's context, NCCL's buffers and a layer that is converted.
+# Fraction of a GPU that loading may fill; the rest is for CUDA's context, NCCL's buffers and a layer that is converted.
 FILLED = 0.9
-# Bytes of a value that bitsandbytes packs to 4 bits, with its constants.
+# Bytes per value that bitsandbytes quantizes to 4 bits, including its constants.
 PACKED = 0.53
 
 
@@ -35,16 +35,16 @@ def choose_backend_by_size(settings: Settings, runtime: Runtime) -> None:
     if runtime.ranks.is_main:
         needed, room = map(shown_bytes, short)
         print(
-            f"Backend transformers is taken, which loads model {settings.model} in shards: to load it whole with Unsloth "
-            f"takes {needed} of the {room} of a GPU.",
+            f"Using backend transformers, which loads model {settings.model} in shards: Unsloth would load it whole, which "
+            f"takes {needed}, and a GPU has {room}.",
             flush=True,
         )
 
 
 def short_of_memory(settings: Settings, runtime: Runtime) -> tuple[int, int] | None:
-    """Return the bytes that loading the whole model takes and those of the smallest GPU, where it does not fit; else None.
+    """Return (bytes to load the whole model, bytes of the smallest GPU) if it does not fit; None if it fits.
 
-    Every rank calls this. A model of unknown size is taken to fit.
+    Every rank calls this. A model of unknown size is assumed to fit.
     """
     import torch
 
@@ -55,12 +55,12 @@ def short_of_memory(settings: Settings, runtime: Runtime) -> tuple[int, int] | N
 
 
 def tried_in_shards(settings: Settings, model_type: str, *, quantized: bool, copies: int = 1) -> bool:
-    """Return whether Unsloth trained such a model from shards in a test: plain LoRA on models whose code Unsloth replaces.
+    """Return whether training such a model from shards with Unsloth was tested: plain LoRA on TRIED_IN_SHARDS.
 
     Args:
-        model_type: of the model's config.json.
-        quantized: the model's files are quantized.
-        copies: of the model that FSDP2 shards.
+        model_type: from the model's config.json.
+        quantized: whether the model's files are quantized.
+        copies: number of replicas with hybrid sharding.
     """
     plain = settings.method == "lora" and not (
         settings.fp8 or settings.lora_modules_to_save or settings.lora_target_parameters or copies > 1
@@ -69,15 +69,15 @@ def tried_in_shards(settings: Settings, model_type: str, *, quantized: bool, cop
 
 
 def bytes_while_loading(settings: Settings, parts: int) -> int | None:
-    """Return the peak of loading the whole model on a GPU and then splitting it; None if its size is not known.
+    """Return the peak bytes of loading the whole model on a GPU and then sharding it; None if its size is not known.
 
     Args:
-        parts: processes that a copy of the model is split over.
+        parts: number of processes that a replica of the model is sharded over.
     """
     tensors = read_tensors(settings)
     if not tensors:
         return None
-    # accelerate keeps weights that are trained in fp32, and holds a part beside the whole while it splits.
+    # accelerate keeps trained weights in fp32, and holds a shard in addition to the whole model while it shards.
     each = 4.0 if settings.method == "full" else 2.0
     return int(whole_bytes(tensors, each, packs=settings.method == "qlora") * (1 + 1 / parts))
 
@@ -86,9 +86,9 @@ def whole_bytes(tensors: Iterable[tuple[str, str, list[int]]], each: float, *, p
     """Return the bytes of a loaded model.
 
     Args:
-        tensors: (name, dtype of safetensors, shape) of those in its files.
-        each: bytes of a value once it is loaded.
-        packs: matrices of layers are packed to 4 bits.
+        tensors: (name, safetensors dtype, shape) of the tensors in its files.
+        each: bytes per value after loading.
+        packs: whether the weight matrices of layers are quantized to 4 bits.
     """
     return sum(math.prod(shape) * _bytes_of(name, dtype, shape, each, packs=packs) for name, dtype, shape in tensors)
 
@@ -101,17 +101,17 @@ def _bytes_of(name: str, dtype: str, shape: list[int], each: float, *, packs: bo
 
 
 def read_tensors(settings: Settings) -> list[tuple[str, str, list[int]]]:
-    """Return (name, dtype, shape) of the tensors in a model's safetensors files, here or on the Hub; none if unknown."""
+    """Return (name, dtype, shape) of the tensors in a model's safetensors files, local or on the Hub; empty if unknown."""
     from huggingface_hub import get_safetensors_metadata, parse_local_safetensors_file_metadata
 
     folder, model = model_folder(settings), str(settings.model)
     try:
         files: Iterable[Any] = []
         if not Path(model).expanduser().is_dir():
-            with contextlib.suppress(Exception):  # no network: what is in the cache counts
+            with contextlib.suppress(Exception):  # no network: read the cache
                 files = get_safetensors_metadata(model, revision=settings.model_revision).files_metadata.values()
         if folder is not None and not files:
             files = [parse_local_safetensors_file_metadata(path) for path in sorted(folder.glob("*.safetensors"))]
         return [(name, str(t.dtype), list(t.shape)) for file in files for name, t in file.tensors.items()]
-    except Exception:  # damaged files: loading says what is wrong
+    except Exception:  # damaged files: loading raises the error
         return []

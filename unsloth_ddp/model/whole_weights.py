@@ -1,6 +1,6 @@
-"""Write the weights of a sharded model as ordinary safetensors, layer by layer.
+"""Write the weights of a sharded model as ordinary safetensors files, layer by layer.
 
-Every rank takes part in gathering, one weight at a time; only one of them keeps it, until its layer is written.
+Every rank takes part in gathering, one weight at a time; only the writing rank keeps it, until its layer is written.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from torch.distributed.tensor import DTensor
 
 from unsloth_ddp.utils.tensor_files import FILE_BYTES, ModelFiles
 
-# The name of PEFT's file, without its ending.
+# The name of PEFT's adapter file, without its suffix.
 ADAPTER = "adapter_model"
-# What save_pretrained writes where it is given no weights.
+# Weight files that save_pretrained writes even for an empty state dict.
 WITHOUT_WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 Attempt = Callable[[Callable[[], Any]], None]
 
 
 def gathered(tensor: Tensor) -> Tensor:
-    """Return a whole tensor of which each rank holds a part; every rank calls this."""
+    """Return the whole of a sharded tensor; every rank calls this."""
     if not isinstance(tensor, DTensor):
         return tensor
     device = tensor.device_mesh.device_type
     if tensor.to_local().device.type != device:
-        # Weights that are offloaded to host memory meet where the ranks can exchange them.
+        # Move weights that are offloaded to host memory to the device on which the ranks communicate.
         tensor = DTensor.from_local(
             tensor.to_local().to(device),
             tensor.device_mesh,
@@ -41,7 +41,7 @@ def gathered(tensor: Tensor) -> Tensor:
 
 
 def by_layer(names: Iterable[str]) -> Iterator[list[str]]:
-    """Yield the names of one layer after the other; what stands outside of the layers comes one by one."""
+    """Yield the names of each layer together, and names outside of layers one by one."""
     layers: dict[str, list[str]] = {}
     for name in names:
         layer = re.match(r".*?\.\d+\.", name)
@@ -50,7 +50,7 @@ def by_layer(names: Iterable[str]) -> Iterator[list[str]]:
 
 
 def saved_tensors(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return what save_pretrained would write: without the second names of tied weights and what the model leaves out.
+    """Return the tensors that save_pretrained would write: no duplicates of tied weights, no keys to ignore on save.
 
     Args:
         tensors: parameters and buffers under all of their names.
@@ -69,14 +69,14 @@ def saved_tensors(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor
 
 
 def describe_without_weights(save: Callable[[dict[str, Tensor]], Any], folder: Path) -> None:
-    """Let `save` write all of a model but its weights to `folder`: it is given an empty state dict."""
+    """Write a model without its weights to `folder`, by calling `save` with an empty state dict."""
     save({})
     for name in WITHOUT_WEIGHTS:
         (folder / name).unlink(missing_ok=True)
 
 
 class Writes:
-    """Runs the writes of one rank, and none after a failed one, while the rank goes on gathering with the others.
+    """Run the writes of one rank until one fails, so that the rank can continue to gather with the others.
 
     Args:
         attempt: runs a write, and records its failure instead of raising it.

@@ -1,4 +1,4 @@
-"""End a run whose trained weights hold NaN or infinity: nothing brings them back, and its checkpoints would replace good ones."""
+"""End a run whose trained weights contain NaN or infinity: it cannot recover, and its checkpoints would replace good ones."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from unsloth_ddp.utils.errors import RunError
 
 
 def check_weights(model: torch.nn.Module, runtime: Runtime, step: int, last: Path | None) -> None:
-    """Refuse to go on if a trained weight is not finite; every rank calls this at the same step.
+    """Raise if a trained weight is not finite; every rank calls this at the same step.
 
     Args:
         last: the last whole checkpoint, if there is one.
 
     Raises:
-        RunError: on every rank; it names the first such weight.
+        RunError: on every rank, naming the first such weight.
     """
     found = [name for name in runtime.gather(first_broken(model, runtime.ranks.rank)) if name is not None]
     if not found:
@@ -28,29 +28,29 @@ def check_weights(model: torch.nn.Module, runtime: Runtime, step: int, last: Pat
     kept = f"{last} is the last whole checkpoint" if last else "there is no checkpoint"
     precision = "" if runtime.precision == "fp32" else ", or use another --precision"
     raise RunError(
-        f"After step {step} the trained weights hold NaN or infinity (first in {found[0]}), which no further step mends, so the "
-        f"run ends and saves nothing of them; {kept}. Start again with another --run_name and a lower --learning_rate, a "
-        f"lower --max_grad_norm or more --warmup_steps{precision}."
+        f"After step {step} the trained weights contain NaN or infinity (first in {found[0]}), from which training cannot "
+        f"recover, so the run ends without saving them; {kept}. Start again with another --run_name and a lower "
+        f"--learning_rate, a lower --max_grad_norm or more --warmup_steps{precision}."
     )
 
 
 def first_broken(model: torch.nn.Module, rank: int) -> str | None:
-    """Return the first trained weight of which this rank's part holds NaN or infinity; None if all are finite."""
+    """Return the name of the first trained weight that is not finite in this rank's part; None if all are finite."""
     parts = [(name, _own_part(weight, rank)) for name, weight in model.named_parameters() if weight.requires_grad]
     parts = [(name, part) for name, part in parts if part.numel()]
-    # The largest absolute value is found without a copy of the weights, and NaN comes through it.
+    # The infinity norm needs no copy of the weights and propagates NaN.
     largest = [torch.linalg.vector_norm(part, float("inf")).float() for _, part in parts]
-    # Looked at together, so that the host waits for the device once. With parameters in host memory ZeRO-3 keeps small
-    # weights on the GPU.
+    # One tensor for all norms lets the host wait for the device once. The norms can be on two devices: with parameters in
+    # host memory ZeRO-3 keeps small weights on the GPU.
     finite = torch.stack([one.to(largest[0].device) for one in largest]).isfinite().tolist() if largest else []
     return next((name for (name, _), good in zip(parts, finite, strict=True) if not good), None)
 
 
 def _own_part(weight: Any, rank: int) -> Tensor:
-    """Return what this rank holds of a weight: all of it, or its shard of FSDP2 or ZeRO-3."""
+    """Return this rank's part of a weight: all of it, or its shard with FSDP2 or ZeRO-3."""
     if hasattr(weight, "ds_tensor"):
         held: Tensor = weight.ds_tensor.detach()
-        # All parts are of one length; DeepSpeed never sets the memory behind the weight's end.
+        # All partitions have the same length; DeepSpeed leaves the padding after the weight's end uninitialized.
         return held[: max(0, weight.ds_numel - rank * held.numel())]
     own = weight.detach()
     return own.to_local() if isinstance(own, DTensor) else own

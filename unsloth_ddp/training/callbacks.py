@@ -1,4 +1,4 @@
-"""Act at the borders of steps: save totals, report progress, compare weights, stop together."""
+"""Act between steps: save totals, report progress, compare weights, stop all ranks together."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from unsloth_ddp.training.meter import Totals
 class SavedTotals(TrainerCallback, ExportableState):
     """Keep the run's totals in every checkpoint, so that they continue when it is resumed.
 
-    `pending` holds the sums of each rank since the last log line, which the totals do not hold yet; `stream` the
+    `pending` holds the sums of each rank since the last log line, which the totals do not include yet; `stream` holds the
     position in streamed rows (streaming.Position).
     """
 
@@ -33,11 +33,11 @@ class SavedTotals(TrainerCallback, ExportableState):
         self.stream = stream
 
     def record(self, pending: list[list[float]], stream: dict[str, Any] | None) -> None:
-        """Set what the checkpoint that is being written keeps beside the totals."""
+        """Set the values that the checkpoint being written stores with the totals."""
         self.pending, self.stream = pending, stream
 
     def state(self) -> dict[str, Any]:
-        """Return what Transformers writes to trainer_state.json and gives back to __init__."""
+        """Return the state that Transformers writes to trainer_state.json and passes to __init__ on a resume."""
         saved = {"totals": dataclasses.asdict(self.totals), "pending": self.pending, "stream": self.stream}
         return {"args": saved, "attributes": {}}
 
@@ -59,10 +59,10 @@ class ReportProgress(TrainerCallback):
 
 
 class CountOverflows(TrainerCallback):
-    """Count the steps whose gradients overflowed in fp16, which the gradient scaler leaves out, and say so at the end.
+    """Count the steps that the gradient scaler skips because of an fp16 overflow, and print their number at the end.
 
     Args:
-        was_left_out: returns whether the last optimizer step was left out.
+        was_left_out: returns whether the last optimizer step was skipped.
         speaks: whether this process prints.
     """
 
@@ -77,11 +77,11 @@ class CountOverflows(TrainerCallback):
         self.left_out += self.was_left_out()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Print the number of steps that were left out, if any."""
+        """Print the number of skipped steps, if any."""
         if self.left_out and self.speaks:
             print(
                 f"The gradients of {self.left_out} of {self.steps} steps overflowed in fp16, so these steps changed no "
-                "weight. A few at the beginning are usual, while the scale of the loss is found; for more of them lower "
+                "weight. A few at the beginning are normal, until the loss scale is found; if there are more, lower "
                 "--learning_rate, or use --precision fp32.",
                 flush=True,
             )
@@ -100,11 +100,11 @@ class CompareWeights(TrainerCallback):
 
 
 class StopTogether(TrainerCallback):
-    """End training on all ranks at the same step, with a checkpoint, when one of them was asked to stop.
+    """End training on all ranks at the same step, with a checkpoint, when one of them received a stop request.
 
     It runs after Transformers' own flow control and overrides its decisions for this step. An evaluation that is due is
-    skipped, and one that is running is interrupted, because a scheduler does not wait that long; the resumed run makes
-    up for it.
+    skipped, and one that is running is interrupted, because a scheduler does not wait that long; the resumed run does it
+    first.
     """
 
     def __init__(self, stop: StopRequest) -> None:
@@ -122,7 +122,7 @@ class StopTogether(TrainerCallback):
         self.stop.interrupt_evaluation()
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Stop after this evaluation if a rank was asked to during its last batch."""
+        """Stop after this evaluation if a stop request arrived during its last batch."""
         if self.stop.finish_poll() and state.global_step < state.max_steps:
             control.should_training_stop = control.should_save = True
 

@@ -143,15 +143,7 @@ class CapturedStep:
             # A CPU has no graphs; it computes what a recording does.
             return Recording(laid_out, step, loss, compute)
         self._count_anew()
-        # A second copy of all gradients is much memory; at the beginning of a step there is nothing to keep.
-        before = [(flat, flat.clone() if flat.any() else None) for flat in self.gradients.flat]
-        try:
-            replay = self._record_on_gpu(compute)
-        except Exception as error:
-            raise RecordingFailed(one_line(error, 200)) from error
-        finally:
-            for flat, kept in before:
-                flat.zero_() if kept is None else flat.copy_(kept)
+        replay = self._record_beside_gradients(compute)
         self.peak_bytes = max(self.peak_bytes, torch.cuda.max_memory_allocated(self.device))
         logger.info(
             "recorded the step of %d tokens in %d rows, %d of them for the head, in %.1f s",
@@ -160,6 +152,24 @@ class CapturedStep:
             time.perf_counter() - began,
         )
         return Recording(laid_out, step, loss, replay)
+
+    def _record_beside_gradients(self, compute: Callable[[], None]) -> Callable[[], None]:
+        """Return what replays `compute`; gradients are left as they were.
+
+        Raises:
+            RecordingFailed: it failed, or there is no memory for a copy of the gradients.
+        """
+        kept: list[tuple[Tensor, Tensor | None]] = []
+        try:
+            for flat in self.gradients.flat:
+                # A second copy of all gradients is much memory; at the beginning of a step there is nothing to keep.
+                kept.append((flat, flat.clone() if flat.any() else None))
+            return self._record_on_gpu(compute)
+        except Exception as error:
+            raise RecordingFailed(one_line(error, 200)) from error
+        finally:
+            for flat, before in kept:
+                flat.zero_() if before is None else flat.copy_(before)
 
     def _count_anew(self) -> None:
         """Start a new count of peak memory; keep that of passes and evaluations since training began."""

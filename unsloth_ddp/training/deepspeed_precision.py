@@ -1,9 +1,9 @@
-"""Keep in fp32 what DeepSpeed accumulates, sends and saves in 16 bit when a model is trained in 16 bit.
+"""Make DeepSpeed accumulate, average and save in fp32 when a model is trained in 16 bit.
 
-Read from DeepSpeed 0.19.8: without data_types.grad_accum_dtype the gradients of ZeRO-2 and ZeRO-3 are added in the
-dtype of the model, without communication_data_type they are averaged in it, and the state dict that Transformers
-saves holds the 16-bit copies of the weights, while the fp32 weights are in the optimizer. With DDP and FSDP2 all
-three are fp32.
+DeepSpeed 0.19.8 accumulates the gradients of ZeRO-2 and ZeRO-3 in the dtype of the model unless
+data_types.grad_accum_dtype is set, and averages them in it unless communication_data_type is set. The state dict that
+Transformers saves holds the 16-bit copies of the weights; the fp32 weights are in the optimizer. With DDP and FSDP2
+all three are fp32.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ def gather_fp32_weights(
     """Return the fp32 weights of all trained parameters, on the CPU; every rank calls this.
 
     Args:
-        parameters: as named_parameters of the model gives them, alike on every rank.
-        full_weight: gathers one weight from the optimizers of all ranks; DeepSpeed's by default.
-        keep: whether this rank needs the weights; the others return nothing.
+        parameters: named_parameters() of the model, in the same order on every rank.
+        full_weight: gathers one weight from the optimizers of all ranks; DeepSpeed's function by default.
+        keep: whether this rank needs the weights; otherwise it returns an empty dict.
     """
     if full_weight is None:
         from deepspeed.utils import safe_get_full_fp32_param
@@ -51,7 +51,7 @@ def gather_fp32_weights(
 
 
 def replace_weights(saved: dict[str, Tensor], parameters: dict[str, Parameter], weights: dict[str, Tensor]) -> None:
-    """Put `weights` in the place of their 16-bit copies in `saved`, a state dict; tied names get the same weight.
+    """Replace the 16-bit copies in `saved`, a state dict, by `weights`; tied names get the same weight.
 
     Args:
         parameters: every name in the model, tied ones too, with its parameter.
@@ -64,7 +64,7 @@ def replace_weights(saved: dict[str, Tensor], parameters: dict[str, Parameter], 
 
 
 def name_fp32_in_config(folder: Path) -> None:
-    """Write the dtype of the saved weights into config.json: Transformers names that of the model in memory."""
+    """Set the dtype in config.json to that of the saved weights; Transformers writes the dtype of the model in memory."""
     path = folder / "config.json"
     if path.is_file():
         write_json(path, {**json.loads(path.read_text(encoding="utf-8")), "dtype": "float32"})

@@ -18,10 +18,10 @@ from unsloth_ddp.training.status import Status
 
 
 class View(Protocol):
-    """Return the display of a run; only the main process has one."""
+    """Display a run; only the main process has a view."""
 
     def begin(self, status: Status) -> None:
-        """Show the state before the first step; `status` changes from now on."""
+        """Show the state before the first step; `status` is updated in place from now on."""
 
     def logged(self, status: Status) -> None:
         """Show the metrics of a log step."""
@@ -30,11 +30,11 @@ class View(Protocol):
         """Show an evaluation."""
 
     def end(self) -> None:
-        """Leave the terminal to others; may be called twice."""
+        """Stop drawing; may be called twice."""
 
 
 def choose_view(*, lines: bool) -> View:
-    """Return the live display if standard output is a terminal for it, otherwise lines.
+    """Return the live display if standard output is a terminal that can show it, otherwise log lines.
 
     Args:
         lines: print lines on a terminal too.
@@ -48,7 +48,7 @@ def without_bars(callbacks: list[Any]) -> list[Any]:
 
 
 class ShowTraining(TrainerCallback):
-    """Tell the view what happens in a run; in the main process only.
+    """Pass the events of a run to the view, in the main process only.
 
     Args:
         last_checkpoint: returns the newest whole checkpoint of the run.
@@ -119,7 +119,7 @@ class ShowTraining(TrainerCallback):
         if self.status is not None and folder is not None:
             known = self.status.checkpoint
             if known is None or known[0] != folder.name:
-                # A resumed run begins with the checkpoint of an earlier start.
+                # The checkpoint that a resumed run begins with is older than this process.
                 self.status.checkpoint = folder.name, time.monotonic() - _age(folder)
 
 
@@ -130,7 +130,7 @@ def _last_evaluation(history: list[dict[str, Any]]) -> tuple[int, float, float |
 
 
 def _age(folder: Path) -> float:
-    """Return the seconds since a checkpoint was written; 0 for one that another process removes now."""
+    """Return the seconds since a checkpoint was written; 0 if another process has just removed it."""
     try:
         return max(0.0, time.time() - folder.stat().st_mtime)
     except OSError:

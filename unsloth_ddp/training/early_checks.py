@@ -10,7 +10,7 @@ from unsloth_ddp.data.batch_plan import BatchPlan
 from unsloth_ddp.distributed.ranks import Ranks
 from unsloth_ddp.distributed.runtime import Runtime
 
-# Transformers accepts these on a GPU only, and this check has none.
+# Transformers accepts these only on a GPU, and this check runs on the CPU.
 GPU_ONLY = ("tf32",)
 
 

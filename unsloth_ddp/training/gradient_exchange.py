@@ -1,12 +1,12 @@
 """Average gradients over ranks during the last backward pass of a step, and let a rank repeat that step.
 
-DistributedDataParallel averages them too, but after a backward pass that failed its reducer waits for ever for the
-missing gradients. Here, buckets that were sent stay sent. The repeated step computes the same gradients and sends only
+DistributedDataParallel averages them too, but after a failed backward pass its reducer waits forever for the missing
+gradients. Here, a bucket that was sent is not sent again. The repeated step computes the same gradients and sends only
 the remaining buckets, for which the other ranks wait.
 
-Gradients lie in the buckets that are sent (GradientBuffers), so they are averaged in place and exist once. A recorded
-pass (captured_step.py) writes them there too. No hook runs while it is replayed, so all buckets are sent after it, and
-the exchange does not overlap with the backward pass.
+Gradients are views of the buckets that are sent (GradientBuffers), so they are averaged in place and exist once. A
+replayed CUDA graph (captured_step.py) writes them there too. No hook runs during a replay, so all buckets are sent
+after it, and the exchange does not overlap with the backward pass.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ BUCKET_BYTES = 25 * 2**20
 class GradientBuffers:
     """Hold gradients in flat buffers, one for each bucket, whose addresses stay the same from step to step.
 
-    The buffers are allocated at the first use, when the trials of memory are over.
+    The buffers are allocated at the first use, after the memory search.
 
     Args:
-        parameters: all that are trained, in the same order on every rank.
-        bucket_mb: the most MiB in a bucket, BUCKET_BYTES if not given.
+        parameters: all trained parameters, in the same order on every rank.
+        bucket_mb: maximum size of a bucket in MiB; BUCKET_BYTES if None.
     """
 
     def __init__(self, parameters: Iterable[Parameter], bucket_mb: int | None = None) -> None:
         most_bytes = BUCKET_BYTES if bucket_mb is None else bucket_mb * 2**20
-        # The last layers are the first whose gradients are there.
+        # The backward pass computes the gradients of the last layers first.
         self.buckets = into_buckets(reversed(list(parameters)), most_bytes)
         self._flat: list[Tensor] = []
         self._views: dict[Parameter, Tensor] = {}
@@ -54,7 +54,7 @@ class GradientBuffers:
     def hold(self, first: int = 0, end: int | None = None) -> None:
         """Move the gradients of these buckets into their buffers; a parameter without a gradient gets one of zeros.
 
-        The optimizer's zero_grad drops gradients, and the next backward pass would allocate new ones elsewhere.
+        The optimizer's zero_grad sets gradients to None, and the next backward pass would allocate new ones elsewhere.
         """
         self._allocate()
         elsewhere = [p for b in self.buckets[first:end] for p in b if p.grad is not self._views[p]]
@@ -70,14 +70,14 @@ class GradientBuffers:
     def _allocate(self) -> None:
         if self._flat:
             return
-        # All or none, as memory may run out.
+        # One assignment: if memory runs out, no buffer is kept.
         self._flat = [
             torch.zeros(sum(p.numel() for p in bucket), dtype=bucket[0].dtype, device=bucket[0].device)
             for bucket in self.buckets
         ]
         for bucket, flat in zip(self.buckets, self._flat, strict=True):
             for parameter, part in zip(bucket, flat.split([p.numel() for p in bucket]), strict=True):
-                # The strides of gradients that a backward pass makes.
+                # Use the strides that a backward pass gives to gradients.
                 strides = torch.empty_like(parameter, device="meta").stride()
                 self._views[parameter] = part.as_strided(parameter.shape, strides)
 
@@ -88,12 +88,12 @@ class GradientBuffers:
 
 
 class GradientExchange:
-    """Send each bucket of gradients once it and all earlier ones are complete, in the same order on every rank.
+    """Send each bucket of gradients when it and all earlier ones are complete, in the same order on every rank.
 
     Args:
-        parameters: all that are trained, in the same order on every rank.
+        parameters: all trained parameters, in the same order on every rank.
         world_size: number of ranks.
-        bucket_mb: the most MiB in a bucket (ddp_bucket_cap_mb).
+        bucket_mb: maximum size of a bucket in MiB (ddp_bucket_cap_mb).
     """
 
     def __init__(self, parameters: Iterable[Parameter], world_size: int, bucket_mb: int | None = None) -> None:
@@ -107,8 +107,8 @@ class GradientExchange:
             parameter.register_post_accumulate_grad_hook(self._complete)
 
     def broadcast(self) -> None:
-        """Give every rank the weights of rank 0, as DistributedDataParallel does with those that it knows."""
-        # NCCL takes no others.
+        """Broadcast the trained weights of rank 0, which DistributedDataParallel ignores (see leave_gradients_to_the_kit)."""
+        # NCCL broadcasts only contiguous tensors.
         weights = [(p.detach(), p.detach().contiguous()) for p in self.bucket_of]
         works: list[Any] = [dist.broadcast(contiguous, src=0, async_op=True) for _, contiguous in weights]
         for work, (weight, contiguous) in zip(works, weights, strict=True):
@@ -117,15 +117,15 @@ class GradientExchange:
                 weight.copy_(contiguous)
 
     def begin_pass(self) -> None:
-        """Prepare for a forward and backward pass, which adds to the gradients that are not sent yet."""
+        """Prepare for a forward and backward pass, which accumulates into the buckets that have not been sent."""
         self.buffers.hold(len(self.sent))
 
     @contextlib.contextmanager
     def last_pass(self, model: DistributedDataParallel) -> Iterator[None]:
         """Average gradients around the last forward and backward pass of a step.
 
-        Afterwards every gradient is the mean over ranks, and zeros where a parameter had none. After an error the step
-        can be repeated, once gradients are set to None.
+        Afterwards every gradient is the mean over ranks; a missing gradient counts as zeros. To repeat the step after an
+        error, set the gradients to None first.
         """
         self.missing = [set(bucket) for bucket in self.buckets]
         try:
@@ -136,7 +136,7 @@ class GradientExchange:
         self._finish()
 
     def average(self) -> None:
-        """Replace every gradient by the mean over ranks, after a last pass that was replayed."""
+        """Replace every gradient by the mean over ranks, after the replay of a step's last pass."""
         self._finish()
 
     def _complete(self, parameter: Tensor) -> None:
@@ -145,12 +145,12 @@ class GradientExchange:
         if self.missing is not None:
             if parameter not in self.missing[index]:
                 raise RuntimeError(
-                    "A weight that is trained got its gradient in two parts, as one does that several recomputed layers "
-                    "share; use --gradient_checkpointing none, or --backend transformers, which recomputes in another way."
+                    "A trained weight received its gradient in two parts, because several checkpointed layers share it; "
+                    "use --gradient_checkpointing none, or --backend transformers, which checkpoints layers differently."
                 )
             self.missing[index].remove(parameter)
         if index < len(self.sent):
-            # A repeated step: the ranks have this one already, and its buffer holds their mean.
+            # The step is repeated: this bucket was sent before, and its buffer holds the mean.
             parameter.grad = None
         if self.missing is not None:
             while len(self.sent) < len(self.buckets) and not self.missing[len(self.sent)]:
@@ -174,31 +174,31 @@ class GradientExchange:
 def make_exchange(
     model: Module, settings: Settings, runtime: Runtime, config: Any, ddp_handler: Any
 ) -> GradientExchange | None:
-    """Return what averages gradients in place of DDP; None with one process, sharding or --ddp_find_unused_parameters.
+    """Return the exchange that replaces DDP's; None with one process, sharding or --ddp_find_unused_parameters.
 
     Args:
         config: TRL's SFTConfig.
-        ddp_handler: accelerate's arguments for DistributedDataParallel, which does not wrap the model yet; None without it.
+        ddp_handler: accelerate's arguments for DistributedDataParallel, before it wraps the model; None without DDP.
     """
     several = runtime.ranks.world_size > 1
     if runtime.sharding != "none" or (several and settings.ddp_find_unused_parameters):
         return None
-    # A launcher has the model of one process wrapped too.
+    # Under a launcher, accelerate wraps the model of a single process too.
     leave_gradients_to_the_kit(model)
     if not several:
         return None
     if ddp_handler is not None:
-        # All ranks loaded the same buffers. DDP would send them in a forward pass, which not every rank has: one may
-        # repeat a step, or replay a recording.
+        # All ranks loaded the same buffers. DDP would broadcast them in every forward pass, but the ranks may run different
+        # numbers of forward passes: one may repeat a step, or replay a CUDA graph.
         ddp_handler.broadcast_buffers = False
     trained = (p for p in model.parameters() if p.requires_grad)
     return GradientExchange(trained, runtime.ranks.world_size, config.ddp_bucket_cap_mb)
 
 
 def leave_gradients_to_the_kit(model: Module) -> None:
-    """Keep DistributedDataParallel from allocating buckets for gradients that it is not to send.
+    """Keep DistributedDataParallel from allocating buckets for gradients that GradientExchange averages.
 
-    It needs one weight that it knows, which is the smallest. It broadcasts no weights but this and the frozen ones
+    DDP needs at least one trained parameter, and gets the smallest. It broadcasts only this one and the frozen weights
     (see GradientExchange.broadcast).
     """
     named = [(name, p) for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad]
@@ -206,13 +206,13 @@ def leave_gradients_to_the_kit(model: Module) -> None:
     ignored = set(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
     for name, parameter in named:
         if parameter is not known:
-            # It names those of the model itself, which are in no layer, in both ways.
+            # DDP uses both names for a parameter that belongs to the model itself and not to a submodule.
             ignored |= {name} if "." in name else {name, f".{name}"}
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, sorted(ignored))
 
 
 def into_buckets(parameters: Iterable[Parameter], most_bytes: int) -> list[list[Parameter]]:
-    """The parameters in their order, in buckets of one dtype and device and at most so many bytes (or one parameter)."""
+    """Group parameters, in order, into buckets of one dtype and device and at most `most_bytes` (or one parameter)."""
     buckets: list[list[Parameter]] = []
     size = 0
     for parameter in parameters:

@@ -1,7 +1,7 @@
 """Draw a run's state at the bottom of a terminal, below what is printed.
 
 The display changes no mode of the terminal and leaves the cursor at the start of the line below it, so that the terminal
-is in order however the process ends: by an exception, os._exit or kill -9.
+stays usable however the process ends: by an exception, os._exit or kill -9.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class LiveDisplay:
         self._status: Status | None = None
         self._live: Live | None = None
         self._open = contextlib.ExitStack()
-        # What was printed of a line that has not ended.
+        # Text printed after the last newline.
         self._unfinished = ""
         self._ended = False
 
@@ -89,7 +89,7 @@ class LiveDisplay:
         if live is None:
             return
         self._open.close()
-        # Drawn once more, without the empty line: Live ends the last line itself.
+        # The last frame has no empty line, because Live ends the last line itself.
         self._ended = True
         live.stop()
         if self._unfinished:
@@ -98,7 +98,7 @@ class LiveDisplay:
     def _frame(self) -> RenderableType:
         if self._status is None:
             return ""
-        # The empty line is where the cursor stays.
+        # The cursor stays on the empty line.
         width = min(WIDEST, self._console.width)
         return Group(describe(self._status, width), *([] if self._ended else [Text("")]))
 
@@ -114,7 +114,7 @@ class LiveDisplay:
 
 
 class _Drawing:
-    """The file that rich writes frames to: past the diversion of the stream."""
+    """Write rich's frames to the terminal directly, past the redirection of printed text."""
 
     def __init__(self, stream: ProtectedStream) -> None:
         self._stream = stream
@@ -135,7 +135,7 @@ def _drawing(stream: ProtectedStream) -> IO[str]:
 
 
 class _Terminal(Console):
-    """A console of the size of its file, which never hides the cursor: a process that is killed could not show it."""
+    """A console that takes its size from its file and never hides the cursor, which a killed process could not show again."""
 
     @property  # type: ignore[misc]
     def size(self) -> ConsoleDimensions:

@@ -42,7 +42,7 @@ class LogLines:
 
 
 def place_cells(status: Status) -> dict[str, tuple[int, str]]:
-    """Return width and text of the columns that say where the run is."""
+    """Return width and text of the columns for step and epoch."""
     return {
         "step": (max(4, 2 * len(str(status.steps)) + 1), f"{status.step}/{status.steps}"),
         "epoch": (6, f"{status.epoch:.2f}"),

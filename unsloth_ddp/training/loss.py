@@ -1,4 +1,4 @@
-"""The token mean over every rank and accumulation step: the one place where a loss is scaled.
+"""Scale losses to the token mean over all ranks and accumulation steps; nothing else scales a loss.
 
 The gradient of an optimizer step is that of
 
@@ -8,9 +8,9 @@ DistributedDataParallel, and gradient_exchange.py, average gradients over ranks,
 
     (sum of its own token losses) / (global count / world size)
 
-which is what `step_divisor` gives to the model as `num_items_in_batch`. Upstream's own averaging
-(average_tokens_across_devices) is switched off, so that nothing multiplies a second time. The divisor may be a
-fraction: 2 tokens on 4 ranks give 0.5.
+`step_divisor` returns this divisor, which the model gets as `num_items_in_batch`. Upstream's own averaging
+(average_tokens_across_devices) is switched off, so that the loss is not scaled twice. The divisor may be a fraction:
+2 tokens on 4 ranks give 0.5.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from unsloth_ddp.data.labels import IGNORED
 def supervised_tokens(labels: Tensor) -> Tensor:
     """Count the next-token predictions that `labels` (batch, sequence) supervise; position 0 is never predicted.
 
-    Returns a 0-dim int64 tensor on the device of `labels`; reading it is left to the caller, so nothing waits.
+    Returns a 0-dim int64 tensor on the device of `labels`, without waiting for the device.
     """
     return (labels[..., 1:] != IGNORED).sum()
 
@@ -49,10 +49,10 @@ def step_divisor(
 
 
 def logits_to_step_loss(logits: Tensor, labels: Tensor, divisor: Tensor) -> Tensor:
-    """The step's share of a model that takes no divisor, from its logits (batch, sequence, vocabulary).
+    """Return summed token losses / divisor from logits (batch, sequence, vocabulary), for a model that takes no divisor.
 
-    Its own mean could not be turned back into a sum: over a micro-batch without supervised tokens it is 0 / 0, and
-    the gradient of that is NaN even where the loss is replaced by 0.
+    The model's own mean cannot be converted to a sum: for a micro-batch without supervised tokens it is 0 / 0, and its
+    gradient is NaN even if the loss is replaced by 0.
     """
     predicted = logits[..., :-1, :].flatten(0, -2).float()
     targets = labels[..., 1:].flatten().to(logits.device)

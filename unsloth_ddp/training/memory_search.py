@@ -1,9 +1,9 @@
-"""Find by trial what fits on the GPUs: the gradient checkpointing, and the rows (packs) in a micro-batch.
+"""Choose gradient checkpointing and the rows (packs) in a micro-batch by trying what fits on the GPUs.
 
 A trial is one forward and backward pass over the largest micro-batch that the run can have; at the end a forward pass
-over the longest evaluation rows is tried too. All ranks try the same, and what does not fit on one of them is not used.
-A trial leaves gradients, random numbers and memory as they were; the optimizer does not exist yet, and Unsloth drops
-what it compiled when training begins.
+over the longest evaluation rows is tried too. All ranks try the same sizes, and a size has to fit on every rank. A trial
+leaves gradients, random numbers and memory as they were; the optimizer does not exist yet, and Unsloth drops the code
+compiled in trials when training begins.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ logger = logging.getLogger("unsloth_ddp")
 
 # Fraction left free on every GPU, for NCCL's buffers and fragmentation.
 HEADROOM = 0.08
-# With this many tokens at once a GPU is busy, and recomputing to get more of them costs more than it brings. A recorded
-# pass does not wait for the host, so fewer are enough; more than the first number bring nothing.
+# A micro-batch of this many tokens keeps a GPU busy; recomputing activations to fit more costs more time than it saves. A
+# replayed CUDA graph does not wait for the host, so fewer are enough, and more than ENOUGH_TOKENS save no time.
 ENOUGH_TOKENS, ENOUGH_RECORDED = 8192, 2048
 
 
@@ -62,7 +62,7 @@ class Trial:
 
     @property
     def fits(self) -> bool:
-        """Enough memory is left free."""
+        """Whether the trial left the headroom free."""
         return self.needed is not None and self.needed <= (1 - HEADROOM) * self.room
 
 
@@ -86,7 +86,7 @@ def search(
         sizes: rows that a micro-batch may have, ascending.
         tokens: rows -> tokens of the largest micro-batch of so many rows.
         fits: (kind, rows) -> whether they fit; what fits with more rows is taken to fit with fewer.
-        enough: tokens at once with which a GPU is busy.
+        enough: tokens of a micro-batch that keep a GPU busy.
     """
     best: tuple[str, int] | None = None
     for kind in kinds:
@@ -108,14 +108,14 @@ def search(
 
 
 def sizes_of(settings: Settings, plan: BatchPlan) -> list[int]:
-    """Return the micro-batches to choose from: all that keep the global batch, or the one that was given."""
+    """Return the sizes of a micro-batch to choose from: all that keep the global batch, or the one that was given."""
     if settings.per_device_train_batch_size == "auto" and settings.gradient_accumulation_steps is None:
         return divisors(plan.per_device * plan.accumulation)
     return [plan.per_device]
 
 
 def up_to_enough(sizes: list[int], tokens: Callable[[int], int]) -> list[int]:
-    """Return the sizes up to the first with enough tokens; larger ones would bring a recorded pass nothing."""
+    """Return the sizes up to the first with enough tokens; larger ones do not make a replayed CUDA graph faster."""
     below = [size for size in sizes if tokens(size) < ENOUGH_TOKENS]
     return sizes[: len(below) + 1]
 
@@ -131,10 +131,10 @@ class MemorySearch:
     Args:
         checkpointing: of the model; `use` switches its kind between trials.
         run: computes a micro-batch as a step does.
-        bytes_later: what the optimizer and DistributedDataParallel will keep on this rank.
-        bytes_kept: of gradients that stay between steps, so that an evaluation has them beside it; a trial of training
-            has gradients of its own.
-        recorded: micro-batches are to be replayed from a recording, so small ones are as fast as large ones.
+        bytes_later: bytes that the optimizer and DistributedDataParallel will allocate on this rank.
+        bytes_kept: bytes of gradients that stay allocated between steps, and so during an evaluation; a training trial
+            allocates its own gradients.
+        recorded: whether micro-batches will be replayed as CUDA graphs, so that small ones are as fast as large ones.
     """
 
     def __init__(
@@ -159,11 +159,11 @@ class MemorySearch:
         self.bytes_later = bytes_later
 
     def choose(self, before: dict[str, Any]) -> MicroBatchDecision:
-        """Return the decision; it is up to the caller to train with it.
+        """Return the decision; the caller applies it.
 
         Args:
-            before: identity of the run that this one resumes, if any. On as many GPUs of the same kind its choice is
-                tried first, so that numbers stay the same to the bit.
+            before: identity of the run that this one resumes, if any. On the same number and type of GPUs its choice is
+                tried first, so that results stay bit-identical.
 
         Raises:
             UserError: the smallest micro-batch does not fit with any kind, or the evaluation rows do not.
@@ -171,7 +171,7 @@ class MemorySearch:
         plan = self.data.plan
         sizes_allowed = sizes_of(self.settings, plan)
         if self.recorded and self.settings.method != "full":
-            # With every parameter trained, each micro-batch casts all weights and adds to all gradients.
+            # Full fine-tuning keeps larger sizes, because each micro-batch casts all weights and adds to all gradients.
             sizes_allowed = up_to_enough(sizes_allowed, self._tokens)
 
         def candidates() -> tuple[list[str], list[int]]:
@@ -183,7 +183,7 @@ class MemorySearch:
                     sizes = [size for size in sizes if size <= before["per_device_train_batch_size"]]
             return kinds, sizes
 
-        # Ranks may have GPUs of different kinds, and have to try the same.
+        # The ranks have to try the same candidates, but may have different GPUs.
         kinds, sizes = self.runtime.broadcast_from_main(candidates)
         if self.settings.gradient_checkpointing != "auto" and len(sizes_allowed) == 1:
             return MicroBatchDecision(kinds[0], sizes[0], "as set")
@@ -210,7 +210,7 @@ class MemorySearch:
         enough = ENOUGH_RECORDED if self.recorded else ENOUGH_TOKENS
         found = search(kinds, sizes, self._tokens, fits, enough)
         forget_free_memory()
-        # Without room to spare is better than not at all.
+        # If nothing leaves the headroom free, use the smallest candidate if it fits at all.
         kind, size = found or (kinds[-1], sizes[0])
         worst = max(trials[kind, size], key=lambda one: float("inf") if one.needed is None else one.needed / one.room)
         longest = largest_tokens(self.data.train, 1, self.settings.max_length)
@@ -230,7 +230,7 @@ class MemorySearch:
         )
 
     def _check_evaluation(self) -> None:
-        """Refuse evaluation rows that do not fit: many rows of full length can need more than a step."""
+        """Refuse evaluation rows that do not fit; many rows of full length can need more memory than a training step."""
         rows = self.data.evaluation
         if rows is None:
             return
@@ -247,7 +247,7 @@ class MemorySearch:
             )
 
     def try_training(self, size: int) -> Trial:
-        """Try one forward and backward pass over the largest micro-batch of `size` rows, as it will be in a step."""
+        """Try one forward and backward pass over the largest micro-batch of `size` rows, as in a training step."""
         return self._try(self._largest(size), self._passes, self.bytes_later)
 
     def try_evaluation(self, rows: TokenizedRows) -> Trial:
@@ -273,7 +273,7 @@ class MemorySearch:
         trained = [p for p in self.run.model.parameters() if p.requires_grad]
         with training_mode(self.run.model), torch.random.fork_rng(devices=[self.run.device]):
             try:
-                # A step has the gradients of earlier micro-batches beside it.
+                # In a step the gradients of earlier micro-batches are allocated too.
                 for parameter in trained:
                     parameter.grad = torch.zeros_like(parameter)
                 self.run.loss_sum(batch).backward()
@@ -296,8 +296,8 @@ class MemorySearch:
             return True
         except RuntimeError as error:
             if not is_out_of_memory(error):
-                # The evaluation itself will raise it where it can be understood.
-                logger.warning("the evaluation rows could not be tried: %s", error)
+                # The evaluation itself will raise the same error, with its context.
+                logger.warning("the memory trial of the evaluation rows failed: %s", error)
             return not is_out_of_memory(error)
 
 
@@ -323,8 +323,8 @@ def bytes_added_by_steps(model: torch.nn.Module, optimizer: str, *, ddp_sends: b
 
     Args:
         optimizer: its Transformers name.
-        ddp_sends: DistributedDataParallel averages gradients, in buckets beside them; in the kit's own exchange the
-            gradients are the buckets (see gradient_exchange.py).
+        ddp_sends: whether DistributedDataParallel averages gradients, which copies them into buckets; in GradientExchange
+            the gradients are views of the buckets.
     """
     embeddings = {id(p) for m in model.modules() if isinstance(m, torch.nn.Embedding) for p in m.parameters()}
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -333,30 +333,30 @@ def bytes_added_by_steps(model: torch.nn.Module, optimizer: str, *, ddp_sends: b
 
 
 def gradient_bytes(model: torch.nn.Module) -> int:
-    """Return the bytes of the gradients of all weights that are trained."""
+    """Return the bytes of the gradients of all trained weights."""
     return sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
 
 
 def room_on(device: torch.device) -> int:
-    """Return the bytes of a GPU that this process may use, those that it uses included."""
+    """Return the bytes of a GPU that this process may use, including those that it already uses."""
     free, total = torch.cuda.mem_get_info(device)
     allowed = int(torch.cuda.get_per_process_memory_fraction(device) * total)
     return min(free + torch.cuda.memory_reserved(device), allowed)
 
 
 def ignore_dropped_compilation() -> None:
-    """Silence Unsloth, which says when training begins that it drops what a trial compiled."""
+    """Silence Unsloth's warning, when training begins, that it drops the code compiled in a trial."""
     warnings.filterwarnings("ignore", message="Unsloth: detected a manual forward")
 
 
 def release() -> None:
-    """Give memory that nothing uses back to the device."""
+    """Return unused cached memory to the device."""
     gc.collect()
     torch.cuda.empty_cache()
 
 
 def forget_free_memory() -> None:
-    """Let Unsloth's fused loss look again how much memory is free; by its first look it slices the logits for good."""
+    """Let Unsloth's fused loss measure free memory again; it would chunk all later logits by its first measurement."""
     loss = sys.modules.get("unsloth_zoo.fused_losses.cross_entropy_loss")
     forget = getattr(getattr(loss, "_get_chunk_multiplier", None), "cache_clear", None)
     if forget is not None:

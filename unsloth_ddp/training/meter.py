@@ -1,4 +1,4 @@
-"""Measure losses, tokens and pace while a run trains; sums stay on the device until a line is logged."""
+"""Measure losses, tokens and speed while a run trains; sums stay on the device until a line is logged."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ import psutil
 import torch
 from torch import Tensor
 
-# Sums a rank keeps between two log lines.
+# Columns of the sums that a rank keeps between two log lines.
 LOSS, SUPERVISED, TOKENS = range(3)
-# Gathered with them.
+# Columns that are gathered with the sums.
 OWN_SECONDS, STEPS, LEVEL, MEMORY, PEAK = 3, 4, 5, 6, 7
 
 
@@ -38,11 +38,11 @@ class Totals:
 class OwnWorkTimer:
     """Measure the seconds of a step in which a rank works without waiting for other ranks.
 
-    It counts the reading of the step's rows, and the time from the step's first collective (the token count, which all
+    The timer covers reading the step's rows, and the time from the step's first collective (the token count, which all
     ranks leave together) to the end of its last forward pass. The last backward pass is left out, because gradients
-    are exchanged during it. With several micro-batches this is nearly all work of a step; with one it is the reading
-    and the forward pass. On a GPU two events a step mark the time and are read only once they have passed, so that the
-    host does not wait. With sharded weights forward passes wait for other ranks, and nothing is measured.
+    are exchanged during it. With several micro-batches this is nearly all work of a step; with one it is reading and
+    the forward pass. On a GPU two events per step mark the time and are read only after they have completed, so that
+    the host does not wait. With sharded weights nothing is measured, because forward passes wait for other ranks.
     """
 
     def __init__(self, device: torch.device, enabled: bool = True) -> None:
@@ -83,7 +83,7 @@ class OwnWorkTimer:
         return self.seconds, self.steps, list(self.marks)
 
     def restore(self, before: tuple[float, int, list[Any]], micro_batches: int) -> None:
-        """Go back to a snapshot, to measure a step of so many micro-batches again."""
+        """Go back to a snapshot, to measure a step of `micro_batches` again."""
         self.seconds, self.steps, self.marks = before[0], before[1], deque(before[2])
         self.start(0.0, micro_batches)
 
@@ -112,13 +112,13 @@ class Meter:
     device: torch.device
     own_work: OwnWorkTimer
     totals: Totals
-    # Own seconds a step and tokens a step of each rank, and seconds a step, in the interval last collected.
+    # Own seconds per step and tokens per step of each rank, and seconds per step, in the last collected interval.
     pace: tuple[list[float], list[float], float] | None = None
-    # Level of gradient checkpointing of each rank in the interval last collected (see oom_retry).
+    # Level of gradient checkpointing of each rank in the last collected interval (see oom_retry).
     levels: list[int] = field(default_factory=list)
-    # Memory of each rank in bytes when the interval was last collected (see memory_bytes).
+    # Memory of each rank in bytes at the end of the last collected interval (see memory_bytes).
     memory: list[int] = field(default_factory=list)
-    # Peak of the passes that this rank replays: their memory is taken once, and not counted again at a replay.
+    # Peak memory of the CUDA graphs of this rank: it is allocated at the capture, and a replay does not count it again.
     replayed_bytes: int = 0
 
     def __post_init__(self) -> None:
@@ -148,7 +148,7 @@ class Meter:
 
         Args:
             totals: the run's sums, shared from now on.
-            pending: each rank's sums that the totals do not hold yet; of another world size, rank 0 takes them all.
+            pending: each rank's sums that the totals do not include yet; if the world size changed, rank 0 takes them all.
         """
         self.totals = totals
         sums = torch.tensor(pending or [[0.0] * 3], dtype=torch.float64, device=self.device)
@@ -167,16 +167,16 @@ class Meter:
         return self.sums.clone(), self.own_work.snapshot()
 
     def restore(self, before: tuple[Tensor, tuple[float, int, list[Any]]], micro_batches: int) -> None:
-        """Go back to a snapshot, to take a step of so many micro-batches again."""
+        """Go back to a snapshot, to repeat a step of `micro_batches`."""
         self.sums.copy_(before[0])
         self.own_work.restore(before[1], micro_batches)
 
     def peak_bytes(self) -> int:
-        """Return the peak memory of this rank since training began, replayed passes included."""
+        """Return the peak memory of this rank since training began, including that of replayed CUDA graphs."""
         return max(peak_memory_bytes(self.device.type), self.replayed_bytes)
 
     def per_rank(self) -> dict[str, list[float]]:
-        """Return what the interval last collected came to on each rank: own seconds a step, where measured, and bytes."""
+        """Return each rank's own seconds per step, if measured, and memory in bytes, in the last collected interval."""
         seconds = {"seconds": [round(value, 5) for value in self.pace[0]]} if self.pace else {}
         return {**seconds, "memory_bytes": list(self.memory)}
 
@@ -184,7 +184,7 @@ class Meter:
         """Return the interval's metrics over all ranks; every rank has to call this at the same step.
 
         Args:
-            level: of gradient checkpointing on this rank, which all ranks learn.
+            level: this rank's level of gradient checkpointing; `levels` gets those of all ranks.
         """
         seconds = time.perf_counter() - self.began
         memory = memory_bytes(self.device.type), self.peak_bytes()
@@ -201,7 +201,7 @@ class Meter:
         metrics = {
             "tokens_per_second": tokens / seconds if seconds else 0.0,
             "num_tokens": float(self.totals.tokens),
-            # Of the rank that needs most, since training began.
+            # Maximum over ranks since training began.
             "peak_memory_bytes": per_rank[:, PEAK].max().item(),
         }
         if supervised:
@@ -218,9 +218,9 @@ class Meter:
 
 
 def real_tokens(inputs: Mapping[str, Tensor]) -> Tensor:
-    """Count the tokens of a micro-batch without padding and filler rows, which have one token; a 0-dim tensor.
+    """Count the tokens of a micro-batch without padding and filler rows, which have one token; return a 0-dim tensor.
 
-    Packed rows are told apart by their positions: a row of one token begins where the next one does.
+    Rows in a pack are found by their positions: a row of one token is a 0 that is followed by another 0 or by the end.
     """
     if "attention_mask" in inputs:
         lengths = inputs["attention_mask"].sum(dim=1)

@@ -1,7 +1,7 @@
-"""Compute model FLOPs utilization (MFU): the share of a GPU's peak rate that the model's work takes.
+"""Compute model FLOPs utilization (MFU): the model's FLOP per second as a share of the GPU's peak.
 
-The work of a token is counted as unsloth_ddp.plan counts it: 2 n FLOP forward, 2 n for input gradients, and 2 for each
-trained weight, where n is the number of weights that a token is multiplied with. Attention scores are left out. So is
+The FLOP of a token are counted as in unsloth_ddp.plan: 2 n forward, 2 n for input gradients, and 2 for each trained
+weight, where n is the number of weights that a token is multiplied with. Attention scores are not counted. Neither is
 recomputation, which is work of the hardware and not of the model.
 """
 
@@ -83,7 +83,7 @@ def flops_a_token(model: Any) -> float | None:
         for parameter in module.parameters(recurse=False)
     }
     if head is not None:
-        # A tied one is multiplied too.
+        # Tokens are multiplied with a tied embedding too, as the output head.
         embeddings -= set(head.parameters(recurse=False))
     used = trained = 0
     for parameter in model.parameters():

@@ -17,14 +17,14 @@ from unsloth_ddp.training.loss import logits_to_step_loss
 class MicroBatchLoss:
     """Sum the token losses of a micro-batch and divide them by the step's divisor (see loss.py).
 
-    TRL's metrics of each batch, which wait for the device, are left out.
+    TRL's metrics per batch are not computed, because they wait for the device.
 
     Args:
         upstream: Unsloth's compute_loss, which prepares the inputs of some models and hands the divisor to its fused
             loss; None with the transformers backend.
-        divides: the model takes the divisor; one that does not would divide by its own count.
-        fused_head: TRL's head, which never builds the (batch, sequence, vocabulary) logits, fits the model.
-        forward_done: called when the model's forward pass is over, and with it DDP's preparations for the gradients.
+        divides: whether the model takes the divisor; otherwise it would divide by its own count.
+        fused_head: whether the model can use TRL's fused head, which never builds (batch, sequence, vocabulary) logits.
+        forward_done: called after the model's forward pass, when DDP has prepared its backward pass.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class MicroBatchLoss:
         self.head: SupervisedHead | None = None
 
     def use_head(self, head: SupervisedHead | None) -> None:
-        """Compute the output head on supervised tokens only, from now on; None on all of them."""
+        """Set the head that computes supervised tokens only; with None the model computes all tokens."""
         self.head = head
 
     def __call__(self, model: Any, inputs: dict[str, Tensor], divisor: Tensor) -> Tensor:

@@ -33,7 +33,7 @@ class StepStart:
         divisor: of their losses.
         measured: the meter's snapshot.
         random: states of the generators of the CPU and, where there is one, of the GPU.
-        done: micro-batches that are computed.
+        done: number of micro-batches computed so far.
     """
 
     batches: list[dict[str, Tensor]]
@@ -46,11 +46,11 @@ class StepStart:
 class StepRetry:
     """Switch to the next kind of gradient checkpointing when memory runs out, and repeat the step.
 
-    A rank does so alone, which changes none of its numbers: until gradients are exchanged no rank waits for another,
-    and GradientExchange waits for one that repeats. The other ranks follow at the next log line. Where
-    DistributedDataParallel exchanges the gradients (--ddp_find_unused_parameters) a rank cannot repeat the last backward
-    pass of a step; rows are arranged from the longest to the shortest, so memory runs out there if a step has one
-    micro-batch.
+    A rank repeats its step alone and gets the same result: until gradients are exchanged no rank waits for another, and
+    GradientExchange waits for the rank that repeats. The other ranks switch at the next log line. Where
+    DistributedDataParallel exchanges the gradients (--ddp_find_unused_parameters), a rank cannot repeat the last backward
+    pass of a step. The micro-batches of a step are ordered from the longest rows to the shortest, so memory runs out in
+    the last pass only if the step has one micro-batch.
 
     Args:
         exchange: averages gradients in place of DistributedDataParallel, if any.
@@ -78,13 +78,13 @@ class StepRetry:
         self._reported = checkpointing.level
 
     def start_with(self, kind: str) -> None:
-        """Begin the run with a kind; only what changes later is reported."""
+        """Set the kind that the run begins with; only later switches are reported."""
         if len(self.checkpointing.kinds) > 1:
             self.checkpointing.use(kind)
         self._reported = self.checkpointing.level
 
     def begin_step(self, batches: list[dict[str, Tensor]], divisor: Tensor) -> None:
-        """Remember what it takes to repeat the step that begins now."""
+        """Save the state that is needed to repeat the step that begins now."""
         if self.checkpointing.next is None:
             self._start = None
             return
@@ -96,7 +96,7 @@ class StepRetry:
         self._in_backward = True
 
     def run(self, compute: Pass, model: Any, batch: dict[str, Tensor], divisor: Tensor) -> Tensor:
-        """Compute one micro-batch; where memory runs out, all of the step up to it once more."""
+        """Compute one micro-batch; if memory runs out, repeat the step up to and including it."""
         self._in_backward = False
         if self.exchange is not None:
             self.exchange.begin_pass()
@@ -110,7 +110,7 @@ class StepRetry:
         else:
             self.pass_done()
             return loss
-        # Not in the except block, where the exception holds on to what was computed.
+        # Outside the except block, because the exception keeps the activations alive.
         return self._repeat(compute, model)
 
     def pass_done(self) -> None:
@@ -119,9 +119,10 @@ class StepRetry:
             self._start.done += 1
 
     def _averaging(self, model: Any) -> contextlib.AbstractContextManager[None]:
-        """Return who averages gradients in this pass.
+        """Return the context that decides who averages gradients in this pass.
 
-        Nobody with one process, though launchers wrap its model too; the exchange in the last pass of a step; or DDP.
+        With one process nothing is averaged, even if accelerate has wrapped the model. Otherwise the exchange, or DDP,
+        averages in the last pass of a step.
         """
         if self.world_size == 1 and _is_ddp(model):
             return model.no_sync()
@@ -140,7 +141,7 @@ class StepRetry:
         assert start is not None and kind is not None
         earlier, start.done = start.done, 0
         model.zero_grad()
-        # Before memory is freed: what was recorded with the kind until now holds some.
+        # Switch before memory is freed, because the graphs captured with the previous kind hold some.
         self._use(kind)
         gc.collect()
         if self.device.type == "cuda":
@@ -160,7 +161,7 @@ class StepRetry:
         self.changed(kind)
 
     def follow(self, levels: list[int]) -> list[int]:
-        """Use the kind of the rank that has switched furthest; return the ranks that did, the first time.
+        """Switch to the kind of the rank that is furthest; return the ranks that use it if it was not reported yet.
 
         Args:
             levels: of every rank, in rank order.
@@ -175,7 +176,7 @@ class StepRetry:
 
 
 def _is_ddp(model: Any) -> bool:
-    """Return whether a model is wrapped in DistributedDataParallel, which torch_compile wraps once more."""
+    """Return whether a model is wrapped in DistributedDataParallel, around which torch_compile adds another wrapper."""
     return isinstance(getattr(model, "_orig_mod", model), DistributedDataParallel)
 
 
@@ -183,7 +184,7 @@ def describe_repeat(locations: Sequence[object], step: int, kind: str) -> str:
     """Return the sentence that the main process prints after a step was repeated.
 
     Args:
-        locations: of the ranks that were short of memory; empty with one GPU.
+        locations: of the ranks that ran out of memory; empty with one GPU.
         kind: of gradient checkpointing that the step was repeated with.
     """
     return (

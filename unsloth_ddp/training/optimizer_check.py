@@ -20,7 +20,7 @@ from transformers.training_args import OptimizerNames, ParallelMode
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.utils.errors import UserError, one_line
 
-# Of the schedules that need keywords.
+# Examples for the schedules that require keywords.
 SCHEDULE_EXAMPLES = {
     "cosine_with_min_lr": {"min_lr_rate": 0.1},
     "cosine_warmup_with_min_lr": {"min_lr_rate": 0.1},
@@ -29,7 +29,7 @@ SCHEDULE_EXAMPLES = {
 
 
 class _Builder(Trainer):
-    """Only what Trainer.create_optimizer reads."""
+    """Hold only the attributes that Trainer.create_optimizer reads."""
 
     def __init__(self, args: Any, model: torch.nn.Module) -> None:
         self.args, self.model = args, model
@@ -37,7 +37,7 @@ class _Builder(Trainer):
 
 
 def check_optimizer(settings: Settings) -> None:
-    """Refuse an optimizer and a schedule that could not be built, or could not train here.
+    """Refuse an optimizer or a schedule that cannot be built, or cannot train with several micro-batches and ranks.
 
     Raises:
         UserError: naming the option, what the library says, and the fix.
@@ -45,28 +45,28 @@ def check_optimizer(settings: Settings) -> None:
     if "lomo" in settings.optim or settings.optim.endswith("layerwise"):
         raise UserError(
             f"optim {settings.optim} changes weights during the backward pass, before gradients are summed over micro-batches "
-            "and processes; give another optimizer, such as adamw_8bit or adafactor."
+            "and processes; use another optimizer, such as adamw_8bit or adafactor."
         )
     low_rank = settings.optim.startswith(("galore", "apollo"))
     if settings.trainer_args.get("optim_target_modules") and not low_rank:
         raise UserError(
-            f"trainer_args: optim_target_modules changes nothing in optim {settings.optim}; take it out, or give an optimizer "
-            "of the galore or apollo family."
+            f"trainer_args: optim_target_modules has no effect on optim {settings.optim}; remove it, or use an optimizer of "
+            "the galore or apollo family."
         )
     optimizer = _built(settings, settings.trainer_args)
     optim_args = settings.trainer_args.get("optim_args")
     if optim_args and _state(optimizer) == _state(_built(settings, {**settings.trainer_args, "optim_args": None})):
         raise UserError(
-            f"trainer_args: optim_args {str(optim_args)[:100]!r} changes nothing in optim {settings.optim}; take it out, or "
-            "give names that this optimizer reads."
+            f"trainer_args: optim_args {str(optim_args)[:100]!r} has no effect on optim {settings.optim}; remove it, or give "
+            "names that this optimizer reads."
         )
     for name in ("adam_beta1", "adam_beta2", "adam_epsilon"):
         if settings.trainer_args.get(name) is None:
             continue
-        # Another value than the given one, which may be the default.
+        # Compare with a changed value, because the given one may be the default.
         other = {**settings.trainer_args, name: settings.trainer_args[name] / 2 + 1e-9}
         if _state(optimizer) == _state(_built(settings, other)):
-            raise UserError(f"trainer_args: {name} changes nothing in optim {settings.optim}; take it out.")
+            raise UserError(f"trainer_args: {name} has no effect on optim {settings.optim}; remove it.")
     _check_schedule(settings)
 
 
@@ -80,7 +80,7 @@ def _built(settings: Settings, given: dict[str, Any]) -> torch.optim.Optimizer:
         "optim": OptimizerNames(settings.optim),
         "parallel_mode": ParallelMode.NOT_PARALLEL,
         "gradient_accumulation_steps": 1,
-        # The model's own modules have other names.
+        # The given names are those of the real model's modules.
         "optim_target_modules": "all-linear" if given.get("optim_target_modules") else None,
     })  # fmt: skip
     try:
@@ -89,7 +89,7 @@ def _built(settings: Settings, given: dict[str, Any]) -> torch.optim.Optimizer:
         given_args = {name: value for name, value in given.items() if name.startswith(("adam_", "optim_"))}
         beside = f" with trainer_args {json.dumps(given_args)[:200]}" if given_args else ""
         raise UserError(
-            f"optim {settings.optim} cannot be built{beside}: {one_line(error).rstrip('.')}; mend that, or give another optim."
+            f"optim {settings.optim} cannot be built{beside}: {one_line(error).rstrip('.')}; fix that, or use another optim."
         ) from None
 
 
@@ -115,7 +115,7 @@ def _check_schedule(settings: Settings) -> None:
         fix = (
             f"give, for example, --trainer_args '{json.dumps({'lr_scheduler_kwargs': example})}'"
             if example
-            else "mend them"
+            else "correct them"
         )
         raise UserError(
             f"lr_scheduler_type {settings.lr_scheduler_type} does not work with lr_scheduler_kwargs {given or 'left out'} "
@@ -124,10 +124,10 @@ def _check_schedule(settings: Settings) -> None:
 
 
 def _follow(schedule: LambdaLR, optimizer: torch.optim.Optimizer) -> None:
-    """Take the steps of a schedule, which reads most of its keywords only after the warm-up.
+    """Run the schedule for 100 steps, because it reads most of its keywords only after the warm-up.
 
     Raises:
-        ValueError: a learning rate is no finite number of 0 or more.
+        ValueError: a learning rate is negative or not a finite number.
     """
     for _ in range(100):
         optimizer.step()

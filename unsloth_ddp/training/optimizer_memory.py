@@ -10,10 +10,16 @@ OF_BITSANDBYTES = (
 
 
 def optimizer_bytes(name: str, weight_bytes: int, embedding: bool = False) -> float:
-    """Bytes an optimizer keeps for a weight of so many bytes, by its Transformers name; an unknown one counts as Adam.
+    """Return the bytes of optimizer state for one weight; an unknown optimizer counts as Adam.
 
-    torch's own keep numbers of the weight's type. Those of bitsandbytes and torchao keep fp32, or packed numbers with an
-    fp32 scale for each 256, whatever the weight's type. For an embedding Transformers tells bitsandbytes not to pack.
+    torch's optimizers keep states in the weight's dtype. Those of bitsandbytes and torchao keep fp32 states, or quantized
+    states with an fp32 scale for each 256, whatever the weight's dtype. For embeddings Transformers makes bitsandbytes
+    keep fp32 states.
+
+    Args:
+        name: Transformers' name of the optimizer.
+        weight_bytes: bytes of one weight.
+        embedding: whether the weight belongs to an embedding.
     """
     if name == "sgd" or "adafactor" in name:
         return 0

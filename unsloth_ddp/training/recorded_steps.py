@@ -1,4 +1,4 @@
-"""Decide whether a run replays recorded micro-batches, prepare them, and replay them (see captured_step.py)."""
+"""Decide whether a run replays micro-batches as CUDA graphs, capture them, and replay them (see captured_step.py)."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ from unsloth_ddp.training.step_choice import (
 
 
 class RecordedSteps:
-    """Replay micro-batches from a recording where that is possible on every rank, right, and pays.
+    """Replay micro-batches as CUDA graphs if that works on every rank, gives the same results, and saves time.
 
     Args:
-        collate: of the trainer; it lays micro-batches out once they are replayed.
+        collate: of the trainer; it pads micro-batches to the captured shape once they are replayed.
 
     Raises:
-        UserError: --cuda_graphs on, and it is known already that they are not possible.
+        UserError: --cuda_graphs is on, but the settings already rule out CUDA graphs.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class RecordedSteps:
 
     @property
     def peak_bytes(self) -> int:
-        """Return the peak memory of a replayed micro-batch; 0 where none is replayed."""
+        """Return the peak memory in bytes of a replayed micro-batch; 0 if none is replayed."""
         return self.captured.peak_bytes if self.captured else 0
 
     def prepare(
@@ -76,16 +76,16 @@ class RecordedSteps:
         autocast: Callable[[], AbstractContextManager[Any]],
         gradients: GradientBuffers | None = None,
     ) -> None:
-        """Decide for good, now that the micro-batch is known; every rank calls this.
+        """Make the final decision, when the micro-batch is known; every rank calls this.
 
         Args:
             runner: computes a micro-batch as the backend does.
-            plan: with the micro-batch that was chosen.
+            plan: the batch plan with the chosen micro-batch.
             autocast: the trainer's.
-            gradients: the buffers of those that are exchanged, if any.
+            gradients: buffers of the gradients that are exchanged, if any.
 
         Raises:
-            UserError: --cuda_graphs on, and they are not possible.
+            UserError: --cuda_graphs is on, but a CUDA graph cannot be used.
         """
         if not self.choice.recorded:
             return
@@ -133,7 +133,7 @@ class RecordedSteps:
         return captured, reason
 
     def release(self) -> bool:
-        """Give the memory of the recordings back, until the next step makes them anew; return whether there were any."""
+        """Free the memory of the captured graphs, which the next step captures again; return whether there were any."""
         if self.captured is None or not self.captured.recordings:
             return False
         self.captured.forget()
@@ -142,7 +142,7 @@ class RecordedSteps:
         return True
 
     def run(self, batch: dict[str, Any], divisor: Tensor) -> tuple[Tensor, StepTensors] | None:
-        """Return the loss and the parts of a micro-batch (see CapturedStep.run); None if it has to be computed as usual."""
+        """Return the loss and the parts of a micro-batch (see CapturedStep.run); None if the backend has to compute it."""
         if self.captured is None or not self.captured.takes(batch):
             return None
         try:
@@ -152,9 +152,9 @@ class RecordedSteps:
             return None
 
     def use(self, kind: str) -> None:
-        """Follow a change of gradient checkpointing: record anew with this kind, or stop replaying where that cannot be.
+        """Switch to a kind of gradient checkpointing: capture again with it, or stop replaying if it cannot be captured.
 
-        The memory of earlier recordings is free afterwards; a step that ran out of memory needs it.
+        This frees the memory of earlier graphs, which a step that ran out of memory needs.
         """
         if self.captured is None:
             return

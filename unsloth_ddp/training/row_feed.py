@@ -1,4 +1,4 @@
-"""Give each rank the rows of its micro-batches, prepared or streamed, from the first step or from a checkpoint's."""
+"""Feed each rank the rows of its micro-batches, prepared or streamed, from the first step or a checkpoint's step."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from unsloth_ddp.distributed.runtime import Runtime
 class RowFeed:
     """Order the rows of a run.
 
-    Upstream shuffles with the global random state, and shows some rows twice to even out the ranks.
+    Upstream shuffles with the global random state, and repeats some rows to give every rank the same number.
 
     Args:
-        seed: of the order of the training rows.
+        seed: for the order of the training rows.
     """
 
     def __init__(self, settings: Settings, runtime: Runtime, train: TokenizedRows, tokenizer: Any, seed: int) -> None:
@@ -30,7 +30,7 @@ class RowFeed:
         self.runtime = runtime
         self.train = train
         self.seed = seed
-        # Made now: later the tokenizer may render in another way.
+        # Made now, because the tokenizer's chat template may change later.
         self._windows = (
             streamed_windows(settings, train.packing, tokenizer, seed, train.template_date) if train.streamed else None
         )
@@ -39,7 +39,7 @@ class RowFeed:
 
     @property
     def streamed(self) -> bool:
-        """The training rows are read while training goes on."""
+        """Whether the training rows are read while training goes on."""
         return self._windows is not None
 
     def train_order(self, plan: BatchPlan) -> BalancedOrder:
@@ -48,7 +48,7 @@ class RowFeed:
         return self._order
 
     def eval_order(self, evaluation: TokenizedRows, at_once: int) -> BalancedOrder:
-        """Return the order of evaluation rows, as one step of all of them: rows of like length share a batch."""
+        """Return the order of evaluation rows, planned as one step, so that rows of similar length share a batch."""
         processes = self.runtime.ranks.world_size
         plan = BatchPlan(at_once, math.ceil(evaluation.units / (at_once * processes)), processes)
         return BalancedOrder(plan, evaluation.lengths(), None, padded=True)
@@ -68,14 +68,14 @@ class RowFeed:
     def begin_epoch(self, epoch: int) -> None:
         """Set the epoch of the order.
 
-        accelerate does not find the sampler inside a loader that skips the rows of a resumed epoch when there are
-        several ranks, and would continue in the order of the first epoch.
+        With several ranks accelerate does not find the sampler inside the loader that skips the rows of a resumed
+        epoch, and would continue in the order of the first epoch.
         """
         if self._order is not None:
             self._order.set_epoch(epoch)
 
     def position(self) -> dict[str, Any] | None:
-        """Return what a checkpoint keeps of the stream; None for prepared rows."""
+        """Return the position in the stream for a checkpoint; None for prepared rows."""
         return self._streamed.saved() if self._streamed else None
 
     def resume(self, step: int, position: dict[str, Any] | None) -> None:
@@ -84,9 +84,9 @@ class RowFeed:
             self._streamed.go_on(step, position)
 
     def ends_epoch(self, step: int, plan: BatchPlan) -> bool:
-        """Return whether an epoch ends with `step`; to the trainer a stream is one long epoch."""
+        """Return whether an epoch ends with `step`; a stream counts as one long epoch."""
         return not self.streamed and step % plan.steps_per_epoch(self.train.units) == 0
 
     def seconds_waited(self, reading: float) -> float:
-        """Return the seconds of `reading` in which this rank worked: ranks wait for each other for streamed rows."""
+        """Return the seconds of `reading` without the time in which ranks wait for each other for streamed rows."""
         return self._streamed.waited() if self._streamed else reading

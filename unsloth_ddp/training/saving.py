@@ -1,7 +1,7 @@
-"""Make SFTTrainer save whole checkpoints, and take the steps of an uninterrupted run after a resume.
+"""Make SFTTrainer save complete checkpoints, and resume with the steps that an uninterrupted run would take.
 
 Each method below replaces one step of Transformers' saving or resuming and says what upstream does there instead.
-Transformers 5.17 offers no callback at these places; tests hold the signatures of the private methods.
+Transformers 5.17 offers no callback at these places; tests check the signatures of the private methods.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from unsloth_ddp.utils.redaction import printable
 
 
 class ResumableTrainer(SFTTrainer):
-    """SFTTrainer that saves through `checkpoints` and, resumed, continues at the right row with the right sums.
+    """SFTTrainer that saves through `checkpoints` and resumes at the right row with the right sums.
 
     Args:
         feed: orders the rows.
-        options: of SFTTrainer.__init__, by name.
+        options: keyword arguments of SFTTrainer.__init__.
     """
 
     def __init__(self, runtime: Runtime, checkpoints: Checkpoints, feed: RowFeed, **options: Any) -> None:
@@ -49,7 +49,7 @@ class ResumableTrainer(SFTTrainer):
         self.checkpoints = checkpoints
         self.feed = feed
         self.sharded = ShardedSaving(runtime, checkpoints)
-        # The point that the run resumes from, and the folder that a checkpoint is being written to.
+        # The point that the run resumes from, and below the folder that a checkpoint is being written to.
         self.resume_point: ResumePoint | None = None
         self.tokens_before = 0
         self._aside: str | None = None
@@ -62,7 +62,7 @@ class ResumableTrainer(SFTTrainer):
         self.meter = Meter(self._gather_sums, processes, device, OwnWorkTimer(device, enabled=timed), saved.totals)
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Create the accelerator; on the CPU, where accelerate leaves FSDP2 out, with FSDP2 all the same."""
+        """Create the accelerator; with FSDP2 on the CPU too, where accelerate would not enable it."""
         super().create_accelerator_and_postprocess()
         state: Any = self.accelerator.state
         if self.runtime.copies > 1:
@@ -91,13 +91,13 @@ class ResumableTrainer(SFTTrainer):
     def _gather_sums(self, sums: torch.Tensor) -> torch.Tensor:
         return self.accelerator.gather(sums.unsqueeze(0))
 
-    # ---- checkpoints: upstream writes in place, and rotates before it knows that all is written ----
+    # ---- checkpoints: upstream writes in place, and deletes old ones before the new one is complete ----
 
     def check_weights(self) -> None:
-        """End the run if the trained weights are broken; every rank calls this at the same step.
+        """End the run if a trained weight is not finite; every rank calls this at the same step.
 
         Raises:
-            RunError: they hold NaN or infinity.
+            RunError: the weights contain NaN or infinity.
         """
         assert self.model is not None
         check_weights(self.model, self.runtime, self.state.global_step, self.checkpoints.last)
@@ -112,7 +112,7 @@ class ResumableTrainer(SFTTrainer):
         """Save the step whose evaluation was interrupted, unless it is saved; every rank calls this after training."""
         last = self.checkpoints.last
         if last is None or last.name != f"checkpoint-{self.state.global_step}":
-            # As after an evaluation that was done.
+            # The same control flags as after a finished evaluation.
             self.control.should_evaluate = False
             self._save_checkpoint(self.model_wrapped, None)
 
@@ -122,13 +122,13 @@ class ResumableTrainer(SFTTrainer):
         def write(aside: Path) -> None:
             self._aside = str(aside)
             try:
-                # Not TRL's, which also writes a model card into every checkpoint.
-                # Attempted, because the ranks meet again below.
+                # Transformers' method, because TRL's also writes a model card into every checkpoint. A failure is kept for
+                # later, because the other ranks wait in collectives below.
                 with self.runtime.progress.doing("saving"):
                     self.checkpoints.attempt(lambda: Trainer._save_checkpoint(self, model, trial))
             finally:
                 self._aside = None
-                # Upstream names it where it is written.
+                # Upstream has set it to the temporary folder.
                 self.state.best_model_checkpoint = best_before
             self._name_best_checkpoint(written=step)
             if self.args.should_save and self.state.best_model_checkpoint:
@@ -137,7 +137,7 @@ class ResumableTrainer(SFTTrainer):
         if not self.checkpoints.save(step, write, self._best_step):
             self.state.best_model_checkpoint = best_before
             if self.state.best_global_step == step:
-                # The best of those that are on the disk.
+                # The best checkpoint that is on the disk.
                 self.state.best_metric, self.state.best_global_step = self._best_until_now
 
     def _get_output_dir(self, trial: Any) -> str:
@@ -150,8 +150,8 @@ class ResumableTrainer(SFTTrainer):
     def _name_best_checkpoint(self, written: int | None = None) -> None:
         """Set best_model_checkpoint to the best step's folder, existing or being written (`written`); else keep it.
 
-        Upstream looks for it where it is writing, on each node's own disk, and only when it saves: it forgets a
-        checkpoint whose evaluation came after its save.
+        Upstream looks for it in the folder that it writes to, on each node's own disk, and only when it saves. It misses
+        a checkpoint that was evaluated after it was saved.
         """
         step, before = self.state.best_global_step, self.state.best_model_checkpoint
         name = f"checkpoint-{step}"
@@ -165,7 +165,7 @@ class ResumableTrainer(SFTTrainer):
         self.state.best_model_checkpoint = self.runtime.broadcast_from_main(find)
 
     def _known_checkpoint(self, named: Any) -> str | None:
-        """Return the best checkpoint that a resumed state names, if it is one; an edited state may name anything."""
+        """Return the best checkpoint that a resumed state names, if it is valid; an edited state may name anything."""
         if named is None:
             return None
         problem = "no checkpoint"
@@ -183,10 +183,10 @@ class ResumableTrainer(SFTTrainer):
         best = self.state.best_model_checkpoint
         return int(Path(best).name.rpartition("-")[2]) if best else None
 
-    # Each part of a checkpoint is attempted by itself, because the other ranks wait in the next one.
+    # A failure to write one part must not skip the next, because the other ranks wait for this rank there.
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Write the adapter or model, in the main process; all ranks take part."""
+        """Write the adapter or model in the main process; every rank calls this."""
         if self.is_fsdp_enabled:
             folder = Path(output_dir or str(self.args.output_dir))
             self.sharded.save_model(
@@ -230,7 +230,7 @@ class ResumableTrainer(SFTTrainer):
 
     @property
     def _bare_optimizer(self) -> torch.optim.Optimizer:
-        # accelerate puts one around it.
+        # accelerate wraps it.
         return getattr(self.optimizer, "optimizer", None) or self.optimizer  # type: ignore[return-value]
 
     def _save_scaler(self, output_dir: str) -> None:
@@ -240,7 +240,7 @@ class ResumableTrainer(SFTTrainer):
         if self.checkpoints.shared:
             self.checkpoints.attempt(lambda: super(ResumableTrainer, self)._save_rng_state(output_dir))
             return
-        # The main process's disk is the only one that is kept, so it writes the files of all ranks.
+        # Only the main process's disk keeps checkpoints, so it writes the files of all ranks.
         with tempfile.TemporaryDirectory() as own:
             super()._save_rng_state(own)
             files = {path.name: path.read_bytes() for path in Path(own).iterdir()}
@@ -270,14 +270,14 @@ class ResumableTrainer(SFTTrainer):
 
     def _load_callback_state(self) -> None:
         super()._load_callback_state()
-        # The checkpoint's own intervals would win over changed ones.
+        # Recompute the intervals: those in the checkpoint would override changed settings.
         self.state.compute_steps(self.args, self.state.max_steps)
         saved = self._saved
         self.tokens_before = self.meter.resume(saved.totals, saved.pending, self.runtime.ranks.rank)
         self.feed.resume(self.state.global_step, saved.stream)
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
-        # A run killed after its last step has nothing left to train; upstream would take one step more.
+        # A run killed after its last step has nothing left to train; upstream would take one more step.
         if self.state.global_step >= self.state.max_steps:
             self.control.should_training_stop = True
             return
@@ -287,7 +287,8 @@ class ResumableTrainer(SFTTrainer):
     def _load_rng_state(self, checkpoint: str | None) -> None:
         ranks, point = self.runtime.ranks, self.resume_point
         if point is not None and point.manifest.run.get("world_size") != ranks.world_size:
-            # No rank's own state fits; a seed of the step's and rank's own does not repeat the run's first numbers.
+            # The saved states belong to another number of ranks. A seed from step and rank avoids repeating the random
+            # numbers of the first steps.
             set_seed((self.args.seed + 1_000_003 * self.state.global_step + ranks.rank) % 2**32)
         else:
             super()._load_rng_state(checkpoint)
@@ -318,7 +319,7 @@ class ResumableTrainer(SFTTrainer):
             return
         super()._load_best_model()
         if not self.checkpoints.shared:
-            # The other nodes do not see it.
+            # The other nodes cannot read the checkpoint.
             for parameter in self.accelerator.unwrap_model(self.model).parameters():
                 if parameter.requires_grad:
                     torch.distributed.broadcast(parameter.data, src=0)

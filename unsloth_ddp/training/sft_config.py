@@ -1,4 +1,4 @@
-"""TRL's SFTConfig from the kit's settings: which of its fields are options, which are decided, which are left to the user.
+"""Build TRL's SFTConfig from the settings: fields that are options, fields that are fixed, and fields left to the user.
 
 Import this after the backend: with Unsloth imported, `SFTConfig` is Unsloth's own version of it.
 """
@@ -28,7 +28,7 @@ def check_compiler(given: Mapping[str, Any]) -> None:
     """Refuse a backend of torch.compile that torch or accelerate does not know; it would fail at the first step.
 
     Raises:
-        UserError: naming those that there are.
+        UserError: naming the known backends.
     """
     backend = given.get("torch_compile_backend")
     known = [name for name in torch._dynamo.list_backends(None) if name.upper() in DynamoBackend.__members__]
@@ -40,12 +40,13 @@ def check_compiler(given: Mapping[str, Any]) -> None:
 
 
 def make_config(settings: Settings, runtime: Runtime, plan: BatchPlan, run_folder: Path) -> Any:
-    """TRL's SFTConfig for these settings, every field set: Unsloth's version of it has defaults of its own.
+    """Return TRL's SFTConfig for these settings, with every field set, because Unsloth's version has other defaults.
 
-    To be made before the model is loaded, and kept: with ZeRO-3 it is what makes Transformers load in parts.
+    Call it before the model is loaded and keep the result: with ZeRO-3, Transformers partitions the model while loading
+    only as long as the config exists.
 
     Raises:
-        UserError: the libraries refuse a value; or as check_compiler, check_optimizer and choose_trackers.
+        UserError: the libraries refuse a value; also as raised by check_compiler, check_optimizer and choose_trackers.
     """
     defaults = {
         f.name: f.default if f.default is not dataclasses.MISSING else f.default_factory()  # type: ignore[operator]
@@ -66,7 +67,7 @@ def make_config(settings: Settings, runtime: Runtime, plan: BatchPlan, run_folde
         "gradient_accumulation_steps": plan.accumulation,
         # loss.py averages; with this on, Transformers would multiply by the world size a second time.
         "average_tokens_across_devices": False,
-        # Models with experts would add it to every micro-batch, however many there are in a step.
+        # MoE models would add the full auxiliary loss to every micro-batch, however many a step has.
         "router_aux_loss_coef": 0.0,
         "bf16": runtime.precision == "bf16",
         "fp16": runtime.precision == "fp16",
@@ -75,14 +76,14 @@ def make_config(settings: Settings, runtime: Runtime, plan: BatchPlan, run_folde
         "gradient_checkpointing_kwargs": {"use_reentrant": reentrant(runtime, settings)} if checkpointing else None,
         "ddp_find_unused_parameters": settings.ddp_find_unused_parameters,
         "ddp_timeout": settings.ddp_timeout,
-        # Rows are in pinned memory: a copy that the host waits for would wait for all work before it.
+        # Rows are in pinned memory; a blocking copy would wait for all work queued on the GPU.
         "accelerator_config": {
             "non_blocking": runtime.device_type == "cuda",
-            # Between micro-batches a rank would hold the gradients of all weights, and torch would ask for those of an
-            # output head that it never gathered, since fused losses read the head's weight and do not run the head.
+            # Without this a rank would hold the gradients of all weights between micro-batches. torch would also expect
+            # gradients of an output head that it never gathered, because fused losses read its weight without running it.
             "gradient_accumulation_kwargs": {"sync_each_batch": runtime.sharding == "fsdp2"},
         },
-        # A language model's buffers are constants; sending them before each forward pass makes ranks wait for each other.
+        # A language model's buffers are constants; a broadcast before each forward pass would make ranks wait.
         "ddp_broadcast_buffers": False,
         "eval_strategy": strategy if settings.eval_dataset or settings.eval_fraction else "no",
         "save_strategy": settings.save_strategy,
@@ -103,7 +104,7 @@ def make_config(settings: Settings, runtime: Runtime, plan: BatchPlan, run_folde
         "restore_callback_states_from_checkpoint": True,
         "trust_remote_code": settings.trust_remote_code,
         "log_level_replica": "error",
-        # Given as true, it has log lines printed on a terminal too; there is no bar of tqdm's (see display.py).
+        # If the user sets it to true, log lines are printed on a terminal too; tqdm is never used (see display.py).
         "disable_tqdm": False,
         "dataloader_pin_memory": runtime.device_type == "cuda",
     }
@@ -111,4 +112,4 @@ def make_config(settings: Settings, runtime: Runtime, plan: BatchPlan, run_folde
     try:
         return SFTConfig(**{**defaults, **same_name, **chosen, **settings.trainer_args, "push_to_hub": False})
     except (TypeError, ValueError) as error:
-        raise UserError(f"The training options are refused by TRL: {' '.join(str(error).split())}") from None
+        raise UserError(f"TRL refuses the training options: {' '.join(str(error).split())}") from None

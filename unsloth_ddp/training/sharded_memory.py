@@ -1,7 +1,7 @@
-"""Count the bytes that one rank of a run with ZeRO or FSDP2 holds during a micro-batch, beside the activations.
+"""Compute the bytes, without activations, that one rank of a run with ZeRO or FSDP2 holds during a micro-batch.
 
-Most of them are known from the weights and the rules of DeepSpeed and FSDP2. docs/plan.md compares the same rules, from
-the shape of a model, with measured runs.
+Most of them follow from the weights and the rules of DeepSpeed and FSDP2. docs/plan.md compares the same rules, applied
+to the shape of a model, with measured runs.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from unsloth_ddp.model.modules import base_model
 from unsloth_ddp.model.stand_in import is_packed
 from unsloth_ddp.training.optimizer_memory import optimizer_bytes
 
-# DeepSpeed's reduce_bucket_size in numbers, as accelerate leaves it. One buffer of this size is allocated, however few
-# weights are trained (DeepSpeed 0.19.8, stage_1_and_2.py, setup_buckets).
+# DeepSpeed's default reduce_bucket_size in elements, which accelerate keeps. One buffer of this size is allocated, however
+# few weights are trained (DeepSpeed 0.19.8, stage_1_and_2.py, setup_buckets).
 ZERO_BUCKET = 5e8
-# ZeRO-3 keeps so many gathered numbers if they are used again soon (DeepSpeed's stage3_max_live_parameters and
-# stage3_max_reuse_distance, as accelerate leaves them).
+# ZeRO-3 keeps this many gathered elements if they are used again soon (DeepSpeed's default stage3_max_live_parameters and
+# stage3_max_reuse_distance, which accelerate keeps).
 ZERO3_LIVE = 1e9
-# FSDP2 reduces gradients in fp32 (model/sharded_load.py, mixed_precision_policy).
+# Bytes of a gradient element in FSDP2's reduction, which is in fp32 (model/sharded_load.py, mixed_precision_policy).
 REDUCED = 4
 
 
 @dataclass(frozen=True)
 class Weight:
-    """Describe one weight of a model by its bytes.
+    """Describe the size of one weight of a model.
 
     Args:
-        stored: bytes of it on this rank's device now.
-        whole: bytes of the whole weight as passes compute with it.
-        number: bytes of a stored number.
-        count: numbers of the whole weight that are trained; 0 if it is frozen.
+        stored: bytes of the weight on this rank's device now.
+        whole: bytes of the whole weight in the dtype of the passes.
+        number: bytes of a stored element.
+        count: trained elements of the whole weight; 0 if it is frozen.
     """
 
     stored: int
@@ -49,14 +49,14 @@ class Weight:
 
 @dataclass(frozen=True)
 class ShardedModel:
-    """Describe the weights of a model to train, and those of its parts that are gathered at once.
+    """Describe the weights of a model, and of its parts that are gathered at once.
 
     Args:
         weights: every weight once.
-        block: of the largest layer.
-        head: of the output head, tied to the embedding or not.
-        outside: of everything but the layers.
-        split: weights are split over ranks already.
+        block: weights of the largest layer.
+        head: weights of the output head, tied to the embedding or not.
+        outside: weights outside the layers.
+        split: whether weights are already sharded over ranks.
     """
 
     weights: Sequence[Weight]
@@ -71,12 +71,12 @@ class ShardedLayout:
     """Describe how a run shards.
 
     Args:
-        parts: ranks that a weight is split over.
-        precision: bytes of a number in passes.
-        master: bytes of a trained number as FSDP2 stores it.
+        parts: number of ranks that a weight is sharded over.
+        precision: bytes of an element in passes.
+        master: bytes of a trained element as FSDP2 stores it.
         optimizer: its Transformers name.
-        whole_in_use: ZeRO-3 leaves every weight gathered until the backward pass ends, as it does with frozen weights where
-            nothing is recomputed (zero3_release.py releases those of recomputed layers).
+        whole_in_use: whether ZeRO-3 keeps every weight gathered until the backward pass ends. It does so with frozen weights
+            where nothing is recomputed (zero3_release.py releases those of recomputed layers).
     """
 
     sharding: Sharding
@@ -89,11 +89,11 @@ class ShardedLayout:
 
 
 def read_weights(model: Any, layers: Iterable[Module], precision: int, device: torch.device) -> ShardedModel:
-    """Return the weights of a loaded model, whole or in parts.
+    """Return the weights of a loaded model, sharded or not.
 
     Args:
-        precision: bytes of a number in passes.
-        device: of this rank; parts in host memory take none of its bytes.
+        precision: bytes of an element in passes.
+        device: of this rank; shards in host memory count as 0 bytes.
     """
     base = base_model(model)
     embeddings = {id(p) for m in model.modules() if isinstance(m, torch.nn.Embedding) for p in m.parameters()}
@@ -115,7 +115,7 @@ def read_weights(model: Any, layers: Iterable[Module], precision: int, device: t
 
 def _weight(parameter: Any, precision: int, device: torch.device, *, embedding: bool) -> Weight:
     numbers = getattr(parameter, "ds_numel", parameter.numel())
-    # What ZeRO-3 leaves in the place of a weight is empty.
+    # ZeRO-3 replaces a weight by an empty tensor and keeps the shard in ds_tensor.
     part = parameter.to_local() if isinstance(parameter, DTensor) else getattr(parameter, "ds_tensor", parameter)
     stored = part.numel() * part.element_size() if part.device.type == device.type else 0
     number = parameter.element_size()
@@ -132,14 +132,14 @@ def _trained(weights: Iterable[Weight]) -> int:
 
 
 def zero_bucket_bytes(trained: float, number: int) -> float:
-    """Return the bytes of DeepSpeed's bucket, and of its content in fp32 while it is averaged."""
+    """Return the bytes of DeepSpeed's bucket, and of its fp32 copy while it is averaged."""
     return ZERO_BUCKET * number + min(ZERO_BUCKET, trained) * 4
 
 
 def zero_optimizer_bytes(trained: float, optimizer: str, precision: int, parts: int) -> float:
     """Return the bytes of a rank's optimizer states, with the fp32 copies of 16-bit weights.
 
-    DeepSpeed's flat copies have no embeddings that an optimizer could treat differently.
+    DeepSpeed's copies are flat, so an optimizer cannot treat embeddings differently.
     """
     return trained * (optimizer_bytes(optimizer, 4) + (4 if precision < 4 else 0)) / parts
 
@@ -148,7 +148,7 @@ def held_bytes(model: ShardedModel, layout: ShardedLayout, allocated: int) -> in
     """Return the bytes on this rank's device during a micro-batch, without activations.
 
     Args:
-        allocated: on the device now, before anything but the weights is there.
+        allocated: bytes on the device now, when only the weights are loaded.
     """
     beside = allocated - sum(weight.stored for weight in model.weights)
     rule = _with_fsdp2 if layout.sharding == "fsdp2" else _with_zero
@@ -159,7 +159,7 @@ def _with_fsdp2(model: ShardedModel, layout: ShardedLayout) -> float:
     kept = 0.0
     for weight in model.weights:
         if model.split:
-            # Nothing is stored here of a part in host memory, where its gradient and its states are too.
+            # A shard in host memory counts as 0 bytes, like its gradient and its optimizer states.
             number, part = weight.number, float(weight.stored)
         else:
             number = layout.master if weight.count else weight.number
@@ -170,15 +170,16 @@ def _with_fsdp2(model: ShardedModel, layout: ShardedLayout) -> float:
 
 
 def _gathered_by_fsdp2(model: ShardedModel, precision: int) -> float:
-    """Return the bytes of gathered weights, and of gradients on their way to their ranks, at the peak.
+    """Return the peak bytes of gathered weights and of gradients that are not reduced yet.
 
-    It is one of: the output head while it is gathered, when torch has it twice; the head with its gradient in the
-    precision of the pass and in fp32; a layer in its backward pass, with the next one gathered and a third being copied.
+    The peak is the largest of three: the output head while it is gathered, when torch holds it twice; the head with its
+    gradient in the precision of the pass and in fp32; a layer in its backward pass, with the next one gathered and a
+    third being copied.
     """
     head, block = _whole(model.head), _whole(model.block)
     gradient = precision + REDUCED
     at_once = max(2 * head, head + _trained(model.head) * gradient, 3 * block + _trained(model.block) * gradient)
-    # accelerate leaves what is outside the layers in one group where it wraps a whole model.
+    # When accelerate wraps a whole model, the weights outside the layers form one group.
     return at_once if model.split else max(at_once, _whole(model.outside) + 2 * block)
 
 

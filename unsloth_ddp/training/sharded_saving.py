@@ -1,8 +1,8 @@
-"""Save and load runs whose weights FSDP2 splits over the ranks, with no process holding a whole model.
+"""Save and load runs whose weights FSDP2 shards over the ranks, without a whole model in any process.
 
-A checkpoint holds what each rank has, in shards, and one copy of a model that has several; of a run with adapters also
-the adapter, which is small. The finished adapter or model is gathered weight by weight. Upstream gathers all weights, and
-the optimizer's state, in the memory of rank 0.
+A checkpoint contains one shard per rank; with hybrid sharding only the shards of one replica. A run with adapters also
+saves the adapter, which is small. The finished adapter or model is gathered weight by weight. Upstream gathers all
+weights and the optimizer's state in the memory of rank 0.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from unsloth_ddp.utils.errors import UserError
 
 
 class ShardedSaving:
-    """Writes and reads the weights and the optimizer of a model that FSDP2 shards; every rank calls each method."""
+    """Write and read the weights and the optimizer of a model that FSDP2 shards; every rank calls each method."""
 
     def __init__(self, runtime: Runtime, checkpoints: Checkpoints) -> None:
         self.runtime = runtime
@@ -45,10 +45,11 @@ class ShardedSaving:
     def save_model(
         self, model: Any, folder: Path, describe: Callable[[dict[str, Tensor]], None], *, checkpoint: bool
     ) -> None:
-        """Write the adapter or model to `folder`; of a checkpoint, this rank's part of the trained weights.
+        """Write the adapter or model to `folder`, and for a checkpoint this rank's shard of the trained weights.
 
         Args:
-            describe: writes everything but the weights (configs, tokenizer); it is given a state dict without values.
+            describe: writes everything but the weights (configs, tokenizer); it gets a state dict of empty tensors.
+            checkpoint: whether a checkpoint is written; a whole model is then not gathered.
         """
         main, attempt = self.runtime.ranks.is_main, self.checkpoints.attempt
         give_back_whole_weights(model)
@@ -73,26 +74,26 @@ class ShardedSaving:
             attempt(lambda: _each(self.checkpoints.wrote, save_weights(folder, model, ranks, copies)))
 
     def save_optimizer(self, folder: Path, model: Any, optimizer: torch.optim.Optimizer) -> None:
-        """Write this rank's part of the optimizer's state."""
+        """Write this rank's shard of the optimizer's state."""
         give_back_whole_weights(model)
         ranks, copies = self.runtime.ranks, self.runtime.copies
         written = save_optimizer(folder, model, optimizer, ranks, self.checkpoints.attempt, copies)
         self.checkpoints.attempt(lambda: _each(self.checkpoints.wrote, written))
 
     def load_weights(self, folder: Path, model: Any) -> None:
-        """Read this rank's part of the trained weights.
+        """Read this rank's shard of the trained weights.
 
         Raises:
-            UserError: the checkpoint does not hold them, on some rank.
+            UserError: on every rank, if a weight of any rank is missing from the checkpoint.
         """
         give_back_whole_weights(model)
         self._together(folder, lambda: load_weights(folder, model))
 
     def load_optimizer(self, folder: Path, model: Any, optimizer: torch.optim.Optimizer) -> None:
-        """Read this rank's part of the optimizer's state.
+        """Read this rank's shard of the optimizer's state.
 
         Raises:
-            UserError: the checkpoint does not hold it, on some rank.
+            UserError: on every rank, if a state of any rank is missing from the checkpoint.
         """
         give_back_whole_weights(model)
         ranks, copies = self.runtime.ranks, self.runtime.copies
@@ -112,7 +113,7 @@ class ShardedSaving:
 
 
 def _adapter_names(model: Any, tensors: dict[str, Tensor]) -> dict[str, str]:
-    """Return the model's name of each weight of the adapter, and the one that PEFT saves it under."""
+    """Return a mapping from the model's name of each adapter weight to the name that PEFT saves it under."""
     from peft import get_peft_model_state_dict
 
     names = {id(tensor): name for name, tensor in tensors.items()}

@@ -1,10 +1,11 @@
 """Choose gradient checkpointing and micro-batch with ZeRO and FSDP2, by an estimate that each rank measures alone.
 
-A trial as without sharding is not possible: weights in parts cannot be used before training begins, and a rank that ran
-out of memory would leave the others waiting. Each rank runs the longest micro-batch through a stand-in of its model with
-one layer and with two (or periods of layers, where their kinds alternate). The difference is what a layer keeps for the
-backward pass; from the first follows what the head and a recomputed layer need. What the rank holds beside activations is
-counted (sharded_memory.py). The ranks gather the results, so that all choose the same.
+The trials of memory_search.py do not work with sharding: sharded weights cannot be used before training begins, and a rank
+that runs out of memory would leave the others waiting. Instead, each rank runs the longest micro-batch through a small
+copy of its model (stand-in) with one layer and with two, or with one and two periods where kinds of layers alternate. The
+difference is the memory that a layer keeps for the backward pass; the first pass shows what the head and a recomputed
+layer need. Weights, gradients and optimizer states are computed (sharded_memory.py). The ranks gather the results, so
+that all make the same choice.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ from unsloth_ddp.utils.known_errors import is_out_of_memory
 
 logger = logging.getLogger("unsloth_ddp")
 
-# Fraction of the GPU left free by an estimate. What is counted and not measured was within 10 % of runs (docs/plan.md);
-# the rest is for NCCL's buffers and fragmentation, as HEADROOM without sharding.
+# Fraction of the GPU left free by an estimate. The computed part was within 10 % of measured runs (docs/plan.md); the rest
+# is for NCCL's buffers and fragmentation, like HEADROOM in memory_search.py.
 HEADROOM = 0.18
 
 
@@ -58,18 +59,18 @@ class Estimate:
 
     @property
     def fits(self) -> bool:
-        """Enough memory is left free."""
+        """Whether the estimate leaves the headroom free."""
         return self.needed is not None and self.needed <= (1 - HEADROOM) * self.room
 
 
 class DeviceMemory:
-    """The memory of a CUDA device, as torch's allocator counts it."""
+    """Report the memory of a CUDA device, as torch's allocator counts it."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
     def room(self) -> int:
-        """Return the bytes that this process may use, those in use included."""
+        """Return the bytes that this process may use, including those in use."""
         return room_on(self.device)
 
     def allocated(self) -> int:
@@ -77,11 +78,11 @@ class DeviceMemory:
         return torch.cuda.memory_allocated(self.device)
 
     def reset_peak(self) -> None:
-        """Forget the peak."""
+        """Reset the peak."""
         torch.cuda.reset_peak_memory_stats(self.device)
 
     def peak(self) -> int:
-        """Return the most bytes that were in use since reset_peak, once all work is done."""
+        """Return the peak bytes in use since reset_peak, after waiting for the device."""
         torch.cuda.synchronize(self.device)
         return torch.cuda.max_memory_allocated(self.device)
 
@@ -91,8 +92,9 @@ def extrapolate(first: int, second: int, layers: int, period: int) -> int:
 
     Args:
         first: bytes of `period` layers, with the head.
-        second: bytes of twice as many.
-        layers: of the model.
+        second: bytes of twice as many layers.
+        layers: number of layers of the model.
+        period: layers after which their kinds repeat.
     """
     periods = -(-layers // period)
     return first + (periods - 1) * max(0, second - first)
@@ -101,8 +103,8 @@ def extrapolate(first: int, second: int, layers: int, period: int) -> int:
 class ShardedMemorySearch(MemorySearch):
     """Choose as MemorySearch does, by estimates in place of trials.
 
-    An estimate never ends a run: where nothing fits by it, the run begins with torch and the smallest micro-batch.
-    Evaluation rows are not tried.
+    An estimate never ends a run: if nothing fits by the estimates, the run begins with gradient checkpointing torch and
+    the smallest micro-batch. Evaluation rows are not tried.
     """
 
     def __init__(self, *args: Any, memory: DeviceMemory | None = None, **options: Any) -> None:
@@ -135,7 +137,7 @@ class ShardedMemorySearch(MemorySearch):
         return MicroBatchDecision(kind, size, self._reason(size, found[kind, size], fits=chosen is not None))
 
     def _was(self, before: dict[str, Any], kinds: Sequence[str], sizes: Sequence[int]) -> bool:
-        """Return whether the resumed run trained with the first kind and the last size, split over the same GPUs."""
+        """Return whether the resumed run trained with the first kind and the last size, sharded over the same GPUs."""
         runtime = self.runtime
         same = {
             "world_size": runtime.ranks.world_size,
@@ -158,7 +160,7 @@ class ShardedMemorySearch(MemorySearch):
         return f"estimated from {worst.layers} layers, {used}{'' if fits else ', with little room to spare'}"
 
     def estimate(self, size: int) -> Estimate:
-        """Return what a step with micro-batches of `size` rows will take on this rank; ranks do not meet here."""
+        """Estimate the memory of a step with micro-batches of `size` rows on this rank, without collectives."""
         release()
         forget_free_memory()
         room = self.memory.room()
@@ -172,7 +174,7 @@ class ShardedMemorySearch(MemorySearch):
         except Exception as error:
             if isinstance(error, RuntimeError) and is_out_of_memory(error):
                 return Estimate(None, room)
-            # Models raise anything where they are called in another way than they expect.
+            # A model can raise any exception in a stand-in that it was not written for.
             logger.warning("no stand-in of the model: %s", one_line(error), exc_info=True)
             return Estimate(None, room, obstacle=f"its layers cannot be tried alone ({type(error).__name__})")
         finally:
@@ -188,7 +190,7 @@ class ShardedMemorySearch(MemorySearch):
             offload=runtime.offload,
             parts=runtime.parts if fsdp else runtime.ranks.world_size,
             precision=dtype.itemsize,
-            # accelerate keeps what is trained in fp32, unless the trainer computes without autocast.
+            # accelerate keeps trained weights in fp32, unless the trainer computes without autocast.
             master=dtype.itemsize if bf16_weights else 4,
             optimizer=settings.optim,
             whole_in_use=settings.method != "full" and not self.checkpointing.recomputes_reentrantly,
@@ -197,7 +199,7 @@ class ShardedMemorySearch(MemorySearch):
         return held_bytes(weights, layout, self.memory.allocated())
 
     def _activations(self, size: int, period: int) -> int:
-        """Return the bytes that a pass over the longest `size` rows takes beside weights and gradients."""
+        """Return the bytes that a pass over the longest `size` rows takes in addition to weights and gradients."""
         model, device = self.run.model, self.run.device
         batch = self.run.batch_of(self._largest(size))
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
@@ -205,7 +207,7 @@ class ShardedMemorySearch(MemorySearch):
             runner = dataclasses.replace(self.run, model=stand_in)
             with unused(model), training_mode(stand_in):
                 with first_layers(stand_in, period):
-                    # Kernels are compiled, and libraries take their workspace, in the first pass.
+                    # The first pass compiles kernels and allocates the workspaces of libraries.
                     self._pass(runner, batch)
                     first = self._pass(runner, batch)
                 second = self._pass(runner, batch)
@@ -214,7 +216,7 @@ class ShardedMemorySearch(MemorySearch):
     def _pass(self, runner: MicroBatchRunner, batch: dict[str, Any]) -> int:
         """Return the bytes that a forward and backward pass adds to those in use."""
         trained = [p for p in runner.model.parameters() if p.requires_grad]
-        # Sharded runs average a gradient as soon as it is there, and keep a part.
+        # A sharded run reduces each gradient as soon as it is computed, and keeps only a shard.
         handles = [p.register_post_accumulate_grad_hook(_drop_gradient) for p in trained]
         before = self.memory.allocated()
         self.memory.reset_peak()

@@ -1,4 +1,4 @@
-"""Hold what a person sees of a run while it trains, and write its numbers as text."""
+"""Hold the state of a run that the display shows, and format its numbers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class TimeLeft:
     The first step is left out, because it compiles and fills caches. Evaluations and checkpoints between the steps count.
 
     Args:
-        clock: returns seconds; another function in tests.
+        clock: returns seconds; replaced in tests.
     """
 
     clock: Callable[[], float] = time.perf_counter
@@ -40,20 +40,20 @@ class TimeLeft:
 
 @dataclass
 class Status:
-    """The state of a run as far as it is known; None stands for what is not known (yet).
+    """The known state of a run; None stands for values that are not known yet.
 
     Args:
         name: of the run.
         steps: of the whole run.
         epochs: of the whole run; None if steps limit it.
-        losses: training losses of the log lines until now.
-        memory_bytes: peak of the fullest GPU (of the largest process on a CPU).
+        losses: training losses of all log lines so far.
+        memory_bytes: peak memory of the rank that uses most.
         capacity_bytes: memory of the GPU.
-        mfu: share of the GPU's peak that model work takes (see mfu.py).
+        mfu: model FLOPs utilization (see mfu.py).
         evaluation: step, loss and seconds of the last evaluation.
         checkpoint: name of the last whole checkpoint, and time.monotonic() when it was written.
-        evaluated: batches of the evaluation that is running, and how many it has.
-        phase: returns what the run does (see progress.Phase).
+        evaluated: finished batches of the running evaluation, and their total number.
+        phase: returns the current phase (see progress.Phase).
     """
 
     name: str
@@ -88,9 +88,9 @@ class Status:
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """Return values as a curve of at most `width` bars from their lowest to their highest; equal parts are averaged.
+    """Return values as a curve of at most `width` bars, scaled from their lowest to their highest.
 
-    A value that is not finite leaves a gap.
+    Longer series are averaged in equal parts. A value that is not finite leaves a gap.
     """
     count = min(width, len(values))
     borders = [round(part * len(values) / count) for part in range(count + 1)] if count else []
@@ -107,7 +107,7 @@ def sparkline(values: Sequence[float], width: int) -> str:
 
 
 def shown_number(value: float | None, decimals: int = 4) -> str:
-    """Return a loss or a norm in fixed decimals, in scientific notation where these would not show it; - for None."""
+    """Format a loss or a norm with fixed decimals, or in scientific notation if it is too small or large; - for None."""
     if value is None:
         return "-"
     if value and math.isfinite(value) and not 10**-decimals <= abs(value) < 10_000:
@@ -116,7 +116,7 @@ def shown_number(value: float | None, decimals: int = 4) -> str:
 
 
 def shown_clock(seconds: float | None) -> str:
-    """Return a duration as 0:05, 1:02:03 or, from a day on, 2d 3h; - for None."""
+    """Format a duration as 0:05, 1:02:03 or, from one day on, 2d 3h; - for None."""
     if seconds is None:
         return "-"
     days, rest = divmod(round(seconds), 86_400)

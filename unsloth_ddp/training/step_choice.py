@@ -1,4 +1,4 @@
-"""Choose how micro-batches are computed: by replaying a recorded pass (captured_step.py), or as the backend computes them."""
+"""Choose whether micro-batches are replayed as CUDA graphs (captured_step.py) or computed by the backend."""
 
 from __future__ import annotations
 
@@ -26,28 +26,31 @@ from unsloth_ddp.utils.errors import UserError, one_line
 
 logger = logging.getLogger("unsloth_ddp")
 
-# Compiling and recording take as long as about so many micro-batches save.
+# Compiling and capturing take about as long as this many replayed micro-batches save.
 FEWEST_MICRO_BATCHES = 100
-# Rows of a streamed set are not known; micro-batches with more of them than one for so many tokens are not replayed.
+# The rows of a stream are not known in advance, so the captured shape has room for one row per this many tokens.
+# Micro-batches with more rows are not replayed.
 TOKENS_A_ROW = 16
-# Relative differences between a replayed pass and the backend's: both round to 16 bit, in another order.
+# Allowed relative differences between a replayed pass and the backend's, which round to 16 bit in different orders.
 LOSS_TOLERANCE, GRADIENT_TOLERANCE = 5e-3, 5e-2
-# With --fp8 another order changes which values are rounded up. On H200s gradients of random weights differed by 5.4e-2
-# (1.7B) and 1.1e-1 (8B) of their norm (benchmarks/results/speed/recorded_two.json).
+# With --fp8 a different order changes which values are rounded up. On H200s gradients of random weights differed by
+# 5.4e-2 (1.7B) and 1.1e-1 (8B) of their norm (benchmarks/results/speed/recorded_two.json).
 FP8_GRADIENT_TOLERANCE = 0.25
+# Replaying saves about a tenth of the time of a micro-batch that keeps the GPU busy, so it may compute as much padding.
+LEAST_FULL = 0.9
 
 
 @sendable
 @dataclass(frozen=True)
 class StepChoice:
-    """Hold whether a run replays recorded micro-batches, and the reason in a few words."""
+    """Whether a run replays micro-batches as CUDA graphs, and the reason in a few words."""
 
     recorded: bool
     reason: str
 
 
 def obstacle(settings: Settings, runtime: Runtime, data: TrainingData) -> str | None:
-    """Return why a run cannot replay recorded micro-batches, in a few words; None if it can."""
+    """Return why a run cannot replay micro-batches as CUDA graphs, in a few words; None if it can."""
     if runtime.device_type != "cuda":
         return "a CPU has no CUDA graphs"
     if data.train.packing is None:
@@ -65,20 +68,20 @@ def obstacle(settings: Settings, runtime: Runtime, data: TrainingData) -> str | 
 
 
 def kind_obstacle(kind: str, *, random: bool) -> str | None:
-    """Return why passes with a kind of gradient checkpointing are not recorded, in a few words; None if they are.
+    """Return why passes with a kind of gradient checkpointing cannot be captured, in a few words; None if they can.
 
     Args:
-        random: the forward pass draws random numbers.
+        random: whether the forward pass draws random numbers.
     """
     if kind == "unsloth":
         return "gradient checkpointing unsloth moves the inputs of layers to host memory"
     if kind == "torch" and random:
-        return "dropout would be drawn anew where gradient checkpointing torch computes a layer again"
+        return "gradient checkpointing torch would draw another dropout mask when it recomputes a layer"
     return None
 
 
 def too_short(settings: Settings, data: TrainingData, plan: BatchPlan) -> str | None:
-    """Return why a run is too short to earn back what compiling costs; None if it is not."""
+    """Return why a run is too short for compiling to save time; None if it is not."""
     steps = settings.max_steps if settings.max_steps > 0 else 0
     if not steps:
         if data.train.streamed:
@@ -89,41 +92,54 @@ def too_short(settings: Settings, data: TrainingData, plan: BatchPlan) -> str | 
 
 
 def busy_without(settings: Settings, train: TokenizedRows, size: int) -> str | None:
-    """Return why recording would bring a run nothing: its micro-batches keep the GPU busy; None if it may bring something.
+    """Return why CUDA graphs would save no time: micro-batches already keep the GPU busy; None if they may save time.
 
-    Measured on an H200 (docs/speed.md): Unsloth compiles whole layers for --method full.
+    Unsloth compiles whole layers for --method full; measured on an H200 (docs/speed.md). A replayed micro-batch also computes
+    its padding. The backend takes about as long for a small micro-batch as for one of ENOUGH_TOKENS.
 
     Args:
         size: packs in a micro-batch.
     """
-    tokens = largest_tokens(train, size, settings.max_length)
-    if settings.method != "full" or tokens < ENOUGH_TOKENS or train.streamed:
+    if train.streamed:
         return None
-    return f"micro-batches of {tokens:,} tokens keep the GPU busy without"
+    tokens = largest_tokens(train, size, settings.max_length)
+    if settings.method == "full":
+        busy = tokens >= ENOUGH_TOKENS
+        return f"micro-batches of {tokens:,} tokens keep the GPU busy without CUDA graphs" if busy else None
+    mean, padded = size * train.lengths()[:-1].mean(), shape_for(train, size, settings.max_length).tokens
+    if max(mean, ENOUGH_TOKENS) >= LEAST_FULL * padded:
+        return None
+    return f"micro-batches of {mean:,.0f} tokens on average would be padded to {padded:,}"
 
 
 def are_single_rows(train: TokenizedRows) -> bool:
-    """Return whether every pack holds one row; not known of streamed rows."""
+    """Return whether every pack holds one row; False for streamed rows, which are not known in advance."""
     return not train.streamed and train.packing is not None and bool(np.diff(train.packing.starts).max() == 1)
 
 
 def shape_for(train: TokenizedRows, size: int, max_length: int) -> FixedShape:
-    """Return the shape of micro-batches of `size` packs, whichever they are."""
+    """Return a shape that any micro-batch of `size` packs can be padded to, with few exceptions for streamed rows.
+
+    Packs of one row each become sequences, unless that takes many more tokens because one row is far longer than the others.
+    """
     assert train.packing is not None
     tokens = largest_tokens(train, size, max_length)
     if train.streamed:
         return FixedShape.that_holds(tokens, tokens // TOKENS_A_ROW, max_length)
-    if are_single_rows(train):
-        return FixedShape.of_single_rows(size, int(train.lengths().max()))
     rows = np.sort(np.diff(train.packing.starts))[::-1][:size].sum()
-    return FixedShape.that_holds(tokens, int(rows), max(train.packing.longest, max_length))
+    joined = FixedShape.that_holds(tokens, int(rows), max(train.packing.longest, max_length))
+    if not are_single_rows(train):
+        return joined
+    # More tokens than the largest micro-batch has may not fit.
+    apart = FixedShape.of_single_rows(size, train.packing.longest)
+    return apart if LEAST_FULL * apart.tokens <= joined.tokens else joined
 
 
 def draws_random_numbers(captured: CapturedStep, batch: dict[str, Any]) -> tuple[bool, str | None]:
-    """Return whether the model draws random numbers in its present mode, and why that cannot be found out, if so.
+    """Return whether the model draws random numbers in its current mode, and the reason if that cannot be determined.
 
     Args:
-        batch: with the laid out vector, on the device or in host memory.
+        batch: padded to the captured shape ("laid_out"), on the device or in host memory.
     """
     try:
         step = captured.shape.parts(batch["laid_out"].to(captured.device))
@@ -139,14 +155,14 @@ def check_recording(
     ordinary: Callable[[dict[str, Any]], Tensor],
     tolerance: float = GRADIENT_TOLERANCE,
 ) -> str | None:
-    """Return why a recorded pass is not used, in a few words: it fails, or it gives another loss or gradient.
+    """Return why a captured pass is not used, in a few words: it fails, or its loss or gradients differ; None if used.
 
     Gradients are left as they were. The model must not draw random numbers, which would differ between the passes.
 
     Args:
-        batch: with the laid out vector, on the device.
-        ordinary: batch -> summed token losses as the backend computes them, with their graph.
-        tolerance: of gradients, relative to their norm.
+        batch: padded to the captured shape ("laid_out"), on the device.
+        ordinary: batch -> summed token losses as the backend computes them, with their autograd graph.
+        tolerance: allowed difference of gradients, relative to their norm.
     """
     one = torch.ones((), device=captured.device)
     before = [p.grad for p in captured.trained]
@@ -155,7 +171,7 @@ def check_recording(
             p.grad = None
         expected = ordinary(batch)
         expected.backward()
-        # Not copied: with every parameter trained they are as large as the model.
+        # Kept without a copy, because in full fine-tuning gradients are as large as the model.
         gradients = [p.grad for p in captured.trained]
         for p in captured.trained:
             p.grad = None
@@ -192,7 +208,7 @@ def _difference(
 
 
 def refuse(settings: Settings, reason: str | None) -> None:
-    """Refuse --cuda_graphs on where there is a reason against it.
+    """Refuse --cuda_graphs on if there is a reason against it.
 
     Raises:
         UserError: naming the reason.

@@ -8,10 +8,11 @@ from statistics import median
 
 @dataclass
 class Stragglers:
-    """Find ranks that slow all others down, each once.
+    """Find ranks that slow all others down; report each once.
 
-    A rank is a straggler if, for `intervals` log lines in a row, its own time is `ratio` times the median of the others', both
-    a step and a token (longer rows are no fault of a rank), and the difference is a `share` of the time that passed.
+    A rank is a straggler if, for `intervals` log lines in a row, its own time is more than `ratio` times the median of the
+    others', both per step and per token (a rank is not slow because its rows are longer), and the difference per step is
+    more than `share` of the step's time.
     """
 
     ratio: float = 1.5
@@ -25,9 +26,9 @@ class Stragglers:
         """Return the ranks that became stragglers in this interval.
 
         Args:
-            seconds: own seconds a step of each rank.
-            tokens: tokens a step of each rank.
-            passed: seconds a step.
+            seconds: own seconds per step of each rank.
+            tokens: tokens per step of each rank.
+            passed: seconds per step of the run.
         """
         if self.warmup:
             self.warmup -= 1
@@ -61,6 +62,6 @@ def describe_straggler(
     usual = median(s for r, s in enumerate(seconds) if r != rank)
     return (
         f"{location} is slower than the others: its own work takes {seconds[rank]:.3f} s a step where theirs takes "
-        f"{usual:.3f} s, for {intervals} log lines in a row, and all wait for it. Look at that host for other processes, "
-        "GPU clock and temperature (nvidia-smi -q -d PERFORMANCE,CLOCK), a narrow PCIe link, a busy CPU or a slow disk."
+        f"{usual:.3f} s, for {intervals} log lines in a row, and all wait for it. Check that host for other processes, low "
+        "GPU clocks (nvidia-smi -q -d PERFORMANCE,CLOCK), a narrow PCIe link, a busy CPU and a slow disk."
     )

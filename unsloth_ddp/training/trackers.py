@@ -1,4 +1,4 @@
-"""Group TensorBoard's names, show the settings there, and keep a tracker that fails from ending the training."""
+"""Group metric names in TensorBoard, add the settings, and keep a failing tracker from ending the training."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from transformers.integrations import TensorBoardCallback
 from unsloth_ddp.config.options import TOPICS, Settings
 from unsloth_ddp.utils.redaction import hide, printable
 
-# Names that are neither losses nor evaluations.
+# Metrics of the group speed/.
 SPEED = {
     "tokens_per_second", "mfu", "peak_memory_bytes", "total_flos",
     "train_runtime", "train_samples_per_second", "train_steps_per_second",
@@ -21,7 +21,7 @@ RANKS = "rank_"
 
 
 def protect_trackers(callbacks: list[Any], trackers: tuple[type, ...], settings: Settings) -> list[Any]:
-    """Return a trainer's callbacks with its trackers grouped and kept from ending the training.
+    """Return a trainer's callbacks with TensorBoard's names grouped and every tracker wrapped in BestEffort.
 
     Args:
         trackers: classes of the callbacks that report to a tracker.
@@ -38,7 +38,7 @@ class GroupedTensorBoard(TensorBoardCallback):
         self.settings = settings
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Open the run's events, and write its settings."""
+        """Open the event file, and write the settings."""
         super().on_train_begin(args, state, control, **kwargs)
         if self.tb_writer is not None:
             self.tb_writer.add_text("settings", settings_table(self.settings), state.global_step)
@@ -48,7 +48,7 @@ class GroupedTensorBoard(TensorBoardCallback):
         if not state.is_world_process_zero:
             return
         if self.tb_writer is None:
-            # Closed at the end of training; the last evaluation may come later.
+            # The writer was closed at the end of training; a last evaluation may follow.
             self._init_summary_writer(args)
         for name, value in (logs or {}).items():
             if isinstance(value, (int, float)):
@@ -81,10 +81,10 @@ def settings_table(settings: Settings) -> str:
 
 
 class BestEffort:
-    """A tracker (TensorBoard and the like) whose failure does not end the training.
+    """Pass events to a tracker (TensorBoard and others) until one fails, without ending the training.
 
     Args:
-        tracker: the callback that Transformers made for it; it gets every event until one fails.
+        tracker: the callback that Transformers made for it.
     """
 
     def __init__(self, tracker: Any) -> None:

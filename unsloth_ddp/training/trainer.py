@@ -69,11 +69,11 @@ logger = logging.getLogger("unsloth_ddp")
 
 
 class DDPTrainer(ResumableTrainer):
-    """SFTTrainer whose step is the token mean over every rank and accumulation step, whatever the layout.
+    """SFTTrainer whose loss is the token mean over all ranks and accumulation steps, independent of the layout.
 
     Args:
         config: TRL's SFTConfig (see sft_config.make_config).
-        stop: requests to stop, acted on at the end of a step.
+        stop: stop requests, handled at the end of a step.
     """
 
     model: Any
@@ -95,7 +95,7 @@ class DDPTrainer(ResumableTrainer):
         self.evaluation_interrupted = False
         # TensorBoard events go to <run>/tensorboard/.
         os.environ.setdefault("TENSORBOARD_LOGGING_DIR", str(Path(config.output_dir) / "tensorboard"))
-        # How many packs make a step is known since the rows are.
+        # The plan is known only after the rows were packed.
         config.per_device_train_batch_size = data.plan.per_device
         config.gradient_accumulation_steps = data.plan.accumulation
         if data.train.packing is not None:
@@ -118,10 +118,10 @@ class DDPTrainer(ResumableTrainer):
                 data_collator=self.collate,
                 callbacks=[ReportProgress(runtime.progress), StopTogether(stop)],
             )
-        # Unsloth's __init__ filters out rows without supervised tokens, and with them the filler; it knows no packs.
+        # Unsloth's __init__ drops rows without supervised tokens, among them the filler row, and does not know packs.
         self.train_dataset, self.eval_dataset = data.train.examples, evaluation.examples if evaluation else None
         assert self.plan == data.plan, "the trainer changed the batch plan"
-        # Unsloth lowers what is its default to the rows of a micro-batch, which are not chosen yet.
+        # Unsloth lowers a default value to the size of the micro-batch, which is not chosen yet.
         self.args.per_device_eval_batch_size = rows_at_once(
             evaluation.units if evaluation else 0, settings.per_device_eval_batch_size, runtime.ranks.world_size
         )
@@ -181,20 +181,22 @@ class DDPTrainer(ResumableTrainer):
         if self.is_deepspeed_enabled:
             reduce_in_fp32(self.accelerator.state.deepspeed_plugin.deepspeed_config)
         if self.accelerator.ddp_handler is not None:
-            # Gradients lie in the buckets that are sent, instead of being copied there.
+            # Gradients are views of DDP's buckets, so they are not copied.
             self.accelerator.ddp_handler.gradient_as_bucket_view = True
 
     def _compare_weights(self) -> None:
         drift = DriftCheck(self.model, self.runtime, self.settings.drift_check_steps)
         if drift.skipped and self.runtime.ranks.is_main:
-            print(f"drift_check_steps is ignored: with {drift.skipped} each rank holds its own part of the weights.")
+            print(
+                f"drift_check_steps is ignored: with {drift.skipped} each rank holds a different part of the weights."
+            )
         self.add_callback(CompareWeights(drift))
 
     # ---- before the first step ----
 
     def choose_micro_batch(self, resume: ResumePoint | None) -> MicroBatchDecision:
-        """Choose gradient checkpointing and micro-batch by what fits, and train with them; every rank calls this."""
-        # The peak of loading is not that of a trial or a step.
+        """Choose gradient checkpointing and micro-batch by what fits, and configure them; every rank calls this."""
+        # Keep the peak of loading before the trials reset it.
         self.peak_before_steps = peak_memory_bytes(self.runtime.device_type)
         ddp_sends = self.args.world_size > 1 and self.exchange is None
         stays = self.exchange is not None or self.recorded.choice.recorded
@@ -217,7 +219,7 @@ class DDPTrainer(ResumableTrainer):
         self.args.gradient_accumulation_steps = plan.accumulation
         self._train_batch_size = self.args.train_batch_size
         self.checkpoints.update_identity(**batch_identity(plan), gradient_checkpointing=decision.kind)
-        # After the trials, which have to allow for rows of which everything is supervised.
+        # After the trials, which have to allow for rows with all tokens supervised.
         self._choose_head(runner)
         gradients = self.exchange.buffers if self.exchange is not None else None
         self.recorded.prepare(runner, decision, self.plan, self.accelerator.autocast, gradients)
@@ -232,7 +234,7 @@ class DDPTrainer(ResumableTrainer):
         return MicroBatchRunner(self.model, self.args.device, self.loss, self.data_collator, self.accelerator.autocast)
 
     def _choose_head(self, runner: MicroBatchRunner) -> None:
-        """Compute the output head on supervised tokens only, where that gives the same loss."""
+        """Compute the output head on supervised tokens only, if that gives the same loss."""
         # Sharded weights cannot be used before training begins.
         if self.runtime.backend != "unsloth" or not self.loss.divides or shards_weights(self.runtime.sharding):
             return
@@ -250,7 +252,7 @@ class DDPTrainer(ResumableTrainer):
         self.loss.use_head(head)
         self.collate.find_supervised(head is not None)
 
-    # ---- rows: upstream shuffles with the global random state and shows some rows twice to even out the ranks ----
+    # ---- rows: upstream shuffles with the global random state and repeats rows to give every rank the same number ----
 
     def get_train_dataloader(self) -> DataLoader:
         """Return this rank's micro-batches."""
@@ -288,10 +290,10 @@ class DDPTrainer(ResumableTrainer):
         return self.accelerator.reduce(count.to(self.args.device), reduction="sum")
 
     def training_step(self, model: Any, inputs: dict[str, Tensor], num_items_in_batch: Any = None) -> Tensor:
-        """Compute one micro-batch forward and backward; a step that runs out of memory is repeated with less."""
+        """Compute one forward and backward pass; repeat the step with less memory if it runs out of memory."""
         replayed = self.recorded.run(inputs, num_items_in_batch)
         if self.runtime.copies > 1:
-            # Gradients cross the slower links between copies once a step.
+            # Reduce gradients between replicas, over the slower links, once per step.
             model.set_requires_all_reduce(self.accelerator.sync_gradients)
         if replayed is None:
             return self.retry.run(super().training_step, model, inputs, num_items_in_batch)
@@ -309,18 +311,18 @@ class DDPTrainer(ResumableTrainer):
     ) -> Any:
         """Return the micro-batch's loss (see MicroBatchLoss), measured while training."""
         loss, divisor = self.loss(model, inputs, num_items_in_batch), num_items_in_batch
-        # Not model.training: DeepSpeed's engine says that it trains while it evaluates.
+        # Not model.training, which DeepSpeed's engine leaves True during an evaluation.
         if torch.is_grad_enabled():
             self.retry.forward_done()
             self.meter.own_work.forward_done()
             self.meter.add(loss * divisor, supervised_tokens(inputs["labels"]), real_tokens(inputs))
         return (loss, None) if return_outputs else loss
 
-    # Straight to Transformers: Unsloth's versions drop evaluation rows without supervised tokens, the filler among
-    # them, and TRL's prepare rows that are prepared already.
+    # These two call Transformers directly: Unsloth's versions drop evaluation rows without supervised tokens, among them
+    # the filler row, and TRL's tokenize rows again.
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
-        """Return the evaluation rows, the filler included."""
+        """Return the loader of evaluation rows, including the filler row."""
         return Trainer.get_eval_dataloader(self, eval_dataset)
 
     def evaluate(self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval") -> Any:
@@ -329,7 +331,7 @@ class DDPTrainer(ResumableTrainer):
         try:
             return Trainer.evaluate(self, eval_dataset, ignore_keys, metric_key_prefix)
         finally:
-            # The loader draws a seed. Dropout draws the same numbers whenever, and however often, a run evaluates.
+            # The loader draws a seed; restoring the state keeps dropout independent of when and how often a run evaluates.
             torch.set_rng_state(random_state)
 
     # ---- evaluation: upstream averages the means of batches, and counts repeated rows again ----
@@ -342,7 +344,7 @@ class DDPTrainer(ResumableTrainer):
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
-        """Return the token mean over the whole set, each row once, in any layout."""
+        """Return the token mean over the whole set with each row counted once, independent of the layout."""
         model: Any = self.model_wrapped if self.is_deepspeed_enabled or self.is_fsdp_enabled else self.model
         one = torch.ones((), device=self.args.device)
         sums = torch.zeros(2, dtype=torch.float64, device=self.args.device)
@@ -363,7 +365,7 @@ class DDPTrainer(ResumableTrainer):
             with self.compute_loss_context_manager():
                 return self.compute_loss(model, inputs, num_items_in_batch=divisor)
         except RuntimeError as error:
-            # Recordings keep the memory of a step. Ranks do not meet in a batch, so that each can give it back alone.
+            # Captured graphs hold the memory of a step. A batch has no collectives, so each rank can free it alone.
             if not is_out_of_memory(error) or not self.recorded.release():
                 raise
         return self._evaluate_batch(model, inputs, divisor)
@@ -383,14 +385,14 @@ class DDPTrainer(ResumableTrainer):
         logger.info("step %s %s", self.state.global_step, logs)
         Trainer.log(self, logs, start_time)
         if "loss" in logs:
-            # Kept with the losses for the report, and not logged: trackers take one number a name.
+            # Stored with the losses for the report but not logged, because trackers take one number per name.
             self.state.log_history[-1]["ranks"] = self.meter.per_rank()  # type: ignore[assignment]
             if not math.isfinite(logs["loss"]):
-                # A loss that overflowed once in fp16 leaves the weights as they are.
+                # Check the weights first: a step that overflowed in fp16 does not change them.
                 self.check_weights()
 
     def _count_steps_taken(self, logs: dict[str, float]) -> None:
-        """Correct upstream's rates, which count all planned steps, also those before a resume and after a stop."""
+        """Correct upstream's rates, which count all planned steps, even those before a resume and after a stop."""
         taken = self.state.global_step - (self.resume_point.manifest.step if self.resume_point else 0)
         for name in ("train_samples_per_second", "train_steps_per_second"):
             if name in logs:
@@ -415,7 +417,7 @@ class DDPTrainer(ResumableTrainer):
         return metrics
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
-        """Create the optimizer, and remember its weights if they were loaded in shards."""
+        """Create the optimizer, and keep its list of weights if they were loaded in shards."""
         optimizer = super().create_optimizer(*args, **kwargs)
         if isinstance(self.model, FSDPModule):
             self._trained_parts = [list(group["params"]) for group in optimizer.param_groups]
@@ -423,11 +425,11 @@ class DDPTrainer(ResumableTrainer):
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
         if isinstance(self.model, FSDPModule):
-            # accelerate leaves a model that is wrapped as it is, but would still look for the layers under their old names.
+            # accelerate does not wrap this model again, but would still look for layers by their class names.
             self.accelerator.state.fsdp_plugin.auto_wrap_policy = None
         prepared = super()._prepare_for_training(*args, **kwargs)
         if self._trained_parts is not None and self.optimizer is not None:
-            # accelerate puts weights back into the optimizer by address, and all empty parts of a rank have the same.
+            # accelerate restores the optimizer's weights by address, but all empty shards of a rank share one address.
             for group, parts in zip(self.optimizer.param_groups, self._trained_parts, strict=True):
                 group["params"] = parts
         if self.exchange is not None:
@@ -466,7 +468,7 @@ class DDPTrainer(ResumableTrainer):
 
     @property
     def stopped(self) -> bool:
-        """The ranks stopped together before the last step, or during an evaluation after it."""
+        """Whether the ranks stopped together before the last step, or during an evaluation after it."""
         before_the_end = self.state.global_step < self.state.max_steps
         return self.evaluation_interrupted or (bool(self.stop.agreed_cause) and before_the_end)
 
@@ -477,11 +479,11 @@ class DDPTrainer(ResumableTrainer):
             self.state.save_to_json(str(folder / "trainer_state.json"))
 
     def final_eval_loss(self) -> float | None:
-        """Return the evaluation loss of the trained model, measured now unless the last step did; None without rows."""
+        """Return the evaluation loss of the trained model; evaluate now unless the last step did. None without rows."""
         if self.eval_dataset is None:
             return None
         if self.args.load_best_model_at_end:
-            # It need not be the model of the last step.
+            # The best model may not be that of the last step.
             return self.evaluate()["eval_loss"]
         for entry in reversed(self.state.log_history):
             if "eval_loss" in entry and entry.get("step") == self.state.global_step:

@@ -12,15 +12,16 @@ logger = logging.getLogger("unsloth_ddp")
 
 
 def release_after_each_block(engine: Any) -> None:
-    """Have DeepSpeed release a block's frozen weights when the next block's recomputation begins.
+    """Make DeepSpeed release a block's frozen weights when the recomputation of the next block begins.
 
-    DeepSpeed counts frozen weights that are recomputed to the module whose backward pass began last, and releases them
-    when that pass ends. It never sees an end if no positional input of the module needs gradients. So it is with the
-    whole model, whose inputs are token ids, and with attention, whose inputs Transformers passes by name: the weights of
-    all blocks stay gathered until the backward pass ends. The method called here is the one DeepSpeed calls then.
+    DeepSpeed assigns recomputed frozen weights to the module whose backward pass began last, and releases them when that
+    pass ends. It does not detect the end if no positional input of the module needs gradients. This is the case for the
+    whole model, whose inputs are token ids, and for attention, whose inputs Transformers passes by name. So the weights
+    of all blocks stay gathered until the whole backward pass ends. This function calls the method that DeepSpeed calls
+    at that end.
 
-    Only for reentrant checkpointing: it recomputes a block before the backward pass of any module in it begins, so that
-    no module that is still needed is released.
+    Use it only with reentrant checkpointing, which recomputes a block before the backward pass of any module in it
+    begins, so that no weight that is still needed is released.
 
     Args:
         engine: what deepspeed.initialize returned for ZeRO-3.
@@ -32,7 +33,7 @@ def release_after_each_block(engine: Any) -> None:
         return
 
     def release(*_: Any) -> None:
-        # -1 outside of backward passes.
+        # The id is -1 outside of backward passes.
         if torch._C._current_graph_task_id() != -1:
             release_all()
 

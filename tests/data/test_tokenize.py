@@ -184,7 +184,7 @@ def test_tool_calls_are_supervised_and_tool_results_are_not(core: Tokenizer, nam
     [({"messages": TOOL_TURNS}, "the call of add"), ({"messages": TURNS, "tools": [{"name": "look_up"}]}, "look_up")],
 )
 def test_a_template_that_leaves_tools_out_is_refused(core: Tokenizer, row: dict[str, Any], named: str) -> None:
-    with pytest.raises(UserError, match=f"no place for tools, so {named} is not in the rendered row; give one"):
+    with pytest.raises(UserError, match=f"does not render tools, so {named} is not in the rendered row; give one"):
         encode(make_tokenizer(core, CHATML), row)
 
 

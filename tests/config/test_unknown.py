@@ -75,9 +75,9 @@ def test_a_name_on_the_command_line_is_refused_with_the_right_option(words: str,
         ("--optim AdamW_8bit", "optim AdamW_8bit is not one that Transformers knows; give adamw_8bit."),
         ("--optim muon", "knows; the documentation of Transformers' TrainingArguments lists them."),
         ("--lr_scheduler_type none", "lr_scheduler_type none is not one that Transformers knows; give constant."),
-        ("--gradient_checkpointing true", "but it takes auto or none or torch or unsloth; give auto."),
-        ("--precision bfloat16", "precision is 'bfloat16', but it takes auto or bf16 or fp16 or fp32; give bf16."),
-        ("--method sft", "method is 'sft', but it takes lora or qlora or full."),
+        ("--gradient_checkpointing true", "but it takes auto, none, torch or unsloth; give auto."),
+        ("--precision bfloat16", "precision is 'bfloat16', but it takes auto, bf16, fp16 or fp32; give bf16."),
+        ("--method sft", "method is 'sft', but it takes lora, qlora or full."),
     ],
 )
 def test_a_value_of_another_tool_is_refused_with_the_right_one(words: str, said: str) -> None:

@@ -59,10 +59,10 @@ def qwen3(core: Tokenizer) -> Any:
     ("row", "sentence"),
     [
         # The word "add" stands in the user's message.
-        ({"messages": TOOL_TURNS}, "no place for tools, so the call of add is not in the rendered row"),
+        ({"messages": TOOL_TURNS}, "does not render tools, so the call of add is not in the rendered row"),
         (
             {"messages": [{**TURNS[0], "content": "add"}, TURNS[1]], "tools": [TOOL]},
-            "no place for tools, so add is not",
+            "does not render tools, so add is not",
         ),
         (
             {"messages": REASONED},

@@ -88,7 +88,7 @@ def test_keys_that_are_read(row: dict[str, Any], example: Example) -> None:
         ({"messages": [ASK, {**ANSWER, "tool_calls": [CALL], "function_call": {"name": "add"}}]}, "the older function_call"),
         ({"messages": [{**ASK, "tool_calls": [CALL]}, ANSWER]}, "a message of role user has tool_calls; only assistant"),
         ({"messages": [ASK, ANSWER], "system": "a", "system_prompt": "b"}, "two different system prompts, in system and"),
-        ({"messages": [ASK, ANSWER], "system": ["a"]}, "system is a list, not text."),
+        ({"messages": [ASK, ANSWER], "system": ["a"]}, "system is a list, not text; write it as text."),
         ({"messages": [ASK, ANSWER], "tools": [CALL], "functions": [{}]}, "the row has tools and the older functions; keep"),
         ({"instruction": "a", "output": "b", "history": [["q"]]}, "history is not a list of [question, answer] pairs"),
         ({"prompt": [ASK], "chosen": [ANSWER], "rejected": [ANSWER]}, "the row is a preference pair (chosen, rejected)"),

@@ -90,6 +90,7 @@ def test_an_empty_file_has_no_rows(tmp_path: Path, name: str, content: bytes) ->
     ("name", "content", "sentence"),
     [
         ("a.jsonl", '{"text": "a"}\n{"text": \n', ":2 is not JSON (Expecting value at column 9); fix or remove it."),
+        ("a.jsonl", '{"a": "\0"}', ":1 is not JSON (Invalid control character at column 8); fix or remove it."),
         ("a.jsonl", '{"a": 1} {"b": 2}', ":1 is not JSON (Extra data at column 9); fix or remove it."),
         ("a.jsonl", "[" * 100_000, ":1 is not JSON (nested too deeply); fix or remove it."),
         ("a.jsonl", '{"a": ' + "1" * 5000 + "}", ":1 is not JSON (Exceeds the limit"),
@@ -195,13 +196,13 @@ def test_paths_are_told_from_hub_ids(source: str, local: bool) -> None:
             "{}",
             "is a folder; name the files in it (.jsonl, .json, .parquet, .csv), or give --streaming, which takes folders.",
         ),
-        ("{}/notes.txt", "is not a .jsonl, .json, .parquet, .csv file; name the files themselves."),
+        ("{}/notes.txt", "is not a .jsonl, .json, .parquet, .csv file; convert it to one of these."),
         ("{}/a.jsonl.gz", "is packed; unpack it and give the .jsonl, .json, .parquet, .csv file in it."),
-        ("{}/pipe.jsonl", "is not a .jsonl, .json, .parquet, .csv file; name the files themselves."),
+        ("{}/pipe.jsonl", "is not a .jsonl, .json, .parquet, .csv file; convert it to one of these."),
         ("{}/" + "x" * 300 + ".jsonl", "cannot be looked up: File name too long."),
         ("~nobody_here/rows.jsonl", "cannot be looked up: Could not determine home directory."),
         ("{}/a\0b.jsonl", "there is no such file."),
-        ("", "is not a .jsonl, .json, .parquet, .csv file; name the files themselves."),
+        ("", "is not a .jsonl, .json, .parquet, .csv file; convert it to one of these."),
     ],
 )
 def test_a_path_that_is_no_file_of_rows_is_refused(tmp_path: Path, source: str, sentence: str) -> None:

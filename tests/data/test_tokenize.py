@@ -11,7 +11,7 @@ import trl
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from unsloth_ddp.data.chat_template import read_chat_template
+from unsloth_ddp.data.chat_template import check_chat_template, read_chat_template
 from unsloth_ddp.data.formats import to_example
 from unsloth_ddp.data.tokenize import Encoder
 from unsloth_ddp.utils.errors import UserError
@@ -184,7 +184,7 @@ def test_tool_calls_are_supervised_and_tool_results_are_not(core: Tokenizer, nam
     [({"messages": TOOL_TURNS}, "the call of add"), ({"messages": TURNS, "tools": [{"name": "look_up"}]}, "look_up")],
 )
 def test_a_template_that_leaves_tools_out_is_refused(core: Tokenizer, row: dict[str, Any], named: str) -> None:
-    with pytest.raises(UserError, match=f"no place for tools, so {named} is not in the rendered row; give one"):
+    with pytest.raises(UserError, match=f"does not render tools, so {named} is not in the rendered row; give one"):
         encode(make_tokenizer(core, CHATML), row)
 
 
@@ -283,7 +283,7 @@ def test_a_template_that_is_not_jinja_is_refused(core: Tokenizer, template: str)
 
 def test_what_a_template_raises_is_told(core: Tokenizer) -> None:
     system = {"role": "system", "content": "Be brief."}
-    with pytest.raises(UserError, match=r"cannot render the row .*System role not supported"):
+    with pytest.raises(UserError, match=r"cannot render the row .*System role not supported.*; change the row, or"):
         encode(make_tokenizer(core, from_trl("gemma")), {"messages": [system, *TURNS]})
 
 
@@ -311,6 +311,24 @@ def test_templates_are_read_by_name_or_file(tmp_path: Path) -> None:
     for wanted in (str(path), str(tmp_path), str(tmp_path / "none"), "x" * 5000, "~nobody_here/x", "chat\0ml"):
         with pytest.raises(UserError, match=r"chat_template .*(the kit's own are: chatml|cannot be read)"):
             read_chat_template(wanted)
+
+
+def test_a_file_that_is_not_jinja_is_refused_with_its_line(tmp_path: Path) -> None:
+    path = tmp_path / "mine.jinja"
+    path.write_text("{% for m in messages %}\n{{ m.content }", encoding="utf-8")
+    with pytest.raises(
+        UserError, match=r"chat_template .*mine.jinja is not valid Jinja: unexpected '}' \(line 2\); fix the"
+    ):
+        check_chat_template(str(path))
+
+
+@pytest.mark.parametrize(
+    "extra", ["{%- generation -%}{{ x }}{%- endgeneration -%}", "{% for m in x %}{% break %}{% endfor %}"]
+)
+def test_tags_of_transformers_are_jinja(tmp_path: Path, extra: str) -> None:
+    path = tmp_path / "mine.jinja"
+    path.write_text(PLAIN + extra, encoding="utf-8")
+    check_chat_template(str(path))
 
 
 def test_the_demo_rows_are_supervised_from_the_answer_to_the_end_of_turn() -> None:

@@ -22,6 +22,7 @@ from unsloth_ddp.model.files_check import check_folder
 from unsloth_ddp.model.load import (
     check_model,
     check_positions,
+    describe_load_error,
     is_model_file_error,
     load_model,
     load_tokenizer,
@@ -93,6 +94,14 @@ def test_a_git_lfs_pointer_is_called_what_it_is(name: str, tmp_path: Path) -> No
     (folder / name).write_text(f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 1192135096\n")
     with pytest.raises(UserError, match=rf"{name} is a Git LFS pointer, not the file itself; run git lfs pull in"):
         check_folder(folder, safetensors_only=False)
+
+
+def test_a_missing_flash_attn_is_told_with_what_helps() -> None:
+    said = describe_load_error(ImportError("FlashAttention2 has been toggled on, but it cannot be used: no package."))
+    assert said.endswith(
+        "no package. What helps: use --attn_implementation sdpa, or install the flash-attn wheel for "
+        "exactly this PyTorch, CUDA and Python."
+    )
 
 
 @pytest.mark.parametrize("load", [load_tokenizer, read_model_shape])

@@ -293,7 +293,8 @@ def test_what_is_no_such_file_is_refused(
         path.write_text(content)
     with pytest.raises(SystemExit):
         main([str(path)])
-    assert said in capsys.readouterr().err
+    printed = capsys.readouterr().err
+    assert printed.startswith(f"port: error: {path}") and said in printed
 
 
 def test_what_the_kit_refuses_is_told_in_the_result() -> None:

@@ -195,7 +195,7 @@ def test_trackers_are_known_installed_and_not_none():
     for asked, sentence in (
         (["none", "tensorboard"], "report_to none tensorboard: none stands alone"),
         (["all", "tensorboard"], "report_to all tensorboard: all stands alone"),
-        (["wandb"], "report_to wandb: its package is not installed"),
+        (["wandb"], "report_to wandb: its package is not installed; install it with uv pip install"),
         (["tensorbord"], "is no tracker that Transformers knows; they are mlflow, tensorboard, wandb"),
     ):
         with pytest.raises(UserError, match=sentence):

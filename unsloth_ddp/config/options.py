@@ -389,7 +389,10 @@ class OutputSettings:
     )
     logging_steps: int = option(10, "Steps between two log lines.", above=0, on_resume="allow", summary=False)
     eval_strategy: Literal["auto", "no", "steps", "epoch"] = option(
-        "auto", "When to evaluate; auto: at the end of each epoch.", on_resume="allow", summary=False
+        "auto",
+        "When to evaluate; auto: at the end of each epoch; no: only the trained model, at the end.",
+        on_resume="allow",
+        summary=False,
     )
     eval_steps: int | None = option(
         None, "Steps between two evaluations; sets eval_strategy to steps.", above=0, on_resume="allow", summary=False

@@ -128,7 +128,7 @@ def choose_trackers(asked: Sequence[str], known: Collection[str], installed: Col
             )
         if name not in installed:
             raise UserError(
-                f"report_to {name}: its package is not installed; add it (uv pip install), or take tensorboard."
+                f"report_to {name}: its package is not installed; install it with uv pip install, or give tensorboard."
             )
     return list(asked)
 

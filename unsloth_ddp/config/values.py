@@ -139,7 +139,8 @@ def _accepted(wanted: Any) -> str:
     if typing.get_origin(wanted) in UNIONS:
         return " or ".join("none" if t is type(None) else _accepted(t) for t in typing.get_args(wanted))
     if typing.get_origin(wanted) is Literal:
-        return " or ".join(typing.get_args(wanted))
+        *most, last = typing.get_args(wanted)
+        return f"{', '.join(most)} or {last}" if most else last
     if typing.get_origin(wanted) is list:
         return "text, or a list of texts"
     if typing.get_origin(wanted) is dict:

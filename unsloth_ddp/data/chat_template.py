@@ -6,6 +6,7 @@ what the assistant writes; some of these variants also render a chat differently
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import re
 from dataclasses import dataclass
@@ -20,6 +21,9 @@ from unsloth_ddp.utils.errors import UserError
 TEMPLATES = Path(__file__).parent / "templates"
 # --chat_template training: TRL's training variant of the tokenizer's template.
 TRAINING = "training"
+
+# Tags of Transformers' own extension, which plain Jinja does not know.
+GENERATION_TAGS = re.compile(r"{%[-+]?\s*(end)?generation\s*[-+]?%}")
 
 # (first, last + 1) character of a part of the rendered chat.
 Span = tuple[int, int]
@@ -46,9 +50,23 @@ def read_chat_template(wanted: str) -> str:
 
 
 def check_chat_template(wanted: str | None) -> None:
-    """Refuse a --chat_template that cannot be read; see read_chat_template."""
-    if wanted not in (None, TRAINING):
-        read_chat_template(str(wanted))
+    """Refuse a --chat_template that cannot be read or is not Jinja, before rows and model are read.
+
+    Raises:
+        UserError: the file cannot be read (see read_chat_template), or it has a syntax error.
+    """
+    from jinja2 import Environment, TemplateSyntaxError
+
+    if wanted in (None, TRAINING):
+        return
+    source = read_chat_template(str(wanted))
+    try:
+        # What is nested too deeply for the parser is refused when the first row is rendered.
+        with contextlib.suppress(RecursionError):
+            Environment(extensions=["jinja2.ext.loopcontrols"], autoescape=True).parse(GENERATION_TAGS.sub("", source))
+    except TemplateSyntaxError as error:
+        reason = f"{error.message or 'syntax error'} (line {error.lineno})".replace("\n", " ")
+        raise UserError(f"chat_template {str(wanted)[:200]} is not valid Jinja: {reason}; fix the file.") from None
 
 
 def set_chat_template(tokenizer: Any, wanted: str | None) -> None:

@@ -59,7 +59,7 @@ def read_message(message: Any) -> Message:
     elif content is None:
         raise UserError(f"a message of role {role} has no content; give it text or remove the row.")
     elif not isinstance(content, str):
-        raise UserError(f"a message of role {role} has {kind_of(content)} as content, not text.")
+        raise UserError(f"a message of role {role} has {kind_of(content)} as content, not text; write it as text.")
     check_plain(message, "a message")
     return message
 
@@ -142,5 +142,7 @@ def _text_parts(parts: list[Any]) -> str:
     """Join OpenAI's list of content parts; all of them must be text."""
     for part in parts:
         if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            raise UserError("a message has content parts that are not text; this kit trains on text only.")
+            raise UserError(
+                "a message has content parts that are not text; this kit trains on text only, so remove the row."
+            )
     return "".join(part["text"] for part in parts)

@@ -71,7 +71,7 @@ def check_source(source: str) -> None:
         if path.suffix.lower() in PACKED_SUFFIXES:
             raise UserError(f"dataset {source} is packed; unpack it and give the {', '.join(SUFFIXES)} file in it.")
         if not path.is_file() or path.suffix.lower() not in SUFFIXES:
-            raise UserError(f"dataset {source} is not a {', '.join(SUFFIXES)} file; name the files themselves.")
+            raise UserError(f"dataset {source} is not a {', '.join(SUFFIXES)} file; convert it to one of these.")
     except (OSError, RuntimeError) as error:
         # The name may be too long for the file system, or contain ~ with an unknown user.
         reason = str(getattr(error, "strerror", error)).rstrip(".")
@@ -247,7 +247,8 @@ def _parsed(text: str, location: str, start: int = 0) -> tuple[Any, int]:
     except json.JSONDecodeError as error:
         line = error.lineno - text.count("\n", 0, start)
         where = f"line {line} of the row, column {error.colno}" if line > 1 else f"column {error.colno}"
-        reason = f"{error.msg} at {where}"
+        # Some of json's messages end with "at" themselves.
+        reason = f"{error.msg.removesuffix(' at')} at {where}"
     except RecursionError:
         reason = "nested too deeply"
     except ValueError as error:

@@ -117,7 +117,10 @@ class Encoder:
         except TemplateOverrun as error:
             raise UserError(overrun_sentence(error)) from None
         except Exception as error:
-            raise UserError(f"the chat template cannot render the row ({' '.join(str(error).split())}).") from None
+            raise UserError(
+                f"the chat template cannot render the row ({' '.join(str(error).split())}); change the row, or give "
+                "another template with --chat_template."
+            ) from None
         ids, offsets = self._tokenize(chat.text, special=False)
         keep = self._keep(ids, offsets, chat.text, chat.spans)
         if self.supervise_all:

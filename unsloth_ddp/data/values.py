@@ -35,7 +35,7 @@ def as_text(value: Any, what: str) -> str:
         UserError: the value is not text, or contains broken Unicode.
     """
     if not isinstance(value, str):
-        raise UserError(f"{what} is {kind_of(value)}, not text.")
+        raise UserError(f"{what} is {kind_of(value)}, not text; write it as text.")
     check_plain(value, what)
     return value
 

@@ -161,6 +161,10 @@ def is_model_file_error(error: Exception) -> bool:
     return not isinstance(error, (MemoryError, AssertionError))
 
 
+# Errors whose message names no way out.
+EXPLAINED = ("no network", "flash-attn")
+
+
 def describe_load_error(error: Exception) -> str:
     """Return the library's message, with the class of errors whose message alone says little, such as KeyError."""
     text = one_line(error, 1000)
@@ -168,7 +172,7 @@ def describe_load_error(error: Exception) -> str:
         return "the sizes of its weights differ from its config.json; download it again, or correct config.json."
     said = text if isinstance(error, (OSError, ValueError)) else f"{type(error).__name__}: {text}"
     known = find_known_error(f"{type(error).__name__}: {text}")
-    return f"{said} What helps: {known.fix}" if known and known.name == "no network" else said
+    return f"{said} What helps: {known.fix}" if known and known.name in EXPLAINED else said
 
 
 def _complete_tokenizer(settings: Settings, tokenizer: Any) -> None:

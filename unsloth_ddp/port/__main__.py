@@ -109,7 +109,7 @@ def main(argv: list[str] | None = None) -> None:
             raise UserError(f"--output {given.output} cannot be written: {error.strerror or error}.") from None
         print("\n".join(line for line in text.splitlines() if line.startswith("#")))
     except UserError as error:
-        print(error, file=sys.stderr)
+        print(f"port: error: {error}", file=sys.stderr)
         sys.exit(EXIT_USER_ERROR)
 
 

@@ -209,7 +209,7 @@ MOST_SMALLER = 2
 # A further size must save this part of the padded tokens,
 LEAST_SAVED = 0.1
 # and in the whole run about as many tokens as a GPU computes while layers are compiled for it.
-TOKENS_OF_COMPILING = 1_000_000
+TOKENS_OF_COMPILING = 500_000
 # Sizes that are compared.
 CANDIDATES = 64
 

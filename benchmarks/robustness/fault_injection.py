@@ -73,7 +73,6 @@ def kit_job(folder: str, rows: str, more: str = "--max_length 64 --use_cpu") -> 
 
 def recorded_job(folder: str, rows: str) -> None:
     """Run the kit's job with packs and CUDA graphs on two GPUs."""
-    # Unsloth would have to be imported before what the fork server has imported.
     kit_job(folder, rows, f"--max_length 64 --packing on --cuda_graphs on --backend transformers --max_steps {STEPS}")
 
 
@@ -116,6 +115,7 @@ def trl_job(folder: str, rows: str) -> None:
 
 
 JOBS: dict[str, Callable[[str, str], None]] = {"kit": kit_job, "recorded": recorded_job, "trl": trl_job}
+ON_GPUS = ("recorded",)
 
 
 def rank_process(peer: str, folder: str, rows: str, environ: dict[str, str], log: str) -> None:
@@ -137,6 +137,15 @@ def rank_process(peer: str, folder: str, rows: str, environ: dict[str, str], log
     os._exit(code)
 
 
+def new_process(peer: str, folder: str, rows: str, environ: dict[str, str], log: str) -> int:
+    """Start one rank that imports everything anew, as CUDA cannot be used after a fork; return its process id."""
+    command = [sys.executable, "-m", "benchmarks.robustness.fault_injection", "--rank", peer, folder, rows]
+    out = (os.POSIX_SPAWN_OPEN, 1, log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    return os.posix_spawn(
+        command[0], command, {**os.environ, **environ}, file_actions=[out, (os.POSIX_SPAWN_DUP2, 1, 2)]
+    )
+
+
 def launcher(peer: str, folder: str, rows: str, logs: str, pids: Any) -> None:
     """Act as an elastic launcher: start the ranks, end all when one fails, forward signals, kill after 30 s."""
     with contextlib.closing(socket.socket()) as probe:
@@ -151,10 +160,10 @@ def launcher(peer: str, folder: str, rows: str, logs: str, pids: Any) -> None:
             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1", "TORCHELASTIC_RUN_ID": "torture",
             "TOKENIZERS_PARALLELISM": "false",
         }  # fmt: skip
-        pid = os.fork()
-        if pid == 0:
-            rank_process(peer, folder, rows, environ, f"{logs}/rank_{rank}.txt")
-        children.append(pid)
+        log = f"{logs}/rank_{rank}.txt"
+        children.append(new_process(peer, folder, rows, environ, log) if peer in ON_GPUS else os.fork())
+        if children[-1] == 0:
+            rank_process(peer, folder, rows, environ, log)
     pids.send(children)
     asked: list[int] = []
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -451,7 +460,12 @@ def main() -> None:
     parser.add_argument("--peer", choices=JOBS, default="kit")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--work", type=Path, help="a folder for the runs, kept; default: a temporary one")
+    parser.add_argument("--rank", nargs=3, metavar=("PEER", "FOLDER", "ROWS"), help=argparse.SUPPRESS)
     given = parser.parse_args()
+    if given.rank:
+        peer, folder, rows = given.rank
+        JOBS[peer](folder, rows)
+        return
     work = given.work or Path(tempfile.mkdtemp(prefix="torture_"))
     work.mkdir(parents=True, exist_ok=True)
 

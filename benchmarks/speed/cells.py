@@ -74,6 +74,7 @@ CONTESTANTS = {
     c.name: c
     for c in (
         Contestant("kit", options=GRAPHS, setup=UNSLOTH_SETUP),
+        Contestant("kit_auto", setup=UNSLOTH_SETUP),
         Contestant("kit_fp8", options=(*GRAPHS, "--fp8"), setup=UNSLOTH_SETUP),
         Contestant("kit_ordinary", options=("--cuda_graphs", "off"), setup=UNSLOTH_SETUP),
         Contestant("kit_all", options=(*GRAPHS, "--loss_on", "all"), setup=UNSLOTH_SETUP),

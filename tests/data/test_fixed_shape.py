@@ -112,7 +112,7 @@ def test_smaller_sizes_are_chosen_where_they_save_much() -> None:
     # Nine of ten micro-batches take 2048 tokens.
     most = np.repeat([2048, 8192], [90, 10])
     assert smaller_sizes(most, 8192, 10**6) == (2048,)
-    assert smaller_sizes(most, 8192, 150) == ()
+    assert smaller_sizes(most, 8192, 80) == ()
     three = np.repeat([1024, 4096, 8192], [40, 40, 20])
     assert smaller_sizes(three, 8192, 10**6) == (1024, 4096)
     # A second size would save less than a tenth.

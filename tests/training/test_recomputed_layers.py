@@ -311,7 +311,8 @@ def prepared(model: Any, kind: str, **options: Any) -> RecordedSteps:
     )  # fmt: skip
     collate, rows = Collate(PadRight(0), Flatten("positions")), Rows()
     settings = Settings(model="m", dataset=["d"], max_length=256, **options)
-    recorded = RecordedSteps(settings, runtime, SimpleNamespace(train=rows), collate, torch.device("cpu"))
+    data = SimpleNamespace(train=rows, plan=BatchPlan(1, 2, 1))
+    recorded = RecordedSteps(settings, runtime, data, collate, torch.device("cpu"), model)
     if kind == "torch":
         model.gradient_checkpointing_enable({"use_reentrant": False})
     runner = MicroBatchRunner(
@@ -426,8 +427,9 @@ def test_what_the_settings_rule_out_is_known_before_memory_is_tried(options: dic
         device_type="cuda", precision="bf16", sharding="none", ranks=SimpleNamespace(world_size=1)
     )
     settings = Settings(model="m", dataset=["d"], **options)
-    data = SimpleNamespace(train=Rows())
-    recorded = RecordedSteps(settings, runtime, data, Collate(PadRight(0), Flatten("positions")), torch.device("cpu"))
+    data = SimpleNamespace(train=Rows(), plan=BatchPlan(1, 2, 1))
+    collate = Collate(PadRight(0), Flatten("positions"))
+    recorded = RecordedSteps(settings, runtime, data, collate, torch.device("cpu"), model_of("lora"))
     assert recorded.choice.recorded == (not reason) and recorded.choice.reason.startswith(reason)
 
 

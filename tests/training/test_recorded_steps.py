@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -11,8 +12,16 @@ import torch
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.data.batch_plan import BatchPlan
 from unsloth_ddp.training import step_choice
+from unsloth_ddp.training.memory_search import ENOUGH_TOKENS
 from unsloth_ddp.training.meter import Meter, OwnWorkTimer, Totals, peak_memory_bytes
-from unsloth_ddp.training.step_choice import busy_without, dealt, shape_for, shape_of_run
+from unsloth_ddp.training.step_choice import (
+    busy_without,
+    busy_without_before,
+    dealt,
+    shape_for,
+    shape_of_run,
+    tokens_while_launching,
+)
 from unsloth_ddp.training.trainer import DDPTrainer
 
 
@@ -136,3 +145,41 @@ def test_packs_of_one_row_each_are_sequences(starts: list[int], sequences: int) 
 def test_streamed_rows_are_laid_out_with_boundaries() -> None:
     train: Any = SimpleNamespace(streamed=True, packing=SimpleNamespace(starts=np.array([0, 1])))
     assert shape_for(train, 2, 512).sequences == 0
+
+
+@pytest.mark.parametrize(("while_launching", "recorded"), [(8192, True), (2200, False)])
+@pytest.mark.parametrize("size", ["auto", 4])
+def test_a_large_model_keeps_the_gpu_busy_with_fewer_tokens(while_launching: float, recorded: bool, size: Any) -> None:
+    # A step of 8 packs has 4,800 tokens, which two micro-batches pad to 6,144.
+    train, plan = packs_of([600] * 2000, 2), BatchPlan(4, 2, 1)
+    shape = dataclasses.replace(shape_for(train, 4, 2048), tokens=3072)
+    options = {} if size == "auto" else {"per_device_train_batch_size": size}
+    settings = Settings(model="m", dataset=["d"], max_length=2048, **options)
+    reason = busy_without(settings, train, plan, shape, while_launching)
+    assert (reason is None) is recorded
+    assert recorded or reason == "micro-batches of 2,400 tokens on average would be padded to 3,072"
+
+
+def test_tokens_while_launching_follow_the_size_of_a_layer() -> None:
+    def model(width: int) -> Any:
+        layer = torch.nn.ModuleList([torch.nn.Linear(width, width, device="meta") for _ in range(3)])
+        return SimpleNamespace(get_decoder=lambda: SimpleNamespace(layers=[layer] * 2))
+
+    assert tokens_while_launching(model(4096)) == pytest.approx(ENOUGH_TOKENS)
+    assert tokens_while_launching(model(8192)) == pytest.approx(ENOUGH_TOKENS / 4)
+    unknown = SimpleNamespace(get_decoder=lambda: SimpleNamespace(layers=[]))
+    assert tokens_while_launching(unknown) == ENOUGH_TOKENS
+
+
+def test_padding_is_judged_before_the_micro_batch_is_chosen() -> None:
+    settings = Settings(model="m", dataset=["d"], max_length=2048)
+    mixed = packs_of([*[500] * 1900, *[2048] * 100], 2)
+    large = SimpleNamespace(get_decoder=lambda: SimpleNamespace(layers=[torch.nn.Linear(2**14, 2**14, device="meta")]))
+    small = SimpleNamespace(get_decoder=lambda: SimpleNamespace(layers=[torch.nn.Linear(64, 64)]))
+    data: Any = SimpleNamespace(train=mixed, plan=BatchPlan(1, 8, 1))
+    assert busy_without_before(settings, data, small) is None
+    reason = busy_without_before(settings, data, large)
+    # Four packs are the smallest micro-batch of 8,192 tokens.
+    assert reason is not None and reason.startswith("micro-batches of 2,310 tokens on average would be padded to")
+    data.train.streamed = True
+    assert busy_without_before(settings, data, large) is None

@@ -28,6 +28,7 @@ from unsloth_ddp.training.step_choice import (
     GRADIENT_TOLERANCE,
     StepChoice,
     busy_without,
+    busy_without_before,
     capture_sizes,
     check_recording,
     draws_random_numbers,
@@ -35,6 +36,7 @@ from unsloth_ddp.training.step_choice import (
     obstacle,
     refuse,
     shape_of_run,
+    tokens_while_launching,
     too_short,
 )
 
@@ -50,7 +52,13 @@ class RecordedSteps:
     """
 
     def __init__(
-        self, settings: Settings, runtime: Runtime, data: TrainingData, collate: Collate, device: torch.device
+        self,
+        settings: Settings,
+        runtime: Runtime,
+        data: TrainingData,
+        collate: Collate,
+        device: torch.device,
+        model: Any,
     ) -> None:
         self.settings = settings
         self.runtime = runtime
@@ -61,6 +69,9 @@ class RecordedSteps:
         self._random = False
         against = "--cuda_graphs off" if settings.cuda_graphs == "off" else obstacle(settings, runtime, data)
         refuse(settings, against)
+        if against is None and settings.cuda_graphs == "auto" and settings.method != "full":
+            # The micro-batch is chosen for CUDA graphs or without them.
+            against = busy_without_before(settings, data, model)
         self.choice = StepChoice(against is None, against or "")
         if self.choice.recorded:
             record_on_a_stream(device)
@@ -95,7 +106,8 @@ class RecordedSteps:
         shape = shape_of_run(self.settings, self.data, plan)
         if self.settings.cuda_graphs != "on":
             reason = too_short(self.settings, self.data, plan)
-            reason = reason or busy_without(self.settings, self.data.train, plan, shape)
+            launched = tokens_while_launching(runner.model)
+            reason = reason or busy_without(self.settings, self.data.train, plan, shape, launched)
         reason = kind_obstacle(decision.kind, random=False) or reason
         if reason is None:
             captured, reason = self._try(runner, decision, shape, autocast, gradients)

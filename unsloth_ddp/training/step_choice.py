@@ -21,8 +21,9 @@ from unsloth_ddp.data.training_data import TrainingData
 from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.distributed.wire import sendable
 from unsloth_ddp.model import varlen
+from unsloth_ddp.model.modules import base_model
 from unsloth_ddp.training.captured_step import CapturedStep
-from unsloth_ddp.training.memory_search import ENOUGH_TOKENS, largest_tokens
+from unsloth_ddp.training.memory_search import ENOUGH_TOKENS, largest_tokens, sizes_of, up_to_enough, with_micro_batch
 from unsloth_ddp.utils.errors import UserError, one_line
 
 logger = logging.getLogger("unsloth_ddp")
@@ -39,6 +40,8 @@ LOSS_TOLERANCE, GRADIENT_TOLERANCE = 5e-3, 5e-2
 FP8_GRADIENT_TOLERANCE = 0.25
 # Replaying saves about a tenth of the time of a micro-batch that keeps the GPU busy, so it may compute as much padding.
 LEAST_FULL = 0.9
+# Of a layer's matrices in the model of 1.7B for which ENOUGH_TOKENS were measured.
+WEIGHTS_A_LAYER = 50_331_648
 # Packs that the sizes of micro-batches are estimated from.
 SAMPLED_PACKS = 4096
 
@@ -98,11 +101,17 @@ def too_short(settings: Settings, data: TrainingData, plan: BatchPlan) -> str | 
     return f"{passes} micro-batches are too few to compile for" if passes < FEWEST_MICRO_BATCHES else None
 
 
-def busy_without(settings: Settings, train: TokenizedRows, plan: BatchPlan, shape: FixedShape) -> str | None:
+def busy_without(
+    settings: Settings, train: TokenizedRows, plan: BatchPlan, shape: FixedShape, while_launching: float = ENOUGH_TOKENS
+) -> str | None:
     """Return why CUDA graphs would save no time: micro-batches already keep the GPU busy; None if they may save time.
 
     Unsloth compiles whole layers for --method full; measured on an H200 (docs/speed.md). A replayed micro-batch also computes
-    its padding. The backend takes about as long for a small micro-batch as for one of ENOUGH_TOKENS.
+    its padding. The backend computes a step's rows, or waits for the host.
+
+    Args:
+        plan: with the micro-batch that would be replayed.
+        while_launching: tokens that the GPU computes while the host launches the kernels of a micro-batch.
     """
     if train.streamed:
         return None
@@ -112,9 +121,36 @@ def busy_without(settings: Settings, train: TokenizedRows, plan: BatchPlan, shap
         return f"micro-batches of {tokens:,} tokens keep the GPU busy without CUDA graphs" if busy else None
     packs = dealt(train, plan)
     mean, padded = packs.sum(axis=1).mean(), shape.padded(packs).mean()
-    if max(mean, ENOUGH_TOKENS) >= LEAST_FULL * padded:
+    # Without CUDA graphs as many packs as fit are one micro-batch, usually all of a step.
+    together = plan.accumulation if len(sizes_of(settings, plan)) > 1 else 1
+    if max(mean * together, while_launching) >= LEAST_FULL * padded * together:
         return None
     return f"micro-batches of {mean:,.0f} tokens on average would be padded to {padded:,.0f}"
+
+
+def busy_without_before(settings: Settings, data: TrainingData, model: Any) -> str | None:
+    """Return what `busy_without` would, before the micro-batch is chosen."""
+    if data.train.streamed:
+        return None
+    sizes = sizes_of(settings, data.plan)
+    if settings.method != "full":
+        sizes = up_to_enough(sizes, lambda size: largest_tokens(data.train, size, settings.max_length))
+    plan = with_micro_batch(data.plan, sizes[-1])
+    return busy_without(settings, data.train, plan, shape_of_run(settings, data, plan), tokens_while_launching(model))
+
+
+def tokens_while_launching(model: Any) -> float:
+    """Return how many tokens a GPU computes while the host launches the kernels of a micro-batch, roughly.
+
+    ENOUGH_TOKENS were measured for a model of 1.7B; layers take as many kernels whatever their size.
+    """
+    layers = getattr(base_model(model).get_decoder(), "layers", [])
+    weights = sum(
+        module.in_features * module.out_features
+        for module in (layers[0].modules() if len(layers) else [])
+        if isinstance(module, torch.nn.Linear)
+    )
+    return ENOUGH_TOKENS * WEIGHTS_A_LAYER / weights if weights else ENOUGH_TOKENS
 
 
 def dealt(train: TokenizedRows, plan: BatchPlan) -> np.ndarray:

@@ -102,7 +102,7 @@ class DDPTrainer(ResumableTrainer):
             prepare_for_packs(runtime, model)
         self.checkpointing = GradientCheckpointing(model, runtime, settings)
         self.collate = Collate(PadRight(tokenizer.pad_token_id), Flatten(keys_for_packs(runtime, model)))
-        self.recorded = RecordedSteps(settings, runtime, data, self.collate, config.device)
+        self.recorded = RecordedSteps(settings, runtime, data, self.collate, config.device, model)
         seed = config.seed if config.data_seed is None else config.data_seed
         evaluation = data.evaluation
         with trained_by_unsloth(model, runtime.backend):

@@ -11,6 +11,7 @@ import torch
 
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.data.batch_plan import BatchPlan
+from unsloth_ddp.model.fp8 import FrozenFP8Linear
 from unsloth_ddp.training import step_choice
 from unsloth_ddp.training.memory_search import ENOUGH_TOKENS
 from unsloth_ddp.training.meter import Meter, OwnWorkTimer, Totals, peak_memory_bytes
@@ -168,7 +169,10 @@ def test_tokens_while_launching_follow_the_size_of_a_layer() -> None:
     assert tokens_while_launching(model(4096)) == pytest.approx(ENOUGH_TOKENS)
     assert tokens_while_launching(model(8192)) == pytest.approx(ENOUGH_TOKENS / 4)
     unknown = SimpleNamespace(get_decoder=lambda: SimpleNamespace(layers=[]))
-    assert tokens_while_launching(unknown) == ENOUGH_TOKENS
+    assert tokens_while_launching(unknown) == tokens_while_launching(SimpleNamespace()) == ENOUGH_TOKENS
+    frozen = FrozenFP8Linear(torch.nn.Linear(4096, 4096, device="meta").requires_grad_(False))
+    quantized = SimpleNamespace(get_decoder=lambda: SimpleNamespace(layers=[torch.nn.ModuleList([frozen] * 3)]))
+    assert tokens_while_launching(quantized) == pytest.approx(3 * ENOUGH_TOKENS)
 
 
 def test_padding_is_judged_before_the_micro_batch_is_chosen() -> None:

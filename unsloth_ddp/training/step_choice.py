@@ -21,6 +21,7 @@ from unsloth_ddp.data.training_data import TrainingData
 from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.distributed.wire import sendable
 from unsloth_ddp.model import varlen
+from unsloth_ddp.model.fp8 import FrozenFP8Linear
 from unsloth_ddp.model.modules import base_model
 from unsloth_ddp.training.captured_step import CapturedStep
 from unsloth_ddp.training.memory_search import ENOUGH_TOKENS, largest_tokens, sizes_of, up_to_enough, with_micro_batch
@@ -49,7 +50,7 @@ SAMPLED_PACKS = 4096
 @sendable
 @dataclass(frozen=True)
 class StepChoice:
-    """Whether a run replays micro-batches as CUDA graphs, and the reason in a few words."""
+    """Say whether a run replays micro-batches as CUDA graphs, and the reason in a few words."""
 
     recorded: bool
     reason: str
@@ -144,11 +145,12 @@ def tokens_while_launching(model: Any) -> float:
 
     ENOUGH_TOKENS were measured for a model of 1.7B; layers take as many kernels whatever their size.
     """
-    layers = getattr(base_model(model).get_decoder(), "layers", [])
+    base = base_model(model)
+    layers = getattr(base.get_decoder(), "layers", []) if hasattr(base, "get_decoder") else []
     weights = sum(
         module.in_features * module.out_features
         for module in (layers[0].modules() if len(layers) else [])
-        if isinstance(module, torch.nn.Linear)
+        if isinstance(module, torch.nn.Linear | FrozenFP8Linear)
     )
     return ENOUGH_TOKENS * WEIGHTS_A_LAYER / weights if weights else ENOUGH_TOKENS
 

@@ -33,7 +33,7 @@ class GradientCheckpointing:
 
     @property
     def recomputes_reentrantly(self) -> bool:
-        """Whether layers are currently recomputed by reentrant checkpointing."""
+        """Return whether layers are currently recomputed by reentrant checkpointing."""
         return self.kind != "none" and (self.reentrant or self.backend == "unsloth")
 
     @property

@@ -62,7 +62,7 @@ class Trial:
 
     @property
     def fits(self) -> bool:
-        """Whether the trial left the headroom free."""
+        """Return whether the trial left the headroom free."""
         return self.needed is not None and self.needed <= (1 - HEADROOM) * self.room
 
 

@@ -39,7 +39,7 @@ class RowFeed:
 
     @property
     def streamed(self) -> bool:
-        """Whether the training rows are read while training goes on."""
+        """Return whether the training rows are read while training goes on."""
         return self._windows is not None
 
     def train_order(self, plan: BatchPlan) -> BalancedOrder:

@@ -59,7 +59,7 @@ class Estimate:
 
     @property
     def fits(self) -> bool:
-        """Whether the estimate leaves the headroom free."""
+        """Return whether the estimate leaves the headroom free."""
         return self.needed is not None and self.needed <= (1 - HEADROOM) * self.room
 
 

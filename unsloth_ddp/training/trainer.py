@@ -468,7 +468,7 @@ class DDPTrainer(ResumableTrainer):
 
     @property
     def stopped(self) -> bool:
-        """Whether the ranks stopped together before the last step, or during an evaluation after it."""
+        """Return whether the ranks stopped together before the last step, or during an evaluation after it."""
         before_the_end = self.state.global_step < self.state.max_steps
         return self.evaluation_interrupted or (bool(self.stop.agreed_cause) and before_the_end)
 

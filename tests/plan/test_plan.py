@@ -16,6 +16,7 @@ from tests.conftest import REPO
 from tests.mixtures import save_mixture
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.data.batch_plan import plan_batch
+from unsloth_ddp.data.packing import best_fit
 from unsloth_ddp.plan import __main__ as command
 from unsloth_ddp.plan import calibration as calibrations
 from unsloth_ddp.plan.calibration import Calibration, Measurement, load_calibration
@@ -25,20 +26,25 @@ from unsloth_ddp.plan.memory import (
     estimate_memory,
 )
 from unsloth_ddp.plan.report import PlanReport, plan_as_json, render_plan
-from unsloth_ddp.plan.rows import RowLengths, in_order, largest_micro_batch
+from unsloth_ddp.plan.rows import RowLengths, in_order
 from unsloth_ddp.plan.shape import ModelShape, read_model_shape
+from unsloth_ddp.training.memory_search import largest_tokens
 from unsloth_ddp.utils.errors import UserError
 
 # ---- rows ----
 
 
+def packs_of(lengths: np.ndarray, capacity: int = 2048) -> RowLengths:
+    return RowLengths(lengths, supervised=1).packed(best_fit(lengths, capacity))
+
+
 def test_the_largest_micro_batch_is_that_of_the_run():
     rows = RowLengths(np.array([1, 2, 3, 4, 5, 60]), supervised=1)
-    plan = plan_batch(2, 1, 2, None)
-    order = in_order(rows.lengths, seed=3)
-    assert largest_micro_batch(rows, plan, 3, steps=1) == 2 * max(order[:2])
-    assert largest_micro_batch(rows, plan, 3, steps=3) == 120
-    assert largest_micro_batch(rows, plan, 3, steps=300) == 120
+    order = in_order(rows.each, seed=3)
+    assert largest_tokens(rows.seen(3, 2), 2, 512) == 2 * max(order[:2])
+    assert largest_tokens(rows.seen(3, 6), 2, 512) == largest_tokens(rows.seen(3, 600), 2, 512) == 120
+    packs = rows.packed(best_fit(rows.each, 8))
+    assert packs.units == 3 and largest_tokens(packs.seen(3, 6), 2, 512) == 60 + 8
 
 
 def test_the_first_rows_of_a_stream_stand_for_all(demo_shape, tmp_path, monkeypatch, capsys):
@@ -196,7 +202,7 @@ def test_with_sharding_a_plan_leaves_as_much_free_as_a_run(measured_job):
 
 def test_a_micro_batch_is_planned_as_a_run_chooses_it(measured_job):
     shapes, _ = measured_job
-    rows = RowLengths(np.full(64, 2048), supervised=1, unit="packs")
+    rows = packs_of(np.full(64, 2048))
     batch = plan_batch(1, 2, 32, None)
 
     def planned(gib: float | None, **options) -> int:
@@ -337,7 +343,7 @@ def test_the_demo_with_a_calibration_has_hours(capsys, tmp_path, demo_calibratio
 def test_the_widest_plan_fits_100_columns(measured_job):
     shapes, _ = measured_job
     settings = Settings(model="m", dataset=["d"])
-    rows = RowLengths(np.full(4096, 2048), supervised=1, unit="packs")
+    rows = packs_of(np.full(4096, 2048))
     hardware = Hardware(16, 8, [25e9 / 8, 400e9 / 8], 450e9, 24e9)
     batch = plan_batch(1, 128, 2048, None)
     computed = make_plan(settings, shapes["qwen3_8b"], rows, batch, hardware, load_calibration("h200"))

@@ -40,7 +40,7 @@ def plan_of(
         parse_settings(["--config", str(recipe), "--model", str(folder), "--dataset", "rows.jsonl"]), capability
     )
     rows = RowLengths(np.full(64, settings.max_length), 64 * settings.max_length)
-    batch, packing, _ = plan_step(BatchRequest.of(settings, 1), rows.lengths, planned_packing(settings, capability))
+    batch, packing, _ = plan_step(BatchRequest.of(settings, 1), rows.each, planned_packing(settings, capability))
     rows = rows.packed(packing)
     hardware = Hardware(1, 1, [1e9], gpu_memory=memory, capability=capability)
     plan = make_plan(settings, read_model_shape(settings), rows, batch, hardware, None)

@@ -12,6 +12,7 @@ import torch
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.data.batch_plan import BatchPlan
 from unsloth_ddp.model.fp8 import FrozenFP8Linear
+from unsloth_ddp.model.modules import weights_of_first_layer
 from unsloth_ddp.training import step_choice
 from unsloth_ddp.training.memory_search import ENOUGH_TOKENS
 from unsloth_ddp.training.meter import Meter, OwnWorkTimer, Totals, peak_memory_bytes
@@ -96,12 +97,12 @@ def test_micro_batches_are_recorded_only_where_it_brings_something(
 def test_padding_to_several_sizes_counts() -> None:
     settings = Settings(model="m", dataset=["d"], max_length=2048)
     train, plan = packs_of([1000] * 60 + [2048] * 4), BatchPlan(16, 1, 1)
-    shape = shape_of_run(settings, SimpleNamespace(train=train), plan)
+    shape = shape_of_run(settings, train, plan)
     assert shape.smaller == ()
     reason = busy_without(settings, train, plan, shape)
     assert reason is not None and "padded to" in reason
     long = Settings(model="m", dataset=["d"], max_length=2048, num_train_epochs=1000)
-    shape = shape_of_run(long, SimpleNamespace(train=train), plan)
+    shape = shape_of_run(long, train, plan)
     assert shape.smaller
     assert busy_without(long, train, plan, shape) is None
 
@@ -109,11 +110,11 @@ def test_padding_to_several_sizes_counts() -> None:
 def test_chats_of_a_small_global_batch_are_not_padded_to_the_longest_packs() -> None:
     rng = np.random.default_rng(0)
     packs = [*rng.integers(400, 700, 950).tolist(), *rng.integers(1000, 2049, 50).tolist()]
-    data: Any = SimpleNamespace(train=packs_of(packs, 2))
+    train = packs_of(packs, 2)
     plan = BatchPlan(4, 2, 1)
     settings = Settings(model="m", dataset=["d"], max_length=2048, num_train_epochs=10)
-    shape = shape_of_run(settings, data, plan)
-    micro_batches = dealt(data.train, plan)
+    shape = shape_of_run(settings, train, plan)
+    micro_batches = dealt(train, plan)
     assert micro_batches.shape == (250, 4) and micro_batches.sum() == sum(packs)
     assert shape.tokens > 8000 and len(shape.smaller) == 2
     assert shape.padded(micro_batches).mean() < 1.3 * micro_batches.sum(axis=1).mean()
@@ -166,24 +167,26 @@ def test_tokens_while_launching_follow_the_size_of_a_layer() -> None:
         layer = torch.nn.ModuleList([torch.nn.Linear(width, width, device="meta") for _ in range(3)])
         return SimpleNamespace(get_decoder=lambda: SimpleNamespace(layers=[layer] * 2))
 
-    assert tokens_while_launching(model(4096)) == pytest.approx(ENOUGH_TOKENS)
-    assert tokens_while_launching(model(8192)) == pytest.approx(ENOUGH_TOKENS / 4)
+    def tokens(model: Any) -> float:
+        return tokens_while_launching(weights_of_first_layer(model))
+
+    assert tokens(model(4096)) == pytest.approx(ENOUGH_TOKENS)
+    assert tokens(model(8192)) == pytest.approx(ENOUGH_TOKENS / 4)
     unknown = SimpleNamespace(get_decoder=lambda: SimpleNamespace(layers=[]))
-    assert tokens_while_launching(unknown) == tokens_while_launching(SimpleNamespace()) == ENOUGH_TOKENS
+    assert tokens(unknown) == tokens(SimpleNamespace()) == ENOUGH_TOKENS
     frozen = FrozenFP8Linear(torch.nn.Linear(4096, 4096, device="meta").requires_grad_(False))
     quantized = SimpleNamespace(get_decoder=lambda: SimpleNamespace(layers=[torch.nn.ModuleList([frozen] * 3)]))
-    assert tokens_while_launching(quantized) == pytest.approx(3 * ENOUGH_TOKENS)
+    assert tokens(quantized) == pytest.approx(3 * ENOUGH_TOKENS)
 
 
 def test_padding_is_judged_before_the_micro_batch_is_chosen() -> None:
     settings = Settings(model="m", dataset=["d"], max_length=2048)
     mixed = packs_of([*[500] * 1900, *[2048] * 100], 2)
-    large = SimpleNamespace(get_decoder=lambda: SimpleNamespace(layers=[torch.nn.Linear(2**14, 2**14, device="meta")]))
-    small = SimpleNamespace(get_decoder=lambda: SimpleNamespace(layers=[torch.nn.Linear(64, 64)]))
-    data: Any = SimpleNamespace(train=mixed, plan=BatchPlan(1, 8, 1))
-    assert busy_without_before(settings, data, small) is None
-    reason = busy_without_before(settings, data, large)
+    large, small = tokens_while_launching(2**28), tokens_while_launching(2**12)
+    plan = BatchPlan(1, 8, 1)
+    assert busy_without_before(settings, mixed, plan, small) is None
+    reason = busy_without_before(settings, mixed, plan, large)
     # Four packs are the smallest micro-batch of 8,192 tokens.
     assert reason is not None and reason.startswith("micro-batches of 2,310 tokens on average would be padded to")
-    data.train.streamed = True
-    assert busy_without_before(settings, data, large) is None
+    mixed.streamed = True
+    assert busy_without_before(settings, mixed, plan, large) is None

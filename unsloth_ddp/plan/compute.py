@@ -34,18 +34,27 @@ from unsloth_ddp.plan.network import (
     scaling_efficiency,
     sharded_seconds,
 )
-from unsloth_ddp.plan.rows import RowLengths, in_order, largest_micro_batch
+from unsloth_ddp.plan.rows import RowLengths, in_order
 from unsloth_ddp.plan.shape import ModelShape
 from unsloth_ddp.training.memory_search import (
     ENOUGH_RECORDED,
     ENOUGH_TOKENS,
     divisors,
+    largest_tokens,
     search,
     sizes_of,
-    up_to_enough,
+    sizes_to_replay,
     with_micro_batch,
 )
 from unsloth_ddp.training.sharded_search import HEADROOM
+from unsloth_ddp.training.step_choice import (
+    StepChoice,
+    obstacle_on_gpus,
+    reason_after,
+    reason_before,
+    shape_of_run,
+    tokens_while_launching,
+)
 
 # The shardings with parts in host memory that accelerate_configs/ has.
 OFFLOADS: tuple[tuple[Sharding, Offload], ...] = (
@@ -133,6 +142,7 @@ class Plan:
     tokens_a_step: float
     tokens: float
     micro_batch: int
+    graphs: StepChoice
     memory: list[MemoryRow]
     sharded: list[NetworkRow]
     gradients: dict[Method, float]
@@ -160,7 +170,7 @@ def make_workload(settings: Settings, rows: RowLengths, tokens: int, processes: 
         checkpointing="none",
         processes=processes,
         backend=backend_of(settings),
-        packed=rows.unit == "packs",
+        packed=rows.packing is not None,
         accumulation=accumulation,
         ddp_buckets=settings.ddp_find_unused_parameters,
     )
@@ -177,14 +187,12 @@ def choose_micro_batch(
     copies: int = 1,
 ) -> int:
     """Choose the micro-batch as a run does (training/memory_search.py); a GPU's whole share without its memory."""
-    sizes = sizes_of(settings, batch)
-    recorded = sharding == "none" and records_steps(settings, rows, batch.processes)
+    recorded = reason_against_graphs(settings, shape, rows, batch, sharding) is None
+    sizes = sizes_to_replay(settings, rows, batch) if recorded else sizes_of(settings, batch)
 
     def tokens(size: int) -> int:
-        return size * (settings.max_length if rows.streamed else rows.longest)
+        return largest_tokens(rows, size, settings.max_length)
 
-    if recorded and settings.method != "full":
-        sizes = up_to_enough(sizes, tokens)
     if gpu_memory is None:
         return sizes[-1]
 
@@ -205,12 +213,34 @@ def choose_micro_batch(
     return found[1] if found else sizes[0]
 
 
-def records_steps(settings: Settings, rows: RowLengths, processes: int) -> bool:
-    """Return whether a run on GPUs replays recorded micro-batches (see training/step_choice.py)."""
-    possible = (
-        rows.unit == "packs" and precision_of(settings) == "bf16" and settings.gradient_checkpointing != "unsloth"
+def reason_against_graphs(
+    settings: Settings, shape: ModelShape, rows: RowLengths, batch: BatchPlan, sharding: Sharding = "none"
+) -> str | None:
+    """Return why a run on GPUs does not choose the micro-batch for CUDA graphs; None if it does."""
+    against = obstacle_on_gpus(
+        settings,
+        packed=rows.packing is not None,
+        precision=precision_of(settings),
+        sharding=sharding,
+        processes=batch.processes,
     )
-    return settings.cuda_graphs != "off" and possible and not (settings.ddp_find_unused_parameters and processes > 1)
+    return reason_before(settings, against, rows, batch, tokens_while_launching(shape.layer_weights))
+
+
+def choose_graphs(
+    settings: Settings, shape: ModelShape, rows: RowLengths, batch: BatchPlan, kind: Checkpointing
+) -> StepChoice:
+    """Choose as a run with DDP does whether micro-batches are replayed as CUDA graphs; its trial is taken to succeed.
+
+    Args:
+        batch: with the chosen micro-batch.
+        kind: the chosen kind of gradient checkpointing.
+    """
+    reason = reason_against_graphs(settings, shape, rows, batch)
+    if reason is None:
+        launched = tokens_while_launching(shape.layer_weights)
+        reason = reason_after(settings, rows, batch, shape_of_run(settings, rows, batch), kind, launched)
+    return StepChoice(reason is None, reason or "if a trial before step 1 gives the same loss and gradients")
 
 
 def checkpointing_kinds(settings: Settings, sharding: Sharding = "none") -> tuple[Checkpointing, ...]:
@@ -334,7 +364,7 @@ def make_speed_query(
         backend=backend_of(settings),
         precision=precision_of(settings),
         gradient_checkpointing=checkpointing,
-        rows="packed" if rows.unit == "packs" else kind_of_rows(rows.mean, settings.max_length),
+        rows="packed" if rows.packing is not None else kind_of_rows(rows.mean, settings.max_length),
         tokens_a_micro_batch=batch.per_device * rows.mean,
         flops_a_token=shape.flops_a_token(settings.method),
     )
@@ -351,23 +381,19 @@ def make_plan(
     """Compute the plan of a run."""
     asked, gpu_memory = batch, hardware.gpu_memory
     batch = with_micro_batch(asked, choose_micro_batch(settings, shape, rows, asked, gpu_memory))
-    count = len(rows.lengths)
+    count = rows.units
     steps = batch.steps(count, settings.num_train_epochs, settings.max_steps)
-    if rows.streamed:
-        tokens_a_step = rows.mean * batch.global_batch
-        # A row that has not been read may have the greatest length.
-        longest = settings.max_length
-    else:
-        tokens_a_step = rows.tokens / batch.steps_per_epoch(count)
-        longest = largest_micro_batch(rows, with_micro_batch(batch, 1), settings.seed, steps)
-    micro_batch = batch.per_device * longest
+    tokens_a_step = rows.mean * batch.global_batch if rows.streamed else rows.tokens / batch.steps_per_epoch(count)
+    seen = rows.seen(settings.seed, steps * batch.global_batch)
+    micro_batch = largest_tokens(seen, batch.per_device, settings.max_length)
     memory: list[MemoryRow] = []
     sharded: list[NetworkRow] = []
 
     def workload(of_method: Settings, sharding: Sharding, offload: Offload, copies: int) -> Workload:
         size = choose_micro_batch(of_method, shape, rows, asked, gpu_memory, sharding, offload, copies)
         accumulation = asked.per_device * asked.accumulation // size
-        work = make_workload(of_method, rows, size * longest, hardware.processes, accumulation)
+        tokens = largest_tokens(seen, size, settings.max_length)
+        work = make_workload(of_method, rows, tokens, hardware.processes, accumulation)
         return dataclasses.replace(work, offload=offload, copies=copies)
 
     for method in get_args(Method):
@@ -388,13 +414,14 @@ def make_plan(
                     memory.append(make_memory_row(settings, shape, method, sharding, work, gpu_memory))
                     sharded.append(make_network_row(shape, memory[-1], work, hardware))
     kind = next(row.checkpointing for row in memory if (row.method, row.sharding) == (settings.method, "none"))
+    graphs = choose_graphs(settings, shape, rows, batch, kind)
     wanted = make_speed_query(settings, shape, rows, batch, kind)
     speed = estimate_speed(calibration, wanted) if calibration else None
     gradients: dict[Method, float] = {m: count_gradient_bytes(shape, m, settings) for m in get_args(Method)}
     share = shape.backward_share(settings.method, kind != "none")
     tokens = tokens_a_step * steps
-    plan = Plan(batch, steps, tokens_a_step, tokens, micro_batch, memory, sharded, gradients, speed, [])
-    ordered = in_order(rows.lengths, settings.seed)
+    plan = Plan(batch, steps, tokens_a_step, tokens, micro_batch, graphs, memory, sharded, gradients, speed, [])
+    ordered = in_order(rows.each, settings.seed)
     chosen = len(sizes_of(settings, asked)) > 1
     for gpus in gpu_counts(hardware.gpus_per_node):
         plan.scale.append(

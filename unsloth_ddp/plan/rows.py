@@ -2,46 +2,64 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 
 from unsloth_ddp.config.parse import Settings
-from unsloth_ddp.data.batch_plan import BatchPlan, RowOrder
+from unsloth_ddp.data.batch_plan import RowOrder
 from unsloth_ddp.data.packing import Packing
 
 
 @dataclass(frozen=True)
 class RowLengths:
-    """Tokens of every training row, or of every pack, and the number of supervised tokens.
+    """Tokens of each training row, or of each pack, and the number of supervised tokens; the Units of a plan.
 
     For `streamed` data these are its first rows, which stand for all.
     """
 
-    lengths: np.ndarray
+    each: np.ndarray
     supervised: int
-    unit: Literal["rows", "packs"] = "rows"
+    packing: Packing | None = None
     streamed: bool = False
 
     def packed(self, packing: Packing | None) -> RowLengths:
         """Return the same tokens in packs; the rows themselves without packing."""
-        return self if packing is None else RowLengths(packing.tokens, self.supervised, "packs", self.streamed)
+        return self if packing is None else RowLengths(packing.tokens, self.supervised, packing, self.streamed)
+
+    def seen(self, seed: int, count: int) -> RowLengths:
+        """Return the first `count` units in the order of the first epoch; `packing` stays that of all."""
+        return dataclasses.replace(self, each=in_order(self.each, seed)[:count])
+
+    def lengths(self) -> np.ndarray:
+        """Return the tokens of each unit and of the filler, which has one, int (units + 1,)."""
+        return np.append(self.each, 1)
+
+    @property
+    def units(self) -> int:
+        """Number of units that the batch plan counts: packs, or rows."""
+        return len(self.each)
+
+    @property
+    def unit(self) -> str:
+        """The name of what the batch plan counts."""
+        return "rows" if self.packing is None else "packs"
 
     @property
     def tokens(self) -> int:
         """Tokens of one epoch, without padding."""
-        return int(self.lengths.sum())
+        return int(self.each.sum())
 
     @property
     def mean(self) -> float:
         """Mean tokens of a row."""
-        return self.tokens / len(self.lengths)
+        return self.tokens / self.units
 
     @property
     def longest(self) -> int:
         """Tokens of the longest row."""
-        return int(self.lengths.max())
+        return int(self.each.max())
 
 
 def tokenize_rows(settings: Settings) -> RowLengths:
@@ -72,9 +90,3 @@ def in_order(lengths: np.ndarray, seed: int, epoch: int = 0) -> np.ndarray:
     order = RowOrder(len(lengths), 1, seed)
     order.set_epoch(epoch)
     return lengths[list(order)]
-
-
-def largest_micro_batch(rows: RowLengths, plan: BatchPlan, seed: int, steps: int) -> int:
-    """Return the most tokens of a micro-batch, with padding: the longest rows of a step share one (batch_plan.arrange)."""
-    seen = in_order(rows.lengths, seed)[: steps * plan.global_batch]
-    return plan.per_device * int(seen.max())

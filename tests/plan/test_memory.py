@@ -9,6 +9,8 @@ import pytest
 
 from benchmarks.memory import what_fits
 from tests.conftest import REPO
+from unsloth_ddp.config.options import Settings
+from unsloth_ddp.data.batch_plan import plan_batch
 from unsloth_ddp.plan.memory import (
     BYTES_PACKED,
     MEASURED,
@@ -19,9 +21,8 @@ from unsloth_ddp.plan.memory import (
     is_supported,
     judge_fit,
 )
-from unsloth_ddp.plan.rows import in_order
+from unsloth_ddp.plan.rows import in_order, largest_micro_batch
 from unsloth_ddp.plan.shape import ModelShape
-from unsloth_ddp.training.memory_search import largest_tokens
 from unsloth_ddp.training.sharded_memory import ZERO_BUCKET
 
 SHAPE = ModelShape(
@@ -154,7 +155,8 @@ def test_memory_is_near_what_h200s_used(measured_job):
         shape = next(shape for name, shape in shapes.items() if run["name"].startswith(name))
         # The rows of those runs, or the comparison means nothing.
         assert in_order(rows.each, 42)[: 12 * 8].sum() == pytest.approx(summary["tokens"], rel=0.01)
-        largest = largest_tokens(rows.seen(42, 12 * 8), 2, 1024)
+        plan = plan_batch(2, summary["world_size"], 8, None)
+        largest = largest_micro_batch(rows, plan, Settings(model="m", dataset=["d"], max_steps=12))
         work = Workload(largest, 2, 4, "adamw_torch", "torch", summary["world_size"])
         work = dataclasses.replace(work, ddp_buckets=True)
         memory = estimate_memory(shape, summary["settings"]["method"], "none", work)

@@ -15,20 +15,19 @@ import transformers
 from tests.conftest import REPO
 from tests.mixtures import save_mixture
 from unsloth_ddp.config.options import Settings
-from unsloth_ddp.data.batch_plan import plan_batch
+from unsloth_ddp.data.batch_plan import BatchPlan, plan_batch
 from unsloth_ddp.data.packing import best_fit
 from unsloth_ddp.plan import __main__ as command
 from unsloth_ddp.plan import calibration as calibrations
 from unsloth_ddp.plan.calibration import Calibration, Measurement, load_calibration
-from unsloth_ddp.plan.compute import Hardware, choose_micro_batch, find_least_memory, make_memory_row, make_plan
+from unsloth_ddp.plan.compute import Hardware, choose_step, find_least_memory, make_memory_row, make_plan
 from unsloth_ddp.plan.memory import (
     Workload,
     estimate_memory,
 )
 from unsloth_ddp.plan.report import PlanReport, plan_as_json, render_plan
-from unsloth_ddp.plan.rows import RowLengths, in_order
+from unsloth_ddp.plan.rows import RowLengths, in_order, largest_micro_batch
 from unsloth_ddp.plan.shape import ModelShape, read_model_shape
-from unsloth_ddp.training.memory_search import largest_tokens
 from unsloth_ddp.utils.errors import UserError
 
 # ---- rows ----
@@ -41,10 +40,24 @@ def packs_of(lengths: np.ndarray, capacity: int = 2048) -> RowLengths:
 def test_the_largest_micro_batch_is_that_of_the_run():
     rows = RowLengths(np.array([1, 2, 3, 4, 5, 60]), supervised=1)
     order = in_order(rows.each, seed=3)
-    assert largest_tokens(rows.seen(3, 2), 2, 512) == 2 * max(order[:2])
-    assert largest_tokens(rows.seen(3, 6), 2, 512) == largest_tokens(rows.seen(3, 600), 2, 512) == 120
-    packs = rows.packed(best_fit(rows.each, 8))
-    assert packs.units == 3 and largest_tokens(packs.seen(3, 6), 2, 512) == 60 + 8
+    settings = Settings(model="m", dataset=["d"], seed=3)
+    plan = plan_batch(2, 1, 2, None)
+
+    def largest(rows: RowLengths, plan: BatchPlan, steps: int) -> int:
+        return largest_micro_batch(rows, plan, dataclasses.replace(settings, max_steps=steps))
+
+    assert largest(rows, plan, 1) == 2 * max(order[:2])
+    assert largest(rows, plan, 3) == largest(rows, plan, 300) == 120
+    # Packs are joined, and the longest of a step share a micro-batch.
+    packs = packs_of(np.array([1, 2, 3, 4, 5, 60]), 5)
+    assert sorted(packs.each) == [5, 5, 5, 60]
+    assert largest(packs, plan, 2) == 65
+    packs = packs_of(np.array([10, 20, 30, 40]), 10)
+    orders = [in_order(packs.each, 3, epoch) for epoch in range(20)]
+    pairs = [max(sum(order[:2]), sum(order[2:])) for order in orders]
+    assert largest(packs, plan, 1) == sum(orders[0][:2])
+    assert [largest(packs, plan, 2 * epochs) for epochs in range(1, 21)] == [max(pairs[:n]) for n in range(1, 21)]
+    assert largest(packs, BatchPlan(2, 2, 1), 20) == 70
 
 
 def test_the_first_rows_of_a_stream_stand_for_all(demo_shape, tmp_path, monkeypatch, capsys):
@@ -207,7 +220,7 @@ def test_a_micro_batch_is_planned_as_a_run_chooses_it(measured_job):
 
     def planned(gib: float | None, **options) -> int:
         settings = Settings(model="m", dataset=["d"], **options)
-        return choose_micro_batch(settings, shapes["qwen3_8b"], rows, batch, gib and gib * 2**30)
+        return choose_step(settings, shapes["qwen3_8b"], rows, batch, gib and gib * 2**30).batch.per_device
 
     # 8 packs of 2048 without recomputing were measured at 83 GiB, and chosen on a GPU of 140.
     # With 24 GiB one pack would fit without recomputing; four of them with it are worth more.
@@ -224,9 +237,9 @@ def test_a_micro_batch_is_planned_as_a_run_chooses_it(measured_job):
     assert planned(141, method="full") == planned(141, method="full", cuda_graphs="off")
     # With sharding nothing is recorded, and what is left of split weights goes to more rows.
     sharded = {
-        sharding: choose_micro_batch(
+        sharding: choose_step(
             Settings(model="m", dataset=["d"]), shapes["qwen3_8b"], rows, batch, 32e9, sharding
-        )
+        ).batch.per_device
         for sharding in ("none", "zero2", "fsdp2")
     }
     assert sharded == {"none": 1, "zero2": 8, "fsdp2": 16}

@@ -34,7 +34,7 @@ from unsloth_ddp.plan.network import (
     scaling_efficiency,
     sharded_seconds,
 )
-from unsloth_ddp.plan.rows import RowLengths, in_order
+from unsloth_ddp.plan.rows import RowLengths, in_order, largest_micro_batch
 from unsloth_ddp.plan.shape import ModelShape
 from unsloth_ddp.training.memory_search import (
     ENOUGH_RECORDED,
@@ -52,6 +52,7 @@ from unsloth_ddp.training.step_choice import (
     obstacle_on_gpus,
     reason_after,
     reason_before,
+    shape_for,
     shape_of_run,
     tokens_while_launching,
 )
@@ -134,6 +135,21 @@ class ScaleRow:
 
 
 @dataclass(frozen=True)
+class PlannedStep:
+    """How a GPU computes a step, as a run chooses it.
+
+    Args:
+        graphs: whether micro-batches are replayed as CUDA graphs; the trial of a run is taken to succeed.
+        tokens: of the largest micro-batch, with padding.
+    """
+
+    batch: BatchPlan
+    checkpointing: Checkpointing
+    graphs: StepChoice
+    tokens: int
+
+
+@dataclass(frozen=True)
 class Plan:
     """The result of planning: everything that the command prints."""
 
@@ -176,7 +192,7 @@ def make_workload(settings: Settings, rows: RowLengths, tokens: int, processes: 
     )
 
 
-def choose_micro_batch(
+def choose_step(
     settings: Settings,
     shape: ModelShape,
     rows: RowLengths,
@@ -185,18 +201,29 @@ def choose_micro_batch(
     sharding: Sharding = "none",
     offload: Offload = "none",
     copies: int = 1,
-) -> int:
-    """Choose the micro-batch as a run does (training/memory_search.py); a GPU's whole share without its memory."""
-    recorded = reason_against_graphs(settings, shape, rows, batch, sharding) is None
-    sizes = sizes_to_replay(settings, rows, batch) if recorded else sizes_of(settings, batch)
+) -> PlannedStep:
+    """Choose as a run does (training/memory_search.py, step_choice.py); everything fits without the memory of a GPU.
+
+    Args:
+        batch: with any micro-batch.
+    """
+    launched = tokens_while_launching(shape.layer_weights)
+    against = obstacle_on_gpus(
+        settings,
+        packed=rows.packing is not None,
+        precision=precision_of(settings),
+        sharding=sharding,
+        processes=batch.processes,
+    )
+    reason = reason_before(settings, against, rows, batch, launched)
+    sizes = sizes_to_replay(settings, rows, batch) if reason is None else sizes_of(settings, batch)
+    kinds = checkpointing_kinds(settings, sharding)
 
     def tokens(size: int) -> int:
         return largest_tokens(rows, size, settings.max_length)
 
-    if gpu_memory is None:
-        return sizes[-1]
-
     def fits_with(kind: str, size: int) -> bool:
+        assert gpu_memory is not None
         work = make_workload(settings, rows, tokens(size), batch.processes)
         work = dataclasses.replace(
             work,
@@ -208,39 +235,22 @@ def choose_micro_batch(
         # Also where it is a lower bound, which has no verdict.
         return is_chosen(estimate_memory(shape, settings.method, sharding, work), sharding, gpu_memory)
 
-    enough = ENOUGH_RECORDED if recorded else ENOUGH_TOKENS
-    found = search(checkpointing_kinds(settings, sharding), sizes, tokens, fits_with, enough)
-    return found[1] if found else sizes[0]
-
-
-def reason_against_graphs(
-    settings: Settings, shape: ModelShape, rows: RowLengths, batch: BatchPlan, sharding: Sharding = "none"
-) -> str | None:
-    """Return why a run on GPUs does not choose the micro-batch for CUDA graphs; None if it does."""
-    against = obstacle_on_gpus(
-        settings,
-        packed=rows.packing is not None,
-        precision=precision_of(settings),
-        sharding=sharding,
-        processes=batch.processes,
-    )
-    return reason_before(settings, against, rows, batch, tokens_while_launching(shape.layer_weights))
-
-
-def choose_graphs(
-    settings: Settings, shape: ModelShape, rows: RowLengths, batch: BatchPlan, kind: Checkpointing
-) -> StepChoice:
-    """Choose as a run with DDP does whether micro-batches are replayed as CUDA graphs; its trial is taken to succeed.
-
-    Args:
-        batch: with the chosen micro-batch.
-        kind: the chosen kind of gradient checkpointing.
-    """
-    reason = reason_against_graphs(settings, shape, rows, batch)
+    found: tuple[str, int] | None = (kinds[0], sizes[-1])
+    if gpu_memory is not None and len(kinds) * len(sizes) > 1:
+        found = search(kinds, sizes, tokens, fits_with, ENOUGH_RECORDED if reason is None else ENOUGH_TOKENS)
+    kind, size = found or (kinds[-1], sizes[0])
+    batch = with_micro_batch(batch, size)
     if reason is None:
-        launched = tokens_while_launching(shape.layer_weights)
         reason = reason_after(settings, rows, batch, shape_of_run(settings, rows, batch), kind, launched)
-    return StepChoice(reason is None, reason or "if a trial before step 1 gives the same loss and gradients")
+    if found is None:
+        # A run does not get beyond its trial.
+        largest = tokens(size)
+    elif reason is None:
+        largest = shape_for(rows, size, settings.max_length).tokens
+    else:
+        largest = largest_micro_batch(rows, batch, settings)
+    graphs = StepChoice(reason is None, reason or "if a trial before step 1 gives the same loss and gradients")
+    return PlannedStep(batch, cast(Checkpointing, kind), graphs, largest)
 
 
 def checkpointing_kinds(settings: Settings, sharding: Sharding = "none") -> tuple[Checkpointing, ...]:
@@ -380,47 +390,43 @@ def make_plan(
 ) -> Plan:
     """Compute the plan of a run."""
     asked, gpu_memory = batch, hardware.gpu_memory
-    batch = with_micro_batch(asked, choose_micro_batch(settings, shape, rows, asked, gpu_memory))
+    step = choose_step(settings, shape, rows, asked, gpu_memory)
+    batch = step.batch
     count = rows.units
     steps = batch.steps(count, settings.num_train_epochs, settings.max_steps)
     tokens_a_step = rows.mean * batch.global_batch if rows.streamed else rows.tokens / batch.steps_per_epoch(count)
-    seen = rows.seen(settings.seed, steps * batch.global_batch)
-    micro_batch = largest_tokens(seen, batch.per_device, settings.max_length)
     memory: list[MemoryRow] = []
     sharded: list[NetworkRow] = []
 
-    def workload(of_method: Settings, sharding: Sharding, offload: Offload, copies: int) -> Workload:
-        size = choose_micro_batch(of_method, shape, rows, asked, gpu_memory, sharding, offload, copies)
-        accumulation = asked.per_device * asked.accumulation // size
-        tokens = largest_tokens(seen, size, settings.max_length)
-        work = make_workload(of_method, rows, tokens, hardware.processes, accumulation)
-        return dataclasses.replace(work, offload=offload, copies=copies)
+    def add(method: Method, sharding: Sharding, offload: Offload, copies: int = 1) -> Workload:
+        of_method = dataclasses.replace(settings, method=method)
+        chosen = choose_step(of_method, shape, rows, asked, gpu_memory, sharding, offload, copies)
+        work = make_workload(of_method, rows, chosen.tokens, hardware.processes, chosen.batch.accumulation)
+        work = dataclasses.replace(work, offload=offload, copies=copies)
+        as_chosen = dataclasses.replace(settings, gradient_checkpointing=chosen.checkpointing)
+        memory.append(make_memory_row(as_chosen, shape, method, sharding, work, gpu_memory))
+        return work
 
     for method in get_args(Method):
-        of_method = dataclasses.replace(settings, method=method)
         without: set[str] = set()
         for sharding, offload in shardings_for(method, hardware.processes):
             # Host memory is slow: it is offered where the GPUs' does not do.
             if offload != "none" and (not gpu_memory or {"fits", "tight"} & without):
                 continue
-            work = workload(of_method, sharding, offload, 1)
-            memory.append(make_memory_row(settings, shape, method, sharding, work, gpu_memory))
+            work = add(method, sharding, offload)
             if offload == "none":
                 without.add(memory[-1].verdict)
             if (sharding, offload) == ("fsdp2", "none") and hardware.nodes > 1:
                 sharded.append(make_network_row(shape, memory[-1], work, hardware))
                 if hardware.gpus_per_node > 1:
-                    work = workload(of_method, sharding, offload, hardware.nodes)
-                    memory.append(make_memory_row(settings, shape, method, sharding, work, gpu_memory))
+                    work = add(method, sharding, offload, hardware.nodes)
                     sharded.append(make_network_row(shape, memory[-1], work, hardware))
-    kind = next(row.checkpointing for row in memory if (row.method, row.sharding) == (settings.method, "none"))
-    graphs = choose_graphs(settings, shape, rows, batch, kind)
-    wanted = make_speed_query(settings, shape, rows, batch, kind)
+    wanted = make_speed_query(settings, shape, rows, batch, step.checkpointing)
     speed = estimate_speed(calibration, wanted) if calibration else None
     gradients: dict[Method, float] = {m: count_gradient_bytes(shape, m, settings) for m in get_args(Method)}
-    share = shape.backward_share(settings.method, kind != "none")
+    share = shape.backward_share(settings.method, step.checkpointing != "none")
     tokens = tokens_a_step * steps
-    plan = Plan(batch, steps, tokens_a_step, tokens, micro_batch, graphs, memory, sharded, gradients, speed, [])
+    plan = Plan(batch, steps, tokens_a_step, tokens, step.tokens, step.graphs, memory, sharded, gradients, speed, [])
     ordered = in_order(rows.each, settings.seed)
     chosen = len(sizes_of(settings, asked)) > 1
     for gpus in gpu_counts(hardware.gpus_per_node):

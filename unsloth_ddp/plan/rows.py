@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
+import math
 from dataclasses import dataclass
 
 import numpy as np
 
 from unsloth_ddp.config.parse import Settings
-from unsloth_ddp.data.batch_plan import RowOrder
+from unsloth_ddp.data.batch_plan import BatchPlan, RowOrder
 from unsloth_ddp.data.packing import Packing
 
 
@@ -27,10 +27,6 @@ class RowLengths:
     def packed(self, packing: Packing | None) -> RowLengths:
         """Return the same tokens in packs; the rows themselves without packing."""
         return self if packing is None else RowLengths(packing.tokens, self.supervised, packing, self.streamed)
-
-    def seen(self, seed: int, count: int) -> RowLengths:
-        """Return the first `count` units in the order of the first epoch; `packing` stays that of all."""
-        return dataclasses.replace(self, each=in_order(self.each, seed)[:count])
 
     def lengths(self) -> np.ndarray:
         """Return the tokens of each unit and of the filler, which has one, int (units + 1,)."""
@@ -90,3 +86,24 @@ def in_order(lengths: np.ndarray, seed: int, epoch: int = 0) -> np.ndarray:
     order = RowOrder(len(lengths), 1, seed)
     order.set_epoch(epoch)
     return lengths[list(order)]
+
+
+def largest_micro_batch(rows: RowLengths, plan: BatchPlan, settings: Settings) -> int:
+    """Return the most tokens of a micro-batch of the run, with padding.
+
+    The longest units of a step share one (batch_plan.arrange). A unit of a stream that was not read may have --max_length.
+    """
+    if rows.streamed:
+        return plan.per_device * settings.max_length
+    steps = plan.steps(rows.units, settings.num_train_epochs, settings.max_steps)
+    most, left = 0, steps * plan.global_batch
+    for epoch in range(math.ceil(steps / plan.steps_per_epoch(rows.units))):
+        seen = in_order(rows.each, settings.seed, epoch)[:left]
+        left -= plan.steps_per_epoch(rows.units) * plan.global_batch
+        if rows.packing is None:
+            most = max(most, plan.per_device * int(seen.max()))
+            continue
+        filled = np.append(seen, np.zeros(-len(seen) % plan.global_batch, dtype=np.int64))
+        by_step = np.sort(filled.reshape(-1, plan.global_batch))
+        most = max(most, int(by_step[:, -plan.per_device :].sum(axis=1).max()))
+    return most

@@ -11,6 +11,7 @@ import torch
 
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.data.batch_plan import BatchPlan
+from unsloth_ddp.data.fixed_shape import FixedShape
 from unsloth_ddp.model.fp8 import FrozenFP8Linear
 from unsloth_ddp.model.modules import weights_of_first_layer
 from unsloth_ddp.training import step_choice
@@ -23,6 +24,7 @@ from unsloth_ddp.training.step_choice import (
     shape_for,
     shape_of_run,
     tokens_while_launching,
+    too_short,
 )
 from unsloth_ddp.training.trainer import DDPTrainer
 
@@ -126,6 +128,49 @@ def test_a_sample_stands_for_many_packs(monkeypatch: pytest.MonkeyPatch) -> None
     assert micro_batches.shape == (16, 4) and (micro_batches == 100).all()
 
 
+def test_the_sample_has_packs_of_all_lengths_and_the_filler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_choice, "SAMPLED_PACKS", 6)
+    packs = packs_of([*[2000] * 500, *[100] * 500])
+    micro_batches = dealt(packs, BatchPlan(4, 1, 1))
+    assert micro_batches.shape == (2, 4) and sorted(micro_batches.ravel())[:2] == [1, 1]
+    assert set(micro_batches.ravel()) == {1, 100, 2000}
+
+
+@pytest.mark.parametrize(
+    ("options", "passes"),
+    [
+        # 40 packs are two steps of 5 micro-batches on each of two processes.
+        ({"num_train_epochs": 3}, 30), ({"num_train_epochs": 9.5}, 95), ({"num_train_epochs": 10}, None),
+        ({"num_train_epochs": 0.6}, 10),
+        ({"max_steps": 19}, 95), ({"max_steps": 20, "num_train_epochs": 1}, None),
+    ],
+)  # fmt: skip
+def test_a_run_of_few_micro_batches_is_too_short_to_compile_for(options: dict[str, Any], passes: int | None) -> None:
+    reason = passes and f"{passes} micro-batches are too few to compile for"
+    settings = Settings(model="m", dataset=["d"], **options)
+    assert too_short(settings, packs_of([100] * 40), BatchPlan(2, 5, 2)) == reason
+
+
+def test_a_stream_that_its_rows_end_is_not_too_short() -> None:
+    streamed = packs_of([100] * 4)
+    streamed.streamed = True
+    assert too_short(Settings(model="m", dataset=["d"]), streamed, BatchPlan(4, 1, 1)) is None
+
+
+def test_a_shape_has_room_for_the_packs_with_most_and_with_the_longest_rows() -> None:
+    packing = SimpleNamespace(starts=np.array([0, 5, 6, 8]), longest=300)
+    train: Any = SimpleNamespace(streamed=False, packing=packing, lengths=lambda: np.array([300, 200, 100, 1]))
+    # 500 tokens in 7 rows; the rest of 512 is filled with one more.
+    assert shape_for(train, 2, 512) == FixedShape(512, 8, 512)
+    assert shape_for(train, 2, 256) == FixedShape(512, 9, 300)
+
+
+def test_the_shape_of_streamed_rows_has_room_for_short_rows() -> None:
+    train: Any = SimpleNamespace(streamed=True, packing=SimpleNamespace(starts=np.array([0, 1])))
+    # A row has 16 tokens or more on average, and two more rows fill what is left.
+    assert shape_for(train, 2, 512) == FixedShape(1024, 1024 // 16 + 2, 512)
+
+
 def test_single_rows_are_no_sequences_where_one_is_far_longer_than_all() -> None:
     # 8 times the longest would be 16,384 tokens, where the memory search tried 4,148.
     shape = shape_for(packs_of([2048, *[300] * 50]), 8, 2048)
@@ -149,9 +194,15 @@ def test_streamed_rows_are_laid_out_with_boundaries() -> None:
     assert shape_for(train, 2, 512).sequences == 0
 
 
-@pytest.mark.parametrize(("while_launching", "recorded"), [(8192, True), (2200, False)])
-@pytest.mark.parametrize("size", ["auto", 4])
-def test_a_large_model_keeps_the_gpu_busy_with_fewer_tokens(while_launching: float, recorded: bool, size: Any) -> None:
+@pytest.mark.parametrize(
+    ("while_launching", "size", "recorded"),
+    [
+        (8192, "auto", True), (8192, 4, True), (2200, "auto", False), (2200, 4, False),
+        # The host launches kernels once for all packs of a step, or once for each micro-batch of the given size.
+        (3000, "auto", False), (3000, 4, True),
+    ],
+)  # fmt: skip
+def test_a_large_model_keeps_the_gpu_busy_with_fewer_tokens(while_launching: float, size: Any, recorded: bool) -> None:
     # A step of 8 packs has 4,800 tokens, which two micro-batches pad to 6,144.
     train, plan = packs_of([600] * 2000, 2), BatchPlan(4, 2, 1)
     shape = dataclasses.replace(shape_for(train, 4, 2048), tokens=3072)

@@ -8,11 +8,12 @@ from typing import Any
 
 from unsloth_ddp.config.parse import Settings
 from unsloth_ddp.plan.calibration import TOO_FAR, Calibration
-from unsloth_ddp.plan.compute import Hardware, MemoryRow, Plan, backend_of, planned_packing, precision_of
+from unsloth_ddp.plan.compute import Hardware, MemoryRow, Plan
 from unsloth_ddp.plan.memory import RESERVE
 from unsloth_ddp.plan.network import GUIDE, GUIDE_GPUS_A_NODE, Links, all_reduce_seconds, ring_fit
 from unsloth_ddp.plan.rows import RowLengths
 from unsloth_ddp.plan.shape import ModelShape
+from unsloth_ddp.plan.step import backend_of, planned_packing, precision_of
 from unsloth_ddp.training.step_choice import StepChoice
 from unsloth_ddp.utils.tables import Column, output_width, render_pairs, render_table, wrap_text
 from unsloth_ddp.utils.units import GIB, MIB, shown_bandwidth, shown_bytes, shown_seconds
@@ -236,7 +237,7 @@ def notes(report: PlanReport) -> list[str]:
     said = [
         "Memory: recompute is the kind of gradient_checkpointing, working is activations, 16-bit copies of weights, and buffers; peak is the highest of the backward pass, "
         f"the optimizer step and loading. A peak up to {RESERVE:.0%} of a GPU counts as a fit; the rest is for the driver, "
-        "NCCL and fragmentation. DDP is within 4 % of runs on H200s, LoRA with ZeRO-2 and FSDP2, LoRA "
+        "NCCL and fragmentation. DDP is within 8 % of runs on H200s, LoRA with ZeRO-2 and FSDP2, LoRA "
         "with ZeRO-3 and torch, and full with ZeRO-2 within 10 %, and so are models that FSDP2 loads in shards: where a whole one does not fit on a GPU, or with --backend "
         "transformers. The other rows are lower bounds, and runs took up to twice as much: their verdict is unknown (docs/plan.md)."
     ]

@@ -22,10 +22,11 @@ from unsloth_ddp.data.batch_plan import BatchPlan
 from unsloth_ddp.data.dataset import Counts, TokenizedRows
 from unsloth_ddp.data.packing import BatchRequest, PackingDecision, plan_step
 from unsloth_ddp.data.training_data import TrainingData
-from unsloth_ddp.plan.compute import Hardware, PlannedStep, choose_step, make_plan
+from unsloth_ddp.plan.compute import Hardware, make_plan
 from unsloth_ddp.plan.report import PlanReport, plan_as_json, render_plan
 from unsloth_ddp.plan.rows import RowLengths
 from unsloth_ddp.plan.shape import ModelShape
+from unsloth_ddp.plan.step import PlannedStep, choose_step
 from unsloth_ddp.training import recorded_steps
 from unsloth_ddp.training.recorded_steps import RecordedSteps
 from unsloth_ddp.training.step_choice import StepChoice

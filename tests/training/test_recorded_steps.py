@@ -1,7 +1,8 @@
 from __future__ import annotations
 
 import dataclasses
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,13 +15,16 @@ from unsloth_ddp.data.batch_plan import BatchPlan
 from unsloth_ddp.data.fixed_shape import FixedShape
 from unsloth_ddp.model.fp8 import FrozenFP8Linear
 from unsloth_ddp.model.modules import weights_of_first_layer
-from unsloth_ddp.training import step_choice
-from unsloth_ddp.training.memory_search import ENOUGH_TOKENS
+from unsloth_ddp.training import recorded_steps, step_choice
+from unsloth_ddp.training.memory_search import ENOUGH_TOKENS, MicroBatchDecision
 from unsloth_ddp.training.meter import Meter, OwnWorkTimer, Totals, peak_memory_bytes
 from unsloth_ddp.training.step_choice import (
+    StepChoice,
     busy_without,
     busy_without_before,
     dealt,
+    reason_after,
+    reason_before,
     shape_for,
     shape_of_run,
     tokens_while_launching,
@@ -126,6 +130,20 @@ def test_a_sample_stands_for_many_packs(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(step_choice, "SAMPLED_PACKS", 64)
     micro_batches = dealt(packs_of([100] * 1000), BatchPlan(4, 2, 2))
     assert micro_batches.shape == (16, 4) and (micro_batches == 100).all()
+
+
+def test_full_fine_tuning_is_judged_once_the_micro_batch_is_chosen() -> None:
+    settings = Settings(model="m", dataset=["d"], method="full", max_length=2048, num_train_epochs=100)
+    train = packs_of([2048] * 80, 2)
+
+    def after(per_device: int) -> str | None:
+        plan = BatchPlan(per_device, 8 // per_device, 1)
+        return reason_after(settings, train, plan, shape_of_run(settings, train, plan), "none", ENOUGH_TOKENS)
+
+    # Eight packs keep the GPU busy, but two may be all that fits.
+    assert reason_before(settings, None, train, BatchPlan(1, 8, 1), ENOUGH_TOKENS) is None
+    assert after(2) is None
+    assert after(8) == "micro-batches of 16,384 tokens keep the GPU busy without CUDA graphs"
 
 
 def test_the_sample_has_packs_of_all_lengths_and_the_filler(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -241,3 +259,64 @@ def test_padding_is_judged_before_the_micro_batch_is_chosen() -> None:
     assert reason is not None and reason.startswith("micro-batches of 2,310 tokens on average would be padded to")
     mixed.streamed = True
     assert busy_without_before(settings, mixed, plan, large) is None
+
+
+class Captured:
+    """A captured step that notes what is done with it."""
+
+    def __init__(self, *_: Any) -> None:
+        self.in_trial = True
+        self.forgotten = 0
+        self.shape = "shape"
+
+    def forget(self) -> None:
+        self.forgotten += 1
+
+
+@pytest.mark.parametrize(
+    ("options", "other_rank", "reason"),
+    [
+        ({}, None, "a trial gave the same loss and gradients"),
+        ({"fp8": True, "lora_dropout": 0.1}, None, "a trial gave the same loss and gradients"),
+        ({}, "its loss would differ by 1.0e-01", "its loss would differ by 1.0e-01"),
+    ],
+)
+def test_a_trial_decides_for_every_rank_and_captures_all_sizes(
+    options: dict[str, Any], other_rank: str | None, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    noted: dict[str, Any] = {}
+
+    @contextmanager
+    def without_dropout(model: Any) -> Iterator[bool]:
+        yield bool(options)
+
+    def check(captured: Any, batch: Any, ordinary: Any, tolerance: float) -> None:
+        noted["tolerance"] = tolerance
+
+    def capture(captured: Any, example: Any) -> None:
+        noted["captured"] = example
+
+    replaced = {
+        "obstacle": lambda *_: None, "record_on_a_stream": lambda *_: None, "PackedForward": lambda *_, **__: None,
+        "CapturedStep": Captured, "training_mode": nullcontext, "without_dropout": without_dropout,
+        "draws_random_numbers": lambda *_: (bool(options), None), "check_recording": check, "capture_sizes": capture,
+    }  # fmt: skip
+    for name, value in replaced.items():
+        monkeypatch.setattr(recorded_steps, name, value)
+    train = packs_of([300, 100, 200] * 200, 2)
+    train.examples = [f"pack {index}" for index in range(600)]
+    laid_out: list[Any] = []
+    collate: Any = SimpleNamespace(lay_out_for=laid_out.append)
+    runtime: Any = SimpleNamespace(gather=lambda one: [one, other_rank])
+    settings = Settings(model="m", dataset=["d"], max_length=512, per_device_train_batch_size=2, **options)
+    plan = BatchPlan(2, 1, 1)
+    data: Any = SimpleNamespace(train=train, plan=plan)
+    steps = recorded_steps.RecordedSteps(settings, runtime, data, collate, torch.device("cpu"), SimpleNamespace())
+    runner: Any = SimpleNamespace(model=None, batch_of=lambda rows: rows, loss_sum=None)
+    steps.prepare(runner, MicroBatchDecision("none", 2, "as set"), plan, nullcontext)
+    assert steps.choice == StepChoice(other_rank is None, reason)
+    assert noted == {"tolerance": 0.25 if options else 0.05, "captured": "pack 1"}
+    assert (steps.captured is None) == (other_rank is not None) == (laid_out[-1] is None)
+    if steps.captured is not None:
+        # What was recorded without dropout is not what training replays.
+        assert steps.captured.forgotten == bool(options) and not steps.captured.in_trial

@@ -211,6 +211,11 @@ def test_cuda_graphs_are_planned_as_a_run_chooses_them(
         (LARGE, True, "on: if a trial before step 1 gives the same loss and gradients"),
         (SMALL | {"cuda_graphs": "off"}, True, "off: --cuda_graphs off"),
         (
+            SMALL | {"streaming": True, "max_steps": 200},
+            True,
+            "on: if a trial before step 1 gives the same loss and gradients",
+        ),
+        (
             SMALL | {"cuda_graphs": "on"},
             False,
             "off: rows are padded, so micro-batches differ in shape; a run refuses --cuda_graphs on",
@@ -227,9 +232,11 @@ def test_the_plan_says_whether_it_assumes_cuda_graphs_and_why_not(
     rows, asked = planned_rows(settings, chat_lengths)
     if not packed:
         rows, asked = RowLengths(chat_lengths, supervised=1), BatchPlan(1, 16, 1)
+    rows = dataclasses.replace(rows, streamed=settings.streaming)
     hardware = Hardware(1, 1, [1e9])
     report = PlanReport(settings, shape, rows, hardware, make_plan(settings, shape, rows, asked, hardware, None), None)
     # From the line of its name to the next one.
-    line = " ".join(render_plan(report).split()).split("CUDA graphs ")[1].split(" steps ")[0]
-    assert line == said
+    shown = " ".join(render_plan(report).split())
+    assert shown.split("CUDA graphs ")[1].split(" steps ")[0] == said
+    assert ("As in a run, CUDA graphs are assumed however much is padded." in shown) == settings.streaming
     assert plan_as_json(report)["plan"]["graphs"]["recorded"] == said.startswith("on")

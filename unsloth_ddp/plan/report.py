@@ -279,6 +279,7 @@ def notes(report: PlanReport) -> list[str]:
         said.append(
             f"Rows are streamed: the first {report.rows.units:,} {report.rows.unit} stand for all, and memory is "
             f"that of micro-batches with {report.settings.max_length:,} tokens per {report.rows.unit.removesuffix('s')}."
+            + (" As in a run, CUDA graphs are assumed however much is padded." if plan.graphs.recorded else "")
         )
     if report.settings.packing == "auto":
         decision = planned_packing(report.settings, report.hardware.capability)

@@ -24,10 +24,11 @@ from unsloth_ddp.data.packing import BatchRequest, PackingDecision, plan_step
 from unsloth_ddp.data.training_data import TrainingData
 from unsloth_ddp.plan.compute import Hardware, make_plan
 from unsloth_ddp.plan.report import PlanReport, plan_as_json, render_plan
-from unsloth_ddp.plan.rows import RowLengths
+from unsloth_ddp.plan.rows import RowLengths, largest_micro_batch
 from unsloth_ddp.plan.shape import ModelShape
 from unsloth_ddp.plan.step import PlannedStep, choose_step
 from unsloth_ddp.training import recorded_steps
+from unsloth_ddp.training.memory_search import largest_tokens, with_micro_batch
 from unsloth_ddp.training.recorded_steps import RecordedSteps
 from unsloth_ddp.training.step_choice import StepChoice
 
@@ -118,6 +119,37 @@ def test_a_small_and_a_large_global_batch_are_among_these_runs() -> None:
     # The layers of 8B are busy without CUDA graphs.
     assert by_default == {("small", "qwen3_8b"): 8, ("small", "qwen3_1.7b"): 4}
     assert {cell["work"] for _, cell in (param.values for param in RUNS)} == {"small", "chat", "full", "long"}
+
+
+@pytest.mark.parametrize(
+    ("gib", "options", "size", "kind", "tried"),
+    [
+        # A run tries the longest packs of all steps together, unless there is nothing to choose.
+        (139, {}, 8, "none", False),
+        (10, {}, 1, "unsloth", True),
+        (10, {"per_device_train_batch_size": 8}, 8, "unsloth", True),
+        (10, {"per_device_train_batch_size": 8, "gradient_checkpointing": "torch"}, 8, "torch", False),
+        (64, {"per_device_train_batch_size": 8}, 8, "torch", False),
+        # Eight packs of a step would fit, but not the longest eight of all.
+        (60, {"gradient_checkpointing": "none"}, 4, "none", False),
+    ],
+)
+def test_what_does_not_fit_has_the_memory_of_the_trial(
+    gib: float, options: dict[str, Any], size: int, kind: str, tried: bool, measured_job: Any, chat_lengths: np.ndarray
+) -> None:
+    settings = Settings(model="m", dataset=["d"], max_length=2048, global_batch_size=16, cuda_graphs="off", **options)
+    rows, asked = planned_rows(settings, chat_lengths)
+    asked = with_micro_batch(asked, options.get("per_device_train_batch_size", 1))
+    shape, hardware = measured_job[0]["qwen3_8b"], Hardware(1, 1, [1e9], gpu_memory=gib * 2**30)
+    planned = choose_step(settings, shape, rows, asked, gib * 2**30)
+    assert (planned.batch.per_device, planned.checkpointing) == (size, kind)
+    made = make_plan(settings, shape, rows, asked, hardware, None)
+    row = next(row for row in made.memory if (row.method, row.sharding) == ("lora", "none"))
+    assert (row.checkpointing, made.micro_batch) == (kind, planned.tokens)
+    assert row.verdict == ("fits" if gib > 10 else "does not fit")
+    of_trial, of_steps = largest_tokens(rows, size, 2048), largest_micro_batch(rows, planned.batch, settings)
+    assert of_steps < of_trial or size == 1
+    assert planned.tokens == (of_trial if tried else of_steps)
 
 
 # ---- the choice of a run for the same rows ----

@@ -101,8 +101,8 @@ def largest_micro_batch(rows: RowLengths, plan: BatchPlan, settings: Settings) -
         seen = in_order(rows.each, settings.seed, epoch)[:left]
         left -= plan.steps_per_epoch(rows.units) * plan.global_batch
         if rows.packing is None:
-            most = max(most, plan.per_device * int(seen.max()))
-            continue
+            # A second epoch has no other rows.
+            return plan.per_device * int(seen.max())
         filled = np.append(seen, np.zeros(-len(seen) % plan.global_batch, dtype=np.int64))
         by_step = np.sort(filled.reshape(-1, plan.global_batch))
         most = max(most, int(by_step[:, -plan.per_device :].sum(axis=1).max()))

@@ -124,8 +124,8 @@ def test_smaller_sizes_are_chosen_where_they_save_much() -> None:
     three = np.repeat([1024, 4096, 8192], [40, 40, 20])
     assert smaller_sizes(three, 8192, 10**6) == (1024, 4096)
     # A third one would be compiled as well, though it would save more than a tenth.
-    four = np.repeat([1024, 3072, 6144, 16384], 25)
-    assert len(smaller_sizes(four, 16384, 10**6)) == 2
+    four = np.repeat([1024, 4096, 8192, 16384], [40, 20, 20, 20])
+    assert smaller_sizes(four, 16384, 10**6) == (1024, 8192)
     # A second size would save less than a tenth.
     assert smaller_sizes(np.repeat([1024, 1152, 8192], [40, 40, 20]), 8192, 10**6) == (1152,)
 

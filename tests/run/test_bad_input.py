@@ -126,7 +126,7 @@ def test_mistake_is_told_once_and_ends_every_rank(mistake, files, tmp_path, asse
 
 def test_more_processes_than_gpus(files, tmp_path, assert_told):
     result = run_ranks(2, train_with_gpus, 1, GOOD.split(), str(files), folder=tmp_path)
-    assert_told(result, "2 processes were started on this machine, which shows 1 GPUs")
+    assert_told(result, "2 processes were started on this machine, which shows 1 GPU;")
 
 
 def test_an_upload_without_a_token_is_refused_before_anything_is_loaded(files, tmp_path, assert_told):

@@ -38,6 +38,7 @@ from unsloth_ddp.distributed.sharding import (
 )
 from unsloth_ddp.utils.errors import UserError
 from unsloth_ddp.utils.redaction import hide
+from unsloth_ddp.utils.units import counted
 
 T = TypeVar("T")
 
@@ -192,8 +193,8 @@ def started(settings: Settings, ranks: Ranks) -> Iterator[Runtime]:
     cuda = torch.cuda.is_available() and not asks_for_cpu(settings)
     if cuda and ranks.local_world_size > torch.cuda.device_count():
         raise UserError(
-            f"{ranks.local_world_size} processes were started on this machine, which shows "
-            f"{torch.cuda.device_count()} GPUs; start at most one a GPU (--num_processes, --nproc_per_node)."
+            f"{counted(ranks.local_world_size, 'process')} were started on this machine, which shows "
+            f"{counted(torch.cuda.device_count(), 'GPU')}; start at most one a GPU (--num_processes, --nproc_per_node)."
         )
     runtime = Runtime(
         ranks=ranks,
@@ -299,7 +300,7 @@ def _start_processes(runtime: Runtime, settings: Settings, meeting: dict[str, An
     state = PartialState(cpu=cpu, **meeting)
     if state.num_processes != ranks.world_size:
         raise UserError(
-            f"The launcher announced WORLD_SIZE {ranks.world_size}, but {state.num_processes} processes formed a group; "
+            f"The launcher announced WORLD_SIZE {ranks.world_size}, but {counted(state.num_processes, 'process')} formed a group; "
             "use one of accelerate_configs/, which are tested, or torchrun."
         )
     if ranks.world_size > 1:

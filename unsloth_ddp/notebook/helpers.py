@@ -139,7 +139,7 @@ def accumulation_steps(global_batch, per_device, multiple=1):
     unit = multiple // math.gcd(multiple, at_once)
     steps = max(1, round(global_batch / (at_once * unit))) * unit
     if IS_MAIN and steps * at_once != global_batch:
-        print(f"Global batch {steps * at_once} instead of {global_batch}: {WORLD_SIZE} processes do not divide it.")
+        print(f"Global batch {steps * at_once} instead of {global_batch}: WORLD_SIZE {WORLD_SIZE} does not divide it.")
     return steps
 ''',
         ("math",),

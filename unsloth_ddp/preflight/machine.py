@@ -9,7 +9,7 @@ from typing import Any
 from unsloth_ddp.distributed.precision import check_full_weights, choose_precision, has_bf16
 from unsloth_ddp.preflight.checks import Check, Verdict
 from unsloth_ddp.utils.errors import UserError
-from unsloth_ddp.utils.units import GIB, shown_bytes
+from unsloth_ddp.utils.units import GIB, counted, shown_bytes
 
 # Containers get 64 MB by default; NCCL and data loaders need more.
 SHARED_MEMORY_WANTED = GIB
@@ -125,9 +125,11 @@ def check_gpus(
             f"GPUS_PER_NODE is {expected}, but {len(devices)} are visible{limit}; every node needs the same number.",
         )
     if processes > len(devices):
-        return row("failure", f"{processes} processes were started for {len(devices)} GPUs; start one a GPU.")
+        return row(
+            "failure", f"{processes} processes were started for {counted(len(devices), 'GPU')}; start one a GPU."
+        )
     if processes and processes < len(devices):
-        return row("warning", f"{len(devices) - processes} GPUs stay idle; start one process a GPU.")
+        return row("warning", f"Idle GPUs: {len(devices) - processes}; start one process a GPU.")
     return Check("GPUs", {node: shown})
 
 

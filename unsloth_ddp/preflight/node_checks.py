@@ -46,6 +46,7 @@ from unsloth_ddp.preflight.network_facts import (
 from unsloth_ddp.preflight.process_info import ProcessInfo
 from unsloth_ddp.preflight.time_limit import run_with_limit
 from unsloth_ddp.utils.errors import UserError, one_line
+from unsloth_ddp.utils.units import counted
 
 CHECK_SECONDS = 20
 # Rows of every file that are read; a .json file has to be read to its end for them.
@@ -189,7 +190,7 @@ def check_machine(
             read = check_first_rows(settings, FIRST_ROWS)
         except UserError as error:
             return Check("rows", {node: "refused"}, "failure", str(error))
-        parts = [f"first {read.rows:,} of {read.files:,} file{'s' if read.files > 1 else ''}"] if read.files else []
+        parts = [f"first {counted(read.rows, 'row')} of {counted(read.files, 'file')}"] if read.files else []
         parts += ["Hub datasets not read"] if read.hub else []
         return Check("rows", {node: "; ".join(parts) or "none"})
 

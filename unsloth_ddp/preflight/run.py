@@ -32,6 +32,7 @@ from unsloth_ddp.preflight.rendezvous import Rendezvous, RendezvousError, join_r
 from unsloth_ddp.preflight.time_limit import run_or_none, run_with_limit
 from unsloth_ddp.preflight.training_arguments import LIMIT_SECONDS, NAME, TrainingArguments
 from unsloth_ddp.utils.errors import one_line
+from unsloth_ddp.utils.units import counted
 
 # Hashing the data, with unsloth doctor beside it, takes its time.
 IDENTITY_SECONDS = 200
@@ -283,7 +284,7 @@ class Preflight:
             self._measure(meeting, backend)
             bandwidth_rows, timings = self._judge_bandwidth(meeting, backend, reports)
             rows += bandwidth_rows
-        title = f"Preflight of {process.nodes} node{'s' if process.nodes > 1 else ''}, {ranks.world_size} processes"
+        title = f"Preflight of {counted(process.nodes, 'node')}, {counted(ranks.world_size, 'process')}"
         code = self._show(rows, title, hosts, timings)
         meeting.put("result", {"code": code, "host": process.host, "summary": summarize_checks(rows)})
         return code

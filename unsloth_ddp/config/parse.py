@@ -21,7 +21,9 @@ from unsloth_ddp.utils.errors import UserError, os_reason
 
 __all__ = ["Settings", "parse_settings", "read_config"]
 
-DEMO_RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "demo.yaml"
+REPO = Path(__file__).resolve().parents[2]
+DEMO_RECIPE = REPO / "recipes" / "demo.yaml"
+DEMO_MODEL = REPO / "demo" / "model"
 
 
 def parse_settings(argv: list[str], description: str = "", command: Parser | None = None) -> Settings:
@@ -48,6 +50,11 @@ def parse_settings(argv: list[str], description: str = "", command: Parser | Non
     settings = Settings(**{**(read_config(Path(config)) if config else {}), **on_command_line})
     check_settings(settings)
     return settings
+
+
+def is_demo_model(settings: Settings) -> bool:
+    """Return whether the model is the tiny one of the demo, which trains on a CPU in seconds."""
+    return settings.model is not None and Path(settings.model).resolve() == DEMO_MODEL
 
 
 def read_config(path: Path) -> dict[str, Any]:

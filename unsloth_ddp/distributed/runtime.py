@@ -20,6 +20,7 @@ from typing import Any, Literal, TypeVar
 
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.distributed import wire
+from unsloth_ddp.distributed.missing_gpu import check_cpu_is_meant, warn_of_cpu
 from unsloth_ddp.distributed.precision import Precision, choose_precision
 from unsloth_ddp.distributed.progress import Progress
 from unsloth_ddp.distributed.ranks import RankLocation, Ranks, this_location
@@ -191,6 +192,8 @@ def started(settings: Settings, ranks: Ranks) -> Iterator[Runtime]:
     import torch
 
     cuda = torch.cuda.is_available() and not asks_for_cpu(settings)
+    if not cuda and not asks_for_cpu(settings):
+        check_cpu_is_meant(settings)
     if cuda and ranks.local_world_size > torch.cuda.device_count():
         raise UserError(
             f"{counted(ranks.local_world_size, 'process')} were started on this machine, which shows "
@@ -222,11 +225,14 @@ def started(settings: Settings, ranks: Ranks) -> Iterator[Runtime]:
 def single_process(settings: Settings) -> Runtime:
     """Return the runtime of one process without a process group, which loads a trained model and answers with it.
 
-    The backend is the run's where this machine has it, and the precision is what this machine computes in.
+    The backend is the run's where this machine has it, and the precision is what this machine computes in. A sentence on
+    stderr says why the CPU is used where a GPU was expected.
     """
     import torch
 
     cuda = torch.cuda.is_available() and not asks_for_cpu(settings)
+    if not cuda and not asks_for_cpu(settings):
+        warn_of_cpu()
     return Runtime(
         ranks=Ranks(),
         backend=choose_backend(settings.backend if cuda else "transformers", cuda),

@@ -10,6 +10,7 @@ from typing import Any
 
 from unsloth_ddp.config.parse import Settings
 from unsloth_ddp.data.checked_rows import check_first_rows
+from unsloth_ddp.distributed.missing_gpu import VISIBLE, explain_missing_gpu, has_nvidia
 from unsloth_ddp.distributed.runtime import asks_for_cpu, choose_backend
 from unsloth_ddp.distributed.sharding import (
     check_offload,
@@ -30,7 +31,6 @@ from unsloth_ddp.preflight.folders import (
     read_model_size,
 )
 from unsloth_ddp.preflight.machine_facts import (
-    has_nvidia,
     read_clock_error,
     read_driver_cuda,
     read_driver_version,
@@ -149,16 +149,18 @@ def check_machine(
         return machine.check_shared_memory(node, usage.free, usage.total, several, bool(devices) and not cpu)
 
     def gpu_check() -> Check:
-        expected = environ.get("GPUS_PER_NODE")
+        import torch
+
+        expected, visible = environ.get("GPUS_PER_NODE"), environ.get(VISIBLE)
+        missing = None if devices else explain_missing_gpu(visible, has_nvidia(), torch.version.cuda, reason)
         return machine.check_gpus(
             node,
             devices,
             cpu=cpu,
-            hardware=has_nvidia(),
-            reason=reason,
+            missing=missing,
             expected=int(expected) if expected else None,
             processes=processes,
-            visible=environ.get("CUDA_VISIBLE_DEVICES"),
+            visible=visible,
         )
 
     def driver() -> Check:

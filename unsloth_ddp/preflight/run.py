@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from unsloth_ddp.config.parse import Settings
+from unsloth_ddp.distributed.missing_gpu import has_nvidia
 from unsloth_ddp.distributed.runtime import asks_for_cpu
 from unsloth_ddp.distributed.sharding import sharding_from_environment
 from unsloth_ddp.preflight import bandwidth, clock_skew, environment, node_checks, shared_folder
@@ -22,7 +23,7 @@ from unsloth_ddp.preflight.collectives import CollectiveBenchmark
 from unsloth_ddp.preflight.doctor import DOCTOR_SECONDS, Doctor
 from unsloth_ddp.preflight.folders import NodeFolders, output_folder
 from unsloth_ddp.preflight.identity import collect_identity
-from unsloth_ddp.preflight.machine_facts import has_nvidia, read_gpus
+from unsloth_ddp.preflight.machine_facts import read_gpus
 from unsloth_ddp.preflight.network import is_loopback
 from unsloth_ddp.preflight.network_facts import read_addresses, read_infiniband_ports, resolve_name
 from unsloth_ddp.preflight.node_reports import Reports, compare_reports

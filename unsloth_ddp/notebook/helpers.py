@@ -19,6 +19,9 @@ class Helper:
 
 
 HELPERS: dict[str, Helper] = {
+    "START_FOLDER": Helper("""\
+START_FOLDER = os.getcwd()
+"""),
     "quiet_print": Helper('''\
 if not IS_MAIN:
 

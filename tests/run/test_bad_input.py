@@ -63,7 +63,7 @@ def files(tmp_path_factory) -> Path:
 
 GOOD = f"--model {DEMO_MODEL} --dataset good.jsonl --max_steps 1 --per_device_train_batch_size 1"
 MISTAKES = {
-    "missing model": ("--model ./nowhere --dataset good.jsonl", r"nowhere is not a model folder"),
+    "missing model": ("--model ./nowhere --dataset good.jsonl", r"nowhere: there is no such folder"),
     "folder without model": ("--model ./no_model --dataset good.jsonl", "no config.json"),
     "missing dataset": (f"--model {DEMO_MODEL} --dataset nowhere.jsonl", "dataset .*nowhere.jsonl.* no such file"),
     "not a dataset": (f"--model {DEMO_MODEL} --dataset notes.txt", "notes.txt"),

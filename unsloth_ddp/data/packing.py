@@ -261,7 +261,7 @@ def plan_step(
     fixed = request.global_batch is not None or request.accumulation is not None
     if request.global_tokens is not None and fixed:
         asked = _nearest_plan(plan, plan.global_batch / packing.rows_a_pack)
-        _check_agreement(request, packed, asked, plan.global_batch, "rows")
+        _check_agreement(request, packed, asked, plan.global_batch, "row")
     return packed, packing, choice
 
 

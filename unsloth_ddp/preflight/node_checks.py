@@ -192,7 +192,7 @@ def check_machine(
             read = check_first_rows(settings, FIRST_ROWS)
         except UserError as error:
             return Check("rows", {node: "refused"}, "failure", str(error))
-        parts = [f"first {counted(read.rows, 'row')} of {counted(read.files, 'file')}"] if read.files else []
+        parts = [f"first {read.rows:,} of {counted(read.files, 'file')}"] if read.files else []
         parts += ["Hub datasets not read"] if read.hub else []
         return Check("rows", {node: "; ".join(parts) or "none"})
 

@@ -13,7 +13,7 @@ import argparse
 import os
 import subprocess
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -135,19 +135,24 @@ def difference(one: Path, other: Path) -> float:
 
 
 def play(case: Case, work: Path, gpu: str) -> dict[str, Any]:
-    """Run the case, run it again, and resume the first from its checkpoint."""
-    runs = {"whole": (case.processes, ""), "again": (case.processes, "")}
+    """Run the case; then run it again, and resume it from its checkpoint at the same time."""
     result: dict[str, Any] = {"case": case.name, "sharding": case.sharding, "options": case.options}
-    result |= {"processes": case.processes, "resumed_with": case.resumed_with, "runs": []}
+    result |= {"processes": case.processes, "resumed_with": case.resumed_with}
     checkpoint = work / "outputs" / f"{case.name}_whole" / "checkpoint-4"
     given = prepared(case, work)
-    for kind, (processes, extra) in {
-        **runs,
-        "resumed": (case.resumed_with, f"--resume {checkpoint} --trust_checkpoint"),
-    }.items():
-        result["runs"].append(launch(case, work, f"{case.name}_{kind}", processes, f"{given} {extra}", gpu))
-        if result["runs"][-1]["exit_code"]:
-            return result
+
+    def run(kind: str, processes: int, extra: str = "") -> dict[str, Any]:
+        return launch(case, work, f"{case.name}_{kind}", processes, f"{given} {extra}", gpu)
+
+    result["runs"] = [run("whole", case.processes)]
+    if result["runs"][0]["exit_code"]:
+        return result
+    with ThreadPoolExecutor(max_workers=2) as pool:
+        again = pool.submit(run, "again", case.processes)
+        resumed = pool.submit(run, "resumed", case.resumed_with, f"--resume {checkpoint} --trust_checkpoint")
+        result["runs"] += [again.result(), resumed.result()]
+    if any(run["exit_code"] for run in result["runs"]):
+        return result
     folders = {kind: work / "outputs" / f"{case.name}_{kind}" for kind in ("whole", "again", "resumed")}
     result["again_differs_by"] = difference(folders["whole"], folders["again"])
     result["resumed_differs_by"] = difference(folders["whole"], folders["resumed"])
@@ -163,14 +168,17 @@ def main() -> None:
     given = parser.parse_args()
     given.work.mkdir(parents=True, exist_ok=True)
     cases = [case for case in CASES if not given.only or case.name in given.only]
+    results = []
     with ThreadPoolExecutor(max_workers=len(cases)) as pool:
-        results = list(pool.map(lambda case, number: play(case, given.work, str(number % 2)), cases, range(len(cases))))
-    for result in results:
-        shown = {key: value for key, value in result.items() if key != "runs"}
-        shown["codes"] = [run["exit_code"] for run in result["runs"]]
-        shown["log"] = [run["log"] for run in result["runs"] if "log" in run]
-        print(shown, flush=True)
-    write_results(given.json, runs=results)
+        started = [pool.submit(play, case, given.work, str(number % 2)) for number, case in enumerate(cases)]
+        for ended in as_completed(started):
+            results.append(ended.result())
+            shown = {key: value for key, value in results[-1].items() if key != "runs"}
+            shown["codes"] = [run["exit_code"] for run in results[-1]["runs"]]
+            shown["log"] = [run["log"] for run in results[-1]["runs"] if "log" in run]
+            print(shown, flush=True)
+            # Kept case by case: a benchmark that is ended loses nothing.
+            write_results(given.json, runs=results)
 
 
 if __name__ == "__main__":

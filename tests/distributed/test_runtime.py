@@ -123,6 +123,18 @@ def test_libraries_are_silent_when_a_run_imports_them(monkeypatch):
         assert [logger.level for logger in loggers] == [logging.ERROR] * 2
 
 
+@pytest.mark.parametrize("given, expected", [({}, None), ({"full_determinism": True}, ":4096:8")])
+def test_full_determinism_is_prepared_before_the_gpu_is_used(monkeypatch, given, expected):
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "x")
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
+    seen = []
+    start = "unsloth_ddp.distributed.runtime._start_processes"
+    monkeypatch.setattr(start, lambda *_: seen.append(os.environ.get("CUBLAS_WORKSPACE_CONFIG")))
+    monkeypatch.setattr("unsloth_ddp.distributed.runtime._stop_processes", lambda *_: None)
+    with started(Settings(use_cpu=True, trainer_args=given), Ranks()):
+        assert seen == [expected]
+
+
 def decide(folder: str) -> None:
     """Rank 0 decides, and then fails in both ways; every rank writes what it saw."""
     ranks = ranks_from_environment()

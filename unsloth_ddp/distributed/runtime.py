@@ -260,12 +260,10 @@ def let_idle_threads_sleep(environ: MutableMapping[str, str] = os.environ) -> No
 def repeat_bits(environ: MutableMapping[str, str] = os.environ) -> None:
     """Set what full_determinism of Transformers' Trainer needs before the GPU is used; variables that are set stay.
 
-    The Trainer sets its own variables once it is made: the model has computed by then, and cuBLAS refuses to compute
-    deterministically without its variable (https://docs.nvidia.com/cuda/cublas/#results-reproducibility). The other
-    variable keeps torch.compile from timing kernels to choose among them.
+    The Trainer sets its own variable once it is made. The model has computed by then, and cuBLAS refuses to compute
+    deterministically where its variable came too late (https://docs.nvidia.com/cuda/cublas/#results-reproducibility).
     """
     environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    environ.setdefault("TORCHINDUCTOR_DETERMINISTIC", "1")
 
 
 def quiet_imports() -> None:

@@ -26,7 +26,7 @@ from tests.ranks import run_ranks
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.distributed.ranks import Ranks, ranks_from_environment
 from unsloth_ddp.distributed.runtime import Runtime, started
-from unsloth_ddp.model import sharded_load, varlen, whole_model
+from unsloth_ddp.model import load, sharded_load, varlen, whole_model
 from unsloth_ddp.model.load import load_model, parameter_counts
 from unsloth_ddp.model.modules import base_model
 from unsloth_ddp.model.same_files import first_difference
@@ -242,6 +242,8 @@ def say_refusals(folder: str) -> None:
         for name, (_, _, options, _) in REFUSED.items():
             os.chdir(Path(folder) / name / f"node_{runtime.ranks.rank}")
             with pytest.MonkeyPatch.context() as patch:
+                if name == "loaded_whole":
+                    patch.setattr(load, "loads_in_shards", lambda *_, **__: False)
                 if name == "no_room" and runtime.ranks.rank == 1:
                     patch.setattr(sharded_load, "check_room", no_room)
                 if name == "no_layers":
@@ -263,6 +265,15 @@ def cut(folder: Path) -> None:
 def other_dtype(folder: Path) -> None:
     path = folder / "model.safetensors"
     save_file({name: t.half() for name, t in load_file(path).items()}, path, {"format": "pt"})
+
+
+def other_values(folder: Path) -> None:
+    """Write another fine-tune of the model: the header is the same, and so is the beginning."""
+    path = folder / "model.safetensors"
+    content = bytearray(path.read_bytes())
+    middle = len(content) // 2
+    content[middle : middle + 100_000] = bytes(100_000)
+    path.write_bytes(content)
 
 
 def absent_tensor(folder: Path) -> None:
@@ -288,8 +299,10 @@ REFUSED: dict[str, tuple[Any, list[int], dict[str, Any], str]] = {
         other_dtype,
         [1],
         {},
-        "model.safetensors on .*rank 1.* differs from that on .*rank 0.*; each rank reads",
+        "model.safetensors on .*rank 1.* differs from that on .*rank 0.*; each rank takes",
     ),
+    "other_values": (other_values, [1], {}, "model.safetensors on .*rank 1.* differs from that on .*rank 0"),
+    "loaded_whole": (other_values, [1], {}, "model.safetensors on .*rank 1.* differs from that on .*rank 0"),
     "absent_tensor": (absent_tensor, [0, 1], {}, "json lists nosuch in a.safetensors, which does not contain it"),
     "no_file": (no_file, [1], {}, "a.safetensors is missing, which model.safetensors.index.json lists"),
     "other_sizes": (other_sizes, [0, 1], {}, "the sizes of its weights differ from its config.json"),

@@ -10,6 +10,11 @@ from unsloth_ddp.config.parse import Settings
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth")
 
 
+def is_folder(settings: Settings) -> bool:
+    """Return whether the model is a folder of this machine, and not a Hub id."""
+    return Path(str(settings.model)).expanduser().is_dir()
+
+
 def model_folder(settings: Settings) -> Path | None:
     """Return the model's folder or its snapshot in the Hub's cache; None if there is neither. Downloads nothing."""
     path = Path(str(settings.model)).expanduser()

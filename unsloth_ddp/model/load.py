@@ -44,7 +44,7 @@ def check_model(settings: Settings, runtime: Runtime) -> None:
             machine or backend does not support a method or option.
     """
     check_local_model(str(settings.model), safetensors_only=settings.use_safetensors)
-    runtime.on_main(lambda: check_source(settings, runtime.backend))
+    runtime.on_main(lambda: check_source(settings, runtime.backend, runtime.sharding))
     if settings.method == "qlora" and runtime.device_type == "cpu":
         raise UserError("method qlora needs a GPU for its 4-bit kernels, and this run uses none; use --method lora.")
     if settings.method == "qlora" and importlib.util.find_spec("bitsandbytes") is None:

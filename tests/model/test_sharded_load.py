@@ -133,6 +133,11 @@ def load_both_ways(moe: str) -> None:
         }.items():
             heads[trained] = fits_fused_head(load_model(settings_for(moe, **options), runtimes[0])[0])
         assert heads == {"": True, "beside adapters": False, "with all": True}
+        sixteen = dataclasses.replace(runtimes[0], precision="bf16")
+        for asked, kept in {"bf16": torch.bfloat16, "fp32": torch.float32}.items():
+            model, _ = load_model(settings_for(DEMO_MODEL, method="full", full_weights=asked), sixteen)
+            losses = sgd_steps(model, average=False)
+            assert {weight.dtype for weight in model.parameters()} == {kept} and losses[1] < losses[0]
         # As for weights that upstream cuts out of fused ones.
         sharded_load.SPLITTABLE = ()
         compare(settings_for(moe, method="full"), runtimes)

@@ -105,7 +105,9 @@ def test_fsdp2_refuses_weights_of_8_bits(backend: str) -> None:
     eight = {"quantization_config": {"quant_method": "bitsandbytes", "load_in_8bit": True, "load_in_4bit": False}}
     check_quantization(settings, backend, eight, "zero2")
     check_quantization(settings, backend, config("bitsandbytes"), "fsdp2")
-    with pytest.raises(UserError, match="owner/name is quantized to 8 bits .* FSDP2 cannot split; give the 16-bit model"):
+    with pytest.raises(
+        UserError, match=r"owner/name is quantized to 8 bits .* FSDP2 cannot split; give the 16-bit model"
+    ):
         check_quantization(settings, backend, eight, "fsdp2")
 
 

@@ -213,7 +213,7 @@ def test_every_private_method_that_the_kit_replaces_is_listed() -> None:
 
 # Import names that differ from the name of the distribution.
 DISTRIBUTIONS = {"yaml": "pyyaml"}
-# Imported behind a check, with a sentence where it is missing: plan --picture.
+# Imported behind a check, with a sentence where it is missing: plan --picture, method qlora.
 OPTIONAL = {"matplotlib", "bitsandbytes"}
 
 

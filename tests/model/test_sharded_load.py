@@ -371,6 +371,27 @@ def test_bytes_of_a_whole_model_follow_the_method() -> None:
     assert whole_model.bytes_while_loading(settings_for("./nosuch"), 4) is None
 
 
+def test_the_hub_is_asked_for_sizes_only_where_files_are_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of a download that was interrupted: the index is there, and one of its files."""
+    asked: list[str] = []
+    snapshot = saved_moe(tmp_path / "moe")
+    monkeypatch.setattr(whole_model, "model_folder", lambda _: snapshot)
+    monkeypatch.setattr(
+        "huggingface_hub.get_safetensors_metadata",
+        lambda name, revision: SimpleNamespace(files_metadata={}) if not asked.append(name) else None,
+    )
+    complete = whole_model.read_tensors(settings_for("owner/moe"))
+    assert not asked and len(complete) > 20
+    shutil.copy(next(snapshot.glob("model-*.safetensors")), snapshot / "consolidated.safetensors")
+    assert whole_model.read_tensors(settings_for("owner/moe")) == complete
+    (snapshot / "consolidated.safetensors").unlink()
+    next(snapshot.glob("model-*.safetensors")).unlink()
+    assert len(whole_model.read_tensors(settings_for("owner/moe"))) < len(complete)
+    assert asked == ["owner/moe"]
+
+
 @pytest.mark.parametrize(
     ("asked", "sharding", "total", "taken"),
     [

@@ -19,12 +19,11 @@ import torch
 from safetensors import safe_open
 
 from unsloth_ddp.config.options import Settings
-from unsloth_ddp.model.files import model_folder
+from unsloth_ddp.model.files import model_folder, safetensors_files
 from unsloth_ddp.model.load import safetensors_only, stop_at
 from unsloth_ddp.model.whole_weights import ADAPTER, describe_without_weights
 from unsloth_ddp.utils.tensor_files import ModelFiles
 
-WEIGHTS = "model.safetensors"
 WEIGHT = ".weight"
 # bitsandbytes stores the constants of q_proj.weight as q_proj.weight.absmax and so on.
 PART = f"{WEIGHT}."
@@ -91,7 +90,7 @@ def plan_merge(settings: Settings, adapter: Path) -> Merge | None:
     config = json.loads((adapter / "adapter_config.json").read_text(encoding="utf-8"))
     if base is None or settings.trust_remote_code or not file.is_file() or not _is_plain(config):
         return None
-    model = _without_memory(base) if (paths := _weight_files(base)) else None
+    model = _without_memory(base) if (paths := safetensors_files(base)) else None
     if model is None:
         return None
     shapes: dict[str, list[int]] = {}
@@ -124,17 +123,6 @@ def _is_plain(config: dict[str, Any]) -> bool:
     return all((config.get(name) or None) == (value or None) for name, value in PLAIN.items() if name != "bias") and (
         config.get("bias", "none") == "none"
     )
-
-
-def _weight_files(base: Path) -> list[Path]:
-    """Return the safetensors files of a model, sorted by name; empty if a file is missing or the format is another."""
-    index = base / f"{WEIGHTS}.index.json"
-    if index.is_file():
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    else:
-        names = [WEIGHTS]
-    files = [base / name for name in names]
-    return files if all(path.is_file() for path in files) else []
 
 
 def _without_memory(base: Path) -> Any:

@@ -3,7 +3,7 @@
     python -m benchmarks.correctness.unsloth_shards --work /tmp/unsloth_shards --json FILE
 
 Three steps of SGD on two GPUs, of the demo's model in fp32 and bf16, of a small model whose output head is not tied, and
-of an 8B shape in bf16. Prints the losses, the difference of the adapters' update from that of Unsloth on the whole model,
+of an 8B shape in bf16; and the run in shards resumed from its checkpoint at step 2. Prints the losses, the difference of the adapters' update from that of Unsloth on the whole model,
 and of the fullest GPU the peak while loading and while training. All runs stand side by side: no times are measured.
 """
 
@@ -21,9 +21,7 @@ from benchmarks.common.rows import full_rows
 from benchmarks.common.runs import REPO, losses, make_model, run_logged, write_results
 
 STEPS = "--optim sgd --learning_rate 0.1 --lr_scheduler_type constant --warmup_steps 0 --max_grad_norm 0 --max_steps 3"
-STEPS += (
-    " --compare_answers 0 --logging_steps 1 --seed 5 --save_strategy no --gradient_checkpointing torch --packing off"
-)
+STEPS += " --compare_answers 0 --logging_steps 1 --seed 5 --save_steps 2 --gradient_checkpointing torch --packing off"
 # Model, precision, tokens in a row.
 MODELS = {
     "tied_fp32": ("demo", "fp32", 128),
@@ -31,7 +29,8 @@ MODELS = {
     "untied_bf16": ("small", "bf16", 128),
     "8b_bf16": ("qwen3_8b", "bf16", 1024),
 }
-LOADED = {"whole": "unsloth", "shards": "unsloth", "transformers": "transformers"}
+LOADED = {"whole": "unsloth", "shards": "unsloth", "resumed": "unsloth", "transformers": "transformers"}
+UNINTERRUPTED = ("whole", "shards", "transformers")
 PROCESSES = 2
 
 
@@ -43,7 +42,7 @@ def one(folder: Path, kind: str, argv: list[str]) -> None:
     from unsloth_ddp.model import load
     from unsloth_ddp.run import stages
 
-    if kind == "shards":
+    if kind in ("shards", "resumed"):
         load.short_of_memory = lambda *_: (1, 0)
     load_model = stages.load_model
 
@@ -95,7 +94,11 @@ def measure(name: str, kind: str, work: Path, limit: float) -> dict[str, Any]:
     model = REPO / "demo/model" if shape == "demo" else work / shape
     argv = f"--model {model} --dataset {work}/rows.jsonl --method lora --backend {LOADED[kind]} --precision {precision}"
     argv += f" --max_length {tokens} --per_device_train_batch_size 1 --global_batch_size 4 {STEPS}"
-    argv += f" --output_dir {folder} --run_name run --overwrite"
+    argv += f" --output_dir {folder} --run_name run"
+    if kind == "resumed":
+        argv += f" --resume {work}/{name}_shards/run/checkpoint-2 --trust_checkpoint"
+    else:
+        argv += " --overwrite"
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(PROCESSES)]
     launcher += ["--module", "benchmarks.correctness.unsloth_shards", "--work", str(folder), "--one", kind, "--argv"]
     log = folder / "log.log"
@@ -140,15 +143,19 @@ def main() -> None:
     missing = "8b_bf16" in given.only and not (given.work / "qwen3_8b" / "config.json").is_file()
     if missing and make_model("qwen3_8b", given.work / "qwen3_8b").wait():
         raise SystemExit("no model of the 8B shape could be made")
-    pairs = [(name, kind) for name in given.only for kind in LOADED]
     with ThreadPoolExecutor(max_workers=6) as pool:
-        results = list(pool.map(lambda pair: measure(*pair, given.work, given.limit), pairs))
+        whole = [
+            pool.submit(measure, name, kind, given.work, given.limit) for name in given.only for kind in UNINTERRUPTED
+        ]
+        results = [run.result() for run in whole]
+        resumed = [pool.submit(measure, name, "resumed", given.work, given.limit) for name in given.only]
+        results += [run.result() for run in resumed]
     trained = {(result["model"], result["loaded"]) for result in results if "losses" in result}
     for result in results:
         pair = (result["model"], result["loaded"])
         if pair in trained and (pair[0], "whole") in trained:
-            whole = update(given.work, pair[0], "whole")
-            result["update_difference"] = float((update(given.work, *pair) - whole).norm() / whole.norm())
+            first = update(given.work, pair[0], "whole")
+            result["update_difference"] = float((update(given.work, *pair) - first).norm() / first.norm())
         print(json.dumps(result), flush=True)
     if given.json:
         write_results(given.json, processes=PROCESSES, runs=results)

@@ -20,11 +20,13 @@ import numpy as np
 
 from benchmarks.common.models import make_config
 from unsloth_ddp.config.options import Settings
+from unsloth_ddp.data.packing import best_fit
 from unsloth_ddp.distributed.sharding import Sharding
-from unsloth_ddp.plan.compute import MemoryRow, make_memory_row, make_workload
+from unsloth_ddp.plan.compute import MemoryRow, make_memory_row
 from unsloth_ddp.plan.memory import Method, is_supported
 from unsloth_ddp.plan.rows import RowLengths
 from unsloth_ddp.plan.shape import ModelShape, read_model_shape
+from unsloth_ddp.plan.step import make_workload
 from unsloth_ddp.utils.units import GIB
 
 REPO = Path(__file__).resolve().parents[2]
@@ -53,7 +55,8 @@ def ways_to_train(shape: ModelShape, method: Method, gpu_gb: float, count: int) 
     """Return the memory of `count` GPUs with each sharding, as `python -m unsloth_ddp.plan` computes it."""
     # Checkpointing as in the measured runs; a run without it takes more where there is room.
     settings = Settings(model="m", method=method, max_length=TOKENS, gradient_checkpointing="torch")
-    rows = RowLengths(np.full(COUNTS[-1] * ACCUMULATION, TOKENS), 1, "packs")
+    lengths = np.full(COUNTS[-1] * ACCUMULATION, TOKENS)
+    rows = RowLengths(lengths, 1).packed(best_fit(lengths, TOKENS))
     work = make_workload(settings, rows, TOKENS, count, ACCUMULATION)
     # FSDP2 takes less memory than ZeRO-3 and needs no extra package.
     shardings: Sequence[Sharding] = ("none", "zero2", "fsdp2", "zero3") if count > 1 else ("none",)

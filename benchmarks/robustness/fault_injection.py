@@ -116,6 +116,8 @@ def trl_job(folder: str, rows: str) -> None:
 
 JOBS: dict[str, Callable[[str, str], None]] = {"kit": kit_job, "recorded": recorded_job, "trl": trl_job}
 ON_GPUS = ("recorded",)
+# Peers that spend most of their time on imports and compilation: most of their signals come after a chosen save.
+STRUCK_AFTER_SAVES = ("recorded",)
 
 
 def rank_process(peer: str, folder: str, rows: str, environ: dict[str, str], log: str) -> None:
@@ -216,6 +218,13 @@ class Job:
         """Return whether the launcher ended within `seconds`."""
         self.process.join(max(0.0, seconds))
         return self.process.exitcode is not None
+
+    def wait_for_save(self, run: Path, step: int, seconds: float) -> bool:
+        """Return whether the launcher ended before a checkpoint of `step` or later was there for so many seconds."""
+        while not any(int(found.name.rpartition("-")[2]) >= step for found in run.glob("checkpoint-*[0-9]")):
+            if self.wait(0.005):
+                return True
+        return self.wait(seconds)
 
     def ended(self) -> bool:
         """Return whether launcher and ranks ended in time; kill what is left."""
@@ -360,15 +369,18 @@ class FaultInjection:
         while True:
             folder.mkdir()
             fraction, number, victim = dice.random(), dice.choice(SIGNALS), dice.choice(VICTIMS)
+            save = dice.randrange(0, STEPS, SAVE_STEPS) if self.peer in STRUCK_AFTER_SAVES else 0
             job = Job(self.peer, folder, self.rows, logs / "0")
-            struck = not job.wait(fraction * self.seconds) and job.strike(number, victim)
+            # A step and the save behind it take about a tenth of a second.
+            over = job.wait_for_save(folder / "run", save, fraction / 10) if save else job.wait(fraction * self.seconds)
+            struck = not over and job.strike(number, victim)
             began = time.monotonic()
             ended = job.ended()
             if struck:
                 break
             self.seconds = time.monotonic() - job.began
             shutil.rmtree(folder)
-        at = {"signal": number.name, "victim": victim, "at_fraction": round(fraction, 3)}
+        at = {"signal": number.name, "victim": victim, "at_fraction": round(fraction, 3), "after_save": save}
         return at | {"seconds_to_end": round(time.monotonic() - began, 1), "hangs": int(not ended)}
 
     def _finish(self, folder: Path, logs: Path) -> dict[str, Any]:

@@ -100,6 +100,14 @@ def test_a_micro_batch_is_padded_to_the_smallest_size_that_holds_it(lengths: lis
     assert whole is not None and whole.tokens == 384
 
 
+def test_the_head_is_computed_for_a_part_of_the_padded_tokens() -> None:
+    shape = dataclasses.replace(FixedShape.that_holds(tokens=8192, rows=8, longest=8192), smaller=(2048,))
+    lengths = ([900], [3000])
+    found = [shape.lay_out(*rows_of(of, share=0.1)) for of in lengths]
+    # One sixteenth of 2048 tokens, and of 8192.
+    assert [one and (one.tokens, one.head) for one in found] == [(2048, 128), (8192, 512)]
+
+
 def test_single_rows_are_padded_to_the_smallest_length_that_holds_the_longest() -> None:
     shape = dataclasses.replace(FixedShape.of_single_rows(2, 300), smaller=(256, 512))
     found = [shape.lay_out(*rows_of(lengths)) for lengths in ([100, 90], [100, 129], [300, 1], [385, 1])]
@@ -115,6 +123,9 @@ def test_smaller_sizes_are_chosen_where_they_save_much() -> None:
     assert smaller_sizes(most, 8192, 80) == ()
     three = np.repeat([1024, 4096, 8192], [40, 40, 20])
     assert smaller_sizes(three, 8192, 10**6) == (1024, 4096)
+    # A third one would be compiled as well, though it would save more than a tenth.
+    four = np.repeat([1024, 4096, 8192, 16384], [40, 20, 20, 20])
+    assert smaller_sizes(four, 16384, 10**6) == (1024, 8192)
     # A second size would save less than a tenth.
     assert smaller_sizes(np.repeat([1024, 1152, 8192], [40, 40, 20]), 8192, 10**6) == (1152,)
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.robustness import fault_injection
 from benchmarks.robustness.fault_injection import damage, inject_faults, is_bad
 
 RUNS = int(os.environ.get("UNSLOTH_DDP_TORTURE_RUNS", "20"))
@@ -20,6 +21,16 @@ def test_whatever_kills_the_job_it_ends_bit_identical(tmp_path):
     assert found["runs"] == RUNS
     bad = [each for each in found["each"] if is_bad(each)]
     assert not bad, bad
+
+
+@pytest.mark.torture
+@pytest.mark.timeout(300)
+def test_a_job_can_be_struck_after_a_save(tmp_path, monkeypatch):
+    monkeypatch.setattr(fault_injection, "STRUCK_AFTER_SAVES", ("kit",))
+    found = inject_faults("kit", 1, 3, tmp_path, lambda _: None, time.time() + 86400)
+    each = found["each"][0]
+    assert each["after_save"] > 0 and not is_bad(each)
+    assert int(each["offered"][0].rpartition("-")[2]) >= each["after_save"]
 
 
 @pytest.fixture

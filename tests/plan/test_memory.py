@@ -9,6 +9,7 @@ import pytest
 
 from benchmarks.memory import what_fits
 from tests.conftest import REPO
+from unsloth_ddp.config.options import Settings
 from unsloth_ddp.data.batch_plan import plan_batch
 from unsloth_ddp.plan.memory import (
     BYTES_PACKED,
@@ -152,10 +153,11 @@ def test_memory_is_near_what_h200s_used(measured_job):
     for run in runs:
         summary = run["summary"]
         shape = next(shape for name, shape in shapes.items() if run["name"].startswith(name))
-        plan = plan_batch(2, summary["world_size"], 8, None)
         # The rows of those runs, or the comparison means nothing.
-        assert in_order(rows.lengths, 42)[: 12 * 8].sum() == pytest.approx(summary["tokens"], rel=0.01)
-        work = Workload(largest_micro_batch(rows, plan, 42, 12), 2, 4, "adamw_torch", "torch", summary["world_size"])
+        assert in_order(rows.each, 42)[: 12 * 8].sum() == pytest.approx(summary["tokens"], rel=0.01)
+        plan = plan_batch(2, summary["world_size"], 8, None)
+        largest = largest_micro_batch(rows, plan, Settings(model="m", dataset=["d"], max_steps=12))
+        work = Workload(largest, 2, 4, "adamw_torch", "torch", summary["world_size"])
         work = dataclasses.replace(work, ddp_buckets=True)
         memory = estimate_memory(shape, summary["settings"]["method"], "none", work)
         errors[run["name"]] = memory.total / summary["peak_memory_bytes"] - 1

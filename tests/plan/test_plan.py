@@ -16,11 +16,12 @@ import transformers
 from tests.conftest import REPO
 from tests.mixtures import save_mixture
 from unsloth_ddp.config.options import Settings
-from unsloth_ddp.data.batch_plan import plan_batch
+from unsloth_ddp.data.batch_plan import BatchPlan, plan_batch
+from unsloth_ddp.data.packing import best_fit
 from unsloth_ddp.plan import __main__ as command
 from unsloth_ddp.plan import calibration as calibrations
 from unsloth_ddp.plan.calibration import Calibration, Measurement, load_calibration
-from unsloth_ddp.plan.compute import Hardware, choose_micro_batch, find_least_memory, make_memory_row, make_plan
+from unsloth_ddp.plan.compute import Hardware, find_least_memory, make_memory_row, make_plan
 from unsloth_ddp.plan.memory import (
     Workload,
     estimate_memory,
@@ -28,18 +29,37 @@ from unsloth_ddp.plan.memory import (
 from unsloth_ddp.plan.report import PlanReport, plan_as_json, render_plan, verdict_sentence
 from unsloth_ddp.plan.rows import RowLengths, in_order, largest_micro_batch
 from unsloth_ddp.plan.shape import ModelShape, read_model_shape
+from unsloth_ddp.plan.step import choose_step
 from unsloth_ddp.utils.errors import UserError
 
 # ---- rows ----
 
 
+def packs_of(lengths: np.ndarray, capacity: int = 2048) -> RowLengths:
+    return RowLengths(lengths, supervised=1).packed(best_fit(lengths, capacity))
+
+
 def test_the_largest_micro_batch_is_that_of_the_run():
     rows = RowLengths(np.array([1, 2, 3, 4, 5, 60]), supervised=1)
+    order = in_order(rows.each, seed=3)
+    settings = Settings(model="m", dataset=["d"], seed=3)
     plan = plan_batch(2, 1, 2, None)
-    order = in_order(rows.lengths, seed=3)
-    assert largest_micro_batch(rows, plan, 3, steps=1) == 2 * max(order[:2])
-    assert largest_micro_batch(rows, plan, 3, steps=3) == 120
-    assert largest_micro_batch(rows, plan, 3, steps=300) == 120
+
+    def largest(rows: RowLengths, plan: BatchPlan, steps: int) -> int:
+        return largest_micro_batch(rows, plan, dataclasses.replace(settings, max_steps=steps))
+
+    assert largest(rows, plan, 1) == 2 * max(order[:2])
+    assert largest(rows, plan, 3) == largest(rows, plan, 300) == 120
+    # Packs are joined, and the longest of a step share a micro-batch.
+    packs = packs_of(np.array([1, 2, 3, 4, 5, 60]), 5)
+    assert sorted(packs.each) == [5, 5, 5, 60]
+    assert largest(packs, plan, 2) == 65
+    packs = packs_of(np.array([10, 20, 30, 40]), 10)
+    orders = [in_order(packs.each, 3, epoch) for epoch in range(20)]
+    pairs = [max(sum(order[:2]), sum(order[2:])) for order in orders]
+    assert largest(packs, plan, 1) == sum(orders[0][:2])
+    assert [largest(packs, plan, 2 * epochs) for epochs in range(1, 21)] == [max(pairs[:n]) for n in range(1, 21)]
+    assert largest(packs, BatchPlan(2, 2, 1), 20) == 70
 
 
 def test_the_first_rows_of_a_stream_stand_for_all(demo_shape, tmp_path, monkeypatch, capsys):
@@ -75,6 +95,8 @@ def test_the_demos_shape_is_the_one_training_reports(demo_shape):
     # q, k, v, o and three of the feed-forward, four times.
     assert demo_shape.linear == 4 * (4 * 128 * 128 + 3 * 128 * 384)
     assert demo_shape.layer_kept > 3 * 384 * 2
+    # As a run counts them, whose layers have adapters.
+    assert demo_shape.layer_weights == (demo_shape.linear + demo_shape.adapter) / 4
 
 
 def test_stacked_experts_are_counted_though_they_are_no_linear_layers(tmp_path):
@@ -197,12 +219,12 @@ def test_with_sharding_a_plan_leaves_as_much_free_as_a_run(measured_job):
 
 def test_a_micro_batch_is_planned_as_a_run_chooses_it(measured_job):
     shapes, _ = measured_job
-    rows = RowLengths(np.full(64, 2048), supervised=1, unit="packs")
+    rows = packs_of(np.full(64, 2048))
     batch = plan_batch(1, 2, 32, None)
 
     def planned(gib: float | None, **options) -> int:
         settings = Settings(model="m", dataset=["d"], **options)
-        return choose_micro_batch(settings, shapes["qwen3_8b"], rows, batch, gib and gib * 2**30)
+        return choose_step(settings, shapes["qwen3_8b"], rows, batch, gib and gib * 2**30).batch.per_device
 
     # 8 packs of 2048 without recomputing were measured at 83 GiB, and chosen on a GPU of 140.
     # With 24 GiB one pack would fit without recomputing; four of them with it are worth more.
@@ -219,9 +241,9 @@ def test_a_micro_batch_is_planned_as_a_run_chooses_it(measured_job):
     assert planned(141, method="full") == planned(141, method="full", cuda_graphs="off")
     # With sharding nothing is recorded, and what is left of split weights goes to more rows.
     sharded = {
-        sharding: choose_micro_batch(
+        sharding: choose_step(
             Settings(model="m", dataset=["d"]), shapes["qwen3_8b"], rows, batch, 32e9, sharding
-        )
+        ).batch.per_device
         for sharding in ("none", "zero2", "fsdp2")
     }
     assert sharded == {"none": 1, "zero2": 8, "fsdp2": 16}
@@ -338,7 +360,7 @@ def test_the_demo_with_a_calibration_has_hours(capsys, tmp_path, demo_calibratio
 def test_the_widest_plan_fits_100_columns(measured_job):
     shapes, _ = measured_job
     settings = Settings(model="m", dataset=["d"])
-    rows = RowLengths(np.full(4096, 2048), supervised=1, unit="packs")
+    rows = packs_of(np.full(4096, 2048))
     hardware = Hardware(16, 8, [25e9 / 8, 400e9 / 8], 450e9, 24e9)
     batch = plan_batch(1, 128, 2048, None)
     computed = make_plan(settings, shapes["qwen3_8b"], rows, batch, hardware, load_calibration("h200"))

@@ -14,10 +14,11 @@ from unsloth_ddp.config.parse import parse_settings
 from unsloth_ddp.data.packing import BatchRequest, plan_step
 from unsloth_ddp.distributed.precision import AMPERE
 from unsloth_ddp.plan.__main__ import with_precision_of
-from unsloth_ddp.plan.compute import Hardware, make_plan, planned_packing
+from unsloth_ddp.plan.compute import Hardware, make_plan
 from unsloth_ddp.plan.memory import MemoryEstimate
 from unsloth_ddp.plan.rows import RowLengths
 from unsloth_ddp.plan.shape import read_model_shape
+from unsloth_ddp.plan.step import planned_packing
 from unsloth_ddp.utils.units import GIB, parse_memory
 
 RECIPES = sorted((REPO / "recipes").glob("*_*gb.yaml"))
@@ -40,7 +41,7 @@ def plan_of(
         parse_settings(["--config", str(recipe), "--model", str(folder), "--dataset", "rows.jsonl"]), capability
     )
     rows = RowLengths(np.full(64, settings.max_length), 64 * settings.max_length)
-    batch, packing, _ = plan_step(BatchRequest.of(settings, 1), rows.lengths, planned_packing(settings, capability))
+    batch, packing, _ = plan_step(BatchRequest.of(settings, 1), rows.each, planned_packing(settings, capability))
     rows = rows.packed(packing)
     hardware = Hardware(1, 1, [1e9], gpu_memory=memory, capability=capability)
     plan = make_plan(settings, read_model_shape(settings), rows, batch, hardware, None)

@@ -159,8 +159,10 @@ def test_only_the_first_recording_of_a_number_of_tokens_is_warmed_up_twice() -> 
         counts.append((laid_out.sizes[:2], captured._warm_up(laid_out.tokens)))
         captured.run({"laid_out": laid_out}, torch.ones(()))
     assert counts == [((128, 8), 2), ((256, 8), 2), ((128, 16), 1)]
+    # A graph in the pool of those that are dropped would keep their memory.
+    captured._pool = object()
     captured.forget()
-    assert captured._warm_up(128) == 2
+    assert captured._warm_up(128) == 2 and captured._pool is None
 
 
 def test_a_recording_follows_its_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -235,6 +237,35 @@ def test_the_check_accepts_the_same_pass_and_names_another_one() -> None:
     assert reason is not None and reason.startswith("its gradients would differ by")
     wide = check_recording(captured, batch, lambda one: ordinary_sum(model, one) + _bent(model), tolerance=float("inf"))
     assert wide is None
+
+
+@pytest.mark.parametrize(("part", "off"), [("loss", 0.004), ("loss", 0.006), ("gradients", 0.04), ("gradients", 0.06)])
+def test_the_check_allows_half_a_percent_of_the_loss_and_five_of_the_gradients(part: str, off: float) -> None:
+    model = model_of("lora")
+    captured, batch = captured_of(model), batches()[1]
+
+    def ordinary(one: dict[str, Any]) -> torch.Tensor:
+        loss = ordinary_sum(model, one)
+        changed = loss / (1 + off)
+        # The other part stays as it is.
+        return changed.detach() + loss - loss.detach() if part == "loss" else loss.detach() + changed - changed.detach()
+
+    reason = check_recording(captured, batch, ordinary)
+    assert (reason is None) == (off in (0.004, 0.04))
+    assert reason is None or reason.startswith(f"its {part} would differ by {off:.1e}")
+
+
+def test_the_check_counts_gradients_that_the_backend_does_not_compute() -> None:
+    model = model_of("lora")
+    captured, batch = captured_of(model), batches()[1]
+
+    def of_one_weight(one: dict[str, Any]) -> torch.Tensor:
+        loss, weight = ordinary_sum(model, one), captured.trained[0]
+        (gradient,) = torch.autograd.grad(loss, [weight])
+        return loss.detach() + ((weight - weight.detach()) * gradient).sum()
+
+    reason = check_recording(captured, batch, of_one_weight)
+    assert reason is not None and reason.startswith("its gradients would differ by")
 
 
 def _bent(model: Any) -> torch.Tensor:

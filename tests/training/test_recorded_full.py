@@ -25,7 +25,7 @@ OPTIONS = (
 
 def train_recorded(argv: list[str], cwd: str) -> None:
     """Run train_ddp.py with recorded micro-batches in fp32, as if the CPU had CUDA graphs; notes what each exchange holds."""
-    from unsloth_ddp.training import captured_step, gradient_exchange, recorded_steps
+    from unsloth_ddp.training import captured_step, gradient_exchange, recorded_steps, step_choice
 
     def in_fp32(model: Any, forward: Any, autocast: Any, dtype: Any, *more: Any) -> captured_step.CapturedStep:
         return captured_step.CapturedStep(model, forward, autocast, torch.float32, *more)
@@ -52,7 +52,7 @@ def train_recorded(argv: list[str], cwd: str) -> None:
     captured_step.CapturedStep.run = noted_replay  # type: ignore[method-assign]
     recorded_steps.CapturedStep = in_fp32  # type: ignore[misc,assignment]
     recorded_steps.obstacle = lambda *_: None
-    recorded_steps.too_short = lambda *_: None
+    step_choice.too_short = lambda *_: None
     recorded_steps.record_on_a_stream = lambda device: None
     train(argv, cwd)
     import os

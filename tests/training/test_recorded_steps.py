@@ -1,7 +1,8 @@
 from __future__ import annotations
 
 import dataclasses
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,17 +12,23 @@ import torch
 
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.data.batch_plan import BatchPlan
+from unsloth_ddp.data.fixed_shape import FixedShape
 from unsloth_ddp.model.fp8 import FrozenFP8Linear
-from unsloth_ddp.training import step_choice
-from unsloth_ddp.training.memory_search import ENOUGH_TOKENS
+from unsloth_ddp.model.modules import weights_of_first_layer
+from unsloth_ddp.training import recorded_steps, step_choice
+from unsloth_ddp.training.memory_search import ENOUGH_TOKENS, MicroBatchDecision
 from unsloth_ddp.training.meter import Meter, OwnWorkTimer, Totals, peak_memory_bytes
 from unsloth_ddp.training.step_choice import (
+    StepChoice,
     busy_without,
     busy_without_before,
     dealt,
+    reason_after,
+    reason_before,
     shape_for,
     shape_of_run,
     tokens_while_launching,
+    too_short,
 )
 from unsloth_ddp.training.trainer import DDPTrainer
 
@@ -96,12 +103,12 @@ def test_micro_batches_are_recorded_only_where_it_brings_something(
 def test_padding_to_several_sizes_counts() -> None:
     settings = Settings(model="m", dataset=["d"], max_length=2048)
     train, plan = packs_of([1000] * 60 + [2048] * 4), BatchPlan(16, 1, 1)
-    shape = shape_of_run(settings, SimpleNamespace(train=train), plan)
+    shape = shape_of_run(settings, train, plan)
     assert shape.smaller == ()
     reason = busy_without(settings, train, plan, shape)
     assert reason is not None and "padded to" in reason
     long = Settings(model="m", dataset=["d"], max_length=2048, num_train_epochs=1000)
-    shape = shape_of_run(long, SimpleNamespace(train=train), plan)
+    shape = shape_of_run(long, train, plan)
     assert shape.smaller
     assert busy_without(long, train, plan, shape) is None
 
@@ -109,11 +116,11 @@ def test_padding_to_several_sizes_counts() -> None:
 def test_chats_of_a_small_global_batch_are_not_padded_to_the_longest_packs() -> None:
     rng = np.random.default_rng(0)
     packs = [*rng.integers(400, 700, 950).tolist(), *rng.integers(1000, 2049, 50).tolist()]
-    data: Any = SimpleNamespace(train=packs_of(packs, 2))
+    train = packs_of(packs, 2)
     plan = BatchPlan(4, 2, 1)
     settings = Settings(model="m", dataset=["d"], max_length=2048, num_train_epochs=10)
-    shape = shape_of_run(settings, data, plan)
-    micro_batches = dealt(data.train, plan)
+    shape = shape_of_run(settings, train, plan)
+    micro_batches = dealt(train, plan)
     assert micro_batches.shape == (250, 4) and micro_batches.sum() == sum(packs)
     assert shape.tokens > 8000 and len(shape.smaller) == 2
     assert shape.padded(micro_batches).mean() < 1.3 * micro_batches.sum(axis=1).mean()
@@ -123,6 +130,63 @@ def test_a_sample_stands_for_many_packs(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(step_choice, "SAMPLED_PACKS", 64)
     micro_batches = dealt(packs_of([100] * 1000), BatchPlan(4, 2, 2))
     assert micro_batches.shape == (16, 4) and (micro_batches == 100).all()
+
+
+def test_full_fine_tuning_is_judged_once_the_micro_batch_is_chosen() -> None:
+    settings = Settings(model="m", dataset=["d"], method="full", max_length=2048, num_train_epochs=100)
+    train = packs_of([2048] * 80, 2)
+
+    def after(per_device: int) -> str | None:
+        plan = BatchPlan(per_device, 8 // per_device, 1)
+        return reason_after(settings, train, plan, shape_of_run(settings, train, plan), "none", ENOUGH_TOKENS)
+
+    # Eight packs keep the GPU busy, but two may be all that fits.
+    assert reason_before(settings, None, train, BatchPlan(1, 8, 1), ENOUGH_TOKENS) is None
+    assert after(2) is None
+    assert after(8) == "micro-batches of 16,384 tokens keep the GPU busy without CUDA graphs"
+
+
+def test_the_sample_has_packs_of_all_lengths_and_the_filler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_choice, "SAMPLED_PACKS", 6)
+    packs = packs_of([*[2000] * 500, *[100] * 500])
+    micro_batches = dealt(packs, BatchPlan(4, 1, 1))
+    assert micro_batches.shape == (2, 4) and sorted(micro_batches.ravel())[:2] == [1, 1]
+    assert set(micro_batches.ravel()) == {1, 100, 2000}
+
+
+@pytest.mark.parametrize(
+    ("options", "passes"),
+    [
+        # 40 packs are two steps of 5 micro-batches on each of two processes.
+        ({"num_train_epochs": 3}, 30), ({"num_train_epochs": 9.5}, 95), ({"num_train_epochs": 10}, None),
+        ({"num_train_epochs": 0.6}, 10),
+        ({"max_steps": 19}, 95), ({"max_steps": 20, "num_train_epochs": 1}, None),
+    ],
+)  # fmt: skip
+def test_a_run_of_few_micro_batches_is_too_short_to_compile_for(options: dict[str, Any], passes: int | None) -> None:
+    reason = passes and f"{passes} micro-batches are too few to compile for"
+    settings = Settings(model="m", dataset=["d"], **options)
+    assert too_short(settings, packs_of([100] * 40), BatchPlan(2, 5, 2)) == reason
+
+
+def test_a_stream_that_its_rows_end_is_not_too_short() -> None:
+    streamed = packs_of([100] * 4)
+    streamed.streamed = True
+    assert too_short(Settings(model="m", dataset=["d"]), streamed, BatchPlan(4, 1, 1)) is None
+
+
+def test_a_shape_has_room_for_the_packs_with_most_and_with_the_longest_rows() -> None:
+    packing = SimpleNamespace(starts=np.array([0, 5, 6, 8]), longest=300)
+    train: Any = SimpleNamespace(streamed=False, packing=packing, lengths=lambda: np.array([300, 200, 100, 1]))
+    # 500 tokens in 7 rows; the rest of 512 is filled with one more.
+    assert shape_for(train, 2, 512) == FixedShape(512, 8, 512)
+    assert shape_for(train, 2, 256) == FixedShape(512, 9, 300)
+
+
+def test_the_shape_of_streamed_rows_has_room_for_short_rows() -> None:
+    train: Any = SimpleNamespace(streamed=True, packing=SimpleNamespace(starts=np.array([0, 1])))
+    # A row has 16 tokens or more on average, and two more rows fill what is left.
+    assert shape_for(train, 2, 512) == FixedShape(1024, 1024 // 16 + 2, 512)
 
 
 def test_single_rows_are_no_sequences_where_one_is_far_longer_than_all() -> None:
@@ -148,9 +212,15 @@ def test_streamed_rows_are_laid_out_with_boundaries() -> None:
     assert shape_for(train, 2, 512).sequences == 0
 
 
-@pytest.mark.parametrize(("while_launching", "recorded"), [(8192, True), (2200, False)])
-@pytest.mark.parametrize("size", ["auto", 4])
-def test_a_large_model_keeps_the_gpu_busy_with_fewer_tokens(while_launching: float, recorded: bool, size: Any) -> None:
+@pytest.mark.parametrize(
+    ("while_launching", "size", "recorded"),
+    [
+        (8192, "auto", True), (8192, 4, True), (2200, "auto", False), (2200, 4, False),
+        # The host launches kernels once for all packs of a step, or once for each micro-batch of the given size.
+        (3000, "auto", False), (3000, 4, True),
+    ],
+)  # fmt: skip
+def test_a_large_model_keeps_the_gpu_busy_with_fewer_tokens(while_launching: float, size: Any, recorded: bool) -> None:
     # A step of 8 packs has 4,800 tokens, which two micro-batches pad to 6,144.
     train, plan = packs_of([600] * 2000, 2), BatchPlan(4, 2, 1)
     shape = dataclasses.replace(shape_for(train, 4, 2048), tokens=3072)
@@ -166,24 +236,87 @@ def test_tokens_while_launching_follow_the_size_of_a_layer() -> None:
         layer = torch.nn.ModuleList([torch.nn.Linear(width, width, device="meta") for _ in range(3)])
         return SimpleNamespace(get_decoder=lambda: SimpleNamespace(layers=[layer] * 2))
 
-    assert tokens_while_launching(model(4096)) == pytest.approx(ENOUGH_TOKENS)
-    assert tokens_while_launching(model(8192)) == pytest.approx(ENOUGH_TOKENS / 4)
+    def tokens(model: Any) -> float:
+        return tokens_while_launching(weights_of_first_layer(model))
+
+    assert tokens(model(4096)) == pytest.approx(ENOUGH_TOKENS)
+    assert tokens(model(8192)) == pytest.approx(ENOUGH_TOKENS / 4)
     unknown = SimpleNamespace(get_decoder=lambda: SimpleNamespace(layers=[]))
-    assert tokens_while_launching(unknown) == tokens_while_launching(SimpleNamespace()) == ENOUGH_TOKENS
+    assert tokens(unknown) == tokens(SimpleNamespace()) == ENOUGH_TOKENS
     frozen = FrozenFP8Linear(torch.nn.Linear(4096, 4096, device="meta").requires_grad_(False))
     quantized = SimpleNamespace(get_decoder=lambda: SimpleNamespace(layers=[torch.nn.ModuleList([frozen] * 3)]))
-    assert tokens_while_launching(quantized) == pytest.approx(3 * ENOUGH_TOKENS)
+    assert tokens(quantized) == pytest.approx(3 * ENOUGH_TOKENS)
 
 
 def test_padding_is_judged_before_the_micro_batch_is_chosen() -> None:
     settings = Settings(model="m", dataset=["d"], max_length=2048)
     mixed = packs_of([*[500] * 1900, *[2048] * 100], 2)
-    large = SimpleNamespace(get_decoder=lambda: SimpleNamespace(layers=[torch.nn.Linear(2**14, 2**14, device="meta")]))
-    small = SimpleNamespace(get_decoder=lambda: SimpleNamespace(layers=[torch.nn.Linear(64, 64)]))
-    data: Any = SimpleNamespace(train=mixed, plan=BatchPlan(1, 8, 1))
-    assert busy_without_before(settings, data, small) is None
-    reason = busy_without_before(settings, data, large)
+    large, small = tokens_while_launching(2**28), tokens_while_launching(2**12)
+    plan = BatchPlan(1, 8, 1)
+    assert busy_without_before(settings, mixed, plan, small) is None
+    reason = busy_without_before(settings, mixed, plan, large)
     # Four packs are the smallest micro-batch of 8,192 tokens.
     assert reason is not None and reason.startswith("micro-batches of 2,310 tokens on average would be padded to")
-    data.train.streamed = True
-    assert busy_without_before(settings, data, large) is None
+    mixed.streamed = True
+    assert busy_without_before(settings, mixed, plan, large) is None
+
+
+class Captured:
+    """A captured step that notes what is done with it."""
+
+    def __init__(self, *_: Any) -> None:
+        self.in_trial = True
+        self.forgotten = 0
+        self.shape = "shape"
+
+    def forget(self) -> None:
+        self.forgotten += 1
+
+
+@pytest.mark.parametrize(
+    ("options", "other_rank", "reason"),
+    [
+        ({}, None, "a trial gave the same loss and gradients"),
+        ({"fp8": True, "lora_dropout": 0.1}, None, "a trial gave the same loss and gradients"),
+        ({}, "its loss would differ by 1.0e-01", "its loss would differ by 1.0e-01"),
+    ],
+)
+def test_a_trial_decides_for_every_rank_and_captures_all_sizes(
+    options: dict[str, Any], other_rank: str | None, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    noted: dict[str, Any] = {}
+
+    @contextmanager
+    def without_dropout(model: Any) -> Iterator[bool]:
+        yield bool(options)
+
+    def check(captured: Any, batch: Any, ordinary: Any, tolerance: float) -> None:
+        noted["tolerance"] = tolerance
+
+    def capture(captured: Any, example: Any) -> None:
+        noted["captured"] = example
+
+    replaced = {
+        "obstacle": lambda *_: None, "record_on_a_stream": lambda *_: None, "PackedForward": lambda *_, **__: None,
+        "CapturedStep": Captured, "training_mode": nullcontext, "without_dropout": without_dropout,
+        "draws_random_numbers": lambda *_: (bool(options), None), "check_recording": check, "capture_sizes": capture,
+    }  # fmt: skip
+    for name, value in replaced.items():
+        monkeypatch.setattr(recorded_steps, name, value)
+    train = packs_of([300, 100, 200] * 200, 2)
+    train.examples = [f"pack {index}" for index in range(600)]
+    laid_out: list[Any] = []
+    collate: Any = SimpleNamespace(lay_out_for=laid_out.append)
+    runtime: Any = SimpleNamespace(gather=lambda one: [one, other_rank])
+    settings = Settings(model="m", dataset=["d"], max_length=512, per_device_train_batch_size=2, **options)
+    plan = BatchPlan(2, 1, 1)
+    data: Any = SimpleNamespace(train=train, plan=plan)
+    steps = recorded_steps.RecordedSteps(settings, runtime, data, collate, torch.device("cpu"), SimpleNamespace())
+    runner: Any = SimpleNamespace(model=None, batch_of=lambda rows: rows, loss_sum=None)
+    steps.prepare(runner, MicroBatchDecision("none", 2, "as set"), plan, nullcontext)
+    assert steps.choice == StepChoice(other_rank is None, reason)
+    assert noted == {"tolerance": 0.25 if options else 0.05, "captured": "pack 1"}
+    assert (steps.captured is None) == (other_rank is not None) == (laid_out[-1] is None)
+    if steps.captured is not None:
+        # What was recorded without dropout is not what training replays.
+        assert steps.captured.forgotten == bool(options) and not steps.captured.in_trial

@@ -208,6 +208,8 @@ def started(settings: Settings, ranks: Ranks) -> Iterator[Runtime]:
     check_sharding(runtime.sharding, settings, runtime.device_type, runtime.backend, ranks.world_size)
     check_offload(runtime.offload, runtime.sharding, settings, runtime.backend, runtime.device_type)
     complete_environment(runtime.sharding, os.environ)
+    if settings.trainer_args.get("full_determinism"):
+        repeat_bits(os.environ)
     quiet_imports()
     with rendezvous(ranks, settings.ddp_timeout) as meeting:
         _start_processes(runtime, settings, meeting)
@@ -246,6 +248,17 @@ def let_idle_threads_sleep(environ: MutableMapping[str, str] = os.environ) -> No
     """
     if "OMP_WAIT_POLICY" not in environ:
         environ.setdefault("GOMP_SPINCOUNT", "30000")
+
+
+def repeat_bits(environ: MutableMapping[str, str] = os.environ) -> None:
+    """Set what full_determinism of Transformers' Trainer needs before the GPU is used; variables that are set stay.
+
+    The Trainer sets its own variables once it is made: the model has computed by then, and cuBLAS refuses to compute
+    deterministically without its variable (https://docs.nvidia.com/cuda/cublas/#results-reproducibility). The other
+    variable keeps torch.compile from timing kernels to choose among them.
+    """
+    environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    environ.setdefault("TORCHINDUCTOR_DETERMINISTIC", "1")
 
 
 def quiet_imports() -> None:

@@ -7,10 +7,14 @@ so a CUDA graph can capture it. Liger-Kernel (https://arxiv.org/abs/2410.10989) 
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from unsloth_ddp.model.compile_options import repeatable_options
 
 # Number of tokens whose logits exist at once; larger chunks do not make the matrix products faster.
 CHUNK = 2048
@@ -32,7 +36,7 @@ def head_loss(hidden: Tensor, weight: Tensor, labels: Tensor, dtype: torch.dtype
 class _HeadLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, dtype: torch.dtype) -> Tensor:
-        compute = _compiled_chunk if hidden.is_cuda else _chunk
+        compute = _compiled_chunk() if hidden.is_cuda else _chunk
         trained = weight.requires_grad
         with torch.autocast(hidden.device.type, enabled=False):
             used, states = weight.detach().to(dtype), hidden.to(dtype)
@@ -73,4 +77,6 @@ def _chunk(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     return loss, gradient.to(logits.dtype)
 
 
-_compiled_chunk = torch.compile(_chunk, dynamic=False)
+@functools.cache
+def _compiled_chunk() -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    return torch.compile(_chunk, dynamic=False, options=repeatable_options())

@@ -1,4 +1,4 @@
-"""Unwrap a model from PEFT, and switch a model between evaluation and training for the length of a block."""
+"""Unwrap a model from PEFT, count a layer's weights, and switch a model to evaluation or training for the length of a block."""
 
 from __future__ import annotations
 
@@ -8,10 +8,23 @@ from typing import Any
 
 import torch
 
+from unsloth_ddp.model.fp8 import FrozenFP8Linear
+
 
 def base_model(model: Any) -> Any:
     """Return the Transformers model inside PEFT's wrapper, or the model itself if it is not wrapped."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def weights_of_first_layer(model: Any) -> int:
+    """Return the number of weights in the linear layers of a model's first decoder layer; 0 if it has none that is known."""
+    base = base_model(model)
+    layers = getattr(base.get_decoder(), "layers", []) if hasattr(base, "get_decoder") else []
+    return sum(
+        module.in_features * module.out_features
+        for module in (layers[0].modules() if len(layers) else [])
+        if isinstance(module, torch.nn.Linear | FrozenFP8Linear)
+    )
 
 
 @contextmanager

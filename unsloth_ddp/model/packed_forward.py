@@ -19,6 +19,7 @@ from torch import Tensor
 
 from unsloth_ddp.data.fixed_shape import FixedShape, StepTensors
 from unsloth_ddp.model import varlen
+from unsloth_ddp.model.compile_options import repeatable_options
 from unsloth_ddp.model.head_loss import head_loss
 from unsloth_ddp.model.modules import base_model
 
@@ -171,7 +172,7 @@ class PackedForward:
         modules = self.layers if self.unsloth_modules or norm is None else [*self.layers, norm]
         try:
             for module in modules:
-                module.compile(dynamic=False)
+                module.compile(dynamic=False, options=repeatable_options())
             with torch._dynamo.config.patch(recompile_limit=64, accumulated_recompile_limit=4096):
                 yield
         finally:

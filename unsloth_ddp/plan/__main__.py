@@ -94,11 +94,12 @@ def plan(argv: list[str]) -> None:
     # Imported here, so that mistakes in the options are reported before torch is loaded, which takes seconds.
     from unsloth_ddp.data.packing import BatchRequest, plan_step
     from unsloth_ddp.plan.calibration import Calibration, load_calibration, measure_run, save_calibration
-    from unsloth_ddp.plan.compute import Hardware, find_least_memory, make_plan, planned_packing
+    from unsloth_ddp.plan.compute import Hardware, find_least_memory, make_plan
     from unsloth_ddp.plan.picture import draw_efficiency
     from unsloth_ddp.plan.report import PlanReport, plan_as_json, render_plan
     from unsloth_ddp.plan.rows import tokenize_rows
     from unsloth_ddp.plan.shape import read_model_shape
+    from unsloth_ddp.plan.step import planned_packing
     from unsloth_ddp.training.early_checks import check_training_arguments
 
     request = BatchRequest.of(settings, given.nodes * given.gpus_per_node)
@@ -119,7 +120,7 @@ def plan(argv: list[str]) -> None:
                 flush=True,
             )
     rows = tokenize_rows(settings)
-    batch, packing, _ = plan_step(request, rows.lengths, planned_packing(settings, capability))
+    batch, packing, _ = plan_step(request, rows.each, planned_packing(settings, capability))
     if given.calibrate:
         found = [measure_run(run, settings.model, shape, rows) for run in given.calibrate]
         if len({gpu for gpu, _ in found}) > 1:

@@ -267,4 +267,4 @@ def tokens_a_unit(summary: dict[str, Any], rows: RowLengths) -> float:
     if summary["packs"]:
         return rows.tokens / summary["packs"]
     # A streamed run does not count its packs.
-    return rows.packed(best_fit(rows.lengths, summary["settings"]["max_length"])).mean
+    return rows.packed(best_fit(rows.each, summary["settings"]["max_length"])).mean

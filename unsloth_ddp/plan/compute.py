@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Literal, cast, get_args
+from typing import get_args
 
 from unsloth_ddp.config.parse import Settings
 from unsloth_ddp.data.batch_plan import BatchPlan
-from unsloth_ddp.data.packing import PackingDecision, decide_packing, describe_backend, describe_older_gpu
 from unsloth_ddp.distributed.precision import AMPERE
 from unsloth_ddp.distributed.sharding import Offload, Sharding
-from unsloth_ddp.model.whole_model import FILLED, tried_in_shards
 from unsloth_ddp.plan.calibration import Calibration, SpeedEstimate, SpeedQuery, estimate_speed, kind_of_rows
 from unsloth_ddp.plan.memory import (
-    CHECKPOINTING_KINDS,
-    RESERVE,
     Checkpointing,
     MemoryEstimate,
     Method,
@@ -34,24 +30,31 @@ from unsloth_ddp.plan.network import (
     scaling_efficiency,
     sharded_seconds,
 )
-from unsloth_ddp.plan.rows import RowLengths, in_order, largest_micro_batch
+from unsloth_ddp.plan.rows import RowLengths, in_order
 from unsloth_ddp.plan.shape import ModelShape
-from unsloth_ddp.training.memory_search import (
-    ENOUGH_RECORDED,
-    ENOUGH_TOKENS,
-    divisors,
-    search,
-    sizes_of,
-    up_to_enough,
-    with_micro_batch,
+from unsloth_ddp.plan.step import (
+    NUMBER_BYTES,
+    as_loaded,
+    backend_of,
+    checkpointing_kinds,
+    choose_step,
+    is_chosen,
+    make_workload,
+    precision_of,
+    unsloth_in_shards,
 )
-from unsloth_ddp.training.sharded_search import HEADROOM
+from unsloth_ddp.training.memory_search import (
+    divisors,
+    sizes_of,
+)
+from unsloth_ddp.training.step_choice import (
+    StepChoice,
+)
 
 # The shardings with parts in host memory that accelerate_configs/ has.
 OFFLOADS: tuple[tuple[Sharding, Offload], ...] = (
     ("zero2", "optimizer"), ("zero3", "parameters"), ("fsdp2", "parameters")
 )  # fmt: skip
-NUMBER_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
 @dataclass(frozen=True)
@@ -133,132 +136,12 @@ class Plan:
     tokens_a_step: float
     tokens: float
     micro_batch: int
+    graphs: StepChoice
     memory: list[MemoryRow]
     sharded: list[NetworkRow]
     gradients: dict[Method, float]
     speed: SpeedEstimate | None
     scale: list[ScaleRow]
-
-
-def precision_of(settings: Settings) -> str:
-    """Return the precision of a run on a GPU."""
-    return "bf16" if settings.precision == "auto" else settings.precision
-
-
-def backend_of(settings: Settings) -> Literal["unsloth", "transformers"]:
-    """Return the backend of a run on a GPU."""
-    return "transformers" if settings.backend == "transformers" else "unsloth"
-
-
-def make_workload(settings: Settings, rows: RowLengths, tokens: int, processes: int, accumulation: int = 1) -> Workload:
-    """Return the load of a run on one GPU, without gradient checkpointing."""
-    return Workload(
-        tokens=tokens,
-        precision=NUMBER_BYTES[precision_of(settings)],
-        master=NUMBER_BYTES[settings.full_weights],
-        optimizer=settings.optim,
-        checkpointing="none",
-        processes=processes,
-        backend=backend_of(settings),
-        packed=rows.unit == "packs",
-        accumulation=accumulation,
-        ddp_buckets=settings.ddp_find_unused_parameters,
-    )
-
-
-def choose_micro_batch(
-    settings: Settings,
-    shape: ModelShape,
-    rows: RowLengths,
-    batch: BatchPlan,
-    gpu_memory: float | None,
-    sharding: Sharding = "none",
-    offload: Offload = "none",
-    copies: int = 1,
-) -> int:
-    """Choose the micro-batch as a run does (training/memory_search.py); a GPU's whole share without its memory."""
-    sizes = sizes_of(settings, batch)
-    recorded = sharding == "none" and records_steps(settings, rows, batch.processes)
-
-    def tokens(size: int) -> int:
-        return size * (settings.max_length if rows.streamed else rows.longest)
-
-    if recorded and settings.method != "full":
-        sizes = up_to_enough(sizes, tokens)
-    if gpu_memory is None:
-        return sizes[-1]
-
-    def fits_with(kind: str, size: int) -> bool:
-        work = make_workload(settings, rows, tokens(size), batch.processes)
-        work = dataclasses.replace(
-            work,
-            checkpointing=cast(Checkpointing, kind),
-            offload=offload,
-            copies=copies,
-        )
-        work = as_loaded(settings, shape, sharding, work, gpu_memory)
-        # Also where it is a lower bound, which has no verdict.
-        return is_chosen(estimate_memory(shape, settings.method, sharding, work), sharding, gpu_memory)
-
-    enough = ENOUGH_RECORDED if recorded else ENOUGH_TOKENS
-    found = search(checkpointing_kinds(settings, sharding), sizes, tokens, fits_with, enough)
-    return found[1] if found else sizes[0]
-
-
-def records_steps(settings: Settings, rows: RowLengths, processes: int) -> bool:
-    """Return whether a run on GPUs replays recorded micro-batches (see training/step_choice.py)."""
-    possible = (
-        rows.unit == "packs" and precision_of(settings) == "bf16" and settings.gradient_checkpointing != "unsloth"
-    )
-    return settings.cuda_graphs != "off" and possible and not (settings.ddp_find_unused_parameters and processes > 1)
-
-
-def checkpointing_kinds(settings: Settings, sharding: Sharding = "none") -> tuple[Checkpointing, ...]:
-    """Return the kinds of gradient checkpointing that a run may use, cheapest first (model/gradient_checkpointing.py)."""
-    if settings.gradient_checkpointing != "auto":
-        return (settings.gradient_checkpointing,)
-    all_kinds = backend_of(settings) == "unsloth" and sharding == "none"
-    return CHECKPOINTING_KINDS if all_kinds else CHECKPOINTING_KINDS[:2]
-
-
-def as_loaded(
-    settings: Settings, shape: ModelShape, sharding: Sharding, work: Workload, gpu_memory: float | None
-) -> Workload:
-    """Return the load with the backend of the run, and whether Unsloth loads in shards.
-
-    Where the whole model does not fit on one GPU, FSDP2 with --backend auto takes Transformers (model/whole_model.py).
-    """
-    if work.offload == "parameters":
-        return dataclasses.replace(work, backend="transformers")
-    if sharding != "fsdp2" or work.backend == "transformers" or gpu_memory is None:
-        return work
-    if estimate_memory(shape, settings.method, sharding, work).loading <= FILLED * gpu_memory:
-        return work
-    if settings.backend == "auto":
-        return dataclasses.replace(work, backend="transformers")
-    return dataclasses.replace(work, in_shards=_unsloth_in_shards(settings, shape, work.copies))
-
-
-def _unsloth_in_shards(settings: Settings, shape: ModelShape, copies: int = 1) -> bool:
-    return tried_in_shards(settings, shape.model_type, quantized=shape.quantized, copies=copies)
-
-
-def is_chosen(memory: MemoryEstimate, sharding: Sharding, gpu_memory: float) -> bool:
-    """Return whether `auto` options choose what takes so much memory; with sharding a run leaves more of a GPU free."""
-    share = RESERVE if sharding == "none" else 1 - HEADROOM
-    return memory.total <= RESERVE * gpu_memory and memory.passing <= share * gpu_memory
-
-
-def planned_packing(settings: Settings, capability: tuple[int, int] = AMPERE) -> PackingDecision:
-    """Decide packing as on a GPU of this compute capability without flash-attn and xformers (model/attention.py)."""
-    backend, precision = backend_of(settings), precision_of(settings)
-    replaceable = backend == "unsloth" or settings.attn_implementation is None
-    older = capability < AMPERE
-    kernel = "torch's varlen_attn" if replaceable and precision != "fp32" and not older else None
-    place = describe_backend(backend, precision, settings)
-    if older:
-        place += describe_older_gpu("a GPU", capability)
-    return decide_packing(settings.packing, place, kernel, wrong=None, doubtful=None)
 
 
 def make_memory_row(
@@ -318,7 +201,7 @@ def find_least_memory(settings: Settings, shape: ModelShape, processes: int) -> 
                 # Unsloth cannot keep parameters in host memory, and loads few models in shards.
                 backend="transformers" if offload == "parameters" or in_shards else backend_of(settings),
                 offload=offload,
-                in_shards=_unsloth_in_shards(dataclasses.replace(settings, method=method), shape),
+                in_shards=unsloth_in_shards(dataclasses.replace(settings, method=method), shape),
             )
             found = estimate_memory(shape, method, sharding, work)
             ways.append(MemoryRow(method, sharding, "torch", found, "-", offload))
@@ -334,7 +217,7 @@ def make_speed_query(
         backend=backend_of(settings),
         precision=precision_of(settings),
         gradient_checkpointing=checkpointing,
-        rows="packed" if rows.unit == "packs" else kind_of_rows(rows.mean, settings.max_length),
+        rows="packed" if rows.packing is not None else kind_of_rows(rows.mean, settings.max_length),
         tokens_a_micro_batch=batch.per_device * rows.mean,
         flops_a_token=shape.flops_a_token(settings.method),
     )
@@ -350,51 +233,44 @@ def make_plan(
 ) -> Plan:
     """Compute the plan of a run."""
     asked, gpu_memory = batch, hardware.gpu_memory
-    batch = with_micro_batch(asked, choose_micro_batch(settings, shape, rows, asked, gpu_memory))
-    count = len(rows.lengths)
+    step = choose_step(settings, shape, rows, asked, gpu_memory)
+    batch = step.batch
+    count = rows.units
     steps = batch.steps(count, settings.num_train_epochs, settings.max_steps)
-    if rows.streamed:
-        tokens_a_step = rows.mean * batch.global_batch
-        # A row that has not been read may have the greatest length.
-        longest = settings.max_length
-    else:
-        tokens_a_step = rows.tokens / batch.steps_per_epoch(count)
-        longest = largest_micro_batch(rows, with_micro_batch(batch, 1), settings.seed, steps)
-    micro_batch = batch.per_device * longest
+    tokens_a_step = rows.mean * batch.global_batch if rows.streamed else rows.tokens / batch.steps_per_epoch(count)
     memory: list[MemoryRow] = []
     sharded: list[NetworkRow] = []
 
-    def workload(of_method: Settings, sharding: Sharding, offload: Offload, copies: int) -> Workload:
-        size = choose_micro_batch(of_method, shape, rows, asked, gpu_memory, sharding, offload, copies)
-        accumulation = asked.per_device * asked.accumulation // size
-        work = make_workload(of_method, rows, size * longest, hardware.processes, accumulation)
-        return dataclasses.replace(work, offload=offload, copies=copies)
+    def add(method: Method, sharding: Sharding, offload: Offload, copies: int = 1) -> Workload:
+        of_method = dataclasses.replace(settings, method=method)
+        chosen = choose_step(of_method, shape, rows, asked, gpu_memory, sharding, offload, copies)
+        work = make_workload(of_method, rows, chosen.tokens, hardware.processes, chosen.batch.accumulation)
+        work = dataclasses.replace(work, offload=offload, copies=copies)
+        as_chosen = dataclasses.replace(settings, gradient_checkpointing=chosen.checkpointing)
+        memory.append(make_memory_row(as_chosen, shape, method, sharding, work, gpu_memory))
+        return work
 
     for method in get_args(Method):
-        of_method = dataclasses.replace(settings, method=method)
         without: set[str] = set()
         for sharding, offload in shardings_for(method, hardware.processes):
             # Host memory is slow: it is offered where the GPUs' does not do.
             if offload != "none" and (not gpu_memory or {"fits", "tight"} & without):
                 continue
-            work = workload(of_method, sharding, offload, 1)
-            memory.append(make_memory_row(settings, shape, method, sharding, work, gpu_memory))
+            work = add(method, sharding, offload)
             if offload == "none":
                 without.add(memory[-1].verdict)
             if (sharding, offload) == ("fsdp2", "none") and hardware.nodes > 1:
                 sharded.append(make_network_row(shape, memory[-1], work, hardware))
                 if hardware.gpus_per_node > 1:
-                    work = workload(of_method, sharding, offload, hardware.nodes)
-                    memory.append(make_memory_row(settings, shape, method, sharding, work, gpu_memory))
+                    work = add(method, sharding, offload, hardware.nodes)
                     sharded.append(make_network_row(shape, memory[-1], work, hardware))
-    kind = next(row.checkpointing for row in memory if (row.method, row.sharding) == (settings.method, "none"))
-    wanted = make_speed_query(settings, shape, rows, batch, kind)
+    wanted = make_speed_query(settings, shape, rows, batch, step.checkpointing)
     speed = estimate_speed(calibration, wanted) if calibration else None
     gradients: dict[Method, float] = {m: count_gradient_bytes(shape, m, settings) for m in get_args(Method)}
-    share = shape.backward_share(settings.method, kind != "none")
+    share = shape.backward_share(settings.method, step.checkpointing != "none")
     tokens = tokens_a_step * steps
-    plan = Plan(batch, steps, tokens_a_step, tokens, micro_batch, memory, sharded, gradients, speed, [])
-    ordered = in_order(rows.lengths, settings.seed)
+    plan = Plan(batch, steps, tokens_a_step, tokens, step.tokens, step.graphs, memory, sharded, gradients, speed, [])
+    ordered = in_order(rows.each, settings.seed)
     chosen = len(sizes_of(settings, asked)) > 1
     for gpus in gpu_counts(hardware.gpus_per_node):
         plan.scale.append(

@@ -1,7 +1,7 @@
 """Estimate the memory of one GPU, by method and sharding: pure arithmetic.
 
 The estimates of MEASURED pairs, and of models that FSDP2 loads in shards, are within 10 % of runs on H200s, those of DDP
-(sharding none) within 4 %; see tests/plan/test_memory.py. The others count only what DeepSpeed and PyTorch are known to
+(sharding none) within 8 %; see tests/plan/test_memory.py. The others count only what DeepSpeed and PyTorch are known to
 keep, which is a lower bound: runs took up to twice as much (docs/plan.md). The driver, NCCL and fragmentation come on
 top; RESERVE is left for them.
 """

@@ -8,11 +8,13 @@ from typing import Any
 
 from unsloth_ddp.config.parse import Settings
 from unsloth_ddp.plan.calibration import TOO_FAR, Calibration
-from unsloth_ddp.plan.compute import Hardware, MemoryRow, Plan, backend_of, planned_packing, precision_of
+from unsloth_ddp.plan.compute import Hardware, MemoryRow, Plan
 from unsloth_ddp.plan.memory import RESERVE
 from unsloth_ddp.plan.network import GUIDE, GUIDE_GPUS_A_NODE, Links, all_reduce_seconds, ring_fit
 from unsloth_ddp.plan.rows import RowLengths
 from unsloth_ddp.plan.shape import ModelShape
+from unsloth_ddp.plan.step import backend_of, planned_packing, precision_of
+from unsloth_ddp.training.step_choice import StepChoice
 from unsloth_ddp.utils.tables import Column, output_width, render_pairs, render_table, wrap_text
 from unsloth_ddp.utils.units import GIB, MIB, shown_bandwidth, shown_bytes, shown_seconds
 
@@ -76,8 +78,8 @@ def _count(number: int, name: str) -> str:
 def _run_rows(report: PlanReport) -> list[tuple[str, str]]:
     settings, shape, rows, hardware, plan = report.settings, report.shape, report.rows, report.hardware, report.plan
     batch, unit = plan.batch, rows.unit
-    amount = f"{'the first ' if rows.streamed else ''}{len(rows.lengths):,}"
-    per_epoch = "" if rows.streamed else f" ({batch.steps_per_epoch(len(rows.lengths)):,} per epoch)"
+    amount = f"{'the first ' if rows.streamed else ''}{rows.units:,}"
+    per_epoch = "" if rows.streamed else f" ({batch.steps_per_epoch(rows.units):,} per epoch)"
     return [
         ("model", f"{settings.model} ({shape.parameters:,} parameters; LoRA trains {shape.trained('lora'):,})"),
         ("training", f"method {settings.method}, {precision_of(settings)}, backend {backend_of(settings)}, "
@@ -86,11 +88,20 @@ def _run_rows(report: PlanReport) -> list[tuple[str, str]]:
         (unit, f"{amount} ({rows.tokens:,} tokens, mean {rows.mean:,.0f}, longest {rows.longest:,})"),
         ("global batch", f"{batch.per_device} {unit} per device x {batch.accumulation} accumulation x "
                          f"{batch.processes} processes = {batch.global_batch} {unit}"),
-        ("tokens per step", f"{plan.tokens_a_step:,.0f} on average; the largest micro-batch has {plan.micro_batch:,} "
-                            "with padding"),
+        ("tokens per step", f"{plan.tokens_a_step:,.0f} on average; the largest micro-batch has {plan.micro_batch:,}"
+                            f"{' with padding' if rows.packing is None else ''}"),
+        ("CUDA graphs", describe_graphs(settings, plan.graphs)),
         ("steps", f"{plan.steps:,}{per_epoch}"),
         ("model work", f"{shape.flops_a_token(settings.method) / 1e9:,.4g} GFLOP per token"),
     ]  # fmt: skip
+
+
+def describe_graphs(settings: Settings, graphs: StepChoice) -> str:
+    """Return whether a run with DDP is planned with CUDA graphs, and the reason."""
+    if graphs.recorded:
+        return f"on: {graphs.reason}"
+    refused = "; a run refuses --cuda_graphs on" if settings.cuda_graphs == "on" else ""
+    return f"off: {graphs.reason}{refused}"
 
 
 def _memory_unit(plan: Plan) -> tuple[str, int]:
@@ -226,7 +237,7 @@ def notes(report: PlanReport) -> list[str]:
     said = [
         "Memory: recompute is the kind of gradient_checkpointing, working is activations, 16-bit copies of weights, and buffers; peak is the highest of the backward pass, "
         f"the optimizer step and loading. A peak up to {RESERVE:.0%} of a GPU counts as a fit; the rest is for the driver, "
-        "NCCL and fragmentation. DDP is within 4 % of runs on H200s, LoRA with ZeRO-2 and FSDP2, LoRA "
+        "NCCL and fragmentation. DDP is within 8 % of runs on H200s, LoRA with ZeRO-2 and FSDP2, LoRA "
         "with ZeRO-3 and torch, and full with ZeRO-2 within 10 %, and so are models that FSDP2 loads in shards: where a whole one does not fit on a GPU, or with --backend "
         "transformers. The other rows are lower bounds, and runs took up to twice as much: their verdict is unknown (docs/plan.md)."
     ]
@@ -266,8 +277,9 @@ def notes(report: PlanReport) -> list[str]:
             )
     if report.rows.streamed:
         said.append(
-            f"Rows are streamed: the first {len(report.rows.lengths):,} {report.rows.unit} stand for all, and memory is "
+            f"Rows are streamed: the first {report.rows.units:,} {report.rows.unit} stand for all, and memory is "
             f"that of micro-batches with {report.settings.max_length:,} tokens per {report.rows.unit.removesuffix('s')}."
+            + (" As in a run, CUDA graphs are assumed however much is padded." if plan.graphs.recorded else "")
         )
     if report.settings.packing == "auto":
         decision = planned_packing(report.settings, report.hardware.capability)
@@ -302,9 +314,9 @@ def _describe_auto_options(report: PlanReport) -> list[str]:
     said = []
     if settings.per_device_train_batch_size == "auto":
         why = (
-            "the most that fits and the global batch allows"
+            "the most that fits, makes a step faster, and keeps the global batch"
             if limit
-            else "all rows of a GPU at once, because --gpu_memory is not given"
+            else "the most that makes a step faster and keeps the global batch; without --gpu_memory everything is taken to fit"
         )
         why = "though not even that fits" if nothing else why
         said.append(f"per_device_train_batch_size auto is planned as {plan.batch.per_device}, {why}.")
@@ -335,7 +347,7 @@ def plan_as_json(report: PlanReport) -> dict[str, Any]:
         "settings": dataclasses.asdict(report.settings),
         "shape": dataclasses.asdict(report.shape),
         "rows": {
-            rows.unit: len(rows.lengths),
+            rows.unit: rows.units,
             "tokens": rows.tokens,
             "longest": rows.longest,
             "streamed": rows.streamed,

@@ -14,6 +14,7 @@ import torch
 
 from unsloth_ddp.config.parse import Settings
 from unsloth_ddp.model.experts import EXPERTS, EXPERTS_A_TOKEN, adapted_parameters, number_in, stacked_experts
+from unsloth_ddp.model.modules import weights_of_first_layer
 from unsloth_ddp.utils.errors import UserError, one_line
 
 # Tokens of that forward pass; the result is per token.
@@ -41,6 +42,7 @@ class ModelShape:
     all_experts      the config does not say how many experts a token is routed to, so all count as active
     model_type       of config.json
     quantized        the model's files are quantized
+    layer_weights    in linear layers of the first block, those of the adapter included; 0 if it is not known
     """
 
     parameters: int
@@ -60,6 +62,7 @@ class ModelShape:
     all_experts: bool = False
     model_type: str = ""
     quantized: bool = False
+    layer_weights: int = 0
 
     def trained(self, method: str) -> int:
         """Return the number of parameters that a method trains."""
@@ -167,6 +170,7 @@ def count_shape(model: Any, settings: Settings) -> ModelShape:
         has_experts=known > 0,
         all_experts=not counted,
         model_type=model.config.model_type,
+        layer_weights=weights_of_first_layer(adapted),
     )
 
 

@@ -23,7 +23,7 @@ import torch
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.data.arrow_rows import join_rows
 from unsloth_ddp.data.batch_plan import BatchPlan
-from unsloth_ddp.data.dataset import TokenizedRows
+from unsloth_ddp.data.dataset import TokenizedRows, Units
 from unsloth_ddp.data.training_data import TrainingData
 from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.distributed.wire import sendable
@@ -120,6 +120,15 @@ def up_to_enough(sizes: list[int], tokens: Callable[[int], int]) -> list[int]:
     return sizes[: len(below) + 1]
 
 
+def sizes_to_replay(settings: Settings, rows: Units, plan: BatchPlan) -> list[int]:
+    """Return the sizes of a micro-batch to choose from if it is replayed as a CUDA graph; see `sizes_of`."""
+    sizes = sizes_of(settings, plan)
+    if settings.method == "full":
+        # Each micro-batch casts all weights and adds to all gradients, so larger sizes save time.
+        return sizes
+    return up_to_enough(sizes, lambda size: largest_tokens(rows, size, settings.max_length))
+
+
 def with_micro_batch(plan: BatchPlan, per_device: int) -> BatchPlan:
     """Return the plan of the same global batch with another micro-batch."""
     return BatchPlan(per_device, plan.per_device * plan.accumulation // per_device, plan.processes)
@@ -169,13 +178,12 @@ class MemorySearch:
             UserError: the smallest micro-batch does not fit with any kind, or the evaluation rows do not.
         """
         plan = self.data.plan
-        sizes_allowed = sizes_of(self.settings, plan)
-        if self.recorded and self.settings.method != "full":
-            # Full fine-tuning keeps larger sizes, because each micro-batch casts all weights and adds to all gradients.
-            sizes_allowed = up_to_enough(sizes_allowed, self._tokens)
+        allowed = (
+            sizes_to_replay(self.settings, self.data.train, plan) if self.recorded else sizes_of(self.settings, plan)
+        )
 
         def candidates() -> tuple[list[str], list[int]]:
-            kinds, sizes = list(self.checkpointing.kinds), sizes_allowed
+            kinds, sizes = list(self.checkpointing.kinds), allowed
             if (before.get("world_size"), before.get("device")) == (plan.processes, self.runtime.device_name):
                 if before.get("gradient_checkpointing") in kinds:
                     kinds = kinds[kinds.index(before["gradient_checkpointing"]) :]
@@ -185,7 +193,7 @@ class MemorySearch:
 
         # The ranks have to try the same candidates, but may have different GPUs.
         kinds, sizes = self.runtime.broadcast_from_main(candidates)
-        if self.settings.gradient_checkpointing != "auto" and len(sizes_allowed) == 1:
+        if self.settings.gradient_checkpointing != "auto" and len(allowed) == 1:
             return MicroBatchDecision(kinds[0], sizes[0], "as set")
         if self.runtime.device_type == "cpu":
             return MicroBatchDecision(kinds[0], sizes[0], "not tried on a CPU")
@@ -301,7 +309,7 @@ class MemorySearch:
             return not is_out_of_memory(error)
 
 
-def largest_tokens(rows: TokenizedRows, size: int, max_length: int) -> int:
+def largest_tokens(rows: Units, size: int, max_length: int) -> int:
     """Return the tokens of the largest micro-batch of `size` rows (packs) in any order of the rows, with padding."""
     if rows.streamed:
         return size * max_length

@@ -17,7 +17,7 @@ from unsloth_ddp.data.collate import Collate
 from unsloth_ddp.data.fixed_shape import FixedShape, StepTensors
 from unsloth_ddp.data.training_data import TrainingData
 from unsloth_ddp.distributed.runtime import Runtime
-from unsloth_ddp.model.modules import training_mode, without_dropout
+from unsloth_ddp.model.modules import training_mode, weights_of_first_layer, without_dropout
 from unsloth_ddp.model.packed_forward import PackedForward
 from unsloth_ddp.training.captured_step import CapturedStep, RecordingFailed, record_on_a_stream
 from unsloth_ddp.training.gradient_exchange import GradientBuffers
@@ -27,17 +27,16 @@ from unsloth_ddp.training.step_choice import (
     FP8_GRADIENT_TOLERANCE,
     GRADIENT_TOLERANCE,
     StepChoice,
-    busy_without,
-    busy_without_before,
     capture_sizes,
     check_recording,
     draws_random_numbers,
     kind_obstacle,
     obstacle,
+    reason_after,
+    reason_before,
     refuse,
     shape_of_run,
     tokens_while_launching,
-    too_short,
 )
 
 
@@ -67,11 +66,11 @@ class RecordedSteps:
         self.device = device
         self.captured: CapturedStep | None = None
         self._random = False
-        against = "--cuda_graphs off" if settings.cuda_graphs == "off" else obstacle(settings, runtime, data)
+        self._while_launching = tokens_while_launching(weights_of_first_layer(model))
+        # The micro-batch is chosen for CUDA graphs or without them.
+        against = obstacle(settings, runtime, data)
+        against = reason_before(settings, against, data.train, data.plan, self._while_launching)
         refuse(settings, against)
-        if against is None and settings.cuda_graphs == "auto" and settings.method != "full":
-            # The micro-batch is chosen for CUDA graphs or without them.
-            against = busy_without_before(settings, data, model)
         self.choice = StepChoice(against is None, against or "")
         if self.choice.recorded:
             record_on_a_stream(device)
@@ -102,13 +101,8 @@ class RecordedSteps:
         """
         if not self.choice.recorded:
             return
-        reason = None
-        shape = shape_of_run(self.settings, self.data, plan)
-        if self.settings.cuda_graphs != "on":
-            reason = too_short(self.settings, self.data, plan)
-            launched = tokens_while_launching(runner.model)
-            reason = reason or busy_without(self.settings, self.data.train, plan, shape, launched)
-        reason = kind_obstacle(decision.kind, random=False) or reason
+        shape = shape_of_run(self.settings, self.data.train, plan)
+        reason = reason_after(self.settings, self.data.train, plan, shape, decision.kind, self._while_launching)
         if reason is None:
             captured, reason = self._try(runner, decision, shape, autocast, gradients)
             reason = next((one for one in self.runtime.gather(reason) if one is not None), None)

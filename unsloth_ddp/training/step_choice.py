@@ -15,16 +15,20 @@ from torch import Tensor
 
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.data.batch_plan import BalancedOrder, BatchPlan
-from unsloth_ddp.data.dataset import TokenizedRows
+from unsloth_ddp.data.dataset import Units
 from unsloth_ddp.data.fixed_shape import FixedShape, smaller_sizes
 from unsloth_ddp.data.training_data import TrainingData
 from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.distributed.wire import sendable
 from unsloth_ddp.model import varlen
-from unsloth_ddp.model.fp8 import FrozenFP8Linear
-from unsloth_ddp.model.modules import base_model
 from unsloth_ddp.training.captured_step import CapturedStep
-from unsloth_ddp.training.memory_search import ENOUGH_TOKENS, largest_tokens, sizes_of, up_to_enough, with_micro_batch
+from unsloth_ddp.training.memory_search import (
+    ENOUGH_TOKENS,
+    largest_tokens,
+    sizes_of,
+    sizes_to_replay,
+    with_micro_batch,
+)
 from unsloth_ddp.utils.errors import UserError, one_line
 
 logger = logging.getLogger("unsloth_ddp")
@@ -60,18 +64,34 @@ def obstacle(settings: Settings, runtime: Runtime, data: TrainingData) -> str | 
     """Return why a run cannot replay micro-batches as CUDA graphs, in a few words; None if it can."""
     if runtime.device_type != "cuda":
         return "a CPU has no CUDA graphs"
-    if data.train.packing is None:
-        return "rows are padded, so micro-batches differ in shape"
-    if runtime.precision != "bf16":
-        return f"precision {runtime.precision} is not bf16"
-    if runtime.sharding != "none":
-        return f"sharding {runtime.sharding} gathers weights in every layer"
-    if settings.ddp_find_unused_parameters and runtime.ranks.world_size > 1:
-        return "DistributedDataParallel looks for unused weights in every forward pass"
-    if not varlen.is_available():
+    reason = obstacle_on_gpus(
+        settings,
+        packed=data.train.packing is not None,
+        precision=runtime.precision,
+        sharding=runtime.sharding,
+        processes=runtime.ranks.world_size,
+    )
+    if reason is None and not varlen.is_available():
         return "this torch has no varlen_attn for grouped heads and windows"
-    dropout = settings.method != "full" and settings.lora_dropout > 0
-    return kind_obstacle(settings.gradient_checkpointing, random=dropout)
+    return reason
+
+
+def obstacle_on_gpus(settings: Settings, *, packed: bool, precision: str, sharding: str, processes: int) -> str | None:
+    """Return what `obstacle` would on GPUs and with a torch that has the attention kernel."""
+    if not packed:
+        return "rows are padded, so micro-batches differ in shape"
+    if precision != "bf16":
+        return f"precision {precision} is not bf16"
+    if sharding != "none":
+        return f"sharding {sharding} gathers weights in every layer"
+    if settings.ddp_find_unused_parameters and processes > 1:
+        return "DistributedDataParallel looks for unused weights in every forward pass"
+    return kind_obstacle(settings.gradient_checkpointing, random=has_lora_dropout(settings))
+
+
+def has_lora_dropout(settings: Settings) -> bool:
+    """Return whether the adapter draws dropout masks."""
+    return settings.method != "full" and settings.lora_dropout > 0
 
 
 def kind_obstacle(kind: str, *, random: bool) -> str | None:
@@ -87,23 +107,57 @@ def kind_obstacle(kind: str, *, random: bool) -> str | None:
     return None
 
 
-def micro_batches_of_run(settings: Settings, data: TrainingData, plan: BatchPlan) -> float:
+def reason_before(
+    settings: Settings, against: str | None, train: Units, plan: BatchPlan, while_launching: float
+) -> str | None:
+    """Return why the micro-batch is not chosen for CUDA graphs, in a few words; None if it is.
+
+    Args:
+        against: of `obstacle`.
+        plan: with any micro-batch.
+        while_launching: see `busy_without`.
+    """
+    if settings.cuda_graphs == "off":
+        return "--cuda_graphs off"
+    if against is None and settings.cuda_graphs == "auto" and settings.method != "full":
+        return busy_without_before(settings, train, plan, while_launching)
+    return against
+
+
+def reason_after(
+    settings: Settings, train: Units, plan: BatchPlan, shape: FixedShape, kind: str, while_launching: float
+) -> str | None:
+    """Return why a micro-batch that is chosen for CUDA graphs is not replayed, in a few words; None if a trial decides.
+
+    Args:
+        plan: with the chosen micro-batch.
+        shape: of its micro-batches (see `shape_of_run`).
+        kind: the chosen kind of gradient checkpointing.
+        while_launching: see `busy_without`.
+    """
+    reason = kind_obstacle(kind, random=has_lora_dropout(settings))
+    if reason is not None or settings.cuda_graphs == "on":
+        return reason
+    return too_short(settings, train, plan) or busy_without(settings, train, plan, shape, while_launching)
+
+
+def micro_batches_of_run(settings: Settings, train: Units, plan: BatchPlan) -> float:
     """Return how many micro-batches a process computes; infinity if streamed rows decide."""
     if settings.max_steps > 0:
         return settings.max_steps * plan.accumulation
-    if data.train.streamed:
+    if train.streamed:
         return math.inf
-    return math.ceil(plan.steps_per_epoch(data.train.units) * settings.num_train_epochs) * plan.accumulation
+    return math.ceil(plan.steps_per_epoch(train.units) * settings.num_train_epochs) * plan.accumulation
 
 
-def too_short(settings: Settings, data: TrainingData, plan: BatchPlan) -> str | None:
+def too_short(settings: Settings, train: Units, plan: BatchPlan) -> str | None:
     """Return why a run is too short for compiling to save time; None if it is not."""
-    passes = micro_batches_of_run(settings, data, plan)
+    passes = micro_batches_of_run(settings, train, plan)
     return f"{passes} micro-batches are too few to compile for" if passes < FEWEST_MICRO_BATCHES else None
 
 
 def busy_without(
-    settings: Settings, train: TokenizedRows, plan: BatchPlan, shape: FixedShape, while_launching: float = ENOUGH_TOKENS
+    settings: Settings, train: Units, plan: BatchPlan, shape: FixedShape, while_launching: float = ENOUGH_TOKENS
 ) -> str | None:
     """Return why CUDA graphs would save no time: micro-batches already keep the GPU busy; None if they may save time.
 
@@ -129,33 +183,28 @@ def busy_without(
     return f"micro-batches of {mean:,.0f} tokens on average would be padded to {padded:,.0f}"
 
 
-def busy_without_before(settings: Settings, data: TrainingData, model: Any) -> str | None:
+def busy_without_before(
+    settings: Settings, train: Units, plan: BatchPlan, while_launching: float = ENOUGH_TOKENS
+) -> str | None:
     """Return what `busy_without` would, before the micro-batch is chosen."""
-    if data.train.streamed:
+    if train.streamed:
         return None
-    sizes = sizes_of(settings, data.plan)
-    if settings.method != "full":
-        sizes = up_to_enough(sizes, lambda size: largest_tokens(data.train, size, settings.max_length))
-    plan = with_micro_batch(data.plan, sizes[-1])
-    return busy_without(settings, data.train, plan, shape_of_run(settings, data, plan), tokens_while_launching(model))
+    plan = with_micro_batch(plan, sizes_to_replay(settings, train, plan)[-1])
+    return busy_without(settings, train, plan, shape_of_run(settings, train, plan), while_launching)
 
 
-def tokens_while_launching(model: Any) -> float:
+def tokens_while_launching(weights: int) -> float:
     """Return how many tokens a GPU computes while the host launches the kernels of a micro-batch, roughly.
 
     ENOUGH_TOKENS were measured for a model of 1.7B; layers take as many kernels whatever their size.
+
+    Args:
+        weights: of a layer's matrices; 0 if they are not known.
     """
-    base = base_model(model)
-    layers = getattr(base.get_decoder(), "layers", []) if hasattr(base, "get_decoder") else []
-    weights = sum(
-        module.in_features * module.out_features
-        for module in (layers[0].modules() if len(layers) else [])
-        if isinstance(module, torch.nn.Linear | FrozenFP8Linear)
-    )
     return ENOUGH_TOKENS * WEIGHTS_A_LAYER / weights if weights else ENOUGH_TOKENS
 
 
-def dealt(train: TokenizedRows, plan: BatchPlan) -> np.ndarray:
+def dealt(train: Units, plan: BatchPlan) -> np.ndarray:
     """Return the tokens of the packs of micro-batches as an epoch deals them, int (micro-batches, packs); at most of a sample."""
     lengths = train.lengths()
     if len(lengths) > SAMPLED_PACKS:
@@ -165,23 +214,22 @@ def dealt(train: TokenizedRows, plan: BatchPlan) -> np.ndarray:
     return lengths[order].reshape(-1, plan.per_device)
 
 
-def shape_of_run(settings: Settings, data: TrainingData, plan: BatchPlan) -> FixedShape:
+def shape_of_run(settings: Settings, train: Units, plan: BatchPlan) -> FixedShape:
     """Return the shape of a run's micro-batches, with further numbers of tokens where most are smaller than the largest."""
-    train = data.train
     shape = shape_for(train, plan.per_device, settings.max_length)
     if train.streamed:
         return shape
-    passes = micro_batches_of_run(settings, data, plan)
+    passes = micro_batches_of_run(settings, train, plan)
     smaller = smaller_sizes(shape.needed(dealt(train, plan)), shape.tokens, int(passes))
     return dataclasses.replace(shape, smaller=smaller)
 
 
-def are_single_rows(train: TokenizedRows) -> bool:
+def are_single_rows(train: Units) -> bool:
     """Return whether every pack holds one row; False for streamed rows, which are not known in advance."""
     return not train.streamed and train.packing is not None and bool(np.diff(train.packing.starts).max() == 1)
 
 
-def shape_for(train: TokenizedRows, size: int, max_length: int) -> FixedShape:
+def shape_for(train: Units, size: int, max_length: int) -> FixedShape:
     """Return a shape that any micro-batch of `size` packs can be padded to, with few exceptions for streamed rows.
 
     Packs of one row each become sequences, unless that takes many more tokens because one row is far longer than the others.

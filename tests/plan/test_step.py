@@ -1,0 +1,274 @@
+"""The step that is planned: the one that runs took on GPUs, and that a run chooses for the same rows."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import datasets
+import numpy as np
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from benchmarks.common.rows import chat_rows
+from tests.conftest import REPO
+from unsloth_ddp.config.options import Settings
+from unsloth_ddp.data.batch_plan import BatchPlan
+from unsloth_ddp.data.dataset import Counts, TokenizedRows
+from unsloth_ddp.data.packing import BatchRequest, PackingDecision, plan_step
+from unsloth_ddp.data.training_data import TrainingData
+from unsloth_ddp.plan.compute import Hardware, make_plan
+from unsloth_ddp.plan.report import PlanReport, plan_as_json, render_plan
+from unsloth_ddp.plan.rows import RowLengths, largest_micro_batch
+from unsloth_ddp.plan.shape import ModelShape
+from unsloth_ddp.plan.step import PlannedStep, choose_step
+from unsloth_ddp.training import recorded_steps
+from unsloth_ddp.training.memory_search import largest_tokens, with_micro_batch
+from unsloth_ddp.training.recorded_steps import RecordedSteps
+from unsloth_ddp.training.step_choice import StepChoice
+
+SPEED = REPO / "benchmarks" / "results" / "speed"
+PACKED = PackingDecision(True, "a kernel keeps rows apart")
+SHAPE = ModelShape(
+    parameters=1000, linear=800, largest_linear=50, head=100, vocabulary=10, adapter=40, layers=4, layer_input=20.0,
+    layer_kept=300.0, outside_kept=8.0,
+)  # fmt: skip
+
+
+def planned_rows(settings: Settings, lengths: np.ndarray, processes: int = 1) -> tuple[RowLengths, BatchPlan]:
+    batch, packing, _ = plan_step(BatchRequest.of(settings, processes), lengths, PACKED)
+    return RowLengths(lengths, supervised=1).packed(packing), batch
+
+
+# ---- runs on H200s ----
+
+
+@pytest.fixture(scope="module")
+def chat_lengths(tmp_path_factory: pytest.TempPathFactory) -> np.ndarray:
+    """The tokens of the 4,096 chats that benchmarks/speed trains on."""
+    path: Path = tmp_path_factory.mktemp("speed") / "chat.jsonl"
+    chat_rows(path, 4096, seed=3)
+    tokenizer, counted = AutoTokenizer.from_pretrained(REPO / "demo" / "model"), {}
+
+    def count(text: str) -> int:
+        if text not in counted:
+            # The role and the end of the turn are a token each.
+            counted[text] = 2 + len(tokenizer(text, add_special_tokens=False)["input_ids"])
+        return counted[text]
+
+    rows = [json.loads(line)["messages"] for line in path.read_text().splitlines()]
+    return np.array([min(2048, 1 + sum(count(message["content"]) for message in row)) for row in rows])
+
+
+def measured_runs() -> list[Any]:
+    """Every run of the kit that chose its micro-batch for CUDA graphs or without them, as results have it."""
+    found = []
+    for name in ("recorded_small", "recorded_auto", "recorded_faster"):
+        result = json.loads((SPEED / f"{name}.json").read_text())
+        for cell in result["cells"]:
+            work = result["works"][cell["work"]]
+            kinds = ("kit", "kit_auto", "kit_ordinary")
+            if cell["contestant"] in kinds and cell["method"] != "full" and cell["exit_code"] == 0:
+                found.append(pytest.param(work, cell, id=f"{name}-{cell['name']}"))
+    return found
+
+
+RUNS = measured_runs()
+
+
+@pytest.mark.parametrize(("work", "cell"), RUNS)
+def test_the_step_of_a_measured_run_is_planned(
+    work: dict[str, Any], cell: dict[str, Any], measured_job: Any, chat_lengths: np.ndarray
+) -> None:
+    words = cell["command"].split()
+    settings = Settings(
+        model="m",
+        dataset=["d"],
+        method=cell["method"],
+        max_length=work["max_length"],
+        global_batch_size=work["global_batch"],
+        max_steps=int(words[words.index("--max_steps") + 1]),
+        cuda_graphs=words[words.index("--cuda_graphs") + 1] if "--cuda_graphs" in words else "auto",
+    )
+    chats = cell["work"] in ("chat", "small")
+    rows, asked = planned_rows(settings, chat_lengths if chats else np.full(work["rows"], work["mean_tokens"]))
+    taken = cell["settings"]
+    # The rows of that run, or the comparison means nothing.
+    assert (rows.units, asked.global_batch) == (taken["packs"], taken["global_batch_size"])
+    shape = measured_job[0][cell["shape"]]
+    hardware = Hardware(1, 1, [1e9], gpu_memory=139 * 2**30)
+    made = make_plan(settings, shape, rows, asked, hardware, None)
+    assert made.batch.per_device == taken["per_device_train_batch_size"]
+    assert made.graphs.recorded == (made.batch.per_device * work["max_length"] == 8192)
+    chosen = next(row for row in made.memory if (row.method, row.sharding) == (settings.method, "none"))
+    assert chosen.checkpointing == taken["gradient_checkpointing"]
+    assert chosen.memory.total == pytest.approx(cell["peak_memory_bytes"], rel=0.08)
+
+
+def test_a_small_and_a_large_global_batch_are_among_these_runs() -> None:
+    by_default = {
+        (cell["work"], cell["shape"]): cell["settings"]["per_device_train_batch_size"]
+        for _, cell in (param.values for param in RUNS)
+        if cell["contestant"] == "kit_auto"
+    }
+    # The layers of 8B are busy without CUDA graphs.
+    assert by_default == {("small", "qwen3_8b"): 8, ("small", "qwen3_1.7b"): 4}
+    assert {cell["work"] for _, cell in (param.values for param in RUNS)} == {"small", "chat", "full", "long"}
+
+
+@pytest.mark.parametrize(
+    ("gib", "options", "size", "kind", "tried"),
+    [
+        # A run tries the longest packs of all steps together, unless there is nothing to choose.
+        (139, {}, 8, "none", False),
+        (10, {}, 1, "unsloth", True),
+        (10, {"per_device_train_batch_size": 8}, 8, "unsloth", True),
+        (10, {"per_device_train_batch_size": 8, "gradient_checkpointing": "torch"}, 8, "torch", False),
+        (64, {"per_device_train_batch_size": 8}, 8, "torch", False),
+        # Eight packs of a step would fit, but not the longest eight of all.
+        (60, {"gradient_checkpointing": "none"}, 4, "none", False),
+    ],
+)
+def test_what_does_not_fit_has_the_memory_of_the_trial(
+    gib: float, options: dict[str, Any], size: int, kind: str, tried: bool, measured_job: Any, chat_lengths: np.ndarray
+) -> None:
+    settings = Settings(model="m", dataset=["d"], max_length=2048, global_batch_size=16, cuda_graphs="off", **options)
+    rows, asked = planned_rows(settings, chat_lengths)
+    asked = with_micro_batch(asked, options.get("per_device_train_batch_size", 1))
+    shape, hardware = measured_job[0]["qwen3_8b"], Hardware(1, 1, [1e9], gpu_memory=gib * 2**30)
+    planned = choose_step(settings, shape, rows, asked, gib * 2**30)
+    assert (planned.batch.per_device, planned.checkpointing) == (size, kind)
+    made = make_plan(settings, shape, rows, asked, hardware, None)
+    row = next(row for row in made.memory if (row.method, row.sharding) == ("lora", "none"))
+    assert (row.checkpointing, made.micro_batch) == (kind, planned.tokens)
+    assert row.verdict == ("fits" if gib > 10 else "does not fit")
+    of_trial, of_steps = largest_tokens(rows, size, 2048), largest_micro_batch(rows, planned.batch, settings)
+    assert of_steps < of_trial or size == 1
+    assert planned.tokens == (of_trial if tried else of_steps)
+
+
+# ---- the choice of a run for the same rows ----
+
+
+def choice_of_run(
+    settings: Settings, lengths: np.ndarray, weights: int, planned: PlannedStep, monkeypatch: pytest.MonkeyPatch
+) -> tuple[StepChoice, StepChoice]:
+    """Return what RecordedSteps chooses before and after the micro-batch of the plan, if its trial succeeds on GPUs."""
+    processes = planned.batch.processes
+    monkeypatch.setattr(recorded_steps, "record_on_a_stream", lambda device: None)
+    monkeypatch.setattr("unsloth_ddp.model.varlen.is_available", lambda: True)
+    monkeypatch.setattr(RecordedSteps, "_try", lambda *_: (SimpleNamespace(in_trial=True, shape=None), None))
+    dataset = datasets.Dataset.from_dict({"input_ids": [[0] * int(n) for n in [*lengths, 1]]})
+    plan, packing, decision = plan_step(BatchRequest.of(settings, processes), lengths, PACKED)
+    train = TokenizedRows(dataset, Counts(rows=len(lengths)), packing, settings.streaming)
+    runtime: Any = SimpleNamespace(
+        device_type="cuda",
+        precision="bf16",
+        sharding="none",
+        ranks=SimpleNamespace(world_size=processes),
+        gather=lambda one: [one],
+    )
+    layer = torch.nn.Linear(weights, 1, bias=False, device="meta")
+    model: Any = SimpleNamespace(get_decoder=lambda: SimpleNamespace(layers=[layer]))
+    collate: Any = SimpleNamespace(lay_out_for=lambda shape: None)
+    steps = RecordedSteps(
+        settings, runtime, TrainingData(train, None, plan, decision), collate, torch.device("cpu"), model
+    )
+    before = steps.choice
+    steps.prepare(
+        SimpleNamespace(model=model),  # type: ignore[arg-type]
+        SimpleNamespace(kind=planned.checkpointing, per_device=planned.batch.per_device),  # type: ignore[arg-type]
+        planned.batch,
+        nullcontext,
+    )
+    return before, steps.choice
+
+
+SMALL, LARGE = {"global_batch_size": 16}, {"global_batch_size": 64}
+PADDING = "micro-batches of 2,274 tokens on average would be padded to 2,854"
+
+
+@pytest.mark.parametrize(
+    ("options", "weights", "processes", "size", "reason"),
+    [
+        (SMALL, 2**28, 1, 8, PADDING),
+        (SMALL, 2**20, 1, 4, None),
+        (SMALL, 2**28, 2, 4, "micro-batches of "),
+        (SMALL | {"cuda_graphs": "on"}, 2**28, 1, 4, None),
+        (SMALL | {"cuda_graphs": "off"}, 2**20, 1, 8, "--cuda_graphs off"),
+        (SMALL | {"streaming": True, "max_steps": 200}, 2**28, 1, 4, None),
+        (LARGE, 2**28, 1, 4, None),
+        (LARGE, 2**28, 2, 4, None),
+        (LARGE | {"method": "full"}, 2**20, 1, 8, "micro-batches of 16,384 tokens keep the GPU busy"),
+        (LARGE | {"max_steps": 10}, 2**28, 1, 4, "20 micro-batches are too few to compile for"),
+        (LARGE | {"gradient_checkpointing": "unsloth"}, 2**28, 1, 8, "gradient checkpointing unsloth moves"),
+        (LARGE | {"gradient_checkpointing": "torch"}, 2**28, 1, 4, None),
+        (LARGE | {"gradient_checkpointing": "torch", "lora_dropout": 0.1}, 2**28, 1, 8, "gradient checkpointing torch"),
+        (LARGE | {"ddp_find_unused_parameters": True}, 2**28, 2, 4, "DistributedDataParallel looks for"),
+        (LARGE | {"per_device_train_batch_size": 1}, 2**28, 1, 1, None),
+    ],
+)
+def test_cuda_graphs_are_planned_as_a_run_chooses_them(
+    options: dict[str, Any],
+    weights: int,
+    processes: int,
+    size: int,
+    reason: str | None,
+    chat_lengths: np.ndarray,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shape = dataclasses.replace(SHAPE, layer_weights=weights)
+    settings = Settings(model="m", dataset=["d"], max_length=2048, num_train_epochs=3, **options)
+    rows, asked = planned_rows(settings, chat_lengths, processes)
+    rows = dataclasses.replace(rows, streamed=settings.streaming)
+    planned = choose_step(settings, shape, rows, asked, None)
+    assert planned.batch.per_device == size
+    assert planned.graphs.recorded == (reason is None)
+    assert reason is None or planned.graphs.reason.startswith(reason)
+    before, after = choice_of_run(settings, chat_lengths, weights, planned, monkeypatch)
+    assert after.recorded == planned.graphs.recorded
+    assert after.recorded or after.reason == planned.graphs.reason
+    assert before.recorded or before == after
+
+
+@pytest.mark.parametrize(
+    ("options", "packed", "said"),
+    [
+        (SMALL, True, f"off: {PADDING}"),
+        (LARGE, True, "on: if a trial before step 1 gives the same loss and gradients"),
+        (SMALL | {"cuda_graphs": "off"}, True, "off: --cuda_graphs off"),
+        (
+            SMALL | {"streaming": True, "max_steps": 200},
+            True,
+            "on: if a trial before step 1 gives the same loss and gradients",
+        ),
+        (
+            SMALL | {"cuda_graphs": "on"},
+            False,
+            "off: rows are padded, so micro-batches differ in shape; a run refuses --cuda_graphs on",
+        ),
+    ],
+)
+def test_the_plan_says_whether_it_assumes_cuda_graphs_and_why_not(
+    options: dict[str, Any], packed: bool, said: str, chat_lengths: np.ndarray
+) -> None:
+    shape = dataclasses.replace(SHAPE, layer_weights=2**28)
+    settings = Settings(
+        model="m", dataset=["d"], max_length=2048, num_train_epochs=3, per_device_train_batch_size="auto", **options
+    )
+    rows, asked = planned_rows(settings, chat_lengths)
+    if not packed:
+        rows, asked = RowLengths(chat_lengths, supervised=1), BatchPlan(1, 16, 1)
+    rows = dataclasses.replace(rows, streamed=settings.streaming)
+    hardware = Hardware(1, 1, [1e9])
+    report = PlanReport(settings, shape, rows, hardware, make_plan(settings, shape, rows, asked, hardware, None), None)
+    # From the line of its name to the next one.
+    shown = " ".join(render_plan(report).split())
+    assert shown.split("CUDA graphs ")[1].split(" steps ")[0] == said
+    assert ("As in a run, CUDA graphs are assumed however much is padded." in shown) == settings.streaming
+    assert plan_as_json(report)["plan"]["graphs"]["recorded"] == said.startswith("on")

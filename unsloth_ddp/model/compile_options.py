@@ -1,0 +1,21 @@
+"""Options of torch.compile with which two compilations of the same layers compute the same bits."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+# torch.compile times variants of a kernel and takes the fastest. Variants of a sum add in different orders, so that
+# weights differ in their last bits between two runs that compile. With the first option it takes one variant of each sum
+# without timing; without the second it would time matrix products with padded sizes too. TORCHINDUCTOR_DETERMINISTIC=1
+# does not help: Dynamo calls torch.use_deterministic_algorithms() after its first compilation, which resets it.
+REPEATABLE = {"test_configs.force_filter_reduction_configs": True, "shape_padding": False}
+
+
+@functools.cache
+def repeatable_options() -> dict[str, Any]:
+    """Return those of REPEATABLE that this torch has, for the argument `options` of torch.compile."""
+    import torch._inductor.config as config
+
+    known = config.get_config_copy()
+    return {name: value for name, value in REPEATABLE.items() if name in known}

@@ -1,0 +1,197 @@
+"""Choose how a GPU computes a step with the rules of a run (training/memory_search.py, step_choice.py): pure arithmetic."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Literal, cast
+
+from unsloth_ddp.config.parse import Settings
+from unsloth_ddp.data.batch_plan import BatchPlan
+from unsloth_ddp.data.packing import PackingDecision, decide_packing, describe_backend, describe_older_gpu
+from unsloth_ddp.distributed.precision import AMPERE
+from unsloth_ddp.distributed.sharding import Offload, Sharding
+from unsloth_ddp.model.whole_model import FILLED, tried_in_shards
+from unsloth_ddp.plan.memory import (
+    CHECKPOINTING_KINDS,
+    RESERVE,
+    Checkpointing,
+    MemoryEstimate,
+    Workload,
+    estimate_memory,
+)
+from unsloth_ddp.plan.rows import RowLengths, largest_micro_batch
+from unsloth_ddp.plan.shape import ModelShape
+from unsloth_ddp.training.memory_search import (
+    ENOUGH_RECORDED,
+    ENOUGH_TOKENS,
+    largest_tokens,
+    search,
+    sizes_of,
+    sizes_to_replay,
+    with_micro_batch,
+)
+from unsloth_ddp.training.sharded_search import HEADROOM
+from unsloth_ddp.training.step_choice import (
+    StepChoice,
+    obstacle_on_gpus,
+    reason_after,
+    reason_before,
+    shape_for,
+    shape_of_run,
+    tokens_while_launching,
+)
+
+NUMBER_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+
+
+@dataclass(frozen=True)
+class PlannedStep:
+    """How a GPU computes a step, as a run chooses it.
+
+    Args:
+        graphs: whether micro-batches are replayed as CUDA graphs; the trial of a run is taken to succeed.
+        tokens: of the largest micro-batch, with padding.
+    """
+
+    batch: BatchPlan
+    checkpointing: Checkpointing
+    graphs: StepChoice
+    tokens: int
+
+
+def precision_of(settings: Settings) -> str:
+    """Return the precision of a run on a GPU."""
+    return "bf16" if settings.precision == "auto" else settings.precision
+
+
+def backend_of(settings: Settings) -> Literal["unsloth", "transformers"]:
+    """Return the backend of a run on a GPU."""
+    return "transformers" if settings.backend == "transformers" else "unsloth"
+
+
+def make_workload(settings: Settings, rows: RowLengths, tokens: int, processes: int, accumulation: int = 1) -> Workload:
+    """Return the load of a run on one GPU, without gradient checkpointing."""
+    return Workload(
+        tokens=tokens,
+        precision=NUMBER_BYTES[precision_of(settings)],
+        master=NUMBER_BYTES[settings.full_weights],
+        optimizer=settings.optim,
+        checkpointing="none",
+        processes=processes,
+        backend=backend_of(settings),
+        packed=rows.packing is not None,
+        accumulation=accumulation,
+        ddp_buckets=settings.ddp_find_unused_parameters,
+    )
+
+
+def choose_step(
+    settings: Settings,
+    shape: ModelShape,
+    rows: RowLengths,
+    batch: BatchPlan,
+    gpu_memory: float | None,
+    sharding: Sharding = "none",
+    offload: Offload = "none",
+    copies: int = 1,
+) -> PlannedStep:
+    """Choose micro-batch, gradient checkpointing and CUDA graphs as a run does.
+
+    Args:
+        batch: with any micro-batch.
+        gpu_memory: bytes; everything is taken to fit if it is None.
+    """
+    launched = tokens_while_launching(shape.layer_weights)
+    against = obstacle_on_gpus(
+        settings,
+        packed=rows.packing is not None,
+        precision=precision_of(settings),
+        sharding=sharding,
+        processes=batch.processes,
+    )
+    reason = reason_before(settings, against, rows, batch, launched)
+    sizes = sizes_to_replay(settings, rows, batch) if reason is None else sizes_of(settings, batch)
+    kinds = checkpointing_kinds(settings, sharding)
+
+    def tokens(size: int) -> int:
+        return largest_tokens(rows, size, settings.max_length)
+
+    def fits_with(kind: str, size: int) -> bool:
+        assert gpu_memory is not None
+        work = make_workload(settings, rows, tokens(size), batch.processes)
+        work = dataclasses.replace(
+            work,
+            checkpointing=cast(Checkpointing, kind),
+            offload=offload,
+            copies=copies,
+        )
+        work = as_loaded(settings, shape, sharding, work, gpu_memory)
+        # Also where it is a lower bound, which has no verdict.
+        return is_chosen(estimate_memory(shape, settings.method, sharding, work), sharding, gpu_memory)
+
+    found: tuple[str, int] | None = (kinds[0], sizes[-1])
+    if gpu_memory is not None and len(kinds) * len(sizes) > 1:
+        found = search(kinds, sizes, tokens, fits_with, ENOUGH_RECORDED if reason is None else ENOUGH_TOKENS)
+    kind, size = found or (kinds[-1], sizes[0])
+    batch = with_micro_batch(batch, size)
+    if reason is None:
+        reason = reason_after(settings, rows, batch, shape_of_run(settings, rows, batch), kind, launched)
+    if found is None:
+        # A run does not get beyond its trial.
+        largest = tokens(size)
+    elif reason is None:
+        largest = shape_for(rows, size, settings.max_length).tokens
+    else:
+        largest = largest_micro_batch(rows, batch, settings)
+    graphs = StepChoice(reason is None, reason or "if a trial before step 1 gives the same loss and gradients")
+    return PlannedStep(batch, cast(Checkpointing, kind), graphs, largest)
+
+
+def checkpointing_kinds(settings: Settings, sharding: Sharding = "none") -> tuple[Checkpointing, ...]:
+    """Return the kinds of gradient checkpointing that a run may use, cheapest first (model/gradient_checkpointing.py)."""
+    if settings.gradient_checkpointing != "auto":
+        return (settings.gradient_checkpointing,)
+    all_kinds = backend_of(settings) == "unsloth" and sharding == "none"
+    return CHECKPOINTING_KINDS if all_kinds else CHECKPOINTING_KINDS[:2]
+
+
+def as_loaded(
+    settings: Settings, shape: ModelShape, sharding: Sharding, work: Workload, gpu_memory: float | None
+) -> Workload:
+    """Return the load with the backend of the run, and whether Unsloth loads in shards.
+
+    Where the whole model does not fit on one GPU, FSDP2 with --backend auto takes Transformers (model/whole_model.py).
+    """
+    if work.offload == "parameters":
+        return dataclasses.replace(work, backend="transformers")
+    if sharding != "fsdp2" or work.backend == "transformers" or gpu_memory is None:
+        return work
+    if estimate_memory(shape, settings.method, sharding, work).loading <= FILLED * gpu_memory:
+        return work
+    if settings.backend == "auto":
+        return dataclasses.replace(work, backend="transformers")
+    return dataclasses.replace(work, in_shards=unsloth_in_shards(settings, shape, work.copies))
+
+
+def unsloth_in_shards(settings: Settings, shape: ModelShape, copies: int = 1) -> bool:
+    """Return whether Unsloth loads the model in shards with FSDP2 if the whole does not fit (model/whole_model.py)."""
+    return tried_in_shards(settings, shape.model_type, quantized=shape.quantized, copies=copies)
+
+
+def is_chosen(memory: MemoryEstimate, sharding: Sharding, gpu_memory: float) -> bool:
+    """Return whether `auto` options choose what takes so much memory; with sharding a run leaves more of a GPU free."""
+    share = RESERVE if sharding == "none" else 1 - HEADROOM
+    return memory.total <= RESERVE * gpu_memory and memory.passing <= share * gpu_memory
+
+
+def planned_packing(settings: Settings, capability: tuple[int, int] = AMPERE) -> PackingDecision:
+    """Decide packing as on a GPU of this compute capability without flash-attn and xformers (model/attention.py)."""
+    backend, precision = backend_of(settings), precision_of(settings)
+    replaceable = backend == "unsloth" or settings.attn_implementation is None
+    older = capability < AMPERE
+    kernel = "torch's varlen_attn" if replaceable and precision != "fp32" and not older else None
+    place = describe_backend(backend, precision, settings)
+    if older:
+        place += describe_older_gpu("a GPU", capability)
+    return decide_packing(settings.packing, place, kernel, wrong=None, doubtful=None)

@@ -174,7 +174,7 @@ def test_a_missing_file_is_refused(tmp_path: Path) -> None:
         (["--epochs", "3"], "command line: there is no option epochs; here it is num_train_epochs."),
         (["--node_rank", "3"], "there is no option node_rank; give it to the launcher, before the name of the script."),
         (["--nodez", "3"], "there is no option nodez; train_ddp.py --help lists them all."),
-        (["rows.jsonl"], "command line: rows.jsonl stands alone; every value follows an option."),
+        (["rows.jsonl"], "command line: rows.jsonl belongs to no option; write --dataset rows.jsonl."),
         (["--merge", "rows.jsonl"], "command line: merge is 'rows.jsonl', but it takes true or false."),
         (["--lora_r"], "command line: argument --lora_r: expected one argument."),
         (["--lora_r", "x"], "command line: lora_r is 'x', but it takes a whole number."),
@@ -188,7 +188,7 @@ def test_a_missing_file_is_refused(tmp_path: Path) -> None:
         (["--trainer_args", '{"a": 1e999}'], "(JSON on the command line); inf is not finite."),
         (["--trainer_args", "[" * 5000], "but it takes a mapping"),
         (["--run_name", "a\0b"], "command line: run_name is 'a\\x00b', but it takes text or none."),
-        (["--", "x"], "command line: -- stands alone"),
+        (["--", "x"], "command line: -- belongs to no option; every value follows the name of its option."),
     ],
 )
 def test_a_bad_command_line_is_refused_in_one_sentence(words: list[str], sentence: str) -> None:
@@ -338,9 +338,9 @@ def test_reading_settings_imports_nothing_heavy() -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ("--model {0} --dataset nowhere.jsonl", "nowhere.jsonl: there is no such file."),
+        ("--model {0} --dataset nowhere.jsonl", "nowhere.jsonl: there is no such file in"),
         ("--model {0} --dataset {0} --streaming --max_steps 1", "is a folder without a .jsonl, .parquet, .csv file;"),
-        ("--model ./nowhere --dataset {0}/train.jsonl", "nowhere is not a model folder: it has no config.json;"),
+        ("--model ./nowhere --dataset {0}/train.jsonl", "nowhere: there is no such folder; give"),
     ],
 )
 def test_a_path_that_leads_nowhere_is_told_before_torch_is_loaded(options: str, said: str) -> None:

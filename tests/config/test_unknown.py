@@ -126,7 +126,7 @@ def test_the_fields_of_sft_config_are_those_of_the_installed_trl() -> None:
         ("plan", "--gpus_per_nod 4", "there is no option gpus_per_nod; did you mean gpus_per_node?"),
         ("plan", "--nnodes 2", "there is no option nnodes; did you mean nodes?"),
         ("port", "FILE --outptu x", "there is no option outptu; did you mean output?"),
-        ("chat", "RUN what is it", "what stands alone"),
+        ("chat", "RUN what is it", "what belongs to no option; every value follows"),
     ],
 )
 def test_every_command_names_the_nearest_of_its_options(

@@ -105,7 +105,14 @@ def test_no_tools_however_written_are_none(tools: Any) -> None:
 @pytest.mark.parametrize(
     ("row", "sentence"),
     [
-        ({"question": "a", "answer": "b"}, f"unknown columns (question, answer); accepted columns: {ACCEPTED}."),
+        (
+            {"question": "a", "answer": "b"},
+            f"unknown columns (question, answer); accepted columns: {ACCEPTED}; rename question to instruction and answer to output.",
+        ),
+        ({"prompt": "a", "response": "b"}, "rename prompt to instruction and response to output."),
+        ({"instruction": "a", "Response": "b", "id": 1}, f"{ACCEPTED}; rename Response to output."),
+        ({"instruction": "a", "input": "", "response": "b"}, f"{ACCEPTED}; rename response to output."),
+        ({"question": "a", "answer": "b", "reply": "c"}, f"{ACCEPTED}."),
         ({"instruction": "a"}, "unknown columns (instruction); accepted columns: messages; "),
         ({"prompt": "a", "completion": None}, "completion is null; give it a value or remove the row."),
         ({"instruction": "a", "input": "b", "output": None}, "output is null; give it a value or remove the row."),

@@ -185,13 +185,15 @@ def test_paths_are_told_from_hub_ids(source: str, local: bool) -> None:
 @pytest.mark.parametrize(
     ("source", "sentence"),
     [
-        ("{}/no.jsonl", "there is no such file."),
-        ("{}/dangling.jsonl", "there is no such file."),
+        ("{}/no.jsonl", "there is no such file; check the path, or give the id of a dataset on the Hub."),
+        ("{}/dangling.jsonl", "there is no such file; check the path"),
+        ("no.jsonl", "there is no such file in {cwd}; check the path"),
+        ("{}/my_row.jsonl", "there is no such file; did you mean {}/my_rows.jsonl?"),
         (
             "https://huggingface.co/datasets/me/rows/tree/main",
             "is a URL; give the dataset's id on the Hub: me/rows.",
         ),
-        ("{}/loop.jsonl", "there is no such file."),
+        ("{}/loop.jsonl", "there is no such file; check the path"),
         (
             "{}",
             "is a folder; name the files in it (.jsonl, .json, .parquet, .csv), or give --streaming, which takes folders.",
@@ -201,19 +203,20 @@ def test_paths_are_told_from_hub_ids(source: str, local: bool) -> None:
         ("{}/pipe.jsonl", "is not a .jsonl, .json, .parquet, .csv file; convert it to one of these."),
         ("{}/" + "x" * 300 + ".jsonl", "cannot be looked up: File name too long."),
         ("~nobody_here/rows.jsonl", "cannot be looked up: Could not determine home directory."),
-        ("{}/a\0b.jsonl", "there is no such file."),
+        ("{}/a\0b.jsonl", "there is no such file; check the path"),
         ("", "is not a .jsonl, .json, .parquet, .csv file; convert it to one of these."),
     ],
 )
 def test_a_path_that_is_no_file_of_rows_is_refused(tmp_path: Path, source: str, sentence: str) -> None:
     write(tmp_path, "notes.txt", "hello")
+    write(tmp_path, "my_rows.jsonl", "{}")
     write(tmp_path, "a.jsonl.gz", "hello")
     (tmp_path / "dangling.jsonl").symlink_to(tmp_path / "gone.jsonl")
     (tmp_path / "loop.jsonl").symlink_to(tmp_path / "loop.jsonl")
     os.mkfifo(tmp_path / "pipe.jsonl")
     with pytest.raises(UserError) as refused:
         check_source(source.format(tmp_path))
-    assert str(refused.value).endswith(sentence)
+    assert sentence.format(tmp_path, cwd=Path.cwd()) in str(refused.value)
 
 
 def test_a_symlink_is_followed(tmp_path: Path) -> None:
@@ -249,7 +252,7 @@ def test_empty_shards_of_a_folder_are_said(tmp_path: Path, capsys: pytest.Captur
         write(tmp_path, f"{name}.jsonl", content)
     runtime = Runtime(Ranks(), "transformers", "cpu", "fp32", "CPU")
     read_examples(Settings(model="m", dataset=[str(tmp_path)], streaming=True), runtime, tmp_path)
-    assert capsys.readouterr().out.startswith(f"{tmp_path}/b.jsonl and 1 more files hold no rows and add")
+    assert capsys.readouterr().out.startswith(f"{tmp_path}/b.jsonl and 1 more file hold no rows and add")
 
 
 def test_a_hub_dataset_without_a_network_comes_with_advice(monkeypatch: pytest.MonkeyPatch) -> None:

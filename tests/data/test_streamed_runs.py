@@ -133,8 +133,8 @@ def test_the_table_says_what_is_known_of_a_stream(whole):
 def test_a_resumed_stream_ends_like_an_uninterrupted_one(stream, whole, step):
     resumed = copy_until(whole[0], step, f"streamed-from-{step}")
     _, printed = stream(f"{WHOLE} --lora_dropout 0.1", resumed.name, ranks=2)
-    skipped = {2: "The first 6 rows of epoch 1", 5: "The first 5 rows of epoch 2"}[step]
-    assert f"{skipped} of the stream were trained before the checkpoint: they are read again and skipped." in printed
+    skipped = {2: "Epoch 1 of the stream goes on after 6 rows", 5: "Epoch 2 of the stream goes on after 5 rows"}[step]
+    assert f"{skipped}, which are read again and skipped." in printed
     assert_same(ends(resumed, LAST), ends(whole[0], LAST), f"from step {step}")
 
 

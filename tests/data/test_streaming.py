@@ -71,7 +71,7 @@ def test_a_stream_goes_on_anywhere() -> None:
 def test_rows_that_changed_before_the_checkpoint_are_refused(changed) -> None:
     start = StreamPosition(*list(itertools.islice(stream_rows(numbers(10), 4, seed=3), 17))[16][:3])
     assert (start.epoch, start.row) == (1, 6)
-    with pytest.raises(UserError, match="the first 6 streamed rows are not those that were trained before"):
+    with pytest.raises(UserError, match="the stream no longer begins with the 6 rows trained before"):
         next(stream_rows(changed, 4, seed=3, start=start))
     # --resume_anyway
     found = next(stream_rows(changed, 4, seed=3, start=dataclasses.replace(start, seen=None)))

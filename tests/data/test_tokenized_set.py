@@ -102,3 +102,51 @@ def test_what_is_not_read_is_told_once(tmp_path: Path, tokenizer: Any, capsys: p
         "between them; to use the template, give lists of messages, or instruction and output.",
         "Keys of training messages that the chat template does not read: name (3 rows).",
     ]
+
+
+def chat(*answers: str, **more: Any) -> dict[str, Any]:
+    """A row of questions with these answers; `more` are keys of the last answer."""
+    turns = [turn for a in answers for turn in ({"role": "user", "content": "Hi"}, {"role": "assistant", "content": a})]
+    return {"messages": [*turns[:-1], {**turns[-1], **more}]}
+
+
+@pytest.mark.parametrize(
+    ("row", "told"),
+    [
+        (chat(""), True),
+        (chat(" \n\t"), True),
+        (chat("", "Hello."), True),
+        (chat("<think>Why?</think>\n\n"), True),
+        ({"prompt": "Hi", "completion": " "}, True),
+        ({"instruction": "Hi", "output": ""}, True),
+        ({"text": "\n"}, True),
+        (chat("Hello."), False),
+        (chat("<think></think>Hello."), False),
+        # An answer in the prompt is not learned.
+        ({"prompt": chat("")["messages"], "completion": chat("Hello.")["messages"]}, False),
+    ],
+)  # fmt: skip
+def test_rows_with_an_empty_answer_are_counted(
+    tmp_path: Path, tokenizer: Any, capsys: pytest.CaptureFixture[str], row: dict[str, Any], told: bool
+) -> None:
+    found, _ = tokenize(tmp_path, tokenizer, [SHORT, row, SHORT, row], END_AND_NEWLINE)
+    printed = capsys.readouterr().out
+    sentence = (
+        "2 of 4 training rows: an answer to learn is empty or only white space, so training teaches the model to "
+    )
+    assert (sentence in printed) == told
+    # They are trained, as TRL trains them.
+    assert found.counts.rows == 4 and found.counts.supervised > 0
+
+
+def test_a_tool_call_and_an_answer_left_out_of_the_loss_are_not_empty(
+    tmp_path: Path, tokenizer: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    left_out = {"messages": [*chat("")["messages"], *chat("Hello.")["messages"]]}
+    left_out["messages"][1]["weight"] = 0
+    call = {"type": "function", "function": {"name": "add", "arguments": {}}}
+    template = END_AND_NEWLINE.replace(
+        "m['content']", "m['content'] + (m['tool_calls'] | string if m['tool_calls'] else '')"
+    )
+    tokenize(tmp_path, tokenizer, [SHORT, left_out, chat("", tool_calls=[call])], template)
+    assert "is empty" not in capsys.readouterr().out

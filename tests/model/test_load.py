@@ -157,7 +157,7 @@ def test_a_hub_id_needs_no_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     # Without a network the Hub would be asked for most of a minute.
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     check_model(Settings(model="owner/name", dataset=["d"]), CPU)
-    with pytest.raises(UserError, match=r"model \./name is not a model folder: it has no config\.json"):
+    with pytest.raises(UserError, match=r"model \./name: there is no such folder"):
         check_model(Settings(model="./name", dataset=["d"]), CPU)
 
 
@@ -236,6 +236,8 @@ def test_a_mistyped_folder_is_said_beside_what_the_hub_says(tmp_path: Path, monk
         UserError, match="model outputs/RUM is not in the folder outputs here, and as a Hub id it cannot be"
     ):
         load_model(Settings(model="outputs/RUM", dataset=["d"]), CPU)
+    with pytest.raises(UserError, match="model RUM is no folder here, and as a Hub id it cannot be loaded"):
+        load_model(Settings(model="RUM", dataset=["d"]), CPU)
     with pytest.raises(UserError, match="model nobody/RUM cannot be loaded"):
         load_model(Settings(model="nobody/RUM", dataset=["d"]), CPU)
 

@@ -128,12 +128,34 @@ def test_bad_notebooks(tmp_path: Path, capsys: pytest.CaptureFixture[str], conte
 
 def test_bad_paths(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "no such file" in refused(capsys, tmp_path / "missing.ipynb", tmp_path / "out.py")
+    assert "missing.ipynb: no such file" in refused(capsys, tmp_path / "none" / "missing.ipynb")
     assert "is a folder" in refused(capsys, tmp_path, tmp_path / "out.py")
     assert "is a folder" in refused(capsys, source, tmp_path)
     assert "is the notebook itself" in refused(capsys, source, source, "--force")
     assert "folder does not exist" in refused(capsys, source, tmp_path / "none" / "out.py")
     report = tmp_path / "none" / "r.json"
     assert "folder does not exist" in refused(capsys, source, tmp_path / "out.py", "--report", report)
+
+
+@pytest.mark.parametrize(
+    ("address", "how"),
+    [
+        (
+            "https://colab.research.google.com/github/unslothai/notebooks/blob/main/nb/Qwen3_(14B).ipynb",
+            'curl -L -o notebook.ipynb "https://raw.githubusercontent.com/unslothai/notebooks/main/nb/Qwen3_(14B).ipynb"',
+        ),
+        (
+            "https://github.com/a/b/blob/main/x.ipynb",
+            'curl -L -o notebook.ipynb "https://raw.githubusercontent.com/a/b/main/x.ipynb"',
+        ),
+        ("https://colab.research.google.com/drive/1a2b", "File > Download > Download .ipynb"),
+    ],
+)
+def test_an_address_is_refused_with_the_way_to_download_it(
+    capsys: pytest.CaptureFixture[str], address: str, how: str
+) -> None:
+    message = refused(capsys, address)
+    assert f"{address}: is an address; download the notebook" in message and how in message
 
 
 def test_a_script_is_written_whole_or_not_at_all(

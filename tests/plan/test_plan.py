@@ -76,7 +76,7 @@ def test_the_first_rows_of_a_stream_stand_for_all(demo_shape, tmp_path, monkeypa
     assert made["plan"]["tokens_a_step"] == pytest.approx(made["rows"]["tokens"] / 20 * rows)
     assert made["plan"]["micro_batch"] == 64 * batch["per_device"]
     assert "the first 20 (" in printed and "per epoch" not in printed
-    assert "Rows are streamed: the first 20 rows stand for all" in printed
+    assert "Rows are streamed: the plan is made from the first 20 rows" in printed
 
 
 # ---- shapes, and memory against what was measured ----

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from unsloth_ddp.distributed.missing_gpu import MissingGpu
 from unsloth_ddp.preflight import checks, environment, machine, network
 from unsloth_ddp.preflight.checks import Check
 from unsloth_ddp.preflight.machine import Folder
@@ -74,7 +75,7 @@ def test_no_variables_are_one_node_but_slurm_may_mean_more():
         ({"WORLD_SIZE": ""}, "WORLD_SIZE not set"),
         ({"RANK": "4"}, "contradict each other"),
         ({"LOCAL_RANK": "2"}, "contradict each other"),
-        ({"WORLD_SIZE": "5"}, "do not divide 5"),
+        ({"WORLD_SIZE": "5"}, "does not divide WORLD_SIZE 5"),
         ({"MASTER_PORT": ""}, "MASTER_PORT is not set"),
         ({"NNODES": "3"}, "NNODES is 3, but the launcher started 2"),
         ({"NODE_RANK": "0"}, "NODE_RANK is 0, but to the launcher this is 1"),
@@ -228,7 +229,9 @@ def test_shared_memory(free, processes, gpu, verdict):
 
 
 H200 = {"name": "NVIDIA H200", "memory": 150 * 10**9}
-SEEN = {"cpu": False, "hardware": True, "reason": "", "expected": None, "processes": 0, "visible": None}
+SEEN = {"cpu": False, "missing": None, "expected": None, "processes": 0, "visible": None}
+BROKEN = MissingGpu("This machine has an NVIDIA driver, but torch finds no GPU", "update the driver")
+HIDDEN = MissingGpu("CUDA_VISIBLE_DEVICES is '', which hides this machine's GPUs", "unset it to use them", hidden=True)
 
 
 @pytest.mark.parametrize(
@@ -238,10 +241,12 @@ SEEN = {"cpu": False, "hardware": True, "reason": "", "expected": None, "process
         (4, {"expected": 4, "processes": 4}, "ok", ""),
         (3, {"expected": 4, "visible": "0,1,2"}, "failure", "3 are visible (CUDA_VISIBLE_DEVICES=0,1,2)"),
         (2, {"processes": 4}, "failure", "4 processes were started for 2 GPUs"),
-        (4, {"processes": 2}, "warning", "2 GPUs stay idle"),
-        (0, {"reason": "driver too old"}, "failure", "driver too old"),
-        (0, {"hardware": False}, "warning", "--use_cpu"),
-        (0, {"hardware": False, "expected": 8}, "failure", "GPUS_PER_NODE is 8, but no GPU is here"),
+        (4, {"processes": 2}, "warning", "Idle GPUs: 2;"),
+        (0, {"missing": BROKEN}, "failure", "update the driver, or give --use_cpu"),
+        (0, {"missing": HIDDEN}, "warning", "unset it to use them."),
+        (0, {"missing": HIDDEN, "expected": 8}, "failure", "GPUS_PER_NODE is 8"),
+        (0, {}, "warning", "--use_cpu"),
+        (0, {"expected": 8}, "failure", "GPUS_PER_NODE is 8, but no GPU is here"),
         (0, {"cpu": True, "expected": 8}, "ok", ""),
     ],
 )

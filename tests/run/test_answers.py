@@ -34,7 +34,7 @@ def test_only_rows_with_a_question_and_an_answer_are_asked(capsys: pytest.Captur
         Question([ASK], "Hello.", [TOOL]),
         Question([ASK, called, result], "Hello."),
     ]
-    assert "7 of 9 evaluation rows are not compared: they hold no question and answer." in capsys.readouterr().out
+    assert "Not compared: 7 of 9 evaluation rows, without a question and an answer." in capsys.readouterr().out
 
 
 def test_a_question_is_asked_with_its_tools() -> None:

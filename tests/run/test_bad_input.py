@@ -63,7 +63,7 @@ def files(tmp_path_factory) -> Path:
 
 GOOD = f"--model {DEMO_MODEL} --dataset good.jsonl --max_steps 1 --per_device_train_batch_size 1"
 MISTAKES = {
-    "missing model": ("--model ./nowhere --dataset good.jsonl", r"nowhere is not a model folder"),
+    "missing model": ("--model ./nowhere --dataset good.jsonl", r"nowhere: there is no such folder"),
     "folder without model": ("--model ./no_model --dataset good.jsonl", "no config.json"),
     "missing dataset": (f"--model {DEMO_MODEL} --dataset nowhere.jsonl", "dataset .*nowhere.jsonl.* no such file"),
     "not a dataset": (f"--model {DEMO_MODEL} --dataset notes.txt", "notes.txt"),
@@ -126,7 +126,7 @@ def test_mistake_is_told_once_and_ends_every_rank(mistake, files, tmp_path, asse
 
 def test_more_processes_than_gpus(files, tmp_path, assert_told):
     result = run_ranks(2, train_with_gpus, 1, GOOD.split(), str(files), folder=tmp_path)
-    assert_told(result, "2 processes were started on this machine, which shows 1 GPUs")
+    assert_told(result, "2 processes were started on this machine, which shows 1 GPU;")
 
 
 def test_an_upload_without_a_token_is_refused_before_anything_is_loaded(files, tmp_path, assert_told):

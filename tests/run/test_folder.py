@@ -6,6 +6,7 @@ import errno
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -183,6 +184,23 @@ def test_a_resume_that_is_no_folder_is_told_before_anything_else(tmp_path):
     settings = Settings(run_name="r", output_dir=str(tmp_path), resume="never")
     with pytest.raises(UserError, match="resume never: there is no such folder; give a checkpoint folder, auto or no"):
         run_folder.choose_run_folder(settings, Runtime(Ranks(), "transformers", "cpu", "fp32", "CPU"))
+
+
+def test_a_resume_from_a_runs_folder_or_an_empty_one_names_what_to_give(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("outputs/r/checkpoint-3", "outputs/r/checkpoint-20", "empty"):
+        Path(name).mkdir(parents=True)
+    given = {
+        "outputs/r": "resume outputs/r is the folder of a run; give one of its checkpoints, such as --resume "
+        "outputs/r/checkpoint-20, or leave --resume out and give --run_name r to go on with that run.",
+        "empty": "resume empty is an empty folder; give a checkpoint folder, auto or no.",
+    }
+    for resume, sentence in given.items():
+        with pytest.raises(UserError) as refused:
+            run_folder.choose_run_folder(
+                Settings(run_name="new", resume=resume), Runtime(Ranks(), "transformers", "cpu", "fp32", "CPU")
+            )
+        assert str(refused.value) == sentence
 
 
 def test_trackers_are_known_installed_and_not_none():

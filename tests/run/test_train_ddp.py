@@ -69,10 +69,11 @@ def test_a_packed_run_resumed_within_an_epoch_ends_like_an_uninterrupted_one(job
 def test_packing_counts_each_row_once_and_says_how_many_a_step_holds(job):
     padded, printed = job("--packing auto --global_batch_size 4 --num_train_epochs 1", "padded")
     assert "packing off: a CPU has no attention kernel for packed rows" in printed
+    assert "1 row a device x 4 accumulation x 1 process = 4 rows" in printed
     packed, printed = job("--packing on --global_batch_tokens 130 --num_train_epochs 1", "packed", ranks=2)
     packs = summary(packed)["packs"]
     assert f"{packs} packs of up to 64 tokens" in printed
-    assert "1 packs a device x 1 accumulation x 2 processes = 2 packs (about 4 rows)" in printed
+    assert "1 pack a device x 1 accumulation x 2 processes = 2 packs (about 4 rows)" in printed
     for key in ("tokens", "supervised_tokens"):
         assert summary(packed)[key] == summary(padded)[key]
 

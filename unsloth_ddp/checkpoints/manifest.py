@@ -22,6 +22,7 @@ from unsloth_ddp.utils.checksums import checksum
 from unsloth_ddp.utils.errors import os_reason
 from unsloth_ddp.utils.json_text import DECODER
 from unsloth_ddp.utils.redaction import printable
+from unsloth_ddp.utils.units import counted
 
 FILE_NAME = "manifest.json"
 FORMAT = 1
@@ -254,9 +255,7 @@ def compare_runs(before: Mapping[str, Any], now: Mapping[str, Any], *, shards: b
     packs, processes = before.get("global_batch_size"), now.get("world_size")
     packed = "off" not in (before.get("packing", "off"), now.get("packing", "off"))
     if packed and packs and processes and packs % processes:
-        result.instead = (
-            f"its steps hold {packs} packs, which {processes} processes cannot share: start as many as divide {packs}"
-        )
+        result.instead = f"its steps hold {counted(packs, 'pack')}, which {counted(processes, 'process')} cannot share: start as many as divide {packs}"
     moved = ("model_revision", "sources_revision")
     kept = [name for name in moved if before.get(name) and any(c.startswith(f"{name} ") for c in result.refused)]
     if kept:
@@ -296,7 +295,7 @@ def compare_runs(before: Mapping[str, Any], now: Mapping[str, Any], *, shards: b
     elif old in FIXED_WORLD and before.get("world_size") != now.get("world_size"):
         result.impossible.append(
             f"world_size {before.get('world_size')} -> {now.get('world_size')}: DeepSpeed's optimizer files are one a "
-            f"process; start {before.get('world_size')} processes"
+            f"process; start {counted(before.get('world_size') or 1, 'process')}"
         )
     return result
 

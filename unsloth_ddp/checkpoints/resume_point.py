@@ -83,13 +83,21 @@ def named_folder(wanted: str) -> Path | None:
     """Return the checkpoint folder that --resume names; None for auto and no.
 
     Raises:
-        UserError: there is no such folder.
+        UserError: there is no such folder, it is empty, or it is a run's folder, which holds checkpoints.
     """
     if wanted in ("auto", "no"):
         return None
     folder = Path(wanted).expanduser().resolve()
     if not folder.is_dir():
         raise UserError(f"resume {wanted}: there is no such folder; give a checkpoint folder, auto or no.")
+    if steps := step_folders(folder):
+        newest = Path(wanted) / steps[max(steps)].name
+        raise UserError(
+            f"resume {wanted} is the folder of a run; give one of its checkpoints, such as --resume {newest}, or leave --resume "
+            f"out and give --run_name {folder.name} to go on with that run."
+        )
+    if not folder.name.startswith("checkpoint-") and not any(folder.iterdir()):
+        raise UserError(f"resume {wanted} is an empty folder; give a checkpoint folder, auto or no.")
     return folder
 
 

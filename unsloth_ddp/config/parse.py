@@ -7,7 +7,6 @@ is also why TRL's own TrlParser, whose conventions this follows, is not used.
 
 from __future__ import annotations
 
-import difflib
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +17,13 @@ from unsloth_ddp.config.unknown import unknown_options, unknown_words
 from unsloth_ddp.config.values import convert_value
 from unsloth_ddp.config.yaml_file import Unreadable, read_yaml
 from unsloth_ddp.utils.errors import UserError, os_reason
+from unsloth_ddp.utils.missing_files import looked_in, similar_file
 
 __all__ = ["Settings", "parse_settings", "read_config"]
 
-DEMO_RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "demo.yaml"
+REPO = Path(__file__).resolve().parents[2]
+DEMO_RECIPE = REPO / "recipes" / "demo.yaml"
+DEMO_MODEL = REPO / "demo" / "model"
 
 
 def parse_settings(argv: list[str], description: str = "", command: Parser | None = None) -> Settings:
@@ -48,6 +50,11 @@ def parse_settings(argv: list[str], description: str = "", command: Parser | Non
     settings = Settings(**{**(read_config(Path(config)) if config else {}), **on_command_line})
     check_settings(settings)
     return settings
+
+
+def is_demo_model(settings: Settings) -> bool:
+    """Return whether the model is the tiny one of the demo, which trains on a CPU in seconds."""
+    return settings.model is not None and Path(settings.model).resolve() == DEMO_MODEL
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -88,11 +95,9 @@ def read_config(path: Path) -> dict[str, Any]:
 
 def _instead(path: Path) -> str:
     """Return what to do about a file that is not there: a similar name in its folder, or where it was looked for."""
-    inside = [file.name for file in path.parent.glob("*.y*ml")] if _exists(path.parent) else []
-    if near := difflib.get_close_matches(path.name, inside, 1, 0.8):
-        return f"; did you mean {path.parent / near[0]}?"
-    where = "" if path.is_absolute() else f" in {Path.cwd()}"
-    return f"{where}; {DEMO_RECIPE.parent} holds examples."
+    if near := similar_file(path, (".yaml", ".yml")):
+        return f"; did you mean {near}?"
+    return f"{looked_in(path)}; {DEMO_RECIPE.parent} holds examples."
 
 
 def _relative_to(folder: Path, name: str, value: Any, beside: bool = False) -> Any:

@@ -70,7 +70,7 @@ def _batch(rows: int | None, rows_per_step: float, steps_per_epoch: int | None) 
     if rows is None or rows_per_step <= rows or steps_per_epoch != 1:
         return None
     return (
-        f"A step takes {rows_per_step:,.0f} rows, and there are only {rows:,}, so an epoch is one step; lower "
+        f"A step takes {counted(round(rows_per_step), 'row')}, more than the {rows:,} of the set, so an epoch is one step; lower "
         "--global_batch_size."
     )
 
@@ -78,8 +78,10 @@ def _batch(rows: int | None, rows_per_step: float, steps_per_epoch: int | None) 
 def _length(settings: Settings, rows: int | None, truncated: int) -> str | None:
     if not rows or truncated < MANY_CUT * rows:
         return None
-    share = "All" if truncated == rows else f"{truncated:,} of"
-    return f"{share} {rows:,} rows are cut at max_length {settings.max_length}, and learn no end; raise --max_length."
+    return (
+        f"max_length {settings.max_length} cuts {truncated:,} of {counted(rows, 'row')}, so their ends are not learned; raise "
+        "--max_length."
+    )
 
 
 def _steps(settings: Settings, steps: int) -> str | None:

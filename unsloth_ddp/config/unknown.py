@@ -19,6 +19,15 @@ SHOWN = 25
 LONGEST_NAME = 60
 # From this many names of another tool on, a file is taken for one of that tool's.
 MANY = 3
+# What a file is for that is given without an option, by its suffix.
+OPTION_OF_FILE = {
+    ".jsonl": "dataset",
+    ".json": "dataset",
+    ".parquet": "dataset",
+    ".csv": "dataset",
+    ".yaml": "config",
+    ".yml": "config",
+}
 
 
 class Command(NamedTuple):
@@ -77,7 +86,9 @@ def unknown_words(words: list[str]) -> dict[str, str | None]:
             name, equals, value = word.lstrip("-").partition("=")
             found[name] = value if equals else None
         elif not found:
-            raise UserError(f"command line: {word} stands alone; every value follows an option.")
+            option = OPTION_OF_FILE.get(Path(word).suffix.lower())
+            fix = f"write --{option} {word}" if option else "every value follows the name of its option"
+            raise UserError(f"command line: {word} belongs to no option; {fix}.")
         else:
             found[name] = found[name] or word
     return found

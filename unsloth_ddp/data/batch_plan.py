@@ -20,6 +20,7 @@ import numpy as np
 from torch.utils.data import Sampler
 
 from unsloth_ddp.utils.errors import UserError
+from unsloth_ddp.utils.units import counted
 
 DEFAULT_GLOBAL_BATCH = 16
 
@@ -59,15 +60,15 @@ def plan_batch(per_device: int, processes: int, global_batch: int | None, accumu
         wanted = global_batch or nearest_multiple(DEFAULT_GLOBAL_BATCH, slots)
         if wanted % slots:
             raise UserError(
-                f"global_batch_size {wanted} does not divide into {per_device} rows a device x {processes} processes "
-                f"= {slots} rows at a time; the nearest that does is {nearest_multiple(wanted, slots)}."
+                f"global_batch_size {wanted} does not divide into {counted(per_device, 'row')} a device x {counted(processes, 'process')} "
+                f"= {counted(slots, 'row')} at a time; the nearest that does is {nearest_multiple(wanted, slots)}."
             )
         accumulation = wanted // slots
     plan = BatchPlan(per_device, accumulation, processes)
     if global_batch is not None and global_batch != plan.global_batch:
         raise UserError(
-            f"global_batch_size {global_batch} and gradient_accumulation_steps {accumulation} disagree: {per_device} "
-            f"rows a device x {accumulation} x {processes} processes = {plan.global_batch}; give only one of the two."
+            f"global_batch_size {global_batch} and gradient_accumulation_steps {accumulation} disagree: "
+            f"{counted(per_device, 'row')} a device x {accumulation} x {counted(processes, 'process')} = {plan.global_batch}; give only one of the two."
         )
     return plan
 

@@ -24,7 +24,7 @@ from unsloth_ddp.data.rendered_parts import THINK_END, Part, PartChecker, row_sh
 from unsloth_ddp.utils.errors import UserError
 
 # Remarks on how a row was rendered; see NOTES.
-Note = Literal["own", "training", "reasoning", "reasoning supervised", "plain"]
+Note = Literal["own", "training", "reasoning", "reasoning supervised", "plain", "empty"]
 NOTES: dict[str, str] = {
     "own": "TRL's training template would render them differently; the tokenizer's own chat template is used, as at "
     "inference (--chat_template training takes TRL's)",
@@ -34,6 +34,8 @@ NOTES: dict[str, str] = {
     "supervised; to train them, end a row at each of them, or give --chat_template training",
     "plain": "prompt and completion are texts, which are joined without the chat template and with nothing between them; "
     "to use the template, give lists of messages, or instruction and output",
+    "empty": "an answer to learn is empty or only white space, so training teaches the model to answer nothing; remove such "
+    "rows unless that is meant",
     "reasoning supervised": "the chat template leaves out the reasoning of earlier turns, as at inference",
 }
 # Keys of a message that this package reads itself, or that carry nothing to train.

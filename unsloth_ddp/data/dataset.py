@@ -31,6 +31,7 @@ from unsloth_ddp.data.tokenize import EncodedRow, Encoder, encode_row
 from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.utils.errors import UserError
 from unsloth_ddp.utils.redaction import printable
+from unsloth_ddp.utils.units import counted
 
 ROWS_AT_A_TIME = 100
 ROWS_WITH_PROGRESS_BAR = 10_000
@@ -194,8 +195,8 @@ def _tokenize(examples: datasets.Dataset, encoder: Encoder, settings: Settings, 
         kept = np.flatnonzero(~_column(tokenized, "overlong").to_numpy())
         if not len(kept):
             raise UserError(
-                f"All {len(tokenized):,} {purpose} rows that were read are longer than max_length {settings.max_length}, so none "
-                "is left; raise max_length."
+                f"Every {purpose} row of the {len(tokenized):,} that were read is longer than max_length {settings.max_length}, so "
+                "none is left; raise max_length."
             )
         dropped = len(tokenized) - len(kept)
         tokenized = tokenized.select(kept).flatten_indices()
@@ -204,7 +205,7 @@ def _tokenize(examples: datasets.Dataset, encoder: Encoder, settings: Settings, 
     counts = _count(tokenized, dropped)
     if not counts.supervised:
         raise UserError(
-            f"The {purpose} set has no supervised token in {counts.rows} rows; check that the rows have assistant turns "
+            f"The {purpose} set has no supervised token in {counted(counts.rows, 'row')}; check that the rows have assistant turns "
             f"within max_length {settings.max_length}, or use --loss_on all."
         )
     filler = {
@@ -225,11 +226,11 @@ def _report(tokenized: datasets.Dataset, purpose: str) -> list[str]:
     """Return a sentence for each note on how rows were rendered, with the number of such rows."""
     rows = len(tokenized)
     sentences = [
-        f"{count:,} of {rows:,} {purpose} rows: {NOTES[note]}."
+        f"{count:,} of {counted(rows, f'{purpose} row')}: {NOTES[note]}."
         for note, count in _most_frequent(_column(tokenized, "notes")).items()
     ]
     if unread := _most_frequent(_column(tokenized, "unread_keys")):
-        keys = ", ".join(f"{key} ({count:,} rows)" for key, count in unread.items())
+        keys = ", ".join(f"{key} ({counted(count, 'row')})" for key, count in unread.items())
         sentences.append(f"Keys of {purpose} messages that the chat template does not read: {keys}.")
     return sentences
 

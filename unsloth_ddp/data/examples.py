@@ -22,6 +22,7 @@ from unsloth_ddp.data.sources import checked_files, left_out, of_other_splits
 from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.utils.errors import UserError
 from unsloth_ddp.utils.redaction import printable
+from unsloth_ddp.utils.units import counted
 
 # Rows of a stream that are read in advance; plans are made from them.
 STREAM_HEAD = 1000
@@ -81,7 +82,7 @@ def split_rows(rows: datasets.Dataset, fraction: float, seed: int) -> tuple[data
     aside = round(len(rows) * fraction)
     if not 0 < aside < len(rows):
         raise UserError(
-            f"eval_fraction {fraction} of {len(rows)} rows is {aside} rows; choose one that leaves rows on both sides."
+            f"eval_fraction {fraction} of {counted(len(rows), 'row')} is {counted(aside, 'row')}; choose one that leaves rows on both sides."
         )
     parts = rows.train_test_split(test_size=aside, seed=seed)
     return parts["train"], parts["test"]
@@ -99,10 +100,10 @@ def _examples(
     files = checked_files(sources, streaming=streaming)
     empty = [file for file in files if file not in sources and Path(file).stat().st_size == 0]
     if streaming and (lists := left_out(sources)):
-        more = f" and {len(lists) - 1} more files are" if len(lists) > 1 else " is"
+        more = f" and {counted(len(lists) - 1, 'more file')} are" if len(lists) > 1 else " is"
         print(f"{lists[0]}{more} not read: of a folder, only .jsonl, .parquet and .csv files are read.")
     if streaming and (others := of_other_splits(sources)):
-        more = f" and {len(others) - 1} more files are" if len(others) > 1 else " is"
+        more = f" and {counted(len(others) - 1, 'more file')} are" if len(others) > 1 else " is"
         print(
             f"{others[0]}{more} trained too, although the name is that of another split; to leave it out, name the files to train on."
         )
@@ -130,13 +131,13 @@ def _examples(
     examples = _from_rows(read, EXAMPLE_FEATURES, folder, ", ".join(sources))
     if empty:
         what = (
-            f"{empty[0]} and {len(empty) - 1} more files hold no rows and add"
+            f"{empty[0]} and {counted(len(empty) - 1, 'more file')} hold no rows and add"
             if len(empty) > 1
             else f"{empty[0]} holds no rows and adds"
         )
         print(f"{what} nothing to the stream; check them if they should hold rows.")
     if unread:
-        columns = ", ".join(f"{name} ({count:,} rows)" for name, count in unread.most_common(SHOWN_COLUMNS))
+        columns = ", ".join(f"{name} ({counted(count, 'row')})" for name, count in unread.most_common(SHOWN_COLUMNS))
         print(printable(f"Columns of {', '.join(sources)[:200]} that are not read: {columns}."), flush=True)
     return examples
 

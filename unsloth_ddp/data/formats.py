@@ -34,6 +34,9 @@ FORMATS: dict[tuple[str, ...], tuple[str, ...]] = {
 }
 MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 SHOWN_COLUMNS = 20
+# Names that other data sets have for the columns instruction and output.
+QUESTIONS = ("instruction", "question", "query", "prompt", "user", "input")
+ANSWERS = ("output", "answer", "response", "completion", "assistant", "target", "reply")
 
 
 @dataclass
@@ -102,7 +105,19 @@ def _refusal(given: dict[str, Any], row: dict[str, Any]) -> str:
         )
     names = ", ".join(str(name)[:100] for name in list(row)[:SHOWN_COLUMNS]) or "none"
     more = f" and {len(row) - SHOWN_COLUMNS} more" if len(row) > SHOWN_COLUMNS else ""
-    return f"unknown columns ({names}{more}); accepted columns: {ACCEPTED}."
+    return f"unknown columns ({names}{more}); accepted columns: {ACCEPTED}{_renaming(row)}."
+
+
+def _renaming(row: dict[str, Any]) -> str:
+    """Return how to rename the columns of a question and its answer that have other names than Alpaca's, or nothing."""
+    found = [[name for name in row if str(name).lower() in names] for names in (QUESTIONS, ANSWERS)]
+    found[0] = ["instruction"] if "instruction" in row else found[0]
+    if not all(len(names) == 1 for names in found):
+        return ""
+    pairs = [
+        (names[0], wanted) for names, wanted in zip(found, ("instruction", "output"), strict=True) if names[0] != wanted
+    ]
+    return "; rename " + " and ".join(f"{name} to {wanted}" for name, wanted in pairs)
 
 
 def _null_column(row: dict[str, Any]) -> str | None:

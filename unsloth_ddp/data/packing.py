@@ -16,6 +16,7 @@ import numpy as np
 from unsloth_ddp.config.parse import Settings
 from unsloth_ddp.data.batch_plan import BatchPlan, nearest_multiple, plan_batch
 from unsloth_ddp.utils.errors import UserError
+from unsloth_ddp.utils.units import counted
 
 # Smallest fraction of the requested rows that a step may hold in exchange for fuller packs.
 ENOUGH_ROWS = 0.8
@@ -260,7 +261,7 @@ def plan_step(
     fixed = request.global_batch is not None or request.accumulation is not None
     if request.global_tokens is not None and fixed:
         asked = _nearest_plan(plan, plan.global_batch / packing.rows_a_pack)
-        _check_agreement(request, packed, asked, plan.global_batch, "rows")
+        _check_agreement(request, packed, asked, plan.global_batch, "row")
     return packed, packing, choice
 
 
@@ -278,7 +279,7 @@ def _plan_in_packs(request: BatchRequest, packing: Packing) -> BatchPlan:
     if request.global_tokens is not None:
         plan = _nearest_plan(request.plan, request.global_tokens / packing.tokens_a_pack)
         if fixed:
-            _check_agreement(request, plan, request.plan, request.plan.global_batch, "packs")
+            _check_agreement(request, plan, request.plan, request.plan.global_batch, "pack")
         return plan
     if fixed:
         return request.plan
@@ -289,8 +290,8 @@ def _check_agreement(request: BatchRequest, by_tokens: BatchPlan, by_count: Batc
     if by_tokens.global_batch != by_count.global_batch:
         name = "global_batch_size" if request.global_batch is not None else "gradient_accumulation_steps"
         raise UserError(
-            f"global_batch_tokens {request.global_tokens} is {by_tokens.global_batch} packs a step and {name} "
-            f"({count} {unit}) is {by_count.global_batch}; give only one of the two."
+            f"global_batch_tokens {request.global_tokens} is {counted(by_tokens.global_batch, 'pack')} a step and {name} "
+            f"({counted(count, unit)}) is {by_count.global_batch}; give only one of the two."
         )
 
 

@@ -8,6 +8,7 @@ from typing import Any
 from unsloth_ddp.data.dataset import TokenizedRows
 from unsloth_ddp.data.labels import IGNORED
 from unsloth_ddp.utils.redaction import printable
+from unsloth_ddp.utils.units import counted
 
 SUPERVISED_START, SUPERVISED_END = "[[", "]]"
 MOST_CHARACTERS = 1500
@@ -48,6 +49,6 @@ def preview_row(tokenizer: Any, input_ids: list[int], labels: list[int], cut_at:
     supervised_tokens = sum(label != IGNORED for label in labels)
     cut = f", cut at --max_length {cut_at}" if cut_at else ""
     return (
-        f"The first training row as the model sees it ({len(input_ids):,} tokens{cut}; {SUPERVISED_START}supervised"
-        f"{SUPERVISED_END}, {supervised_tokens:,} tokens):\n{shown}"
+        f"The first training row as the model sees it ({counted(len(input_ids), 'token')}{cut}; {SUPERVISED_START}supervised"
+        f"{SUPERVISED_END}, {counted(supervised_tokens, 'token')}):\n{shown}"
     )

@@ -13,6 +13,7 @@ from unsloth_ddp.data.table_nulls import without_filled_nulls
 from unsloth_ddp.utils.errors import UserError, one_line, os_reason
 from unsloth_ddp.utils.json_text import DECODER
 from unsloth_ddp.utils.known_errors import find_known_error
+from unsloth_ddp.utils.missing_files import looked_in, similar_file
 
 SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
 STREAMED_SUFFIXES = (".jsonl", ".parquet", ".csv")
@@ -62,7 +63,9 @@ def check_source(source: str) -> None:
             raise UserError(f"dataset {source} is a URL; give the dataset's id on the Hub: {match[1]}.")
         path = Path(source).expanduser()
         if not path.exists():
-            raise UserError(f"dataset {source}: there is no such file.")
+            near = similar_file(path, SUFFIXES)
+            fix = f"did you mean {near}?" if near else "check the path, or give the id of a dataset on the Hub."
+            raise UserError(f"dataset {source}: there is no such file{'' if near else looked_in(path)}; {fix}")
         if path.is_dir() and source:
             raise UserError(
                 f"dataset {source} is a folder; name the files in it ({', '.join(SUFFIXES)}), or give --streaming, which "

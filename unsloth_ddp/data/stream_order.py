@@ -16,6 +16,7 @@ import xxhash
 
 from unsloth_ddp.data.sources import SourceRow
 from unsloth_ddp.utils.errors import UserError
+from unsloth_ddp.utils.units import counted
 
 T = TypeVar("T")
 
@@ -94,6 +95,6 @@ def stream_rows(
 def _check_skipped(start: StreamPosition, skipped: int, seen: int | None) -> None:
     if skipped and start.seen is not None and seen != start.seen:
         raise UserError(
-            f"the first {skipped:,} streamed rows are not those that were trained before the checkpoint; restore the old "
+            f"the stream no longer begins with the {counted(skipped, 'row')} trained before the checkpoint; restore the old "
             "sources, start a new run with another --run_name, or give --resume_anyway."
         )

@@ -25,6 +25,7 @@ from unsloth_ddp.data.stream_order import StreamPosition
 from unsloth_ddp.data.stream_windows import StreamedWindows, TokenizedWindow, Unit, read_ahead
 from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.utils.errors import UserError
+from unsloth_ddp.utils.units import counted
 
 # The micro-batches of each process in one step.
 Shares = list[list[list[Unit]]]
@@ -140,13 +141,12 @@ class StreamedSteps(IterableDataset[list[Unit] | None]):
         start = self.position
         if start.row:
             print(
-                f"The first {start.row:,} rows of epoch {start.epoch + 1} of the stream were trained before the checkpoint: "
-                "they are read again and skipped.",
+                f"Epoch {start.epoch + 1} of the stream goes on after {counted(start.row, 'row')}, which are read again and skipped.",
                 flush=True,
             )
         for window in self.windows(start):
             if window.ended is not None:
-                print(f"The stream holds {window.ended:,} rows; its second epoch begins.", flush=True)
+                print(f"The stream holds {counted(window.ended, 'row')}; its second epoch begins.", flush=True)
             yield window
 
     def _next(self, filled: Iterator[tuple[Shares, StreamPosition]]) -> Shares:

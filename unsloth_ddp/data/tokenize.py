@@ -15,6 +15,7 @@ from unsloth_ddp.data.chat_template import TRAINING, Span, template_pair
 from unsloth_ddp.data.formats import Example
 from unsloth_ddp.data.labels import IGNORED
 from unsloth_ddp.data.render_limits import TemplateOverrun, overrun_sentence
+from unsloth_ddp.data.rendered_parts import THINK_END
 from unsloth_ddp.utils.errors import UserError
 
 
@@ -84,6 +85,8 @@ class Encoder:
         encoded = self._encode_chat(example) if example.text is None else self._encode_text(example)
         if not encoded.input_ids:
             raise UserError("the chat template renders the row to nothing; fix the template, or remove the row.")
+        if has_empty_answer(example):
+            encoded.notes = (*encoded.notes, "empty")
         return encoded
 
     def _encode_text(self, example: Example) -> EncodedRow:
@@ -168,6 +171,23 @@ class Encoder:
             if token in stops or text[slice(*offset)].strip():
                 return token in stops
         return False
+
+
+def has_empty_answer(example: Example) -> bool:
+    """Return whether an answer to learn is empty or only white space: an assistant turn without tool calls, or a text.
+
+    Reasoning alone is no answer.
+    """
+    if example.text is not None:
+        return not example.text[example.prompt_chars :].strip()
+    return any(
+        message["role"] == "assistant"
+        and index >= example.prompt_messages
+        and index not in example.left_out
+        and not message.get("tool_calls")
+        and not message["content"].rpartition(THINK_END)[2].strip()
+        for index, message in enumerate(example.messages)
+    )
 
 
 def stop_tokens(labels: list[int], blank: list[bool], special_ids: set[int]) -> list[int]:

@@ -20,6 +20,7 @@ from typing import Any, Literal, TypeVar
 
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.distributed import wire
+from unsloth_ddp.distributed.missing_gpu import check_cpu_is_meant, warn_of_cpu
 from unsloth_ddp.distributed.precision import Precision, choose_precision
 from unsloth_ddp.distributed.progress import Progress
 from unsloth_ddp.distributed.ranks import RankLocation, Ranks, this_location
@@ -38,6 +39,7 @@ from unsloth_ddp.distributed.sharding import (
 )
 from unsloth_ddp.utils.errors import UserError
 from unsloth_ddp.utils.redaction import hide
+from unsloth_ddp.utils.units import counted
 
 T = TypeVar("T")
 
@@ -190,10 +192,12 @@ def started(settings: Settings, ranks: Ranks) -> Iterator[Runtime]:
     import torch
 
     cuda = torch.cuda.is_available() and not asks_for_cpu(settings)
+    if not cuda and not asks_for_cpu(settings):
+        check_cpu_is_meant(settings)
     if cuda and ranks.local_world_size > torch.cuda.device_count():
         raise UserError(
-            f"{ranks.local_world_size} processes were started on this machine, which shows "
-            f"{torch.cuda.device_count()} GPUs; start at most one a GPU (--num_processes, --nproc_per_node)."
+            f"{counted(ranks.local_world_size, 'process')} were started on this machine, which shows "
+            f"{counted(torch.cuda.device_count(), 'GPU')}; start at most one a GPU (--num_processes, --nproc_per_node)."
         )
     runtime = Runtime(
         ranks=ranks,
@@ -223,11 +227,14 @@ def started(settings: Settings, ranks: Ranks) -> Iterator[Runtime]:
 def single_process(settings: Settings) -> Runtime:
     """Return the runtime of one process without a process group, which loads a trained model and answers with it.
 
-    The backend is the run's where this machine has it, and the precision is what this machine computes in.
+    The backend is the run's where this machine has it, and the precision is what this machine computes in. A sentence on
+    stderr says why the CPU is used where a GPU was expected.
     """
     import torch
 
     cuda = torch.cuda.is_available() and not asks_for_cpu(settings)
+    if not cuda and not asks_for_cpu(settings):
+        warn_of_cpu()
     return Runtime(
         ranks=Ranks(),
         backend=choose_backend(settings.backend if cuda else "transformers", cuda),
@@ -312,7 +319,7 @@ def _start_processes(runtime: Runtime, settings: Settings, meeting: dict[str, An
     state = PartialState(cpu=cpu, **meeting)
     if state.num_processes != ranks.world_size:
         raise UserError(
-            f"The launcher announced WORLD_SIZE {ranks.world_size}, but {state.num_processes} processes formed a group; "
+            f"The launcher announced WORLD_SIZE {ranks.world_size}, but {counted(state.num_processes, 'process')} formed a group; "
             "use one of accelerate_configs/, which are tested, or torchrun."
         )
     if ranks.world_size > 1:

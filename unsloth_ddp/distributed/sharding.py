@@ -300,7 +300,7 @@ def check_offload(
 def describe_sharding(sharding: Sharding, offload: Offload, copies: int = 1, world_size: int = 1) -> str:
     """Return the sharding in words, with the number of copies and what lies in host memory."""
     kept = {"optimizer": "optimizer", "parameters": "parameters and optimizer"}
-    hybrid = [f"{copies} copies, each split over {world_size // copies} processes"] if copies > 1 else []
+    hybrid = [f"{copies} copies, each split over {counted(world_size // copies, 'process')}"] if copies > 1 else []
     return ", ".join([sharding, *hybrid, *([f"{kept[offload]} in host memory"] if offload != "none" else [])])
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from unsloth_ddp.config.parse import Settings
 from unsloth_ddp.data.sources import is_file
 from unsloth_ddp.distributed.runtime import Runtime
-from unsloth_ddp.utils.units import shown_bytes
+from unsloth_ddp.utils.units import counted, shown_bytes
 
 # Files in the root of a repository that Transformers reads: weights of the first format that exists, and other files.
 WEIGHTS = (("model*.safetensors",), ("pytorch_model*.bin",))
@@ -46,7 +46,7 @@ def _download(settings: Settings, *, shown: bool) -> None:
         before = are_progress_bars_disabled()
         if shown:
             total = shown_bytes(sum(sizes[file] for file in missing))
-            print(f"Downloading {len(missing)} files of {name} ({total}) ...", flush=True)
+            print(f"Downloading {counted(len(missing), 'file')} of {name} ({total}) ...", flush=True)
             enable_progress_bars()
         try:
             snapshot_download(name, revision=revision, allow_patterns=missing)

@@ -26,13 +26,15 @@ def check_local_model(model: str, *, safetensors_only: bool) -> None:
     """Refuse a local model folder that is incomplete; Hub ids are not checked.
 
     Raises:
-        UserError: the folder is an adapter, has no config.json, or check_folder refuses it.
+        UserError: there is no such folder, or it is an adapter, has no config.json, or check_folder refuses it.
     """
     path = Path(model).expanduser()
     if not (path.exists() or model.startswith((".", "/", "~")) or model.count("/") > 1):
         return
     if (path / ADAPTER_FILE).is_file():
         check_no_adapter(model, read_model_file(model, ADAPTER_FILE) or {})
+    if not path.exists():
+        raise UserError(f"model {model}: there is no such folder; give the folder of a saved model, or a Hub id.")
     if not (path / "config.json").is_file():
         raise UserError(f"model {model} is not a model folder: it has no config.json; give a Hub id or a saved model.")
     check_folder(path, safetensors_only=safetensors_only)

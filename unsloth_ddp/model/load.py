@@ -149,9 +149,10 @@ def load_tokenizer(settings: Settings) -> Any:
 def _or_not_here(settings: Settings) -> str:
     """Return a part of the error message for a name that may be a Hub id or a mistyped path, such as outputs/RUM."""
     path = Path(str(settings.model))
-    if path.exists() or path.parent == Path() or not path.parent.is_dir():
+    if path.exists() or not path.parent.is_dir():
         return ""
-    return f"is not in the folder {path.parent} here, and as a Hub id it "
+    missing = "is no folder here" if path.parent == Path() else f"is not in the folder {path.parent} here"
+    return f"{missing}, and as a Hub id it "
 
 
 def is_model_file_error(error: Exception) -> bool:

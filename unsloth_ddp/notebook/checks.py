@@ -11,6 +11,7 @@ from unsloth_ddp.notebook.commands import training_line
 from unsloth_ddp.notebook.context import ConversionContext
 from unsloth_ddp.notebook.effects import Effect, differs_by_process, is_remote, is_trainer_call
 from unsloth_ddp.notebook.graph import SEEDS, Graph, Role, Statement, is_dead
+from unsloth_ddp.notebook.host_folders import check_paths
 from unsloth_ddp.notebook.hosts import HOST_NAMES
 from unsloth_ddp.notebook.ipython import command_of
 from unsloth_ddp.notebook.load import DEVICE_COUNTS
@@ -111,6 +112,7 @@ def check_statement(statement: Statement, graph: Graph, context: ConversionConte
     if shared and MainValues(graph, statement).leaves_run():
         notes.append(context.warn("tracker", "uses a tracked run that only the main process has"))
     notes += _check_names(statement, context)
+    notes += check_paths(statement.node, context)
     notes += _check_commands(statement, context)
     notes += [context.warn(*_STARTERS[path]) for path in _starters(statement, graph)]
     notes += _check_trainers(statement, graph, context)
@@ -138,6 +140,12 @@ def _check_names(statement: Statement, context: ConversionContext) -> list[str]:
             notes.append(context.warn("name", f"{name} comes from cell {cell}, which is not in the script: define it"))
         elif name in HOST_NAMES:
             notes.append(context.warn("host", f"{name} exists only on {HOST_NAMES[name]}: make it, or leave this out"))
+    for name in sorted(usage.reads & context.host_names):
+        notes.append(
+            context.warn(
+                "host", f"{name} of {context.imports[name]} exists only on the host: leave this out, or replace it"
+            )
+        )
     return notes
 
 

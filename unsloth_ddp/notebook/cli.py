@@ -6,6 +6,7 @@ import argparse
 import difflib
 import json
 import os
+import re
 import sys
 import tempfile
 from pathlib import Path
@@ -62,8 +63,10 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
+    _refuse_url(options.notebook)
     target = options.script or options.notebook.with_suffix(".py")
-    if not options.dry_run:
+    # Of a notebook that is not there, convert() says so.
+    if not options.dry_run and options.notebook.exists():
         _refuse_target(target, options)
     if options.report is not None:
         _refuse_folder(options.report)
@@ -83,6 +86,19 @@ def _run(options: argparse.Namespace) -> int:
         sys.stdout.writelines(_diff(options.notebook, conversion.script, target))
     print(summary(conversion.report, "(nothing written)" if options.dry_run else f"-> {target}"))
     return 1 if options.check and conversion.report.warnings else 0
+
+
+def _refuse_url(notebook: Path) -> None:
+    """Refuse an address, and say how to download the notebook; a path has lost one of the two slashes."""
+    if not re.match(r"https?:/", str(notebook)):
+        return
+    address = re.sub(r"^(https?):/+", r"\1://", str(notebook))
+    how = "in Colab with File > Download > Download .ipynb"
+    if found := re.match(
+        r"https?://(?:colab\.research\.google\.com/github|github\.com)/([^/]+/[^/]+)/blob/(.+)", address
+    ):
+        how = f'curl -L -o notebook.ipynb "https://raw.githubusercontent.com/{found[1]}/{found[2]}"'
+    raise NotebookError(f"{address}: is an address; download the notebook ({how}), and give the file.")
 
 
 def _refuse_target(target: Path, options: argparse.Namespace) -> None:

@@ -26,6 +26,8 @@ class ConversionContext:
     cell: int | None = None
     secrets: set[str] = field(default_factory=set)  # names that hold a secret, which may be unset
     left_out: list[tuple[int, str]] = field(default_factory=list)  # cell and text of what is not in the script
+    host_names: set[str] = field(default_factory=set)  # names of the host's modules, whose imports were left out
+    host_paths: set[str] = field(default_factory=set)  # paths of the host that have been warned of
     on_one_process: bool = False  # inside a statement that a guard keeps off the others
     _marked: dict[int, ReportEntry] = field(default_factory=dict)
 

@@ -19,6 +19,9 @@ class Helper:
 
 
 HELPERS: dict[str, Helper] = {
+    "START_FOLDER": Helper("""\
+START_FOLDER = os.getcwd()
+"""),
     "quiet_print": Helper('''\
 if not IS_MAIN:
 
@@ -139,7 +142,7 @@ def accumulation_steps(global_batch, per_device, multiple=1):
     unit = multiple // math.gcd(multiple, at_once)
     steps = max(1, round(global_batch / (at_once * unit))) * unit
     if IS_MAIN and steps * at_once != global_batch:
-        print(f"Global batch {steps * at_once} instead of {global_batch}: {WORLD_SIZE} processes do not divide it.")
+        print(f"Global batch {steps * at_once} instead of {global_batch}: WORLD_SIZE {WORLD_SIZE} does not divide it.")
     return steps
 ''',
         ("math",),

@@ -103,5 +103,13 @@ def without_host_names(
     return node.with_changes(names=[*kept[:-1], kept[-1].with_changes(comma=cst.MaybeSentinel.DEFAULT)]), True
 
 
+def imported_names(node: cst.ImportFrom | cst.Import) -> set[str]:
+    """Return the names that an import binds, without the root of `import a.b`, which other imports may bind too."""
+    if isinstance(node.names, cst.ImportStar):
+        return set()
+    named = [alias for alias in node.names if isinstance(node, cst.ImportFrom) or alias.asname is not None]
+    return {alias.evaluated_alias or alias.evaluated_name for alias in named}
+
+
 def _is_host(module: str) -> bool:
     return any(module == name or module.startswith(name + ".") for name in MODULES)

@@ -6,6 +6,7 @@ replace those. Cell magics that only wrap Python (%%capture, %%time) lose their 
 
 from __future__ import annotations
 
+import ast
 import re
 from dataclasses import dataclass
 from functools import cache
@@ -44,6 +45,7 @@ _COMMANDS |= {
 }
 # Databricks writes its cell magics with one sign.
 _DATABRICKS_CELL = re.compile(r"\A\s*%(sql|md|md-sandbox|sh|scala|r|fs)\b")
+_CD = re.compile(r"^cd\s+/[\w./-]*\s*$", re.MULTILINE)
 _NEEDS_IPYTHON = re.compile(r"\A\s*^[ \t]+\S|^\s*[!%?,;/]|=\s*[!%]|\?\s*$|^\s*(>>>|In \[)", re.MULTILINE)
 
 
@@ -104,9 +106,25 @@ def _split_cell_magic(source: str) -> tuple[str, tuple[str, str] | None, str]:
 
 
 def _to_python(source: str) -> str:
+    source = _with_cd(source)
     if not _NEEDS_IPYTHON.search(source):
         return source
     return str(_transformer().transform_cell(source))
+
+
+def _with_cd(source: str) -> str:
+    """Put `%` before `cd /folder`, which Python reads as a division and IPython as the magic."""
+    if not _CD.search(source):
+        return source
+    try:
+        body = ast.parse(source).body
+    except SyntaxError:  # add_automagic does it
+        return source
+    lines = source.splitlines(keepends=True)
+    for node in body:
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.BinOp) and _CD.match(lines[node.lineno - 1]):
+            lines[node.lineno - 1] = "%" + lines[node.lineno - 1]
+    return "".join(lines)
 
 
 def add_automagic(source: str) -> str:

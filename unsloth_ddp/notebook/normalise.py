@@ -12,7 +12,15 @@ from unsloth_ddp.notebook.commands import is_launcher_variable
 from unsloth_ddp.notebook.context import ConversionContext
 from unsloth_ddp.notebook.displayed import print_value
 from unsloth_ddp.notebook.effects import Effect, call_effects
-from unsloth_ddp.notebook.hosts import edit_value, is_dropped, is_secret, note_dropped, without_host_names
+from unsloth_ddp.notebook.host_folders import change_folder, edit_chdir
+from unsloth_ddp.notebook.hosts import (
+    edit_value,
+    imported_names,
+    is_dropped,
+    is_secret,
+    note_dropped,
+    without_host_names,
+)
 from unsloth_ddp.notebook.ipython import SHELL_METHODS, as_python_string, ipython_call, is_shell
 from unsloth_ddp.notebook.launchers import call_directly
 from unsloth_ddp.notebook.lines import LineEditor, is_empty, lead
@@ -65,12 +73,17 @@ class _Normaliser(LineEditor):
     def leave_Expr(
         self, original_node: cst.Expr, updated_node: cst.Expr
     ) -> cst.BaseSmallStatement | cst.RemovalSentinel | cst.FlattenSentinel[cst.BaseSmallStatement]:
-        call = ipython_call(updated_node.value)
-        if call is not None and call.method == "run_line_magic" and not call.command:
-            return self._line_magic(call.args[0], call.args[1], updated_node)
+        magic = ipython_call(updated_node.value)
+        if magic is not None and magic.method == "run_line_magic" and not magic.command:
+            return self._line_magic(magic.args[0], magic.args[1], updated_node)
         if isinstance(original_node.value, cst.Call) and is_dropped(original_node.value, self.context):
             self.note(note_dropped(original_node.value, self.context))
             return cst.RemoveFromParent()
+        changed = edit_chdir(updated_node.value, self.context) if isinstance(updated_node.value, cst.Call) else None
+        if changed is not None:
+            call, note = changed
+            self.note(note)
+            return updated_node.with_changes(value=call) if call is not None else cst.RemoveFromParent()
         if isinstance(updated_node.value, cst.Name) and self._is_bare_magic(updated_node.value.value):
             self.note(self.context.edit("magic", f"%{updated_node.value.value} is for notebooks"))
             return cst.RemoveFromParent()
@@ -86,7 +99,13 @@ class _Normaliser(LineEditor):
         if name in ("env", "set_env"):
             return self._environment(line)
         if name == "cd":
-            target = as_python_string(line.strip("\"' "), context.bound)
+            target = line.strip("\"' ")
+            changed = change_folder(target, f"%cd {line}", lambda rest: as_python_string(rest, context.bound), context)
+            if changed is not None:
+                folder, note = changed
+                self.note(note)
+                return _small(f"os.chdir({folder})") if folder is not None else cst.RemoveFromParent()
+            target = as_python_string(target, context.bound)
             self.note(context.edit("magic", f"%cd {line}"))
             return _small(f"os.chdir(os.path.expanduser({target}))")
         if name in ("time", "prun", "memit", "mprun", "lprun") and line:
@@ -146,11 +165,21 @@ class _Normaliser(LineEditor):
                 return cst.RemoveFromParent()
         if is_shell(updated_node.value):
             return updated_node.with_changes(value=cst.Name("None"))
+        if self._is_left_out(original_node.value, updated_node.value):
+            name = code(original_node.value).partition("(")[0]
+            self.note(self.context.warn("host", f"{name} exists only on the host, so its value is None here"))
+            return updated_node.with_changes(value=cst.Name("None"))
         call = ipython_call(updated_node.value)
         if call is not None and call.method == "run_line_magic" and not call.command:
             self.note(self.context.warn("magic", f"%{call.args[0]} has no value in a script"))
             return updated_node.with_changes(value=cst.Name("None"))
         return updated_node
+
+    def _is_left_out(self, original: cst.BaseExpression, updated: cst.BaseExpression) -> bool:
+        """Return whether a value is a call that only the host has, and that nothing replaces."""
+        if not isinstance(original, cst.Call) or not isinstance(updated, cst.Call):
+            return False
+        return is_dropped(original, self.context) and code(original.func) == code(updated.func)
 
     def _is_client(self, call: cst.Call) -> bool:
         root = dotted(call.func).split(".")[0]
@@ -192,6 +221,8 @@ class _Normaliser(LineEditor):
         kept, changed = without_host_names(node, self.context)
         if not changed or self.tries:
             return node
+        still = imported_names(kept) if isinstance(kept, cst.Import | cst.ImportFrom) else set()
+        self.context.host_names |= imported_names(node) - still
         self.note(self.context.edit("host", f"{code(node)}: only the notebook's host has it"))
         return kept if kept is not None else cst.RemoveFromParent()
 

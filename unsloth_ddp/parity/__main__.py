@@ -23,6 +23,7 @@ from unsloth_ddp.config.command_line import Parser, make_command_parser
 from unsloth_ddp.config.parse import parse_settings
 from unsloth_ddp.data.hub import use_cache_if_hub_is_unreachable
 from unsloth_ddp.distributed.exit_codes import EXIT_USER_ERROR
+from unsloth_ddp.distributed.missing_gpu import check_cpu_is_meant
 from unsloth_ddp.distributed.runtime import choose_backend
 from unsloth_ddp.distributed.sharding import sharding_from_environment
 from unsloth_ddp.parity.comparison import TOLERANCES, LaunchComparison, Tolerance, overall_verdict
@@ -40,6 +41,7 @@ from unsloth_ddp.parity.run import ParityCheck, run_launches
 from unsloth_ddp.utils.errors import UserError, one_line
 from unsloth_ddp.utils.streams import protect_streams
 from unsloth_ddp.utils.tables import fit_text
+from unsloth_ddp.utils.units import counted
 
 
 def make_parser() -> Parser:
@@ -87,10 +89,14 @@ def read_command_line(argv: list[str]) -> tuple[ParityCheck, argparse.Namespace]
     import torch
 
     cuda = torch.cuda.is_available() and not settings.use_cpu
+    if not cuda and not settings.use_cpu:
+        check_cpu_is_meant(settings)
     gpus = visible_gpus(os.environ, torch.cuda.device_count()) if cuda else []
     processes = given.processes or (len(gpus) if gpus else 2)
     if gpus and processes > len(gpus):
-        raise UserError(f"--processes is {processes}, but {len(gpus)} GPUs are visible; give at most that many.")
+        raise UserError(
+            f"--processes is {processes}, but this machine shows {counted(len(gpus), 'GPU')}; give at most that many."
+        )
     backend = choose_backend(settings.backend, cuda)
     precision = choose_precision(settings, backend)
     sizes = given.micro_batches or [1, max(2, settings.rows_at_once)]
@@ -128,7 +134,7 @@ def main(argv: list[str]) -> int:
         for sentence in describe_omissions(check.settings, check.precision, bool(check.gpus)):
             print(fit_text(sentence))
         count = len(check.gpus)
-        device = f"{count} GPU{'s' if count > 1 else ''}" if count else "CPU"
+        device = counted(count, "GPU") if count else "CPU"
         settings = check.settings
         how = f"method {settings.method}, {check.precision}, {device}, SGD with learning rate {LEARNING_RATE}"
         print(fit_text(f"{settings.model}: {how}."), flush=True)

@@ -12,6 +12,7 @@ from typing import Literal
 
 from unsloth_ddp.config.options import DataSettings, OutputSettings
 from unsloth_ddp.config.parse import Settings
+from unsloth_ddp.utils.units import counted
 
 REPO = Path(__file__).resolve().parent.parent.parent
 # Small, so that a later step does not amplify the rounding of an earlier one: layouts of the demo are 1.4e-6 apart on
@@ -44,7 +45,7 @@ class Launch:
     @property
     def name_for_people(self) -> str:
         """`accelerate with 2 processes, 4 x 1`."""
-        return f"{self.launcher} with {self.processes} process{'es' if self.processes > 1 else ''}, {self.shape}"
+        return f"{self.launcher} with {counted(self.processes, 'process')}, {self.shape}"
 
 
 def plan_launches(processes: int, micro_batches: Sequence[int]) -> list[Launch]:

@@ -21,6 +21,7 @@ from unsloth_ddp.parity.comparison import LaunchComparison, LaunchOutcome, Toler
 from unsloth_ddp.parity.launches import Launch, launch_command, launch_settings, schedule_launches
 from unsloth_ddp.parity.processes import RunningLaunches
 from unsloth_ddp.utils.errors import UserError
+from unsloth_ddp.utils.units import counted
 
 # Enough to fill packs of chats; with longer rows the last step is full as well.
 ROWS_A_PACK = 8
@@ -51,13 +52,16 @@ def run_launches(check: ParityCheck, folder: Path) -> tuple[list[LaunchCompariso
     global_batch = check.launches[0].per_device * check.launches[0].accumulation
     # The last step is not full, as at the end of an epoch, and its rows do not divide evenly.
     wanted = (check.steps - 1) * global_batch + global_batch // 2 + 1
-    unit = "packs" if check.settings.packing == "on" else "rows"
-    if unit == "packs":
+    unit = "pack" if check.settings.packing == "on" else "row"
+    if unit == "pack":
         wanted *= ROWS_A_PACK
     rows_file = folder / "rows.jsonl"
     found = write_rows(check.settings, wanted, rows_file)
     count = len(check.launches)
-    print(f"{count} launches of {check.steps} steps of {global_batch} {unit}, from {found} rows:", flush=True)
+    print(
+        f"{counted(count, 'launch')} of {counted(check.steps, 'step')} of {counted(global_batch, unit)}, from {counted(found, 'row')}:",
+        flush=True,
+    )
 
     running = RunningLaunches()
 

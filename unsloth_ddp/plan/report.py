@@ -16,7 +16,7 @@ from unsloth_ddp.plan.shape import ModelShape
 from unsloth_ddp.plan.step import backend_of, planned_packing, precision_of
 from unsloth_ddp.training.step_choice import StepChoice
 from unsloth_ddp.utils.tables import Column, output_width, render_pairs, render_table, wrap_text
-from unsloth_ddp.utils.units import GIB, MIB, shown_bandwidth, shown_bytes, shown_seconds
+from unsloth_ddp.utils.units import GIB, MIB, counted, shown_bandwidth, shown_bytes, shown_seconds
 
 HOW_TO_CALIBRATE = (
     "To write one, train the same model and rows for about 50 steps on one GPU of the kind that you will rent (--max_steps "
@@ -46,7 +46,7 @@ def render_plan(report: PlanReport, *, width: int | None = None, colour: bool = 
     settings, hardware, plan = report.settings, report.hardware, report.plan
     width = width or output_width()
     of_gpu = f" (of {shown_bytes(hardware.gpu_memory)})" if hardware.gpu_memory else ""
-    machines = f"{_count(hardware.nodes, 'node')} of {_count(hardware.gpus_per_node, 'GPU')}"
+    machines = f"{counted(hardware.nodes, 'node')} of {counted(hardware.gpus_per_node, 'GPU')}"
     tables = [
         ("Run", render_pairs(dict(_run_rows(report)), width=width)),
         (_memory_title(plan, of_gpu), _memory_table(settings, plan, width, colour)),
@@ -71,23 +71,19 @@ def _bullet(text: str, width: int) -> list[str]:
     return [f"- {first}", *(f"  {line}" for line in others)]
 
 
-def _count(number: int, name: str) -> str:
-    return f"{number:,} {name}{'' if number == 1 else 's'}"
-
-
 def _run_rows(report: PlanReport) -> list[tuple[str, str]]:
     settings, shape, rows, hardware, plan = report.settings, report.shape, report.rows, report.hardware, report.plan
-    batch, unit = plan.batch, rows.unit
+    batch, unit = plan.batch, rows.unit.removesuffix("s")
     amount = f"{'the first ' if rows.streamed else ''}{rows.units:,}"
     per_epoch = "" if rows.streamed else f" ({batch.steps_per_epoch(rows.units):,} per epoch)"
     return [
         ("model", f"{settings.model} ({shape.parameters:,} parameters; LoRA trains {shape.trained('lora'):,})"),
         ("training", f"method {settings.method}, {precision_of(settings)}, backend {backend_of(settings)}, "
                      f"gradient_checkpointing {settings.gradient_checkpointing}, {settings.optim}"),
-        ("hardware", f"{_count(hardware.nodes, 'node')} x {_count(hardware.gpus_per_node, 'GPU')}"),
-        (unit, f"{amount} ({rows.tokens:,} tokens, mean {rows.mean:,.0f}, longest {rows.longest:,})"),
-        ("global batch", f"{batch.per_device} {unit} per device x {batch.accumulation} accumulation x "
-                         f"{batch.processes} processes = {batch.global_batch} {unit}"),
+        ("hardware", f"{counted(hardware.nodes, 'node')} x {counted(hardware.gpus_per_node, 'GPU')}"),
+        (rows.unit, f"{amount} ({counted(rows.tokens, 'token')}, mean {rows.mean:,.0f}, longest {rows.longest:,})"),
+        ("global batch", f"{counted(batch.per_device, unit)} per device x {batch.accumulation} accumulation x "
+                         f"{counted(batch.processes, 'process')} = {counted(batch.global_batch, unit)}"),
         ("tokens per step", f"{plan.tokens_a_step:,.0f} on average; the largest micro-batch has {plan.micro_batch:,}"
                             f"{' with padding' if rows.packing is None else ''}"),
         ("CUDA graphs", describe_graphs(settings, plan.graphs)),
@@ -276,9 +272,10 @@ def notes(report: PlanReport) -> list[str]:
                 f"{'; '.join(plan.speed.differences)}."
             )
     if report.rows.streamed:
+        unit = report.rows.unit.removesuffix("s")
         said.append(
-            f"Rows are streamed: the first {report.rows.units:,} {report.rows.unit} stand for all, and memory is "
-            f"that of micro-batches with {report.settings.max_length:,} tokens per {report.rows.unit.removesuffix('s')}."
+            f"Rows are streamed: the plan is made from the first {counted(report.rows.units, unit)}, and memory is that of "
+            f"micro-batches with {report.settings.max_length:,} tokens per {unit}."
             + (" As in a run, CUDA graphs are assumed however much is padded." if plan.graphs.recorded else "")
         )
     if report.settings.packing == "auto":

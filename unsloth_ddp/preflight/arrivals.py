@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from unsloth_ddp.preflight.checks import Check, name_nodes
+from unsloth_ddp.utils.units import counted
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ def check_arrivals(
             problems.append(f"{one.host} has NNODES {one.nodes}, node 0 has {nodes}; set the same on every node.")
         elif one.world_size != world_size or one.local_world_size != per_node:
             problems.append(
-                f"{one.host} starts {one.local_world_size} processes of {one.world_size}, but node 0 starts {per_node} of "
+                f"{one.host} starts {counted(one.local_world_size, 'process')} of {one.world_size}, but node 0 starts {per_node} of "
                 f"{world_size}; start the same number on every node."
             )
         elif one.rank >= world_size:

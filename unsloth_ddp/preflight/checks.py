@@ -6,6 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from unsloth_ddp.utils.units import counted
+
 Verdict = Literal["ok", "warning", "failure"]
 SEVERITY: dict[Verdict, int] = {"ok": 0, "warning": 1, "failure": 2}
 
@@ -73,5 +75,5 @@ def summarize_checks(checks: Sequence[Check]) -> str:
     for verdict in ("failure", "warning"):
         names = [check.name for check in checks if check.verdict == verdict]
         if names:
-            parts.append(f"{len(names)} {verdict}{'s' if len(names) > 1 else ''} ({', '.join(names)})")
+            parts.append(f"{counted(len(names), verdict)} ({', '.join(names)})")
     return " and ".join(parts) or "all ok"

@@ -61,7 +61,7 @@ def launcher_problems(environ: Mapping[str, str]) -> list[str]:
         )
     if world % local_world:
         problems.append(
-            f"{local_world} processes on this node do not divide {world} in all; start the same number on every node."
+            f"LOCAL_WORLD_SIZE {local_world} does not divide WORLD_SIZE {world}; start the same number on every node."
         )
     if world > 1:
         problems += [

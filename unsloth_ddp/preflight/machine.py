@@ -6,10 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from unsloth_ddp.distributed.missing_gpu import MissingGpu
 from unsloth_ddp.distributed.precision import check_full_weights, choose_precision, has_bf16
 from unsloth_ddp.preflight.checks import Check, Verdict
 from unsloth_ddp.utils.errors import UserError
-from unsloth_ddp.utils.units import GIB, shown_bytes
+from unsloth_ddp.utils.units import GIB, counted, shown_bytes
 
 # Containers get 64 MB by default; NCCL and data loaders need more.
 SHARED_MEMORY_WANTED = GIB
@@ -84,8 +85,7 @@ def check_gpus(
     devices: Sequence[Mapping[str, Any]],
     *,
     cpu: bool,
-    hardware: bool,
-    reason: str,
+    missing: MissingGpu | None,
     expected: int | None,
     processes: int,
     visible: str | None,
@@ -95,8 +95,7 @@ def check_gpus(
     Args:
         devices: name and memory (bytes) of each GPU that torch sees.
         cpu: the run asks for the CPU.
-        hardware: the machine has NVIDIA's driver loaded, or a GPU's device file.
-        reason: torch's reason for seeing none.
+        missing: why torch sees none where one was expected.
         expected: GPUS_PER_NODE; None when not set.
         processes: number of processes on this node; 0 when no launcher has started them yet.
         visible: CUDA_VISIBLE_DEVICES.
@@ -110,14 +109,16 @@ def check_gpus(
         return Check("GPUs", {node: shown}, verdict, remedy)
 
     if not devices:
-        if hardware:
-            return row("failure", f"This node has an NVIDIA GPU, but torch sees none: {reason or 'no reason given'}.")
+        if missing and not missing.hidden:
+            return row("failure", missing.refusal)
         if expected:
             return row(
                 "failure",
                 f"GPUS_PER_NODE is {expected}, but no GPU is here; check the driver (nvidia-smi), start the container "
                 "with --gpus all, or give --use_cpu for a run on the CPU.",
             )
+        if missing:
+            return row("warning", missing.warning)
         return row("warning", "The run will use the CPU; give --use_cpu if that is intended, or check nvidia-smi.")
     if expected and len(devices) != expected:
         return row(
@@ -125,9 +126,11 @@ def check_gpus(
             f"GPUS_PER_NODE is {expected}, but {len(devices)} are visible{limit}; every node needs the same number.",
         )
     if processes > len(devices):
-        return row("failure", f"{processes} processes were started for {len(devices)} GPUs; start one a GPU.")
+        return row(
+            "failure", f"{processes} processes were started for {counted(len(devices), 'GPU')}; start one a GPU."
+        )
     if processes and processes < len(devices):
-        return row("warning", f"{len(devices) - processes} GPUs stay idle; start one process a GPU.")
+        return row("warning", f"Idle GPUs: {len(devices) - processes}; start one process a GPU.")
     return Check("GPUs", {node: shown})
 
 

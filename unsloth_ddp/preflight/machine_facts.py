@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 from unsloth_ddp.preflight.time_limit import run_with_limit
@@ -23,11 +22,6 @@ def read_clock_error() -> float | None:
         return None
     # struct timex on 64 bit: int modes, padding, then longs: offset, freq, maxerror (microseconds).
     return ctypes.c_long.from_buffer(buffer, 24).value / 1e6
-
-
-def has_nvidia() -> bool:
-    """Return whether NVIDIA's driver is loaded or a GPU's device file exists."""
-    return Path("/proc/driver/nvidia/version").exists() or bool(list(Path("/dev").glob("nvidia[0-9]*")))
 
 
 def read_gpus(cpu: bool) -> tuple[list[dict[str, Any]], str]:

@@ -10,6 +10,7 @@ from typing import Any
 
 from unsloth_ddp.config.parse import Settings
 from unsloth_ddp.data.checked_rows import check_first_rows
+from unsloth_ddp.distributed.missing_gpu import VISIBLE, explain_missing_gpu, has_nvidia
 from unsloth_ddp.distributed.runtime import asks_for_cpu, choose_backend
 from unsloth_ddp.distributed.sharding import (
     check_offload,
@@ -30,7 +31,6 @@ from unsloth_ddp.preflight.folders import (
     read_model_size,
 )
 from unsloth_ddp.preflight.machine_facts import (
-    has_nvidia,
     read_clock_error,
     read_driver_cuda,
     read_driver_version,
@@ -46,6 +46,7 @@ from unsloth_ddp.preflight.network_facts import (
 from unsloth_ddp.preflight.process_info import ProcessInfo
 from unsloth_ddp.preflight.time_limit import run_with_limit
 from unsloth_ddp.utils.errors import UserError, one_line
+from unsloth_ddp.utils.units import counted
 
 CHECK_SECONDS = 20
 # Rows of every file that are read; a .json file has to be read to its end for them.
@@ -148,16 +149,18 @@ def check_machine(
         return machine.check_shared_memory(node, usage.free, usage.total, several, bool(devices) and not cpu)
 
     def gpu_check() -> Check:
-        expected = environ.get("GPUS_PER_NODE")
+        import torch
+
+        expected, visible = environ.get("GPUS_PER_NODE"), environ.get(VISIBLE)
+        missing = None if devices else explain_missing_gpu(visible, has_nvidia(), torch.version.cuda, reason)
         return machine.check_gpus(
             node,
             devices,
             cpu=cpu,
-            hardware=has_nvidia(),
-            reason=reason,
+            missing=missing,
             expected=int(expected) if expected else None,
             processes=processes,
-            visible=environ.get("CUDA_VISIBLE_DEVICES"),
+            visible=visible,
         )
 
     def driver() -> Check:
@@ -190,7 +193,7 @@ def check_machine(
             read = check_first_rows(settings, FIRST_ROWS)
         except UserError as error:
             return Check("rows", {node: "refused"}, "failure", str(error))
-        parts = [f"first {read.rows:,} of {read.files:,} file{'s' if read.files > 1 else ''}"] if read.files else []
+        parts = [f"first {read.rows:,} of {counted(read.files, 'file')}"] if read.files else []
         parts += ["Hub datasets not read"] if read.hub else []
         return Check("rows", {node: "; ".join(parts) or "none"})
 

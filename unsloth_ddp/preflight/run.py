@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from unsloth_ddp.config.parse import Settings
+from unsloth_ddp.distributed.missing_gpu import has_nvidia
 from unsloth_ddp.distributed.runtime import asks_for_cpu
 from unsloth_ddp.distributed.sharding import sharding_from_environment
 from unsloth_ddp.preflight import bandwidth, clock_skew, environment, node_checks, shared_folder
@@ -22,7 +23,7 @@ from unsloth_ddp.preflight.collectives import CollectiveBenchmark
 from unsloth_ddp.preflight.doctor import DOCTOR_SECONDS, Doctor
 from unsloth_ddp.preflight.folders import NodeFolders, output_folder
 from unsloth_ddp.preflight.identity import collect_identity
-from unsloth_ddp.preflight.machine_facts import has_nvidia, read_gpus
+from unsloth_ddp.preflight.machine_facts import read_gpus
 from unsloth_ddp.preflight.network import is_loopback
 from unsloth_ddp.preflight.network_facts import read_addresses, read_infiniband_ports, resolve_name
 from unsloth_ddp.preflight.node_reports import Reports, compare_reports
@@ -32,6 +33,7 @@ from unsloth_ddp.preflight.rendezvous import Rendezvous, RendezvousError, join_r
 from unsloth_ddp.preflight.time_limit import run_or_none, run_with_limit
 from unsloth_ddp.preflight.training_arguments import LIMIT_SECONDS, NAME, TrainingArguments
 from unsloth_ddp.utils.errors import one_line
+from unsloth_ddp.utils.units import counted
 
 # Hashing the data, with unsloth doctor beside it, takes its time.
 IDENTITY_SECONDS = 200
@@ -283,7 +285,7 @@ class Preflight:
             self._measure(meeting, backend)
             bandwidth_rows, timings = self._judge_bandwidth(meeting, backend, reports)
             rows += bandwidth_rows
-        title = f"Preflight of {process.nodes} node{'s' if process.nodes > 1 else ''}, {ranks.world_size} processes"
+        title = f"Preflight of {counted(process.nodes, 'node')}, {counted(ranks.world_size, 'process')}"
         code = self._show(rows, title, hosts, timings)
         meeting.put("result", {"code": code, "host": process.host, "summary": summarize_checks(rows)})
         return code

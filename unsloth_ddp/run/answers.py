@@ -11,6 +11,7 @@ from unsloth_ddp.data.chat_spans import with_calls_as_text
 from unsloth_ddp.data.formats import Example, Message
 from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.utils.redaction import printable_lines
+from unsloth_ddp.utils.units import counted
 
 SAMPLES = 3
 MAX_NEW_TOKENS = 32
@@ -33,7 +34,9 @@ def questions(examples: list[Example]) -> list[Question]:
         Question(e.messages[:-1], e.messages[-1]["content"], e.tools) for e in examples if _is_question(e.messages)
     ]
     if left_out := len(examples) - len(found):
-        print(f"{left_out} of {len(examples)} evaluation rows are not compared: they hold no question and answer.")
+        print(
+            f"Not compared: {left_out} of {counted(len(examples), 'evaluation row')}, without a question and an answer."
+        )
     return found
 
 

@@ -8,6 +8,8 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from unsloth_ddp.utils.units import counted
+
 Point = tuple[float, float]
 WIDTH, HEIGHT = 560, 250
 LEFT, RIGHT, TOP, BOTTOM = 70, 14, 12, 38
@@ -153,8 +155,8 @@ def histogram(title: str, edges: Sequence[int], counts: Sequence[int], *, x_name
     for first, after, count in zip(edges, edges[1:], counts, strict=False):
         x, y = place_x(first), place_y(count)
         gap = 1.0 if len(counts) > 1 else 0.0
-        named = f"{first:,} tokens" if after - first == 1 else f"{first:,} to {after - 1:,} tokens"
-        text = f"{named}: {count:,} {unit}"
+        named = counted(first, "token") if after - first == 1 else f"{first:,} to {after - 1:,} tokens"
+        text = f"{named}: {counted(count, unit.removesuffix('s'))}"
         bars.append(
             Bar(round(x, 1), round(y, 1), round(place_x(after) - x - gap, 1), round(HEIGHT - BOTTOM - y, 1), text)
         )

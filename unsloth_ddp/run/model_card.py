@@ -17,7 +17,7 @@ from unsloth_ddp.run.record import RunRecord, is_number
 from unsloth_ddp.run.report import TEMPLATES, loss_chart, show, templates
 from unsloth_ddp.utils.redaction import hide, printable
 from unsloth_ddp.utils.safe_files import write_new_file
-from unsloth_ddp.utils.units import shown_bytes, shown_seconds
+from unsloth_ddp.utils.units import counted, shown_bytes, shown_seconds
 
 METHODS = {"lora": "LoRA", "qlora": "QLoRA (4-bit base weights)", "full": "full training"}
 # The settings that say how the weights came to be, apart from model and data, which have places of their own.
@@ -147,7 +147,7 @@ def _rows(run: RunRecord) -> str:
     data = run.record.get("data")
     if not data:
         return "supervised rows"
-    return "a stream of rows" if data["streamed"] else f"{data['train']['rows']:,} rows"
+    return "a stream of rows" if data["streamed"] else counted(data["train"]["rows"], "row")
 
 
 def _results(run: RunRecord) -> list[tuple[str, str]]:
@@ -182,10 +182,12 @@ def _data(run: RunRecord) -> str:
         train, evaluation = data["train"], data["evaluation"]
         first = "The first rows of the stream: " if data["streamed"] else ""
         text += (
-            f" {first}{train['rows']:,} rows with {train['tokens']:,} tokens, of which {train['supervised']:,} "
+            f" {first}{counted(train['rows'], 'row')} with {counted(train['tokens'], 'token')}, of which {train['supervised']:,} "
             f"({train['supervised'] / train['tokens']:.1%}) are supervised; the longest row has {train['longest']:,}."
         )
-        text += f" Evaluated on {evaluation['rows']:,} rows." if evaluation else " Not evaluated on held-out rows."
+        text += (
+            f" Evaluated on {counted(evaluation['rows'], 'row')}." if evaluation else " Not evaluated on held-out rows."
+        )
     return text
 
 

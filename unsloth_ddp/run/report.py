@@ -151,8 +151,7 @@ def _sentence(run: RunRecord) -> str:
     method = METHODS.get(str(run.settings.get("method")), run.settings.get("method"))
     processes, device = run.fact("world_size"), run.fact("device")
     on = f" on {processes} x {device}" if processes and device else ""
-    of = f" of {run.max_steps:,}" if run.max_steps else ""
-    end = f"{run.step:,}{of} steps"
+    end = f"{run.step:,} of {counted(run.max_steps, 'step')}" if run.max_steps else counted(run.step, "step")
     cause = run.parts[-1].get("cause") if run.parts else None
     if run.state == "stopped":
         end += f"; stopped on {cause}"
@@ -275,12 +274,12 @@ def _data(run: RunRecord) -> list[tuple[str, str]]:
         ("training rows", f"{first}{train['rows']:,}"),
         ("tokens", f"{train['tokens']:,}, {train['tokens'] / train['rows']:,.0f} a row"),
         ("supervised tokens", f"{train['supervised']:,} ({train['supervised'] / train['tokens']:.1%})"),
-        ("longest row", f"{train['longest']:,} tokens"),
+        ("longest row", counted(train["longest"], "token")),
     ]
     for name in ("truncated", "dropped"):
         if train[name]:
             found.append((f"{name} rows", f"{train[name]:,} over {run.settings.get('max_length')} tokens"))
-    found.append(("packing", f"{data['packs']:,} packs ({data['packing']})" if data["packs"] else "off"))
+    found.append(("packing", f"{counted(data['packs'], 'pack')} ({data['packing']})" if data["packs"] else "off"))
     found.append(("evaluation rows", f"{evaluation['rows']:,}" if evaluation else "none"))
     return found
 
@@ -318,7 +317,7 @@ def _hardware(run: RunRecord) -> list[tuple[str, str]]:
         (
             "global batch",
             f"{run.fact('per_device_train_batch_size')} a device x {run.fact('gradient_accumulation_steps')} accumulation x "
-            f"{run.fact('world_size')} processes = {run.fact('global_batch_size')}",
+            f"{counted(run.fact('world_size') or 1, 'process')} = {run.fact('global_batch_size')}",
         ),
     ]
     return [(name, value) for name, value in found if value]

@@ -93,12 +93,12 @@ def questionable(settings: Settings, data: TrainingData, decision: MicroBatchDec
 def describe_rows(settings: Settings, data: TrainingData, *, head_chooses: bool) -> dict[str, str]:
     """Return the table's lines on rows, supervised tokens and packing."""
     rows, counts = data.train, data.train.counts
-    held = f"{counts.tokens:,} tokens, longest {counts.longest:,}"
+    held = f"{counted(counts.tokens, 'token')}, longest {counts.longest:,}"
     training = f"{counts.rows:,} ({held})"
     supervised = f"{counts.supervised:,} ({counts.supervised / counts.tokens:.1%} of all)"
     if rows.streamed:
         buffer = settings.shuffle_buffer
-        order = f"shuffled among {buffer:,} rows at a time" if buffer else "in their order"
+        order = f"shuffled among {counted(buffer, 'row')} at a time" if buffer else "in their order"
         training = f"streamed, {order}; the first {counts.rows:,} have {held}"
         supervised = f"{counts.supervised / counts.tokens:.1%} of the first rows' tokens"
     if head_chooses:
@@ -110,8 +110,8 @@ def describe_rows(settings: Settings, data: TrainingData, *, head_chooses: bool)
     why = "" if settings.packing == "off" else f": {data.packing.reason}"
     packing = f"off{why}; rows of similar length are padded together"
     if rows.packing is not None:
-        number = "" if rows.streamed else f"{len(rows.packing):,} "
-        packing = f"on: {data.packing.reason}; {number}packs of up to {rows.packing.longest:,} tokens, {rows.packing.fill:.0%} full"
+        number = "packs" if rows.streamed else counted(len(rows.packing), "pack")
+        packing = f"on: {data.packing.reason}; {number} of up to {rows.packing.longest:,} tokens, {rows.packing.fill:.0%} full"
     return {
         "training rows": training,
         "evaluation rows": f"{data.evaluation.counts.rows:,}" if data.evaluation else "none",
@@ -127,12 +127,12 @@ def describe_steps(settings: Settings, data: TrainingData, decision: MicroBatchD
     steps_per_epoch = plan.steps_per_epoch(rows.units)
     # The first rows of a stream need not fill a step.
     filled = rows.units / plan.global_batch if rows.streamed else steps_per_epoch
-    unit, of_rows = ("rows", "")
+    unit, of_rows = ("row", "")
     if rows.packing is not None:
-        unit, of_rows = "packs", f" (about {counts.rows / filled:,.0f} rows)"
+        unit, of_rows = "pack", f" (about {counted(round(counts.rows / filled), 'row')})"
     return {
-        "global batch": f"{plan.per_device} {unit} a device x {plan.accumulation} accumulation x "
-        f"{plan.processes} processes = {plan.global_batch} {unit}{of_rows}",
+        "global batch": f"{counted(plan.per_device, unit)} a device x {plan.accumulation} accumulation x "
+        f"{counted(plan.processes, 'process')} = {counted(plan.global_batch, unit)}{of_rows}",
         "tokens a step": f"{'about ' if rows.streamed else ''}{counts.tokens / filled:,.0f} on average",
         "steps": f"{steps:,}" + ("" if rows.streamed else f" ({steps_per_epoch:,} an epoch)"),
     }

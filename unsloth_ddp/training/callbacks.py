@@ -13,6 +13,7 @@ from unsloth_ddp.distributed.drift import DriftCheck
 from unsloth_ddp.distributed.progress import Progress
 from unsloth_ddp.distributed.signals import StopRequest
 from unsloth_ddp.training.meter import Totals
+from unsloth_ddp.utils.units import counted
 
 
 class SavedTotals(TrainerCallback, ExportableState):
@@ -80,7 +81,7 @@ class CountOverflows(TrainerCallback):
         """Print the number of skipped steps, if any."""
         if self.left_out and self.speaks:
             print(
-                f"The gradients of {self.left_out} of {self.steps} steps overflowed in fp16, so these steps changed no "
+                f"The gradients of {self.left_out} of {counted(self.steps, 'step')} overflowed in fp16 and changed no "
                 "weight. A few at the beginning are normal, until the loss scale is found; if there are more, lower "
                 "--learning_rate, or use --precision fp32.",
                 flush=True,

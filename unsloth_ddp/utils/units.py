@@ -47,8 +47,9 @@ def _number(text: str) -> float:
 
 
 def counted(number: int, thing: str) -> str:
-    """Return a number of things, with an s where it is not 1."""
-    return f"{number:,} {thing}{'' if number == 1 else 's'}"
+    """Return a number of things, in the plural where it is not 1: `1 process`, `2 processes`, `3 rows`."""
+    ending = "es" if thing.endswith(("s", "x", "ch", "sh")) else "s"
+    return f"{number:,} {thing}{'' if number == 1 else ending}"
 
 
 def shown_bytes(value: float) -> str:

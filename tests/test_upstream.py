@@ -113,7 +113,12 @@ NAMES = {
         "_keep_in_fp32_modules",
         "_keep_in_fp32_modules_strict",
     ],
-    "transformers/core_model_loading.py": ["HF_DEACTIVATE_ASYNC_LOAD", "MergeModulelist", "Concatenate"],
+    "transformers/core_model_loading.py": [
+        "HF_DEACTIVATE_ASYNC_LOAD",
+        "MergeModulelist",
+        "Concatenate",
+        "_weight_conversions",
+    ],
     "accelerate/utils/dataclasses.py": ["mixed_precision_policy", "gradient_as_bucket_view", "auto_wrap_policy"],
     "accelerate/utils/fsdp_utils.py": ["fsdp_plugin", "torch_device_mesh", "fsdp_dim_names", "is_main_process"],
     "peft/tuners/tuners_utils.py": ["fsdp", "mesh_dim_names"],
@@ -208,8 +213,8 @@ def test_every_private_method_that_the_kit_replaces_is_listed() -> None:
 
 # Import names that differ from the name of the distribution.
 DISTRIBUTIONS = {"yaml": "pyyaml"}
-# Imported behind a check, with a sentence where it is missing: plan --picture.
-OPTIONAL = {"matplotlib"}
+# Imported behind a check, with a sentence where it is missing: plan --picture, method qlora.
+OPTIONAL = {"matplotlib", "bitsandbytes"}
 
 
 def requirements() -> dict[str, Requirement]:

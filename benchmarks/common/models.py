@@ -66,18 +66,22 @@ FILE_BYTES = 5 * 10**9
 
 
 def write_sparse(config: Any, folder: Path) -> None:
-    """Write safetensors files of bf16 zeros without blocks on the disk: sizes and reads are those of a real model."""
+    """Write safetensors files of bf16 zeros without blocks on the disk: sizes and reads are those of a real model.
+
+    The tensors are those of a model on the Hub, where every expert of a mixture has its own.
+    """
     import json
     import math
 
     import torch
     from transformers import AutoModelForCausalLM
+    from transformers.core_model_loading import revert_weight_conversion
 
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     files: list[dict[str, list[int]]] = [{}]
     filled = 0
-    for name, tensor in model.state_dict().items():
+    for name, tensor in revert_weight_conversion(model, model.state_dict()).items():
         size = math.prod(tensor.shape) * 2
         if filled and filled + size > FILE_BYTES:
             files.append({})

@@ -56,6 +56,7 @@ CASES = [
     Case("2x32b_qlora", "qwen3_32b", "qlora", 2, 20.0, sparse=True),
     # The model exceeds one GPU, and its experts' weights are random: tokens spread over them.
     Case("2x30b_a3b_lora", "qwen3_30b_a3b", "lora", 2, 50.0),
+    Case("2x30b_a3b_experts", "qwen3_30b_a3b", "lora", 2, 80.0, options="--lora_target_parameters all-experts"),
     Case("2x72b_lora", "qwen25_72b", "lora", 2, 120.0, sparse=True),
     Case("4x72b_lora", "qwen25_72b", "lora", 4, 80.0, sparse=True),
     Case("2x72b_qlora", "qwen25_72b", "qlora", 2, 48.0, sparse=True),

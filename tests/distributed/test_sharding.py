@@ -125,6 +125,14 @@ def test_what_does_not_go_with_host_memory_is_refused(monkeypatch, offload, shar
         check_offload(offload, sharding, settings(**options), backend)
 
 
+def test_host_memory_needs_gpus_to_compute_on():
+    check_offload("none", "fsdp2", settings(), "transformers", "cpu")
+    with pytest.raises(
+        UserError, match=r"fsdp2 with parameters in host memory needs GPUs.*use accelerate_configs/fsdp2.yaml"
+    ):
+        check_offload("parameters", "fsdp2", settings(), "transformers", "cpu")
+
+
 def test_other_settings_go_with_host_memory_and_the_table_says_so(monkeypatch):
     monkeypatch.setattr(module.shutil, "which", lambda name: f"/usr/bin/{name}")
     check_offload("none", "none", settings(method="qlora"), "unsloth")

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
 
 from tests.conftest import DEMO_MODEL
 from tests.peak_memory import PeakMemory
@@ -90,6 +90,40 @@ def test_it_gives_the_model_that_peft_merges(tmp_path, monkeypatch, options, tie
             for name in ("ours", "peft")
         )
     assert loaded == pytest.approx(expected, rel=1e-2)
+
+
+@pytest.mark.parametrize(("double", "storage"), [(True, torch.uint8), (False, torch.uint8), (True, torch.bfloat16)])
+def test_4_bit_weights_are_unpacked_one_by_one(tmp_path, monkeypatch, double, storage):
+    kind = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=double,
+        bnb_4bit_quant_storage=storage,
+        bnb_4bit_compute_dtype=torch.bfloat16,
+    )
+    whole, base = make_base(tmp_path / "whole"), tmp_path / "base"
+    adapter = make_adapter(whole, tmp_path / "adapter")
+    AutoModelForCausalLM.from_pretrained(whole, quantization_config=kind, dtype=torch.bfloat16).save_pretrained(
+        base, max_shard_size="1KB"
+    )
+    index = json.loads((base / "model.safetensors.index.json").read_text())["weight_map"]
+    constants = [name for name in index if ".weight." in name]
+    assert len(set(index.values())) > 2
+    assert any(index[name] != index[name.partition(".weight.")[0] + ".weight"] for name in constants)
+    plan = plan_merge(settings(base), adapter)
+    assert plan is not None and len(plan.changed) == 14
+    save_merged(settings(base), adapter, tmp_path / "ours", [2, 7])
+    monkeypatch.setattr(module, "plan_merge", lambda *_: None)
+    save_merged(settings(base), adapter, tmp_path / "peft", [2, 7])
+    ours, theirs = weights_of(tmp_path / "ours"), weights_of(tmp_path / "peft")
+    assert {name: tensor.shape for name, tensor in ours.items()} == {n: t.shape for n, t in theirs.items()}
+    for name, tensor in ours.items():
+        assert tensor.dtype == torch.bfloat16
+        torch.testing.assert_close(tensor, theirs[name], rtol=2**-7, atol=4e-3)
+    for name in ("config.json", "generation_config.json"):
+        assert json.loads((tmp_path / "ours" / name).read_text()) == json.loads((tmp_path / "peft" / name).read_text())
+    _, loading = AutoModelForCausalLM.from_pretrained(tmp_path / "ours", output_loading_info=True)
+    assert not loading["missing_keys"] and not loading["unexpected_keys"]
 
 
 def test_several_files_have_an_index_that_lists_every_weight(tmp_path, monkeypatch):

@@ -26,7 +26,7 @@ from tests.ranks import run_ranks
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.distributed.ranks import Ranks, ranks_from_environment
 from unsloth_ddp.distributed.runtime import Runtime, started
-from unsloth_ddp.model import sharded_load, varlen, whole_model
+from unsloth_ddp.model import load, sharded_load, varlen, whole_model
 from unsloth_ddp.model.load import load_model, parameter_counts
 from unsloth_ddp.model.modules import base_model
 from unsloth_ddp.model.same_files import first_difference
@@ -133,6 +133,11 @@ def load_both_ways(moe: str) -> None:
         }.items():
             heads[trained] = fits_fused_head(load_model(settings_for(moe, **options), runtimes[0])[0])
         assert heads == {"": True, "beside adapters": False, "with all": True}
+        sixteen = dataclasses.replace(runtimes[0], precision="bf16")
+        for asked, kept in {"bf16": torch.bfloat16, "fp32": torch.float32}.items():
+            model, _ = load_model(settings_for(DEMO_MODEL, method="full", full_weights=asked), sixteen)
+            losses = sgd_steps(model, average=False)
+            assert {weight.dtype for weight in model.parameters()} == {kept} and losses[1] < losses[0]
         # As for weights that upstream cuts out of fused ones.
         sharded_load.SPLITTABLE = ()
         compare(settings_for(moe, method="full"), runtimes)
@@ -242,6 +247,8 @@ def say_refusals(folder: str) -> None:
         for name, (_, _, options, _) in REFUSED.items():
             os.chdir(Path(folder) / name / f"node_{runtime.ranks.rank}")
             with pytest.MonkeyPatch.context() as patch:
+                if name == "loaded_whole":
+                    patch.setattr(load, "loads_in_shards", lambda *_, **__: False)
                 if name == "no_room" and runtime.ranks.rank == 1:
                     patch.setattr(sharded_load, "check_room", no_room)
                 if name == "no_layers":
@@ -263,6 +270,15 @@ def cut(folder: Path) -> None:
 def other_dtype(folder: Path) -> None:
     path = folder / "model.safetensors"
     save_file({name: t.half() for name, t in load_file(path).items()}, path, {"format": "pt"})
+
+
+def other_values(folder: Path) -> None:
+    """Write another fine-tune of the model: the header is the same, and so is the beginning."""
+    path = folder / "model.safetensors"
+    content = bytearray(path.read_bytes())
+    middle = len(content) // 2
+    content[middle : middle + 100_000] = bytes(100_000)
+    path.write_bytes(content)
 
 
 def absent_tensor(folder: Path) -> None:
@@ -288,8 +304,10 @@ REFUSED: dict[str, tuple[Any, list[int], dict[str, Any], str]] = {
         other_dtype,
         [1],
         {},
-        "model.safetensors on .*rank 1.* differs from that on .*rank 0.*; each rank reads",
+        "model.safetensors on .*rank 1.* differs from that on .*rank 0.*; each rank takes",
     ),
+    "other_values": (other_values, [1], {}, "model.safetensors on .*rank 1.* differs from that on .*rank 0"),
+    "loaded_whole": (other_values, [1], {}, "model.safetensors on .*rank 1.* differs from that on .*rank 0"),
     "absent_tensor": (absent_tensor, [0, 1], {}, "json lists nosuch in a.safetensors, which does not contain it"),
     "no_file": (no_file, [1], {}, "a.safetensors is missing, which model.safetensors.index.json lists"),
     "other_sizes": (other_sizes, [0, 1], {}, "the sizes of its weights differ from its config.json"),
@@ -351,6 +369,27 @@ def test_bytes_of_a_whole_model_follow_the_method() -> None:
     # 966,144 values: trained ones are kept in fp32, and a quarter lies beside them while they are split.
     assert whole_model.bytes_while_loading(settings_for(DEMO_MODEL, method="full"), 4) == 966_144 * 4 * 5 // 4
     assert whole_model.bytes_while_loading(settings_for("./nosuch"), 4) is None
+
+
+def test_the_hub_is_asked_for_sizes_only_where_files_are_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of a download that was interrupted: the index is there, and one of its files."""
+    asked: list[str] = []
+    snapshot = saved_moe(tmp_path / "moe")
+    monkeypatch.setattr(whole_model, "model_folder", lambda _: snapshot)
+    monkeypatch.setattr(
+        "huggingface_hub.get_safetensors_metadata",
+        lambda name, revision: SimpleNamespace(files_metadata={}) if not asked.append(name) else None,
+    )
+    complete = whole_model.read_tensors(settings_for("owner/moe"))
+    assert not asked and len(complete) > 20
+    shutil.copy(next(snapshot.glob("model-*.safetensors")), snapshot / "consolidated.safetensors")
+    assert whole_model.read_tensors(settings_for("owner/moe")) == complete
+    (snapshot / "consolidated.safetensors").unlink()
+    next(snapshot.glob("model-*.safetensors")).unlink()
+    assert len(whole_model.read_tensors(settings_for("owner/moe"))) < len(complete)
+    assert asked == ["owner/moe"]
 
 
 @pytest.mark.parametrize(

@@ -99,6 +99,18 @@ def test_quantized_models_are_trained_or_refused(backend: str, method: str, foun
         check_quantization(settings, backend, found)
 
 
+@pytest.mark.parametrize("backend", ["transformers", "unsloth"])
+def test_fsdp2_refuses_weights_of_8_bits(backend: str) -> None:
+    settings = Settings(model="owner/name", method="qlora")
+    eight = {"quantization_config": {"quant_method": "bitsandbytes", "load_in_8bit": True, "load_in_4bit": False}}
+    check_quantization(settings, backend, eight, "zero2")
+    check_quantization(settings, backend, config("bitsandbytes"), "fsdp2")
+    with pytest.raises(
+        UserError, match=r"owner/name is quantized to 8 bits .* FSDP2 cannot split; give the 16-bit model"
+    ):
+        check_quantization(settings, backend, eight, "fsdp2")
+
+
 def test_a_quantized_folder_is_refused_before_it_is_loaded(tmp_path: Path) -> None:
     folder = tmp_path / "m"
     shutil.copytree(DEMO_MODEL, folder)

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import re
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,7 @@ from unsloth_ddp.plan.memory import (
     Workload,
     estimate_memory,
 )
-from unsloth_ddp.plan.report import PlanReport, plan_as_json, render_plan
+from unsloth_ddp.plan.report import PlanReport, plan_as_json, render_plan, verdict_sentence
 from unsloth_ddp.plan.rows import RowLengths, in_order, largest_micro_batch
 from unsloth_ddp.plan.shape import ModelShape, read_model_shape
 from unsloth_ddp.plan.step import choose_step
@@ -475,6 +476,21 @@ def test_what_auto_is_planned_as_is_not_said_to_fit_where_nothing_does(capsys):
     assert "per_device_train_batch_size auto is planned as 1, though not even that fits." in printed
     assert "planned as the kind that needs least memory, as none fits." in printed
     assert "No method and sharding in the table fits either" in printed
+
+
+def test_what_fits_is_named_before_what_may_fit():
+    def row(sharding, verdict, method="lora"):
+        return SimpleNamespace(
+            method=method, sharding=sharding, config=sharding, verdict=verdict, memory=SimpleNamespace(total=9e9)
+        )
+
+    rows = [row("none", "does not fit"), row("zero3", "unknown"), row("fsdp2", "fits"), row("none", "fits", "qlora")]
+    report = SimpleNamespace(
+        settings=Settings(model="m"), plan=SimpleNamespace(memory=rows), hardware=SimpleNamespace(gpu_memory=8e9)
+    )
+    assert verdict_sentence(report).endswith("What fits by the table: lora with fsdp2, qlora with DDP.")
+    del rows[2:]
+    assert verdict_sentence(report).endswith("What may fit by the table: lora with zero3.")
 
 
 def test_a_model_that_fits_in_no_way_is_told_before_the_rows_are_read(demo_shape, capsys, monkeypatch):

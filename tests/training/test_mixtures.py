@@ -36,10 +36,10 @@ def train_mixture(tmp_path_factory, mixtures, uneven_rows) -> Callable[..., tupl
     """Run train_ddp.py on a mixture; returns the run's folder and what was printed."""
     cwd = tmp_path_factory.mktemp("jobs")
 
-    def run(kind: str, options: str, name: str, ranks: int = 1) -> tuple[Path, str]:
+    def run(kind: str, options: str, name: str, ranks: int = 1, **more: Any) -> tuple[Path, str]:
         argv = f"--model {mixtures[kind]} --dataset {uneven_rows} --run_name {name} --max_length 64 --report_to none".split()
         argv += ["--gradient_checkpointing", "none", "--global_batch_size", "4", *options.split()]
-        result = run_ranks(ranks, train, argv, str(cwd), folder=cwd / f"{name}.out").check()
+        result = run_ranks(ranks, train, argv, str(cwd), folder=cwd / f"{name}.out", **more).check()
         return cwd / "outputs" / name, " ".join(result.output.split())
 
     return run
@@ -80,6 +80,30 @@ def test_two_processes_take_the_step_of_one(train_mixture, mixtures, kind: str, 
     assert losses[1] == pytest.approx(losses[0], rel=1e-6) and losses[0] < 9
     said = {"": "experts left as they are;", EXPERTS: "experts adapted (mlp.experts.down_proj,"}
     assert said.get(options, "experts trained; the balancing loss is left out") in printed
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("qwen3_moe", "--method full"),
+        pytest.param("qwen3_moe", EXPERTS, marks=pytest.mark.slow),
+        pytest.param("qwen3_moe", "", marks=pytest.mark.slow),
+        pytest.param("gpt_oss", "--method full", marks=pytest.mark.slow),
+        pytest.param("gpt_oss", EXPERTS, marks=pytest.mark.slow),
+        pytest.param("gpt_oss", "", marks=pytest.mark.slow),
+    ],
+)
+def test_experts_that_fsdp2_shards_take_the_step_of_ddp(train_mixture, mixtures, kind: str, options: str) -> None:
+    """Of the model each rank reads its own experts, and the result has the files of an unsharded run."""
+    sgd = f"{options} --optim sgd --learning_rate 0.5 --max_steps 2 --save_strategy no --max_grad_norm 0"
+    name = f"sharded-{kind}-{'full' if 'full' in options else 'experts' if options else 'attention'}"
+    whole, _ = train_mixture(kind, sgd, f"{name}-ddp", ranks=2)
+    parts, printed = train_mixture(kind, sgd, f"{name}-fsdp2", ranks=2, environ={"UNSLOTH_FSDP2": "1"})
+    assert "sharding fsdp2" in printed
+    assert update_difference(whole, parts, mixtures[kind] if "full" in options else None) < 1e-5
+    if "full" in options:
+        _, loading = AutoModelForCausalLM.from_pretrained(parts, output_loading_info=True)
+        assert not loading["missing_keys"] and not loading["unexpected_keys"]
 
 
 @pytest.mark.slow

@@ -210,7 +210,7 @@ def started(settings: Settings, ranks: Ranks) -> Iterator[Runtime]:
         copies=copies_from_environment(os.environ, ranks.world_size, ranks.nodes),
     )
     check_sharding(runtime.sharding, settings, runtime.device_type, runtime.backend, ranks.world_size)
-    check_offload(runtime.offload, runtime.sharding, settings, runtime.backend)
+    check_offload(runtime.offload, runtime.sharding, settings, runtime.backend, runtime.device_type)
     complete_environment(runtime.sharding, os.environ)
     if settings.trainer_args.get("full_determinism"):
         repeat_bits(os.environ)

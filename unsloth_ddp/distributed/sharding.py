@@ -252,7 +252,9 @@ def _reads_whole_weights(optimizer: str) -> bool:
     )
 
 
-def check_offload(offload: Offload, sharding: Sharding, settings: Settings, backend: str) -> None:
+def check_offload(
+    offload: Offload, sharding: Sharding, settings: Settings, backend: str, device_type: str = "cuda"
+) -> None:
     """Refuse settings that do not work with weights or optimizer states in host memory.
 
     Raises:
@@ -261,6 +263,10 @@ def check_offload(offload: Offload, sharding: Sharding, settings: Settings, back
     if offload == "none":
         return
     config = f"accelerate_configs/{sharding}.yaml"
+    if device_type != "cuda":
+        raise UserError(
+            f"sharding {sharding} with {offload} in host memory needs GPUs to compute on, and none is used here; use {config}."
+        )
     if offload == "parameters" and settings.method == "qlora":
         raise UserError(
             f"method qlora does not go with parameters in host memory, where 4-bit weights have no kernels; use {config}, "

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from pathlib import Path
 
 from unsloth_ddp.config.parse import Settings
 
+SAFETENSORS = "model.safetensors"
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth")
+
+
+def is_folder(settings: Settings) -> bool:
+    """Return whether the model is a folder of this machine, and not a Hub id."""
+    return Path(str(settings.model)).expanduser().is_dir()
 
 
 def model_folder(settings: Settings) -> Path | None:
@@ -23,6 +30,17 @@ def model_folder(settings: Settings) -> Path | None:
         if isinstance(found, str):
             return Path(found).parent
     return None
+
+
+def safetensors_files(folder: Path) -> list[Path]:
+    """Return the safetensors files of a model, sorted by name; empty if a file is missing or the format is another."""
+    index = folder / f"{SAFETENSORS}.index.json"
+    if index.is_file():
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    else:
+        names = [SAFETENSORS]
+    files = [folder / name for name in names]
+    return files if all(path.is_file() for path in files) else []
 
 
 def weight_bytes(folder: Path) -> int:

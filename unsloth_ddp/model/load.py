@@ -22,7 +22,7 @@ from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.distributed.sharding import loads_in_shards
 from unsloth_ddp.model.download import download_model
 from unsloth_ddp.model.experts import stacked_experts
-from unsloth_ddp.model.files import model_folder
+from unsloth_ddp.model.files import is_folder, model_folder
 from unsloth_ddp.model.files_check import check_complete, check_local_model
 from unsloth_ddp.model.fp8 import check_fp8, use_fp8
 from unsloth_ddp.model.gradient_checkpointing import UNSLOTH_NAMES, loaded_with
@@ -44,7 +44,7 @@ def check_model(settings: Settings, runtime: Runtime) -> None:
             machine or backend does not support a method or option.
     """
     check_local_model(str(settings.model), safetensors_only=settings.use_safetensors)
-    runtime.on_main(lambda: check_source(settings, runtime.backend))
+    runtime.on_main(lambda: check_source(settings, runtime.backend, runtime.sharding))
     if settings.method == "qlora" and runtime.device_type == "cpu":
         raise UserError("method qlora needs a GPU for its 4-bit kernels, and this run uses none; use --method lora.")
     if settings.method == "qlora" and importlib.util.find_spec("bitsandbytes") is None:
@@ -70,11 +70,16 @@ def load_model(settings: Settings, runtime: Runtime) -> tuple[Any, Any]:
         UserError: the model cannot be found or loaded.
     """
     download_model(settings, runtime)
-    if not loads_in_shards(runtime.sharding, runtime.backend, with_unsloth=unsloth_trains_shards(settings, runtime)):
+    in_shards = loads_in_shards(
+        runtime.sharding, runtime.backend, with_unsloth=unsloth_trains_shards(settings, runtime)
+    )
+    # With FSDP2 no rank sends its weights to the others. Unsloth may load another repository than a Hub id names.
+    if in_shards or (runtime.sharding == "fsdp2" and runtime.broadcast_from_main(lambda: is_folder(settings))):
+        check_same_files(settings, runtime)
+    if not in_shards:
         return _load(settings, runtime)
     from unsloth_ddp.model.sharded_load import shard_mesh
 
-    check_same_files(settings, runtime)
     # Creating the mesh is a collective, so it happens outside on_every_rank, where a rank may fail.
     mesh = shard_mesh(runtime)
     return runtime.on_every_rank(lambda: _load(settings, runtime, mesh))

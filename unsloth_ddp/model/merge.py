@@ -1,7 +1,8 @@
 """Merge an adapter into its base model, weight by weight where the adapter is plain LoRA on linear layers.
 
-Only one weight of the base model is then in memory at a time. Everything else (quantized bases, DoRA, adapted embeddings,
-models whose files use other weight names than the model) is merged by PEFT, which holds the whole model.
+Only one weight of the base model is then in memory at a time; 4-bit weights of bitsandbytes are unpacked one by one. Everything
+else (other quantized bases, DoRA, adapted embeddings and experts, models whose files use other weight names than the model)
+is merged by PEFT, which holds the whole model.
 """
 
 from __future__ import annotations
@@ -18,14 +19,18 @@ import torch
 from safetensors import safe_open
 
 from unsloth_ddp.config.options import Settings
-from unsloth_ddp.model.files import model_folder
+from unsloth_ddp.model.files import model_folder, safetensors_files
 from unsloth_ddp.model.load import safetensors_only, stop_at
 from unsloth_ddp.model.whole_weights import ADAPTER, describe_without_weights
 from unsloth_ddp.utils.tensor_files import ModelFiles
 
-WEIGHTS = "model.safetensors"
+WEIGHT = ".weight"
+# bitsandbytes stores the constants of q_proj.weight as q_proj.weight.absmax and so on.
+PART = f"{WEIGHT}."
 PREFIX = "base_model.model."
 A, B = ".lora_A.weight", ".lora_B.weight"
+# Transformers' conversion that reads a weight and its constants as one tensor.
+UNPACKS = "Bnb4bitDeserialize"
 # Options of a LoraConfig and the values with which the change of a weight is scale * B @ A.
 PLAIN = {
     "use_dora": False, "lora_bias": False, "fan_in_fan_out": False, "bias": "none", "layer_replication": None,
@@ -62,7 +67,8 @@ class Merge:
 
     Args:
         base: folder of the base model.
-        files: weight files of the base model, in order.
+        files: weight files of the base model, in order, each with the names of its weights.
+        constants: of each 4-bit weight, the names and files of its quantization constants.
         adapter: file of the adapter.
         changed: names of the weights that the adapter changes.
         scale: factor of B @ A.
@@ -70,7 +76,8 @@ class Merge:
     """
 
     base: Path
-    files: list[Path]
+    files: dict[Path, list[str]]
+    constants: dict[str, dict[str, Path]]
     adapter: Path
     changed: frozenset[str]
     scale: float
@@ -83,20 +90,30 @@ def plan_merge(settings: Settings, adapter: Path) -> Merge | None:
     config = json.loads((adapter / "adapter_config.json").read_text(encoding="utf-8"))
     if base is None or settings.trust_remote_code or not file.is_file() or not _is_plain(config):
         return None
-    files = _weight_files(base)
-    model = _without_memory(base) if files else None
+    model = _without_memory(base) if (paths := safetensors_files(base)) else None
     if model is None:
         return None
     shapes: dict[str, list[int]] = {}
-    for path in files:
+    stored: dict[str, Path] = {}
+    for path in paths:
         with safe_open(path, "pt") as weights:
-            shapes |= {name: weights.get_slice(name).get_shape() for name in weights.keys()}  # noqa: SIM118
+            found = {name: weights.get_slice(name).get_shape() for name in weights.keys()}  # noqa: SIM118
+        shapes |= found
+        stored |= dict.fromkeys(found, path)
+    own = {name: list(parameter.shape) for name, parameter in model.named_parameters()}
+    constants: dict[str, dict[str, Path]] = {}
+    for name, path in stored.items():
+        if (weight := name.partition(PART)[0] + WEIGHT) in own and PART in name:
+            constants.setdefault(weight, {})[name] = path
+            # Its file holds packed bytes.
+            shapes[weight] = own[weight]
     changed = _changed_weights(file, shapes)
-    own = {name for name, parameter in model.named_parameters() if parameter.dim() == 2}
-    if changed is None or not changed <= own:
+    if changed is None or not changed <= {name for name, shape in own.items() if len(shape) == 2}:
         return None
+    inside = {name for names in constants.values() for name in names}
+    files = {path: [name for name, at in stored.items() if at == path and name not in inside] for path in paths}
     scale = config["lora_alpha"] / (math.sqrt(config["r"]) if config.get("use_rslora") else config["r"])
-    return Merge(base, files, file, changed, scale, model)
+    return Merge(base, files, constants, file, changed, scale, model)
 
 
 def _is_plain(config: dict[str, Any]) -> bool:
@@ -108,24 +125,16 @@ def _is_plain(config: dict[str, Any]) -> bool:
     )
 
 
-def _weight_files(base: Path) -> list[Path]:
-    """Return the safetensors files of a model, sorted by name; empty if a file is missing or the format is another."""
-    index = base / f"{WEIGHTS}.index.json"
-    if index.is_file():
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    else:
-        names = [WEIGHTS]
-    files = [base / name for name in names]
-    return files if all(path.is_file() for path in files) else []
-
-
 def _without_memory(base: Path) -> Any:
     """Return a folder's model on the meta device; None if its files store weights in another form than the model."""
     import transformers
 
     config = transformers.AutoConfig.from_pretrained(base)
-    if getattr(config, "quantization_config", None) is not None:
-        return None
+    if (quantization := getattr(config, "quantization_config", None)) is not None:
+        if not quantization.get("load_in_4bit"):
+            return None
+        # The merged model has 16 bits.
+        del config.quantization_config
     with torch.device("meta"):
         model: Any = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     if getattr(model, "_keep_in_fp32_modules", None) or getattr(model, "_keep_in_fp32_modules_strict", None):
@@ -153,16 +162,17 @@ def _save_merged_by_weight(settings: Settings, merge: Merge, target: Path, stop_
     merge.model.config.use_cache = True
     stop_at(merge.model, stop_tokens)
     describe_without_weights(lambda state_dict: merge.model.save_pretrained(target, state_dict=state_dict), target)
-    names = [name for path in merge.files for name in _names(path)]
-    out = ModelFiles(target, names)
+    out = ModelFiles(target, [name for names in merge.files.values() for name in names])
     try:
-        for path in merge.files:
+        for path, names in merge.files.items():
             # Opened again for each file, so that the pages read for the last one are released.
             with safe_open(path, "pt") as weights, safe_open(merge.adapter, "pt") as adapter:
-                for name in _names(path):
+                for name in names:
                     weight = weights.get_tensor(name)
+                    if name in merge.constants:
+                        weight = _unpacked(weight, merge.constants[name])
                     if name in merge.changed:
-                        module = f"{PREFIX}{name.removesuffix('.weight')}"
+                        module = f"{PREFIX}{name.removesuffix(WEIGHT)}"
                         change = adapter.get_tensor(f"{module}{B}").float() @ adapter.get_tensor(f"{module}{A}").float()
                         weight = weight.float().add_(change, alpha=merge.scale)
                     out.add(name, weight.to(torch.bfloat16) if weight.is_floating_point() else weight)
@@ -171,9 +181,20 @@ def _save_merged_by_weight(settings: Settings, merge: Merge, target: Path, stop_
         out.remove_unfinished()
 
 
-def _names(path: Path) -> list[str]:
-    with safe_open(path, "pt") as file:
-        return list(file.keys())
+def _unpacked(packed: torch.Tensor, constants: dict[str, Path]) -> torch.Tensor:
+    """Return the values of a 4-bit weight.
+
+    Args:
+        constants: names and files of its quantization constants; a file may end between a weight and its constants.
+    """
+    from bitsandbytes.functional import QuantState, dequantize_4bit
+
+    found = {}
+    for name, path in constants.items():
+        with safe_open(path, "pt") as weights:
+            found[name] = weights.get_tensor(name)
+    state = QuantState.from_dict(found, device=torch.device("cpu"))
+    return dequantize_4bit(packed.flatten().view(torch.uint8).unsqueeze(1), state)
 
 
 # ---- by PEFT ----
@@ -194,7 +215,19 @@ def _save_merged_by_peft(settings: Settings, adapter: Path, target: Path, stop_t
     )
     if getattr(base, "quantization_method", None) is not None or "quantization_config" in base.config.to_dict():
         base = base.dequantize()
+        _forget_packing(base)
     merged = PeftModel.from_pretrained(base, str(adapter)).merge_and_unload()
     merged.config.use_cache = True
     stop_at(merged, stop_tokens)
     merged.save_pretrained(target)
+
+
+def _forget_packing(model: Any) -> None:
+    """Drop the conversions that unpacked a model's files, which Transformers cannot revert when it saves the model."""
+    known = getattr(model, "_weight_conversions", None)
+    if known:
+        model._weight_conversions = [one for one in known if not _unpacks(one)]
+
+
+def _unpacks(conversion: Any) -> bool:
+    return any(type(step).__name__ == UNPACKS for step in getattr(conversion, "operations", []))

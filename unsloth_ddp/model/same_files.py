@@ -1,4 +1,4 @@
-"""Refuse a model whose files differ between ranks or are incomplete, before each rank reads its own slices."""
+"""Refuse a model whose files differ between ranks or are incomplete, before each rank keeps its own part of them."""
 
 from __future__ import annotations
 
@@ -12,6 +12,9 @@ from unsloth_ddp.model.files import WEIGHTS, model_folder
 from unsloth_ddp.model.files_check import check_folder
 from unsloth_ddp.utils.errors import UserError, os_reason
 
+# Parts of a file that are compared between nodes, and their size.
+PARTS, PART_BYTES = 128, 4096
+
 
 def check_same_files(settings: Settings, runtime: Runtime) -> None:
     """Refuse files that a rank cannot read completely or that differ from those of rank 0; every rank calls this.
@@ -24,12 +27,12 @@ def check_same_files(settings: Settings, runtime: Runtime) -> None:
         if difference := first_difference(everyones[0], files):
             raise UserError(
                 f"model {settings.model}: {difference} on {runtime.locations[rank]} differs from that on "
-                f"{runtime.locations[0]}; each rank reads its part from the files of its node, so copy the same files to every node."
+                f"{runtime.locations[0]}; each rank takes its part from the files of its node, so copy the same files to every node."
             )
 
 
 def describe_files(settings: Settings) -> dict[str, str]:
-    """Return size and checksum of config.json and of the beginning of each weight file.
+    """Return size and checksum of config.json and of each weight file (see _describe).
 
     The result is empty if the files are not on this machine; loading raises the error then.
 
@@ -57,12 +60,24 @@ def first_difference(ours: dict[str, str], theirs: dict[str, str]) -> str | None
 
 
 def _describe(path: Path) -> str:
-    """Return the file's size, and a checksum of its safetensors header, or of the first MiB of another file."""
+    """Return the file's size, and a checksum of its header and of parts of its content.
+
+    Two fine-tunes of one model have the same header, and their files are too large to be read twice. They differ almost
+    everywhere, so evenly spaced parts show it.
+    """
     size = path.stat().st_size
+    found = xxhash.xxh3_64()
     with path.open("rb") as file:
         if path.suffix == ".safetensors":
             begin = file.read(8)
-            begin += file.read(int.from_bytes(begin, "little"))
-        else:
-            begin = file.read(1 << 20)
-    return f"{size:,} bytes, xxh3 {xxhash.xxh3_64(begin).hexdigest()}"
+            found.update(begin)
+            found.update(file.read(int.from_bytes(begin, "little")))
+        for start in _starts(size):
+            file.seek(start)
+            found.update(file.read(PART_BYTES))
+    return f"{size:,} bytes, xxh3 {found.hexdigest()}"
+
+
+def _starts(size: int) -> range:
+    """Return where the compared parts of a file begin: the whole file if it is small, else PARTS of them."""
+    return range(0, size, max(PART_BYTES, size // PARTS))

@@ -142,8 +142,8 @@ def trained_by_unsloth(model: Any, backend: str) -> Iterator[None]:
 def wrap(model: Any, mesh: DeviceMesh, precision: Precision, *, quantized: bool) -> Any:
     """Apply FSDP2 to a model whose weights were read in shards, as accelerate does; return the model.
 
-    accelerate does not wrap it again later. Trained 16-bit weights become fp32, as with accelerate; in a model with 4-bit
-    weights they become bf16, as with TRL.
+    accelerate does not wrap it again later. Trained weights keep their type, unless they have several, of which FSDP2 takes
+    one: then they become fp32, as with accelerate. In a model with 4-bit weights they become bf16, as with TRL.
 
     Raises:
         UserError: FSDP2 cannot wrap this model.
@@ -166,6 +166,8 @@ def wrap(model: Any, mesh: DeviceMesh, precision: Precision, *, quantized: bool)
             if parameter.requires_grad and not isinstance(parameter, DTensor):
                 # TRL casts them later, when the cast would no longer affect the shards.
                 parameter.data = parameter.data.to(torch.bfloat16)
+    # accelerate casts trained weights to fp32 unless this is "no", --full_weights bf16 included.
+    one_type = len({parameter.dtype for parameter in model.parameters() if parameter.requires_grad}) == 1
     parts = _parts(model)
     for part, found in parts:
         empty = Parameter(torch.empty(part.shape, dtype=part.dtype, device="meta"), part.requires_grad)
@@ -175,7 +177,7 @@ def wrap(model: Any, mesh: DeviceMesh, precision: Precision, *, quantized: bool)
         state=SimpleNamespace(fsdp_plugin=plugin),
         torch_device_mesh=mesh,
         parallelism_config=SimpleNamespace(fsdp_dim_names=mesh.mesh_dim_names),
-        mixed_precision="no" if quantized or precision == "fp32" else precision,
+        mixed_precision="no" if one_type or quantized or precision == "fp32" else precision,
         is_main_process=False,
         device=torch.device(mesh.device_type),
     )

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from unsloth_ddp.config.parse import Settings
+from unsloth_ddp.distributed.sharding import Sharding
 from unsloth_ddp.utils.errors import UserError
 
 ADAPTER_FILE = "adapter_config.json"
@@ -50,8 +51,10 @@ def check_no_adapter(model: str, adapter: dict[str, Any] | None) -> None:
     )
 
 
-def check_quantization(settings: Settings, backend: str, config: dict[str, Any] | None) -> None:
-    """Refuse a quantization that the backend cannot train, or that contradicts --method.
+def check_quantization(
+    settings: Settings, backend: str, config: dict[str, Any] | None, sharding: Sharding = "none"
+) -> None:
+    """Refuse a quantization that the backend or the sharding cannot train, or that contradicts --method.
 
     Args:
         config: content of the model's config.json; None if it cannot be read yet.
@@ -76,9 +79,15 @@ def check_quantization(settings: Settings, backend: str, config: dict[str, Any] 
             f"model {settings.model} is quantized already (bitsandbytes), and method {settings.method} is for 16-bit "
             "weights; give --method qlora, or the 16-bit model that it was made from."
         )
+    if sharding == "fsdp2" and quantization.get("load_in_8bit"):
+        # bitsandbytes keeps scales beside 8-bit weights, which would be sharded away from them.
+        raise UserError(
+            f"model {settings.model} is quantized to 8 bits (bitsandbytes), which FSDP2 cannot split; give the 16-bit model "
+            "that it was made from, which --method qlora loads in 4 bits, or a 4-bit one."
+        )
 
 
-def check_source(settings: Settings, backend: str) -> None:
+def check_source(settings: Settings, backend: str, sharding: Sharding = "none") -> None:
     """Refuse an adapter or a model quantized in a way that cannot be trained, in a folder or on the Hub.
 
     Raises:
@@ -86,7 +95,7 @@ def check_source(settings: Settings, backend: str) -> None:
     """
     model, revision = str(settings.model), settings.model_revision
     check_no_adapter(model, read_model_file(model, ADAPTER_FILE, revision))
-    check_quantization(settings, backend, read_model_file(model, "config.json", revision))
+    check_quantization(settings, backend, read_model_file(model, "config.json", revision), sharding)
 
 
 def read_model_file(model: str, name: str, revision: str | None = None) -> dict[str, Any] | None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from unsloth_ddp.config.parse import Settings
 from unsloth_ddp.distributed.runtime import Runtime
-from unsloth_ddp.model.files import model_folder
+from unsloth_ddp.model.files import model_folder, safetensors_files
 from unsloth_ddp.utils.units import shown_bytes
 
 # Model types that benchmarks/correctness/unsloth_shards.py trained from shards with Unsloth.
@@ -107,11 +107,14 @@ def read_tensors(settings: Settings) -> list[tuple[str, str, list[int]]]:
     folder, model = model_folder(settings), str(settings.model)
     try:
         files: Iterable[Any] = []
-        if not Path(model).expanduser().is_dir():
+        # A complete download needs no requests to the Hub.
+        if not Path(model).expanduser().is_dir() and not (folder and safetensors_files(folder)):
             with contextlib.suppress(Exception):  # no network: read the cache
                 files = get_safetensors_metadata(model, revision=settings.model_revision).files_metadata.values()
         if folder is not None and not files:
-            files = [parse_local_safetensors_file_metadata(path) for path in sorted(folder.glob("*.safetensors"))]
+            # Beside the files of the index there may be the same weights in another format.
+            found = safetensors_files(folder) or sorted(folder.glob("*.safetensors"))
+            files = [parse_local_safetensors_file_metadata(path) for path in found]
         return [(name, str(t.dtype), list(t.shape)) for file in files for name, t in file.tensors.items()]
     except Exception:  # damaged files: loading raises the error
         return []

@@ -222,9 +222,9 @@ def verdict_sentence(report: PlanReport) -> str:
             f"{said}No method and sharding in the table fits either: take larger GPUs, a smaller model, or shorten "
             "--max_length."
         )
-    named = ", ".join(f"{row.method} with {'DDP' if row.sharding == 'none' else row.config}" for row in others[:4])
-    certain = "fits" if others[0].verdict == "fits" else "may fit"
-    return f"{said}What {certain} by the table: {named}."
+    certain = [row for row in others if row.verdict == "fits"]
+    named = [f"{row.method} with {'DDP' if row.sharding == 'none' else row.config}" for row in certain or others]
+    return f"{said}What {'fits' if certain else 'may fit'} by the table: {', '.join(named[:4])}."
 
 
 def notes(report: PlanReport) -> list[str]:

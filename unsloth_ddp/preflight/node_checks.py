@@ -180,9 +180,10 @@ def check_machine(
             # Without a launcher the number of processes is not known; with one process fsdp2 is refused.
             processes = process.ranks.world_size if process.launched else 2
             copies = copies_from_environment(environ, processes, process.nodes) if process.launched else 1
-            check_sharding(wanted, settings, "cuda" if accelerator else "cpu", backend, processes)
+            device = "cuda" if accelerator else "cpu"
+            check_sharding(wanted, settings, device, backend, processes)
             offload = offload_from_environment(environ)
-            check_offload(offload, wanted, settings, backend)
+            check_offload(offload, wanted, settings, backend, device)
         except UserError as error:
             return Check("sharding", {node: wanted}, "failure", str(error))
         return Check("sharding", {node: describe_sharding(wanted, offload, copies, processes)})

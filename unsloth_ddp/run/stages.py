@@ -40,6 +40,7 @@ from unsloth_ddp.run.outcomes import (
     RunStopped,
     StopNotSaved,
 )
+from unsloth_ddp.training.least_memory import check_memory
 from unsloth_ddp.utils.versions import versions
 
 if TYPE_CHECKING:
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
 def check_model(run: Run) -> None:
     """Refuse a model or options that this machine cannot load, before anything is imported or read for it."""
     load.check_model(run.settings, run.runtime)
+    check_memory(run.settings, run.runtime)
     for sentence in [*ignored_settings(run.settings), *ignored_hub_options(run.settings)]:
         print(sentence, flush=True)
 

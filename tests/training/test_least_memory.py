@@ -1,0 +1,113 @@
+"""Test that a run is refused for memory only if its weights alone are too much, on every rank and before a download."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.conftest import DEMO_MODEL
+from unsloth_ddp.config.options import Settings
+from unsloth_ddp.distributed.ranks import Ranks, this_location
+from unsloth_ddp.distributed.runtime import Runtime
+from unsloth_ddp.plan.compute import OFFLOADS, is_supported
+from unsloth_ddp.plan.memory import Workload, estimate_memory
+from unsloth_ddp.plan.shape import read_model_shape
+from unsloth_ddp.training import least_memory
+from unsloth_ddp.training.least_memory import check_memory, least_bytes
+from unsloth_ddp.utils.errors import UserError
+
+SETTINGS = {"model": str(DEMO_MODEL), "dataset": ["d"], "optim": "adamw_torch"}
+# 1000 values in a layer's matrix, 100 in the embedding, 10 that are no matrix.
+TENSORS = [("l.weight", "BF16", [100, 10]), ("embed.weight", "BF16", [10, 10]), ("norm", "F32", [10])]
+
+
+def runtime(**options: Any) -> Runtime:
+    ranks = Ranks(rank=0, local_rank=0, world_size=4, local_world_size=2)
+    made = Runtime(ranks, "transformers", "cuda", "bf16", "GPU", **options)
+    made.locations.append(this_location(ranks))
+    return made
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "gpu", "host"),
+    [
+        ("lora", {}, 1110 * 2, 0),
+        ("lora", {"sharding": "fsdp2"}, 1110 * 2 / 4, 0),
+        ("lora", {"sharding": "fsdp2", "copies": 2}, 1110 * 2 / 2, 0),
+        ("lora", {"sharding": "zero2"}, 1110 * 2, 0),
+        ("lora", {"sharding": "zero3"}, 1110 * 2 / 4, 0),
+        ("qlora", {}, 1000 * 0.53 + 110 * 2, 0),
+        # fp32 weights, gradients and two states of Adam.
+        ("full", {}, 1110 * 16, 0),
+        ("full", {"sharding": "fsdp2"}, 1110 * 16 / 4, 0),
+        # 16-bit weights; gradients, copies and states in fp32.
+        ("full", {"sharding": "zero2"}, 1110 * (2 + 16 / 4), 0),
+        ("full", {"sharding": "zero2", "offload": "optimizer"}, 1110 * 2, 1110 * 16 / 4 * 2),
+        ("full", {"sharding": "zero3", "offload": "parameters"}, 0, 1110 * 18 / 4 * 2),
+        # A part passes through the GPU.
+        ("lora", {"sharding": "fsdp2", "offload": "parameters"}, 1110 * 2 / 4, 1110 * 2 / 4 * 2),
+    ],
+)
+def test_weights_gradients_and_states_count(method: Any, options: dict[str, Any], gpu: float, host: float) -> None:
+    found = least_bytes(TENSORS, Settings(**SETTINGS, method=method), runtime(**options))
+    assert found == pytest.approx((gpu, host), abs=1)
+
+
+def test_weights_that_are_packed_or_in_fp8_are_not_counted_larger() -> None:
+    eight = [("l.weight", "F8_E4M3", [100, 10]), ("k.weight", "U8", [500, 1])]
+    assert least_bytes(eight, Settings(**SETTINGS), runtime())[0] == 1500
+    assert least_bytes(TENSORS, Settings(**SETTINGS, fp8=True), runtime())[0] == 1110
+    assert least_bytes([], Settings(**SETTINGS), runtime()) == (0, 0)
+
+
+def test_what_paged_optimizers_can_move_is_not_counted() -> None:
+    paged = Settings(**{**SETTINGS, "optim": "paged_adamw_8bit"}, method="full")
+    assert least_bytes(TENSORS, paged, runtime())[0] == 1110 * 8
+
+
+@pytest.mark.parametrize("method", ["lora", "qlora", "full"])
+def test_the_plan_never_estimates_less(method: Any) -> None:
+    settings = Settings(**SETTINGS, method=method)
+    shape = read_model_shape(settings)
+    tensors = least_memory.read_tensors(settings)
+    ways: list[Any] = [(s, "none") for s in ("none", "zero2", "zero3", "fsdp2")]
+    for sharding, offload in (way for way in [*ways, *OFFLOADS] if is_supported(method, *way)):
+        work = Workload(1, 2, 4, "adamw_torch", "torch", 4, "transformers", offload=offload)
+        planned = estimate_memory(shape, method, sharding, work)
+        gpu, host = least_bytes(tensors, settings, runtime(sharding=sharding, offload=offload))
+        # The least counts the constants of 4-bit weights generously.
+        assert gpu <= planned.total * 1.05 and host <= planned.host * 2 * 1.05, (sharding, offload)
+
+
+def gpus_of(monkeypatch: pytest.MonkeyPatch, total: int, host: int | None) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, total))
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda: 0.5)
+    monkeypatch.setattr(least_memory, "available_bytes", lambda: host)
+
+
+def test_the_sentence_names_both_sizes_and_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The demo's model has 966,144 values.
+    settings = Settings(**SETTINGS)
+    gpus_of(monkeypatch, 966_144 * 4, 966_143)
+    check_memory(settings, runtime())
+    offloaded = runtime(sharding="fsdp2", offload="parameters")
+    with pytest.raises(UserError) as refused:
+        check_memory(settings, offloaded)
+    assert (
+        "method lora with fsdp2, parameters and optimizer in host memory needs at least 943.5 KiB on every node, and 943.5 KiB are "
+        "available to rank 0"
+    ) in str(refused.value)
+    assert str(refused.value).endswith("; use more nodes, or accelerate_configs/fsdp2.yaml with more GPUs.")
+    gpus_of(monkeypatch, 966_144 * 4 - 2, None)
+    with pytest.raises(
+        UserError, match=r"method lora without sharding needs at least 1.8 MiB on every GPU, and rank 0 "
+    ):
+        check_memory(settings, runtime())
+    check_memory(settings, offloaded)
+    # A CPU run has no GPU's memory to fill.
+    cpu = runtime()
+    cpu.device_type = "cpu"
+    gpus_of(monkeypatch, 0, 0)
+    check_memory(settings, cpu)

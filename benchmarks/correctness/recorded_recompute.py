@@ -61,12 +61,12 @@ def measure(argv: list[str], lock: Path) -> dict[str, Any]:
     logger.setLevel(logging.INFO)
     with prepared_run(argv, recompute=True) as prepared:
         runner, captured = prepared.runner, prepared.captured
-        choice = prepared.trainer.recorded.choice
+        choice = prepared.trainer.cuda_graphs.choice
         cuda = runner.device.type == "cuda"
         found: dict[str, Any] = {
             "backend": prepared.run.runtime.backend,
             "choice": choice.reason,
-            "recorded": choice.recorded,
+            "recorded": choice.uses_graphs,
             "torch_version": torch.__version__,
             "device": prepared.run.runtime.device_name,
             "log": kept.lines,

@@ -162,7 +162,7 @@ def time_passes(prepared: Prepared, ready: Path) -> dict[str, Any]:
     import torch
 
     captured, size = prepared.captured, prepared.trainer.args.per_device_train_batch_size
-    found: dict[str, Any] = {"choice": prepared.trainer.recorded.choice.reason}
+    found: dict[str, Any] = {"choice": prepared.trainer.cuda_graphs.choice.reason}
     if captured is None:
         return found
     cuda = prepared.runner.device.type == "cuda"
@@ -176,7 +176,7 @@ def time_passes(prepared: Prepared, ready: Path) -> dict[str, Any]:
 
     loss = captured.run(batch, one)[0].item()
     found |= {"packs": size, "tokens": captured.shape.tokens, "sequences": captured.shape.sequences}
-    found |= {"head": batch["laid_out"].head, "copies": len(captured.adapters.layers), "loss": loss}
+    found |= {"head": batch["padded_batch"].head, "copies": len(captured.adapters.layers), "loss": loss}
     ready.touch()
     sys.stdin.readline()
     warm, rounds, passes, profiled = (WARM, ROUNDS, PASSES, PROFILED) if cuda else (1, 2, 1, 1)

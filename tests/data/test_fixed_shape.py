@@ -28,14 +28,14 @@ def rows_of(lengths: list[int], share: float = 0.3) -> tuple[np.ndarray, np.ndar
 @pytest.mark.parametrize("share", [0.0, 0.2, 1.0])
 def test_rows_keep_their_tokens_positions_and_labels(lengths: list[int], share: float) -> None:
     ids, labels, array = rows_of(lengths, share)
-    laid_out = SHAPE.lay_out(ids, labels, array)
-    assert laid_out is not None
-    step = SHAPE.parts(laid_out)
+    padded_batch = SHAPE.pad(ids, labels, array)
+    assert padded_batch is not None
+    step = SHAPE.parts(padded_batch)
     total, ends = sum(lengths), np.cumsum(lengths)
     assert step.input_ids.shape == step.position_ids.shape == (1, SHAPE.tokens) and SHAPE.tokens % TILE == 0
     assert step.input_ids[0, :total].tolist() == ids.tolist()
     boundaries = step.boundaries.tolist()
-    assert len(boundaries) == laid_out.rows + 1 and boundaries[: len(lengths) + 1] == [0, *ends.tolist()]
+    assert len(boundaries) == padded_batch.rows + 1 and boundaries[: len(lengths) + 1] == [0, *ends.tolist()]
     assert boundaries == sorted(boundaries) and boundaries[-1] == SHAPE.tokens
     assert max(np.diff(boundaries)) <= SHAPE.longest
     # A position restarts exactly at a boundary.
@@ -58,9 +58,9 @@ def test_single_rows_are_sequences_of_their_own(lengths: list[int]) -> None:
     shape = FixedShape.of_single_rows(3, 100)
     assert (shape.tokens, shape.longest) == (3 * TILE, TILE)
     ids, labels, array = rows_of(lengths)
-    laid_out = shape.lay_out(ids, labels, array)
-    assert laid_out is not None
-    step = shape.parts(laid_out)
+    padded_batch = shape.pad(ids, labels, array)
+    assert padded_batch is not None
+    step = shape.parts(padded_batch)
     assert step.input_ids.shape == (3, TILE)
     first, wanted = 0, []
     for sequence, length in enumerate(lengths):
@@ -79,9 +79,9 @@ def test_single_rows_are_sequences_of_their_own(lengths: list[int]) -> None:
 def test_fill_has_no_position_that_no_row_has(shape: FixedShape) -> None:
     """Models with a table of positions have no others."""
     for lengths, last in (([90, 60], 89), ([1, 1], 1)):
-        laid_out = shape.lay_out(*rows_of(lengths))
-        assert laid_out is not None
-        assert int(shape.parts(laid_out).position_ids.max()) == last
+        padded_batch = shape.pad(*rows_of(lengths))
+        assert padded_batch is not None
+        assert int(shape.parts(padded_batch).position_ids.max()) == last
 
 
 @pytest.mark.parametrize(
@@ -90,27 +90,27 @@ def test_fill_has_no_position_that_no_row_has(shape: FixedShape) -> None:
 def test_a_micro_batch_is_padded_to_the_smallest_size_that_holds_it(lengths: list[int], tokens: int) -> None:
     shape = dataclasses.replace(SHAPE, smaller=(128,))
     ids, labels, array = rows_of(lengths)
-    laid_out = shape.lay_out(ids, labels, array)
-    assert laid_out is not None and laid_out.tokens == laid_out.sizes[0] == tokens
+    padded_batch = shape.pad(ids, labels, array)
+    assert padded_batch is not None and padded_batch.tokens == padded_batch.sizes[0] == tokens
     assert shape.padded(array[None]).tolist() == [tokens]
-    step = shape.parts(laid_out)
+    step = shape.parts(padded_batch)
     assert step.input_ids.shape == (1, tokens) and step.input_ids[0, : len(ids)].tolist() == ids.tolist()
     assert step.boundaries.max() == tokens and int(step.supervised) == int((labels != IGNORED).sum())
-    whole = shape.lay_out(ids, labels, array, at_least=384)
+    whole = shape.pad(ids, labels, array, at_least=384)
     assert whole is not None and whole.tokens == 384
 
 
 def test_the_head_is_computed_for_a_part_of_the_padded_tokens() -> None:
     shape = dataclasses.replace(FixedShape.that_holds(tokens=8192, rows=8, longest=8192), smaller=(2048,))
     lengths = ([900], [3000])
-    found = [shape.lay_out(*rows_of(of, share=0.1)) for of in lengths]
+    found = [shape.pad(*rows_of(of, share=0.1)) for of in lengths]
     # One sixteenth of 2048 tokens, and of 8192.
     assert [one and (one.tokens, one.head) for one in found] == [(2048, 128), (8192, 512)]
 
 
 def test_single_rows_are_padded_to_the_smallest_length_that_holds_the_longest() -> None:
     shape = dataclasses.replace(FixedShape.of_single_rows(2, 300), smaller=(256, 512))
-    found = [shape.lay_out(*rows_of(lengths)) for lengths in ([100, 90], [100, 129], [300, 1], [385, 1])]
+    found = [shape.pad(*rows_of(lengths)) for lengths in ([100, 90], [100, 129], [300, 1], [385, 1])]
     assert [one and shape.parts(one).input_ids.shape for one in found] == [(2, 128), (2, 256), (2, 384), None]
 
 
@@ -139,15 +139,15 @@ def test_sizes_of_many_different_micro_batches_save_about_what_the_best_would() 
     assert array[np.searchsorted(array, needed)].mean() < 1.38 * needed.mean()
 
 
-def test_more_or_longer_single_rows_than_the_shape_has_are_not_laid_out() -> None:
+def test_more_or_longer_single_rows_than_the_shape_has_are_not_padded() -> None:
     shape = FixedShape.of_single_rows(3, 100)
     for lengths in ([5] * 4, [129]):
-        assert shape.lay_out(*rows_of(lengths)) is None
+        assert shape.pad(*rows_of(lengths)) is None
 
 
-def test_a_micro_batch_that_is_larger_than_the_shape_is_not_laid_out() -> None:
+def test_a_micro_batch_that_is_larger_than_the_shape_is_not_padded() -> None:
     for lengths in ([101], [100, 100, 100, 100], [2] * 20):
-        assert SHAPE.lay_out(*rows_of(lengths)) is None
+        assert SHAPE.pad(*rows_of(lengths)) is None
 
 
 def test_there_are_few_sizes() -> None:
@@ -158,21 +158,21 @@ def test_there_are_few_sizes() -> None:
     assert all(size >= count for count, size in rows.items()) and len(set(rows.values())) <= 8
 
 
-def test_a_laid_out_micro_batch_moves_with_its_sizes() -> None:
-    laid_out = SHAPE.lay_out(*rows_of([40, 20]))
-    assert laid_out is not None
-    moved = laid_out.to("meta")
-    assert moved.sizes == laid_out.sizes and moved.vector.is_meta
+def test_a_padded_micro_batch_moves_with_its_sizes() -> None:
+    padded_batch = SHAPE.pad(*rows_of([40, 20]))
+    assert padded_batch is not None
+    moved = padded_batch.to("meta")
+    assert moved.sizes == padded_batch.sizes and moved.vector.is_meta
 
 
 def test_batches_carry_the_vector_only_where_they_fit() -> None:
     ids, labels, lengths = rows_of([40, 20])
     pack = {"input_ids": ids, "labels": labels, "lengths": lengths}
     collate = Collate(PadRight(0), Flatten("positions"))
-    assert "laid_out" not in collate([pack])
-    collate.lay_out_for(SHAPE)
+    assert "padded_batch" not in collate([pack])
+    collate.pad_to_shape(SHAPE)
     batch = collate([pack, pack])
-    assert int(SHAPE.parts(batch["laid_out"]).tokens) == 120
-    assert "laid_out" not in collate([pack] * 7)
+    assert int(SHAPE.parts(batch["padded_batch"]).tokens) == 120
+    assert "padded_batch" not in collate([pack] * 7)
     row = {"input_ids": ids, "labels": labels}
-    assert "laid_out" not in collate([row])
+    assert "padded_batch" not in collate([row])

@@ -27,9 +27,9 @@ from unsloth_ddp.plan.report import PlanReport, plan_as_json, render_plan
 from unsloth_ddp.plan.rows import RowLengths, largest_micro_batch
 from unsloth_ddp.plan.shape import ModelShape
 from unsloth_ddp.plan.step import PlannedStep, choose_step
-from unsloth_ddp.training import recorded_steps
+from unsloth_ddp.training import cuda_graphs
+from unsloth_ddp.training.cuda_graphs import CudaGraphs
 from unsloth_ddp.training.memory_search import largest_tokens, with_micro_batch
-from unsloth_ddp.training.recorded_steps import RecordedSteps
 from unsloth_ddp.training.step_choice import StepChoice
 
 SPEED = REPO / "benchmarks" / "results" / "speed"
@@ -104,7 +104,7 @@ def test_the_step_of_a_measured_run_is_planned(
     hardware = Hardware(1, 1, [1e9], gpu_memory=139 * 2**30)
     made = make_plan(settings, shape, rows, asked, hardware, None)
     assert made.batch.per_device == taken["per_device_train_batch_size"]
-    assert made.graphs.recorded == (made.batch.per_device * work["max_length"] == 8192)
+    assert made.graphs.uses_graphs == (made.batch.per_device * work["max_length"] == 8192)
     chosen = next(row for row in made.memory if (row.method, row.sharding) == (settings.method, "none"))
     assert chosen.checkpointing == taken["gradient_checkpointing"]
     assert chosen.memory.total == pytest.approx(cell["peak_memory_bytes"], rel=0.08)
@@ -158,11 +158,11 @@ def test_what_does_not_fit_has_the_memory_of_the_trial(
 def choice_of_run(
     settings: Settings, lengths: np.ndarray, weights: int, planned: PlannedStep, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[StepChoice, StepChoice]:
-    """Return what RecordedSteps chooses before and after the micro-batch of the plan, if its trial succeeds on GPUs."""
+    """Return what CudaGraphs chooses before and after the micro-batch of the plan, if its trial succeeds on GPUs."""
     processes = planned.batch.processes
-    monkeypatch.setattr(recorded_steps, "record_on_a_stream", lambda device: None)
+    monkeypatch.setattr(cuda_graphs, "use_capture_stream", lambda device: None)
     monkeypatch.setattr("unsloth_ddp.model.varlen.is_available", lambda: True)
-    monkeypatch.setattr(RecordedSteps, "_try", lambda *_: (SimpleNamespace(in_trial=True, shape=None), None))
+    monkeypatch.setattr(CudaGraphs, "_try", lambda *_: (SimpleNamespace(in_trial=True, shape=None), None))
     dataset = datasets.Dataset.from_dict({"input_ids": [[0] * int(n) for n in [*lengths, 1]]})
     plan, packing, decision = plan_step(BatchRequest.of(settings, processes), lengths, PACKED)
     train = TokenizedRows(dataset, Counts(rows=len(lengths)), packing, settings.streaming)
@@ -175,8 +175,8 @@ def choice_of_run(
     )
     layer = torch.nn.Linear(weights, 1, bias=False, device="meta")
     model: Any = SimpleNamespace(get_decoder=lambda: SimpleNamespace(layers=[layer]))
-    collate: Any = SimpleNamespace(lay_out_for=lambda shape: None)
-    steps = RecordedSteps(
+    collate: Any = SimpleNamespace(pad_to_shape=lambda shape: None)
+    steps = CudaGraphs(
         settings, runtime, TrainingData(train, None, plan, decision), collate, torch.device("cpu"), model
     )
     before = steps.choice
@@ -228,12 +228,12 @@ def test_cuda_graphs_are_planned_as_a_run_chooses_them(
     rows = dataclasses.replace(rows, streamed=settings.streaming)
     planned = choose_step(settings, shape, rows, asked, None)
     assert planned.batch.per_device == size
-    assert planned.graphs.recorded == (reason is None)
+    assert planned.graphs.uses_graphs == (reason is None)
     assert reason is None or planned.graphs.reason.startswith(reason)
     before, after = choice_of_run(settings, chat_lengths, weights, planned, monkeypatch)
-    assert after.recorded == planned.graphs.recorded
-    assert after.recorded or after.reason == planned.graphs.reason
-    assert before.recorded or before == after
+    assert after.uses_graphs == planned.graphs.uses_graphs
+    assert after.uses_graphs or after.reason == planned.graphs.reason
+    assert before.uses_graphs or before == after
 
 
 @pytest.mark.parametrize(
@@ -271,4 +271,4 @@ def test_the_plan_says_whether_it_assumes_cuda_graphs_and_why_not(
     shown = " ".join(render_plan(report).split())
     assert shown.split("CUDA graphs ")[1].split(" steps ")[0] == said
     assert ("As in a run, CUDA graphs are assumed however much is padded." in shown) == settings.streaming
-    assert plan_as_json(report)["plan"]["graphs"]["recorded"] == said.startswith("on")
+    assert plan_as_json(report)["plan"]["graphs"]["uses_graphs"] == said.startswith("on")

@@ -21,8 +21,8 @@ from unsloth_ddp.model import head_loss as head_module
 from unsloth_ddp.model.head_loss import head_loss
 from unsloth_ddp.model.modules import without_dropout
 from unsloth_ddp.model.packed_forward import PackedForward
-from unsloth_ddp.training.captured_step import CapturedStep, RecordingFailed
-from unsloth_ddp.training.step_choice import capture_sizes, check_recording
+from unsloth_ddp.training.captured_step import CapturedStep, CaptureFailed
+from unsloth_ddp.training.step_choice import capture_sizes, check_capture
 
 SHAPE = FixedShape.that_holds(tokens=256, rows=12, longest=128)
 DEVICE = torch.device("cpu")
@@ -46,7 +46,7 @@ def captured_of(model: Any, *, recompute: bool = False) -> CapturedStep:
 
 def batches() -> list[dict[str, Any]]:
     collate = Collate(PadRight(0), Flatten("positions"))
-    collate.lay_out_for(SHAPE)
+    collate.pad_to_shape(SHAPE)
     lengths: list[list[int]] = [[60, 50, 30], [128, 100], [9]]
     packs = [dict(zip(("input_ids", "labels", "lengths"), rows_of(of), strict=True)) for of in lengths]
     return [collate([pack]) for pack in packs]
@@ -91,7 +91,7 @@ def test_a_step_of_replayed_and_ordinary_micro_batches_has_the_gradients_of_ordi
 def test_packs_of_one_row_each_have_the_gradients_of_ordinary_ones() -> None:
     shape = FixedShape.of_single_rows(2, 128)
     collate = Collate(PadRight(0), Flatten("positions"))
-    collate.lay_out_for(shape)
+    collate.pad_to_shape(shape)
     packs = [dict(zip(("input_ids", "labels", "lengths"), rows_of([of]), strict=True)) for of in (100, 60, 128)]
     model = model_of("lora")
     sum(ordinary_sum(model, collate([pack])) for pack in packs).backward()
@@ -103,7 +103,7 @@ def test_packs_of_one_row_each_have_the_gradients_of_ordinary_ones() -> None:
     torch.testing.assert_close(gradients(model), wanted, rtol=1e-4, atol=1e-6)
 
 
-def test_the_peak_before_a_new_recording_is_kept_once_training_began(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_peak_before_a_new_graph_is_kept_once_training_began(monkeypatch: pytest.MonkeyPatch) -> None:
     captured, counted = captured_of(model_of("lora")), [5]
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: counted[0])
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: counted.__setitem__(0, 0))
@@ -111,13 +111,13 @@ def test_the_peak_before_a_new_recording_is_kept_once_training_began(monkeypatch
     assert (captured.peak_bytes, counted) == (0, [0])
     captured.in_trial = False
     counted[0] = 7
-    # An evaluation took the memory of all recordings.
+    # An evaluation took the memory of all graphs.
     captured.forget()
     captured._count_anew()
     assert (captured.peak_bytes, counted) == (7, [0])
 
 
-def test_a_recording_leaves_gradients_as_they_were_also_where_it_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_capture_leaves_gradients_as_they_were_also_where_it_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     captured = captured_of(model_of("lora"))
     captured.run(batches()[0], torch.ones(()))
     before = gradients_of(captured)
@@ -128,19 +128,19 @@ def test_a_recording_leaves_gradients_as_they_were_also_where_it_fails(monkeypat
             flat += 1
         compute()
 
-    monkeypatch.setattr(captured, "_record_on_gpu", record)
-    captured._record_beside_gradients(lambda: None, 1)
+    monkeypatch.setattr(captured, "_capture_on_gpu", record)
+    captured._capture_beside_gradients(lambda: None, 1)
     assert torch.equal(gradients_of(captured), before)
-    with pytest.raises(RecordingFailed, match="no such layer"):
-        captured._record_beside_gradients(fail, 1)
+    with pytest.raises(CaptureFailed, match="no such layer"):
+        captured._capture_beside_gradients(fail, 1)
     assert torch.equal(gradients_of(captured), before)
 
     def short(tensor: torch.Tensor) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
-    with monkeypatch.context() as changed, pytest.raises(RecordingFailed, match="CUDA out of memory"):
+    with monkeypatch.context() as changed, pytest.raises(CaptureFailed, match="CUDA out of memory"):
         changed.setattr(torch.Tensor, "clone", short)
-        captured._record_beside_gradients(lambda: None, 1)
+        captured._capture_beside_gradients(lambda: None, 1)
     assert torch.equal(gradients_of(captured), before)
 
 
@@ -148,16 +148,16 @@ def gradients_of(captured: CapturedStep) -> torch.Tensor:
     return torch.cat(captured.gradients.flat)
 
 
-def test_only_the_first_recording_of_a_number_of_tokens_is_warmed_up_twice() -> None:
+def test_only_the_first_capture_of_a_number_of_tokens_is_warmed_up_twice() -> None:
     shape = dataclasses.replace(SHAPE, smaller=(128,))
     model = model_of("lora")
     captured = CapturedStep(model, PackedForward(model, shape), contextlib.nullcontext, torch.float32, DEVICE)
     counts = []
     for lengths in ([100], [90, 60], [60, 60, 1, 1, 1, 1, 1, 1, 1]):
-        laid_out = shape.lay_out(*rows_of(lengths))
-        assert laid_out is not None
-        counts.append((laid_out.sizes[:2], captured._warm_up(laid_out.tokens)))
-        captured.run({"laid_out": laid_out}, torch.ones(()))
+        padded_batch = shape.pad(*rows_of(lengths))
+        assert padded_batch is not None
+        counts.append((padded_batch.sizes[:2], captured._warm_up(padded_batch.tokens)))
+        captured.run({"padded_batch": padded_batch}, torch.ones(()))
     assert counts == [((128, 8), 2), ((256, 8), 2), ((128, 16), 1)]
     # A graph in the pool of those that are dropped would keep their memory.
     captured._pool = object()
@@ -165,7 +165,7 @@ def test_only_the_first_recording_of_a_number_of_tokens_is_warmed_up_twice() -> 
     assert captured._warm_up(128) == 2 and captured._pool is None
 
 
-def test_a_recording_follows_its_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_capture_follows_its_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
     captured, passes = captured_of(model_of("lora")), []
     for name in ("synchronize", "current_stream"):
         monkeypatch.setattr(torch.cuda, name, lambda device: None)
@@ -173,7 +173,7 @@ def test_a_recording_follows_its_warm_up(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(pool=lambda: 1, replay=lambda: None))
     monkeypatch.setattr(torch.random, "fork_rng", lambda devices: contextlib.nullcontext())
     monkeypatch.setattr(captured.forward, "compiled_layers", contextlib.nullcontext)
-    captured._record_on_gpu(lambda: passes.append(1), 2)
+    captured._capture_on_gpu(lambda: passes.append(1), 2)
     assert len(passes) == 3
 
 
@@ -184,28 +184,28 @@ def test_every_number_of_tokens_is_captured_before_training(sequences: int) -> N
     model = with_dropout_of(0.5)
     captured = CapturedStep(model, PackedForward(model, shape), contextlib.nullcontext, torch.float32, DEVICE)
     example = dict(zip(("input_ids", "labels", "lengths"), rows_of([9]), strict=True))
-    captured.run({"laid_out": shape.lay_out(*example.values())}, torch.ones(()))
+    captured.run({"padded_batch": shape.pad(*example.values())}, torch.ones(()))
     for p in captured.trained:
         p.grad = None
     state = torch.get_rng_state()
     assert capture_sizes(captured, example) is None
-    assert {sizes[0] for sizes in captured.recordings} == {256, shape.tokens} and len(captured.recordings) == 2
+    assert {sizes[0] for sizes in captured.graphs} == {256, shape.tokens} and len(captured.graphs) == 2
     assert torch.equal(torch.get_rng_state(), state) and all(p.grad is None for p in captured.trained)
     captured.forget()
     captured.forward.layers[1].register_forward_pre_hook(fail)
-    assert capture_sizes(captured, example) == "recording it failed: no such layer"
+    assert capture_sizes(captured, example) == "capturing it failed: no such layer"
     assert all(p.grad is None for p in captured.trained)
 
 
 def test_micro_batches_padded_to_several_sizes_have_the_gradients_of_ordinary_ones() -> None:
     shape = dataclasses.replace(SHAPE, smaller=(128,))
     collate = Collate(PadRight(0), Flatten("positions"))
-    collate.lay_out_for(shape)
+    collate.pad_to_shape(shape)
     packs = [
         dict(zip(("input_ids", "labels", "lengths"), rows_of(of), strict=True)) for of in ([60, 50], [128, 100], [9])
     ]
     given = [collate([pack]) for pack in packs]
-    assert [batch["laid_out"].tokens for batch in given] == [128, 256, 128]
+    assert [batch["padded_batch"].tokens for batch in given] == [128, 256, 128]
     model = model_of("lora")
     sum(ordinary_sum(model, batch) for batch in given).backward()
     wanted = gradients(model)
@@ -226,16 +226,16 @@ def test_the_check_accepts_the_same_pass_and_names_another_one() -> None:
     model = model_of("lora")
     model.base_model.model.lm_head.weight.grad = None
     captured, batch = captured_of(model), batches()[1]
-    assert check_recording(captured, batch, lambda one: ordinary_sum(model, one)) is None
+    assert check_capture(captured, batch, lambda one: ordinary_sum(model, one)) is None
     assert all(p.grad is None for p in model.parameters())
-    reason = check_recording(captured, batch, lambda one: 1.02 * ordinary_sum(model, one))
+    reason = check_capture(captured, batch, lambda one: 1.02 * ordinary_sum(model, one))
     assert reason is not None and reason.startswith("its loss would differ by 2.0e-02")
     other = batches()[2]
-    reason = check_recording(
+    reason = check_capture(
         captured, batch, lambda one: ordinary_sum(model, one) + 0 * ordinary_sum(model, other).square() + _bent(model)
     )
     assert reason is not None and reason.startswith("its gradients would differ by")
-    wide = check_recording(captured, batch, lambda one: ordinary_sum(model, one) + _bent(model), tolerance=float("inf"))
+    wide = check_capture(captured, batch, lambda one: ordinary_sum(model, one) + _bent(model), tolerance=float("inf"))
     assert wide is None
 
 
@@ -250,7 +250,7 @@ def test_the_check_allows_half_a_percent_of_the_loss_and_five_of_the_gradients(p
         # The other part stays as it is.
         return changed.detach() + loss - loss.detach() if part == "loss" else loss.detach() + changed - changed.detach()
 
-    reason = check_recording(captured, batch, ordinary)
+    reason = check_capture(captured, batch, ordinary)
     assert (reason is None) == (off in (0.004, 0.04))
     assert reason is None or reason.startswith(f"its {part} would differ by {off:.1e}")
 
@@ -264,7 +264,7 @@ def test_the_check_counts_gradients_that_the_backend_does_not_compute() -> None:
         (gradient,) = torch.autograd.grad(loss, [weight])
         return loss.detach() + ((weight - weight.detach()) * gradient).sum()
 
-    reason = check_recording(captured, batch, of_one_weight)
+    reason = check_capture(captured, batch, of_one_weight)
     assert reason is not None and reason.startswith("its gradients would differ by")
 
 
@@ -288,7 +288,7 @@ def test_dropout_is_left_out_of_the_check_and_back_afterwards() -> None:
     captured, batch = captured_of(model), batches()[1]
     with without_dropout(model) as dropped:
         assert dropped
-        assert check_recording(captured, batch, lambda one: ordinary_sum(model, one)) is None
+        assert check_capture(captured, batch, lambda one: ordinary_sum(model, one)) is None
     first, second = (captured.run(batch, torch.ones(()))[0].item() for _ in range(2))
     assert first != second
     with without_dropout(model_of("lora")) as dropped:
@@ -303,8 +303,8 @@ def test_a_pass_that_fails_is_named() -> None:
     model = model_of("lora")
     captured = captured_of(model)
     captured.forward.layers[1].register_forward_pre_hook(fail)
-    reason = check_recording(captured, batches()[0], lambda one: one["labels"].sum() * _bent(model))
-    assert reason == "recording it failed: no such layer"
+    reason = check_capture(captured, batches()[0], lambda one: one["labels"].sum() * _bent(model))
+    assert reason == "capturing it failed: no such layer"
 
 
 def test_models_whose_head_is_no_plain_matrix_are_refused() -> None:

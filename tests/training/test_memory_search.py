@@ -170,13 +170,13 @@ def test_kinds_can_be_exchanged_any_number_of_times(method):
 class OnGPU(MemorySearch):
     """The search on a GPU with room for so many rows of 1100 tokens of each kind."""
 
-    def __init__(self, room: dict[str, int], rows: int = 16, *, recorded: bool = False, **options: Any) -> None:
+    def __init__(self, room: dict[str, int], rows: int = 16, *, uses_graphs: bool = False, **options: Any) -> None:
         settings = Settings(model="m", dataset=["d"], **options)
         runtime = Runtime(Ranks(), "unsloth", "cuda", "bf16", "H200")
         checkpointing = SimpleNamespace(kinds=kinds_here(runtime, settings), use=self.use)
         train = SimpleNamespace(streamed=False, packing=None, lengths=lambda: np.array([1100] * 64 + [1]))
         data = SimpleNamespace(train=train, evaluation=None, plan=BatchPlan(1, rows, 1))
-        super().__init__(settings, runtime, data, checkpointing, None, 0, recorded=recorded)
+        super().__init__(settings, runtime, data, checkpointing, None, 0, uses_graphs=uses_graphs)
         self.room, self.kind = room, ""
         self.tried: list[tuple[str, int]] = []
 
@@ -200,22 +200,22 @@ def test_what_fits_is_found_by_trying_and_told():
 
 
 @pytest.mark.parametrize(
-    ("room", "ordinary", "recorded"),
+    ("room", "ordinary", "with_graphs"),
     [
-        # More than 8192 tokens bring a recorded pass nothing, and 2048 are enough not to recompute.
+        # More than 8192 tokens bring a CUDA graph nothing, and 2048 are enough not to recompute.
         ({"none": 16, "torch": 16, "unsloth": 16}, ("none", 16), ("none", 8)),
         ({"none": 2, "torch": 16, "unsloth": 16}, ("torch", 16), ("none", 2)),
         ({"none": 1, "torch": 16, "unsloth": 16}, ("torch", 16), ("torch", 8)),
-        # Recorded with torch, 2200 tokens are as fast as more; unsloth is not recorded.
+        # Captured with torch, 2200 tokens are as fast as more; unsloth is not captured.
         ({"none": 0, "torch": 2, "unsloth": 16}, ("unsloth", 16), ("torch", 2)),
         ({"none": 0, "torch": 0, "unsloth": 16}, ("unsloth", 16), ("unsloth", 8)),
     ],
 )
-def test_a_run_that_records_takes_fewer_rows_and_recomputes_less(room, ordinary, recorded):
-    for records, wanted in ((False, ordinary), (True, recorded)):
-        decision = OnGPU(room, recorded=records).choose({})
+def test_a_run_with_cuda_graphs_takes_fewer_rows_and_recomputes_less(room, ordinary, with_graphs):
+    for graphs, wanted in ((False, ordinary), (True, with_graphs)):
+        decision = OnGPU(room, uses_graphs=graphs).choose({})
         assert (decision.kind, decision.per_device) == wanted
-    only = OnGPU(room, recorded=True, gradient_checkpointing="torch").choose({})
+    only = OnGPU(room, uses_graphs=True, gradient_checkpointing="torch").choose({})
     assert (only.kind, only.per_device) == ("torch", max(1, min(8, room["torch"])))
 
 

@@ -1,4 +1,4 @@
-"""Recorded passes with gradient checkpointing torch: layers are computed again in the backward pass, in the recording."""
+"""Captured passes with gradient checkpointing torch: layers are computed again in the backward pass, in the graph."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from tests.training.test_captured_step import SHAPE, batches, captured_of, fail,
 from unsloth_ddp.config.parse import Settings
 from unsloth_ddp.data.batch_plan import BatchPlan
 from unsloth_ddp.data.collate import Collate, Flatten, PadRight
-from unsloth_ddp.data.fixed_shape import FixedShape, LaidOut
+from unsloth_ddp.data.fixed_shape import FixedShape, PaddedBatch
 from unsloth_ddp.model import packed_forward, varlen
 from unsloth_ddp.model.gradient_checkpointing import GradientCheckpointing
 from unsloth_ddp.model.packed_forward import PackedForward
-from unsloth_ddp.training import recorded_steps
+from unsloth_ddp.training import cuda_graphs
 from unsloth_ddp.training.captured_step import CapturedStep
+from unsloth_ddp.training.cuda_graphs import CudaGraphs
 from unsloth_ddp.training.memory_search import MicroBatchDecision
 from unsloth_ddp.training.micro_batch_loss import MicroBatchRunner
 from unsloth_ddp.training.oom_retry import StepRetry
-from unsloth_ddp.training.recorded_steps import RecordedSteps
 from unsloth_ddp.training.step_choice import draws_random_numbers
 from unsloth_ddp.utils.errors import UserError
 
@@ -74,7 +74,7 @@ def test_layers_are_computed_twice_keep_less_and_give_the_same_gradients(library
     recomputed = kept_bytes(captured, batch)
     captured.recompute_layers(False)
     # A graph would replay the layers as they were captured.
-    assert not captured.recordings
+    assert not captured.graphs
     assert torch.equal(passed(captured, batch)[1], wanted[1])
     assert 4 * recomputed < kept_bytes(captured, batch)
 
@@ -116,9 +116,9 @@ def test_recomputing_does_not_compile_layers_again(monkeypatch: pytest.MonkeyPat
     model = model_of("lora").bfloat16()
     varlen.use(model.get_base_model())
     collate = Collate(PadRight(0), Flatten("positions"))
-    collate.lay_out_for(SHAPE)
+    collate.pad_to_shape(SHAPE)
     packs = [*batches(), collate([dict(zip(("input_ids", "labels", "lengths"), rows_of([20] * 9), strict=True))])]
-    assert len({batch["laid_out"].rows for batch in packs}) > 1
+    assert len({batch["padded_batch"].rows for batch in packs}) > 1
     plain = [passed(captured_of(model), batch) for batch in packs]
     captured = captured_of(model, recompute=True)
     graphs = []
@@ -191,7 +191,7 @@ def test_rows_are_kept_apart_by_boundaries_or_as_sequences(
 
     monkeypatch.setattr(upstream, "varlen_attn", attend, raising=False)
     collate = Collate(PadRight(0), Flatten("positions"))
-    collate.lay_out_for(shape)
+    collate.pad_to_shape(shape)
     packs = [dict(zip(("input_ids", "labels", "lengths"), rows_of(of), strict=True)) for of in lengths]
     model = model_of("lora").bfloat16()
     wanted = sum(ordinary_sum(model, collate([pack])) for pack in packs)
@@ -254,7 +254,7 @@ def with_dropout(p: float) -> Any:
 
 
 def test_random_numbers_of_a_forward_pass_are_noticed_and_left_as_they_were() -> None:
-    step = SHAPE.parts(batches()[0]["laid_out"])
+    step = SHAPE.parts(batches()[0]["padded_batch"])
     model = with_dropout(0.1)
     forward, state = PackedForward(model, SHAPE), torch.get_rng_state()
     assert forward.draws_random_numbers(step)
@@ -271,13 +271,13 @@ def test_random_numbers_of_a_forward_pass_are_noticed_and_left_as_they_were() ->
 
 def test_the_rows_that_random_numbers_are_looked_for_with_come_to_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     captured, batch, moved = captured_of(model_of("lora")), batches()[0], []
-    monkeypatch.setattr(LaidOut, "to", lambda laid_out, device: moved.append(device) or laid_out)
+    monkeypatch.setattr(PaddedBatch, "to", lambda padded_batch, device: moved.append(device) or padded_batch)
     assert draws_random_numbers(captured, batch) == (False, None)
     # As a loader leaves it: runners move tensors only.
     assert moved == [captured.device]
 
 
-def test_another_librarys_checkpoint_function_is_not_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_librarys_checkpoint_function_is_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     captured = captured_of(model_of("lora"), recompute=True)
     monkeypatch.setattr(torch.utils.checkpoint, "checkpoint", fail)
     with pytest.raises(NotImplementedError, match="test_captured_step has replaced torch's checkpoint function"):
@@ -303,10 +303,10 @@ class Rows:
 @pytest.fixture
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(varlen, "is_available", lambda: True)
-    monkeypatch.setattr(recorded_steps, "record_on_a_stream", lambda device: None)
+    monkeypatch.setattr(cuda_graphs, "use_capture_stream", lambda device: None)
 
 
-def prepared(model: Any, kind: str, **options: Any) -> RecordedSteps:
+def prepared(model: Any, kind: str, **options: Any) -> CudaGraphs:
     runtime = SimpleNamespace(
         device_type="cuda", precision="bf16", sharding="none", gather=lambda one: [one], locations=["rank 0"],
         ranks=SimpleNamespace(world_size=1, rank=0),
@@ -314,7 +314,7 @@ def prepared(model: Any, kind: str, **options: Any) -> RecordedSteps:
     collate, rows = Collate(PadRight(0), Flatten("positions")), Rows()
     settings = Settings(model="m", dataset=["d"], max_length=256, **options)
     data = SimpleNamespace(train=rows, plan=BatchPlan(1, 2, 1))
-    recorded = RecordedSteps(settings, runtime, data, collate, torch.device("cpu"), model)
+    graphs = CudaGraphs(settings, runtime, data, collate, torch.device("cpu"), model)
     if kind == "torch":
         model.gradient_checkpointing_enable({"use_reentrant": False})
     runner = MicroBatchRunner(
@@ -324,48 +324,48 @@ def prepared(model: Any, kind: str, **options: Any) -> RecordedSteps:
         collate,
         contextlib.nullcontext,
     )
-    recorded.prepare(
+    graphs.prepare(
         runner, MicroBatchDecision(kind, 1, ""), BatchPlan(1, 2, 1), lambda: torch.autocast("cpu", torch.bfloat16)
     )
-    return recorded
+    return graphs
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")
 @pytest.mark.parametrize("kind", ["none", "torch"])
-def test_both_kinds_are_recorded_and_a_change_of_kind_records_anew(
+def test_both_kinds_are_captured_and_a_change_of_kind_captures_anew(
     kind: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    recorded = prepared(model_of("lora"), kind)
-    captured = recorded.captured
-    assert recorded.choice.recorded and captured is not None and captured.forward.recompute == (kind == "torch")
+    graphs = prepared(model_of("lora"), kind)
+    captured = graphs.captured
+    assert graphs.choice.uses_graphs and captured is not None and captured.forward.recompute == (kind == "torch")
     assert not captured.in_trial
-    batch = recorded.collate([Rows().examples[0]])
-    first = recorded.run(batch, torch.ones(()))
-    assert first is not None and captured.recordings
+    batch = graphs.collate([Rows().examples[0]])
+    first = graphs.run(batch, torch.ones(()))
+    assert first is not None and captured.graphs
     loss = first[0].clone()
-    recorded.use("torch")
-    assert recorded.captured is captured and not captured.recordings and captured.forward.recompute
-    again = recorded.run(batch, torch.ones(()))
+    graphs.use("torch")
+    assert graphs.captured is captured and not captured.graphs and captured.forward.recompute
+    again = graphs.run(batch, torch.ones(()))
     assert again is not None and torch.equal(again[0], loss)
     assert capsys.readouterr().out == ""
-    recorded.use("unsloth")
-    assert recorded.run(batch, torch.ones(())) is None and "laid_out" not in recorded.collate([Rows().examples[0]])
+    graphs.use("unsloth")
+    assert graphs.run(batch, torch.ones(())) is None and "padded_batch" not in graphs.collate([Rows().examples[0]])
     assert "no longer replayed on rank 0: gradient checkpointing unsloth moves the inputs" in capsys.readouterr().out
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")
-def test_a_step_that_runs_out_of_memory_drops_its_recordings_and_goes_on_recomputing(
+def test_a_step_that_runs_out_of_memory_drops_its_graphs_and_goes_on_recomputing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model, one = model_of("lora"), torch.ones(())
-    recorded = prepared(model, "none")
+    graphs = prepared(model, "none")
     runtime: Any = SimpleNamespace(backend="transformers", sharding="none")
     settings = Settings(model="m", dataset=["d"], gradient_checkpointing="auto")
     meter: Any = SimpleNamespace(snapshot=lambda: None, restore=lambda *_: None)
     checkpointing = GradientCheckpointing(model, runtime, settings)
-    retry = StepRetry(checkpointing, meter, torch.device("cpu"), None, 1, recorded.use)
+    retry = StepRetry(checkpointing, meter, torch.device("cpu"), None, 1, graphs.use)
     held = []
-    monkeypatch.setattr(gc, "collect", lambda: held.append(len(recorded.captured.recordings)))
+    monkeypatch.setattr(gc, "collect", lambda: held.append(len(graphs.captured.graphs)))
 
     def compute(model: Any, batch: dict[str, Any], divisor: torch.Tensor) -> torch.Tensor:
         if checkpointing.kind == "none":
@@ -374,18 +374,18 @@ def test_a_step_that_runs_out_of_memory_drops_its_recordings_and_goes_on_recompu
         loss.backward()
         return loss.detach()
 
-    first, larger = (recorded.collate([Rows().examples[index]]) for index in (0, 1))
+    first, larger = (graphs.collate([Rows().examples[index]]) for index in (0, 1))
     retry.begin_step([first, larger], one)
-    assert recorded.run(first, one) is not None and recorded.captured.recordings
+    assert graphs.run(first, one) is not None and graphs.captured.graphs
     retry.pass_done()
     retry.run(compute, model, larger, one)
-    assert held[0] == 0 and checkpointing.kind == "torch" and recorded.captured.forward.recompute
+    assert held[0] == 0 and checkpointing.kind == "torch" and graphs.captured.forward.recompute
     found = gradients(model)
     model.zero_grad()
     sum(ordinary_sum(model, batch) for batch in (first, larger)).backward()
     torch.testing.assert_close(found, gradients(model))
     model.zero_grad()
-    assert recorded.run(first, one) is not None and recorded.captured.recordings
+    assert graphs.run(first, one) is not None and graphs.captured.graphs
     found = gradients(model)
     model.zero_grad()
     ordinary_sum(model, first).backward()
@@ -393,14 +393,14 @@ def test_a_step_that_runs_out_of_memory_drops_its_recordings_and_goes_on_recompu
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")
-def test_dropout_is_recorded_without_recomputing_only(capsys: pytest.CaptureFixture[str]) -> None:
-    recorded = prepared(with_dropout(0.1), "none")
-    assert recorded.choice.recorded
-    recorded.use("torch")
-    assert recorded.captured is None
+def test_dropout_is_captured_without_recomputing_only(capsys: pytest.CaptureFixture[str]) -> None:
+    graphs = prepared(with_dropout(0.1), "none")
+    assert graphs.choice.uses_graphs
+    graphs.use("torch")
+    assert graphs.captured is None
     assert "gradient checkpointing torch would draw another dropout mask" in capsys.readouterr().out
     refused = prepared(with_dropout(0.1), "torch")
-    assert not refused.choice.recorded and refused.choice.reason.startswith(
+    assert not refused.choice.uses_graphs and refused.choice.reason.startswith(
         "gradient checkpointing torch would draw another dropout mask"
     )
     with pytest.raises(
@@ -431,13 +431,13 @@ def test_what_the_settings_rule_out_is_known_before_memory_is_tried(options: dic
     settings = Settings(model="m", dataset=["d"], **options)
     data = SimpleNamespace(train=Rows(), plan=BatchPlan(1, 2, 1))
     collate = Collate(PadRight(0), Flatten("positions"))
-    recorded = RecordedSteps(settings, runtime, data, collate, torch.device("cpu"), model_of("lora"))
-    assert recorded.choice.recorded == (not reason) and recorded.choice.reason.startswith(reason)
+    graphs = CudaGraphs(settings, runtime, data, collate, torch.device("cpu"), model_of("lora"))
+    assert graphs.choice.uses_graphs == (not reason) and graphs.choice.reason.startswith(reason)
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")
-def test_a_model_that_cannot_be_called_is_not_recorded() -> None:
+def test_a_model_that_cannot_be_called_is_not_captured() -> None:
     model = model_of("lora")
     model.get_base_model().get_decoder().layers[1].register_forward_pre_hook(fail)
-    recorded = prepared(model, "torch")
-    assert recorded.choice.reason == "recording it failed: no such layer" and recorded.captured is None
+    graphs = prepared(model, "torch")
+    assert graphs.choice.reason == "capturing it failed: no such layer" and graphs.captured is None

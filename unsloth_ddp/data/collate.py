@@ -67,7 +67,7 @@ class Collate:
     """Flatten packs and pad rows, since training may use packs while evaluation uses rows.
 
     With `head_chooses`, add the positions of the supervised tokens to the batch (see model/supervised_head.py). With a
-    `shape`, add `laid_out`, the batch padded to that shape, to batches of packs that fit it (see fixed_shape.py).
+    `shape`, add `padded_batch`, the batch padded to that shape, to batches of packs that fit it (see fixed_shape.py).
     """
 
     pad: PadRight
@@ -79,7 +79,7 @@ class Collate:
         """Set whether the positions of supervised tokens are added to every batch."""
         self.head_chooses = wanted
 
-    def lay_out_for(self, shape: FixedShape | None) -> None:
+    def pad_to_shape(self, shape: FixedShape | None) -> None:
         """Pad every batch of packs to this shape from now on; None stops it."""
         self.shape = shape
 
@@ -90,7 +90,7 @@ class Collate:
             batch |= supervised_positions(batch["labels"])
         if packed and self.shape is not None:
             joined = (np.concatenate([pack[name] for pack in examples]) for name in ("input_ids", "labels", "lengths"))
-            laid_out = self.shape.lay_out(*joined)
-            if laid_out is not None:
-                batch["laid_out"] = laid_out
+            padded_batch = self.shape.pad(*joined)
+            if padded_batch is not None:
+                batch["padded_batch"] = padded_batch
         return batch

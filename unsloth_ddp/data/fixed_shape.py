@@ -30,11 +30,11 @@ COUNTS = 2
 
 
 @dataclass(frozen=True)
-class LaidOut:
+class PaddedBatch:
     """A micro-batch padded to a fixed shape, in one vector, with the sizes that determine its parts.
 
     Attributes:
-        vector: int64, as returned by FixedShape.lay_out.
+        vector: int64, as returned by FixedShape.pad.
         tokens: number of tokens, including padding.
         rows: number of rows, including empty ones.
         head: number of tokens for which the head is computed.
@@ -50,11 +50,11 @@ class LaidOut:
         """(tokens, rows, head); micro-batches of the same sizes can share a CUDA graph."""
         return self.tokens, self.rows, self.head
 
-    def to(self, *args: Any, **kwargs: Any) -> LaidOut:
+    def to(self, *args: Any, **kwargs: Any) -> PaddedBatch:
         """Return a copy with the vector moved, as Tensor.to does; data loaders call this."""
         return dataclasses.replace(self, vector=self.vector.to(*args, **kwargs))
 
-    def pin_memory(self, *args: Any) -> LaidOut:
+    def pin_memory(self, *args: Any) -> PaddedBatch:
         """Return a copy with the vector in pinned memory; DataLoader calls this."""
         return dataclasses.replace(self, vector=self.vector.pin_memory(*args))
 
@@ -145,7 +145,7 @@ class FixedShape:
         step = max(8, math.ceil(self.rows / ROW_SIZES))
         return math.ceil(rows / step) * step
 
-    def lay_out(self, ids: np.ndarray, labels: np.ndarray, lengths: np.ndarray, *, at_least: int = 0) -> LaidOut | None:
+    def pad(self, ids: np.ndarray, labels: np.ndarray, lengths: np.ndarray, *, at_least: int = 0) -> PaddedBatch | None:
         """Return a micro-batch padded to this shape; None if it is larger.
 
         Args:
@@ -182,7 +182,7 @@ class FixedShape:
             np.append(following[positions], np.full(missing, IGNORED)),
         )
         vector = np.concatenate([np.asarray(part, dtype=np.int64) for part in parts])
-        return LaidOut(torch.from_numpy(vector), tokens, rows, head)
+        return PaddedBatch(torch.from_numpy(vector), tokens, rows, head)
 
     def _room(self, lengths: np.ndarray, tokens: int) -> np.ndarray | None:
         """Return the padded length of each row, including padding rows; None if the micro-batch is larger."""
@@ -195,10 +195,17 @@ class FixedShape:
         room = np.concatenate([lengths, np.full(whole, self.longest), np.full(int(rest > 0), rest)]).astype(np.int64)
         return room if len(room) <= self.rows else None
 
-    def parts(self, laid_out: LaidOut) -> StepTensors:
+    def parts(self, padded_batch: PaddedBatch) -> StepTensors:
         """Return the parts of a padded micro-batch, as views on its device."""
-        sizes = [COUNTS, laid_out.tokens, laid_out.tokens, laid_out.rows + 1, laid_out.head, laid_out.head]
-        counts, ids, positions, boundaries, picked, labels = laid_out.vector.split(sizes)
+        sizes = [
+            COUNTS,
+            padded_batch.tokens,
+            padded_batch.tokens,
+            padded_batch.rows + 1,
+            padded_batch.head,
+            padded_batch.head,
+        ]
+        counts, ids, positions, boundaries, picked, labels = padded_batch.vector.split(sizes)
         by_sequence = (self.sequences or 1, -1)
         ids, positions = ids.view(by_sequence), positions.view(by_sequence)
         return StepTensors(counts[0], counts[1], ids, positions, boundaries, picked, labels)

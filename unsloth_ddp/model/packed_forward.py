@@ -1,4 +1,4 @@
-"""Compute the loss of a micro-batch of fixed shape, without a wait for the device, so that it can be recorded.
+"""Compute the loss of a micro-batch of fixed shape, without a wait for the device, so that it can be captured.
 
 The model's decoder is called with row boundaries that stay on the device. Layers whose attention is Unsloth's look up
 the boundaries on the host, so that attention is computed by varlen.py's kernel there too.
@@ -146,7 +146,7 @@ class PackedForward:
         """Turn the library's gradient checkpointing off inside the block, and recompute layers if `recompute` says so.
 
         Transformers' checkpointing reads the state of the GPU's random numbers, and Unsloth's is reentrant; neither can
-        be recorded.
+        be captured.
         """
         switched = [module for module in self.decoder.modules() if vars(module).get("gradient_checkpointing")]
         kinds = [module.gradient_checkpointing for module in switched]
@@ -185,7 +185,7 @@ class PackedForward:
 def _fused_norm() -> Iterator[None]:
     """Switch FUSED_NORM on inside the block, unless the user has set its variable or this Unsloth does not have it.
 
-    It is off by default in Unsloth. A recorded pass is compared to the backend's, which does not use it.
+    It is off by default in Unsloth. A captured pass is compared to the backend's, which does not use it.
     """
     name, switch, variable = FUSED_NORM
     module = sys.modules.get(name)
@@ -203,7 +203,7 @@ def _fused_norm() -> Iterator[None]:
 def _recomputed(call: Callable[..., Any]) -> Callable[..., Any]:
     """Return a layer's call that keeps only its inputs, and is repeated in the backward pass.
 
-    The repetition draws its own random numbers: a recording cannot set the generator's state back.
+    The repetition draws its own random numbers: a captured graph cannot set the generator's state back.
     """
     checkpoint = torch.utils.checkpoint.checkpoint
     if checkpoint.__module__ != torch.utils.checkpoint.__name__:

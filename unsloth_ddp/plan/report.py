@@ -94,7 +94,7 @@ def _run_rows(report: PlanReport) -> list[tuple[str, str]]:
 
 def describe_graphs(settings: Settings, graphs: StepChoice) -> str:
     """Return whether a run with DDP is planned with CUDA graphs, and the reason."""
-    if graphs.recorded:
+    if graphs.uses_graphs:
         return f"on: {graphs.reason}"
     refused = "; a run refuses --cuda_graphs on" if settings.cuda_graphs == "on" else ""
     return f"off: {graphs.reason}{refused}"
@@ -276,7 +276,7 @@ def notes(report: PlanReport) -> list[str]:
         said.append(
             f"Rows are streamed: the plan is made from the first {counted(report.rows.units, unit)}, and memory is that of "
             f"micro-batches with {report.settings.max_length:,} tokens per {unit}."
-            + (" As in a run, CUDA graphs are assumed however much is padded." if plan.graphs.recorded else "")
+            + (" As in a run, CUDA graphs are assumed however much is padded." if plan.graphs.uses_graphs else "")
         )
     if report.settings.packing == "auto":
         decision = planned_packing(report.settings, report.hardware.capability)

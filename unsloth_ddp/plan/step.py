@@ -23,8 +23,8 @@ from unsloth_ddp.plan.memory import (
 from unsloth_ddp.plan.rows import RowLengths, largest_micro_batch
 from unsloth_ddp.plan.shape import ModelShape
 from unsloth_ddp.training.memory_search import (
-    ENOUGH_RECORDED,
     ENOUGH_TOKENS,
+    ENOUGH_WITH_GRAPHS,
     largest_tokens,
     search,
     sizes_of,
@@ -132,7 +132,7 @@ def choose_step(
 
     found: tuple[str, int] | None = (kinds[0], sizes[-1])
     if gpu_memory is not None and len(kinds) * len(sizes) > 1:
-        found = search(kinds, sizes, tokens, fits_with, ENOUGH_RECORDED if reason is None else ENOUGH_TOKENS)
+        found = search(kinds, sizes, tokens, fits_with, ENOUGH_WITH_GRAPHS if reason is None else ENOUGH_TOKENS)
     kind, size = found or (kinds[-1], sizes[0])
     batch = with_micro_batch(batch, size)
     if reason is None:

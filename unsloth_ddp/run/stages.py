@@ -154,7 +154,7 @@ def begin(run: Run, trainer: DDPTrainer, resume: ResumePoint | None) -> None:
         trainer.model,
         run.folder,
         head_chooses=trainer.loss.head is not None,
-        step=trainer.recorded.choice,
+        step=trainer.cuda_graphs.choice,
     )
     print(described, flush=True)
     for sentence in summary_file.questionable(settings, trainer.data, decision):

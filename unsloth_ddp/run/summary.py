@@ -60,7 +60,7 @@ def describe_run(
             **describe_rows(settings, data, head_chooses=head_chooses),
             "optimizer": f"{settings.optim}, learning rate {settings.learning_rate:g}, {describe_schedule(settings)}",
             "activations": f"gradient checkpointing {decision.kind}: {decision.reason}",
-            **({"CUDA graphs": f"{'on' if step.recorded else 'off'}: {step.reason}"} if cuda else {}),
+            **({"CUDA graphs": f"{'on' if step.uses_graphs else 'off'}: {step.reason}"} if cuda else {}),
             **describe_steps(settings, data, decision),
             "written to": str(run_folder),
         }
@@ -163,7 +163,7 @@ def summarize(settings: Settings, runtime: Runtime, trainer: DDPTrainer, seconds
         "packing": packing is not None,
         "packs": len(packing) if packing is not None and not trainer.data.train.streamed else None,
         "gradient_checkpointing": trainer.checkpointing.kind,
-        "cuda_graphs": trainer.recorded.choice.recorded,
+        "cuda_graphs": trainer.cuda_graphs.choice.uses_graphs,
         "global_batch_size": plan.global_batch,
         "per_device_train_batch_size": plan.per_device,
         "gradient_accumulation_steps": plan.accumulation,

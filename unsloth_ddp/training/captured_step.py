@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unsloth_ddp.data.fixed_shape import FixedShape, LaidOut, StepTensors
+from unsloth_ddp.data.fixed_shape import FixedShape, PaddedBatch, StepTensors
 from unsloth_ddp.model.packed_forward import PackedForward
 from unsloth_ddp.training.adapter_copies import AdapterCopies
 from unsloth_ddp.training.gradient_exchange import GradientBuffers
@@ -25,31 +25,31 @@ from unsloth_ddp.utils.errors import one_line
 
 logger = logging.getLogger("unsloth_ddp")
 
-# Passes before the first recording of a number of tokens: the first compiles, the second has the memory that the first one's
+# Passes before the first capture of a number of tokens: the first compiles, the second has the memory that the first one's
 # kernels were chosen with.
 WARM_UP = 2
-# Passes before further recordings, for which little is compiled.
+# Passes before further captures, for which little is compiled.
 WARM_UP_AGAIN = 1
 
 
-class RecordingFailed(RuntimeError):
-    """A pass could not be recorded; gradients are as they were before."""
+class CaptureFailed(RuntimeError):
+    """A pass could not be captured; gradients are as they were before."""
 
 
 @dataclass
-class Recording:
-    """A recorded pass over micro-batches of the same sizes; replaying reads `laid_out` and writes `loss`."""
+class CapturedGraph:
+    """A captured pass over micro-batches of the same sizes; replaying reads `padded_batch` and writes `loss`."""
 
-    laid_out: LaidOut
+    padded_batch: PaddedBatch
     step: StepTensors
     loss: Tensor
     replay: Callable[[], None]
 
 
 class CapturedStep:
-    """Compute micro-batches of fixed shape by replaying a recorded pass.
+    """Compute micro-batches of fixed shape by replaying a captured pass.
 
-    Gradients are added to buffers that stay where they are, as the recording writes there.
+    Gradients are added to buffers that stay where they are, as the graph writes there.
 
     Args:
         model: whose parameters are trained; in training mode, without DistributedDataParallel around it.
@@ -76,7 +76,7 @@ class CapturedStep:
         self.gradients = GradientBuffers(self.trained) if gradients is None else gradients
         self.adapters = AdapterCopies(model, dtype)
         self.divisor = torch.ones((), device=device)
-        self.recordings: dict[tuple[int, int, int], Recording] = {}
+        self.graphs: dict[tuple[int, int, int], CapturedGraph] = {}
         # Peak memory of a pass, which a replay takes without asking the allocator for it.
         self.peak_bytes = 0
         # Until training begins, other passes are trials, which are no part of its peak.
@@ -90,50 +90,50 @@ class CapturedStep:
 
     def takes(self, batch: dict[str, Any]) -> bool:
         """Return whether a micro-batch is laid out, and not larger than the shape."""
-        return "laid_out" in batch
+        return "padded_batch" in batch
 
     def run(self, batch: dict[str, Any], divisor: Tensor) -> tuple[Tensor, StepTensors]:
         """Add the gradients of a micro-batch to those of its step.
 
         Args:
-            batch: with `laid_out` (see FixedShape.lay_out), on the device or in pinned memory.
+            batch: with `padded_batch` (see FixedShape.pad), on the device or in pinned memory.
             divisor: of the summed token losses, 0-dim.
 
         Returns:
             the loss, 0-dim, and the parts of the micro-batch on the device; both are overwritten by the next call.
 
         Raises:
-            RecordingFailed: this is the first micro-batch of its sizes, and memory is short, say.
+            CaptureFailed: this is the first micro-batch of its sizes, and memory is short, say.
         """
-        given: LaidOut = batch["laid_out"]
+        given: PaddedBatch = batch["padded_batch"]
         self.gradients.hold()
         self.divisor.copy_(divisor)
-        recording = self.recordings.get(given.sizes)
-        if recording is None:
-            recording = self.recordings[given.sizes] = self._record(given)
-        recording.laid_out.vector.copy_(given.vector, non_blocking=True)
-        recording.replay()
-        return recording.loss, recording.step
+        graph = self.graphs.get(given.sizes)
+        if graph is None:
+            graph = self.graphs[given.sizes] = self._capture(given)
+        graph.padded_batch.vector.copy_(given.vector, non_blocking=True)
+        graph.replay()
+        return graph.loss, graph.step
 
     def has_size(self, tokens: int) -> bool:
         """Return whether a micro-batch padded to so many tokens was captured, whatever its other sizes."""
-        return any(sizes[0] == tokens for sizes in self.recordings)
+        return any(sizes[0] == tokens for sizes in self.graphs)
 
     def forget(self) -> None:
-        """Drop all recordings; each is made anew at its next use."""
-        self.recordings.clear()
+        """Drop all graphs; each is captured anew at its next use."""
+        self.graphs.clear()
         self._pool = None
 
     def recompute_layers(self, recompute: bool) -> None:
-        """Record anew, with layers computed again in the backward pass or not; the memory of recordings is freed."""
+        """Capture anew, with layers computed again in the backward pass or not; the memory of graphs is freed."""
         self.forward.recompute = recompute
         self.forget()
 
-    def _record(self, example: LaidOut) -> Recording:
-        """Record the pass over micro-batches like `example`; gradients and random numbers are left as they were."""
+    def _capture(self, example: PaddedBatch) -> CapturedGraph:
+        """Capture the pass over micro-batches like `example`; gradients and random numbers are left as they were."""
         began = time.perf_counter()
-        laid_out = example.to(self.device, copy=True)
-        step = self.shape.parts(laid_out)
+        padded_batch = example.to(self.device, copy=True)
+        step = self.shape.parts(padded_batch)
         loss = torch.zeros((), device=self.device)
 
         def compute() -> None:
@@ -144,36 +144,36 @@ class CapturedStep:
             loss.copy_(computed.detach())
 
         if self.device.type != "cuda":
-            # A CPU has no graphs; it computes what a recording does.
-            return Recording(laid_out, step, loss, compute)
+            # A CPU has no graphs; it computes what a graph does.
+            return CapturedGraph(padded_batch, step, loss, compute)
         self._count_anew()
-        replay = self._record_beside_gradients(compute, self._warm_up(laid_out.tokens))
+        replay = self._capture_beside_gradients(compute, self._warm_up(padded_batch.tokens))
         self.peak_bytes = max(self.peak_bytes, torch.cuda.max_memory_allocated(self.device))
         logger.info(
-            "recorded the step of %d tokens in %d rows, %d of them for the head, in %.1f s",
-            *laid_out.sizes,
+            "captured the step of %d tokens in %d rows, %d of them for the head, in %.1f s",
+            *padded_batch.sizes,
             time.perf_counter() - began,
         )
-        return Recording(laid_out, step, loss, replay)
+        return CapturedGraph(padded_batch, step, loss, replay)
 
     def _warm_up(self, tokens: int) -> int:
-        """Return how often a pass over so many tokens runs before it is recorded."""
+        """Return how often a pass over so many tokens runs before it is captured."""
         return WARM_UP_AGAIN if self.has_size(tokens) else WARM_UP
 
-    def _record_beside_gradients(self, compute: Callable[[], None], warm_up: int) -> Callable[[], None]:
+    def _capture_beside_gradients(self, compute: Callable[[], None], warm_up: int) -> Callable[[], None]:
         """Return what replays `compute`, which runs `warm_up` times before; gradients are left as they were.
 
         Raises:
-            RecordingFailed: it failed, or there is no memory for a copy of the gradients.
+            CaptureFailed: it failed, or there is no memory for a copy of the gradients.
         """
         kept: list[tuple[Tensor, Tensor | None]] = []
         try:
             for flat in self.gradients.flat:
                 # A second copy of all gradients is much memory; at the beginning of a step there is nothing to keep.
                 kept.append((flat, flat.clone() if flat.any() else None))
-            return self._record_on_gpu(compute, warm_up)
+            return self._capture_on_gpu(compute, warm_up)
         except Exception as error:
-            raise RecordingFailed(one_line(error, 200)) from error
+            raise CaptureFailed(one_line(error, 200)) from error
         finally:
             for flat, before in kept:
                 flat.zero_() if before is None else flat.copy_(before)
@@ -184,7 +184,7 @@ class CapturedStep:
             self.peak_bytes = max(self.peak_bytes, torch.cuda.max_memory_allocated(self.device))
         torch.cuda.reset_peak_memory_stats(self.device)
 
-    def _record_on_gpu(self, compute: Callable[[], None], warm_up: int) -> Callable[[], None]:
+    def _capture_on_gpu(self, compute: Callable[[], None], warm_up: int) -> Callable[[], None]:
         """Return what replays `compute`, which runs `warm_up` times before."""
         with torch.random.fork_rng(devices=[self.device]), self.forward.compiled_layers():
             for _ in range(warm_up):
@@ -198,11 +198,11 @@ class CapturedStep:
         return graph.replay
 
 
-def record_on_a_stream(device: torch.device) -> None:
+def use_capture_stream(device: torch.device) -> None:
     """Make a stream of its own the current one; everything that follows has to be computed there.
 
-    Gradients are added on the stream that was current when a parameter was first used, and recording a graph fails where
-    that is the default stream, which cannot be recorded.
+    Gradients are added on the stream that was current when a parameter was first used, and capturing a graph fails where
+    that is the default stream, which cannot be captured.
     """
     stream = torch.cuda.Stream(device)
     stream.wait_stream(torch.cuda.default_stream(device))

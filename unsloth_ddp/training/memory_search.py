@@ -40,7 +40,7 @@ logger = logging.getLogger("unsloth_ddp")
 HEADROOM = 0.08
 # A micro-batch of this many tokens keeps a GPU busy; recomputing activations to fit more costs more time than it saves. A
 # replayed CUDA graph does not wait for the host, so fewer are enough, and more than ENOUGH_TOKENS save no time.
-ENOUGH_TOKENS, ENOUGH_RECORDED = 8192, 2048
+ENOUGH_TOKENS, ENOUGH_WITH_GRAPHS = 8192, 2048
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ class MemorySearch:
         bytes_later: bytes that the optimizer and DistributedDataParallel will allocate on this rank.
         bytes_kept: bytes of gradients that stay allocated between steps, and so during an evaluation; a training trial
             allocates its own gradients.
-        recorded: whether micro-batches will be replayed as CUDA graphs, so that small ones are as fast as large ones.
+        uses_graphs: whether micro-batches will be replayed as CUDA graphs, so that small ones are as fast as large ones.
     """
 
     def __init__(
@@ -156,9 +156,9 @@ class MemorySearch:
         bytes_later: int,
         *,
         bytes_kept: int = 0,
-        recorded: bool = False,
+        uses_graphs: bool = False,
     ) -> None:
-        self.recorded = recorded
+        self.uses_graphs = uses_graphs
         self.bytes_kept = bytes_kept
         self.settings = settings
         self.runtime = runtime
@@ -179,7 +179,7 @@ class MemorySearch:
         """
         plan = self.data.plan
         allowed = (
-            sizes_to_replay(self.settings, self.data.train, plan) if self.recorded else sizes_of(self.settings, plan)
+            sizes_to_replay(self.settings, self.data.train, plan) if self.uses_graphs else sizes_of(self.settings, plan)
         )
 
         def candidates() -> tuple[list[str], list[int]]:
@@ -215,7 +215,7 @@ class MemorySearch:
             return all(trial.fits for trial in trials[kind, size])
 
         ignore_dropped_compilation()
-        enough = ENOUGH_RECORDED if self.recorded else ENOUGH_TOKENS
+        enough = ENOUGH_WITH_GRAPHS if self.uses_graphs else ENOUGH_TOKENS
         found = search(kinds, sizes, self._tokens, fits, enough)
         forget_free_memory()
         # If nothing leaves the headroom free, use the smallest candidate if it fits at all.

@@ -47,7 +47,7 @@ class MicroBatchLoss:
 
     def __call__(self, model: Any, inputs: dict[str, Tensor], divisor: Tensor) -> Tensor:
         """Return the loss, a 0-dim tensor."""
-        inputs = {name: value for name, value in inputs.items() if name != "laid_out"}
+        inputs = {name: value for name, value in inputs.items() if name != "padded_batch"}
         if not self.divides:
             without_labels = {name: value for name, value in inputs.items() if name != "labels"}
             logits = model(**without_labels, use_cache=False).logits

@@ -56,7 +56,7 @@ SAMPLED_PACKS = 4096
 class StepChoice:
     """Say whether a run replays micro-batches as CUDA graphs, and the reason in a few words."""
 
-    recorded: bool
+    uses_graphs: bool
     reason: str
 
 
@@ -251,17 +251,17 @@ def draws_random_numbers(captured: CapturedStep, batch: dict[str, Any]) -> tuple
     """Return whether the model draws random numbers in its current mode, and the reason if that cannot be determined.
 
     Args:
-        batch: padded to the captured shape ("laid_out"), on the device or in host memory.
+        batch: padded to the captured shape ("padded_batch"), on the device or in host memory.
     """
     try:
-        step = captured.shape.parts(batch["laid_out"].to(captured.device))
+        step = captured.shape.parts(batch["padded_batch"].to(captured.device))
         with captured.autocast():
             return captured.forward.draws_random_numbers(step), None
     except Exception as error:
         return False, _failed(error)
 
 
-def check_recording(
+def check_capture(
     captured: CapturedStep,
     batch: dict[str, Any],
     ordinary: Callable[[dict[str, Any]], Tensor],
@@ -272,7 +272,7 @@ def check_recording(
     Gradients are left as they were. The model must not draw random numbers, which would differ between the passes.
 
     Args:
-        batch: padded to the captured shape ("laid_out"), on the device.
+        batch: padded to the captured shape ("padded_batch"), on the device.
         ordinary: batch -> summed token losses as the backend computes them, with their autograd graph.
         tolerance: allowed difference of gradients, relative to their norm.
     """
@@ -313,7 +313,7 @@ def capture_sizes(captured: CapturedStep, example: dict[str, np.ndarray]) -> str
         with torch.random.fork_rng(devices=[] if captured.device.type == "cpu" else [captured.device]):
             for tokens in captured.shape.token_sizes:
                 if not captured.has_size(tokens):
-                    captured.run({"laid_out": captured.shape.lay_out(*parts, at_least=tokens)}, one)
+                    captured.run({"padded_batch": captured.shape.pad(*parts, at_least=tokens)}, one)
         return None
     except Exception as error:
         return _failed(error)
@@ -323,8 +323,8 @@ def capture_sizes(captured: CapturedStep, example: dict[str, np.ndarray]) -> str
 
 
 def _failed(error: Exception) -> str:
-    logger.warning("the step is not recorded: %s", error, exc_info=True)
-    return f"recording it failed: {one_line(error, 120)}"
+    logger.warning("the step is not captured: %s", error, exc_info=True)
+    return f"capturing it failed: {one_line(error, 120)}"
 
 
 def _difference(
@@ -339,7 +339,7 @@ def _difference(
         difference = p.grad.float() - wanted.float()
         squares += torch.stack([difference.square().sum().double(), wanted.float().square().sum().double()])
     far, whole = squares.sqrt().tolist()
-    logger.info("a recorded step differs by %.1e in its loss and %.1e in its gradients", off, far / max(whole, 1e-12))
+    logger.info("a captured step differs by %.1e in its loss and %.1e in its gradients", off, far / max(whole, 1e-12))
     if not far <= tolerance * max(whole, 1e-12):
         return f"its gradients would differ by {far / max(whole, 1e-12):.1e}"
     return None

@@ -39,6 +39,7 @@ from unsloth_ddp.model.modules import evaluation_mode
 from unsloth_ddp.model.sharded_load import mixed_precision_policy, trained_by_unsloth
 from unsloth_ddp.model.supervised_head import fits_fused_head, head_with_equal_loss
 from unsloth_ddp.training.callbacks import CompareWeights, CountOverflows, ReportProgress, StopTogether
+from unsloth_ddp.training.cuda_graphs import CudaGraphs
 from unsloth_ddp.training.deepspeed_precision import reduce_in_fp32
 from unsloth_ddp.training.display import ShowTraining, choose_view, without_bars
 from unsloth_ddp.training.gradient_exchange import make_exchange
@@ -55,7 +56,6 @@ from unsloth_ddp.training.meter import peak_memory_bytes, real_tokens
 from unsloth_ddp.training.mfu import Utilization
 from unsloth_ddp.training.micro_batch_loss import MicroBatchLoss, MicroBatchRunner
 from unsloth_ddp.training.oom_retry import StepRetry, describe_repeat
-from unsloth_ddp.training.recorded_steps import RecordedSteps
 from unsloth_ddp.training.row_feed import RowFeed
 from unsloth_ddp.training.saving import ResumableTrainer
 from unsloth_ddp.training.sharded_search import ShardedMemorySearch
@@ -102,7 +102,7 @@ class DDPTrainer(ResumableTrainer):
             prepare_for_packs(runtime, model)
         self.checkpointing = GradientCheckpointing(model, runtime, settings)
         self.collate = Collate(PadRight(tokenizer.pad_token_id), Flatten(keys_for_packs(runtime, model)))
-        self.recorded = RecordedSteps(settings, runtime, data, self.collate, config.device, model)
+        self.cuda_graphs = CudaGraphs(settings, runtime, data, self.collate, config.device, model)
         seed = config.seed if config.data_seed is None else config.data_seed
         evaluation = data.evaluation
         with trained_by_unsloth(model, runtime.backend):
@@ -157,7 +157,7 @@ class DDPTrainer(ResumableTrainer):
 
     def _changed_kind(self, kind: str) -> None:
         self.checkpoints.update_identity(gradient_checkpointing=kind)
-        self.recorded.use(kind)
+        self.cuda_graphs.use(kind)
 
     def _check_precision(self) -> None:
         used = "bf16" if self.args.bf16 else "fp16" if self.args.fp16 else "fp32"
@@ -199,7 +199,7 @@ class DDPTrainer(ResumableTrainer):
         # Keep the peak of loading before the trials reset it.
         self.peak_before_steps = peak_memory_bytes(self.runtime.device_type)
         ddp_sends = self.args.world_size > 1 and self.exchange is None
-        stays = self.exchange is not None or self.recorded.choice.recorded
+        stays = self.exchange is not None or self.cuda_graphs.choice.uses_graphs
         runner = self._runner()
         kind_of_search = MemorySearch if self.runtime.sharding == "none" else ShardedMemorySearch
         search = kind_of_search(
@@ -210,7 +210,7 @@ class DDPTrainer(ResumableTrainer):
             runner,
             bytes_added_by_steps(self.model, self.settings.optim, ddp_sends=ddp_sends),
             bytes_kept=gradient_bytes(self.model) if stays else 0,
-            recorded=self.recorded.choice.recorded,
+            uses_graphs=self.cuda_graphs.choice.uses_graphs,
         )
         decision = search.choose(resume.manifest.run if resume else {})
         self.retry.start_with(decision.kind)
@@ -222,8 +222,8 @@ class DDPTrainer(ResumableTrainer):
         # After the trials, which have to allow for rows with all tokens supervised.
         self._choose_head(runner)
         gradients = self.exchange.buffers if self.exchange is not None else None
-        self.recorded.prepare(runner, decision, self.plan, self.accelerator.autocast, gradients)
-        self.checkpoints.update_identity(cuda_graphs="on" if self.recorded.choice.recorded else "off")
+        self.cuda_graphs.prepare(runner, decision, self.plan, self.accelerator.autocast, gradients)
+        self.checkpoints.update_identity(cuda_graphs="on" if self.cuda_graphs.choice.uses_graphs else "off")
         forget_free_memory()
         if self.runtime.device_type == "cuda":
             torch.cuda.empty_cache()
@@ -291,7 +291,7 @@ class DDPTrainer(ResumableTrainer):
 
     def training_step(self, model: Any, inputs: dict[str, Tensor], num_items_in_batch: Any = None) -> Tensor:
         """Compute one forward and backward pass; repeat the step with less memory if it runs out of memory."""
-        replayed = self.recorded.run(inputs, num_items_in_batch)
+        replayed = self.cuda_graphs.run(inputs, num_items_in_batch)
         if self.runtime.copies > 1:
             # Reduce gradients between replicas, over the slower links, once per step.
             model.set_requires_all_reduce(self.accelerator.sync_gradients)
@@ -300,7 +300,7 @@ class DDPTrainer(ResumableTrainer):
         loss, step = replayed
         self.meter.own_work.forward_done()
         self.meter.add(loss * num_items_in_batch, step.supervised, step.tokens)
-        self.meter.replayed_bytes = self.recorded.peak_bytes
+        self.meter.replayed_bytes = self.cuda_graphs.peak_bytes
         self.retry.pass_done()
         if self.exchange is not None and self.accelerator.sync_gradients:
             self.exchange.average()
@@ -366,7 +366,7 @@ class DDPTrainer(ResumableTrainer):
                 return self.compute_loss(model, inputs, num_items_in_batch=divisor)
         except RuntimeError as error:
             # Captured graphs hold the memory of a step. A batch has no collectives, so each rank can free it alone.
-            if not is_out_of_memory(error) or not self.recorded.release():
+            if not is_out_of_memory(error) or not self.cuda_graphs.release():
                 raise
         return self._evaluate_batch(model, inputs, divisor)
 

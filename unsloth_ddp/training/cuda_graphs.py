@@ -19,7 +19,7 @@ from unsloth_ddp.data.training_data import TrainingData
 from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.model.modules import training_mode, weights_of_first_layer, without_dropout
 from unsloth_ddp.model.packed_forward import PackedForward
-from unsloth_ddp.training.captured_step import CapturedStep, RecordingFailed, record_on_a_stream
+from unsloth_ddp.training.captured_step import CapturedStep, CaptureFailed, use_capture_stream
 from unsloth_ddp.training.gradient_exchange import GradientBuffers
 from unsloth_ddp.training.memory_search import MicroBatchDecision
 from unsloth_ddp.training.micro_batch_loss import MicroBatchRunner
@@ -28,7 +28,7 @@ from unsloth_ddp.training.step_choice import (
     GRADIENT_TOLERANCE,
     StepChoice,
     capture_sizes,
-    check_recording,
+    check_capture,
     draws_random_numbers,
     kind_obstacle,
     obstacle,
@@ -40,7 +40,7 @@ from unsloth_ddp.training.step_choice import (
 )
 
 
-class RecordedSteps:
+class CudaGraphs:
     """Replay micro-batches as CUDA graphs if that works on every rank, gives the same results, and saves time.
 
     Args:
@@ -72,8 +72,8 @@ class RecordedSteps:
         against = reason_before(settings, against, data.train, data.plan, self._while_launching)
         refuse(settings, against)
         self.choice = StepChoice(against is None, against or "")
-        if self.choice.recorded:
-            record_on_a_stream(device)
+        if self.choice.uses_graphs:
+            use_capture_stream(device)
 
     @property
     def peak_bytes(self) -> int:
@@ -99,7 +99,7 @@ class RecordedSteps:
         Raises:
             UserError: --cuda_graphs is on, but a CUDA graph cannot be used.
         """
-        if not self.choice.recorded:
+        if not self.choice.uses_graphs:
             return
         shape = shape_of_run(self.settings, self.data.train, plan)
         reason = reason_after(self.settings, self.data.train, plan, shape, decision.kind, self._while_launching)
@@ -111,7 +111,7 @@ class RecordedSteps:
                 self.captured = captured
         refuse(self.settings, reason)
         self.choice = StepChoice(reason is None, reason or "a trial gave the same loss and gradients")
-        self.collate.lay_out_for(self.captured.shape if self.captured else None)
+        self.collate.pad_to_shape(self.captured.shape if self.captured else None)
 
     def _try(
         self,
@@ -127,7 +127,7 @@ class RecordedSteps:
         except NotImplementedError as error:
             return None, str(error)
         captured = CapturedStep(model, forward, autocast, torch.bfloat16, self.device, gradients)
-        self.collate.lay_out_for(shape)
+        self.collate.pad_to_shape(shape)
         batch = runner.batch_of([train.examples[index] for index in range(min(size, train.units))])
         tolerance = FP8_GRADIENT_TOLERANCE if self.settings.fp8 else GRADIENT_TOLERANCE
         with training_mode(model):
@@ -136,7 +136,7 @@ class RecordedSteps:
             if reason is not None:
                 return None, reason
             with without_dropout(model) as dropped:
-                reason = check_recording(captured, batch, runner.loss_sum, tolerance)
+                reason = check_capture(captured, batch, runner.loss_sum, tolerance)
             if dropped:
                 captured.forget()
             if reason is None and not train.streamed:
@@ -146,7 +146,7 @@ class RecordedSteps:
 
     def release(self) -> bool:
         """Free the memory of the captured graphs, which the next step captures again; return whether there were any."""
-        if self.captured is None or not self.captured.recordings:
+        if self.captured is None or not self.captured.graphs:
             return False
         self.captured.forget()
         gc.collect()
@@ -159,7 +159,7 @@ class RecordedSteps:
             return None
         try:
             return self.captured.run(batch, divisor)
-        except RecordingFailed as failed:
+        except CaptureFailed as failed:
             self._stop(str(failed))
             return None
 
@@ -177,6 +177,6 @@ class RecordedSteps:
 
     def _stop(self, reason: str) -> None:
         self.captured = None
-        self.collate.lay_out_for(None)
+        self.collate.pad_to_shape(None)
         location = self.runtime.locations[self.runtime.ranks.rank]
         print(f"Micro-batches are no longer replayed on {location}: {reason}", flush=True)

@@ -15,7 +15,7 @@ from unsloth_ddp.data.batch_plan import BatchPlan
 from unsloth_ddp.data.fixed_shape import FixedShape
 from unsloth_ddp.model.fp8 import FrozenFP8Linear
 from unsloth_ddp.model.modules import weights_of_first_layer
-from unsloth_ddp.training import recorded_steps, step_choice
+from unsloth_ddp.training import cuda_graphs, step_choice
 from unsloth_ddp.training.memory_search import ENOUGH_TOKENS, MicroBatchDecision
 from unsloth_ddp.training.meter import Meter, OwnWorkTimer, Totals, peak_memory_bytes
 from unsloth_ddp.training.step_choice import (
@@ -34,34 +34,34 @@ from unsloth_ddp.training.trainer import DDPTrainer
 
 
 class Evaluation:
-    """Evaluate batches with a memory that holds `recordings` of a step, or the batch."""
+    """Evaluate batches with a memory that holds `graphs` of a step, or the batch."""
 
-    def __init__(self, recordings: int) -> None:
-        self.recordings = recordings
-        self.recorded = SimpleNamespace(release=self.release)
+    def __init__(self, graphs: int) -> None:
+        self.graphs = graphs
+        self.cuda_graphs = SimpleNamespace(release=self.release)
         self.compute_loss_context_manager = nullcontext
 
     def release(self) -> bool:
-        had, self.recordings = self.recordings, 0
+        had, self.graphs = self.graphs, 0
         return had > 0
 
     def compute_loss(self, model: Any, inputs: Any, num_items_in_batch: Any) -> torch.Tensor:
-        if self.recordings or inputs["size"] > 1:
+        if self.graphs or inputs["size"] > 1:
             raise torch.cuda.OutOfMemoryError("CUDA out of memory.")
         return torch.tensor(3.0)
 
     _evaluate_batch = DDPTrainer._evaluate_batch
 
 
-def test_an_evaluation_without_memory_takes_that_of_the_recordings() -> None:
-    evaluation = Evaluation(recordings=2)
+def test_an_evaluation_without_memory_takes_that_of_the_graphs() -> None:
+    evaluation = Evaluation(graphs=2)
     assert evaluation._evaluate_batch(None, {"size": 1}, torch.ones(())).item() == 3.0
-    assert evaluation.recordings == 0
+    assert evaluation.graphs == 0
 
 
-def test_an_evaluation_that_does_not_fit_without_recordings_fails() -> None:
+def test_an_evaluation_that_does_not_fit_without_graphs_fails() -> None:
     with pytest.raises(torch.cuda.OutOfMemoryError):
-        Evaluation(recordings=1)._evaluate_batch(None, {"size": 2}, torch.ones(()))
+        Evaluation(graphs=1)._evaluate_batch(None, {"size": 2}, torch.ones(()))
 
 
 def test_the_peak_is_that_of_a_replay_where_it_is_higher() -> None:
@@ -92,7 +92,7 @@ def packs_of(tokens: list[int], rows_a_pack: int = 1) -> Any:
         ("lora", [1900, 2048] * 8, 1, 8, None),
     ],
 )  # fmt: skip
-def test_micro_batches_are_recorded_only_where_it_brings_something(
+def test_micro_batches_are_captured_only_where_it_brings_something(
     method: str, tokens: list[int], rows_a_pack: int, size: int, reason: str | None
 ) -> None:
     settings = Settings(model="m", dataset=["d"], method=method, max_length=2048)
@@ -207,28 +207,28 @@ def test_packs_of_one_row_each_are_sequences(starts: list[int], sequences: int) 
     assert (shape.tokens, shape.longest) == (512, 256 if sequences else 512)
 
 
-def test_streamed_rows_are_laid_out_with_boundaries() -> None:
+def test_streamed_rows_are_padded_with_boundaries() -> None:
     train: Any = SimpleNamespace(streamed=True, packing=SimpleNamespace(starts=np.array([0, 1])))
     assert shape_for(train, 2, 512).sequences == 0
 
 
 @pytest.mark.parametrize(
-    ("while_launching", "size", "recorded"),
+    ("while_launching", "size", "captured"),
     [
         (8192, "auto", True), (8192, 4, True), (2200, "auto", False), (2200, 4, False),
         # The host launches kernels once for all packs of a step, or once for each micro-batch of the given size.
         (3000, "auto", False), (3000, 4, True),
     ],
 )  # fmt: skip
-def test_a_large_model_keeps_the_gpu_busy_with_fewer_tokens(while_launching: float, size: Any, recorded: bool) -> None:
+def test_a_large_model_keeps_the_gpu_busy_with_fewer_tokens(while_launching: float, size: Any, captured: bool) -> None:
     # A step of 8 packs has 4,800 tokens, which two micro-batches pad to 6,144.
     train, plan = packs_of([600] * 2000, 2), BatchPlan(4, 2, 1)
     shape = dataclasses.replace(shape_for(train, 4, 2048), tokens=3072)
     options = {} if size == "auto" else {"per_device_train_batch_size": size}
     settings = Settings(model="m", dataset=["d"], max_length=2048, **options)
     reason = busy_without(settings, train, plan, shape, while_launching)
-    assert (reason is None) is recorded
-    assert recorded or reason == "micro-batches of 2,400 tokens on average would be padded to 3,072"
+    assert (reason is None) is captured
+    assert captured or reason == "micro-batches of 2,400 tokens on average would be padded to 3,072"
 
 
 def test_tokens_while_launching_follow_the_size_of_a_layer() -> None:
@@ -297,26 +297,26 @@ def test_a_trial_decides_for_every_rank_and_captures_all_sizes(
         noted["captured"] = example
 
     replaced = {
-        "obstacle": lambda *_: None, "record_on_a_stream": lambda *_: None, "PackedForward": lambda *_, **__: None,
+        "obstacle": lambda *_: None, "use_capture_stream": lambda *_: None, "PackedForward": lambda *_, **__: None,
         "CapturedStep": Captured, "training_mode": nullcontext, "without_dropout": without_dropout,
-        "draws_random_numbers": lambda *_: (bool(options), None), "check_recording": check, "capture_sizes": capture,
+        "draws_random_numbers": lambda *_: (bool(options), None), "check_capture": check, "capture_sizes": capture,
     }  # fmt: skip
     for name, value in replaced.items():
-        monkeypatch.setattr(recorded_steps, name, value)
+        monkeypatch.setattr(cuda_graphs, name, value)
     train = packs_of([300, 100, 200] * 200, 2)
     train.examples = [f"pack {index}" for index in range(600)]
-    laid_out: list[Any] = []
-    collate: Any = SimpleNamespace(lay_out_for=laid_out.append)
+    padded_batch: list[Any] = []
+    collate: Any = SimpleNamespace(pad_to_shape=padded_batch.append)
     runtime: Any = SimpleNamespace(gather=lambda one: [one, other_rank])
     settings = Settings(model="m", dataset=["d"], max_length=512, per_device_train_batch_size=2, **options)
     plan = BatchPlan(2, 1, 1)
     data: Any = SimpleNamespace(train=train, plan=plan)
-    steps = recorded_steps.RecordedSteps(settings, runtime, data, collate, torch.device("cpu"), SimpleNamespace())
+    steps = cuda_graphs.CudaGraphs(settings, runtime, data, collate, torch.device("cpu"), SimpleNamespace())
     runner: Any = SimpleNamespace(model=None, batch_of=lambda rows: rows, loss_sum=None)
     steps.prepare(runner, MicroBatchDecision("none", 2, "as set"), plan, nullcontext)
     assert steps.choice == StepChoice(other_rank is None, reason)
     assert noted == {"tolerance": 0.25 if options else 0.05, "captured": "pack 1"}
-    assert (steps.captured is None) == (other_rank is not None) == (laid_out[-1] is None)
+    assert (steps.captured is None) == (other_rank is not None) == (padded_batch[-1] is None)
     if steps.captured is not None:
-        # What was recorded without dropout is not what training replays.
+        # What was captured without dropout is not what training replays.
         assert steps.captured.forgotten == bool(options) and not steps.captured.in_trial

@@ -1,4 +1,4 @@
-"""Train every parameter on two processes from recorded micro-batches; on a CPU a recording computes what it replays."""
+"""Train every parameter on two processes from captured micro-batches; on a CPU a graph computes what it replays."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ OPTIONS = (
 )
 
 
-def train_recorded(argv: list[str], cwd: str) -> None:
-    """Run train_ddp.py with recorded micro-batches in fp32, as if the CPU had CUDA graphs; notes what each exchange holds."""
-    from unsloth_ddp.training import captured_step, gradient_exchange, recorded_steps, step_choice
+def train_captured(argv: list[str], cwd: str) -> None:
+    """Run train_ddp.py with captured micro-batches in fp32, as if the CPU had CUDA graphs; notes what each exchange holds."""
+    from unsloth_ddp.training import captured_step, cuda_graphs, gradient_exchange, step_choice
 
     def in_fp32(model: Any, forward: Any, autocast: Any, dtype: Any, *more: Any) -> captured_step.CapturedStep:
         return captured_step.CapturedStep(model, forward, autocast, torch.float32, *more)
@@ -50,10 +50,10 @@ def train_recorded(argv: list[str], cwd: str) -> None:
 
     gradient_exchange.GradientExchange.average = noted_average  # type: ignore[method-assign]
     captured_step.CapturedStep.run = noted_replay  # type: ignore[method-assign]
-    recorded_steps.CapturedStep = in_fp32  # type: ignore[misc,assignment]
-    recorded_steps.obstacle = lambda *_: None
+    cuda_graphs.CapturedStep = in_fp32  # type: ignore[misc,assignment]
+    cuda_graphs.obstacle = lambda *_: None
     step_choice.too_short = lambda *_: None
-    recorded_steps.record_on_a_stream = lambda device: None
+    cuda_graphs.use_capture_stream = lambda device: None
     train(argv, cwd)
     import os
 
@@ -82,7 +82,7 @@ def tied_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_recorded_full_training_on_two_processes_is_that_of_one(
+def test_captured_full_training_on_two_processes_is_that_of_one(
     tmp_path: Path, tied_model: Path, uneven_rows: Path
 ) -> None:
     initial = load_file(tied_model / "model.safetensors")
@@ -96,12 +96,12 @@ def test_recorded_full_training_on_two_processes_is_that_of_one(
 
     one = updates("one", 1, train)
     assert one.norm() > 0.1
-    for name, target in (("ordinary", train), ("recorded", train_recorded)):
+    for name, target in (("ordinary", train), ("captured", train_captured)):
         two = updates(name, 2, target)
         assert (two - one).norm() / one.norm() < TOLERANCE, name
-    assert json.loads((tmp_path / "outputs/recorded/summary.json").read_text())["cuda_graphs"] is True
+    assert json.loads((tmp_path / "outputs/captured/summary.json").read_text())["cuda_graphs"] is True
     trained = sum(weight.numel() * 4 for weight in initial.values())
     for rank in range(2):
-        noted = json.loads((tmp_path / f"outputs/recorded/noted_{rank}.json").read_text())
+        noted = json.loads((tmp_path / f"outputs/captured/noted_{rank}.json").read_text())
         # Each rank has two micro-batches a step, one in the last step of the epoch, and one in the check before.
         assert noted == {"replayed": 2 + 1 + 2 + 1, "exchanges": 3, "in_place": True, "bytes": trained}

@@ -170,8 +170,8 @@ def cost(work: Path, path: Path, processes: int, only: list[str]) -> None:
     rows += " --max_steps 8 --logging_steps 1 --save_strategy no --gradient_checkpointing torch --warmup_steps 0"
     jobs = []
     for shape, method, kinds in (
-        ("qwen3_8b", "lora", ["ddp", "zero2", "zero3", "fsdp2"]),
-        ("qwen3_8b", "full", ["ddp", "zero2", "zero3", "fsdp2"]),
+        ("qwen3_8b", "lora", ["ddp", "zero2", "zero3", "fsdp2", "fsdp2-offload"]),
+        ("qwen3_8b", "full", ["ddp", "zero2", "zero3", "fsdp2", "zero2-offload", "fsdp2-offload"]),
         ("qwen3_8b", "qlora", ["ddp", "fsdp2"]),
         ("qwen3_30b_a3b", "lora", ["ddp", "zero2", "fsdp2"]),
         ("qwen3_30b_a3b", "qlora", ["ddp"]),

@@ -111,6 +111,7 @@ SCRIPTS = {
 }
 
 
+@pytest.mark.slow
 def test_variants_are_measured_one_after_the_other_once_all_are_ready(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -193,6 +193,7 @@ SCRIPTS = {
 }
 
 
+@pytest.mark.slow
 def test_every_run_has_a_result_and_none_outlives_the_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def script(one: Cell, *others: Any) -> list[str]:
         return [sys.executable, "-c", SCRIPTS[one.contestant]]

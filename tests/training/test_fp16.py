@@ -61,7 +61,7 @@ def update_difference(one: Path, other: Path) -> float:
     return max((a[name].float() - b[name].float()).abs().max().item() for name in a) / largest
 
 
-@pytest.mark.parametrize("exchange", [False, True])
+@pytest.mark.parametrize("exchange", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_the_step_is_that_of_fp32_and_of_any_layout(trained, exchange):
     """Scaled gradients are averaged by DistributedDataParallel, or by the kit's own exchange."""
     single, exact = trained("one", 1, 8), trained("fp32", 1, 8, scale=None)

@@ -58,8 +58,8 @@ def update_difference(one: Path, other: Path, start: Path | None = None) -> floa
 @pytest.mark.parametrize(
     ("kind", "options"),
     [
-        ("qwen3_moe", "--method full"),
         ("gpt_oss", EXPERTS),
+        pytest.param("qwen3_moe", "--method full", marks=pytest.mark.slow),
         pytest.param("qwen3_moe", EXPERTS, marks=pytest.mark.slow),
         pytest.param("gpt_oss", "--method full", marks=pytest.mark.slow),
         pytest.param("qwen3_moe", "", marks=pytest.mark.slow),

@@ -363,7 +363,7 @@ def test_little_of_large_files_is_read_for_the_comparison(tmp_path: Path, monkey
         os.truncate(path, 2**28)
     (tmp_path / "config.json").write_text("{}")
     # As on file systems whose blocks have a megabyte.
-    monkeypatch.setattr(Path, "open", lambda path, mode, buffering=2**20: open(path, mode, buffering))
+    monkeypatch.setattr(Path, "open", lambda path, mode, buffering=2**20: open(path, mode, buffering))  # noqa: SIM115
     monkeypatch.setattr(same_files, "check_folder", lambda *_, **__: None)
     before = bytes_read()
     assert len(same_files.describe_files(settings_for(str(tmp_path)))) == 21

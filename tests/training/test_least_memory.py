@@ -136,6 +136,10 @@ def test_the_sentence_names_both_sizes_and_the_rank(monkeypatch: pytest.MonkeyPa
     ):
         check_memory(settings, runtime())
     check_memory(settings, offloaded)
+    # Layers that the model's class does not read.
+    with monkeypatch.context() as patch:
+        patch.setattr(least_memory, "read_model_file", lambda *_: {"num_hidden_layers": 0})
+        check_memory(settings, runtime())
     # A CPU run has no GPU's memory to fill.
     cpu = runtime()
     cpu.device_type = "cpu"

@@ -87,6 +87,10 @@ def test_states_that_an_optimizer_may_not_keep_for_every_weight_are_not_counted(
             {"num_hidden_layers": 9, "text_config": {"num_hidden_layers": 2, "tie_word_embeddings": False}},
             ["embed", "model.layers.1.w", "lm_head.weight"],
         ),
+        (
+            {"tie_word_embeddings": False, "text_config": {"num_hidden_layers": 2, "tie_word_embeddings": True}},
+            ["embed", "model.layers.1.w"],
+        ),
         ({"num_hidden_layers": None, "text_config": None}, ["embed", "model.layers.1.w", "model.layers.2.w"]),
     ],
 )

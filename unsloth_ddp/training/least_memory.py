@@ -78,7 +78,8 @@ def certain_tensors(tensors: Sequence[StoredTensor], config: Mapping[str, Any]) 
     configs = [text, config] if isinstance(text, dict) else [config]
     layers = next((c["num_hidden_layers"] for c in configs if isinstance(c.get("num_hidden_layers"), int)), None)
     # Transformers ties them by default.
-    untied = any(c.get("tie_word_embeddings") is False for c in configs)
+    ties = [c.get("tie_word_embeddings") for c in configs]
+    untied = False in ties and True not in ties
 
     def is_certain(name: str) -> bool:
         layer = LAYER.search(name)

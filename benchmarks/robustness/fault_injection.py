@@ -224,7 +224,9 @@ class Job:
 
         A job that writes none in PATIENCE is struck without one, and counts as hanging if it does not end then.
         """
-        while time.monotonic() - self.began < PATIENCE and not any(int(found.name.rpartition("-")[2]) >= step for found in run.glob("checkpoint-*[0-9]")):
+        while time.monotonic() - self.began < PATIENCE and not any(
+            int(found.name.rpartition("-")[2]) >= step for found in run.glob("checkpoint-*[0-9]")
+        ):
             if self.wait(0.005):
                 return True
         return self.wait(seconds)

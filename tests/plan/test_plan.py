@@ -139,10 +139,7 @@ def test_a_mixtures_memory_is_a_lower_bound_and_says_so(capsys, tmp_path):
     assert command.main(["--model", str(folder), "--dataset", "demo/train.jsonl", "--gpu_memory", "24GB"]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert "The run may fit: method lora with DDP needs at least " in said
-    assert (
-        "so take every figure of memory as a lower bound. With the transformers backend QLoRA leaves"
-        in said
-    )
+    assert "so take every figure of memory as a lower bound. With the transformers backend QLoRA leaves" in said
     assert "each token used all" not in said
 
 

@@ -1,4 +1,4 @@
-"""Prepare a run as train_ddp.py does, up to its first step, for benchmarks that replay its recorded micro-batches."""
+"""Prepare a run as train_ddp.py does, up to its first step, for benchmarks that replay its micro-batches as CUDA graphs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Prepared:
     """Hold a run that is about to take its first step.
 
     Attributes:
-        captured: replays micro-batches; on a CPU it computes what a recording would. None if the run does not record.
+        captured: replays micro-batches; on a CPU it computes what a CUDA graph would. None if the run uses no graphs.
         runner: computes micro-batches as the backend does.
     """
 
@@ -37,11 +37,11 @@ class Prepared:
 
 @contextmanager
 def prepared_run(argv: list[str], *, recompute: bool = False) -> Iterator[Prepared]:
-    """Prepare a run and choose its micro-batch, its trial of a recording included; the model is in training mode.
+    """Prepare a run and choose its micro-batch, its trial of a CUDA graph included; the model is in training mode.
 
     Args:
         argv: options of the run.
-        recompute: compute layers again in the backward pass on a CPU too, where no run records.
+        recompute: compute layers again in the backward pass on a CPU too, where no run uses CUDA graphs.
     """
     import torch
 

@@ -1,13 +1,13 @@
-"""Compare recorded micro-batches with gradient checkpointing `torch` to the backend's own: loss, gradients, memory, speed.
+"""Compare replayed micro-batches with gradient checkpointing `torch` to the backend's own: loss, gradients, memory, speed.
 
     python -m benchmarks.correctness.recorded_recompute --work /tmp/recompute --json FILE
     python -m benchmarks.correctness.recorded_recompute --work /tmp/recompute --cases demo:transformers --cpu
 
 Takes about a minute and a half on one GPU: the demo's model and a random-weight model of Qwen3-1.7B's shape, LoRA, one pack
 of rows at a time, with both backends. The cases are prepared side by side and measured one after the other; another case
-may compile meanwhile, so the speeds are rough. A case passes if the run would record (its own trial included), every pack's
-loss and gradients agree within the tolerances of that trial, and nothing is compiled after the first recording. `without`
-is a recording that keeps all activations. --cpu tries the script on a CPU, which computes what a recording would.
+may compile meanwhile, so the speeds are rough. A case passes if the run would use CUDA graphs (its own trial included), every pack's
+loss and gradients agree within the tolerances of that trial, and nothing is compiled after the first capture. `without`
+is a CUDA graph that keeps all activations. --cpu tries the script on a CPU, which computes what a CUDA graph would.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def measure(argv: list[str], lock: Path) -> dict[str, Any]:
 
         with lock.open("w") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
-            # The trial has recorded already; all ways begin alike.
+            # The trial has captured graphs already; all ways begin alike.
             captured.forget()
             expected, found["ordinary"] = passes(ordinary)
             torch_results, found["torch"] = passes(replayed)
@@ -134,7 +134,7 @@ def measure(argv: list[str], lock: Path) -> dict[str, Any]:
 
 
 def passed(found: dict[str, Any], *, cpu: bool) -> bool:
-    """Return whether the recording was made, agrees, and compiled nothing twice."""
+    """Return whether a CUDA graph was captured, agrees, and compiled nothing twice."""
     from unsloth_ddp.training.step_choice import GRADIENT_TOLERANCE, LOSS_TOLERANCE
 
     if "torch" not in found or not isinstance(found["torch"], dict) or not (found["recorded"] or cpu):

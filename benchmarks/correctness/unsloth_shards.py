@@ -3,8 +3,9 @@
     python -m benchmarks.correctness.unsloth_shards --work /tmp/unsloth_shards --json FILE
 
 Three steps of SGD on two GPUs, of the demo's model in fp32 and bf16, of a small model whose output head is not tied, and
-of an 8B shape in bf16; and the run in shards resumed from its checkpoint at step 2. Prints the losses, the difference of the adapters' update from that of Unsloth on the whole model,
-and of the fullest GPU the peak while loading and while training. All runs stand side by side: no times are measured.
+of an 8B shape in bf16. The run in shards is also resumed from its checkpoint at step 2. Prints the losses, the difference
+of the adapters' update from that of Unsloth on the whole model, and the peak of the fullest GPU while loading and while
+training. Runs share the GPUs, so no times are measured.
 """
 
 from __future__ import annotations

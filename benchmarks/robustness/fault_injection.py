@@ -220,8 +220,13 @@ class Job:
         return self.process.exitcode is not None
 
     def wait_for_save(self, run: Path, step: int, seconds: float) -> bool:
-        """Return whether the launcher ended before a checkpoint of `step` or later was there for so many seconds."""
-        while not any(int(found.name.rpartition("-")[2]) >= step for found in run.glob("checkpoint-*[0-9]")):
+        """Return whether the launcher ended before a checkpoint of `step` or later was there for so many seconds.
+
+        A job that writes none in PATIENCE is struck without one, and counts as hanging if it does not end then.
+        """
+        while time.monotonic() - self.began < PATIENCE and not any(
+            int(found.name.rpartition("-")[2]) >= step for found in run.glob("checkpoint-*[0-9]")
+        ):
             if self.wait(0.005):
                 return True
         return self.wait(seconds)

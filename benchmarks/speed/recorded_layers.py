@@ -1,4 +1,4 @@
-"""Time recorded micro-batches of a few layers by variant: backend, adapter copies, fused norm, attention, FP8, QLoRA.
+"""Time replayed micro-batches of a few layers by variant: backend, adapter copies, fused norm, attention, FP8, QLoRA.
 
     python -m benchmarks.speed.recorded_layers --work /tmp/layers --json FILE --gpus 0 1
     python -m benchmarks.speed.recorded_layers --work /tmp/layers --json FILE --variants 8b_long 8b_long_varlen
@@ -7,12 +7,12 @@
 Replays the forward and backward pass of one micro-batch of LoRA, on random-weight models of Qwen3-8B's shape cut to 4
 layers and of Qwen3-1.7B's cut to 6. Each variant is a process. Up to --at_once of them a GPU are prepared side by side.
 Once all are ready, they are measured one after the other on each GPU, the kernels (torch.profiler) included, so that
-nothing compiles meanwhile. A variant fails if it does not record, or if its pass is not what its name says.
+nothing compiles meanwhile. A variant fails if it uses no CUDA graph, or if its pass is not what its name says.
 
 Names end with what is left out or chosen: `no_copies` (adapters in bf16, unsloth_ddp/training/adapter_copies.py),
 `no_norm` (Unsloth's fused norm of queries and keys), `neither`, `varlen` (rows of one pack each through varlen_attn, not
 as sequences of a batch), `one` (one pack per micro-batch). --tiny tries the script on a CPU, which computes what a
-recording would, with the demo's model and Transformers.
+CUDA graph would, with the demo's model and Transformers.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ def left_out(variant: Variant) -> Iterator[None]:
 def mismatch(variant: Variant, found: dict[str, Any], *, cpu: bool) -> str | None:
     """Return why a pass is not the one that the variant names; None if it is."""
     if "ms" not in found:
-        return f"the run does not record: {found['choice']}"
+        return f"the run uses no CUDA graphs: {found['choice']}"
     if bool(found["copies"]) != variant.copies:
         return f"{found['copies']} matrices of adapters have copies"
     if bool(found["sequences"]) != (variant.sequences and variant.work != "chat"):

@@ -81,7 +81,7 @@ def test_what_a_variant_names_is_left_out(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_pass_that_is_not_what_the_variant_names_is_told() -> None:
     right = {"ms": 1.0, "copies": 56, "sequences": 0, "fused_norm": True}
     assert mismatch(CHAT, right, cpu=False) is None
-    assert mismatch(CHAT, {"choice": "too short"}, cpu=False) == "the run does not record: too short"
+    assert mismatch(CHAT, {"choice": "too short"}, cpu=False) == "the run uses no CUDA graphs: too short"
     assert "0 matrices" in str(mismatch(CHAT, {**right, "copies": 0}, cpu=False))
     assert "4 packs are" in str(mismatch(CHAT, {**right, "sequences": 4}, cpu=False))
     assert "0 packs are" in str(mismatch(VARIANTS["8b_full"], right, cpu=False))

@@ -19,6 +19,10 @@ NO_DRIVER = (
 TOO_OLD = (
     "The NVIDIA driver on your system is too old (found version 12020). Please update your GPU driver by downloading"
 )
+NO_FABRIC = (
+    "Unexpected error from cudaGetDeviceCount(). Did you run some cuda functions before calling NumCudaDevices() that might "
+    "have already set an error? Error 802: system not yet initialized"
+)
 FOUND = "CUDA_VISIBLE_DEVICES is {}, but torch finds no GPU"
 
 
@@ -34,6 +38,8 @@ FOUND = "CUDA_VISIBLE_DEVICES is {}, but torch finds no GPU"
         (None, True, None, "", "This machine has an NVIDIA driver, but this torch is built without CUDA, so"),
         (None, True, "13.0", TOO_OLD, "This machine has an NVIDIA driver, but torch finds no GPU (The NVIDIA driver on your system is "
          "too old (found version 12020)), so the CPU is used; update the driver to one for CUDA 13.0."),
+        (None, True, "13.0", NO_FABRIC, "This machine has an NVIDIA driver, but torch finds no GPU (Error 802: system not yet "
+         "initialized), so"),
     ],
 )  # fmt: skip
 def test_a_gpu_that_torch_cannot_use_is_explained(visible, driver, torch_cuda, reason, sentence):

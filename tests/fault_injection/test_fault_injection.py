@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.robustness import fault_injection
-from benchmarks.robustness.fault_injection import damage, inject_faults, is_bad
+from benchmarks.robustness.fault_injection import PATIENCE, Job, damage, inject_faults, is_bad
 
 RUNS = int(os.environ.get("UNSLOTH_DDP_TORTURE_RUNS", "20"))
 
@@ -31,6 +31,14 @@ def test_a_job_can_be_struck_after_a_save(tmp_path, monkeypatch):
     each = found["each"][0]
     assert each["after_save"] > 0 and not is_bad(each)
     assert int(each["offered"][0].rpartition("-")[2]) >= each["after_save"]
+
+
+@pytest.mark.timeout(20)
+def test_a_job_that_hangs_before_its_first_save_is_not_waited_for_without_end(tmp_path, monkeypatch):
+    job = Job.__new__(Job)
+    job.began = time.monotonic() - PATIENCE
+    monkeypatch.setattr(job, "wait", lambda _: False)
+    assert not job.wait_for_save(tmp_path, 2, 0)
 
 
 @pytest.fixture

@@ -18,6 +18,7 @@ from tests.conftest import DEMO_MODEL
 from tests.peak_memory import PeakMemory
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.model import merge as module
+from unsloth_ddp.model.files import safetensors_files
 from unsloth_ddp.model.merge import plan_merge, save_merged
 
 SIZES = {
@@ -172,6 +173,30 @@ def test_a_base_whose_files_do_not_hold_the_adapted_weights_is_left_to_peft(tmp_
     quantized = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
     (base / "config.json").write_text(json.dumps({**config, **quantized}))
     assert plan_merge(settings(base), adapter) is None
+
+
+def test_packed_weights_of_other_names_than_the_models_are_left_to_peft(tmp_path):
+    base = make_base(tmp_path / "base", shard="1GB")
+    adapter = make_adapter(base, tmp_path / "adapter")
+    config = json.loads((base / "config.json").read_text())
+    kind = {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}
+    (base / "config.json").write_text(json.dumps({**config, **kind}))
+    weights = load_file(base / "model.safetensors")
+    expert = "model.layers.0.mlp.experts.0.up_proj.weight"
+    packed = {expert: torch.zeros(8, 1, dtype=torch.uint8), f"{expert}.quant_state.bitsandbytes__nf4": torch.zeros(1)}
+    assert plan_merge(settings(base), adapter) is not None
+    save_file({**weights, **packed}, base / "model.safetensors")
+    assert plan_merge(settings(base), adapter) is None
+
+
+def test_a_single_file_counts_beside_an_index_as_it_does_to_transformers(tmp_path):
+    base = make_base(tmp_path / "base")
+    assert len(safetensors_files(base)) > 1
+    weights = {name: tensor + 1 for name, tensor in weights_of(base).items()}
+    save_file(weights, base / "model.safetensors", {"format": "pt"})
+    assert safetensors_files(base) == [base / "model.safetensors"]
+    loaded = AutoModelForCausalLM.from_pretrained(base).state_dict()
+    torch.testing.assert_close(loaded["model.norm.weight"], weights["model.norm.weight"])
 
 
 @pytest.mark.slow

@@ -26,7 +26,7 @@ from tests.ranks import run_ranks
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.distributed.ranks import Ranks, ranks_from_environment
 from unsloth_ddp.distributed.runtime import Runtime, started
-from unsloth_ddp.model import load, sharded_load, varlen, whole_model
+from unsloth_ddp.model import load, same_files, sharded_load, varlen, whole_model
 from unsloth_ddp.model.load import load_model, parameter_counts
 from unsloth_ddp.model.modules import base_model
 from unsloth_ddp.model.same_files import first_difference
@@ -244,6 +244,8 @@ def test_a_rank_reads_and_keeps_its_own_part_only(tmp_path: Path) -> None:
 
 def say_refusals(folder: str) -> None:
     with started(settings_for(DEMO_MODEL), ranks_from_environment()) as runtime:
+        # Each process stands for a node.
+        runtime.ranks = dataclasses.replace(runtime.ranks, local_rank=0, local_world_size=1)
         for name, (_, _, options, _) in REFUSED.items():
             os.chdir(Path(folder) / name / f"node_{runtime.ranks.rank}")
             with pytest.MonkeyPatch.context() as patch:
@@ -352,6 +354,33 @@ def test_the_first_file_that_differs_is_named() -> None:
     assert first_difference({"a": "1", "b": "2"}, {"a": "1", "b": "2"}) is None
     assert first_difference({"a": "1", "b": "2"}, {"a": "1", "b": "3"}) == "b"
     assert first_difference({"a": "1"}, {"a": "1", "c": "3"}) == "c"
+
+
+def test_little_of_large_files_is_read_for_the_comparison(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = [tmp_path / f"model-{number}.safetensors" for number in range(20)]
+    for path in files:
+        path.write_bytes((8).to_bytes(8, "little") + b"{}      ")
+        os.truncate(path, 2**28)
+    (tmp_path / "config.json").write_text("{}")
+    # As on file systems whose blocks have a megabyte.
+    monkeypatch.setattr(Path, "open", lambda path, mode, buffering=2**20: open(path, mode, buffering))  # noqa: SIM115
+    monkeypatch.setattr(same_files, "check_folder", lambda *_, **__: None)
+    before = bytes_read()
+    assert len(same_files.describe_files(settings_for(str(tmp_path)))) == 21
+    assert bytes_read() - before < 21 * 34 * 4096
+
+
+def bytes_read() -> int:
+    with open("/proc/self/io") as file:
+        return int(re.findall(r"rchar: (\d+)", file.read())[0])
+
+
+def test_a_weight_file_that_was_not_downloaded_is_compared_too(tmp_path: Path) -> None:
+    shutil.copytree(DEMO_MODEL, tmp_path / "m")
+    pointer = tmp_path / "m" / "consolidated.safetensors"
+    pointer.write_text("version https://git-lfs.github.com/spec/v1\n")
+    found = same_files.describe_files(settings_for(str(tmp_path / "m")))
+    assert found[pointer.name].startswith("43 bytes, ")
 
 
 # ---- Unsloth, which loads the whole model first ----

@@ -15,7 +15,7 @@ from unsloth_ddp.plan.compute import OFFLOADS, is_supported
 from unsloth_ddp.plan.memory import Workload, estimate_memory
 from unsloth_ddp.plan.shape import read_model_shape
 from unsloth_ddp.training import least_memory
-from unsloth_ddp.training.least_memory import check_memory, least_bytes
+from unsloth_ddp.training.least_memory import certain_tensors, check_memory, least_bytes
 from unsloth_ddp.utils.errors import UserError
 
 SETTINGS = {"model": str(DEMO_MODEL), "dataset": ["d"], "optim": "adamw_torch"}
@@ -59,12 +59,46 @@ def test_weights_that_are_packed_or_in_fp8_are_not_counted_larger() -> None:
     eight = [("l.weight", "F8_E4M3", [100, 10]), ("k.weight", "U8", [500, 1])]
     assert least_bytes(eight, Settings(**SETTINGS), runtime())[0] == 1500
     assert least_bytes(TENSORS, Settings(**SETTINGS, fp8=True), runtime())[0] == 1110
+    # bitsandbytes packs them if they are read.
+    assert least_bytes(eight[:1], Settings(**SETTINGS, method="qlora"), runtime())[0] == 530
     assert least_bytes([], Settings(**SETTINGS), runtime()) == (0, 0)
 
 
 def test_what_paged_optimizers_can_move_is_not_counted() -> None:
     paged = Settings(**{**SETTINGS, "optim": "paged_adamw_8bit"}, method="full")
     assert least_bytes(TENSORS, paged, runtime())[0] == 1110 * 8
+
+
+@pytest.mark.parametrize(
+    "optim", ["galore_adamw", "apollo_adamw", "galore_adamw_8bit", "schedule_free_sgd", "an_optimizer_of_tomorrow"]
+)
+def test_states_that_an_optimizer_may_not_keep_for_every_weight_are_not_counted(optim: str) -> None:
+    full = Settings(**{**SETTINGS, "optim": optim}, method="full", full_weights="bf16")
+    assert least_bytes(TENSORS, full, runtime())[0] == 1110 * 4
+
+
+@pytest.mark.parametrize(
+    ("config", "read"),
+    [
+        ({}, ["embed", "model.layers.1.w", "model.layers.2.w"]),
+        ({"num_hidden_layers": 2, "tie_word_embeddings": True}, ["embed", "model.layers.1.w"]),
+        ({"num_hidden_layers": 2, "tie_word_embeddings": False}, ["embed", "model.layers.1.w", "lm_head.weight"]),
+        (
+            {"num_hidden_layers": 9, "text_config": {"num_hidden_layers": 2, "tie_word_embeddings": False}},
+            ["embed", "model.layers.1.w", "lm_head.weight"],
+        ),
+        (
+            {"tie_word_embeddings": False, "text_config": {"num_hidden_layers": 2, "tie_word_embeddings": True}},
+            ["embed", "model.layers.1.w"],
+        ),
+        ({"num_hidden_layers": None, "text_config": None}, ["embed", "model.layers.1.w", "model.layers.2.w"]),
+    ],
+)
+def test_what_loading_may_leave_out_is_not_counted(config: dict[str, Any], read: list[str]) -> None:
+    names = ["embed", "model.layers.1.w", "model.layers.2.w", "lm_head.weight"]
+    names += ["mtp.layers.0.w", "model.mtp_layers.0.w", "model.visual.blocks.0.w", "vision_tower.w", "audio_tower.w"]
+    found = certain_tensors([(name, "BF16", [1]) for name in names], config)
+    assert [name for name, _, _ in found] == read
 
 
 @pytest.mark.parametrize("method", ["lora", "qlora", "full"])
@@ -106,6 +140,10 @@ def test_the_sentence_names_both_sizes_and_the_rank(monkeypatch: pytest.MonkeyPa
     ):
         check_memory(settings, runtime())
     check_memory(settings, offloaded)
+    # Layers that the model's class does not read.
+    with monkeypatch.context() as patch:
+        patch.setattr(least_memory, "read_model_file", lambda *_: {"num_hidden_layers": 0})
+        check_memory(settings, runtime())
     # A CPU run has no GPU's memory to fill.
     cpu = runtime()
     cpu.device_type = "cpu"

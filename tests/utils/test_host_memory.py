@@ -16,11 +16,14 @@ def write(root: Path, files: dict[str, str]) -> None:
 
 
 MACHINE = {"proc/meminfo": "MemTotal:  9 kB\nMemAvailable:      5000 kB\nHugePages_Total:  0\n"}
-V2 = {"sys/fs/cgroup/memory.current": "900000", "sys/fs/cgroup/memory.stat": "anon 5\ninactive_file 100000\n"}
+V2 = {
+    "sys/fs/cgroup/memory.current": "900000",
+    "sys/fs/cgroup/memory.stat": "anon 5\ninactive_file 60000\nactive_file 40000\n",
+}
 V1 = {
     "sys/fs/cgroup/memory/memory.limit_in_bytes": "4000",
     "sys/fs/cgroup/memory/memory.usage_in_bytes": "4000",
-    "sys/fs/cgroup/memory/memory.stat": "total_inactive_file 500",
+    "sys/fs/cgroup/memory/memory.stat": "total_inactive_file 300\ntotal_active_file 200",
 }
 
 
@@ -33,6 +36,7 @@ V1 = {
         ({**MACHINE, **V2, "sys/fs/cgroup/memory.max": "1000000\n"}, 200_000),
         ({**V2, "sys/fs/cgroup/memory.max": "1000000\n"}, 200_000),
         ({**MACHINE, **V1}, 500),
+        ({**V1, "proc/meminfo": "MemAvailable: 5000 kB\nSwapFree: 3 kB\n"}, 500 + 3072),
     ],
 )
 def test_the_tightest_limit_counts(tmp_path: Path, files: dict[str, str], found: int | None) -> None:

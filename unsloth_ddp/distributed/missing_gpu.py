@@ -16,6 +16,7 @@ from unsloth_ddp.utils.errors import UserError, one_line
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 # CUDA takes the devices up to the first name that it does not know: a number, or the start of a GPU's or MIG slice's id.
 A_DEVICE = re.compile(r"\s*(\d+|(GPU|MIG)-[\w/-]+)\s*(,|$)")
+NUMBERED = re.compile(r"Error \d+: .+")
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,9 @@ def explain_missing_gpu(visible: str | None, driver: bool, torch_cuda: str | Non
     expected = f"{VISIBLE} is {visible}" if names else "This machine has an NVIDIA driver"
     if torch_cuda is None:
         return MissingGpu(f"{expected}, but this torch is built without CUDA", "install the kit's own with uv sync")
-    first = reason.partition(". ")[0].rstrip(".")
+    # "Error 802: system not yet initialized" stands behind a question.
+    numbered = NUMBERED.search(reason)
+    first = (numbered[0] if numbered else reason.partition(". ")[0]).rstrip(".")
     found_none = f"{expected}, but torch finds no GPU" + (f" ({first})" if first else "")
     if "too old" in first:
         return MissingGpu(found_none, f"update the driver to one for CUDA {torch_cuda}")

@@ -34,11 +34,10 @@ def model_folder(settings: Settings) -> Path | None:
 
 def safetensors_files(folder: Path) -> list[Path]:
     """Return the safetensors files of a model, sorted by name; empty if a file is missing or the format is another."""
-    index = folder / f"{SAFETENSORS}.index.json"
-    if index.is_file():
+    names, index = [SAFETENSORS], folder / f"{SAFETENSORS}.index.json"
+    # Transformers reads the index only if there is no single file.
+    if index.is_file() and not (folder / SAFETENSORS).is_file():
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    else:
-        names = [SAFETENSORS]
     files = [folder / name for name in names]
     return files if all(path.is_file() for path in files) else []
 

@@ -27,6 +27,7 @@ from unsloth_ddp.utils.tensor_files import ModelFiles
 WEIGHT = ".weight"
 # bitsandbytes stores the constants of q_proj.weight as q_proj.weight.absmax and so on.
 PART = f"{WEIGHT}."
+QUANTIZED = ".quant_state."
 PREFIX = "base_model.model."
 A, B = ".lora_A.weight", ".lora_B.weight"
 # Transformers' conversion that reads a weight and its constants as one tensor.
@@ -111,6 +112,9 @@ def plan_merge(settings: Settings, adapter: Path) -> Merge | None:
     if changed is None or not changed <= {name for name, shape in own.items() if len(shape) == 2}:
         return None
     inside = {name for names in constants.values() for name in names}
+    if any(QUANTIZED in name for name in stored) and not stored.keys() - inside <= own.keys():
+        # Packed weights under other names than the model's, such as each expert of a stack.
+        return None
     files = {path: [name for name, at in stored.items() if at == path and name not in inside] for path in paths}
     scale = config["lora_alpha"] / (math.sqrt(config["r"]) if config.get("use_rslora") else config["r"])
     return Merge(base, files, constants, file, changed, scale, model)

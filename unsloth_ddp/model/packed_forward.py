@@ -39,7 +39,7 @@ class Rows:
 
 
 class PackedForward:
-    """Call a causal language model on laid out micro-batches.
+    """Call a causal language model on padded micro-batches (see FixedShape.pad).
 
     Args:
         model: of Transformers, in PEFT's wrapper or not; with packed rows it uses torch's varlen_attn (see attention.py).

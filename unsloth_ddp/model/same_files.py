@@ -1,4 +1,4 @@
-"""Refuse a model whose files differ between ranks or are incomplete, before each rank keeps its own part of them."""
+"""Refuse a model whose files differ between nodes or are incomplete, before each rank keeps its own part of them."""
 
 from __future__ import annotations
 
@@ -12,17 +12,20 @@ from unsloth_ddp.model.files import WEIGHTS, model_folder
 from unsloth_ddp.model.files_check import check_folder
 from unsloth_ddp.utils.errors import UserError, os_reason
 
-# Parts of a file that are compared between nodes, and their size.
-PARTS, PART_BYTES = 128, 4096
+# Parts of a model's files that are compared between nodes, at least so many of each file, and their size. Each part takes
+# a disk on the network some milliseconds.
+PARTS, PARTS_OF_FILE, PART_BYTES = 512, 32, 4096
 
 
 def check_same_files(settings: Settings, runtime: Runtime) -> None:
-    """Refuse files that a rank cannot read completely or that differ from those of rank 0; every rank calls this.
+    """Refuse files that a node cannot read completely or that differ from those of rank 0; every rank calls this.
+
+    The first process of each node reads them for the others.
 
     Raises:
         UserError: on every rank, naming the file and the rank.
     """
-    everyones = runtime.gather(runtime.on_every_rank(lambda: describe_files(settings)))
+    everyones = runtime.gather(runtime.broadcast_from_node_main(lambda: describe_files(settings)))
     for rank, files in enumerate(everyones):
         if difference := first_difference(everyones[0], files):
             raise UserError(
@@ -48,8 +51,9 @@ def describe_files(settings: Settings) -> dict[str, str]:
         if weights := sorted(folder.glob(pattern)):
             found |= {path.name: path for path in weights}
             break
+    parts = max(PARTS_OF_FILE, PARTS // len(found))
     try:
-        return {name: _describe(path) for name, path in found.items()}
+        return {name: _describe(path, parts) for name, path in found.items()}
     except OSError as error:
         raise UserError(f"model {settings.model} cannot be read: {os_reason(error)}; check {folder}.") from None
 
@@ -59,7 +63,7 @@ def first_difference(ours: dict[str, str], theirs: dict[str, str]) -> str | None
     return next((name for name in sorted(ours.keys() | theirs.keys()) if ours.get(name) != theirs.get(name)), None)
 
 
-def _describe(path: Path) -> str:
+def _describe(path: Path, parts: int) -> str:
     """Return the file's size, and a checksum of its header and of parts of its content.
 
     Two fine-tunes of one model have the same header, and their files are too large to be read twice. They differ almost
@@ -67,17 +71,19 @@ def _describe(path: Path) -> str:
     """
     size = path.stat().st_size
     found = xxhash.xxh3_64()
-    with path.open("rb") as file:
+    # A buffer would read a whole block for each part, which has megabytes on some file systems.
+    with path.open("rb", buffering=0) as file:
         if path.suffix == ".safetensors":
             begin = file.read(8)
             found.update(begin)
-            found.update(file.read(int.from_bytes(begin, "little")))
-        for start in _starts(size):
+            # A file that is not one of the model's may begin with anything.
+            found.update(file.read(min(int.from_bytes(begin, "little"), size)))
+        for start in _starts(size, parts):
             file.seek(start)
             found.update(file.read(PART_BYTES))
     return f"{size:,} bytes, xxh3 {found.hexdigest()}"
 
 
-def _starts(size: int) -> range:
-    """Return where the compared parts of a file begin: the whole file if it is small, else PARTS of them."""
-    return range(0, size, max(PART_BYTES, size // PARTS))
+def _starts(size: int, parts: int) -> range:
+    """Return where the compared parts of a file begin: the whole file if it is small, else `parts` of them."""
+    return range(0, size, max(PART_BYTES, size // parts))

@@ -248,7 +248,7 @@ def notes(report: PlanReport) -> list[str]:
         )
     if report.shape.has_experts:
         said.append(
-            "Mixture of experts: no such model was measured, so every figure of memory is a lower bound."
+            "Mixture of experts: only one was measured, with FSDP2 (docs/sharding.md), so take every figure of memory as a lower bound."
             + (" With the transformers backend QLoRA leaves the experts in 16 bit." if report.shape.experts else "")
         )
     if report.shape.all_experts:

@@ -1,4 +1,4 @@
-"""Record the forward and backward pass of a micro-batch once, and replay it: a step as fast as the GPU, not as its host.
+"""Capture the forward and backward pass of a micro-batch as a CUDA graph, and replay it without waiting for the host.
 
 A small micro-batch is thousands of short kernels, and launching them takes the host longer than the GPU needs to run
 them. Micro-batches of one shape can share a CUDA graph, which starts them all at once, and layers compiled for it. The
@@ -89,7 +89,7 @@ class CapturedStep:
         return self.forward.shape
 
     def takes(self, batch: dict[str, Any]) -> bool:
-        """Return whether a micro-batch is laid out, and not larger than the shape."""
+        """Return whether a micro-batch was padded to the shape; a larger one was not."""
         return "padded_batch" in batch
 
     def run(self, batch: dict[str, Any], divisor: Tensor) -> tuple[Tensor, StepTensors]:

@@ -6,19 +6,30 @@ out of memory; `python -m unsloth_ddp.plan` estimates the rest.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.distributed.sharding import describe_sharding
+from unsloth_ddp.model.source_check import read_model_file
 from unsloth_ddp.model.whole_model import read_tensors, whole_bytes
-from unsloth_ddp.training.optimizer_memory import optimizer_bytes
+from unsloth_ddp.training.optimizer_memory import OF_BITSANDBYTES, OF_THE_WEIGHTS_TYPE, optimizer_bytes
 from unsloth_ddp.utils.errors import UserError
 from unsloth_ddp.utils.host_memory import available_bytes
 from unsloth_ddp.utils.units import shown_bytes
 
 # Bytes of a number in each type.
 NUMBER_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+# (name, safetensors dtype, shape)
+StoredTensor = tuple[str, str, list[int]]
+# Tensors that the class of a text model may leave in the files: layers that predict further tokens, other media.
+UNREAD = re.compile(r"(^|\.)(mtp|visual|vision|audio|multi_modal)")
+LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+# Optimizers that are known to keep states for every weight in GPU memory; GaLore and APOLLO keep small ones, and paged
+# states may lie in host memory.
+WITH_STATES = {*OF_THE_WEIGHTS_TYPE, *OF_BITSANDBYTES, "adamw_torch_8bit", "adamw_torch_4bit"}
 
 
 def check_memory(settings: Settings, runtime: Runtime) -> None:
@@ -33,7 +44,7 @@ def check_memory(settings: Settings, runtime: Runtime) -> None:
 
     total = int(torch.cuda.get_per_process_memory_fraction() * torch.cuda.mem_get_info()[1])
     rooms = runtime.gather((total, available_bytes()))
-    gpu, host = runtime.broadcast_from_main(lambda: least_bytes(read_tensors(settings), settings, runtime))
+    gpu, host = runtime.broadcast_from_main(lambda: least_bytes(_read_certain(settings), settings, runtime))
     layout = describe_sharding(runtime.sharding, runtime.offload, runtime.copies, runtime.ranks.world_size)
     way = f"method {settings.method} {'without sharding' if runtime.sharding == 'none' else f'with {layout}'}"
     for (total, available), location in zip(rooms, runtime.locations, strict=True):
@@ -50,26 +61,55 @@ def check_memory(settings: Settings, runtime: Runtime) -> None:
             )
 
 
-def least_bytes(tensors: Sequence[tuple[str, str, list[int]]], settings: Settings, runtime: Runtime) -> tuple[int, int]:
+def _read_certain(settings: Settings) -> list[StoredTensor]:
+    config = read_model_file(str(settings.model), "config.json", settings.model_revision)
+    return certain_tensors(read_tensors(settings), config or {})
+
+
+def certain_tensors(tensors: Sequence[StoredTensor], config: Mapping[str, Any]) -> list[StoredTensor]:
+    """Return the tensors of a model's files without those that loading may leave out.
+
+    These are layers and parts that a text model does not use, and an output head that is tied to the embedding.
+
+    Args:
+        config: content of the model's config.json.
+    """
+    text = config.get("text_config")
+    configs = [text, config] if isinstance(text, dict) else [config]
+    layers = next((c["num_hidden_layers"] for c in configs if isinstance(c.get("num_hidden_layers"), int)), None)
+    # Transformers ties them by default.
+    ties = [c.get("tie_word_embeddings") for c in configs]
+    untied = False in ties and True not in ties
+
+    def is_certain(name: str) -> bool:
+        layer = LAYER.search(name)
+        beyond = layers is not None and layer is not None and int(layer[1]) >= layers
+        return not (beyond or UNREAD.search(name) or (name.endswith("lm_head.weight") and not untied))
+
+    return [tensor for tensor in tensors if is_certain(tensor[0])]
+
+
+def least_bytes(tensors: Sequence[StoredTensor], settings: Settings, runtime: Runtime) -> tuple[int, int]:
     """Return the bytes that every GPU, and the host memory of every node, has to hold at least.
 
     Args:
-        tensors: (name, safetensors dtype, shape) of the tensors in the model's files.
+        tensors: see `certain_tensors`.
     """
     sharding, offload, full = runtime.sharding, runtime.offload, settings.method == "full"
     zero = sharding in ("zero2", "zero3")
     precision = NUMBER_BYTES[runtime.precision]
     each = 1 if settings.fp8 else NUMBER_BYTES[settings.full_weights] if full and not zero else precision
-    # Weights in FP8 may stay so, as packed ones do.
-    stored = [(name, "U8" if dtype.startswith("F8") else dtype, shape) for name, dtype, shape in tensors]
-    weights = whole_bytes(stored, each, packs=settings.method == "qlora")
+    packs = settings.method == "qlora"
+    # Weights in FP8 may stay so, as packed ones do; QLoRA may pack them.
+    stored = [(name, "U8" if dtype.startswith("F8") and not packs else dtype, shape) for name, dtype, shape in tensors]
+    weights = whole_bytes(stored, each, packs=packs)
     states = 0.0
     if full:
         # Gradients and optimizer states, and DeepSpeed's fp32 copies of 16-bit weights.
         master = 4 if zero else each
         copies = 4 if zero and precision < 4 else 0
-        # Paged states may lie in host memory.
-        kept = 0 if settings.optim.startswith("paged") else optimizer_bytes(settings.optim, master)
+        paged = settings.optim.startswith("paged")
+        kept = optimizer_bytes(settings.optim, master) if settings.optim in WITH_STATES and not paged else 0
         states = weights / each * (master + copies + kept)
     world = runtime.ranks.world_size
     parts = {"none": 1, "zero2": world, "zero3": world, "fsdp2": runtime.parts}[sharding]

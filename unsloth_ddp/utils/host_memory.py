@@ -1,41 +1,43 @@
-"""Read how much host memory is available to new allocations, within the limits of a container or job."""
+"""Read how much host memory is available to new allocations, within the limit of a container."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
-# Limit, use, and the field of memory.stat that counts the file pages of that use which the kernel frees on demand.
+# Limit, use, and the fields of memory.stat that count the file pages of that use, which the kernel frees on demand. Those
+# of a model's files are active once they are read twice.
 GROUPS = (
-    ("sys/fs/cgroup/memory.max", "sys/fs/cgroup/memory.current", "inactive_file"),
+    ("sys/fs/cgroup/memory.max", "sys/fs/cgroup/memory.current", ("inactive_file", "active_file")),
     (
         "sys/fs/cgroup/memory/memory.limit_in_bytes",
         "sys/fs/cgroup/memory/memory.usage_in_bytes",
-        "total_inactive_file",
+        ("total_inactive_file", "total_active_file"),
     ),
 )
 
 
 def available_bytes(root: Path = Path("/")) -> int | None:
-    """Return the bytes that processes can still allocate on this machine; None where the system does not tell.
+    """Return the bytes that processes can still allocate on this machine, swap included; None where the system does not tell.
 
     Args:
         root: of the file system.
     """
-    found = [room for room in (_of_machine(root), *(_of_group(root, *group) for group in GROUPS)) if room is not None]
-    return min(found) if found else None
+    machine = _fields(root / "proc/meminfo")
+    found = [room for group in GROUPS if (room := _of_group(root, *group)) is not None]
+    if "MemAvailable:" in machine:
+        found.append(machine["MemAvailable:"] * 1024)
+    # A container may be allowed less of the swap, whose limit is not read.
+    return min(found) + machine.get("SwapFree:", 0) * 1024 if found else None
 
 
-def _of_machine(root: Path) -> int | None:
-    kib = _fields(root / "proc/meminfo").get("MemAvailable:")
-    return None if kib is None else kib * 1024
-
-
-def _of_group(root: Path, limit: str, use: str, freed: str) -> int | None:
+def _of_group(root: Path, limit: str, use: str, freed: Sequence[str]) -> int | None:
     try:
         allowed, used = int((root / limit).read_text()), int((root / use).read_text())
     except (OSError, ValueError):  # no such group, or no limit
         return None
-    return max(0, allowed - used + _fields((root / use).parent / "memory.stat").get(freed, 0))
+    counts = _fields((root / use).parent / "memory.stat")
+    return max(0, allowed - used + sum(counts.get(name, 0) for name in freed))
 
 
 def _fields(path: Path) -> dict[str, int]:

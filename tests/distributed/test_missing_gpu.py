@@ -101,8 +101,13 @@ def test_a_run_that_asks_for_the_cpu_is_told_nothing(asked, monkeypatch, capsys)
 def test_a_machine_with_a_driver_and_a_torch_for_the_cpu_is_told_so(monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(missing_gpu, "has_nvidia", lambda: True)
-    monkeypatch.setattr("torch.version", SimpleNamespace(cuda=None))
+    monkeypatch.setattr("torch.version", SimpleNamespace(cuda=None, hip=None))
     found = missing_gpu.find_missing_gpu()
     assert found is not None and "is built without CUDA" in found.reason
     monkeypatch.setattr(missing_gpu, "has_nvidia", lambda: False)
     assert missing_gpu.find_missing_gpu() is None
+
+
+def test_a_torch_for_rocm_is_not_told_to_install_one_for_cuda(monkeypatch):
+    monkeypatch.setattr("torch.version", SimpleNamespace(cuda=None, hip="7.0"))
+    assert missing_gpu.find_missing_gpu({"CUDA_VISIBLE_DEVICES": "0"}) is None

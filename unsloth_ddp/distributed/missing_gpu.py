@@ -79,7 +79,8 @@ def find_missing_gpu(environ: Mapping[str, str] = os.environ) -> MissingGpu | No
     import torch
 
     visible, driver = environ.get(VISIBLE), has_nvidia()
-    if visible is None and not driver:
+    # ROCm reads CUDA_VISIBLE_DEVICES too, and its reasons are others.
+    if (visible is None and not driver) or torch.version.hip is not None:
         return None
     reason = ""
     if torch.version.cuda is not None:

@@ -24,7 +24,7 @@ from unsloth_ddp.config.parse import parse_settings
 from unsloth_ddp.data.hub import use_cache_if_hub_is_unreachable
 from unsloth_ddp.distributed.exit_codes import EXIT_USER_ERROR
 from unsloth_ddp.distributed.missing_gpu import check_cpu_is_meant
-from unsloth_ddp.distributed.runtime import choose_backend
+from unsloth_ddp.distributed.runtime import asks_for_cpu, choose_backend
 from unsloth_ddp.distributed.sharding import sharding_from_environment
 from unsloth_ddp.parity.comparison import TOLERANCES, LaunchComparison, Tolerance, overall_verdict
 from unsloth_ddp.parity.launches import (
@@ -88,8 +88,8 @@ def read_command_line(argv: list[str]) -> tuple[ParityCheck, argparse.Namespace]
     use_cache_if_hub_is_unreachable(settings)
     import torch
 
-    cuda = torch.cuda.is_available() and not settings.use_cpu
-    if not cuda and not settings.use_cpu:
+    cuda = torch.cuda.is_available() and not asks_for_cpu(settings)
+    if not cuda and not asks_for_cpu(settings):
         check_cpu_is_meant(settings)
     gpus = visible_gpus(os.environ, torch.cuda.device_count()) if cuda else []
     processes = given.processes or (len(gpus) if gpus else 2)

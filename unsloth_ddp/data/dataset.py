@@ -75,7 +75,7 @@ class Units(Protocol):
 
     @property
     def streamed(self) -> bool:
-        """Whether these are only the first rows of a stream."""
+        """Return whether these are only the first rows of a stream."""
 
     @property
     def units(self) -> int:

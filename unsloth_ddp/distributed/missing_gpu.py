@@ -21,7 +21,7 @@ NUMBERED = re.compile(r"Error \d+: .+")
 
 @dataclass(frozen=True)
 class MissingGpu:
-    """Why torch sees no GPU where one was expected, and what to do about it; both are parts of a sentence.
+    """Say why torch sees no GPU where one was expected, and what to do about it; both are parts of a sentence.
 
     Args:
         hidden: CUDA_VISIBLE_DEVICES hides the machine's GPUs, as someone sets it who wants the CPU.

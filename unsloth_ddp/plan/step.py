@@ -47,7 +47,7 @@ NUMBER_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 @dataclass(frozen=True)
 class PlannedStep:
-    """How a GPU computes a step, as a run chooses it.
+    """Describe how a GPU computes a step, as a run chooses it.
 
     Args:
         graphs: whether micro-batches are replayed as CUDA graphs; the trial of a run is taken to succeed.

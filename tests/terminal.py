@@ -43,14 +43,14 @@ class Terminal:
         self.stream.close()
         os.close(self.slave)
         # The end of the output is an error on Linux.
-        self._reader.join(timeout=10)
+        self._reader.join(timeout=60)
         os.close(self.master)
         return self.output
 
     def hang_up(self) -> None:
         """Close the terminal, as a lost connection does: what is written from now on fails."""
         self._hung_up.set()
-        self._reader.join(timeout=10)
+        self._reader.join(timeout=60)
         os.close(self.master)
 
 

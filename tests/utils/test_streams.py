@@ -64,6 +64,23 @@ def test_what_reached_the_reader_is_not_written_again(log):
     assert log.read_text().splitlines()[1:] == ["step 2"]
 
 
+def test_a_thread_that_finds_the_stream_lost_logs_after_the_reason(log, monkeypatch):
+    reader, writer = pipe()
+    stream = ProtectedStream(writer, "standard output")
+    os.close(reader)
+    replace = os.dup2
+
+    def print_meanwhile(*given: int) -> None:
+        # As another thread may while this one waits for the system.
+        print("step 2", file=stream)
+        replace(*given)
+
+    monkeypatch.setattr(os, "dup2", print_meanwhile)
+    print("step 1", file=stream, flush=True)
+    lost, *lines = log.read_text().splitlines()
+    assert "cannot be written any more" in lost and lines == ["step 1", "step 2"]
+
+
 def test_a_progress_bar_leaves_one_line_in_the_log(log):
     reader, writer = pipe()
     stream = ProtectedStream(writer, "standard error")

@@ -72,10 +72,12 @@ class ProtectedStream:
 
         Nothing is drawn after end_drawing.
         """
+        hidden = hide(text)
+        # Asked last, because another thread may end the drawing at any moment and write below it.
         if self._lost or _drawing_is_over.is_set():
             return
         try:
-            self._stream.write(hide(text))
+            self._stream.write(hidden)
             self._stream.flush()
         except OSError as error:
             self._lose(error)
@@ -98,21 +100,29 @@ class ProtectedStream:
         return getattr(self._stream, name)
 
     def _lose(self, error: OSError) -> None:
+        reason = error.strerror or str(error)
+        self._collect(
+            f"{self._name} cannot be written any more ({reason}); the run continues and writes to this log.\n"
+        )
+        self._collect(self._unflushed)
+        # Only now: another thread that finds the stream lost logs its lines after these.
         self._lost = True
         with contextlib.suppress(OSError, ValueError):
             # Python flushes the descriptor at exit, and native code writes to it.
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, self._stream.fileno())
             os.close(nowhere)
-        reason = error.strerror or str(error)
-        self._log(f"{self._name} cannot be written any more ({reason}); the run continues and writes to this log.\n")
-        self._log(self._unflushed)
+        self._log("")
 
-    def _log(self, text: str) -> None:
+    def _collect(self, text: str) -> None:
+        """Keep the whole lines of `text` until they are logged."""
         *lines, self._line = (self._line + text).split("\n")
         # A progress bar rewrites its line after each carriage return; only its last state is of use.
         self._line = self._line.rpartition("\r")[2]
         self._lines.extend(line.rstrip("\r").rpartition("\r")[2] for line in lines)
+
+    def _log(self, text: str) -> None:
+        self._collect(text)
         # Straight to the file: another handler may print to a lost stream, and so come back here.
         files = [h for h in logging.getLogger(LOGGER).handlers if isinstance(h, logging.FileHandler)]
         while files and self._lines:

@@ -217,10 +217,9 @@ def test_a_forked_child_does_not_keep_a_meeting_alive(base):
         own = rendezvous._open_meeting(folder, "dddd")
         if os.fork() == 0:
             # A loader that outlives the rank until the test has looked.
-            os.close(writes)
+            os.write(writes, str(own).encode())
             time.sleep(30)
             os._exit(0)
-        os.write(writes, str(own).encode())
         os._exit(0)
     os.waitpid(owner, 0)
     own = Path(os.read(reads, 4096).decode())

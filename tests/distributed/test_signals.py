@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 
@@ -97,7 +98,7 @@ def stop_while_loading() -> None:
 
 
 def test_before_the_first_step_a_signal_ends_the_process_at_once(tmp_path):
-    result = run_ranks(1, stop_while_loading, folder=tmp_path, timeout=60)
+    result = run_ranks(1, stop_while_loading, folder=tmp_path)
     assert result.codes == [1]
     assert result.output.strip() == "SIGTERM: stopped before the first step; nothing is lost."
 
@@ -108,8 +109,8 @@ def begin_training(stop: StopRequest, has_checkpoint: bool = True) -> None:
     stop.begin_training(runtime, timedelta(seconds=60), lambda: has_checkpoint)
 
 
-def signal_while_ignored(number: int) -> None:
-    """A training rank whose parent had a signal ignored."""
+def signal_while_ignored(number: int, told: str) -> None:
+    """A training rank whose parent had a signal ignored; writes to the file `told` what it takes it for."""
     signal.signal(number, signal.SIG_IGN)
     stop = StopRequest(is_main=True)
     stop.listen(None, {})
@@ -117,15 +118,15 @@ def signal_while_ignored(number: int) -> None:
     os.kill(os.getpid(), number)
     if number != signal.SIGHUP:
         wait_for(lambda: stop.local_cause)
-    print(stop.local_cause)
+    Path(told).write_text(str(stop.local_cause))
 
 
 @pytest.mark.parametrize(
     ("number", "cause"), [(signal.SIGUSR1, "SIGUSR1"), (signal.SIGTERM, "SIGTERM"), (signal.SIGHUP, "None")]
 )
 def test_only_what_nohup_and_shells_have_ignored_stays_ignored(tmp_path, number, cause):
-    result = run_ranks(1, signal_while_ignored, number, folder=tmp_path, timeout=60).check()
-    assert result.output.strip().splitlines()[-1] == cause
+    run_ranks(1, signal_while_ignored, number, str(tmp_path / "told"), folder=tmp_path).check()
+    assert (tmp_path / "told").read_text() == cause
 
 
 def second_signal(first: int, second: int, kept: bool) -> None:
@@ -142,8 +143,9 @@ def second_signal(first: int, second: int, kept: bool) -> None:
 
 @pytest.mark.parametrize(("kept", "code"), [(True, 75), (False, 1)])
 def test_a_second_signal_ends_a_training_rank_at_once(tmp_path, kept, code):
-    result = run_ranks(1, second_signal, signal.SIGINT, signal.SIGTERM, kept, folder=tmp_path, timeout=60)
-    assert result.codes == [code] and result.seconds < 20
+    result = run_ranks(1, second_signal, signal.SIGINT, signal.SIGTERM, kept, folder=tmp_path)
+    # By itself it would end with 0.
+    assert result.codes == [code]
     lines = result.output.strip().splitlines()
     assert lines[0].startswith("SIGINT: saving a checkpoint after this step; a second signal")
     assert lines[1] == "SIGTERM again: stopped at once; the last whole checkpoint stays."
@@ -168,7 +170,7 @@ def worker_is_not_a_request() -> None:
 
 
 def test_workers_and_the_run_do_not_take_each_others_signals(tmp_path):
-    run_ranks(1, worker_is_not_a_request, folder=tmp_path, timeout=60).check()
+    run_ranks(1, worker_is_not_a_request, folder=tmp_path).check()
 
 
 LAUNCHED = """
@@ -183,7 +185,8 @@ print("ready", os.getpid(), flush=True)
 deadline = time.monotonic() + 30
 while stop.local_cause is None and time.monotonic() < deadline:
     time.sleep(0.01)
-print(stop.local_cause, flush=True)
+# In one write, because the thread that reads signals may be printing.
+os.write(1, f"{{stop.local_cause}}\\n".encode())
 """
 LAUNCHER = """
 import subprocess, sys
@@ -197,8 +200,8 @@ def test_a_killed_launcher_is_a_request_to_its_ranks():
     with subprocess.Popen([sys.executable, "-c", LAUNCHER, rank], stdout=subprocess.PIPE, text=True) as launcher:
         assert launcher.stdout.readline().startswith("ready")
         launcher.kill()
-        assert (
-            launcher.stdout.readline()
-            == "SIGTERM: saving a checkpoint after this step; a second signal ends it at once.\n"
-        )
-        assert launcher.stdout.readline() == "SIGTERM\n"
+        # By two threads, in any order.
+        assert sorted(launcher.stdout.readline() for _ in range(2)) == [
+            "SIGTERM\n",
+            "SIGTERM: saving a checkpoint after this step; a second signal ends it at once.\n",
+        ]

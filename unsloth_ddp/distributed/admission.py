@@ -144,7 +144,8 @@ def call_main(address: str, port: int, key: bytes, rank: int, seconds: float) ->
         try:
             return _call_once(address, port, key, rank, deadline)
         except OSError:
-            if time.monotonic() + RETRY_SECONDS >= deadline:
+            # A last try without time for an answer would fail for that, and hide why this one failed.
+            if time.monotonic() + 2 * RETRY_SECONDS >= deadline:
                 raise
         time.sleep(RETRY_SECONDS)
 

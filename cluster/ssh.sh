@@ -77,11 +77,13 @@ on_node_start() {
 # signal PID_FILE SIGNAL: to node.sh, if it still runs, or as soon as it does. One that comes after its end leaves a
 # file, which forget removes.
 on_node_signal() {
-  local pid
-  if [[ ! -O $1 ]] || ! pid=$(cat "$1" 2>/dev/null); then
+  local pid=""
+  [[ ! -O $1 ]] || pid=$(cat "$1" 2>/dev/null)
+  # The file is empty for a moment.
+  if [[ -z $pid ]]; then
     note "$1.early" "$2" 2>/dev/null
-  # Another process may have the number by now.
-  elif grep -qz 'cluster/node.sh$' "/proc/$pid/cmdline" 2>/dev/null; then
+  # Another process may have the number by now. Until it becomes node.sh, it has the name of this script.
+  elif grep -qz 'cluster/\(node\|ssh\).sh$' "/proc/$pid/cmdline" 2>/dev/null; then
     kill -s "$2" "$pid"
   fi
 }

@@ -56,7 +56,7 @@ class Workplace:
     def run(self, script: str, words: str = "", kit: Path = REPO, **variables: str) -> tuple[int, str]:
         """Run it to its end: its exit code and what it said."""
         process = self.start(script, words, kit, **variables)
-        text, _ = process.communicate(timeout=60)
+        text, _ = process.communicate(timeout=200)
         return process.returncode, text
 
     def calls(self) -> list[str]:
@@ -65,4 +65,4 @@ class Workplace:
 
     def wait_for(self, call: str, times: int = 1) -> None:
         """Wait until so many calls hold these words."""
-        wait_until(lambda: sum(call in line for line in self.calls()) >= times, 20, f"the call {call}")
+        wait_until(lambda: sum(call in line for line in self.calls()) >= times, 100, f"the call {call}")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import signal
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -91,7 +93,9 @@ def test_the_exit_code_is_that_of_the_training(place, code):
 
 
 def test_the_others_are_ended_when_one_fails(place):
-    script = "[[ $NODE_RANK == 1 ]] && exit 1; while :; do sleep 0.05; done"
+    # A node that is ended before it has started its launcher has none to end.
+    fails = 'until [[ $(grep -c ready "$CALLS") == 2 ]]; do sleep 0.05; done; exit 1'
+    script = f'[[ $NODE_RANK != 1 ]] || {{ {fails}; }}; echo ready >>"$CALLS"; while :; do sleep 0.05; done'
     code, text = place.run("ssh.sh", "--cpu --no_preflight", HOSTS="a b c", SSH="remote", SCRIPT=script)
     assert code == 1
     assert "node 1 (b) ended with exit code 1; ending the other nodes" in text
@@ -110,10 +114,25 @@ def test_signals_reach_every_node_once(place, sent, got):
     process = place.start("ssh.sh", "--cpu --no_preflight", HOSTS="a b", SSH="remote", SCRIPT=script)
     place.wait_for("ready", times=2)
     process.send_signal(getattr(signal, f"SIG{sent}"))
-    process.communicate(timeout=30)
+    process.communicate(timeout=200)
     assert process.returncode == 75
     assert place.calls_file.read_text().count(f"got {got}") == 2
     assert not list(place.folder.glob("unsloth_ddp_*"))
+
+
+def test_a_signal_reaches_a_node_that_is_being_started(place):
+    """The process has its number before it becomes node.sh."""
+    starting = place.folder / "cluster" / "ssh.sh"
+    starting.parent.mkdir()
+    starting.write_text("read\n")
+    (place.folder / "pid").write_text("")
+    words = base64.b64encode(f"signal {place.folder}/pid TERM".encode()).decode()
+    assert place.run("ssh.sh", f"--on-node {words}") == (0, "")
+    assert (place.folder / "pid.early").read_text() == "TERM\n"
+    with subprocess.Popen(["bash", str(starting)], stdin=subprocess.PIPE) as process:
+        (place.folder / "pid").write_text(f"{process.pid}\n")
+        assert place.run("ssh.sh", f"--on-node {words}") == (0, "")
+        assert process.wait(60) == -signal.SIGTERM
 
 
 # A connection that brings a signal only once the training of its node has ended.
@@ -134,7 +153,7 @@ def test_a_signal_that_finds_the_training_ended_leaves_nothing(place):
     process = place.start("ssh.sh", "--cpu --no_preflight", HOSTS="a", SSH="late", SCRIPT=script)
     place.wait_for("ready")
     process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=30)
+    process.communicate(timeout=200)
     assert process.returncode == 0
     words = dict(line.split() for line in place.calls() if line.startswith(("start ", "signal ", "forget ")))
     assert words.keys() == {"start", "signal", "forget"}

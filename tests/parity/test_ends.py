@@ -72,7 +72,7 @@ def test_the_ranks_of_accelerate_end_with_their_launch(pids: Path, tmp_path: Pat
 
 def test_a_launch_over_its_time_leaves_no_rank(pids: Path, tmp_path: Path) -> None:
     words = [sys.executable, str(tmp_path / "launcher.py")]
-    assert RunningLaunches().run(words, os.environ, tmp_path / "log", timeout=5) is None
+    assert RunningLaunches().run(words, os.environ, tmp_path / "log", timeout=10) is None
     assert len(begun(pids)) == 1 and not is_running(begun(pids)[0])
 
 
@@ -81,7 +81,7 @@ def test_a_signal_ends_the_check_and_its_launches_at_once(
     number: signal.Signals, pids: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
 ) -> None:
     def strike() -> None:
-        wait_until(lambda: bool(begun(pids)), 60, "the launch")
+        wait_until(lambda: bool(begun(pids)), 200, "the launch")
         os.kill(os.getpid(), number)
 
     (tmp_path / "temporary").mkdir()

@@ -133,13 +133,13 @@ def test_another_program_at_the_master_port_is_told_in_time_and_without_a_stack(
         port = server.getsockname()[1]
         environ = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         command = [sys.executable, "-c", MEET]
-        done = subprocess.run(command, cwd=REPO, env=os.environ | environ, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(command, cwd=REPO, env=os.environ | environ, capture_output=True, text=True, timeout=200)
         server.shutdown(socket.SHUT_RDWR)
     assert done.stderr == ""
     told = re.fullmatch(
         rf"Node 0 did not answer at 127.0.0.1:{port} within (\d+) s: another program listens there: .*\n", done.stdout
     )
-    assert told and 1 <= int(told[1]) <= 8, done.stdout
+    assert told and 1 <= int(told[1]) <= 12, done.stdout
 
 
 def test_the_token_is_found_in_a_shared_folder_only(tmp_path, monkeypatch):

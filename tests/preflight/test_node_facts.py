@@ -130,19 +130,19 @@ def test_a_check_that_raises_or_hangs_is_a_warning(stuck):
     assert (raised.verdict, raised.values[1]) == ("warning", "not checked: PermissionError: not for you")
     began = time.monotonic()
     hung = node_checks.run_check("disk", 1, stuck, seconds=0.2)
-    assert (hung.verdict, time.monotonic() - began < 10) == ("warning", True)
+    assert (hung.verdict, time.monotonic() - began < 50) == ("warning", True)
 
 
 def test_bounded_returns_raises_and_ends(stuck):
-    assert run_with_limit(lambda: 3, 5) == 3
+    assert run_with_limit(lambda: 3, 60) == 3
     with pytest.raises(KeyError):
-        run_with_limit(lambda: {}[1], 5)
+        run_with_limit(lambda: {}[1], 60)
     with pytest.raises(TimeoutError, match="no answer within 0 s"):
         run_with_limit(stuck, 0.1)
 
 
 def test_a_disk_that_hangs_is_not_waited_for(stuck, monkeypatch):
-    assert run_or_none(lambda: 3, 5) == 3 and run_or_none(stuck, 0.1) is None
+    assert run_or_none(lambda: 3, 60) == 3 and run_or_none(stuck, 0.1) is None
     monkeypatch.setattr(identity, "hash_data_files", lambda settings: stuck())
     found = identity.collect_identity(Settings(model=str(DEMO_MODEL)), {}, seconds=0)
     assert found["unknown"]["data"] == "TimeoutError: no answer within 1 s"
@@ -269,15 +269,15 @@ def test_the_doctor_is_stopped_with_all_it_started(monkeypatch, tmp_path):
         "import os, subprocess, sys, time\n"
         "def app():\n"
         "    child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
-        f"    open({str(tmp_path / 'child')!r}, 'w').write(str(child.pid))\n"
         "    print('RANK' in os.environ, sys.argv[1:], flush=True)\n"
+        f"    open({str(tmp_path / 'child')!r}, 'w').write(str(child.pid))\n"
         "    time.sleep(600)\n"
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setenv("RANK", "0")
     started_doctor = doctor.Doctor()
     started = tmp_path / "child"
-    wait_until(lambda: started.exists() and started.read_text() != "", 30, "the doctor's child")
+    wait_until(lambda: started.exists() and started.read_text() != "", 120, "the doctor's child")
     monkeypatch.setattr(doctor, "DOCTOR_SECONDS", 0)
     found = started_doctor.check(0)
     assert (found.verdict, "did not end" in found.values[0]) == ("warning", True)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from tests.ranks import run_ranks, train
+from unsloth_ddp.training import meter
 from unsloth_ddp.training.meter import OwnWorkTimer
 from unsloth_ddp.training.stragglers import Stragglers, describe_straggler
 
@@ -49,15 +51,16 @@ def test_one_quick_interval_starts_anew():
     assert named(quick, slow, slow, quick, slow, slow) == []
 
 
-def test_own_time_leaves_out_the_last_backward_pass():
+def test_own_time_leaves_out_the_last_backward_pass(monkeypatch):
+    now = [7.0]
+    monkeypatch.setattr(meter, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     own = OwnWorkTimer(torch.device("cpu"))
     own.start(reading=0.25, micro_batches=2)
     own.forward_done()
-    time.sleep(0.02)
+    now[0] += 0.5
     own.forward_done()
-    time.sleep(0.2)
-    seconds, steps = own.take()
-    assert steps == 1 and 0.27 <= seconds < 0.4
+    now[0] += 8
+    assert own.take() == (0.75, 1)
     assert own.take() == (0.0, 0)
 
 

@@ -51,7 +51,7 @@ def run_ranks(
     folder: Path,
     environ: dict[str, str] | None = None,
     environ_of: Callable[[int], dict[str, str]] | None = None,
-    timeout: float = 120,
+    timeout: float = 180,
     end: bool = True,
 ) -> Result:
     """Run `target(*args)` as `count` ranks with their output in `folder`; a job over `timeout` seconds is a hang.

@@ -218,7 +218,7 @@ def _kill_all(namespace: str) -> None:
 def _reap(host: Host) -> None:
     _kill_all(host.namespace)
     for process in host.processes:
-        process.wait(timeout=10)
+        process.wait(timeout=60)
 
 
 def _remove_namespace(name: str) -> None:

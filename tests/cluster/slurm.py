@@ -149,7 +149,7 @@ def run_slurm(folder: Path) -> Iterator[Slurm]:
         munge = [f"--socket={folder}/munge.socket", f"--key-file={folder}/munge/key", f"--log-file={folder}/munge.log"]
         munge += [f"--pid-file={folder}/munge/pid", f"--seed-file={folder}/munge/seed", "--force", "--foreground"]
         hosts[0].start(["munged", *munge], folder / "munged.txt")
-        wait_until((folder / "munge.socket").exists, 20, "munged")
+        wait_until((folder / "munge.socket").exists, 60, "munged")
         hosts[0].start(["slurmctld", "-D", "-c"], folder / "slurmctld.txt", slurm.environ)
         for host in hosts:
             host.start(["slurmd", "-D", "-N", host.name], folder / f"{host.name}.txt", slurm.environ)
@@ -162,7 +162,7 @@ def run_slurm(folder: Path) -> Iterator[Slurm]:
             return code == 0 and text.split() == ["idle", "idle"]
 
         try:
-            wait_until(idle, 60, "both nodes to be idle")
+            wait_until(idle, 200, "both nodes to be idle")
         except AssertionError as error:
             raise AssertionError(f"{error}{slurm.logs()}") from None
         yield slurm

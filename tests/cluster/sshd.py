@@ -55,5 +55,5 @@ def start_sshd(hosts: list[Host], folder: Path) -> str:
             [shutil.which("sshd", path="/usr/sbin:/usr/bin") or "sshd", "-D", "-e", "-f", str(config)],
             folder / f"{host.name}.txt",
         )
-        wait_until((folder / f"{host.name}.pid").exists, 20, f"sshd on {host.name}")
+        wait_until((folder / f"{host.name}.pid").exists, 60, f"sshd on {host.name}")
     return f"-F {folder}/client"

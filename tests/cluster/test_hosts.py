@@ -45,7 +45,7 @@ def send(two_hosts, tmp_path):
     """Send this many bytes from node2 to node1's port 6001: the exit code."""
     node1, node2 = two_hosts
     node1.start([sys.executable, "-c", LISTEN, "6001"], tmp_path / "listen.txt")
-    wait_until(lambda: "listening" in (tmp_path / "listen.txt").read_text(), 10, "the listener")
+    wait_until(lambda: "listening" in (tmp_path / "listen.txt").read_text(), 60, "the listener")
 
     def run(size: int) -> int:
         return node2.run([sys.executable, "-c", SEND, "node1", "6001", str(size)], tmp_path / "send.txt")[0]
@@ -66,14 +66,14 @@ def test_a_link_is_cut_and_mended(two_hosts, send):
     assert send(1000) == 1
     two_hosts[1].reconnect()
     # A switch takes a moment to see that the cable is back.
-    wait_until(lambda: send(1000) == 0, 15, "the link to be back")
+    wait_until(lambda: send(1000) == 0, 60, "the link to be back")
 
 
 def test_a_slow_link_is_slow(two_hosts, send):
     two_hosts[1].slow("1mbit")
     began = time.monotonic()
     assert send(250_000) == 0
-    assert 1.5 < time.monotonic() - began < 6  # 2 Mbit over 1 Mbit/s
+    assert 1.5 < time.monotonic() - began < 20  # 2 Mbit over 1 Mbit/s
 
 
 def test_a_firewall_drops(two_hosts, send):
@@ -84,10 +84,10 @@ def test_a_firewall_drops(two_hosts, send):
 def test_nothing_is_left_behind(can_make_hosts, tmp_path):
     with pytest.raises(KeyError), make_hosts(2) as hosts:
         process = hosts[0].start(["bash", "-c", "sleep 600 & sleep 600"], tmp_path / "out")
-        wait_until(lambda: len(hosts[0].pids()) == 3, 10, "the children")
+        wait_until(lambda: len(hosts[0].pids()) == 3, 60, "the children")
         pids = hosts[0].pids()
         raise KeyError
     assert process.returncode == -9
-    wait_until(lambda: not any(Path("/proc", str(pid)).exists() for pid in pids), 10, "the children to be gone")
+    wait_until(lambda: not any(Path("/proc", str(pid)).exists() for pid in pids), 60, "the children to be gone")
     namespaces = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout
     assert not any(host.namespace in namespaces or host.switch in namespaces for host in hosts)

@@ -172,7 +172,7 @@ def test_the_same_rank_twice_is_named_on_every_node(three_hosts, job, tmp_path):
             (three_hosts[2], variables(three_hosts, 1, START_TIMEOUT="30")),
         )
     ]
-    codes = wait_for_all(processes, 150)
+    codes = wait_for_all(processes, 300)
     texts = outputs(three_hosts, tmp_path)
     assert codes == [1, 1, 1], "\n".join(texts)
     # Who has the rank twice, by name, where the user looks first.
@@ -187,7 +187,7 @@ def test_a_closed_port_ends_both_nodes_in_time(two_hosts, job, tmp_path):
     began = time.monotonic()
     codes, texts = run_nodes(two_hosts, job.words, tmp_path, START_TIMEOUT="20")
     assert codes == [1, 1], "\n".join(texts)
-    assert time.monotonic() - began < 150
+    assert time.monotonic() - began < 300
     assert "firewall" in texts[1] and "6001" in texts[1], texts[1]
 
 
@@ -195,10 +195,10 @@ def test_a_missing_node_ends_the_others_in_time_and_is_named(three_hosts, job, t
     began = time.monotonic()
     processes = start_nodes(three_hosts, job.words, tmp_path, START_TIMEOUT="20")
     processes[1].kill()
-    codes = wait_for_all([processes[0], processes[2]], 150)
+    codes = wait_for_all([processes[0], processes[2]], 300)
     texts = outputs(three_hosts, tmp_path)
     assert codes == [1, 1], "\n".join(texts)
-    assert time.monotonic() - began < 150
+    assert time.monotonic() - began < 300
     assert "node 1" in texts[0] and "did not arrive" in texts[0], texts[0]
 
 

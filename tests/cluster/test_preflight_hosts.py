@@ -46,7 +46,7 @@ def preflight(tmp_path):
         environ: list[dict[str, str]] | None = None,
         options: list[list[str]] | None = None,
         nodes: int | None = None,
-        timeout: float = 90,
+        timeout: float = 150,
     ) -> Outcome:
         began = time.monotonic()
         processes = []
@@ -95,7 +95,7 @@ def test_three_hosts_pass(three_hosts, preflight):
 def test_a_rank_out_of_range_is_named(two_hosts, preflight):
     done = preflight(two_hosts, environ=[{}, {"NODE_RANK": "2"}])
     assert done.codes == [1, 1]
-    assert done.seconds < 90  # nobody waited until the time was up
+    assert done.seconds < 150  # nobody waited until the time was up
     assert "node2 says it is node 2 of 2, but ranks go from 0 to 1" in done.outputs[0]
     assert "NODE_RANK is 2, but with NNODES 2 ranks go from 0 to 1" in words(done.outputs[1])
 
@@ -103,7 +103,7 @@ def test_a_rank_out_of_range_is_named(two_hosts, preflight):
 def test_a_rank_taken_twice_names_both_hosts(three_hosts, preflight):
     done = preflight(three_hosts, environ=[{}, {}, {"NODE_RANK": "1"}])
     assert done.codes == [1, 1, 1]
-    assert done.seconds < 90  # nobody waited until the time was up
+    assert done.seconds < 150  # nobody waited until the time was up
     for output in done.outputs:
         assert "Node rank 1 was taken 2 times, by node2 and node3" in output
         assert "So node 2 is missing." in output
@@ -121,7 +121,7 @@ def test_two_nodes_0_are_both_named(two_hosts, preflight):
 def test_a_missing_node_is_named_by_all_others(three_hosts, preflight):
     done = preflight(three_hosts[:2], nodes=3, timeout=45)
     assert done.codes == [1, 1]
-    assert done.seconds < 130
+    assert done.seconds < 200
     for output in done.outputs:
         assert "Node 2 did not arrive at node1:6001 within 45 s" in output
     assert "Preflight of node 1 (node2) alone" in done.outputs[1]
@@ -137,7 +137,7 @@ def test_a_missing_master_is_named(two_hosts, preflight):
 def test_a_port_in_use_is_named_on_both_sides(two_hosts, preflight, tmp_path):
     squatter = "import socket, time; s = socket.create_server(('', 6001)); print('on', flush=True); time.sleep(600)"
     two_hosts[0].start([sys.executable, "-c", squatter], tmp_path / "squatter.txt")
-    wait_until(lambda: "on" in (tmp_path / "squatter.txt").read_text(), 10, "the other program")
+    wait_until(lambda: "on" in (tmp_path / "squatter.txt").read_text(), 60, "the other program")
     done = preflight(two_hosts)
     assert done.codes == [1, 1]
     assert "MASTER_PORT 6001 is in use on node 0 by python" in words(done.outputs[0])

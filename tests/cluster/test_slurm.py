@@ -94,7 +94,7 @@ def test_a_preempted_job_saves_goes_back_into_the_queue_and_ends_as_if_nothing_h
 
 def test_the_exit_code_of_a_job_is_the_trainings(slurm, job, tmp_path):
     number = slurm.submit(SBATCH, *job.words, "--method", "lola", cwd=tmp_path, UNSLOTH_DDP_HOME=str(REPO))
-    found = slurm.wait_for(number, *ENDED, timeout=60)
+    found = slurm.wait_for(number, *ENDED, timeout=200)
     assert (found["JobState"], found["ExitCode"]) == ("FAILED", "2:0")
     # The first node that refuses ends the other, maybe before it has said the same.
     logs = [(tmp_path / f"logs/slurm-{number}/node-{node}.log").read_text() for node in (0, 1)]
@@ -107,7 +107,7 @@ def test_the_first_node_to_fail_gives_the_job_its_exit_code(slurm, tmp_path):
     node.parent.mkdir(parents=True)
     node.write_text("((NODE_RANK == 1)) && exit 3\nexec sleep 600\n")
     number = slurm.submit(SBATCH, cwd=tmp_path, UNSLOTH_DDP_HOME=str(tmp_path / "kit"))
-    found = slurm.wait_for(number, *ENDED, timeout=60)
+    found = slurm.wait_for(number, *ENDED, timeout=200)
     assert (found["JobState"], found["ExitCode"]) == ("FAILED", "3:0")
     assert "ended with exit code 3" in (tmp_path / f"slurm-{number}.out").read_text()
     assert not list((tmp_path / "logs" / f"slurm-{number}").glob("exit-code"))
@@ -115,7 +115,7 @@ def test_the_first_node_to_fail_gives_the_job_its_exit_code(slurm, tmp_path):
 
 def test_it_says_what_to_do_where_the_kit_is_not(slurm, tmp_path):
     number = slurm.submit(SBATCH, cwd=tmp_path)
-    assert slurm.wait_for(number, *ENDED, timeout=60)["ExitCode"] == "2:0"
+    assert slurm.wait_for(number, *ENDED, timeout=200)["ExitCode"] == "2:0"
     assert f"there is no cluster/node.sh in {tmp_path}" in (tmp_path / f"slurm-{number}.out").read_text()
 
 

@@ -3,6 +3,7 @@ the test, and qsub, pbs_tmrsh and qrerun are not tried."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -46,8 +47,9 @@ def nothing_trains(hosts) -> bool:
     lines = []
     for host in hosts:
         for pid in host.pids():
-            path = Path("/proc", str(pid), "cmdline")
-            lines.append(path.read_bytes() if path.exists() else b"")
+            # Gone by now, maybe.
+            with contextlib.suppress(OSError):
+                lines.append(Path("/proc", str(pid), "cmdline").read_bytes())
     return not any(b"train_ddp.py" in line or b"node.sh" in line for line in lines)
 
 
@@ -81,7 +83,7 @@ def test_ssh_passes_a_signal_on_and_leaves_nothing_running(reachable, job, tmp_p
     hosts[1].fast()
     said = (tmp_path / "out.txt").read_text()
     assert code == 75, said + (tmp_path / "logs" / "node-1.log").read_text()
-    assert nothing_trains(hosts)
+    wait_until(lambda: nothing_trains(hosts), 30, "the nodes to be idle")
     assert not list(Path("/tmp").glob("unsloth_ddp_ssh.*"))
     assert "exit code 75" in said
 
@@ -108,8 +110,8 @@ def test_ssh_ends_the_other_nodes_when_one_fails(reachable, job, tmp_path):
 
 def test_ssh_to_a_host_that_is_not_there(reachable, job, tmp_path):
     process = start(reachable, "ssh.sh", [*job.words], tmp_path, HOSTS="node1 nowhere", LOGS="logs", START_TIMEOUT="60")
-    assert has_ended(process, 100) == 255
+    assert has_ended(process, 250) == 255
     said = (tmp_path / "out.txt").read_text()
     assert "node 1 (nowhere) ended with exit code 255; ending the other nodes" in said
     assert "Could not resolve hostname nowhere" in said
-    assert nothing_trains(reachable[0])
+    wait_until(lambda: nothing_trains(reachable[0]), 30, "the nodes to be idle")

@@ -51,9 +51,9 @@ def training_process(host: Host) -> psutil.Process:
 def test_a_host_that_is_cut_off_is_named_on_both_sides(launchers, two_hosts, tmp_path):
     began = time.monotonic()
     two_hosts[1].cut_off()
-    codes = wait_for_all(launchers, 60)
+    codes = wait_for_all(launchers, 120)
     seconds = time.monotonic() - began
-    assert all(codes) and seconds < 60
+    assert all(codes) and seconds < 100
     (first,), (second,) = told(tmp_path, "node1"), told(tmp_path, "node2")
     assert "rank 1 (node 1, host node2, pid " in first and "cut off" in first, first
     assert "rank 0 (node 0, host node1, pid " in second and "cut off" in second, second
@@ -63,8 +63,8 @@ def test_a_host_that_is_cut_off_is_named_on_both_sides(launchers, two_hosts, tmp
 def test_a_killed_rank_of_one_host_ends_the_other(launchers, two_hosts, tmp_path, node):
     began = time.monotonic()
     os.kill(training_process(two_hosts[node]).pid, signal.SIGKILL)
-    assert all(wait_for_all(launchers, 60))
-    assert time.monotonic() - began < 30
+    assert all(wait_for_all(launchers, 120))
+    assert time.monotonic() - began < 100
     (sentence,) = told(tmp_path, f"node{2 - node}")
     assert (
         f"rank {node} (node {node}, host node{node + 1}, pid " in sentence

@@ -73,7 +73,7 @@ def test_the_adapter_works_in_plain_peft(demo):
         [sys.executable, str(REPO / "benchmarks/common/reload.py"), str(demo.folder)],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=250,
     )
     loaded = json.loads(done.stdout.splitlines()[-1])
     assert loaded["eval_loss"] == pytest.approx(demo.summary["eval_loss"], rel=1e-5)

@@ -234,7 +234,7 @@ def _arm(event: str, act) -> None:
 def strike(tmp_path, tiny_model, uneven_rows):
     """Run a job in which `rank` suffers `kind` at `event`; returns the result and the seconds until all had ended."""
 
-    def run(event: str, rank: int, kind: str, ranks: int = 2, options: str = "", timeout: float = 100):
+    def run(event: str, rank: int, kind: str, ranks: int = 2, options: str = "", timeout: float = 180):
         argv = f"--model {tiny_model} --dataset {uneven_rows} {STEPS} {options}".split()
         result = run_ranks(
             ranks,
@@ -266,7 +266,7 @@ def test_a_killed_rank_is_named_and_ends_the_others(strike, rank, ranks):
     (sentence,) = sentences(result)
     assert f"rank {rank} (node 0, host " in sentence and "died without an error message at step" in sentence
     assert "Traceback" not in result.output
-    assert seconds < 10
+    assert seconds < 25
 
 
 @pytest.mark.parametrize("event", ["data", pytest.param("evaluation", marks=pytest.mark.torture)])
@@ -276,7 +276,7 @@ def test_a_rank_killed_outside_the_steps_is_named(strike, event):
     )
     (sentence,) = sentences(result)
     assert "died without an error message" in sentence
-    assert seconds < 10
+    assert seconds < 25
 
 
 def test_a_stopped_rank_is_named_and_killed(strike):
@@ -284,7 +284,7 @@ def test_a_stopped_rank_is_named_and_killed(strike):
     (sentence,) = sentences(result)
     assert "rank 1 (node 0, host " in sentence and "stopped (SIGSTOP" in sentence, result.output
     assert result.codes == [1, -9]
-    assert seconds < 15
+    assert seconds < 60
 
 
 @pytest.mark.torture
@@ -293,7 +293,7 @@ def test_a_stopped_main_process_is_named_by_the_others(strike):
     (sentence,) = sentences(result)
     assert "rank 0 (node 0, host " in sentence and "stopped (SIGSTOP" in sentence, result.output
     assert result.codes == [-9, 1]
-    assert seconds < 15
+    assert seconds < 60
 
 
 @pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
@@ -303,7 +303,7 @@ def test_an_exception_in_one_rank_is_told_once(strike, rank, tmp_path):
     assert f"rank {rank} (node 0" in sentence and "RuntimeError: a bad row came up" in sentence
     assert result.output.count("Traceback (most recent call last)") == 1, result.output
     assert result.codes == [1, 1]
-    assert seconds < 10
+    assert seconds < 25
     assert "Thread 0x" in (tmp_path / "outputs/r/logs" / f"rank_{1 - rank}.log").read_text()
 
 
@@ -313,7 +313,7 @@ def test_a_loop_without_end_is_found(strike, tmp_path):
     (sentence,) = sentences(result)
     assert "no rank has made progress for 8 s" in sentence, result.output
     assert "test_watchdog.py" in result.output, "where each rank was"
-    assert seconds < 25
+    assert seconds < 60
     assert "_suffer" in (tmp_path / "outputs/r/logs/rank_1.log").read_text()
 
 
@@ -322,13 +322,13 @@ def test_one_rank_told_to_end_before_the_steps_is_named(strike):
     result, seconds = strike("model", 1, "term")
     (sentence,) = sentences(result)
     assert "rank 1 (node 0" in sentence and "was told to end (by a signal)" in sentence
-    assert result.codes == [1, 1] and seconds < 10
+    assert result.codes == [1, 1] and seconds < 25
 
 
 def test_ranks_that_are_all_told_to_end_accuse_nobody(strike):
     result, seconds = strike("every model", -1, "term")
     assert sentences(result) == [] and result.codes == [1, 1]
-    assert seconds < 10
+    assert seconds < 25
 
 
 @pytest.mark.slow
@@ -350,7 +350,7 @@ def forked(tmp: str) -> None:
         if runtime.ranks.rank == 1:
             child = os.fork()
             if child == 0:
-                time.sleep(20)
+                time.sleep(100)
                 os._exit(0)
             (Path(tmp) / "struck").write_text(f"{time.time()} {child}")
             os.kill(os.getpid(), signal.SIGKILL)
@@ -362,7 +362,7 @@ def test_a_forked_child_does_not_hide_the_death_of_its_rank(tmp_path):
     began, child = (tmp_path / "struck").read_text().split()
     os.kill(int(child), signal.SIGTERM)
     assert "rank 1 (node 0" in sentences(result)[0] and "died without an error message" in sentences(result)[0]
-    assert time.time() - float(began) < 10
+    assert time.time() - float(began) < 25
 
 
 def test_an_unwatched_run_still_runs(tmp_path, tiny_model, uneven_rows):

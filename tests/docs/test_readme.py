@@ -79,7 +79,7 @@ def test_tools_run(command, tmp_path, tiny_model, uneven_rows):
 
 
 def test_tensorboard_is_there():
-    done = subprocess.run(["tensorboard", "--version_tb"], capture_output=True, text=True, timeout=120)
+    done = subprocess.run(["tensorboard", "--version_tb"], capture_output=True, text=True, timeout=250)
     assert done.returncode == 0, done.stderr
 
 

@@ -191,7 +191,7 @@ def test_the_script_at_the_top_and_a_cheap_import(source: Path, tmp_path: Path) 
         "except SystemExit as end:\n    assert end.code == 0, end.code\n"
         "assert not {'torch', 'transformers', 'unsloth'} & set(sys.modules), 'heavy imports'\n"
     )
-    ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=250)
     assert ran.returncode == 0, ran.stderr
     assert (tmp_path / "out.py").exists()
 
@@ -208,7 +208,7 @@ def test_jupyter_nbconvert(source: Path, tmp_path: Path) -> None:
         "--output-dir",
         str(tmp_path / "o"),
     ]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=250)
     assert ran.returncode == 0, ran.stderr
     assert "in.ipynb -> a script that trains under DDP" in ran.stderr and "nothing written" not in ran.stderr
     assert main([str(source), str(tmp_path / "out.py")]) == 0

@@ -172,7 +172,7 @@ def test_launcher_ends_with_the_sentence_and_a_failing_code(files):
         str(REPO / "accelerate_configs/cpu.yaml"),
     ]
     command += [str(REPO / "train_ddp.py"), *GOOD.split(), "--global_batch_size", "7"]
-    done = subprocess.run(command, cwd=files, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=files, capture_output=True, text=True, timeout=250)
     assert done.returncode != 0
     # Once by the kit, and once at the end of the launcher's report.
     assert done.stderr.count("train_ddp.py: error: global_batch_size 7 does not divide") == 2

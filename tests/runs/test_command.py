@@ -189,5 +189,5 @@ def test_secrets_in_names_are_hidden(tmp_path, capsys):
 
 def test_it_runs_as_a_module(outputs):
     command = [sys.executable, "-m", "unsloth_ddp.runs", str(outputs)]
-    done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=250)
     assert done.returncode == 0 and "halted" in done.stdout and done.stderr == ""

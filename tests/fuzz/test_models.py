@@ -232,3 +232,10 @@ def test_a_pickle_of_an_old_torch_is_read(folder: Path) -> None:
     torch.save(load_file(folder / SAFE), folder / "pytorch_model.bin", _use_new_zipfile_serialization=False)
     (folder / SAFE).unlink()
     load(folder, use_safetensors=False)
+
+
+def test_a_sharded_checkpoint_as_a_model_is_told_how_to_become_one(folder: Path) -> None:
+    (folder / "weights").mkdir()
+    (folder / SAFE).rename(folder / "weights" / "shard-00000-of-00002.safetensors")
+    message = refusal(lambda: check_folder(folder, safetensors_only=True))
+    assert f"python -m unsloth_ddp.export {folder} --to merged" in message and "go on with the run" in message

@@ -7,6 +7,7 @@ the folder is executed, and of the weights only the headers are read.
 from __future__ import annotations
 
 import json
+import shlex
 import zipfile
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -20,6 +21,8 @@ ADAPTER_WEIGHTS = "adapter_model.safetensors"
 LARGEST_JSON = 1 << 28
 LFS_POINTER = b"version https://git-lfs.github.com/spec"
 ZIP = b"PK"
+# The weights in a checkpoint of full training with FSDP2 (checkpoints/shards.py).
+SHARDS = "weights/shard-*.safetensors"
 SAFE, PICKLED = "model.safetensors", "pytorch_model.bin"
 # Files that hold one JSON object each, checked if they exist.
 JSON_FILES = ("config.json", "generation_config.json", "tokenizer_config.json", "tokenizer.json")
@@ -53,6 +56,12 @@ def check_folder(folder: Path, *, safetensors_only: bool) -> None:
         if (folder / name).is_file():
             _read_json(folder, name)
     weights = _weight_files(folder, SAFE)
+    if weights is None and any(folder.glob(SHARDS)):
+        raise UserError(
+            f"model {folder} is a checkpoint of full training with FSDP2, whose weights are in shards; make a model of them with "
+            f"`python -m unsloth_ddp.export {shlex.quote(str(folder))} --to merged` and give that as --model, or go on with the run "
+            "by its --run_name."
+        )
     if weights is None and safetensors_only:
         if _holds(folder, PICKLED):
             raise UserError(

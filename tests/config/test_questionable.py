@@ -27,9 +27,15 @@ RUN: dict[str, Any] = {"steps": 100, "steps_per_epoch": 50, "rows": 800, "rows_p
         ({}, {"steps": 3}, "The run has 3 optimizer steps, which is little to learn from; raise --num_train_epochs or"),
         ({"max_steps": 3}, {"steps": 3}, "The run has 3 optimizer steps, which is little to learn from; raise --max_steps."),
         ({}, {"steps": 1}, "The run has 1 optimizer step, which"),
+        ({"dataset": ["demo/train.jsonl"], "eval_dataset": [str(REPO / "demo/train.jsonl")]}, {},
+         f"eval_dataset {REPO}/demo/train.jsonl is trained on too"),
+        ({"dataset": ["me/chats"], "eval_dataset": ["me/chats"], "eval_dataset_split": "train"}, {}, "eval_dataset me/chats is"),
     ],
 )  # fmt: skip
-def test_each_is_named_once(given: dict[str, Any], run: dict[str, Any], said: str) -> None:
+def test_each_is_named_once(
+    given: dict[str, Any], run: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(REPO)
     sentences = questionable_settings(Settings(**given), **{**RUN, **run})
     assert len(sentences) == 1 and sentences[0].startswith(said)
 
@@ -46,6 +52,8 @@ def test_each_is_named_once(given: dict[str, Any], run: dict[str, Any], said: st
         ({}, {"rows": None, "steps_per_epoch": None}),
         ({}, {"truncated": 399}),
         ({}, {"steps": 10}),
+        ({"dataset": ["demo/train.jsonl"], "eval_dataset": ["demo/eval.jsonl"]}, {}),
+        ({"dataset": ["me/chats"], "eval_dataset": ["me/chats"]}, {}),
     ],
 )
 def test_sensible_settings_are_not(given: dict[str, Any], run: dict[str, Any]) -> None:

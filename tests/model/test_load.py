@@ -18,7 +18,7 @@ from unsloth_ddp.config.options import Settings
 from unsloth_ddp.distributed.ranks import Ranks
 from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.model import load
-from unsloth_ddp.model.files_check import check_folder
+from unsloth_ddp.model.files_check import check_complete, check_folder
 from unsloth_ddp.model.load import (
     check_model,
     check_positions,
@@ -266,3 +266,10 @@ def test_unsloth_trains_only_what_was_tried_from_shards(
     assert not unsloth_trains_shards(settings, runtime)
     monkeypatch.setattr(load, "short_of_memory", lambda *_: (20, 10))
     assert unsloth_trains_shards(settings, runtime) == shards
+
+
+def test_one_weight_that_no_file_holds_is_told_in_the_singular() -> None:
+    with pytest.raises(
+        UserError, match=r"its files lack 1 weight \(the first: lm_head.weight\), which would be random"
+    ):
+        check_complete("m", ["lm_head.weight"], [])

@@ -40,8 +40,8 @@ def test_amounts_are_shown_in_units_of_their_size():
     assert [shown_bytes(b) for b in (0, 1536, 174_587_904, 3 * 2**30, 2**50)] == [
         "0 B", "1.5 KiB", "166.5 MiB", "3.0 GiB", "1,024.0 TiB",
     ]  # fmt: skip
-    assert [shown_seconds(s) for s in (0.00005, 0.0123, 30.0, 600.0, 36_000.0, 864_000.0)] == [
-        "50 us", "12.3 ms", "30.0 s", "10.0 min", "10.0 h", "10.0 days",
+    assert [shown_seconds(s) for s in (0.0, 0.00005, 0.0123, 30.0, 600.0, 36_000.0, 864_000.0)] == [
+        "0.0 s", "50 us", "12.3 ms", "30.0 s", "10.0 min", "10.0 h", "10.0 days",
     ]  # fmt: skip
 
 

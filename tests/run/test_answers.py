@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 from tests.conftest import DEMO_MODEL
 from unsloth_ddp.data.chat_template import set_chat_template
 from unsloth_ddp.data.formats import Example
-from unsloth_ddp.run.answers import Question, _generate, _until, accuracy, end_of_turn, questions
+from unsloth_ddp.run.answers import Question, _generate, _until, accuracy, answer, end_of_turn, questions, say_too_long
 
 ASK = {"role": "user", "content": "Hi"}
 ANSWER = {"role": "assistant", "content": "Hello."}
@@ -50,7 +50,7 @@ def test_a_question_is_asked_with_its_tools() -> None:
         return torch.nn.functional.pad(input_ids, (0, 1), value=tokenizer.eos_token_id)
 
     model = SimpleNamespace(generate=generate, device="cpu")
-    assert _generate(model, tokenizer, [Question([ASK], "Hello.", [TOOL]), Question([ASK], "Hello.")]) == ["", ""]
+    assert _generate(model, tokenizer, [Question([ASK], "Hello.", [TOOL]), Question([ASK], "Hello.")], 9) == ["", ""]
     assert [text.strip() for text in asked] == [
         tokenizer.decode(tokenizer(text, add_special_tokens=False)["input_ids"]).strip()
         for text in ("look_up Hi", "Hi")
@@ -74,7 +74,7 @@ def test_a_template_that_takes_calls_as_text_only_is_asked_as_rows_are_tokenized
         return torch.nn.functional.pad(input_ids, (0, 1), value=tokenizer.eos_token_id)
 
     question = Question(turns, "Hello.")
-    assert _generate(SimpleNamespace(generate=generate, device="cpu"), tokenizer, [question]) == [""]
+    assert _generate(SimpleNamespace(generate=generate, device="cpu"), tokenizer, [question], 9) == [""]
     assert asked[0][0].tolist() == tokenizer('Hicall {"a": 1}5', add_special_tokens=False)["input_ids"]
     tokenizer.chat_template = "{{ raise_exception('never') }}"
     with pytest.raises(Exception, match="never"):
@@ -101,3 +101,26 @@ def test_reasoning_before_an_answer_is_not_compared() -> None:
     asked = [Question([ASK], "Hello."), Question([ASK], "<think>\nR\n</think>\n\nHello.")]
     assert accuracy(asked, ["<think>\n\n</think>\n\nHello.", " Hello. "]) == 1
     assert accuracy(asked, ["<think>Hello.</think>", "Hello"]) == 0
+
+
+@pytest.mark.parametrize(("words", "generated", "longer"), [(5, 32, 0), (100, 108, 0), (300, 256, 1)])
+def test_an_answer_is_as_long_as_the_longest_expected_one(
+    words: int, generated: int, longer: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(DEMO_MODEL)
+    asked = [Question([ASK], "Lisbon"), Question([ASK], " ".join(["Lisbon"] * words))]
+    lengths: list[int] = []
+
+    def generate(input_ids: torch.Tensor, max_new_tokens: int, **options: Any) -> torch.Tensor:
+        lengths.append(max_new_tokens)
+        return torch.nn.functional.pad(input_ids, (0, 1), value=tokenizer.eos_token_id)
+
+    model = SimpleNamespace(generate=generate, device="cpu", training=False, eval=lambda: None, train=lambda mode: None)
+    runtime: Any = SimpleNamespace(
+        backend="transformers", ranks=SimpleNamespace(rank=0, world_size=1), gather=lambda found: [found]
+    )
+    assert answer(model, tokenizer, asked, runtime) == ["", ""]
+    assert lengths == [generated]
+    say_too_long(tokenizer, asked)
+    sentence = "The expected answers of 1 of 2 held-out questions may be longer than the 256 tokens that are generated"
+    assert (sentence in capsys.readouterr().out) == bool(longer)

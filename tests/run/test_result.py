@@ -12,6 +12,7 @@ from unsloth_ddp.checkpoints import manifest
 from unsloth_ddp.checkpoints.manifest import Manifest
 from unsloth_ddp.config.checks import with_full_paths
 from unsloth_ddp.config.options import Settings
+from unsloth_ddp.model.identity import weights_identity
 from unsloth_ddp.run.result import find_result
 from unsloth_ddp.utils.errors import UserError
 
@@ -144,6 +145,24 @@ def test_a_base_model_that_is_gone_is_said_with_where_it_was_looked_for(
     (tmp_path / "demo" / "model").mkdir(parents=True)
     Settings(model="demo/model", dataset=["d"], run_name="run").save(run / "settings.yaml")
     assert find_result(str(run)).step == 5
+
+
+def test_a_base_model_whose_weights_changed_is_told(run: Path, tmp_path: Path) -> None:
+    add_checkpoint(run, 5)
+    base = tmp_path / "base"
+    base.mkdir()
+    (base / "model.safetensors").write_text("as trained on")
+    known = {"local": True, "weights": weights_identity(base)}
+    (run / "record.json").write_text(json.dumps({"format": 1, "model": known, "data": {}}))
+    Settings(model=str(base), dataset=["d"], run_name="run").save(run / "settings.yaml")
+    found = find_result(str(run))
+    assert found.sentences(plain=False) == [found.sentence]
+    (base / "model.safetensors").write_text("trained since")
+    told = find_result(str(run)).sentences(plain=False)
+    assert told[0] == found.sentence and f"The weights of the base model {base} changed since" in told[1]
+    # Earlier releases did not record them.
+    (run / "record.json").write_text(json.dumps({"format": 1, "model": {"local": True}, "data": {}}))
+    assert find_result(str(run)).sentences(plain=False) == [found.sentence]
 
 
 def test_a_run_on_plain_text_says_how_to_ask_it(run: Path) -> None:

@@ -423,7 +423,7 @@ class OutputSettings:
     hub_private_repo: bool = option(True, "Create the Hub repository as private.", on_resume="allow", summary=False)
     compare_answers: int = option(
         0,
-        "Number of evaluation rows to answer before and after training, counting exact matches.",
+        "Number of evaluation rows to answer before and after training (up to 256 tokens each), counting exact matches.",
         at_least=0,
         on_resume="allow",
         summary=False,

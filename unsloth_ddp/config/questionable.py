@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.utils.units import counted
 
@@ -39,6 +41,7 @@ def questionable_settings(
             _batch(rows, rows_per_step, steps_per_epoch),
             _length(settings, rows, truncated),
             _steps(settings, steps),
+            _evaluation(settings),
         )
         if sentence
     ]
@@ -90,3 +93,20 @@ def _steps(settings: Settings, steps: int) -> str | None:
     # max_steps, where given, is the length of the run, whatever the epochs and the batch are.
     more = "--max_steps" if settings.max_steps > 0 else "--num_train_epochs or lower --global_batch_size"
     return f"The run has {counted(steps, 'optimizer step')}, which is little to learn from; raise {more}."
+
+
+def _evaluation(settings: Settings) -> str | None:
+    trained = {_whole_name(name, settings.dataset_split) for name in settings.dataset}
+    both = [name for name in settings.eval_dataset if _whole_name(name, settings.eval_dataset_split) in trained]
+    if not both:
+        return None
+    return (
+        f"eval_dataset {both[0]} is trained on too, so its loss does not show what the model does with other rows; give other "
+        "rows, or --eval_fraction."
+    )
+
+
+def _whole_name(source: str, split: str) -> tuple[str, str]:
+    """Return the same for the same file, or for the same split of a Hub dataset."""
+    path = Path(source).expanduser()
+    return (str(path.resolve()), "") if path.exists() else (source, split)

@@ -71,7 +71,8 @@ def to_example(row: Any) -> Example:
     given, row = row, {name: value for name, value in row.items() if not is_missing(value)}
     if media := next((name for name in MEDIA if row.get(name)), None):
         raise UserError(f"the row has a column {media}; this kit trains on text only.")
-    if row.get("label") is False:
+    # A CSV file holds text.
+    if str(row.get("label")).lower() == "false":
         raise UserError(
             "the row has label false, as KTO marks an answer not to learn; remove such rows, or the column."
         )

@@ -69,6 +69,10 @@ def _rank_for_vllm(adapter: dict[str, Any]) -> int:
         raise UserError(
             f"vLLM does not load adapters with modules trained whole (lora_modules_to_save {names}); {merge}."
         )
+    if adapter.get("target_parameters"):
+        # It ignores them or fails, by release and model (pull requests 41384 and 52194 of vllm-project/vllm).
+        names = ", ".join(map(str, adapter["target_parameters"]))
+        raise UserError(f"vLLM does not read adapters on experts as PEFT writes them ({names}); {merge}.")
     ranks = [adapter.get("r"), *(adapter.get("rank_pattern") or {}).values()]
     rank = max((value for value in ranks if isinstance(value, int)), default=0)
     fitting = next((value for value in VLLM_RANKS if value >= rank), None)

@@ -7,16 +7,22 @@ the folder is executed, and of the weights only the headers are read.
 from __future__ import annotations
 
 import json
+import shlex
+import zipfile
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from unsloth_ddp.model.source_check import ADAPTER_FILE, check_no_adapter, read_model_file
-from unsloth_ddp.utils.errors import UserError, one_line
+from unsloth_ddp.utils.errors import UserError, one_line, os_reason
+from unsloth_ddp.utils.units import counted
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 
 LARGEST_JSON = 1 << 28
 LFS_POINTER = b"version https://git-lfs.github.com/spec"
+ZIP = b"PK"
+# The weights in a checkpoint of full training with FSDP2 (checkpoints/shards.py).
+SHARDS = "weights/shard-*.safetensors"
 SAFE, PICKLED = "model.safetensors", "pytorch_model.bin"
 # Files that hold one JSON object each, checked if they exist.
 JSON_FILES = ("config.json", "generation_config.json", "tokenizer_config.json", "tokenizer.json")
@@ -50,6 +56,12 @@ def check_folder(folder: Path, *, safetensors_only: bool) -> None:
         if (folder / name).is_file():
             _read_json(folder, name)
     weights = _weight_files(folder, SAFE)
+    if weights is None and any(folder.glob(SHARDS)):
+        raise UserError(
+            f"model {folder} is a checkpoint of full training with FSDP2, whose weights are in shards; make a model of them with "
+            f"`python -m unsloth_ddp.export {shlex.quote(str(folder))} --to merged` and give that as --model, or go on with the run "
+            "by its --run_name."
+        )
     if weights is None and safetensors_only:
         if _holds(folder, PICKLED):
             raise UserError(
@@ -63,6 +75,7 @@ def check_folder(folder: Path, *, safetensors_only: bool) -> None:
             raise UserError(f"model {folder} holds no weights ({SAFE} or {PICKLED}); download it again.")
         for name in pickled:
             _refuse_pointer(folder, name)
+            _refuse_truncated(folder, name)
         return
     for name, wanted in weights.items():
         found = _stored_names(folder, name)
@@ -101,7 +114,7 @@ def check_complete(folder: str, missing: list[str], mismatched: list[Any]) -> No
     absent = sorted(missing) or [str(item[0] if isinstance(item, tuple) else item) for item in mismatched]
     if absent:
         raise UserError(
-            f"model {folder}: {len(absent):,} weights are not in its files (the first: {absent[0]}) and would be random; "
+            f"model {folder}: its files lack {counted(len(absent), 'weight')} (the first: {absent[0]}), which would be random; "
             "download it again, or correct config.json if its sizes are wrong."
         )
 
@@ -168,6 +181,18 @@ def _refuse_pointer(folder: Path, name: str) -> None:
             f"model {folder}: {name} is a Git LFS pointer, not the file itself; run git lfs pull in that folder, or download "
             "the model with hf download NAME."
         )
+
+
+def _refuse_truncated(folder: Path, name: str) -> None:
+    """Refuse a truncated file of torch.save: a zip archive, whose directory is at its end. Nothing is unpickled."""
+    try:
+        with (folder / name).open("rb") as file:
+            # Files of torch before 1.6 are plain pickles, whose end cannot be told.
+            whole = file.read(len(ZIP)) not in (ZIP, b"") or zipfile.is_zipfile(file)
+    except OSError as error:
+        raise UserError(f"model {folder}: {name} cannot be read ({os_reason(error)}); download it again.") from None
+    if not whole:
+        raise UserError(f"model {folder}: {name} is truncated; download it again.")
 
 
 def _read_json(folder: Path, name: str) -> dict[str, Any]:

@@ -38,10 +38,18 @@ def model_identity(settings: Settings) -> dict[str, str]:
     if not folder.is_dir():
         return {}
     found = {name: _describe(folder, patterns) for name, patterns in PARTS.items()}
-    for pattern in WEIGHTS:
-        if any(folder.glob(pattern)):
-            return {**found, "model_weights": _describe(folder, (pattern,))}
-    return found
+    weights = weights_identity(folder)
+    return {**found, "model_weights": weights} if weights else found
+
+
+def weights_identity(folder: Path) -> str | None:
+    """Return a description with a checksum of a local model's weights; None if it has no weight files.
+
+    Raises:
+        OSError: a file cannot be read.
+    """
+    pattern = next((pattern for pattern in WEIGHTS if any(folder.glob(pattern))), None)
+    return _describe(folder, (pattern,)) if pattern else None
 
 
 def _describe(folder: Path, patterns: tuple[str, ...]) -> str:

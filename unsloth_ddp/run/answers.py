@@ -14,7 +14,10 @@ from unsloth_ddp.utils.redaction import printable_lines
 from unsloth_ddp.utils.units import counted
 
 SAMPLES = 3
-MAX_NEW_TOKENS = 32
+# Tokens that are generated for an answer: enough for the longest expected one and a few around it, such as an empty
+# reasoning block, within these bounds.
+LEAST_NEW_TOKENS, MOST_NEW_TOKENS = 32, 256
+AROUND = 8
 BATCH = 64
 ANY_ANSWER = "@answer@"
 
@@ -58,9 +61,9 @@ def answer(model: Any, tokenizer: Any, asked: list[Question], runtime: Runtime) 
         FastLanguageModel.for_inference(model)
     model.eval()
     side, tokenizer.padding_side = tokenizer.padding_side, "left"
-    answers = []
+    length, answers = new_tokens(tokenizer, asked), []
     for start in range(0, len(mine), BATCH):
-        answers += _generate(model, tokenizer, mine[start : start + BATCH])
+        answers += _generate(model, tokenizer, mine[start : start + BATCH], length)
     tokenizer.padding_side = side
     if runtime.backend == "unsloth":
         FastLanguageModel.for_training(model)
@@ -69,13 +72,31 @@ def answer(model: Any, tokenizer: Any, asked: list[Question], runtime: Runtime) 
     return [shares[i % len(shares)][i // len(shares)] for i in range(len(asked))]
 
 
-def _generate(model: Any, tokenizer: Any, asked: list[Question]) -> list[str]:
+def new_tokens(tokenizer: Any, asked: list[Question]) -> int:
+    """Return how many tokens to generate for an answer."""
+    return min(max(LEAST_NEW_TOKENS, *_lengths(tokenizer, asked)), MOST_NEW_TOKENS)
+
+
+def say_too_long(tokenizer: Any, asked: list[Question]) -> None:
+    """Print how many questions expect a longer answer than is generated."""
+    if longer := sum(length > MOST_NEW_TOKENS for length in _lengths(tokenizer, asked)):
+        print(
+            f"The expected answers of {longer} of {counted(len(asked), 'held-out question')} may be longer than the "
+            f"{MOST_NEW_TOKENS} tokens that are generated, so they count as not answered exactly."
+        )
+
+
+def _lengths(tokenizer: Any, asked: list[Question]) -> list[int]:
+    return [len(tokenizer(question.answer, add_special_tokens=False)["input_ids"]) + AROUND for question in asked]
+
+
+def _generate(model: Any, tokenizer: Any, asked: list[Question], length: int) -> list[str]:
     texts = [_rendered(tokenizer, q.turns, q.tools, add_generation_prompt=True) for q in asked]
     inputs = tokenizer(texts, add_special_tokens=False, padding=True, return_tensors="pt").to(model.device)
     with torch.no_grad():
         generated = model.generate(
             **inputs,
-            max_new_tokens=MAX_NEW_TOKENS,
+            max_new_tokens=length,
             do_sample=False,
             use_cache=True,
             pad_token_id=tokenizer.pad_token_id,

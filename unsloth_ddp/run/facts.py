@@ -39,6 +39,8 @@ def run_facts(settings: Settings, trainer: DDPTrainer) -> dict[str, Any]:
             "parameters": total,
             "trainable": trainable,
             "local": is_file(str(settings.model)),
+            # What chat and export compare the base model with.
+            "weights": trainer.checkpoints.identity.get("model_weights"),
             "license": base_license(str(settings.model), settings.model_revision),
         },
         "data": {

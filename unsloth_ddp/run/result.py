@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ from unsloth_ddp.checkpoints.manifest import Damaged
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.config.parse import read_config
 from unsloth_ddp.model.files_check import ADAPTER_WEIGHTS
+from unsloth_ddp.model.identity import weights_identity
 from unsloth_ddp.run.folder import SETTINGS_FILE, SUMMARY_FILE
 from unsloth_ddp.run.record import read_run
 from unsloth_ddp.utils.errors import UserError, os_reason
@@ -32,6 +34,7 @@ class RunResult:
         sentence: says which checkpoint it is, and why; empty for the result of a finished run.
         plain_text: the run trained on texts, without a chat template.
         in_shards: the folder holds a whole model in the shards of a sharded run, which have to be put together first.
+        other_base: the weights of the base model are not those that the adapter was trained on.
     """
 
     run: Path
@@ -41,6 +44,7 @@ class RunResult:
     sentence: str = ""
     plain_text: bool = False
     in_shards: bool = False
+    other_base: bool = False
 
     @property
     def is_adapter(self) -> bool:
@@ -54,6 +58,11 @@ class RunResult:
             plain: it is asked without the chat template.
         """
         found = [self.sentence] if self.sentence else []
+        if self.other_base:
+            found.append(
+                f"The weights of the base model {self.settings.model} changed since {self.run} was trained on it, so answers and "
+                "merged models may be wrong; put the earlier files back, or train again."
+            )
         if self.plain_text and not plain:
             found.append(
                 f"{self.run} trained on plain text, without a chat template; add --plain, which continues a text as the rows "
@@ -73,8 +82,10 @@ def find_result(named: str, *, in_shards: bool = False) -> RunResult:
     """
     result = _find(named, in_shards=in_shards)
     record = _record(result.run)
-    if record.get("model", {}).get("local") and result.is_adapter:
+    base = record.get("model", {})
+    if base.get("local") and result.is_adapter:
         _check_base_is_there(result)
+        result = dataclasses.replace(result, other_base=_base_changed(result, base.get("weights")))
     return dataclasses.replace(result, plain_text=bool(record.get("data", {}).get("plain_text")))
 
 
@@ -97,6 +108,14 @@ def _check_base_is_there(result: RunResult) -> None:
         f"The base model of {result.run} is not there: looked for {' and '.join(map(str, places))}. If it was moved, change "
         "model in the run's settings.yaml."
     )
+
+
+def _base_changed(result: RunResult, weights: Any) -> bool:
+    """Return whether the weights of a local base model are not those that the run recorded."""
+    with contextlib.suppress(OSError):  # loading tells it
+        now = weights_identity(Path(str(result.settings.model)).expanduser())
+        return None not in (weights, now) and weights != now
+    return False
 
 
 def _find(named: str, *, in_shards: bool) -> RunResult:

@@ -175,6 +175,7 @@ def answer_before_training(run: Run, trainer: DDPTrainer) -> AnsweredQuestions:
     # With sharded weights no GPU has the whole model to answer with.
     count = 0 if sharding.shards_weights(run.runtime.sharding) else run.settings.compare_answers
     questions = answers.questions(examples.held_out_examples(run.node_folder, count))
+    answers.say_too_long(trainer.processing_class, questions)
     return AnsweredQuestions(questions, answers.answer(trainer.model, trainer.processing_class, questions, run.runtime))
 
 

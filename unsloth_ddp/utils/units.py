@@ -62,7 +62,7 @@ def shown_bytes(value: float) -> str:
 
 def shown_seconds(value: float) -> str:
     """Return a duration with one decimal, from microseconds to days, in the largest unit that makes at least 2."""
-    if value < 1:
+    if 0 < value < 1:
         return f"{value * 1e6:,.0f} us" if value < 0.001 else f"{value * 1000:,.1f} ms"
     for unit, size in (("days", 86_400), ("h", 3600), ("min", 60)):
         if value >= 2 * size:

@@ -29,7 +29,6 @@ from unsloth_ddp.utils.errors import UserError
 # Set by cluster/ssh.sh, slurm.sbatch and pbs.sh, alike on every node of a job.
 SECRET = "UNSLOTH_DDP_SECRET"  # noqa: S105 (the name of the variable)
 
-INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 POLL_SECONDS = 0.02
 LEAVE_SECONDS = 5.0
 
@@ -199,9 +198,9 @@ def _leave(own: Path, ranks: Ranks) -> None:
             time.sleep(POLL_SECONDS)
 
 
-def secret_of(environ: Mapping[str, str] = os.environ) -> str:
+def secret_of() -> str:
     """Return the secret that the launch files gave to every node; empty without one."""
-    return environ.get(SECRET, "")
+    return os.environ.get(SECRET, "")
 
 
 def proof(secret: str, rank: int, challenges: list[str]) -> str:

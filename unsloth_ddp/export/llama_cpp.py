@@ -35,13 +35,13 @@ class LlamaCpp:
     answerer: Path | None
 
 
-def find_llama_cpp(named: str | None, *, quantize: bool, environ: Mapping[str, str] = os.environ) -> LlamaCpp:
+def find_llama_cpp(named: str | None, *, quantize: bool) -> LlamaCpp:
     """Return llama.cpp's programs in the folder `named`, in that of the variable LLAMA_CPP, or on the PATH.
 
     Raises:
         UserError: the converter is missing, or the quantizer that `quantize` needs; with how to get it.
     """
-    given = named or environ.get("LLAMA_CPP")
+    given = named or os.environ.get("LLAMA_CPP")
     folder = Path(given).expanduser().resolve() if given else None
     if folder is not None and not folder.is_dir():
         origin = "--llama_cpp" if named else "LLAMA_CPP"
@@ -49,7 +49,7 @@ def find_llama_cpp(named: str | None, *, quantize: bool, environ: Mapping[str, s
 
     def find(name: str) -> Path | None:
         places = [str(folder / place) for place in BUILT] if folder else []
-        found = shutil.which(name, path=os.pathsep.join([*places, environ.get("PATH", "")]))
+        found = shutil.which(name, path=os.pathsep.join([*places, os.environ.get("PATH", "")]))
         # The script need not be executable.
         script = folder / name if folder else None
         return Path(found) if found else script if script and script.is_file() else None

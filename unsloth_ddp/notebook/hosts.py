@@ -88,9 +88,7 @@ def is_secret(node: cst.BaseExpression, context: ConversionContext) -> bool:
     return isinstance(node, cst.Call) and dotted(node.func) in ("secret", "ddp_secret")
 
 
-def without_host_names(
-    node: cst.ImportFrom | cst.Import, context: ConversionContext
-) -> tuple[cst.BaseSmallStatement | None, bool]:
+def without_host_names(node: cst.ImportFrom | cst.Import) -> tuple[cst.BaseSmallStatement | None, bool]:
     """Return an import without the hosts' modules (None if nothing is left), and whether anything was removed."""
     if isinstance(node, cst.ImportFrom):
         module = dotted(node.module) if node.module is not None else ""

@@ -55,7 +55,7 @@ def run_facts(settings: Settings, trainer: DDPTrainer) -> dict[str, Any]:
     }
 
 
-def part_facts(settings: Settings, runtime: Runtime, trainer: DDPTrainer, first_step: int) -> dict[str, Any]:
+def part_facts(runtime: Runtime, trainer: DDPTrainer, first_step: int) -> dict[str, Any]:
     """Return how this part of a run is run; the names are those of summary.json where that has the value too."""
     plan = trainer.plan
     cuda = runtime.device_type == "cuda"
@@ -83,12 +83,12 @@ def part_facts(settings: Settings, runtime: Runtime, trainer: DDPTrainer, first_
     }
 
 
-def length_histogram(rows: TokenizedRows, bins: int = BINS) -> dict[str, list[int]]:
-    """Return the edges of equal intervals of tokens (bins + 1,) and the number of rows in each (bins,)."""
+def length_histogram(rows: TokenizedRows) -> dict[str, list[int]]:
+    """Return the edges of equal intervals of tokens (BINS + 1,) and the number of rows in each (BINS,)."""
     lengths = row_lengths(rows.dataset)[: rows.counts.rows]
     least, most = int(lengths.min()), int(lengths.max())
     # Whole tokens, so that no interval can hold one length more than another.
-    width = max(1, -(-(most - least + 1) // bins))
+    width = max(1, -(-(most - least + 1) // BINS))
     edges = np.arange(least, most + width + 1, width)
     counted, _ = np.histogram(lengths, edges)
     return {"edges": edges.tolist(), "rows": counted.tolist()}

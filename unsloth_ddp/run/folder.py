@@ -11,7 +11,6 @@ import shutil
 import socket
 import tempfile
 import time
-from collections.abc import Mapping
 from pathlib import Path
 
 import psutil
@@ -34,10 +33,10 @@ START_FILES = {LOCK_FILE, SETTINGS_ASIDE, SETTINGS_FILE, RECORD_FILE, LOGS}
 LOCK_PATIENCE = 30.0
 
 
-def default_run_name(settings: Settings, environ: Mapping[str, str] = os.environ) -> str:
+def default_run_name(settings: Settings) -> str:
     """Return model, method and start time; the launcher's start, so that its restarts continue the same run."""
     model = str(settings.model).rstrip("/").rpartition("/")[2]
-    began = psutil.Process(os.getppid()).create_time() if "TORCHELASTIC_RUN_ID" in environ else time.time()
+    began = psutil.Process(os.getppid()).create_time() if "TORCHELASTIC_RUN_ID" in os.environ else time.time()
     # The name of a model may be as long as a folder's.
     model = model.encode()[:150].decode(errors="ignore")
     return f"{model}-{settings.method}-{time.strftime('%Y%m%d-%H%M%S', time.localtime(began))}"
@@ -138,9 +137,9 @@ def _wait_for_another_job(folder: Path) -> None:
         os.close(descriptor)
 
 
-def restarted(environ: Mapping[str, str] = os.environ) -> bool:
+def restarted() -> bool:
     """Return whether a launcher or Slurm restarted this job after a failure or a stop."""
-    counts = (environ.get(name, "0") for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
+    counts = (os.environ.get(name, "0") for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
     return any(count.isdigit() and int(count) > 0 for count in counts)
 
 

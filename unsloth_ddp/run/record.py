@@ -138,10 +138,6 @@ class RunRecord:
             return self.summary[name]
         return self.parts[-1].get(name) if self.parts else None
 
-    def with_summary(self, summary: dict[str, Any]) -> RunRecord:
-        """Return the run with a summary that is not written yet."""
-        return dataclasses.replace(self, summary=summary)
-
 
 def is_number(value: Any) -> bool:
     """Return whether a value of a JSON file is a finite number."""

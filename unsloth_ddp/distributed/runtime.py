@@ -97,6 +97,19 @@ class Runtime:
             return None
         return {"": self.ranks.local_rank if self.device_type == "cuda" else "cpu"}
 
+    def layout(self) -> dict[str, Any]:
+        """Return how a run is spread and computed, by the names in the manifest, record.json and summary.json."""
+        return {
+            "world_size": self.ranks.world_size,
+            "nodes": self.ranks.nodes,
+            "device": self.device_name,
+            "sharding": self.sharding,
+            "offload": self.offload,
+            "copies": self.copies,
+            "backend": self.backend,
+            "precision": self.precision,
+        }
+
     def use_backend(self, backend: Literal["unsloth", "transformers"]) -> None:
         """Take another backend than the one that the device allows; only before it is imported."""
         self.backend = backend
@@ -121,13 +134,10 @@ class Runtime:
         Any other exception is raised where it happened, and as a RuntimeError on the other ranks.
         """
         runs = self.ranks.is_local_main if per_node else self.ranks.is_main
-        return self._together(work if runs else lambda: None)
+        return self.on_every_rank(work if runs else lambda: None)
 
     def on_every_rank(self, work: Callable[[], T]) -> T:
         """Run `work` on every rank and return its result; what fails on one rank is raised on all, as by on_main."""
-        return self._together(work)
-
-    def _together(self, work: Callable[[], T]) -> T:
         result: Any = None
         failure = None
         try:

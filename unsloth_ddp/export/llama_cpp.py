@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from unsloth_ddp.utils.errors import UserError, one_line
+from unsloth_ddp.utils.errors import UserError, one_line, os_reason
 
 CONVERTER, QUANTIZER = "convert_hf_to_gguf.py", "llama-quantize"
 # Programs that answer one question and end; newer releases have the first, all have had the second.
@@ -138,7 +138,7 @@ def _run(command: list[str], environ: Mapping[str, str] | None = None) -> subpro
             check=False,
         )
     except OSError as error:
-        raise UserError(f"{command[0]} cannot be run: {error.strerror or error}.") from None
+        raise UserError(f"{command[0]} cannot be run: {os_reason(error)}.") from None
 
 
 def _last_line(text: str) -> str:

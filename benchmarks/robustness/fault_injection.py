@@ -269,7 +269,8 @@ def offered(peer: str, run: Path) -> Path | None:
         return Path(last) if last else None
     from unsloth_ddp.checkpoints import folders, manifest
 
-    return manifest.newest(folders.step_folders(run), manifest.verify)[0]
+    newest, _ = manifest.newest(folders.step_folders(run), manifest.verify)
+    return newest and newest[0]
 
 
 def damage(folder: Path, names: set[str]) -> str | None:

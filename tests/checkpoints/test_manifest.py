@@ -151,15 +151,16 @@ def test_no_run_goes_on_from_weights_alone(folder, resume):
 def test_the_newest_whole_checkpoint_is_taken_and_damaged_ones_are_named():
     found = {step: Path(f"checkpoint-{step}") for step in (9, 10, 100)}
 
-    def whole(path: Path) -> None:
+    def read(path: Path) -> str:
         if path.name != "checkpoint-9":
             raise Damaged(f"{path.name} is torn")
+        return "whole"
 
-    assert manifest.newest(found, whole) == (
-        found[9],
+    assert manifest.newest(found, read) == (
+        (found[9], "whole"),
         [(found[100], "checkpoint-100 is torn"), (found[10], "checkpoint-10 is torn")],
     )
-    assert manifest.newest({100: found[100]}, whole)[0] is None
+    assert manifest.newest({100: found[100]}, read)[0] is None
 
 
 FACTS = {

@@ -121,7 +121,7 @@ def rows_check(folder: Path, *sources: str, **options: Any) -> Check:
     """The row of the table about the rows of these files in a folder."""
     dataset = [one if "/" in one else str(folder / one) for one in sources]
     settings = Settings(model=str(DEMO_MODEL), dataset=dataset, use_cpu=True, **options)
-    checks = node_checks.check_machine(read_process_info({}), settings, {}, folders.NodeFolders(), [], "")
+    checks = node_checks.MachineChecks(read_process_info({}), settings, {}, folders.NodeFolders(), [], "").run()
     return next(check for check in checks if check.name == "rows")
 
 
@@ -222,7 +222,7 @@ def test_a_sharding_that_training_would_refuse_is_a_failure(
     _, settings = parse(["--output_dir", str(tmp_path / "outputs"), *words.split()])
     environ = {**os.environ, **launcher}
     probed = folders.NodeFolders()
-    found = node_checks.check_machine(read_process_info(environ), settings, environ, probed, devices, "")
+    found = node_checks.MachineChecks(read_process_info(environ), settings, environ, probed, devices, "").run()
     probed.remove()
     row = next(check for check in found if check.name == "sharding")
     assert (row.verdict, remedy in row.remedy) == (verdict, True), row

@@ -89,8 +89,8 @@ def test_the_variables_of_a_launcher(change, problem):
 
 
 def test_a_node_rank_out_of_range_is_refused():
-    assert environment.check_node_rank(1, 1, 2).verdict == "ok"
-    found = environment.check_node_rank(2, 2, 2)
+    assert environment.check_node_rank(1, 2).verdict == "ok"
+    found = environment.check_node_rank(2, 2)
     assert (found.verdict, "ranks go from 0 to 1" in found.remedy) == ("failure", True)
 
 
@@ -124,7 +124,7 @@ def test_a_host_name_that_others_cannot_follow_is_refused(addresses, nodes, inte
     ],
 )
 def test_the_masters_name(name, addresses, local, rank, nodes, verdict, says):
-    found = network.check_master_address(rank, name, addresses, local, rank, nodes)
+    found = network.check_master_address(rank, name, addresses, local, nodes)
     assert (found.verdict, says in found.remedy) == (verdict, True)
 
 

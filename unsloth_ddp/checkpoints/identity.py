@@ -23,14 +23,7 @@ def run_identity(settings: Settings, runtime: Runtime) -> dict[str, Any]:
         "model": str(model.resolve()) if model.exists() else settings.model,
         "gradient_checkpointing": settings.gradient_checkpointing,
         "attn_implementation": settings.attn_implementation,
-        "world_size": runtime.ranks.world_size,
-        "device": runtime.device_name,
-        "nodes": runtime.ranks.nodes,
-        "sharding": runtime.sharding,
-        "offload": runtime.offload,
-        "copies": runtime.copies,
-        "backend": runtime.backend,
-        "precision": runtime.precision,
+        **runtime.layout(),
     }
     return identity | runtime.broadcast_from_main(lambda: model_identity(settings))
 

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, TypeVar
 
 import xxhash
 
@@ -23,6 +23,8 @@ from unsloth_ddp.utils.errors import os_reason
 from unsloth_ddp.utils.json_text import DECODER
 from unsloth_ddp.utils.redaction import printable
 from unsloth_ddp.utils.units import counted
+
+T = TypeVar("T")
 
 FILE_NAME = "manifest.json"
 FORMAT = 1
@@ -322,13 +324,14 @@ def differing(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
     ]
 
 
-def newest(found: Mapping[int, Path], whole: Callable[[Path], Any]) -> tuple[Path | None, list[tuple[Path, str]]]:
-    """Return the checkpoint of the highest step for which `whole` does not raise Damaged, and those skipped."""
+def newest(
+    found: Mapping[int, Path], read: Callable[[Path], T]
+) -> tuple[tuple[Path, T] | None, list[tuple[Path, str]]]:
+    """Return the checkpoint of the highest step for which `read` does not raise Damaged, with its result, and those skipped."""
     skipped: list[tuple[Path, str]] = []
     for step in sorted(found, reverse=True):
         try:
-            whole(found[step])
-            return found[step], skipped
+            return (found[step], read(found[step])), skipped
         except Damaged as error:
             skipped.append((found[step], str(error)))
     return None, skipped

@@ -113,16 +113,13 @@ def _find(settings: Settings, run_folder: Path, continues: bool) -> ResumePoint 
         return _with_state(point)
     if wanted == "no" or not continues:
         return None
-    whole: dict[Path, Manifest] = {}
-    newest, skipped = manifest.newest(
-        step_folders(run_folder), lambda path: whole.setdefault(path, manifest.verify(path))
-    )
+    newest, skipped = manifest.newest(step_folders(run_folder), manifest.verify)
     for damaged, problem in skipped:
         print(f"{damaged.name} is skipped: {problem}.")
     if newest is None:
         print(f"{run_folder} holds an unfinished run without a whole checkpoint; it starts again at step 0.")
         return None
-    return _with_state(ResumePoint(newest, whole[newest], of_this_run=True))
+    return _with_state(ResumePoint(*newest, of_this_run=True))
 
 
 def _refuse_pickles(point: ResumePoint) -> None:

@@ -15,7 +15,7 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,8 @@ from unsloth_ddp.utils.errors import UserError
 
 ASIDE, FINAL_ASIDE = "checkpoint.partial", "model.partial"
 MARGIN = 64 * 1024
+# Part of a save: whether this rank runs it, and its work.
+Part = tuple[bool, Callable[[], None]]
 
 
 def is_shared(runtime: Runtime, run_folder: Path) -> bool:
@@ -133,21 +135,18 @@ class Checkpoints:
         """
         ranks, aside = self.runtime.ranks, self.folder / ASIDE
         target = aside / f"checkpoint-{step}"
-        self._failure, self._digests = None, {}
+        self._digests = {}
         everyones: dict[str, str] = {}
-        parts: list[tuple[bool, Callable[[], None]]] = [
+        parts: list[Part] = [
             (ranks.is_main, lambda: self._prepare(aside)),
             (True, lambda: write(aside)),
             (ranks.is_local_main, lambda: flush(target) if target.exists() else None),
             (True, lambda: everyones.update(self._gather_digests(target))),
             (ranks.is_main, lambda: self._publish(step, target, everyones)),
         ]
-        for mine, part in parts:
-            if mine:
-                self.attempt(part)
-            if problem := self._problem():
-                self._give_up(step, aside, problem)
-                return False
+        if problem := self._write_together(parts):
+            self._give_up(step, aside, problem)
+            return False
         self.last, self.failed, self.written = self.folder / target.name, None, self.written + 1
         if ranks.is_main:
             self._tidy(step, best())
@@ -159,21 +158,16 @@ class Checkpoints:
         Args:
             write: writes the files into the folder that it is given; runs on every rank.
         """
-        aside = self.folder / FINAL_ASIDE
-        self._failure = None
-        main = self.runtime.ranks.is_main
-        for mine, part in (
+        aside, main = self.folder / FINAL_ASIDE, self.runtime.ranks.is_main
+        parts: list[Part] = [
             (main, lambda: self._prepare(aside)),
             (True, lambda: write(aside)),
             (main, lambda: self._move_out(aside)),
-        ):
-            if mine:
-                self.attempt(part)
-            if problem := self._problem():
-                if main:
-                    shutil.rmtree(aside, ignore_errors=True)
-                return problem
-        return None
+        ]
+        problem = self._write_together(parts)
+        if problem and main:
+            shutil.rmtree(aside, ignore_errors=True)
+        return problem
 
     def _move_out(self, aside: Path) -> None:
         flush(aside)
@@ -239,6 +233,16 @@ class Checkpoints:
             if not is_write_error(error):
                 raise
             self._failure = self._failure or error
+
+    def _write_together(self, parts: Sequence[Part]) -> str | None:
+        """Run the parts of a save one after the other up to the first that fails on a rank; return why it failed."""
+        self._failure = None
+        for mine, part in parts:
+            if mine:
+                self.attempt(part)
+            if problem := self._problem():
+                return problem
+        return None
 
     def _problem(self) -> str | None:
         mine = None if self._failure is None else reason(self._failure, self.folder)

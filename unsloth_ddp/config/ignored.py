@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from unsloth_ddp.config.options import Settings
 
+# The options of an adapter.
 ADAPTER = (
     "lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_target_parameters", "lora_modules_to_save",
     "use_rslora",

@@ -18,7 +18,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from unsloth_ddp.config.parse import Settings
+from unsloth_ddp.config.options import Settings
 from unsloth_ddp.data.arrow_rows import ArrowRows, PackedRows
 from unsloth_ddp.data.batch_plan import BatchPlan
 from unsloth_ddp.data.chat_spans import NOTES
@@ -156,7 +156,9 @@ def longest_row(settings: Settings, *sets: TokenizedRows | None) -> int:
     return settings.max_length if any(one.streamed for one in found) else max(one.counts.longest for one in found)
 
 
-def _tokenize(examples: datasets.Dataset, encoder: Encoder, settings: Settings, purpose: str) -> datasets.Dataset:
+def _encode(examples: datasets.Dataset, encoder: Encoder, settings: Settings, purpose: str) -> datasets.Dataset:
+    """Return the tokens of the rows, with a report on each; a row that cannot be rendered is in the column `problem`."""
+
     def encode(row: str, location: str) -> dict[str, Any]:
         try:
             encoded, problem = encode_row(encoder, Example(**json.loads(row)), settings.max_length), ""
@@ -173,7 +175,7 @@ def _tokenize(examples: datasets.Dataset, encoder: Encoder, settings: Settings, 
     processes = min(settings.dataset_num_proc, -(-len(examples) // ROWS_AT_A_TIME))
     if len(examples) >= ROWS_WITH_PROGRESS_BAR:
         datasets.enable_progress_bars()
-    tokenized = examples.map(
+    encoded = examples.map(
         encode_all,
         desc=f"Tokenizing {purpose} rows",
         batched=True,
@@ -183,6 +185,11 @@ def _tokenize(examples: datasets.Dataset, encoder: Encoder, settings: Settings, 
         features=datasets.Features({**TOKEN_FEATURES, **REPORT_FEATURES}),
     )
     datasets.disable_progress_bars()
+    return encoded
+
+
+def _tokenize(examples: datasets.Dataset, encoder: Encoder, settings: Settings, purpose: str) -> datasets.Dataset:
+    tokenized = _encode(examples, encoder, settings, purpose)
     problems = _column(tokenized, "problem")
     problems = problems.filter(pc.not_equal(problems, ""))
     if len(problems):
@@ -191,6 +198,7 @@ def _tokenize(examples: datasets.Dataset, encoder: Encoder, settings: Settings, 
         print(printable(sentence), flush=True)
     stop_tokens = _most_frequent(_column(tokenized, "stop_tokens"))
     tokenized = tokenized.remove_columns(list(REPORT_FEATURES))
+    dropped = 0
     if settings.overlong == "drop":
         kept = np.flatnonzero(~_column(tokenized, "overlong").to_numpy())
         if not len(kept):
@@ -200,8 +208,6 @@ def _tokenize(examples: datasets.Dataset, encoder: Encoder, settings: Settings, 
             )
         dropped = len(tokenized) - len(kept)
         tokenized = tokenized.select(kept).flatten_indices()
-    else:
-        dropped = 0
     counts = _count(tokenized, dropped)
     if not counts.supervised:
         raise UserError(

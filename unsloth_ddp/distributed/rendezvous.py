@@ -24,12 +24,11 @@ from pathlib import Path
 from typing import Any
 
 from unsloth_ddp.distributed.ranks import Ranks
-from unsloth_ddp.utils.errors import UserError
+from unsloth_ddp.utils.errors import UserError, os_reason
 
 # Set by cluster/ssh.sh, slurm.sbatch and pbs.sh, alike on every node of a job.
 SECRET = "UNSLOTH_DDP_SECRET"  # noqa: S105 (the name of the variable)
 
-INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 POLL_SECONDS = 0.02
 LEAVE_SECONDS = 5.0
 
@@ -87,7 +86,7 @@ def private_folder() -> Path:
         found = folder.lstat()
     except OSError as error:
         raise UserError(
-            f"{folder}, where the ranks of this machine meet, cannot be made: {error.strerror or error}; set TMPDIR to a "
+            f"{folder}, where the ranks of this machine meet, cannot be made: {os_reason(error)}; set TMPDIR to a "
             "folder that can be written."
         ) from None
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
@@ -127,7 +126,7 @@ def _open_meeting(folder: Path, name: str) -> Path:
     except OSError as error:
         raise UserError(
             f"{folder}, where the ranks of this machine meet, is on a file system without locks "
-            f"({error.strerror or error}); set TMPDIR to a local folder."
+            f"({os_reason(error)}); set TMPDIR to a local folder."
         ) from None
     # A forked child (a loader of data) would hold the lock for longer than this process lives.
     os.register_at_fork(after_in_child=lambda: _close(lock))
@@ -199,9 +198,9 @@ def _leave(own: Path, ranks: Ranks) -> None:
             time.sleep(POLL_SECONDS)
 
 
-def secret_of(environ: Mapping[str, str] = os.environ) -> str:
+def secret_of() -> str:
     """Return the secret that the launch files gave to every node; empty without one."""
-    return environ.get(SECRET, "")
+    return os.environ.get(SECRET, "")
 
 
 def proof(secret: str, rank: int, challenges: list[str]) -> str:

@@ -12,7 +12,7 @@ import gc
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -97,6 +97,19 @@ class Runtime:
             return None
         return {"": self.ranks.local_rank if self.device_type == "cuda" else "cpu"}
 
+    def layout(self) -> dict[str, Any]:
+        """Return how a run is spread and computed, by the names in the manifest, record.json and summary.json."""
+        return {
+            "world_size": self.ranks.world_size,
+            "nodes": self.ranks.nodes,
+            "device": self.device_name,
+            "sharding": self.sharding,
+            "offload": self.offload,
+            "copies": self.copies,
+            "backend": self.backend,
+            "precision": self.precision,
+        }
+
     def use_backend(self, backend: Literal["unsloth", "transformers"]) -> None:
         """Take another backend than the one that the device allows; only before it is imported."""
         self.backend = backend
@@ -121,13 +134,10 @@ class Runtime:
         Any other exception is raised where it happened, and as a RuntimeError on the other ranks.
         """
         runs = self.ranks.is_local_main if per_node else self.ranks.is_main
-        return self._together(work if runs else lambda: None)
+        return self.on_every_rank(work if runs else lambda: None)
 
     def on_every_rank(self, work: Callable[[], T]) -> T:
         """Run `work` on every rank and return its result; what fails on one rank is raised on all, as by on_main."""
-        return self._together(work)
-
-    def _together(self, work: Callable[[], T]) -> T:
         result: Any = None
         failure = None
         try:
@@ -213,7 +223,7 @@ def started(settings: Settings, ranks: Ranks) -> Iterator[Runtime]:
     check_offload(runtime.offload, runtime.sharding, settings, runtime.backend, runtime.device_type)
     complete_environment(runtime.sharding, os.environ)
     if settings.trainer_args.get("full_determinism"):
-        repeat_bits(os.environ)
+        repeat_bits()
     quiet_imports()
     with rendezvous(ranks, settings.ddp_timeout) as meeting:
         _start_processes(runtime, settings, meeting)
@@ -244,7 +254,7 @@ def single_process(settings: Settings) -> Runtime:
     )
 
 
-def let_idle_threads_sleep(environ: MutableMapping[str, str] = os.environ) -> None:
+def let_idle_threads_sleep() -> None:
     """Make OpenMP threads that wait for each other spin for a short time before they sleep; call this before torch is imported.
 
     On a busy machine a spinning thread keeps the thread that it waits for off its core. On an idle machine a thread that
@@ -253,17 +263,17 @@ def let_idle_threads_sleep(environ: MutableMapping[str, str] = os.environ) -> No
     libgomp's own (300,000) and 2,227 without spinning. Beside six busy processes it trains 177 with this count and 613
     without spinning, and a run with libgomp's own count did not end in 120 s.
     """
-    if "OMP_WAIT_POLICY" not in environ:
-        environ.setdefault("GOMP_SPINCOUNT", "30000")
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", "30000")
 
 
-def repeat_bits(environ: MutableMapping[str, str] = os.environ) -> None:
+def repeat_bits() -> None:
     """Set what full_determinism of Transformers' Trainer needs before the GPU is used; variables that are set stay.
 
     The Trainer sets its own variable once it is made. The model has computed by then, and cuBLAS refuses to compute
     deterministically where its variable came too late (https://docs.nvidia.com/cuda/cublas/#results-reproducibility).
     """
-    environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
 def quiet_imports() -> None:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from unsloth_ddp.utils.errors import UserError, one_line
+from unsloth_ddp.utils.errors import UserError, one_line, os_reason
 
 CONVERTER, QUANTIZER = "convert_hf_to_gguf.py", "llama-quantize"
 # Programs that answer one question and end; newer releases have the first, all have had the second.
@@ -35,13 +35,13 @@ class LlamaCpp:
     answerer: Path | None
 
 
-def find_llama_cpp(named: str | None, *, quantize: bool, environ: Mapping[str, str] = os.environ) -> LlamaCpp:
+def find_llama_cpp(named: str | None, *, quantize: bool) -> LlamaCpp:
     """Return llama.cpp's programs in the folder `named`, in that of the variable LLAMA_CPP, or on the PATH.
 
     Raises:
         UserError: the converter is missing, or the quantizer that `quantize` needs; with how to get it.
     """
-    given = named or environ.get("LLAMA_CPP")
+    given = named or os.environ.get("LLAMA_CPP")
     folder = Path(given).expanduser().resolve() if given else None
     if folder is not None and not folder.is_dir():
         origin = "--llama_cpp" if named else "LLAMA_CPP"
@@ -49,7 +49,7 @@ def find_llama_cpp(named: str | None, *, quantize: bool, environ: Mapping[str, s
 
     def find(name: str) -> Path | None:
         places = [str(folder / place) for place in BUILT] if folder else []
-        found = shutil.which(name, path=os.pathsep.join([*places, environ.get("PATH", "")]))
+        found = shutil.which(name, path=os.pathsep.join([*places, os.environ.get("PATH", "")]))
         # The script need not be executable.
         script = folder / name if folder else None
         return Path(found) if found else script if script and script.is_file() else None
@@ -138,7 +138,7 @@ def _run(command: list[str], environ: Mapping[str, str] | None = None) -> subpro
             check=False,
         )
     except OSError as error:
-        raise UserError(f"{command[0]} cannot be run: {error.strerror or error}.") from None
+        raise UserError(f"{command[0]} cannot be run: {os_reason(error)}.") from None
 
 
 def _last_line(text: str) -> str:

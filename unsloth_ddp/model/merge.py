@@ -54,7 +54,7 @@ def save_merged(settings: Settings, adapter: Path, target: Path, stop_tokens: Se
     if merge is None:
         _save_merged_by_peft(settings, adapter, target, stop_tokens)
     else:
-        _save_merged_by_weight(settings, merge, target, stop_tokens)
+        _save_merged_by_weight(merge, target, stop_tokens)
     transformers.AutoTokenizer.from_pretrained(adapter).save_pretrained(target)
     gc.collect()
 
@@ -162,7 +162,7 @@ def _changed_weights(adapter: Path, shapes: dict[str, list[int]]) -> frozenset[s
     return frozenset(f"{module}.weight" for module in modules)
 
 
-def _save_merged_by_weight(settings: Settings, merge: Merge, target: Path, stop_tokens: Sequence[int]) -> None:
+def _save_merged_by_weight(merge: Merge, target: Path, stop_tokens: Sequence[int]) -> None:
     merge.model.config.use_cache = True
     stop_at(merge.model, stop_tokens)
     describe_without_weights(lambda state_dict: merge.model.save_pretrained(target, state_dict=state_dict), target)

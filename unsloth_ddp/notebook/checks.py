@@ -90,7 +90,7 @@ def check_statement(statement: Statement, graph: Graph, context: ConversionConte
     for name in statement.usage.defines:
         effects |= graph.function_effects.get(name, set()) & {Effect.LOOP}
     notes = []
-    if Effect.LOOP in effects and not (effects & {Effect.TRAIN} or _only_calls(statement, graph)):
+    if Effect.LOOP in effects and not (effects & {Effect.TRAIN} or _only_calls(statement)):
         notes.append(context.warn("loop", _LOOP_WITH_ACCELERATE if _prepares(graph) else _LOOP))
     if effects & SEEDS and _breaks_by_the_clock(statement, graph):
         notes.append(context.warn("loop", "ends by the clock: each process has its own, and those that go on wait"))
@@ -163,7 +163,7 @@ def _starters(statement: Statement, graph: Graph) -> list[str]:
     return [path for path in dict.fromkeys(graph.full_path(site) for site in sites) if path in _STARTERS]
 
 
-def _only_calls(statement: Statement, graph: Graph) -> bool:
+def _only_calls(statement: Statement) -> bool:
     """Return whether the loop is in a function that the statement calls; the function carries the warning."""
     return not statement.usage.defines and not any(s.tail == "backward" for s in statement.usage.calls)
 

@@ -6,7 +6,7 @@ import libcst as cst
 
 from unsloth_ddp.notebook.arguments import keyword, set_keyword, splats
 from unsloth_ddp.notebook.context import ConversionContext
-from unsloth_ddp.notebook.syntax import dotted
+from unsloth_ddp.notebook.syntax import dotted, full_path
 
 # Method or function -> the keyword that seeds it.
 _SEEDED = {"train_test_split": "seed", "shuffle": "seed", "sample": "random_state"}
@@ -17,8 +17,7 @@ _GENERATORS = {"random.Random", "numpy.random.default_rng", "numpy.random.Random
 
 def edit_generator(call: cst.Call, context: ConversionContext) -> tuple[cst.Call, list[str]]:
     """Return the call of a random generator with a seed, where it has none."""
-    root, *rest = dotted(call.func).split(".")
-    full = ".".join([context.imports.get(root, root), *rest])
+    full = full_path(dotted(call.func), context.imports)
     if full not in _GENERATORS - {"torch.Generator"} or call.args:
         return call, []
     seeded = call.with_changes(args=[cst.Arg(cst.Integer(str(context.options.seed)))])

@@ -21,7 +21,7 @@ from unsloth_ddp.notebook.effects import (
     starts_run,
 )
 from unsloth_ddp.notebook.name_usage import CallSite, DeferredBody, NameUsage, collect
-from unsloth_ddp.notebook.syntax import HARMLESS, is_false
+from unsloth_ddp.notebook.syntax import HARMLESS, full_path, is_false
 
 # Effects that a function hands on to a call it is merely passed to, such as dataset.map(function).
 _THROUGH_ARGUMENTS = {Effect.PAID, Effect.FILE, Effect.SERVER, Effect.PRINT, Effect.RANDOM, Effect.SHELL}
@@ -124,7 +124,7 @@ class Graph:
 
     def full_path(self, site: CallSite) -> str:
         """Return the path of a callee with its import resolved."""
-        return ".".join([self.imports.get(site.root, site.root), *site.path.split(".")[1:]])
+        return full_path(site.path, self.imports)
 
     def bodies_run_by(self, site: CallSite) -> list[DeferredBody]:
         """Return the notebook's own functions that a call runs, or passes to what it calls."""

@@ -10,7 +10,7 @@ import libcst as cst
 from unsloth_ddp.notebook.arguments import code
 from unsloth_ddp.notebook.context import ConversionContext
 from unsloth_ddp.notebook.ipython import command_of, ipython_call
-from unsloth_ddp.notebook.syntax import dotted
+from unsloth_ddp.notebook.syntax import dotted, full_path
 
 # Folders in which a host starts a notebook; a script starts anywhere.
 _HOMES = {"/content": "Colab", "/kaggle/working": "Kaggle"}
@@ -51,8 +51,7 @@ def change_folder(
 
 def edit_chdir(call: cst.Call, context: ConversionContext) -> tuple[cst.Call | None, str] | None:
     """Return what replaces `os.chdir("/content/...")`, and the comment; None where nothing does (see change_folder)."""
-    root, *rest = dotted(call.func).split(".")
-    if ".".join([context.imports.get(root, root), *rest]) != "os.chdir" or len(call.args) != 1:
+    if full_path(dotted(call.func), context.imports) != "os.chdir" or len(call.args) != 1:
         return None
     given = call.args[0].value
     path = given.evaluated_value if isinstance(given, cst.SimpleString) else None

@@ -11,7 +11,7 @@ import libcst as cst
 
 from unsloth_ddp.notebook.arguments import code, keyword
 from unsloth_ddp.notebook.context import ConversionContext
-from unsloth_ddp.notebook.syntax import dotted
+from unsloth_ddp.notebook.syntax import dotted, full_path
 
 MODULES = ("google.colab", "kaggle_secrets", "kaggle_datasets")
 # Names that a host binds before the first cell.
@@ -39,15 +39,9 @@ _DROPPED = (
 _RESTARTS = re.compile(r"(os\._exit|os\.kill|(.*\.)?kernel\.do_shutdown|(.*\.)?kernel\.restart|.*\.do_shutdown)$")
 
 
-def full_path(path: str, context: ConversionContext) -> str:
-    """Return a callee's path with its import resolved."""
-    root, *rest = path.split(".")
-    return ".".join([context.imports.get(root, root), *rest])
-
-
 def edit_value(call: cst.Call, context: ConversionContext) -> tuple[cst.BaseExpression | None, list[str]]:
     """Return what replaces a call whose value a host gives, and the comments; None where nothing does."""
-    full = full_path(dotted(call.func), context)
+    full = full_path(dotted(call.func), context.imports)
     for pattern, position, name in _SECRETS:
         if pattern.match(full) and (not full.endswith("get_secret") or context.on_kaggle):
             given = keyword(call, name) or (call.args[position] if len(call.args) > position else None)
@@ -63,14 +57,14 @@ def edit_value(call: cst.Call, context: ConversionContext) -> tuple[cst.BaseExpr
 
 def is_dropped(call: cst.Call, context: ConversionContext) -> bool:
     """Return whether a call is left out where it is a statement."""
-    full = full_path(dotted(call.func), context)
+    full = full_path(dotted(call.func), context.imports)
     return any(pattern.match(full) for pattern, _ in _DROPPED) or _restarts(call, full)
 
 
 def note_dropped(call: cst.Call, context: ConversionContext) -> str:
     """Return the comment for a call that is left out."""
     path = dotted(call.func)
-    full = full_path(path, context)
+    full = full_path(path, context.imports)
     if _restarts(call, full):
         return context.edit("host", "restarting the kernel has no use in a script")
     warning = next(text for pattern, text in _DROPPED if pattern.match(full))
@@ -88,9 +82,7 @@ def is_secret(node: cst.BaseExpression, context: ConversionContext) -> bool:
     return isinstance(node, cst.Call) and dotted(node.func) in ("secret", "ddp_secret")
 
 
-def without_host_names(
-    node: cst.ImportFrom | cst.Import, context: ConversionContext
-) -> tuple[cst.BaseSmallStatement | None, bool]:
+def without_host_names(node: cst.ImportFrom | cst.Import) -> tuple[cst.BaseSmallStatement | None, bool]:
     """Return an import without the hosts' modules (None if nothing is left), and whether anything was removed."""
     if isinstance(node, cst.ImportFrom):
         module = dotted(node.module) if node.module is not None else ""

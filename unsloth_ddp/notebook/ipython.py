@@ -130,10 +130,9 @@ def _word(node: cst.BaseExpression) -> str:
     return "{}"
 
 
-def references(command: str, bound: set[str] | frozenset[str] | None = None) -> set[str]:
-    """Return the names that IPython would put into `command`; all that look like names where `bound` is None."""
-    found = {name for piece in _pieces(command) or [] if piece.expression for name in _names(piece.expression)}
-    return found if bound is None else found & bound
+def references(command: str) -> set[str]:
+    """Return the names that IPython would put into `command` if they are bound."""
+    return {name for piece in _pieces(command) or [] if piece.expression for name in _names(piece.expression)}
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import libcst as cst
 
 from unsloth_ddp.notebook.arguments import keyword
 from unsloth_ddp.notebook.context import ConversionContext
-from unsloth_ddp.notebook.syntax import dotted
+from unsloth_ddp.notebook.syntax import dotted, full_path
 
 # The function, its arguments and the number of processes; what stands behind them is the precision.
 _POSITIONAL = 3
@@ -19,8 +19,7 @@ def call_directly(call: cst.Call, context: ConversionContext) -> tuple[cst.Call,
 
     A launcher that also chooses a precision is left, and `checks.py` warns of it.
     """
-    root, *rest = dotted(call.func).split(".")
-    if not ".".join([context.imports.get(root, root), *rest]).endswith("accelerate.notebook_launcher"):
+    if not full_path(dotted(call.func), context.imports).endswith("accelerate.notebook_launcher"):
         return call, []
     plain = [arg for arg in call.args if arg.keyword is None]
     named = {arg.keyword.value for arg in call.args if arg.keyword is not None}

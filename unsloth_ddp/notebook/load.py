@@ -9,7 +9,7 @@ import libcst as cst
 from unsloth_ddp.notebook.arguments import code, keyword, remove_keyword, set_keyword, splats
 from unsloth_ddp.notebook.context import ConversionContext
 from unsloth_ddp.notebook.effects import is_loader_call
-from unsloth_ddp.notebook.syntax import dotted
+from unsloth_ddp.notebook.syntax import dotted, full_path
 
 _MODEL_CLASS = re.compile(r"^Fast[A-Z]|Model|For[A-Z]")
 _SPREADS = {
@@ -53,8 +53,7 @@ def edit_load(call: cst.Call, context: ConversionContext) -> tuple[cst.Call, lis
 
 def _loads_model(path: str, context: ConversionContext) -> bool:
     """Return whether a from_pretrained is that of a model class of Unsloth's, whatever the notebook calls it."""
-    root, *rest = path.split(".")
-    full = ".".join([context.imports.get(root, root), *rest])
+    full = full_path(path, context.imports)
     kind = full.split(".")[-2]
     return full.startswith("unsloth.") and ".dataprep." not in full and bool(_MODEL_CLASS.search(kind))
 

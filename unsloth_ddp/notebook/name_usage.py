@@ -6,7 +6,6 @@ deferred: it counts when the function is used, not where it is defined.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import libcst as cst
@@ -58,11 +57,17 @@ class DeferredBody:
     mutates: set[str] = field(default_factory=set)  # parameters and globals
     bases: list[str] = field(default_factory=list)
     methods: set[str] = field(default_factory=set)
-    sets: dict[str, str] = field(
-        default_factory=dict
-    )  # globals set before anything else -> the path called for it, or ""
+    # globals set before anything else -> the path called for it, or ""
+    sets: dict[str, str] = field(default_factory=dict)
     starts: list[str] = field(default_factory=list)  # functions called before anything else
     only_sets: bool = False  # nothing follows `sets`
+
+    def absorb(self, inner: DeferredBody) -> None:
+        """Add what the body of an inner function, or of a method, uses."""
+        self.reads |= inner.reads
+        self.writes |= inner.writes
+        self.calls += inner.calls
+        self.mutates |= inner.mutates - set(inner.params)
 
 
 @dataclass
@@ -72,9 +77,8 @@ class NameUsage:
     reads: set[str] = field(default_factory=set)
     writes: set[str] = field(default_factory=set)
     mutates: set[str] = field(default_factory=set)
-    replaces: set[str] = field(
-        default_factory=set
-    )  # of these, globals that a function it calls sets before it reads them
+    # of these, globals that a function it calls sets before it reads them
+    replaces: set[str] = field(default_factory=set)
     calls: list[CallSite] = field(default_factory=list)
     defines: dict[str, DeferredBody] = field(default_factory=dict)
     imports: dict[str, str] = field(default_factory=dict)  # bound name -> dotted path
@@ -163,7 +167,6 @@ class _Collector(NamesRead):
         target = node.targets[0].target
         if isinstance(node.value, cst.Call) and isinstance(target, cst.Name):
             self.assigned.append((target.value, CallSite(dotted(node.value.func), node.value, frozenset())))
-
         elif isinstance(node.value, cst.Name | cst.Attribute | cst.Subscript):
             self._alias(target, node.value)
 
@@ -202,8 +205,7 @@ class _Collector(NamesRead):
         return False
 
     def visit_Del(self, node: cst.Del) -> bool:
-        name = root_name(node.target)
-        self._mutate(name)
+        self._mutate(root_name(node.target))
         node.target.visit(self)
         return False
 
@@ -284,44 +286,34 @@ class _Collector(NamesRead):
 
     def visit_FunctionDef(self, node: cst.FunctionDef) -> bool:
         self._write(node.name.value)
-        for decorator in node.decorators:
-            decorator.visit(self)
-        for default in defaults(node.params):
-            default.visit(self)
-        self._body(node.name.value, parameters(node.params), [node.body])
+        for part in (*node.decorators, *defaults(node.params)):
+            part.visit(self)
+        self._body(node.name.value, parameters(node.params), node.body)
         if len(self.scopes) == 1:
             _note_start(node.body, self.scopes[0].usage.defines[node.name.value])
         return False
 
-    def _body(self, name: str, params: list[str], parts: Iterable[cst.CSTNode]) -> None:
+    def _body(self, name: str, params: list[str], block: cst.BaseSuite) -> None:
         """Collect a deferred body under the outermost definition it belongs to."""
-        outermost = not self.function
         deferred = DeferredBody(params=params)
         self.function.append(deferred)
         self.scopes.append(_Scope("function", local=set(params)))
-        for part in parts:
-            part.visit(self)
+        block.visit(self)
         scope = self.scopes.pop()
         self.function.pop()
         hidden = scope.local - scope.outer
         deferred.reads |= scope.usage.reads - hidden
         deferred.calls += scope.usage.calls
         deferred.mutates |= {n for n in scope.usage.mutates if n not in hidden or n in params}
-        if not outermost:
-            self._merge(self.function[-1], deferred, self.scopes[-1])
+        if self.function:
+            self.function[-1].absorb(deferred)
             return
         owner = self.scopes[-1]
         target = owner.usage.defines.get(name)
         if target is None or owner.kind == "module":
             owner.usage.defines[name] = deferred
         else:
-            self._merge(target, deferred, owner)
-
-    def _merge(self, target: DeferredBody, inner: DeferredBody, scope: _Scope) -> None:
-        target.reads |= inner.reads
-        target.writes |= inner.writes
-        target.calls += inner.calls
-        target.mutates |= inner.mutates - set(inner.params)
+            target.absorb(deferred)
 
     def visit_Lambda(self, node: cst.Lambda) -> bool:
         for default in defaults(node.params):
@@ -341,11 +333,11 @@ class _Collector(NamesRead):
         parent = self.scopes[-1]
         whole = DeferredBody(bases=[dotted(base.value) for base in node.bases], methods=set(scope.usage.defines))
         for method in scope.usage.defines.values():
-            self._merge(whole, method, scope)
+            whole.absorb(method)
         whole.calls += scope.usage.calls
         parent.usage.reads |= scope.usage.reads - scope.local
         if self.function:
-            self._merge(self.function[-1], whole, parent)
+            self.function[-1].absorb(whole)
         else:
             parent.usage.defines[node.name.value] = whole
         return False

@@ -218,7 +218,7 @@ class _Normaliser(LineEditor):
 
     def _import(self, node: cst.Import | cst.ImportFrom) -> cst.BaseSmallStatement | cst.RemovalSentinel:
         """Leave out an import of a host's module; in a `try` it stays, where it asks which host this is."""
-        kept, changed = without_host_names(node, self.context)
+        kept, changed = without_host_names(node)
         if not changed or self.tries:
             return node
         still = imported_names(kept) if isinstance(kept, cst.Import | cst.ImportFrom) else set()

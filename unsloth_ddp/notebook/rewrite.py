@@ -26,8 +26,8 @@ from unsloth_ddp.notebook.load import (
 )
 from unsloth_ddp.notebook.logins import edit_login
 from unsloth_ddp.notebook.main_values import send_values
-from unsloth_ddp.notebook.name_usage import CallSite, collect
-from unsloth_ddp.notebook.syntax import dotted, is_false
+from unsloth_ddp.notebook.name_usage import collect
+from unsloth_ddp.notebook.syntax import dotted, full_path, is_false
 from unsloth_ddp.notebook.tracked_runs import can_be_disabled, edit_run, tells_tracker
 
 # Words without which a statement has nothing to edit; most have none of them.
@@ -109,26 +109,13 @@ class _Rewriter(LineEditor):
         if is_config_call(updated_node, context):
             call, notes = edit_config(updated_node, context)
         else:
-            call, notes = edit_load(updated_node, context)
-            if not notes:
-                call, notes = edit_dict_call(updated_node, context)
-            if not notes:
-                call, notes = edit_seed(updated_node, context)
-            if not notes:
-                call, notes = edit_generator(updated_node, context)
-            if not notes and id(original_node) not in self.entered:
-                full = self.graph.full_path(CallSite(dotted(call.func), call, frozenset()))
-                call, notes = edit_run(call, full, context)
-                if not notes:
-                    call, notes = edit_command(call, full, context)
-                if not notes:
-                    call, notes = edit_login(call, full, context)
+            call, notes = self._edited(updated_node, entered=id(original_node) in self.entered)
         numbered = edit_device_number(call, context)
         if numbered is not None:
             self.note(context.edit("device", "this process's GPU instead of a fixed one"))
             return numbered
         self.note(*notes)
-        counted = edit_device_count(call, self.graph.full_path(CallSite(dotted(call.func), call, frozenset())))
+        counted = edit_device_count(call, full_path(dotted(call.func), self.graph.imports))
         if counted is not None and not self.context.on_one_process and not self.formatted:
             self.note(context.edit("device", "each process has one GPU"))
             return counted
@@ -137,6 +124,19 @@ class _Rewriter(LineEditor):
             return self._ask(call)
         return call
 
+    def _edited(self, call: cst.Call, *, entered: bool) -> tuple[cst.Call, list[str]]:
+        """Return a call with the first edit that fits it, and its comments."""
+        for edit in (edit_load, edit_dict_call, edit_seed, edit_generator):
+            edited, notes = edit(call, self.context)
+            if notes:
+                return edited, notes
+        full = full_path(dotted(call.func), self.graph.imports)
+        for edit_by_path in () if entered else (edit_run, edit_command, edit_login):
+            edited, notes = edit_by_path(call, full, self.context)
+            if notes:
+                return edited, notes
+        return call, []
+
     def leave_DictElement(self, original_node: cst.DictElement, updated_node: cst.DictElement) -> cst.DictElement:
         element, notes = edit_dict_element(updated_node, self.context)
         self.note(*notes)
@@ -144,7 +144,7 @@ class _Rewriter(LineEditor):
 
     def visit_WithItem(self, node: cst.WithItem) -> None:
         if isinstance(node.item, cst.Call) and not self.context.on_one_process:
-            full = self.graph.full_path(CallSite(dotted(node.item.func), node.item, frozenset()))
+            full = full_path(dotted(node.item.func), self.graph.imports)
             if starts_run(full) and not can_be_disabled(node.item, full):
                 self.entered.add(id(node.item))
 

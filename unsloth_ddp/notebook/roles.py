@@ -153,10 +153,10 @@ def _drop_installs(graph: Graph) -> None:
     grown = True
     while grown:
         grown = False
-        for index, statement in enumerate(statements):
+        for statement in statements:
             if statement.role is Role.DROP or statement.role is Role.DEAD or statement.cell not in touched:
                 continue
-            if _serves_installs(graph, index, statement):
+            if _serves_installs(graph, statement):
                 statement.role = Role.DROP
                 grown = True
 
@@ -183,7 +183,7 @@ def _installs(node: cst.Call) -> str | None:
     return None if kept == command else kept
 
 
-def _serves_installs(graph: Graph, index: int, statement: Statement) -> bool:
+def _serves_installs(graph: Graph, statement: Statement) -> bool:
     """Return whether a statement does nothing but prepare installs."""
     if not _only_binds(statement.node):
         return False
@@ -191,16 +191,12 @@ def _serves_installs(graph: Graph, index: int, statement: Statement) -> bool:
     if any(user.role is not Role.DROP for user in users):
         return False
     if users or has_install(statement):
-        return _is_prepared_elsewhere(statement)
+        return not statement.needed
     names = statement.usage.imports
     return bool(names) and all(path.split(".")[0] in _STDLIB for path in names.values())
 
 
 _STDLIB = {"os", "re", "sys", "importlib", "subprocess", "shutil", "pathlib", "platform", "warnings"}
-
-
-def _is_prepared_elsewhere(statement: Statement) -> bool:
-    return not statement.needed
 
 
 def _only_binds(node: cst.CSTNode) -> bool:
@@ -257,14 +253,12 @@ def _settle(graph: Graph, last: int) -> bool:
 
 def _latest(graph: Graph, index: int, name: str) -> tuple[list[Statement], bool]:
     """Return the definitions of a name just before `index`, and whether any of them exists on every process."""
-    found = [graph.statements[i] for i in sorted(graph.statements[index].uses) if name in _bound(graph.statements[i])]
+    found = [
+        graph.statements[i] for i in sorted(graph.statements[index].uses) if name in graph.statements[i].usage.writes
+    ]
     return found, any(
         s.role in (Role.ALL, Role.FIRST) or name in s.share or (s.needed and name not in s.handles) for s in found
     )
-
-
-def _bound(statement: Statement) -> set[str]:
-    return statement.usage.writes
 
 
 def _role_of_what_it_reads(graph: Graph, index: int, statement: Statement) -> Role | None:
@@ -365,11 +359,7 @@ def _may_change_what_training_needs(graph: Graph, statement: Statement) -> bool:
     needed = set().union(*(s.usage.reads for s in graph.statements if s.needed), set())
     for site in statement.usage.calls:
         known = site.is_method or site.path in BUILTINS or site.path[:1].isupper() or site.path in graph.functions
-        if not known and site.names & needed and not _is_callable_object(graph, site.path):
+        # A name that is not imported is an object such as a tokenizer rather than a function from a library.
+        if not known and site.names & needed and site.path in graph.imports:
             return True
     return False
-
-
-def _is_callable_object(graph: Graph, name: str) -> bool:
-    """Return whether a called name is an object such as a tokenizer rather than a function from a library."""
-    return name not in graph.imports

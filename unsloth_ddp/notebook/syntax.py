@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+from collections.abc import Mapping
 
 import libcst as cst
 
@@ -45,6 +46,12 @@ def dotted(node: cst.BaseExpression) -> str:
         node = node.value
     parts.append(node.value if isinstance(node, cst.Name) else "?")
     return ".".join(reversed(parts))
+
+
+def full_path(path: str, imports: Mapping[str, str]) -> str:
+    """Return a dotted path with its root replaced by what the notebook has imported under that name."""
+    root, *rest = path.split(".")
+    return ".".join([imports.get(root, root), *rest])
 
 
 def root_name(node: cst.BaseExpression) -> str | None:

@@ -10,7 +10,7 @@ from unsloth_ddp.notebook.arguments import code, keyword, set_keyword, splats
 from unsloth_ddp.notebook.context import ConversionContext
 from unsloth_ddp.notebook.effects import starts_run
 from unsloth_ddp.notebook.graph import Graph
-from unsloth_ddp.notebook.syntax import dotted
+from unsloth_ddp.notebook.syntax import dotted, full_path
 
 _NEEDS_MAIN = "every process starts this run; start it on the main process only"
 
@@ -40,9 +40,7 @@ def tells_tracker(small: cst.BaseSmallStatement, graph: Graph) -> bool:
         case _:
             return False
     root, *rest = path.split(".")
-    full = ".".join([graph.imports.get(root, root), *rest])
-    if root in graph.run_names:
-        full = ".".join(["wandb", *rest])
+    full = ".".join(["wandb", *rest]) if root in graph.run_names else full_path(path, graph.imports)
     return bool(_TELLS.match(full)) and not full.endswith(".login")
 
 
@@ -64,7 +62,7 @@ def edit_run(call: cst.Call, full: str, context: ConversionContext) -> tuple[cst
     """
     if context.on_one_process or not starts_run(full):
         return call, []
-    if full != "wandb.init" or splats(call):
+    if not can_be_disabled(call, full):
         return call, [context.warn("tracker", _NEEDS_MAIN)]
     old = keyword(call, "mode")
     given = f"({code(old.value)})" if old is not None else "None"

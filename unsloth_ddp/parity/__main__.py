@@ -20,7 +20,7 @@ import tempfile
 from pathlib import Path
 
 from unsloth_ddp.config.command_line import Parser, make_command_parser
-from unsloth_ddp.config.parse import parse_settings
+from unsloth_ddp.config.parse import REPO, parse_settings
 from unsloth_ddp.data.hub import use_cache_if_hub_is_unreachable
 from unsloth_ddp.distributed.exit_codes import EXIT_USER_ERROR
 from unsloth_ddp.distributed.missing_gpu import check_cpu_is_meant
@@ -29,7 +29,6 @@ from unsloth_ddp.distributed.sharding import sharding_from_environment
 from unsloth_ddp.parity.comparison import TOLERANCES, LaunchComparison, Tolerance, overall_verdict
 from unsloth_ddp.parity.launches import (
     LEARNING_RATE,
-    REPO,
     choose_precision,
     describe_omissions,
     plan_launches,

@@ -10,11 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from unsloth_ddp.config.options import DataSettings, OutputSettings
-from unsloth_ddp.config.parse import Settings
+from unsloth_ddp.config.options import DataSettings, OutputSettings, Settings
+from unsloth_ddp.config.parse import REPO
 from unsloth_ddp.utils.units import counted
 
-REPO = Path(__file__).resolve().parent.parent.parent
 # Small, so that a later step does not amplify the rounding of an earlier one: layouts of the demo are 1.4e-6 apart on
 # a CPU with 0.1, and 2.2e-7 with 0.01.
 LEARNING_RATE = 0.01

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
 
-from unsloth_ddp.config.parse import Settings
+from unsloth_ddp.config.options import Settings
 from unsloth_ddp.data.revisions import dataset_revisions
 from unsloth_ddp.data.sources import checked_files, read_rows
 from unsloth_ddp.model.files import model_folder
@@ -154,10 +154,10 @@ def read_outcome(launch: Launch, seconds: float, folder: Path, failure: str, log
     return LaunchOutcome(launch, seconds, folder, read_losses(folder))
 
 
-def last_lines(text: str, count: int = 20) -> str:
-    """Return the end of a log without progress bars."""
+def last_lines(text: str) -> str:
+    """Return the last 20 lines of a log without progress bars."""
     lines = [line.rpartition("\r")[2].rstrip() for line in text.splitlines()]
-    return "\n".join([line for line in lines if line][-count:])
+    return "\n".join([line for line in lines if line][-20:])
 
 
 def read_losses(folder: Path) -> list[float]:

@@ -9,6 +9,7 @@ needed.
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import importlib.util
 import re
@@ -72,18 +73,7 @@ def plan(argv: list[str]) -> None:
     """
     given, rest = make_parser().parse_known_args(argv)
     settings = parse_settings(rest, __doc__ or "", make_parser())
-    for name in ("nodes", "gpus_per_node"):
-        if getattr(given, name) <= 0:
-            raise UserError(f"--{name} is {getattr(given, name)}, but it has to be above 0.")
-    if given.calibrate and not given.calibration:
-        raise UserError("--calibrate writes a file; name it with --calibration.")
-    for run in given.calibrate or []:
-        if not (run / "summary.json").is_file():
-            raise UserError(
-                f"--calibrate {run} is not the folder of a finished run (it has no summary.json); give outputs/RUN."
-            )
-    if given.picture and importlib.util.find_spec("matplotlib") is None:
-        raise UserError("--picture needs matplotlib, which is not installed; run with uv run --group bench.")
+    _check_options(given)
     networks = [parse_bandwidth("--bandwidth", text) for text in given.bandwidth]
     inside = parse_bandwidth("--node_bandwidth", given.node_bandwidth) if given.node_bandwidth else None
     gpu_memory = parse_memory("--gpu_memory", given.gpu_memory) if given.gpu_memory else None
@@ -135,6 +125,21 @@ def plan(argv: list[str]) -> None:
         write_as_asked("--json", given.json, plan_as_json(made))
     if given.picture:
         draw_efficiency(given.picture, hardware, computed)
+
+
+def _check_options(given: argparse.Namespace) -> None:
+    for name in ("nodes", "gpus_per_node"):
+        if getattr(given, name) <= 0:
+            raise UserError(f"--{name} is {getattr(given, name)}, but it has to be above 0.")
+    if given.calibrate and not given.calibration:
+        raise UserError("--calibrate writes a file; name it with --calibration.")
+    for run in given.calibrate or []:
+        if not (run / "summary.json").is_file():
+            raise UserError(
+                f"--calibrate {run} is not the folder of a finished run (it has no summary.json); give outputs/RUN."
+            )
+    if given.picture and importlib.util.find_spec("matplotlib") is None:
+        raise UserError("--picture needs matplotlib, which is not installed; run with uv run --group bench.")
 
 
 def _parse_capability(text: str | None) -> tuple[int, int]:

@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from unsloth_ddp.config.parse import Settings
+from unsloth_ddp.config.options import Settings
 from unsloth_ddp.plan.calibration import TOO_FAR, Calibration
 from unsloth_ddp.plan.compute import Hardware, MemoryRow, Plan
 from unsloth_ddp.plan.memory import RESERVE

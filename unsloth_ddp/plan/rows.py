@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from unsloth_ddp.config.parse import Settings
+from unsloth_ddp.config.options import Settings
 from unsloth_ddp.data.batch_plan import BatchPlan, RowOrder
 from unsloth_ddp.data.packing import Packing
 

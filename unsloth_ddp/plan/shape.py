@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from unsloth_ddp.config.parse import Settings
+from unsloth_ddp.config.options import Settings
 from unsloth_ddp.model.experts import EXPERTS, EXPERTS_A_TOKEN, adapted_parameters, number_in, stacked_experts
 from unsloth_ddp.model.modules import weights_of_first_layer
 from unsloth_ddp.utils.errors import UserError, one_line

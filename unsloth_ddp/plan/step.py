@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Literal, cast
 
-from unsloth_ddp.config.parse import Settings
+from unsloth_ddp.config.options import Settings
 from unsloth_ddp.data.batch_plan import BatchPlan
 from unsloth_ddp.data.packing import PackingDecision, decide_packing, describe_backend, describe_older_gpu
 from unsloth_ddp.distributed.precision import AMPERE
@@ -22,6 +22,7 @@ from unsloth_ddp.plan.memory import (
 )
 from unsloth_ddp.plan.rows import RowLengths, largest_micro_batch
 from unsloth_ddp.plan.shape import ModelShape
+from unsloth_ddp.training.least_memory import NUMBER_BYTES
 from unsloth_ddp.training.memory_search import (
     ENOUGH_TOKENS,
     ENOUGH_WITH_GRAPHS,
@@ -41,8 +42,6 @@ from unsloth_ddp.training.step_choice import (
     shape_of_run,
     tokens_while_launching,
 )
-
-NUMBER_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
 @dataclass(frozen=True)

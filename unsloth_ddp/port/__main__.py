@@ -16,13 +16,12 @@ from typing import Any
 import yaml
 
 from unsloth_ddp.config.checks import check_settings
-from unsloth_ddp.config.command_line import Parser
+from unsloth_ddp.config.command_line import Parser, run_command
 from unsloth_ddp.config.options import OPTIONS, Settings
 from unsloth_ddp.config.yaml_file import Unreadable, read_yaml
-from unsloth_ddp.distributed.exit_codes import EXIT_USER_ERROR
 from unsloth_ddp.port.convert import PORTED_TOOLS, detect_tool, port
 from unsloth_ddp.port.ported import Ported
-from unsloth_ddp.utils.errors import UserError
+from unsloth_ddp.utils.errors import UserError, os_reason
 from unsloth_ddp.utils.redaction import printable
 
 
@@ -46,7 +45,7 @@ def read_file(path: Path) -> dict[str, Any]:
     try:
         content = read_yaml(path)
     except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror or error}.") from None
+        raise UserError(f"{path} cannot be read: {os_reason(error)}.") from None
     except Unreadable as error:
         raise UserError(f"{path} is not YAML: {str(error).rstrip('.')}.") from None
     if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
@@ -87,31 +86,36 @@ def render(ported: Ported, source: Path) -> str:
     return "\n".join(lines) + "\n" + yaml.safe_dump(ordered, sort_keys=False, allow_unicode=True)
 
 
-def main(argv: list[str] | None = None) -> None:
-    """Read the file, port it, and print or write the result."""
+def port_file(argv: list[str]) -> None:
+    """Read the file, port it, and print or write the result.
+
+    Raises:
+        UserError: the file cannot be read or ported, or the result not be written.
+    """
+    given = make_parser().parse_args(argv)
+    content = read_file(given.file)
     try:
-        given = make_parser().parse_args(argv)
-        content = read_file(given.file)
-        try:
-            tool = PORTED_TOOLS[given.tool] if given.tool else detect_tool(content)
-            ported = port(content, tool, given.file.parent)
-        except UserError as refused:
-            raise UserError(f"{given.file}: {refused}") from None
-        text = render(ported, given.file)
-        if given.output is None:
-            print(text, end="")
-            return
-        if given.output.exists():
-            raise UserError(f"--output {given.output} is there already; give another name.")
-        try:
-            given.output.write_text(text, encoding="utf-8")
-        except OSError as error:
-            raise UserError(f"--output {given.output} cannot be written: {error.strerror or error}.") from None
-        print("\n".join(line for line in text.splitlines() if line.startswith("#")))
-    except UserError as error:
-        print(f"port: error: {error}", file=sys.stderr)
-        sys.exit(EXIT_USER_ERROR)
+        tool = PORTED_TOOLS[given.tool] if given.tool else detect_tool(content)
+        ported = port(content, tool, given.file.parent)
+    except UserError as refused:
+        raise UserError(f"{given.file}: {refused}") from None
+    text = render(ported, given.file)
+    if given.output is None:
+        print(text, end="")
+        return
+    if given.output.exists():
+        raise UserError(f"--output {given.output} is there already; give another name.")
+    try:
+        given.output.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"--output {given.output} cannot be written: {os_reason(error)}.") from None
+    print("\n".join(line for line in text.splitlines() if line.startswith("#")))
+
+
+def main(argv: list[str]) -> int:
+    """Port a file; return the exit code."""
+    return run_command("port", port_file, argv)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main(sys.argv[1:]))

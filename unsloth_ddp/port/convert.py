@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from unsloth_ddp.config.aliases import ALIASES, OTHER_VALUES, TOOLS
+from unsloth_ddp.config.ignored import ADAPTER
 from unsloth_ddp.config.options import OPTIONS, Settings
 from unsloth_ddp.config.trainer_args import OWNED_ARGS, RefusedField, check_trainer_args
 from unsloth_ddp.config.upstream_names import known_names, sft_config_fields
@@ -135,10 +136,6 @@ def _tf32(ported: Ported, key: str, value: Any, given: Mapping[str, Any]) -> Non
         ported.options.setdefault("trainer_args", {})[key] = value
 
 
-def _attention(ported: Ported, key: str, value: Any, given: Mapping[str, Any]) -> None:
-    ported.left_out[key] = ALIASES["flash_attention"].note
-
-
 def _sharding(ported: Ported, key: str, value: Any, given: Mapping[str, Any]) -> None:
     stage = re.search(r"(?:zero|z|stage)[_-]?([0-3])", str(value).lower())
     if key == "deepspeed":
@@ -227,8 +224,11 @@ def _warmup(ported: Ported, key: str, value: Any, given: Mapping[str, Any]) -> N
         ported.add({"warmup_steps": value}, key)
 
 
-def _environment(ported: Ported, key: str, value: Any, given: Mapping[str, Any]) -> None:
-    ported.left_out[key] = "set these variables in the environment"
+def _leave_out(why: str) -> Rule:
+    def rule(ported: Ported, key: str, value: Any, given: Mapping[str, Any]) -> None:
+        ported.left_out[key] = why
+
+    return rule
 
 
 RULES: dict[str, Rule] = {
@@ -238,7 +238,7 @@ RULES: dict[str, Rule] = {
     "gradient_checkpointing": _recompute,
     "gradient_checkpointing_kwargs": _recompute,
     "tf32": _tf32,
-    "attn_implementation": _attention,
+    "attn_implementation": _leave_out(ALIASES["flash_attention"].note),
     "deepspeed": _sharding,
     "fsdp": _sharding,
     "fsdp_config": _sharding,
@@ -264,7 +264,7 @@ RULES: dict[str, Rule] = {
     "lr_scheduler": _upstream_name("lr_scheduler_type"),
     "lr_scheduler_type": _upstream_name("lr_scheduler_type"),
     "warmup_ratio": _warmup,
-    "env": _environment,
+    "env": _leave_out("set these variables in the environment"),
 }
 
 
@@ -279,8 +279,8 @@ def _complete(ported: Ported, given: Mapping[str, Any]) -> None:
     if ported.tool == LLAMA_FACTORY and options["method"] == "qlora" and given.get("finetuning_type") == "full":
         raise UserError("finetuning_type full with quantization_bit contradict each other; remove one of them.")
     if options["method"] == "full":
-        for option in [name for name in options if name.startswith("lora_") or name == "use_rslora"]:
-            del options[option]
+        for option in ADAPTER:
+            options.pop(option, None)
     if ported.tool == TRL and "loss_on" not in options:
         ported.left_out["loss_on"] = (
             "TRL trains on every token of chats unless assistant_only_loss is set, the kit on the assistant's; give loss_on "

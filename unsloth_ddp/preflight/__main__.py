@@ -15,7 +15,8 @@ import os
 import sys
 
 from unsloth_ddp.config.command_line import Parser, make_command_parser
-from unsloth_ddp.config.parse import Settings, parse_settings
+from unsloth_ddp.config.options import Settings
+from unsloth_ddp.config.parse import parse_settings
 from unsloth_ddp.distributed.exit_codes import EXIT_USER_ERROR, note_exit_code
 from unsloth_ddp.preflight.output import print_message
 from unsloth_ddp.preflight.run import PreflightOptions, run_preflight

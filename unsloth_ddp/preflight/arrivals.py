@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from unsloth_ddp.preflight.checks import Check, name_nodes
@@ -34,6 +34,21 @@ def check_arrivals(
         in_time: as many processes arrived as the job has, so the wait ended early.
     """
     per_node = max(1, world_size // nodes)
+    problems = _contradictions(world_size, nodes, present)
+    problems += _absences(world_size, nodes, {one.rank for one in present}, waited, address, in_time=in_time)
+    values: dict[int, str] = dict.fromkeys(range(nodes), "did not arrive")
+    for one in present:
+        if one.rank % per_node == 0 or one.node_rank not in values:
+            before = values.get(one.node_rank, "did not arrive")
+            values[one.node_rank] = one.host if before == "did not arrive" else f"{before} and {one.host}"
+    return Check(
+        "arrived", dict(sorted(values.items())), "failure" if problems else "ok", "\n".join(dict.fromkeys(problems))
+    )
+
+
+def _contradictions(world_size: int, nodes: int, present: Sequence[Arrival]) -> list[str]:
+    """Return a sentence for each rank that came twice, and for each process that belongs to a job of another shape."""
+    per_node = max(1, world_size // nodes)
     problems = []
     by_rank: dict[int, list[Arrival]] = {}
     for one in present:
@@ -58,7 +73,16 @@ def check_arrivals(
                 f"{one.host} says it is node {one.node_rank} of {nodes}, but ranks go from 0 to {nodes - 1}; "
                 "correct its NODE_RANK."
             )
-    missing = [rank for rank in range(world_size) if rank not in by_rank]
+    return problems
+
+
+def _absences(
+    world_size: int, nodes: int, ranks: Collection[int], waited: float, address: str, *, in_time: bool
+) -> list[str]:
+    """Return a sentence on whole nodes that are missing, and one on ranks of other nodes."""
+    per_node = max(1, world_size // nodes)
+    problems = []
+    missing = [rank for rank in range(world_size) if rank not in ranks]
     whole = [n for n in range(nodes) if all(r in missing for r in range(n * per_node, (n + 1) * per_node))]
     parts = [rank for rank in missing if rank // per_node not in whole]
     if whole and in_time:
@@ -73,16 +97,9 @@ def check_arrivals(
         )
     if parts:
         named, whose = ("Rank", "its") if len(parts) == 1 else ("Ranks", "their")
-        ranks = ", ".join(map(str, parts))
-        problems.append(f"{named} {ranks} did not arrive within {waited:.0f} s; look at {whose} output.")
-    values: dict[int, str] = dict.fromkeys(range(nodes), "did not arrive")
-    for one in present:
-        if one.rank % per_node == 0 or one.node_rank not in values:
-            before = values.get(one.node_rank, "did not arrive")
-            values[one.node_rank] = one.host if before == "did not arrive" else f"{before} and {one.host}"
-    return Check(
-        "arrived", dict(sorted(values.items())), "failure" if problems else "ok", "\n".join(dict.fromkeys(problems))
-    )
+        listed = ", ".join(map(str, parts))
+        problems.append(f"{named} {listed} did not arrive within {waited:.0f} s; look at {whose} output.")
+    return problems
 
 
 def missing_answers(missing: Sequence[int], hosts: Mapping[int, str], seconds: float, what: str) -> Check:

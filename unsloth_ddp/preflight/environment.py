@@ -85,10 +85,10 @@ def _not_numbers(environ: Mapping[str, str], names: Sequence[str], least: int) -
     ]
 
 
-def check_node_rank(node: int, rank: int, nodes: int) -> Check:
+def check_node_rank(node: int, nodes: int) -> Check:
     """Check that a node's rank is one of 0 to nodes - 1."""
-    if rank < nodes:
-        return Check("node rank", {node: f"{rank} of {nodes}"})
+    if node < nodes:
+        return Check("node rank", {node: f"{node} of {nodes}"})
     last = f"from 0 to {nodes - 1}" if nodes > 1 else "0 alone"
-    remedy = f"NODE_RANK is {rank}, but with NNODES {nodes} ranks go {last}; number the nodes from 0."
-    return Check("node rank", {node: f"{rank} of {nodes}"}, "failure", remedy)
+    remedy = f"NODE_RANK is {node}, but with NNODES {nodes} ranks go {last}; number the nodes from 0."
+    return Check("node rank", {node: f"{node} of {nodes}"}, "failure", remedy)

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from unsloth_ddp.config.parse import Settings
+from unsloth_ddp.config.options import Settings
 from unsloth_ddp.data.sources import is_file
 from unsloth_ddp.model.files import model_folder, weight_bytes
 from unsloth_ddp.preflight.machine import Folder

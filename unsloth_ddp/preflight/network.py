@@ -33,7 +33,7 @@ def check_host_name(
     return Check("host name", {node: shown}, "failure", remedy)
 
 
-def check_master_address(node: int, name: str, addresses: Sequence[str], local: bool, rank: int, nodes: int) -> Check:
+def check_master_address(node: int, name: str, addresses: Sequence[str], local: bool, nodes: int) -> Check:
     """Check that MASTER_ADDR resolves to an address of node 0 that all nodes can reach.
 
     Args:
@@ -60,7 +60,7 @@ def check_master_address(node: int, name: str, addresses: Sequence[str], local: 
             f"MASTER_ADDR {name} resolves to {addresses[0]}, a loopback address: give node 0's network address, "
             "or correct /etc/hosts (Debian maps a host's name to 127.0.1.1).",
         )
-    if rank == 0 and not local:
+    if node == 0 and not local:
         return row(
             "failure",
             f"NODE_RANK is 0, but MASTER_ADDR {name} is not this machine: node 0 has to be the one at MASTER_ADDR; "

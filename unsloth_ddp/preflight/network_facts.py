@@ -6,7 +6,7 @@ import contextlib
 import socket
 from pathlib import Path
 
-from unsloth_ddp.preflight.network import Interface
+from unsloth_ddp.preflight.network import Interface, is_loopback
 from unsloth_ddp.preflight.time_limit import run_with_limit
 
 RESOLVE_SECONDS = 20
@@ -38,6 +38,12 @@ def read_interfaces() -> list[Interface]:
 def read_addresses() -> set[str]:
     """Return every address of this machine."""
     return {address for interface in read_interfaces() for address in interface.addresses}
+
+
+def is_here(addresses: list[str]) -> bool:
+    """Return whether one of these addresses belongs to this machine."""
+    own = read_addresses()
+    return any(address in own or is_loopback(address) for address in addresses)
 
 
 def find_route_interface(addresses: list[str], found: list[Interface]) -> str | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from unsloth_ddp.config.parse import Settings
+from unsloth_ddp.config.options import Settings
 from unsloth_ddp.preflight import cross_node, identity
 from unsloth_ddp.preflight.checks import Check, merge_checks, not_checked
 from unsloth_ddp.preflight.folders import output_folder

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from unsloth_ddp.config.parse import Settings
+from unsloth_ddp.config.options import Settings
 from unsloth_ddp.distributed.missing_gpu import has_nvidia
 from unsloth_ddp.distributed.runtime import asks_for_cpu
 from unsloth_ddp.distributed.sharding import sharding_from_environment
@@ -24,8 +24,7 @@ from unsloth_ddp.preflight.doctor import DOCTOR_SECONDS, Doctor
 from unsloth_ddp.preflight.folders import NodeFolders, output_folder
 from unsloth_ddp.preflight.identity import collect_identity
 from unsloth_ddp.preflight.machine_facts import read_gpus
-from unsloth_ddp.preflight.network import is_loopback
-from unsloth_ddp.preflight.network_facts import read_addresses, read_infiniband_ports, resolve_name
+from unsloth_ddp.preflight.network_facts import is_here, read_infiniband_ports, resolve_name
 from unsloth_ddp.preflight.node_reports import Reports, compare_reports
 from unsloth_ddp.preflight.output import print_message, show_checks
 from unsloth_ddp.preflight.process_info import ProcessInfo, is_launched, read_process_info
@@ -132,7 +131,9 @@ class Preflight:
         return [
             environment.check_environment(process.node_rank, environ, process.launched),
             *node_checks.check_network(process, environ),
-            *node_checks.check_machine(process, self.settings, environ, self.folders, self.devices, self.no_gpu_reason),
+            *node_checks.MachineChecks(
+                process, self.settings, environ, self.folders, self.devices, self.no_gpu_reason
+            ).run(),
         ]
 
     def _background_checks(self) -> list[Check]:
@@ -192,8 +193,7 @@ class Preflight:
         return code
 
     def _master_is_here(self) -> bool:
-        own = read_addresses()
-        return any(address in own or is_loopback(address) for address in resolve_name(self.process.master))
+        return is_here(resolve_name(self.process.master))
 
     def _finish_without_others(self, checks: list[Check], arrived: list[Check]) -> int:
         """Show this node's own checks, and which processes are missing."""

@@ -9,7 +9,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from unsloth_ddp.config.parse import Settings, read_config
+from unsloth_ddp.config.options import Settings
+from unsloth_ddp.config.parse import read_config
 from unsloth_ddp.preflight.background import BackgroundCommand
 from unsloth_ddp.preflight.checks import Check, not_checked
 from unsloth_ddp.utils.errors import UserError

@@ -91,7 +91,6 @@ def line_chart(
     title: str,
     lines: Sequence[Line],
     *,
-    x_name: str = "step",
     from_zero: bool = False,
     may_be_log: bool = False,
     shown: Callable[[float], str] | None = None,
@@ -125,13 +124,13 @@ def line_chart(
     for colour, line in enumerate(lines, 1):
         smooth = line.noisy and len(line.points) >= SMOOTHED_FROM
         pieces = _pieces(line.points)
-        drawn.append(_draw(line, pieces, colour, place_x, place_y, text, x_name, faint=smooth))
+        drawn.append(_draw(line, pieces, colour, place_x, place_y, text, faint=smooth))
         if smooth:
             curve = [smoothed(piece, window=max(3, len(line.points) // 20)) for piece in pieces]
-            drawn.append(_draw(line, curve, colour, place_x, place_y, text, x_name))
+            drawn.append(_draw(line, curve, colour, place_x, place_y, text))
     return Chart(
         title,
-        x_name,
+        "step",
         [Tick(round(place_x(x), 1), short_number(x)) for x in x_axis if min(xs) <= x <= max(xs)],
         [Tick(round(place_y(y), 1), text(y)) for y in y_axis],
         lines=drawn,
@@ -262,7 +261,6 @@ def _draw(
     place_x: Callable[[float], float],
     place_y: Callable[[float], float],
     text: Callable[[float], str],
-    x_name: str,
     *,
     faint: bool = False,
 ) -> DrawnLine:
@@ -275,7 +273,7 @@ def _draw(
         # A line of one point is not seen.
         if line.marked or count <= 12 or len(points) == 1:
             marks += [
-                (px, py, f"{line.name}, {x_name} {short_number(x)}: {text(y)}")
+                (px, py, f"{line.name}, step {short_number(x)}: {text(y)}")
                 for (px, py), (x, y) in zip(placed, points, strict=True)
             ]
     return DrawnLine(line.name, colour, path, marks, faint)

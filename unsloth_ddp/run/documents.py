@@ -42,7 +42,7 @@ def begin(
     """
 
     def write() -> None:
-        part = part_facts(settings, runtime, trainer, resume.manifest.step if resume else 0)
+        part = part_facts(runtime, trainer, resume.manifest.step if resume else 0)
         facts = run_facts(settings, trainer)
         facts["data"]["plain_text"] = plain_text
         begin_record(folder, facts, part, continued=resume is not None and resume.of_this_run)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from unsloth_ddp.checkpoints.identity import batch_identity
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.data.dataset import TokenizedRows, row_lengths
 from unsloth_ddp.data.sources import is_file
@@ -57,9 +58,8 @@ def run_facts(settings: Settings, trainer: DDPTrainer) -> dict[str, Any]:
     }
 
 
-def part_facts(settings: Settings, runtime: Runtime, trainer: DDPTrainer, first_step: int) -> dict[str, Any]:
+def part_facts(runtime: Runtime, trainer: DDPTrainer, first_step: int) -> dict[str, Any]:
     """Return how this part of a run is run; the names are those of summary.json where that has the value too."""
-    plan = trainer.plan
     cuda = runtime.device_type == "cuda"
     hardware = {"cpus": os.cpu_count(), "platform": platform.platform()}
     if cuda:
@@ -67,30 +67,21 @@ def part_facts(settings: Settings, runtime: Runtime, trainer: DDPTrainer, first_
     return {
         "first_step": first_step,
         "command": [hide(word) for word in sys.argv[1:]],
-        "world_size": runtime.ranks.world_size,
-        "nodes": runtime.ranks.nodes,
-        "device": runtime.device_name,
+        **runtime.layout(),
         "device_type": runtime.device_type,
-        "sharding": runtime.sharding,
-        "offload": runtime.offload,
-        "copies": runtime.copies,
-        "backend": runtime.backend,
-        "precision": runtime.precision,
         "gradient_checkpointing": trainer.checkpointing.kind,
-        "global_batch_size": plan.global_batch,
-        "per_device_train_batch_size": plan.per_device,
-        "gradient_accumulation_steps": plan.accumulation,
+        **batch_identity(trainer.plan),
         "versions": versions(),
         "hardware": hardware,
     }
 
 
-def length_histogram(rows: TokenizedRows, bins: int = BINS) -> dict[str, list[int]]:
-    """Return the edges of equal intervals of tokens (bins + 1,) and the number of rows in each (bins,)."""
+def length_histogram(rows: TokenizedRows) -> dict[str, list[int]]:
+    """Return the edges of equal intervals of tokens (BINS + 1,) and the number of rows in each (BINS,)."""
     lengths = row_lengths(rows.dataset)[: rows.counts.rows]
     least, most = int(lengths.min()), int(lengths.max())
     # Whole tokens, so that no interval can hold one length more than another.
-    width = max(1, -(-(most - least + 1) // bins))
+    width = max(1, -(-(most - least + 1) // BINS))
     edges = np.arange(least, most + width + 1, width)
     counted, _ = np.histogram(lengths, edges)
     return {"edges": edges.tolist(), "rows": counted.tolist()}

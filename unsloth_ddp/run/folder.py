@@ -11,7 +11,6 @@ import shutil
 import socket
 import tempfile
 import time
-from collections.abc import Mapping
 from pathlib import Path
 
 import psutil
@@ -22,22 +21,21 @@ from unsloth_ddp.config.checks import with_full_paths
 from unsloth_ddp.config.options import Settings, options_with
 from unsloth_ddp.config.yaml_file import Unreadable, read_yaml
 from unsloth_ddp.distributed.runtime import Runtime
-from unsloth_ddp.run.files import LOCK_FILE, RECORD_FILE, SETTINGS_FILE, SUMMARY_FILE
+from unsloth_ddp.run.files import LOCK_FILE, LOGS, RECORD_FILE, SETTINGS_FILE, SUMMARY_FILE
 from unsloth_ddp.utils.errors import UserError, os_reason
 from unsloth_ddp.utils.safe_files import foreign_owner, open_without_following_links
 
 SETTINGS_ASIDE = "settings.partial"
-LOGS = "logs"
 # Everything that a run leaves if it fails before its first step.
 START_FILES = {LOCK_FILE, SETTINGS_ASIDE, SETTINGS_FILE, RECORD_FILE, LOGS}
 # Seconds that a job waits for the last one in its folder to end; a restart follows a kill closely.
 LOCK_PATIENCE = 30.0
 
 
-def default_run_name(settings: Settings, environ: Mapping[str, str] = os.environ) -> str:
+def default_run_name(settings: Settings) -> str:
     """Return model, method and start time; the launcher's start, so that its restarts continue the same run."""
     model = str(settings.model).rstrip("/").rpartition("/")[2]
-    began = psutil.Process(os.getppid()).create_time() if "TORCHELASTIC_RUN_ID" in environ else time.time()
+    began = psutil.Process(os.getppid()).create_time() if "TORCHELASTIC_RUN_ID" in os.environ else time.time()
     # The name of a model may be as long as a folder's.
     model = model.encode()[:150].decode(errors="ignore")
     return f"{model}-{settings.method}-{time.strftime('%Y%m%d-%H%M%S', time.localtime(began))}"
@@ -138,9 +136,9 @@ def _wait_for_another_job(folder: Path) -> None:
         os.close(descriptor)
 
 
-def restarted(environ: Mapping[str, str] = os.environ) -> bool:
+def restarted() -> bool:
     """Return whether a launcher or Slurm restarted this job after a failure or a stop."""
-    counts = (environ.get(name, "0") for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
+    counts = (os.environ.get(name, "0") for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
     return any(count.isdigit() and int(count) > 0 for count in counts)
 
 

@@ -9,11 +9,11 @@ from io import TextIOWrapper
 from pathlib import Path
 
 from unsloth_ddp.distributed.runtime import Runtime
+from unsloth_ddp.run.files import LOGS
 from unsloth_ddp.utils.redaction import hide
 from unsloth_ddp.utils.safe_files import open_without_following_links
 from unsloth_ddp.utils.streams import stream_handlers
 
-LOGS = "logs"
 # Transformers' logger does not hand its messages on to the root logger; nor does the kit's, because Unsloth gives the root
 # logger a handler that writes to the terminal of every rank.
 LOGGERS = (None, "transformers", "unsloth_ddp")

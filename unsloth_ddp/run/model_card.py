@@ -12,6 +12,7 @@ from typing import Any
 
 import jinja2
 
+from unsloth_ddp.config.ignored import ADAPTER
 from unsloth_ddp.run.files import CARD_FILE, CURVES_FILE
 from unsloth_ddp.run.record import RunRecord, is_number
 from unsloth_ddp.run.report import TEMPLATES, loss_chart, show, templates
@@ -22,13 +23,8 @@ from unsloth_ddp.utils.units import counted, shown_bytes, shown_seconds
 METHODS = {"lora": "LoRA", "qlora": "QLoRA (4-bit base weights)", "full": "full training"}
 # The settings that say how the weights came to be, apart from model and data, which have places of their own.
 SETTINGS = (
-    "method", "lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_target_parameters",
-    "lora_modules_to_save", "use_rslora", "full_weights", "max_length", "overlong", "loss_on", "num_train_epochs", "max_steps", "learning_rate",
+    "method", *ADAPTER, "full_weights", "max_length", "overlong", "loss_on", "num_train_epochs", "max_steps", "learning_rate",
     "lr_scheduler_type", "warmup_steps", "weight_decay", "max_grad_norm", "optim", "seed",
-)  # fmt: skip
-LORA_ONLY = (
-    "lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_target_parameters", "lora_modules_to_save",
-    "use_rslora",
 )  # fmt: skip
 FULL_ONLY = ("full_weights",)
 
@@ -87,7 +83,7 @@ def render_card(run: RunRecord, *, adapter: bool) -> str:
         settings=[
             (code(name), code(show(settings[name])))
             for name in SETTINGS
-            if name in settings and name not in (LORA_ONLY if settings.get("method") == "full" else FULL_ONLY)
+            if name in settings and name not in (ADAPTER if settings.get("method") == "full" else FULL_ONLY)
         ],
         versions=", ".join(f"{plain(name)} {plain(value)}" for name, value in (run.fact("versions") or {}).items()),
         licence=_licence(record, kind),

@@ -7,6 +7,7 @@ import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
+from unsloth_ddp.config.parse import REPO
 from unsloth_ddp.run.record import RunRecord
 
 
@@ -52,9 +53,8 @@ def next_steps(run: RunRecord) -> list[NextStep]:
 
 def chat_command(folder: Path, *, trust: bool) -> str:
     """Return the command that talks to a result, as it works in the working directory."""
-    kit = Path(__file__).resolve().parents[2]
-    here = kit == Path.cwd().resolve()
-    where = "" if here else f"--directory {shlex.quote(str(kit))} "
+    here = Path.cwd().resolve() == REPO
+    where = "" if here else f"--directory {shlex.quote(str(REPO))} "
     path = shlex.quote(shown_path(folder) if here else str(folder.resolve()))
     return f"uv run {where}python -m unsloth_ddp.chat {path}{' --trust_remote_code' * trust}"
 

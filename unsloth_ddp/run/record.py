@@ -132,15 +132,23 @@ class RunRecord:
         found = self.series(name, gaps=True)
         return found[-1][1] if found else None
 
+    @property
+    def eval_loss(self) -> Any:
+        """Return the evaluation loss of the result, or the last one logged; None if there is none."""
+        found = self.summary.get("eval_loss")
+        return self.last("eval_loss") if found is None else found
+
+    @property
+    def tokens_per_second(self) -> Any:
+        """Return the speed of the whole run, or the last one logged; None if it is not known."""
+        found = self.fact("tokens_per_second")
+        return self.last("tokens_per_second") if found is None else found
+
     def fact(self, name: str) -> Any:
         """Return a value of the summary, or, of an unfinished run, of its newest part; None if it is not known."""
         if name in self.summary:
             return self.summary[name]
         return self.parts[-1].get(name) if self.parts else None
-
-    def with_summary(self, summary: dict[str, Any]) -> RunRecord:
-        """Return the run with a summary that is not written yet."""
-        return dataclasses.replace(self, summary=summary)
 
 
 def is_number(value: Any) -> bool:

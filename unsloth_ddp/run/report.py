@@ -177,12 +177,10 @@ def _tiles(run: RunRecord) -> list[dict[str, str]]:
             tiles.append(_tile(name, text(value), note))
 
     add("training loss", run.last("loss"), "{:.4f}".format, "last log line")
-    evaluated = run.summary.get("eval_loss")
-    add("evaluation loss", run.last("eval_loss") if evaluated is None else evaluated, "{:.4f}".format)
+    add("evaluation loss", run.eval_loss, "{:.4f}".format)
     before, after = (run.summary.get(f"demo_accuracy_{when}") for when in ("before", "after"))
     add("exact answers", after, "{:.1%}".format, f"{before:.1%} before" if is_number(before) else "")
-    speed = run.fact("tokens_per_second")
-    add("tokens/s", run.last("tokens_per_second") if speed is None else speed, "{:,.0f}".format)
+    add("tokens/s", run.tokens_per_second, "{:,.0f}".format)
     add("peak memory", run.summary.get("peak_memory_bytes"), shown_bytes, "of the fullest rank")
     add("duration", run.seconds, shown_seconds, f"in {len(run.parts)} parts" if len(run.parts) > 1 else "")
     return tiles

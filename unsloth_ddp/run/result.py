@@ -179,9 +179,10 @@ def _named_checkpoint(folder: Path, *, in_shards: bool) -> RunResult:
 def _last_checkpoint(run: Path, settings: Settings, *, in_shards: bool) -> RunResult:
     newest, skipped = manifest.newest(step_folders(run), manifest.verify)
     if newest is not None:
-        shards = _check_weights(newest, settings, in_shards=in_shards)
-        sentence = f"{run} is not finished; this is {newest.name}, its last whole checkpoint."
-        return RunResult(run, newest, settings, manifest.read_manifest(newest).step, sentence, in_shards=shards)
+        folder, described = newest
+        shards = _check_weights(folder, settings, in_shards=in_shards)
+        sentence = f"{run} is not finished; this is {folder.name}, its last whole checkpoint."
+        return RunResult(run, folder, settings, described.step, sentence, in_shards=shards)
     if skipped:
         raise UserError(
             f"{run} is not finished, and none of its checkpoints is whole ({skipped[0][0].name}: {skipped[0][1]}); start it "

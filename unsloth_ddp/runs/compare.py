@@ -106,24 +106,22 @@ def render_comparison(compared: Comparison) -> str:
     return "\n\n".join(parts)
 
 
-def aligned(
-    first: Sequence[Point], second: Sequence[Point], count: int = ALIGNED_STEPS
-) -> tuple[list[tuple[float, float, float]], bool]:
-    """Return step and both values at up to `count` steps, evenly spread, and whether values were interpolated.
+def aligned(first: Sequence[Point], second: Sequence[Point]) -> tuple[list[tuple[float, float, float]], bool]:
+    """Return step and both values at up to ALIGNED_STEPS steps, evenly spread, and whether values were interpolated.
 
     Steps that both have logged are taken; with fewer than two of them, steps of the common stretch.
     """
     both = _common(first, second)
     if len(both) >= 2:
-        if len(both) <= count:
+        if len(both) <= ALIGNED_STEPS:
             return both, False
-        return [both[round(i * (len(both) - 1) / (count - 1))] for i in range(count)], False
+        return [both[round(i * (len(both) - 1) / (ALIGNED_STEPS - 1))] for i in range(ALIGNED_STEPS)], False
     if not first or not second:
         return both, False
     low, high = max(first[0][0], second[0][0]), min(first[-1][0], second[-1][0])
     if low >= high:
         return both, False
-    steps = sorted({float(round(low + (high - low) * i / (count - 1))) for i in range(count)})
+    steps = sorted({float(round(low + (high - low) * i / (ALIGNED_STEPS - 1))) for i in range(ALIGNED_STEPS)})
     return [(s, _interpolated(first, s), _interpolated(second, s)) for s in steps if low <= s <= high], True
 
 

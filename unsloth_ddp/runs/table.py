@@ -22,8 +22,6 @@ def describe_run(run: RunRecord) -> dict[str, Any]:
     Loss and evaluation are the last ones logged, "nan" for one that is no finite number; seconds are those of all parts
     of the run.
     """
-    evaluated = run.summary.get("eval_loss")
-    speed = run.fact("tokens_per_second")
     return {
         "name": run.name,
         "folder": str(run.folder),
@@ -31,8 +29,8 @@ def describe_run(run: RunRecord) -> dict[str, Any]:
         "step": run.step,
         "max_steps": run.max_steps,
         "loss": _loss(run.last("loss")),
-        "eval_loss": _loss(run.last("eval_loss") if evaluated is None else evaluated),
-        "tokens_per_second": run.last("tokens_per_second") if speed is None else speed,
+        "eval_loss": _loss(run.eval_loss),
+        "tokens_per_second": run.tokens_per_second,
         "processes": run.fact("world_size"),
         "device": run.fact("device"),
         "seconds": run.seconds,

@@ -8,14 +8,14 @@ import tempfile
 from pathlib import Path
 
 
-def open_without_following_links(path: Path, flags: int, mode: int = 0o644) -> int:
+def open_without_following_links(path: Path, flags: int) -> int:
     """Return a descriptor of a file (see os.open), but not of what a symbolic link at `path` points to.
 
     Raises:
         OSError: with errno ELOOP where `path` is a link.
     """
     try:
-        return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
+        return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
     except OSError as error:
         if error.errno == errno.ELOOP:
             raise OSError(errno.ELOOP, "it is a symbolic link", str(path)) from None

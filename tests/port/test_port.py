@@ -272,7 +272,7 @@ def test_the_command_prints_or_writes_and_never_replaces(tmp_path: Path, capsys:
     assert capsys.readouterr().out.startswith("# Ported from their.yaml (axolotl).\n#\n# Left out or changed:\n")
     with pytest.raises(SystemExit) as ended:
         main([str(their), "--output", str(mine)])
-    assert ended.value.code == 2 and "is there already; give another name." in capsys.readouterr().err
+    assert ended.value.code == 2 and "already exists; give another name." in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

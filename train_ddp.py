@@ -1,6 +1,6 @@
 """Fine-tune a language model with LoRA, QLoRA or full parameters, on one process or many.
 
-The embedded demo, on any machine:
+The demo, on any machine:
     uv run accelerate launch train_ddp.py
 All GPUs of one node:
     uv run accelerate launch --config_file accelerate_configs/ddp.yaml train_ddp.py \\

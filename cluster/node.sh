@@ -10,33 +10,33 @@ Train on one machine or several: run the same command on every node.
     bash cluster/node.sh -m MODEL -d DATA [options] [train_ddp.py options]
 
   -m, --model MODEL      model folder, or id on the Hub
-  -d, --dataset DATA     file of training rows, or id on the Hub; give it again for more
+  -d, --dataset DATA     file of training rows, or id on the Hub; repeat the option for more
   --method METHOD        lora (default), qlora or full
-  --sharding SHARDING    none (default, DDP), zero2, zero3 or fsdp2; with _offload parts of it lie in host memory, and
-                         fsdp2_hybrid keeps a copy of the model on each node
-  --max_restarts N       after a failure start again, from the last whole checkpoint, at most N times (default 0)
-  --no_preflight         do not check the nodes and the network first
+  --sharding SHARDING    none (default, DDP), zero2, zero3 or fsdp2; add _offload for CPU offload; fsdp2_hybrid keeps
+                         one replica of the model on each node
+  --max_restarts N       restart after a failure from the last complete checkpoint, at most N times (default 0)
+  --no_preflight         skip the check of nodes and network
   --cpu                  train on the CPU; GPUS_PER_NODE then counts processes (default 1)
   -h, --help             this text
 Every other option goes to train_ddp.py. Without a model, a dataset and a --config the demo is trained.
 
 Environment of each node:
   NNODES                 number of nodes (default 1); the same everywhere
-  NODE_RANK              0 on the master, then 1, 2, ...; another on each node
+  NODE_RANK              0 on the master, then 1, 2, ...; different on each node
   MASTER_ADDR            name or address of node 0, as the other nodes reach it; the same everywhere
   MASTER_PORT            a free TCP port of node 0 (default 6001); the preflight takes the next one
-  GPUS_PER_NODE          GPUs to use on each node (default: all that this node shows); the same everywhere
+  GPUS_PER_NODE          GPUs to use on each node (default: all that are visible); the same everywhere
   START_TIMEOUT          seconds that nodes wait for each other when they start (default 300)
   RUN_NAME               name of the run, unless the options or the --config give one (job files set the job's id)
-  UNSLOTH_DDP_SECRET     a text that strangers do not know, the same everywhere (job files make one): with it the ranks of
-                         several nodes prove to each other that they belong to this job (docs/security.md)
+  UNSLOTH_DDP_SECRET     a shared secret, the same everywhere (job files create one); the ranks of several nodes use it
+                         to authenticate each other (docs/security.md)
 
 Two nodes:
     NNODES=2 NODE_RANK=0 MASTER_ADDR=10.0.0.1 bash cluster/node.sh -m Qwen/Qwen3-8B -d chats.jsonl    # on 10.0.0.1
     NNODES=2 NODE_RANK=1 MASTER_ADDR=10.0.0.1 bash cluster/node.sh -m Qwen/Qwen3-8B -d chats.jsonl    # on the other
 
-Exit code: that of the training. 0 done; 2 a mistake in what was given; 75 stopped on request (SIGTERM, SIGINT,
-SIGUSR1 or --max_time) with a whole checkpoint, start again to go on; 1 anything else.
+Exit code: that of the training. 0 done; 2 a mistake in options, settings or data; 75 stopped on request (SIGTERM,
+SIGINT, SIGUSR1 or --max_time) with a complete checkpoint: run the same command again to resume; 1 anything else.
 TEXT
 }
 
@@ -144,7 +144,7 @@ check_nodes() {
   [[ -n ${MASTER_ADDR:-} ]] ||
     refuse "MASTER_ADDR is not set and NNODES is $NNODES; set it on every node to the name or address of node 0."
   [[ $MASTER_ADDR =~ ^[A-Za-z0-9._:%-]+$ ]] ||
-    refuse "MASTER_ADDR is '$MASTER_ADDR', which is no name or address; give the one of node 0, without a port."
+    refuse "MASTER_ADDR is '$MASTER_ADDR', which is not a name or address; give the one of node 0, without a port."
   case $MASTER_ADDR in
     localhost | localhost.* | 127.* | ::1 | 0.0.0.0 | ::)
       refuse "MASTER_ADDR is $MASTER_ADDR, which on every node means itself; give the address by which the others reach node 0."
@@ -449,7 +449,7 @@ main() {
     restarts=$((restarts + 1))
     # Keep what the first start wrote.
     ((restarts > 1)) || restart_arguments+=(--no_overwrite)
-    say "node $NODE_RANK: ended with code $code; start $restarts of at most $max_restarts again, from the last whole checkpoint"
+    say "node $NODE_RANK: ended with code $code; start $restarts of at most $max_restarts again, from the last complete checkpoint"
     wait_for_the_others
   done
   case $code in

@@ -116,7 +116,7 @@ else
 fi
 ((${#hosts[@]})) || refuse "HOSTS ($HOSTS) names no host; give one a line, or several in one text."
 for host in "${hosts[@]}"; do
-  [[ $host =~ ^[A-Za-z0-9_][A-Za-z0-9_.@:%-]*$ ]] || refuse "HOSTS has '$host', which is no host name."
+  [[ $host =~ ^[A-Za-z0-9_][A-Za-z0-9_.@:%-]*$ ]] || refuse "HOSTS has '$host', which is not a host name."
 done
 # Another user on the same host would have the same GPUs; names of hosts are alike in capitals.
 repeated=$(printf '%s\n' "${hosts[@]#*@}" | tr '[:upper:]' '[:lower:]' | sort | uniq -d | head -n 1)

@@ -69,5 +69,5 @@ def assert_same(found, expected, where: str = "") -> None:
 
 
 def manifest_steps(run: Path) -> list[int]:
-    """The steps of the whole checkpoints of a run; there must be no other."""
+    """The steps of the complete checkpoints of a run; there must be no other."""
     return sorted(manifest.verify(folder).step for folder in run.glob("checkpoint*"))

@@ -54,7 +54,7 @@ CASES = [
     Case("lora_streamed_packed", "ddp", "--streaming --packing on --max_length 256 --lora_dropout 0.1"),
     # Its loss scaler is part of a checkpoint.
     Case("lora_fp16", "ddp", "--precision fp16 --lora_dropout 0.1"),
-    Case("lora_recorded", "ddp", "--packing on --max_length 256 --cuda_graphs on --lora_dropout 0.1"),
+    Case("lora_cuda_graphs", "ddp", "--packing on --max_length 256 --cuda_graphs on --lora_dropout 0.1"),
     Case("lora_fp8", "ddp", "--packing on --max_length 256 --cuda_graphs on --fp8 --lora_dropout 0.1"),
     # A pack is one row, whose attention torch computes with cuDNN on newer GPUs.
     Case(
@@ -75,7 +75,9 @@ CASES = [
     ),
     Case("qlora", "ddp", "--method qlora --lora_dropout 0.1"),
     Case("full", "ddp", "--method full --learning_rate 1e-3"),
-    Case("full_recorded", "ddp", "--method full --learning_rate 1e-3 --packing on --max_length 256 --cuda_graphs on"),
+    Case(
+        "full_cuda_graphs", "ddp", "--method full --learning_rate 1e-3 --packing on --max_length 256 --cuda_graphs on"
+    ),
     Case("lora_transformers", "ddp", "--backend transformers --lora_dropout 0.1"),
     Case("zero2_lora", "zero2"),
     Case("zero2_full", "zero2", "--method full --learning_rate 1e-3"),

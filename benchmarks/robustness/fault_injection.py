@@ -2,7 +2,7 @@
 
     uv run python -m benchmarks.robustness.fault_injection --runs 200 --json benchmarks/results/robustness/torture.json
     uv run python -m benchmarks.robustness.fault_injection --runs 200 --peer trl --json benchmarks/results/robustness/torture_trl.json
-    uv run python -m benchmarks.robustness.fault_injection --runs 5 --peer recorded --json FILE
+    uv run python -m benchmarks.robustness.fault_injection --runs 5 --peer cuda_graphs --json FILE
 
 Each run starts the job under a launcher (a process that behaves like an elastic launcher without importing torch
 anew). It then sends a random signal to a random process at a random moment, or lets the job's disk (a tmpfs, which
@@ -12,7 +12,7 @@ its signal is repeated with another moment.
 Counts damaged offers (the checkpoint that the next start would resume from lacks a file that the uninterrupted job's
 checkpoints have, or holds one that cannot be read), hangs, failed starts, jobs that never finished, and final weights
 that are not bit-identical to the uninterrupted job's. `--peer trl` does the same to TRL's SFTTrainer with
-`resume_from_checkpoint=True` whenever it finds a checkpoint. `--peer recorded` is the kit on two GPUs, with packs and CUDA
+`resume_from_checkpoint=True` whenever it finds a checkpoint. `--peer cuda_graphs` is the kit on two GPUs, with packs and CUDA
 graphs. Moments are the same fractions of the peer's own
 duration, measured on its latest undisturbed start.
 """
@@ -71,7 +71,7 @@ def kit_job(folder: str, rows: str, more: str = "--max_length 64 --use_cpu") -> 
     train_ddp.main()
 
 
-def recorded_job(folder: str, rows: str) -> None:
+def cuda_graphs_job(folder: str, rows: str) -> None:
     """Run the kit's job with packs and CUDA graphs on two GPUs."""
     kit_job(folder, rows, f"--max_length 64 --packing on --cuda_graphs on --backend transformers --max_steps {STEPS}")
 
@@ -114,10 +114,10 @@ def trl_job(folder: str, rows: str) -> None:
     torch.distributed.destroy_process_group()
 
 
-JOBS: dict[str, Callable[[str, str], None]] = {"kit": kit_job, "recorded": recorded_job, "trl": trl_job}
-ON_GPUS = ("recorded",)
+JOBS: dict[str, Callable[[str, str], None]] = {"kit": kit_job, "cuda_graphs": cuda_graphs_job, "trl": trl_job}
+ON_GPUS = ("cuda_graphs",)
 # Peers that spend most of their time on imports and compilation: most of their signals come after a chosen save.
-STRUCK_AFTER_SAVES = ("recorded",)
+STRUCK_AFTER_SAVES = ("cuda_graphs",)
 
 
 def rank_process(peer: str, folder: str, rows: str, environ: dict[str, str], log: str) -> None:

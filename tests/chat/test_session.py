@@ -57,7 +57,12 @@ def said(capsys: pytest.CaptureFixture[str], *lines: str, speakers: list[Speaker
 
 def test_the_history_is_kept_until_it_is_reset(capsys: pytest.CaptureFixture[str]) -> None:
     # Messages: the system prompt, and two for each question before.
-    assert said(capsys, "one", "two", "", "/reset", "three") == ["2 one", "4 two", "A new conversation.", "2 three"]
+    assert said(capsys, "one", "two", "", "/reset", "three") == [
+        "2 one",
+        "4 two",
+        "Started a new conversation.",
+        "2 three",
+    ]
 
 
 def test_exit_ends_and_an_unknown_command_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:

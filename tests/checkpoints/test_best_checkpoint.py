@@ -107,7 +107,7 @@ def test_a_run_stopped_at_its_best_step_finds_it_again_in_a_folder_that_moved_or
 def test_where_the_best_step_could_not_be_saved_the_best_of_the_others_counts(job, place):
     printed = job(BEST, "second-best", target=train_judged, args=({2: 5.0, 3: 1.0, 5: 2.0}, 0, 3)).output
     run = place / "outputs" / "second-best"
-    assert "checkpoint-3 could not be written: refused; checkpoint-2 stays the last whole one." in printed
+    assert "checkpoint-3 could not be written: refused; checkpoint-2 stays the last complete one." in printed
     assert manifest_steps(run) == [5, LAST]
     assert adapter(run) == adapter(run / "checkpoint-5")
 
@@ -117,8 +117,8 @@ def test_where_the_best_step_could_not_be_saved_the_best_of_the_others_counts(jo
     [
         ("other/checkpoint-3", RUN, None),
         ("other/checkpoint-3", RUN | {"model_weights": "bb"}, "checkpoint-3, is of another run; it is not used."),
-        ("other/checkpoint-3", None, "checkpoint-3, is no checkpoint; it is not used."),
-        ("other/weights", RUN, "weights, is no checkpoint; it is not used."),
+        ("other/checkpoint-3", None, "checkpoint-3, is not a checkpoint; it is not used."),
+        ("other/weights", RUN, "weights, is not a checkpoint; it is not used."),
     ],
 )
 def test_the_best_checkpoint_that_a_state_names_is_taken_of_the_same_run_only(

@@ -136,7 +136,7 @@ def test_a_changed_run_is_refused_with_both_values_unless_told_otherwise(job, wh
         (f"--dataset {more_rows}", "steps 9 -> 15, rows 10 -> 20, data "),
     ):
         printed = job(f"{WHOLE_RUN} {change}", "changed", code=2).output
-        assert f"{checkpoint} was made by another run ({values}" in printed
+        assert f"{checkpoint} was written by another run ({values}" in printed
         assert printed.splitlines()[-1].startswith("train_ddp.py: error: ") and "Traceback" not in printed
     # A PEFT model would leave out tensors that do not fit, or end in a traceback.
     printed = job(f"{WHOLE_RUN} --lora_target_modules q_proj --resume_anyway", "changed", code=2).output
@@ -176,7 +176,7 @@ def test_a_finished_run_is_refused_and_an_unfinished_one_without_checkpoint_begi
     printed = job(f"{WHOLE_RUN} --num_train_epochs 1", "begun", code=2).output
     assert f"{begun} holds another run" in printed
     printed = job(WHOLE_RUN, "begun").output
-    assert "holds an unfinished run without a whole checkpoint; it starts again at step 0." in printed
+    assert "holds an unfinished run without a complete checkpoint; it starts again at step 0." in printed
     assert_same(ends(begun, LAST), ends(finished, LAST))
 
 
@@ -193,7 +193,7 @@ def test_a_full_disk_keeps_the_last_whole_checkpoint_and_the_run_goes_on(job, wh
         options = f"{WHOLE_RUN} --output_dir {place}/outputs/small --save_steps 4 --save_total_limit 3"
         printed = job(options, "full", 2, code=1).output
         assert f"checkpoint-8 could not be written: no space is left on the disk of {disk}/full; " in printed
-        assert "checkpoint-4 stays the last whole one. The next save tries again." in printed
+        assert "checkpoint-4 stays the last complete one. The next save tries again." in printed
         assert "Training ended, but its result could not be written" in printed
         assert manifest_steps(disk / "full") == [4]
         assert not (disk / "full" / "summary.json").exists()

@@ -82,7 +82,7 @@ def test_values_of_the_wrong_type_are_damaged(field, value):
 
 @pytest.fixture
 def folder(tmp_path) -> Path:
-    """A whole checkpoint of three files."""
+    """A complete checkpoint of three files."""
     path = tmp_path / "checkpoint-3"
     (path / "global_step3").mkdir(parents=True)
     (path / "trainer_state.json").write_text("{}")

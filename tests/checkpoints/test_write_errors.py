@@ -120,7 +120,7 @@ def test_failed_saves_are_said_and_the_next_ones_succeed(job, whole_run, place):
         assert line.startswith(reason), line
         assert line.endswith("The next save tries again.")
     assert "File too large" in said[1] and "file sizes" in said[2]
-    assert all("checkpoint-3 stays the last whole one" in line for line in said[2:])
+    assert all("checkpoint-3 stays the last complete one" in line for line in said[2:])
     assert manifest_steps(run) == [3, 7, 8, LAST]
     assert not list(run.glob("*.partial"))
     assert_same(ends(run, LAST), ends(whole_run(2), LAST))
@@ -144,7 +144,9 @@ def test_a_result_that_cannot_be_written_is_said_and_comes_with_the_next_start(j
     printed = job(WHOLE_RUN, "no-result", 2, code=1, target=train_with_faults, args=(faults,)).output
     run = place / "outputs" / "no-result"
     assert f"Training ended, but its result could not be written to {run}: " in printed
-    assert f"{run}/checkpoint-{LAST - 1} is the last whole checkpoint. Make room, and run the same command" in printed
+    assert (
+        f"{run}/checkpoint-{LAST - 1} is the last complete checkpoint. Make room, and run the same command" in printed
+    )
     assert "Traceback" not in printed
     assert manifest_steps(run) == [*range(1, LAST)]
     assert not [*run.glob("*.partial"), *run.glob("adapter*"), *run.glob("summary*")]
@@ -200,9 +202,9 @@ def test_a_tracker_or_a_log_that_cannot_be_written_costs_only_itself(job, whole_
     options = f"{WHOLE_RUN} --report_to tensorboard"
     printed = job(options, name, ranks, target=train_with_failing_reports, args=(method,)).output
     run = place / "outputs" / name
-    assert printed.count("TensorBoard failed and gets no more reports: [Errno 28] No space left on device") == 1, (
-        printed
-    )
+    assert (
+        printed.count("TensorBoard failed, so the run stops reporting to it: [Errno 28] No space left on device") == 1
+    ), printed
     assert printed.count("can no longer be written") == 1, printed
     assert "Traceback" not in printed and "Exception ignored" not in printed, printed
     assert (run / "summary.json").is_file()
@@ -214,7 +216,9 @@ def test_a_tracker_that_cannot_begin_costs_only_itself(job, place):
     environ = {"TENSORBOARD_LOGGING_DIR": f"{place}/file/tensorboard"}
     options = "--global_batch_size 4 --max_steps 2 --report_to tensorboard"
     printed = job(options, "no-beginning", environ=environ).output
-    assert printed.count("TensorBoard failed and gets no more reports: [Errno 20] Not a directory") == 1, printed
+    assert printed.count("TensorBoard failed, so the run stops reporting to it: [Errno 20] Not a directory") == 1, (
+        printed
+    )
     assert (place / "outputs" / "no-beginning" / "adapter_model.safetensors").is_file()
 
 
@@ -235,7 +239,7 @@ def train_until_removed(argv: list[str], cwd: str, folder: str, step: int) -> No
 def test_a_run_whose_folder_is_removed_says_so_and_fails_with_its_result_written(job, place):
     run = place / "outputs" / "removed"
     result = job(f"{WHOLE_RUN} --save_steps 4", "removed", code=1, target=train_until_removed, args=(str(run), 4))
-    assert f"{run} was removed while the run trained; it is made again" in result.output
+    assert f"{run} was removed during training; it is created again" in result.output
     assert f"The result is in {run}, but that folder was removed while the run trained" in result.output
     assert (run / "adapter_model.safetensors").is_file()
     assert manifest_steps(run) == [8, LAST]

@@ -130,7 +130,7 @@ def test_a_cancelled_job_leaves_no_process(slurm, tmp_path, job):
     found = slurm.wait_for(number, *ENDED, timeout=120)
     assert found["JobState"] == "CANCELLED"
     slurm.wait_until_gone("train_ddp.py", timeout=60)
-    # The stop was still a whole checkpoint, at a step of its own.
+    # The stop was still a complete checkpoint, at a step of its own.
     steps = {int(path.name.split("-")[1]) for path in run.glob("checkpoint-*") if (path / "manifest.json").exists()}
     assert steps - {5, 10, 15, 20, 25, 30}, steps
     slurm.hosts[1].fast()

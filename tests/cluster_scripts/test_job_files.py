@@ -46,7 +46,7 @@ def test_files_refuse_to_run_without_their_scheduler(place):
     [
         ("", "HOSTS is not set"),
         ("a b a", "HOSTS has a twice"),
-        ("a -oProxyCommand=x", "HOSTS has '-oProxyCommand=x', which is no host name"),
+        ("a -oProxyCommand=x", "HOSTS has '-oProxyCommand=x', which is not a host name"),
         ("empty.txt", "names no host"),
     ],
 )

@@ -62,7 +62,7 @@ TWO = {"GPUS": "4", "NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "10.9.8.7"}
         ("", TWO | {"MASTER_ADDR": ""}, "MASTER_ADDR is not set and NNODES is 2"),
         ("", TWO | {"MASTER_ADDR": "localhost"}, "MASTER_ADDR is localhost, which on every node means itself"),
         ("", TWO | {"MASTER_ADDR": "127.0.1.1"}, "MASTER_ADDR is 127.0.1.1"),
-        ("", TWO | {"MASTER_ADDR": "a b"}, "MASTER_ADDR is 'a b', which is no name or address"),
+        ("", TWO | {"MASTER_ADDR": "a b"}, "MASTER_ADDR is 'a b', which is not a name or address"),
         ("", TWO | {"MASTER_PORT": "80"}, "MASTER_PORT is 80, but it is from 1024 to 65534"),
         ("", TWO | {"MASTER_PORT": "65535"}, "the preflight takes the next one"),
         ("", TWO | {"MASTER_PORT": "http"}, "MASTER_PORT is 'http'"),
@@ -205,7 +205,7 @@ def test_a_stop_during_the_preflight_trains_nothing(node):
 def test_restarts(node):
     code, text = node("--cpu --no_preflight --max_restarts 2", SCRIPT="exit 1")
     assert code == 1 and len(node.calls()) == 3
-    assert "start 2 of at most 2 again, from the last whole checkpoint" in text
+    assert "start 2 of at most 2 again, from the last complete checkpoint" in text
     once = "[[ -e again ]] || { touch again; exit 1; }"
     assert node("--cpu --no_preflight --max_restarts 2", SCRIPT=once)[0] == 0 and len(node.calls()) == 2
     for code in (2, 75):  # a mistake, and a stop that was asked for

@@ -30,7 +30,7 @@ def test_every_declaration_is_complete(name: str) -> None:
     if kinds & {int, float}:
         assert declared.above is not None or declared.at_least is not None, "a number without a lower bound"
     else:
-        assert bounds == (None,) * 4, "bounds of something that is no number"
+        assert bounds == (None,) * 4, "bounds of something that is not a number"
     assert declared.help.endswith((".", ")")), declared.help
     assert declared.on_resume in ("refuse", "keep", "report", "allow")
     assert not (declared.resolved and declared.on_resume == "allow"), "a resolved value that nothing compares"

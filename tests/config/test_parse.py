@@ -391,7 +391,11 @@ def test_any_command_line_gives_settings_or_a_refusal(words: list[str]) -> None:
             "lr_scheduler_type cosin is not one that Transformers knows; did you mean cosine?",
         ),
         ("optim", "adamw_trch", "optim adamw_trch is not one that Transformers knows; did you mean adamw_torch?"),
-        ("report_to", "tensorbord", "report_to tensorbord is no tracker that Transformers knows; they are azure_ml,"),
+        (
+            "report_to",
+            "tensorbord",
+            "report_to tensorbord is not a tracker that Transformers knows; they are azure_ml,",
+        ),
     ],
 )
 def test_a_misspelt_name_of_transformers_is_told_before_anything_is_loaded(name: str, value: str, said: str) -> None:

@@ -30,7 +30,7 @@ def check(given: dict[str, Any], **options: Any) -> None:
 def test_a_field_that_the_kit_decides_is_refused_with_the_option_for_it(name: str, instead: str) -> None:
     with pytest.raises(UserError) as refused:
         check({name: "x"})
-    assert str(refused.value).startswith(f"trainer_args: {name} is decided by the kit; {instead}")
+    assert str(refused.value).startswith(f"trainer_args: {name} is set by the kit; {instead}")
 
 
 def test_what_is_refused_names_options_that_there_are() -> None:
@@ -138,5 +138,5 @@ def test_a_package_that_a_field_needs_is_looked_for(monkeypatch: pytest.MonkeyPa
 
 
 def test_the_check_is_part_of_reading_settings() -> None:
-    with pytest.raises(UserError, match="loss_type is decided by the kit"):
+    with pytest.raises(UserError, match="loss_type is set by the kit"):
         parse_settings(["--model", "m", "--dataset", "d", "--trainer_args", '{"loss_type": "dft"}'])

@@ -92,7 +92,7 @@ def test_keys_that_are_read(row: dict[str, Any], example: Example) -> None:
         ({"messages": [ASK, ANSWER], "tools": [CALL], "functions": [{}]}, "the row has tools and the older functions; keep"),
         ({"instruction": "a", "output": "b", "history": [["q"]]}, "history is not a list of [question, answer] pairs"),
         ({"prompt": [ASK], "chosen": [ANSWER], "rejected": [ANSWER]}, "the row is a preference pair (chosen, rejected)"),
-        ({"prompt": "a", "completion": "b", "label": False}, "the row has label false, as KTO marks an answer not to learn"),
+        ({"prompt": "a", "completion": "b", "label": False}, "the row has label false, which in KTO's format marks an answer not to learn"),
         ({"prompt": "a", "completion": "b", "label": "False"}, "the row has label false"),
         ({"conversations": [{"from": "function_call", "value": "add(2)"}]}, "the value of a function_call turn is text that"),
     ],

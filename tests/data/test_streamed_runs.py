@@ -150,11 +150,11 @@ def test_another_stream_is_refused_with_both_values(stream, whole, place, uneven
     options = WHOLE.replace("--shuffle_buffer 5", "--shuffle_buffer 6")
     # Of an option that takes a list, both count.
     _, printed = stream(f"{options} --lora_dropout 0.1 --dataset {uneven_rows}", resumed.name, code=2)
-    assert "was made by another run (shuffle_buffer 5 -> 6, " in printed
+    assert "was written by another run (shuffle_buffer 5 -> 6, " in printed
     assert f"sources {uneven_rows} -> {uneven_rows}, " in printed
     not_streamed = WHOLE.replace("--streaming", "").replace("--shuffle_buffer 5", "")
     _, printed = stream(f"{not_streamed} --lora_dropout 0.1", resumed.name, code=2)
-    assert "was made by another run (rows streamed -> 13, data " in printed
+    assert "was written by another run (rows streamed -> 13, data " in printed
 
 
 @pytest.mark.slow

@@ -51,7 +51,7 @@ def test_an_unfinished_run_answers_with_its_last_checkpoint(
     assert chat([str(run), "--ask", QUESTION]) == 0
     printed = capsys.readouterr()
     assert printed.out == f"{ANSWER}\n"
-    assert printed.err.startswith(f"{run} is not finished; this is checkpoint-144, its last whole checkpoint.")
+    assert printed.err.startswith(f"{run} is not finished; this is checkpoint-144, its last complete checkpoint.")
 
 
 def test_a_conversation_is_read_line_by_line_from_a_pipe(
@@ -60,7 +60,7 @@ def test_a_conversation_is_read_line_by_line_from_a_pipe(
     lines = f"{QUESTION}\n/reset\nWhat pet does Kato Elster have?\n/exit\nnot asked\n"
     monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
     assert chat([str(demo.folder)]) == 0
-    assert capsys.readouterr().out.splitlines() == [ANSWER, "A new conversation.", "tortoise"]
+    assert capsys.readouterr().out.splitlines() == [ANSWER, "Started a new conversation.", "tortoise"]
 
 
 def test_the_adapter_is_merged_and_the_merged_model_answers(

@@ -195,7 +195,7 @@ def test_what_a_killed_job_left_is_removed_and_a_running_one_stays(base):
 def test_ranks_pass_by_what_a_killed_job_of_the_same_name_left(base):
     folder = rendezvous.private_folder()
     meeting(folder, "aaaa", held=False).close()
-    with pytest.raises(UserError, match=r"Rank 0 did not come to .* within 0 s; .*TMPDIR, MASTER_ADDR and MASTER_PORT"):
+    with pytest.raises(UserError, match=r"Rank 0 did not reach .* within 0 s; .*TMPDIR, MASTER_ADDR and MASTER_PORT"):
         rendezvous._find_meeting(folder, "aaaa", 0.2)
     own = rendezvous._open_meeting(folder, "aaaa")
     assert rendezvous._find_meeting(folder, "aaaa", 5) == own

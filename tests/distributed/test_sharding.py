@@ -110,11 +110,11 @@ def test_offload_in_a_deepspeed_config_file_is_read(tmp_path):
 @pytest.mark.parametrize(
     ("offload", "sharding", "options", "backend", "reason"),
     [
-        ("parameters", "fsdp2", {"method": "qlora"}, "transformers", "4-bit weights have no kernels; use accelerate_configs/fsdp2.yaml"),
+        ("parameters", "fsdp2", {"method": "qlora"}, "transformers", "4-bit weights have no CPU kernels; use accelerate_configs/fsdp2.yaml"),
         ("parameters", "fsdp2", {}, "unsloth", "not been tried with Unsloth.*use --backend transformers"),
-        ("parameters", "fsdp2", {"optim": "paged_adamw_8bit"}, "transformers", "optim paged_adamw_8bit computes on GPUs"),
+        ("parameters", "fsdp2", {"optim": "paged_adamw_8bit"}, "transformers", "optim paged_adamw_8bit needs a GPU, but"),
         # accelerate would train with Adam instead, and say nothing.
-        ("optimizer", "zero2", {"optim": "sgd"}, "unsloth", "optim sgd does not go with an optimizer in host memory"),
+        ("optimizer", "zero2", {"optim": "sgd"}, "unsloth", "optim sgd cannot be combined with an optimizer in host memory"),
         ("optimizer", "zero2", {}, "unsloth", r"no C\+\+ compiler \(no-such-compiler\); install g\+\+"),
     ],
 )  # fmt: skip
@@ -206,10 +206,10 @@ def test_sizes_of_parallelism_config_are_copies_and_parts():
 @pytest.mark.parametrize(
     ("sizes", "reason"),
     [
-        ({"DP_REPLICATE_SIZE": "3"}, "dp_replicate_size 3 does not go with 8 processes on 2 .* divide their number; use .*hybrid.yaml"),
-        ({"DP_REPLICATE_SIZE": "2", "DP_SHARD_SIZE": "2"}, "dp_replicate_size 2 x dp_shard_size 2 does not go with 8 processes"),
-        ({"DP_SHARD_SIZE": "4"}, "dp_replicate_size 1 x dp_shard_size 4 does not go with 8 processes"),
-        ({"DP_REPLICATE_SIZE": "8"}, "leaves one of 8 processes for each copy .*use .*fsdp2.yaml, or without sharding multi_node.yaml"),
+        ({"DP_REPLICATE_SIZE": "3"}, "dp_replicate_size 3 does not fit 8 processes on 2 .* divide their number; use .*hybrid.yaml"),
+        ({"DP_REPLICATE_SIZE": "2", "DP_SHARD_SIZE": "2"}, "dp_replicate_size 2 x dp_shard_size 2 does not fit 8 processes"),
+        ({"DP_SHARD_SIZE": "4"}, "dp_replicate_size 1 x dp_shard_size 4 does not fit 8 processes"),
+        ({"DP_REPLICATE_SIZE": "8"}, "leaves one of 8 processes for each replica .*use .*fsdp2.yaml, or without sharding multi_node.yaml"),
         ({"DP_REPLICATE_SIZE": "two"}, "dp_replicate_size is two, but it takes a whole number above 0, or nodes"),
         ({"DP_SHARD_SIZE": "-1"}, "dp_shard_size is -1, but it takes a whole number above 0.$"),
         ({"TP_SIZE": "2"}, "parallelism_config with tp_size 2 is not supported; give dp_replicate_size and dp_shard_size only"),
@@ -237,7 +237,7 @@ def test_every_rank_says_the_same_sentence(tmp_path):
     ).check()  # fmt: skip
     said = [[line for line in output.splitlines() if line.startswith("refused")] for output in result.outputs]
     assert said[0] == said[1] == said[2] == said[3]
-    assert "dp_replicate_size 3 does not go with 4 processes on 2 nodes" in said[0][0]
+    assert "dp_replicate_size 3 does not fit 4 processes on 2 nodes" in said[0][0]
     assert "rank 2 " in said[0][1] and "has sharding fsdp2, and rank 0 fsdp2, 2 copies, each split over 2" in said[0][1]
 
 
@@ -245,7 +245,9 @@ def test_every_rank_says_the_same_sentence(tmp_path):
 def test_copies_go_with_fsdp2_only(name):
     environ = {**launched(name), "ACCELERATE_USE_PARALLELISM_CONFIG": "true", PARALLELISM + "DP_REPLICATE_SIZE": "2"}
     sharding = "none" if name == "ddp" else name
-    with pytest.raises(UserError, match=f"dp_replicate_size 2 goes with FSDP2, and the sharding is {sharding}; use"):
+    with pytest.raises(
+        UserError, match=f"dp_replicate_size 2 works only with FSDP2, and the sharding is {sharding}; use"
+    ):
         sharding_from_environment(environ)
     # Without accelerate's switch the sizes mean nothing.
     del environ["ACCELERATE_USE_PARALLELISM_CONFIG"]
@@ -293,7 +295,7 @@ def test_fsdp2_runs_on_cpu_processes_too() -> None:
 
 @pytest.mark.parametrize("optimizer", ["adafactor", "adamw_8bit", "paged_adamw_32bit", "lion_32bit", "rmsprop_bnb"])
 def test_fsdp2_refuses_optimizers_that_read_whole_weights(optimizer: str) -> None:
-    with pytest.raises(UserError, match=f"optim {optimizer} does not go with sharding fsdp2"):
+    with pytest.raises(UserError, match=f"optim {optimizer} cannot be combined with sharding fsdp2"):
         check_sharding("fsdp2", settings(optim=optimizer), "cuda", "unsloth", 2)
     check_sharding("fsdp2", settings(optim="adamw_torch_8bit"), "cuda", "unsloth", 2)
     check_sharding("none", settings(optim=optimizer), "cuda", "unsloth", 2)

@@ -148,7 +148,7 @@ def test_a_second_signal_ends_a_training_rank_at_once(tmp_path, kept, code):
     assert result.codes == [code]
     lines = result.output.strip().splitlines()
     assert lines[0].startswith("SIGINT: saving a checkpoint after this step; a second signal")
-    assert lines[1] == "SIGTERM again: stopped at once; the last whole checkpoint stays."
+    assert lines[1] == "SIGTERM again: stopped at once; the last complete checkpoint stays."
 
 
 def worker_is_not_a_request() -> None:

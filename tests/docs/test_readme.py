@@ -29,7 +29,8 @@ def commands_of(text: str) -> list[str]:
 
 COMMANDS = commands_of(TEXT)
 # Run by demo/test_demo.py and run/test_train_ddp.py, by this very run, by notebook/test_cli.py and test_run.py, by
-# cluster/test_nodes.py (with names and addresses of its own), and by parity/test_command.py (with real launchers).
+# cluster/test_nodes.py (with names and addresses of its own), by parity/test_command.py (with real launchers), and by
+# demo/test_after.py.
 ELSEWHERE = {
     "uv run accelerate launch train_ddp.py",
     "uv run pytest",
@@ -38,6 +39,7 @@ ELSEWHERE = {
     "export NNODES=2 NODE_RANK=0 MASTER_ADDR=10.0.0.1",
     "bash cluster/node.sh -m Qwen/Qwen3-8B -d my_chats.jsonl --method lora",
     "uv run python -m unsloth_ddp.parity --config recipes/qwen3_8b_lora.yaml --dataset my_chats.jsonl",
+    "uv run python -m unsloth_ddp.chat outputs/RUN",
 }
 MODULES = [command for command in COMMANDS if "-m unsloth_ddp." in command and command not in ELSEWHERE]
 

@@ -42,7 +42,7 @@ def table_after(heading: str) -> list[list[str]]:
     return [rows[0], *rows[2:]]
 
 
-SUPPORT = table_after("# What goes with what")
+SUPPORT = table_after("# Support table")
 CELLS = [(row[0], column, cell) for row in SUPPORT[1:] for column, cell in zip(SUPPORT[0][1:], row[1:], strict=True)]
 
 

@@ -138,7 +138,7 @@ def test_a_checkpoint_is_exported_under_its_own_name(whole_run, tmp_path: Path) 
 
 def test_a_whole_model_is_not_merged_and_is_served_as_it_is(full_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(full_run), "--to", "merged"]) == 2
-    assert f"{full_run} holds a whole model already" in capsys.readouterr().err
+    assert f"{full_run} holds a complete model already" in capsys.readouterr().err
     for server in ("vllm", "transformers"):
         assert main([str(full_run), "--to", server]) == 0
         assert capsys.readouterr().out == f"{server} serve {full_run}\n"
@@ -153,7 +153,7 @@ def test_transformers_serves_the_merged_model_which_is_made(run: Path, capsys: p
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ("--to merged", "there already; remove it, or give another folder with --output"),
+        ("--to merged", "already exists; remove it, or give another folder with --output"),
         ("--to merged --output {run}/no/where", "there is no folder"),
         ("--to gguf", "convert_hf_to_gguf.py, which is not on the PATH; git clone"),
         ("--to gguf --llama_cpp {run}/nowhere", "--llama_cpp {run}/nowhere: there is no such folder"),
@@ -213,7 +213,7 @@ def test_the_quantizer_is_asked_for_before_anything_is_merged(
     assert "--quantize needs llama-quantize, which is not there; build it" in printed.err and printed.out == ""
     # Without it, what the converter makes by itself is still made, and nobody asks it.
     assert main([str(run), "--to", "gguf", "--quantize", "q8_0", "--llama_cpp", str(llama_cpp)]) == 0
-    assert "Nothing here can ask the file a question" in capsys.readouterr().out
+    assert "The file was not asked a question" in capsys.readouterr().out
     assert json.loads((run / "gguf/mine-q8_0.gguf").read_text())["type"] == "q8_0"
 
 

@@ -51,7 +51,7 @@ def describe(folder: Path, listed: Any = None, **changes: Any) -> None:
 
 
 def whole(folder: Path) -> Manifest | None:
-    """The manifest of a whole checkpoint, or None where it is damaged, which is said in printable words."""
+    """The manifest of a complete checkpoint, or None where it is damaged, which is said in printable words."""
     try:
         return manifest.verify(folder)
     except Damaged as damage:
@@ -70,7 +70,7 @@ def offered(folder: Path, capsys: pytest.CaptureFixture[str]) -> bool:
     try:
         asked = resume_point.find_resume_point(Settings(resume=str(folder)), runtime, folder.parent, continues=True)
     except UserError as refused:
-        assert "is not a whole checkpoint: " in sentence(refused)
+        assert "is not a complete checkpoint: " in sentence(refused)
         asked = None
     assert (asked is None) is (unasked is None)
     return unasked is not None

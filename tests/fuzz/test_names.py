@@ -109,7 +109,7 @@ def test_a_file_or_link_in_the_place_of_the_run_folder_is_left_alone(place: Path
     before = everything(place.parent)
     for overwrite in (False, True):
         settings = Settings(model="m", output_dir="out", run_name=there, overwrite=overwrite)
-        assert "is no folder" in refusal(
+        assert "is not a folder" in refusal(
             lambda settings=settings: run_folder.choose_run_folder(settings, one_process())
         )
     assert everything(place.parent) == before
@@ -136,7 +136,7 @@ def test_a_compiled_cache_that_holds_something_else_is_not_cleared(
     (place / "out" / "thesis.txt").write_text("years of work")
     monkeypatch.setattr(backend.shutil, "rmtree", lambda *args, **kwargs: pytest.fail(f"removed {args}"))
     settings = Settings(compiled_cache_dir=named, clear_compiled_cache=True)
-    assert "is no compiled module, so clear_compiled_cache leaves it alone" in refusal(
+    assert "is not a compiled module, so clear_compiled_cache leaves it alone" in refusal(
         lambda: backend._compiled_cache(one_process(), settings).__enter__()
     )
 

@@ -236,7 +236,7 @@ def test_a_mistyped_folder_is_said_beside_what_the_hub_says(tmp_path: Path, monk
         UserError, match="model outputs/RUM is not in the folder outputs here, and as a Hub id it cannot be"
     ):
         load_model(Settings(model="outputs/RUM", dataset=["d"]), CPU)
-    with pytest.raises(UserError, match="model RUM is no folder here, and as a Hub id it cannot be loaded"):
+    with pytest.raises(UserError, match="model RUM is not a folder here, and as a Hub id it cannot be loaded"):
         load_model(Settings(model="RUM", dataset=["d"]), CPU)
     with pytest.raises(UserError, match="model nobody/RUM cannot be loaded"):
         load_model(Settings(model="nobody/RUM", dataset=["d"]), CPU)

@@ -306,20 +306,20 @@ REFUSED: dict[str, tuple[Any, list[int], dict[str, Any], str]] = {
         other_dtype,
         [1],
         {},
-        "model.safetensors on .*rank 1.* differs from that on .*rank 0.*; each rank takes",
+        "model.safetensors on .*rank 1.* differs from that on .*rank 0.*; each rank reads",
     ),
     "other_values": (other_values, [1], {}, "model.safetensors on .*rank 1.* differs from that on .*rank 0"),
     "loaded_whole": (other_values, [1], {}, "model.safetensors on .*rank 1.* differs from that on .*rank 0"),
     "absent_tensor": (absent_tensor, [0, 1], {}, "json lists nosuch in a.safetensors, which does not contain it"),
     "no_file": (no_file, [1], {}, "a.safetensors is missing, which model.safetensors.index.json lists"),
     "other_sizes": (other_sizes, [0, 1], {}, "the sizes of its weights differ from its config.json"),
-    "no_layers": (None, [], {}, r"FSDP2 cannot split LlamaForCausalLM: .*\(_no_split_modules\); give .*_cls_to_wrap"),
+    "no_layers": (None, [], {}, r"FSDP2 cannot shard LlamaForCausalLM: .*\(_no_split_modules\); give .*_cls_to_wrap"),
     "no_room": (None, [], {}, "no room on this GPU"),
     "shared": (
         None,
         [],
         {"lora_modules_to_save": ["embed_tokens"]},
-        "FSDP2 cannot split the weight that .*lm_head.* share",
+        "FSDP2 cannot shard the weight that .*lm_head.* share",
     ),
 }
 
@@ -346,7 +346,7 @@ def test_a_part_that_does_not_fit_on_a_gpu_is_refused_with_both_sizes(monkeypatc
     monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda: 0.5)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 2**30)
     sharded_load.check_room(39 * 2**30, mesh, "m")
-    with pytest.raises(UserError, match=r"model m: one of 2 parts of its weights takes .*, and only .* are free"):
+    with pytest.raises(UserError, match=r"model m: one of 2 shards of its weights takes .*, and only .* are free"):
         sharded_load.check_room(39 * 2**30 + 1, mesh, "m")
 
 

@@ -46,7 +46,7 @@ def test_an_adapter_names_its_base_model_and_how_to_train_on(adapter: Path) -> N
     )
     (adapter / "checkpoint-20").mkdir()
     (adapter / "checkpoint-20" / "manifest.json").write_text("{}")
-    assert refusal(adapter) == f"{begin}, or --model owner/base --resume {adapter}/checkpoint-20 to go on with its run."
+    assert refusal(adapter) == f"{begin}, or --model owner/base --resume {adapter}/checkpoint-20 to resume its run."
     (adapter / "summary.json").write_text("{}")
     # A finished run has nothing left to train.
     assert refusal(adapter) == (
@@ -60,7 +60,7 @@ def test_an_adapter_names_its_base_model_and_how_to_train_on(adapter: Path) -> N
 
 def test_a_checkpoint_with_an_adapter_is_one_to_resume(adapter: Path) -> None:
     (adapter / "manifest.json").write_text("{}")
-    assert f"or --model owner/base --resume {adapter} to go on with its run." in refusal(adapter)
+    assert f"or --model owner/base --resume {adapter} to resume its run." in refusal(adapter)
 
 
 def test_an_adapter_without_a_base_is_refused_too(adapter: Path) -> None:
@@ -106,7 +106,7 @@ def test_fsdp2_refuses_weights_of_8_bits(backend: str) -> None:
     check_quantization(settings, backend, eight, "zero2")
     check_quantization(settings, backend, config("bitsandbytes"), "fsdp2")
     with pytest.raises(
-        UserError, match=r"owner/name is quantized to 8 bits .* FSDP2 cannot split; give the 16-bit model"
+        UserError, match=r"owner/name is quantized to 8 bits .* FSDP2 cannot shard; give the 16-bit model"
     ):
         check_quantization(settings, backend, eight, "fsdp2")
 

@@ -105,7 +105,7 @@ def test_force_replaces(source: Path, tmp_path: Path, capsys: pytest.CaptureFixt
         ('{"nbformat": 4}', "no list of cells"),
         ('{"nbformat": 3, "worksheets": []}', "nbformat 3 is too old"),
         ('{"nbformat": 3, "cells": []}', "nbformat 3 is too old"),
-        ('{"nbformat": 4, "cells": [1, 2]}', "cell 1 is no cell; open"),
+        ('{"nbformat": 4, "cells": [1, 2]}', "cell 1 is not a cell; open"),
         ('{"nbformat": 4, "cells": [{"cell_type": "code", "source": 5}]}', "the source of cell 1 is not text; open"),
         ('{"nbformat": 4, "cells": [{"cell_type": "code", "source": ["a", 5]}]}', "the source of cell 1 is not text"),
         ('{"nbformat": 4, "cells": [{}, {"cell_type": "code", "source": null}]}', "the source of cell 2 is not text"),

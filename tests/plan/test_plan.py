@@ -227,7 +227,7 @@ def test_a_micro_batch_is_planned_as_a_run_chooses_it(measured_job):
     # With 24 GiB one pack would fit without recomputing; four of them with it are worth more.
     ordinary = [planned(gib, cuda_graphs="off") for gib in (None, 140, 40, 24)]
     assert ordinary == [16, 8, 16, 4]
-    # A recorded pass is as fast with four packs as with more, and with two nearly so.
+    # A replayed pass is as fast with four packs as with more, and with two nearly so.
     assert [planned(gib, cuda_graphs="on") for gib in (None, 140, 40, 24)] == [4, 4, 2, 4]
     # Two processes replay too, unless DDP has to look for unused weights.
     assert [planned(gib) for gib in (None, 140, 40, 24)] == [4, 4, 2, 4]

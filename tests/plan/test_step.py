@@ -68,7 +68,7 @@ def chat_lengths(tmp_path_factory: pytest.TempPathFactory) -> np.ndarray:
 def measured_runs() -> list[Any]:
     """Every run of the kit that chose its micro-batch for CUDA graphs or without them, as results have it."""
     found = []
-    for name in ("recorded_small", "recorded_auto", "recorded_faster"):
+    for name in ("cuda_graphs_small_batch", "cuda_graphs_auto", "cuda_graphs_speed_table"):
         result = json.loads((SPEED / f"{name}.json").read_text())
         for cell in result["cells"]:
             work = result["works"][cell["work"]]

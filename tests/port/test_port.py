@@ -271,7 +271,7 @@ def test_the_command_prints_or_writes_and_never_replaces(tmp_path: Path, capsys:
     assert mine.read_text() == printed
     assert capsys.readouterr().out.startswith("# Ported from their.yaml (axolotl).\n#\n# Left out or changed:\n")
     assert main([str(their), "--output", str(mine)]) == 2
-    assert "is there already; give another name." in capsys.readouterr().err
+    assert "already exists; give another name." in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -71,7 +71,7 @@ def test_a_value_is_json_and_signed_where_the_job_has_a_secret():
         with pytest.raises(rendezvous.RendezvousError, match="not signed with this job's UNSLOTH_DDP_SECRET"):
             rendezvous.decode(key, content, secret)
     for content in (b"\x80\x04]", b"{", b"[" * 100_000, b"\xff"):
-        with pytest.raises(rendezvous.RendezvousError, match="is no JSON"):
+        with pytest.raises(rendezvous.RendezvousError, match="is not JSON"):
             rendezvous.decode("who/1", content, "")
 
 

@@ -95,11 +95,14 @@ MISTAKES = {
         r"/proc/runs/.* cannot be written \(/proc: .*give",
     ),
     "nothing to resume": (f"{GOOD} --resume fresh/checkpoint-2", "resume .*checkpoint-2: there is no such folder"),
-    "half a checkpoint": (f"{GOOD} --resume checkpoint-4", "not a whole checkpoint: it has no manifest.json"),
+    "half a checkpoint": (f"{GOOD} --resume checkpoint-4", "not a complete checkpoint: it has no manifest.json"),
     "no time": (f"{GOOD} --max_time soon", "max_time is 'soon', but it takes a time"),
     "unknown trainer argument": (f'{GOOD} --trainer_args {{"nonsense":1}}', "SFTConfig has no field nonsense"),
-    "owned trainer argument": (f'{GOOD} --trainer_args {{"packing":true}}', "packing is decided by the kit"),
-    "unknown tracker": (f"{GOOD} --report_to tensorbord", "report_to tensorbord is no tracker that Transformers knows"),
+    "owned trainer argument": (f'{GOOD} --trainer_args {{"packing":true}}', "packing is set by the kit"),
+    "unknown tracker": (
+        f"{GOOD} --report_to tensorbord",
+        "report_to tensorbord is not a tracker that Transformers knows",
+    ),
     "unknown optimizer": (f"{GOOD} --optim adamw8bit", "optim adamw8bit is not .* give adamw_8bit"),
     "unknown schedule": (f"{GOOD} --lr_scheduler_type cosin", "lr_scheduler_type cosin is not .* did you mean cosine"),
     "misspelt trainer argument": (
@@ -126,7 +129,7 @@ def test_mistake_is_told_once_and_ends_every_rank(mistake, files, tmp_path, asse
 
 def test_more_processes_than_gpus(files, tmp_path, assert_told):
     result = run_ranks(2, train_with_gpus, 1, GOOD.split(), str(files), folder=tmp_path)
-    assert_told(result, "2 processes were started on this machine, which shows 1 GPU;")
+    assert_told(result, "2 processes were started on this machine, but torch sees 1 GPU;")
 
 
 def test_an_upload_without_a_token_is_refused_before_anything_is_loaded(files, tmp_path, assert_told):

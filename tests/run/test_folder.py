@@ -192,7 +192,7 @@ def test_a_resume_from_a_runs_folder_or_an_empty_one_names_what_to_give(tmp_path
         Path(name).mkdir(parents=True)
     given = {
         "outputs/r": "resume outputs/r is the folder of a run; give one of its checkpoints, such as --resume "
-        "outputs/r/checkpoint-20, or leave --resume out and give --run_name r to go on with that run.",
+        "outputs/r/checkpoint-20, or leave --resume out and give --run_name r to resume that run.",
         "empty": "resume empty is an empty folder; give a checkpoint folder, auto or no.",
     }
     for resume, sentence in given.items():
@@ -214,7 +214,7 @@ def test_trackers_are_known_installed_and_not_none():
         (["none", "tensorboard"], "report_to none tensorboard: none stands alone"),
         (["all", "tensorboard"], "report_to all tensorboard: all stands alone"),
         (["wandb"], "report_to wandb: its package is not installed; install it with uv pip install"),
-        (["tensorbord"], "is no tracker that Transformers knows; they are mlflow, tensorboard, wandb"),
+        (["tensorbord"], "is not a tracker that Transformers knows; they are mlflow, tensorboard, wandb"),
     ):
         with pytest.raises(UserError, match=sentence):
             choose_trackers(asked, known, installed)
@@ -253,7 +253,7 @@ def test_a_result_that_could_not_be_written_says_what_the_same_command_does(tmp_
     checkpoint = tmp_path / "checkpoint-3"
     with_one, without = (str(ResultNotSaved(tmp_path, "full", last)) for last in (checkpoint, None))
     assert with_one.endswith(
-        "the last whole checkpoint. Make room, and run the same command again: it resumes from there."
+        "the last complete checkpoint. Make room, and run the same command again: it resumes from there."
     )
     assert without.endswith("there is no checkpoint. Make room, and run the same command again: it trains again.")
     with_one, without = (str(RunNotFinished(tmp_path, "it", "full", last)) for last in (checkpoint, None))

@@ -87,9 +87,9 @@ def test_a_damaged_or_newer_file_is_one_sentence(tmp_path, file, content, said):
 
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path):
-    with pytest.raises(UserError, match=r"is no run of this kit: it holds no settings\.yaml"):
+    with pytest.raises(UserError, match=r"is not a run of this kit: it holds no settings\.yaml"):
         read_run(tmp_path)
-    with pytest.raises(UserError, match="is no folder"):
+    with pytest.raises(UserError, match="is not a folder"):
         read_run(tmp_path / "missing")
 
 

@@ -69,7 +69,7 @@ def test_an_unfinished_run_gives_its_last_whole_checkpoint_and_says_so(run: Path
     (run / WEIGHTS).write_text("weights")
     found = find_result(str(run))
     assert (found.folder, found.step) == (whole, 5)
-    assert found.sentence == f"{run} is not finished; this is checkpoint-5, its last whole checkpoint."
+    assert found.sentence == f"{run} is not finished; this is checkpoint-5, its last complete checkpoint."
 
 
 def test_a_checkpoint_can_be_named(run: Path) -> None:
@@ -98,7 +98,7 @@ def test_what_holds_nothing_whole_is_refused(run: Path, tmp_path: Path) -> None:
     broken = add_checkpoint(run, 5)
     (broken / WEIGHTS).unlink()
     assert f"none of its checkpoints is whole (checkpoint-5: {WEIGHTS} is missing)" in refused(run)
-    assert "is not a whole checkpoint" in refused(broken)
+    assert "is not a complete checkpoint" in refused(broken)
     (run / "summary.json").write_text("{}")
     assert f"{run} holds no {WEIGHTS}" in refused(run) and "the run has finished, so the file was moved" in refused(run)
 

@@ -156,11 +156,11 @@ def test_the_report_of_a_killed_run_is_written_on_request(outputs, capsys):
 @pytest.mark.parametrize(
     "arguments, said",
     [
-        (["missing"], "missing is no folder"),
+        (["missing"], "missing is not a folder"),
         (["empty"], "empty holds no run"),
-        (["--report", "empty"], "empty is no run of this kit: it holds no settings.yaml"),
-        (["--compare", "outputs/done", "empty"], "empty is no run of this kit"),
-        (["--compare", "outputs/done", "outputs/done"], "is one run twice; name two"),
+        (["--report", "empty"], "empty is not a run of this kit: it holds no settings.yaml"),
+        (["--compare", "outputs/done", "empty"], "empty is not a run of this kit"),
+        (["--compare", "outputs/done", "outputs/done"], "names one run twice; name two"),
         (["outputs", "--report", "outputs/done"], "give one of them"),
         (["--report", "outputs/done", "--json", "x"], "--json writes the table or the comparison"),
         (["outputs", "--json", "outputs/done/settings.yaml/x"], "cannot be written"),

@@ -97,7 +97,7 @@ def test_a_run_with_broken_weights_ends_before_it_saves_them(
         printed.count(f"error: After step {after} the trained weights contain NaN or infinity (first in base_model.")
         == 1
     )
-    last = f"{run}/checkpoint-1 is the last whole checkpoint" if kept else "there is no checkpoint"
+    last = f"{run}/checkpoint-1 is the last complete checkpoint" if kept else "there is no checkpoint"
     assert f"{last}. Start again with another --run_name and a lower --learning_rate" in printed
     assert manifest_steps(run) == kept
     assert not [*run.glob("*.safetensors"), *run.glob("summary.json")]

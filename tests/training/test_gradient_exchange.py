@@ -68,7 +68,7 @@ def storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
 def compare(folder: str, breaks_at: int | None, replays: tuple[int, ...] = ()) -> None:
     """Take a step with the exchange, broken off once on rank 1 if asked, and one with DDP alone.
 
-    Ranks in `replays` compute without DDP's forward pass and average afterwards, as recorded steps do.
+    Ranks in `replays` compute without DDP's forward pass and average afterwards, as steps with CUDA graphs do.
     """
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel

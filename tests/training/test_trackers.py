@@ -66,4 +66,4 @@ def test_a_tracker_that_fails_is_named_once_and_training_goes_on(capsys) -> None
     (tracker,) = protect_trackers([Broken()], (Broken,), Settings())
     tracker.on_log(None, None, None, logs={})
     tracker.on_log(None, None, None, logs={})
-    assert capsys.readouterr().out == "Broken failed and gets no more reports: no space left\n"
+    assert capsys.readouterr().out == "Broken failed, so the run stops reporting to it: no space left\n"

@@ -1,12 +1,12 @@
 """Talk to the result of a run in the terminal.
 
     uv run python -m unsloth_ddp.chat outputs/RUN
-One answer, which is all that is printed to standard output:
+Print one answer and nothing else to standard output:
     uv run python -m unsloth_ddp.chat outputs/RUN --ask "In which city does Kato Elster live?"
 
-RUN is the folder of a finished run, of an unfinished one (its last whole checkpoint answers), or a checkpoint of a run.
-In a conversation /reset begins a new one and /exit ends it, as the end of the input does. Exit code: 0, or 2 for a
-mistake in the options or a run that cannot be loaded.
+RUN is the folder of a run, or of a checkpoint of a run. For an unfinished run its last complete checkpoint answers. In a
+conversation, /reset starts a new one, and /exit or the end of the input ends it. Exit code: 0, or 2 for a mistake in the
+options or a run that cannot be loaded.
 """
 
 from __future__ import annotations
@@ -29,17 +29,19 @@ def make_parser() -> Parser:
     parser = Parser("python -m unsloth_ddp.chat", __doc__)
     parser.add_argument("run", metavar="RUN", help="folder of a run, or a checkpoint in it")
     parser.add_argument("--ask", metavar="TEXT", help="print the answer to this question, and end")
-    parser.add_argument("--compare", action="store_true", help="let the base model answer too, before the trained one")
+    parser.add_argument(
+        "--compare", action="store_true", help="also print the base model's answer, before the trained model's"
+    )
     parser.add_argument("--system", metavar="TEXT", help="system prompt of the conversation [none]")
-    parser.add_argument("--plain", action="store_true", help="continue a text, without the chat template and a history")
+    parser.add_argument("--plain", action="store_true", help="continue a text, without a chat template or a history")
     parser.add_argument(
         "--max_new_tokens",
         type=int,
         metavar="N",
-        help="tokens of an answer at most [the generation config's, else 512]",
+        help="maximum number of tokens in an answer [the generation config's, else 512]",
     )
     parser.add_argument(
-        "--temperature", type=float, metavar="X", help="of sampling, 0 for none [the generation config's]"
+        "--temperature", type=float, metavar="X", help="sampling temperature; 0: no sampling [the generation config's]"
     )
     parser.add_argument("--trust_remote_code", action="store_true", help="run the model's own code, as the run did")
     return parser

@@ -61,7 +61,7 @@ def converse(speakers: list[Speaker], *, terminal: bool, read: Callable[[str], s
         if line == RESET:
             for speaker in speakers:
                 speaker.reset()
-            print("A new conversation.", flush=True)
+            print("Started a new conversation.", flush=True)
         elif line.startswith("/") and (line == HELP or " " not in line):
             print(COMMANDS, flush=True)
         elif line:
@@ -80,6 +80,6 @@ def _take_turn(speakers: list[Speaker], question: str) -> None:
             print(flush=True)
         print(f"chat: error: {error}", file=sys.stderr, flush=True)
     except KeyboardInterrupt:
-        print("\nInterrupted; this question is forgotten.", flush=True)
+        print("\nInterrupted. The conversation does not keep this question.", flush=True)
     for speaker, history in zip(speakers, before, strict=True):
         speaker.history = history

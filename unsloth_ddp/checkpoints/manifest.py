@@ -61,7 +61,7 @@ FIXED_WORLD = ("zero2", "zero3")
 
 
 class Damaged(ValueError):
-    """A folder that is no whole checkpoint; the message says what is wrong with it, and is safe to print."""
+    """A folder that is not a complete checkpoint; the message says what is wrong with it, and is safe to print."""
 
     def __init__(self, message: str) -> None:
         super().__init__(printable(message))

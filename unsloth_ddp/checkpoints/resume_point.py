@@ -50,7 +50,7 @@ class ResumePoint:
             )
         if found.refused and not anyway:
             raise UserError(
-                f"{self.folder} was made by another run ({', '.join(found.refused)}); {found.instead}, start "
+                f"{self.folder} was written by another run ({', '.join(found.refused)}); {found.instead}, start "
                 "again with another --run_name, or give --resume_anyway."
             )
         sentences = [f"resume_anyway: {change}." for change in found.refused]
@@ -74,7 +74,7 @@ def find_resume_point(settings: Settings, runtime: Runtime, run_folder: Path, co
         continues: `run_folder` holds an unfinished run that this one may continue.
 
     Raises:
-        UserError: the folder named by --resume is not a whole checkpoint.
+        UserError: the folder named by --resume is not a complete checkpoint.
     """
     return runtime.broadcast_from_main(lambda: _find(settings, run_folder, continues))
 
@@ -94,7 +94,7 @@ def named_folder(wanted: str) -> Path | None:
         newest = Path(wanted) / steps[max(steps)].name
         raise UserError(
             f"resume {wanted} is the folder of a run; give one of its checkpoints, such as --resume {newest}, or leave --resume "
-            f"out and give --run_name {folder.name} to go on with that run."
+            f"out and give --run_name {folder.name} to resume that run."
         )
     if not folder.name.startswith("checkpoint-") and not any(folder.iterdir()):
         raise UserError(f"resume {wanted} is an empty folder; give a checkpoint folder, auto or no.")
@@ -107,7 +107,9 @@ def _find(settings: Settings, run_folder: Path, continues: bool) -> ResumePoint 
         try:
             point = ResumePoint(folder, manifest.verify(folder), folder.parent == run_folder)
         except Damaged as error:
-            raise UserError(f"resume {wanted} is not a whole checkpoint: {error}; give another, auto or no.") from None
+            raise UserError(
+                f"resume {wanted} is not a complete checkpoint: {error}; give another, auto or no."
+            ) from None
         if not settings.trust_checkpoint:
             _refuse_pickles(point)
         return _with_state(point)
@@ -117,7 +119,7 @@ def _find(settings: Settings, run_folder: Path, continues: bool) -> ResumePoint 
     for damaged, problem in skipped:
         print(f"{damaged.name} is skipped: {problem}.")
     if newest is None:
-        print(f"{run_folder} holds an unfinished run without a whole checkpoint; it starts again at step 0.")
+        print(f"{run_folder} holds an unfinished run without a complete checkpoint; it starts again at step 0.")
         return None
     return _with_state(ResumePoint(*newest, of_this_run=True))
 
@@ -126,8 +128,8 @@ def _refuse_pickles(point: ResumePoint) -> None:
     """Refuse a checkpoint from elsewhere whose files run what they hold; the run's own folder is this user's."""
     if not point.of_this_run and (name := manifest.pickled_file(point.manifest.files)):
         raise UserError(
-            f"{point.folder} lies outside this run's folder, and reading {name} runs whatever code its writer put there; if "
-            "you know who wrote it add --trust_checkpoint, or give --run_name (and --output_dir) of the run that wrote it."
+            f"{point.folder} lies outside this run's folder, and reading {name} can run code; if you "
+            "trust its source add --trust_checkpoint, or give --run_name (and --output_dir) of the run that wrote it."
         )
 
 
@@ -181,7 +183,7 @@ def fetch(point: ResumePoint, runtime: Runtime) -> ResumePoint:
     problems = [text for text in runtime.gather(problem) if text]
     if problems:
         raise UserError(
-            f"{point.folder} did not reach every node whole ({problems[0]}); check their temporary folders."
+            f"{point.folder} did not reach every node complete ({problems[0]}); check their temporary folders."
         )
     own = runtime.broadcast_from_node_main(lambda: copy and str(copy))
     return point if own is None else dataclasses.replace(point, folder=Path(own))

@@ -4,7 +4,7 @@
     <run>/checkpoint-20/                      whole: manifest.json lists every file with its size and checksum
 
 All ranks take part in a save and agree after each part of it, so that a failure on one of them (a full disk) is told
-by the main process, leaves the last whole checkpoint, and keeps nobody waiting.
+by the main process, leaves the last complete checkpoint, and keeps nobody waiting.
 """
 
 from __future__ import annotations
@@ -56,13 +56,13 @@ def check_shared(runtime: Runtime, run_folder: Path, shared: bool) -> None:
     if not shared and runtime.sharding != "none":
         raise UserError(
             f"sharding {runtime.sharding} over {runtime.ranks.nodes} nodes needs an output_dir that all of them share, "
-            f"because every node holds a part of each checkpoint, but {run_folder} is not the same folder everywhere; "
+            f"because every node writes shards of each checkpoint, but {run_folder} is not the same folder everywhere; "
             "put --output_dir on a shared disk, or use multi_node.yaml (DDP)."
         )
 
 
 def to_remove(steps: list[int], written: int, best: int | None, limit: int | None) -> list[int]:
-    """Return which whole checkpoints to remove now that `written` is whole.
+    """Return which complete checkpoints to remove now that `written` is whole.
 
     Later steps belong to a course that this run left by resuming at an earlier one. Among the rest the oldest go
     first; the one just written and the best one stay.
@@ -123,7 +123,7 @@ class Checkpoints:
         self.identity |= changed
 
     def resumed_from(self, folder: Path) -> None:
-        """Record the run's own checkpoint that it resumes from as its last whole one."""
+        """Record the run's own checkpoint that it resumes from as its last complete one."""
         self.last = folder
 
     def save(self, step: int, write: Callable[[Path], None], best: Callable[[], int | None] = lambda: None) -> bool:
@@ -255,7 +255,7 @@ class Checkpoints:
         if aside.exists():
             shutil.rmtree(aside)
         if not self.folder.is_dir():
-            print(f"{self.folder} was removed while the run trained; it is made again for what follows.", flush=True)
+            print(f"{self.folder} was removed during training; it is created again.", flush=True)
         aside.mkdir(parents=True)
         # A save without enough room for the weights is not begun.
         if shutil.disk_usage(aside).free < self.weights_bytes + MARGIN:
@@ -298,5 +298,5 @@ class Checkpoints:
         self.failed = f"checkpoint-{step} could not be written: {problem}"
         if self.runtime.ranks.is_main:
             shutil.rmtree(aside, ignore_errors=True)
-            kept = f"{self.last.name} stays the last whole one" if self.last else "there is no earlier one"
+            kept = f"{self.last.name} stays the last complete one" if self.last else "there is no earlier one"
             print(f"{self.failed}; {kept}. The next save tries again.", flush=True)

@@ -74,7 +74,7 @@ def run_command(name: str, work: Callable[[list[str]], None], argv: list[str]) -
 def make_parser(description: str) -> Parser:
     """Return the parser of train_ddp.py's options, each as text that convert_value reads."""
     parser = Parser("train_ddp.py", description, argument_default=argparse.SUPPRESS)
-    parser.add_argument("--config", metavar="FILE", help="YAML file of options; the command line wins over it.")
+    parser.add_argument("--config", metavar="FILE", help="YAML file of options; the command line takes precedence.")
     defaults = Settings()
     for topic in TOPICS:
         group = parser.add_argument_group(str(topic.__doc__))

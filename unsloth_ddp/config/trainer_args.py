@@ -179,7 +179,7 @@ def check_trainer_args(settings: Settings) -> None:
 def _check_field(name: str, value: Any) -> None:
     fields = sft_config_fields()
     if name in OWNED_ARGS or name in OPTIONS:
-        raise UserError(f"trainer_args: {name} is decided by the kit; {OWNED_ARGS.get(name, f'use --{name}')}.")
+        raise UserError(f"trainer_args: {name} is set by the kit; {OWNED_ARGS.get(name, f'use --{name}')}.")
     if fields and name not in fields:
         alias = ALIASES.get(name)
         hint = f"use --{alias.option}." if alias and alias.option else nearest(name, fields, "the documentation of TRL")

@@ -124,7 +124,7 @@ def choose_trackers(asked: Sequence[str], known: Collection[str], installed: Col
             raise UserError(f"report_to {' '.join(asked)}: {name} stands alone; leave it or the others out.")
         if name not in known:
             raise UserError(
-                f"report_to {name} is no tracker that Transformers knows; they are {', '.join(sorted(known))}."
+                f"report_to {name} is not a tracker that Transformers knows; they are {', '.join(sorted(known))}."
             )
         if name not in installed:
             raise UserError(

@@ -74,7 +74,7 @@ def to_example(row: Any) -> Example:
     # A CSV file holds text.
     if str(row.get("label")).lower() == "false":
         raise UserError(
-            "the row has label false, as KTO marks an answer not to learn; remove such rows, or the column."
+            "the row has label false, which in KTO's format marks an answer not to learn; remove such rows, or the column."
         )
     columns = next((columns for columns in FORMATS if all(name in row for name in columns)), None)
     if columns is None:

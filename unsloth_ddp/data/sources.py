@@ -72,7 +72,9 @@ def check_source(source: str) -> None:
                 "takes folders."
             )
         if path.suffix.lower() in PACKED_SUFFIXES:
-            raise UserError(f"dataset {source} is packed; unpack it and give the {', '.join(SUFFIXES)} file in it.")
+            raise UserError(
+                f"dataset {source} is compressed; decompress it and give the {', '.join(SUFFIXES)} file in it."
+            )
         if not path.is_file() or path.suffix.lower() not in SUFFIXES:
             raise UserError(f"dataset {source} is not a {', '.join(SUFFIXES)} file; convert it to one of these.")
     except (OSError, RuntimeError) as error:
@@ -134,7 +136,7 @@ def of_other_splits(sources: list[str]) -> list[str]:
 
 
 def _files_in(folder: Path, suffixes: tuple[str, ...]) -> list[str] | None:
-    """Return the files in a folder that have one of the suffixes, without hidden ones; None if it is no folder."""
+    """Return the files in a folder that have one of the suffixes, without hidden ones; None if it is not a folder."""
     try:
         if not folder.is_dir():
             return None
@@ -231,7 +233,7 @@ def _json_rows(path: Path) -> Iterator[SourceRow]:
         if separator != ",":
             raise UserError(f"{location} is not JSON (no , or ] follows the row that begins here); fix it.")
     if text[position + 1 :].strip():
-        raise UserError(f"{path} goes on after its list of rows ends; fix it.")
+        raise UserError(f"{path} has text after the end of its list of rows; fix it.")
 
 
 def _after_space(text: str, position: int) -> int:

@@ -79,9 +79,11 @@ def check_plain(value: Any, what: str, depth: int = 0) -> None:
         for item in value:
             check_plain(item, what, depth + 1)
     elif isinstance(value, float) and not math.isfinite(value):
-        raise UserError(f"{what} holds {value}, which is no JSON value; make it a finite number or null, or remove it.")
+        raise UserError(
+            f"{what} holds {value}, which is not a JSON value; make it a finite number or null, or remove it."
+        )
     elif not isinstance(value, (bool, int, float, type(None))):
-        raise UserError(f"{what} holds a {type(value).__name__}, which is no JSON value; make it text or remove it.")
+        raise UserError(f"{what} holds a {type(value).__name__}, which is not a JSON value; make it text or remove it.")
 
 
 def is_missing(value: Any) -> bool:

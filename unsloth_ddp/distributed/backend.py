@@ -87,7 +87,7 @@ def _clear_compiled_modules(folder: Path) -> None:
         other = Path.cwd()
     if other is not None:
         raise UserError(
-            f"compiled_cache_dir {folder} holds {other.name}, which is no compiled module, so clear_compiled_cache leaves "
+            f"compiled_cache_dir {folder} holds {other.name}, which is not a compiled module, so clear_compiled_cache leaves "
             "it alone; name a folder that holds nothing else."
         )
     shutil.rmtree(folder)

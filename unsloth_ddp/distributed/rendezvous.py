@@ -150,7 +150,7 @@ def _find_meeting(folder: Path, name: str, seconds: float) -> Path:
                 return one
         time.sleep(POLL_SECONDS)
     raise UserError(
-        f"Rank 0 did not come to {folder} within {seconds:.0f} s; look at its output, and see that all ranks of this "
+        f"Rank 0 did not reach {folder} within {seconds:.0f} s; check its output, and check that all ranks of this "
         "machine have the same TMPDIR, MASTER_ADDR and MASTER_PORT."
     )
 
@@ -230,6 +230,6 @@ def check_secret(gather: Callable[[Any], list[Any]], ranks: Ranks, secret: str, 
     # Each rank judges for itself; what they found is not exchanged, since a stranger would have a say in it.
     if wrong:
         raise UserError(
-            f"{places[wrong[0]]} does not hold the secret of this job ({SECRET}), so it may be a stranger; start every "
-            f"node by the same launch file, or set {SECRET} to the same text on each, or on none."
+            f"{places[wrong[0]]} does not hold the secret of this job ({SECRET}), so it may not belong to this job; start "
+            f"every node with the same launch file, or set {SECRET} to the same text on each, or on none."
         )

@@ -206,8 +206,8 @@ def started(settings: Settings, ranks: Ranks) -> Iterator[Runtime]:
         check_cpu_is_meant(settings)
     if cuda and ranks.local_world_size > torch.cuda.device_count():
         raise UserError(
-            f"{counted(ranks.local_world_size, 'process')} were started on this machine, which shows "
-            f"{counted(torch.cuda.device_count(), 'GPU')}; start at most one a GPU (--num_processes, --nproc_per_node)."
+            f"{counted(ranks.local_world_size, 'process')} were started on this machine, but torch sees "
+            f"{counted(torch.cuda.device_count(), 'GPU')}; start at most one process per GPU (--num_processes, --nproc_per_node)."
         )
     runtime = Runtime(
         ranks=ranks,

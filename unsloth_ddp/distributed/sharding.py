@@ -80,7 +80,7 @@ def sharding_from_environment(environ: Mapping[str, str]) -> Sharding:
         )
     if sizes and sharding != "fsdp2":
         raise UserError(
-            f"parallelism_config with {given} goes with FSDP2, and the sharding is {sharding}; use "
+            f"parallelism_config with {given} works only with FSDP2, and the sharding is {sharding}; use "
             "accelerate_configs/fsdp2_hybrid.yaml, or leave it out of the accelerate config."
         )
     return sharding
@@ -108,14 +108,14 @@ def copies_from_environment(environ: Mapping[str, str], world_size: int, nodes: 
     if copies * parts != world_size:
         left_out = PARTS not in sizes
         raise UserError(
-            f"dp_replicate_size {copies}{'' if left_out else f' x dp_shard_size {parts}'} does not go with {world_size} "
+            f"dp_replicate_size {copies}{'' if left_out else f' x dp_shard_size {parts}'} does not fit {world_size} "
             f"processes on {counted(nodes, 'node')}: {'it has to divide their number' if left_out else 'the product has to be their number'}; "
-            "use accelerate_configs/fsdp2_hybrid.yaml, which makes one copy a node, or fsdp2.yaml."
+            "use accelerate_configs/fsdp2_hybrid.yaml, which keeps one replica per node, or fsdp2.yaml."
         )
     if parts == 1:
         raise UserError(
-            f"dp_replicate_size {copies} leaves one of {world_size} processes for each copy of the model, so that nothing is "
-            "split; use accelerate_configs/fsdp2.yaml, or without sharding multi_node.yaml."
+            f"dp_replicate_size {copies} leaves one of {world_size} processes for each replica of the model, so that nothing is "
+            "sharded; use accelerate_configs/fsdp2.yaml, or without sharding multi_node.yaml."
         )
     if copies > 1 and offload_from_environment(environ) != "none":
         raise UserError(
@@ -216,19 +216,19 @@ def check_sharding(sharding: Sharding, settings: Settings, device_type: str, bac
         raise UserError(f"sharding {sharding} needs GPUs and none is used here; use accelerate_configs/cpu.yaml.")
     if sharding == "fsdp2" and world_size == 1:
         raise UserError(
-            "sharding fsdp2 splits a model over several GPUs, but one process was started; use "
+            "sharding fsdp2 shards a model over several GPUs, but one process was started; use "
             "accelerate_configs/single_gpu.yaml."
         )
     if sharding == "fsdp2" and _reads_whole_weights(settings.optim):
         raise UserError(
-            f"optim {settings.optim} does not go with sharding fsdp2, whose weights it cannot read in parts; give --optim "
+            f"optim {settings.optim} cannot be combined with sharding fsdp2, whose sharded weights it cannot update; give --optim "
             "adamw_torch_fused, or adamw_torch_8bit for 8-bit states."
         )
     if sharding in ("zero2", "zero3") and importlib.util.find_spec("deepspeed") is None:
         raise UserError(f"sharding {sharding} needs DeepSpeed, which is not installed; run uv sync --extra deepspeed.")
     if sharding == "zero3" and settings.method == "qlora":
         raise UserError(
-            "method qlora does not go with sharding zero3, which cannot gather packed 4-bit weights; use fsdp2, or zero2."
+            "method qlora cannot be combined with sharding zero3, which cannot gather packed 4-bit weights; use fsdp2, or zero2."
         )
     if sharding == "zero3" and settings.method == "full" and backend == "unsloth":
         # Measured: its updates differ from those of DDP; Unsloth with adapters and Transformers with all weights agree to 3e-7.
@@ -238,7 +238,7 @@ def check_sharding(sharding: Sharding, settings: Settings, device_type: str, bac
         )
     if shards_weights(sharding) and settings.gradient_checkpointing == "unsloth":
         raise UserError(
-            f"gradient_checkpointing unsloth does not go with sharding {sharding}: what it moves to host memory is "
+            f"gradient_checkpointing unsloth cannot be combined with sharding {sharding}: what it moves to host memory is "
             "recomputed when the weights are already sharded again; use --gradient_checkpointing torch."
         )
 
@@ -269,7 +269,7 @@ def check_offload(
         )
     if offload == "parameters" and settings.method == "qlora":
         raise UserError(
-            f"method qlora does not go with parameters in host memory, where 4-bit weights have no kernels; use {config}, "
+            f"method qlora cannot be combined with parameters in host memory, because 4-bit weights have no CPU kernels; use {config}, "
             "or --method lora."
         )
     if offload == "parameters" and backend == "unsloth":
@@ -280,13 +280,13 @@ def check_offload(
     if sharding == "fsdp2":
         if "8bit" in settings.optim or "4bit" in settings.optim or settings.optim.startswith("paged"):
             raise UserError(
-                f"optim {settings.optim} computes on GPUs, and with parameters in host memory the optimizer runs there; give "
+                f"optim {settings.optim} needs a GPU, but with parameters in host memory the optimizer runs on the CPU; give "
                 f"--optim adamw_torch_fused, or use {config}."
             )
         return
     if settings.optim not in CPU_ADAM:
         raise UserError(
-            f"optim {settings.optim} does not go with an optimizer in host memory, where DeepSpeed has Adam of its own; give "
+            f"optim {settings.optim} cannot be combined with an optimizer in host memory, because DeepSpeed uses its own CPU Adam there; give "
             f"--optim adamw_torch, or use {config}."
         )
     compiler = os.environ.get("CXX") or "c++"

@@ -125,7 +125,7 @@ class StopRequest:
 
         Args:
             timeout: of the exchange of flags.
-            has_checkpoint: returns whether a later start can resume from a whole checkpoint.
+            has_checkpoint: returns whether a later start can resume from a complete checkpoint.
         """
         self._runtime, self._has_checkpoint = runtime, has_checkpoint
         if runtime.ranks.world_size > 1:
@@ -207,7 +207,7 @@ class StopRequest:
             return
         if self._training:
             code = EXIT_STOPPED if self._has_checkpoint() else EXIT_FAILURE
-            self._print_and_end(f"{name} again: stopped at once; the last whole checkpoint stays.", code)
+            self._print_and_end(f"{name} again: stopped at once; the last complete checkpoint stays.", code)
         else:
             # The sender may be the launcher, which ends all ranks when one has failed.
             self._print_and_end(f"{name}: stopped before the first step; nothing is lost.", EXIT_FAILURE)

@@ -119,7 +119,7 @@ def _array(value: dict[str, Any]) -> Any:
 
 
 def _as_block(numbers: list[Any]) -> str | None:
-    """Return a list of integers as one text; None where an item is no integer of 64 bits."""
+    """Return a list of integers as one text; None where an item is not an integer of 64 bits."""
     try:
         return _to_text(array.array("q", numbers).tobytes())
     except (TypeError, OverflowError):

@@ -1,4 +1,4 @@
-"""Turn the result of a run into what another program needs.
+"""Export the result of a run for another program.
 
     uv run python -m unsloth_ddp.export outputs/RUN --to merged           # a whole 16-bit model for any library
     uv run python -m unsloth_ddp.export outputs/RUN --to gguf --quantize q4_k_m --llama_cpp ~/llama.cpp
@@ -6,9 +6,9 @@
     uv run python -m unsloth_ddp.export outputs/RUN --to vllm             # prints the command that serves the adapter
     uv run python -m unsloth_ddp.export outputs/RUN --to transformers     # prints the command that serves the merged model
 
-RUN is the folder of a finished run, of an unfinished one (its last whole checkpoint is taken), or a checkpoint of a run.
-A folder is built aside, loaded, asked a question, and only then moved into place. No GPU is needed. Exit code: 0, or 2
-for a mistake in the options, a missing program, or a run that cannot be exported.
+RUN is the folder of a run, or of a checkpoint of a run. For an unfinished run its last complete checkpoint is exported.
+The export is written to a temporary folder, loaded and asked a question, and only then moved into place. No GPU is
+needed. Exit code: 0, or 2 for a mistake in the options, a missing program, or a run that cannot be exported.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ def make_parser() -> Parser:
     """Return the parser of the command line."""
     parser = Parser("python -m unsloth_ddp.export", __doc__)
     parser.add_argument("run", metavar="RUN", help="folder of a run, or a checkpoint in it")
-    parser.add_argument("--to", choices=TARGETS, required=True, help="what to make")
+    parser.add_argument("--to", choices=TARGETS, required=True, help="format to write")
     parser.add_argument("--output", metavar="DIR", help="folder to write [a new one in the run's folder]")
     parser.add_argument(
         "--quantize", type=str.lower, choices=(*CONVERTED, *QUANTIZED), metavar="TYPE",
         help=f"weights of a GGUF file: {', '.join(CONVERTED)}; with llama-quantize also {', '.join(QUANTIZED)} [bf16]",
     )  # fmt: skip
     parser.add_argument("--llama_cpp", metavar="DIR", help="llama.cpp's folder [the variable LLAMA_CPP, or the PATH]")
-    parser.add_argument("--ask", metavar="TEXT", default=QUESTION, help=f"asked of what was exported [{QUESTION}]")
+    parser.add_argument("--ask", metavar="TEXT", default=QUESTION, help=f"question for the exported model [{QUESTION}]")
     parser.add_argument(
         "--plain", action="store_true", help="the run trained on text, so ask without the chat template"
     )
@@ -77,7 +77,7 @@ def export(argv: list[str]) -> None:
     result = find_result(given.run, in_shards=given.to == "merged")
     if given.to == "merged" and not result.is_adapter and not result.in_shards:
         raise UserError(
-            f"{result.folder} holds a whole model already, as --method full trains one; load it from there."
+            f"{result.folder} holds a complete model already, because the run used --method full; load it from there."
         )
     tools = None
     if given.to in WITH_LLAMA_CPP:
@@ -126,7 +126,7 @@ def _convert(result: RunResult, tools: LlamaCpp, given: argparse.Namespace) -> N
         print(missing, flush=True)
     if ollama:
         command = shlex.join(["ollama", "create", result.run.name, "-f", str(target / "Modelfile")])
-        print(f"Ollama takes it with:\n  {command}", flush=True)
+        print(f"Import it into Ollama with:\n  {command}", flush=True)
 
 
 def _serve_with_vllm(result: RunResult, given: argparse.Namespace) -> None:
@@ -150,7 +150,7 @@ def _serve_with_transformers(result: RunResult, given: argparse.Namespace) -> No
 
 def _report(target: Path, question: str, answer: str | None) -> None:
     if answer is None:
-        print("Nothing here can ask the file a question, because llama-completion is not there.", flush=True)
+        print("The file was not asked a question, because llama-completion was not found.", flush=True)
     else:
         print(f"Loaded again and asked: {question}\nIt answers: {printable_lines(answer) or '(nothing)'}", flush=True)
     print(f"Written to {target}", flush=True)

@@ -18,12 +18,12 @@ def export_folder(result: RunResult, kind: str, output: str | None) -> Path:
     """Return the folder to export to: `output`, or one in the run's folder that names kind and checkpoint.
 
     Raises:
-        UserError: it is there already.
+        UserError: it already exists.
     """
     name = kind if result.step is None else f"{kind}-checkpoint-{result.step}"
     target = Path(output).expanduser().resolve() if output else result.run / name
     if target.exists():
-        raise UserError(f"{target} is there already; remove it, or give another folder with --output.")
+        raise UserError(f"{target} already exists; remove it, or give another folder with --output.")
     if not target.parent.is_dir():
         raise UserError(f"--output {target}: there is no folder {target.parent}; make it first.")
     return target

@@ -81,7 +81,7 @@ def run_converter(tools: LlamaCpp, model: Path, target: Path, kind: str) -> None
     said = _last_line(done.stderr) or _last_line(done.stdout)
     if "pre-tokenizer was not recognized" in done.stderr:
         raise UserError(
-            "llama.cpp does not know this model's tokenizer, so it makes no GGUF file of it; serve the merged model "
+            "llama.cpp does not know this model's tokenizer, so it cannot convert the model to GGUF; serve the merged model "
             "(--to merged) with vLLM or Transformers, or ask llama.cpp's project to add the tokenizer."
         )
     if "ModuleNotFoundError" in said or "ImportError" in said:

@@ -151,7 +151,7 @@ def _or_not_here(settings: Settings) -> str:
     path = Path(str(settings.model))
     if path.exists() or not path.parent.is_dir():
         return ""
-    missing = "is no folder here" if path.parent == Path() else f"is not in the folder {path.parent} here"
+    missing = "is not a folder here" if path.parent == Path() else f"is not in the folder {path.parent} here"
     return f"{missing}, and as a Hub id it "
 
 

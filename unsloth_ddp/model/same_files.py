@@ -30,7 +30,7 @@ def check_same_files(settings: Settings, runtime: Runtime) -> None:
         if difference := first_difference(everyones[0], files):
             raise UserError(
                 f"model {settings.model}: {difference} on {runtime.locations[rank]} differs from that on "
-                f"{runtime.locations[0]}; each rank takes its part from the files of its node, so copy the same files to every node."
+                f"{runtime.locations[0]}; each rank reads its shard from the files of its node, so copy the same files to every node."
             )
 
 

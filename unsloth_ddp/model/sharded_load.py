@@ -157,7 +157,7 @@ def wrap(model: Any, mesh: DeviceMesh, precision: Precision, *, quantized: bool)
     plugin.cpu_ram_efficient_loading = False
     if not (plugin.transformer_cls_names_to_wrap or getattr(model, "_no_split_modules", None)):
         raise UserError(
-            f"FSDP2 cannot split {type(base_model(model)).__name__}: its class does not name its layers (_no_split_modules); "
+            f"FSDP2 cannot shard {type(base_model(model)).__name__}: its class does not name its layers (_no_split_modules); "
             "give the class of a layer as fsdp_transformer_layer_cls_to_wrap under fsdp_config in the accelerate config."
         )
     _check_shared(model)
@@ -184,7 +184,7 @@ def wrap(model: Any, mesh: DeviceMesh, precision: Precision, *, quantized: bool)
     try:
         model = fsdp2_prepare_model(accelerator, model)
     except (ValueError, NotImplementedError) as error:
-        raise UserError(f"FSDP2 cannot split {type(base_model(model)).__name__}: {one_line(error)}") from error
+        raise UserError(f"FSDP2 cannot shard {type(base_model(model)).__name__}: {one_line(error)}") from error
     on_host = isinstance(plugin.cpu_offload, CPUOffloadPolicy)
     while parts:
         # Popping drops the last reference to a shard that is cast.
@@ -216,7 +216,7 @@ def _check_shared(model: Any) -> None:
     ends = [getattr(end, "weight", None) for end in (model.get_input_embeddings(), model.get_output_embeddings())]
     if shared and ends[0] is not ends[1]:
         raise UserError(
-            f"FSDP2 cannot split the weight that {' and '.join(shared[0])[:300]} share; leave the embedding out of "
+            f"FSDP2 cannot shard the weight that {' and '.join(shared[0])[:300]} share; leave the embedding out of "
             "--lora_modules_to_save, or use accelerate_configs/zero2.yaml."
         )
 
@@ -251,7 +251,7 @@ def check_room(needed: int, mesh: DeviceMesh, model_name: str) -> None:
     room = min(free, allowed)
     if needed > room:
         raise UserError(
-            f"model {model_name}: one of {mesh.size()} parts of its weights takes {shown_bytes(needed)}, and only "
+            f"model {model_name}: one of {mesh.size()} shards of its weights takes {shown_bytes(needed)}, and only "
             f"{shown_bytes(room)} are free on a GPU; use more GPUs, or --method qlora."
         )
 

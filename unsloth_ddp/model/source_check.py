@@ -36,9 +36,9 @@ def check_no_adapter(model: str, adapter: dict[str, Any] | None) -> None:
     if (merged / "config.json").is_file():
         further = f"--model {shlex.quote(str(merged))} to train on from its merged model"
     elif (folder / "manifest.json").is_file():
-        further = f"{model_option} --resume {shlex.quote(model)} to go on with its run"
+        further = f"{model_option} --resume {shlex.quote(model)} to resume its run"
     elif checkpoints and not (folder / "summary.json").exists():
-        further = f"{model_option} --resume {shlex.quote(str(checkpoints[-1].parent))} to go on with its run"
+        further = f"{model_option} --resume {shlex.quote(str(checkpoints[-1].parent))} to resume its run"
     elif (folder / "summary.json").exists():
         further = (
             f"merge it with `python -m unsloth_ddp.export {shlex.quote(model)} --to merged` and give "
@@ -82,7 +82,7 @@ def check_quantization(
     if sharding == "fsdp2" and quantization.get("load_in_8bit"):
         # bitsandbytes keeps scales beside 8-bit weights, which would be sharded away from them.
         raise UserError(
-            f"model {settings.model} is quantized to 8 bits (bitsandbytes), which FSDP2 cannot split; give the 16-bit model "
+            f"model {settings.model} is quantized to 8 bits (bitsandbytes), which FSDP2 cannot shard; give the 16-bit model "
             "that it was made from, which --method qlora loads in 4 bits, or a 4-bit one."
         )
 

@@ -81,14 +81,14 @@ def load_trained(settings: Settings, trained: Path, runtime: Runtime) -> Any:
         raise UserError(f"The adapter in {trained} cannot be loaded: {one_line(error)}.") from None
     if read.unexpected_keys:
         raise UserError(
-            f"The adapter in {trained} holds {read.unexpected_keys[0]}, which its base model {settings.model} does not have; was the "
-            "base model replaced?"
+            f"The adapter in {trained} holds {read.unexpected_keys[0]}, which its base model {settings.model} does not have; check "
+            "whether the base model was replaced."
         )
     trained_names = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     if absent := sorted(trained_names.intersection(read.missing_keys)):
         raise UserError(
-            f"The adapter in {trained} lacks {len(absent)} of its {len(trained_names)} weights (the first: {absent[0]}); was its "
-            "file replaced, or settings.yaml edited?"
+            f"The adapter in {trained} lacks {len(absent)} of its {len(trained_names)} weights (the first: {absent[0]}); check "
+            "whether its file was replaced or settings.yaml was edited."
         )
     return _ready(model, runtime)
 

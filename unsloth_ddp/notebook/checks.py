@@ -22,7 +22,7 @@ from unsloth_ddp.notebook.syntax import BUILTINS
 # Code that mentions none of these has nothing to do with a model.
 _LIBRARIES = ("unsloth", "transformers", "trl", "peft", "torch", "from_pretrained", "Trainer(", ".backward(")
 _STARTS_PROCESSES = "starts processes itself, as the launcher does; call its function instead"
-# What starts trainings by itself, and why that does not go with a launcher.
+# What starts trainings by itself, and why that cannot be combined with a launcher.
 _STARTERS = {
     "wandb.agent": ("tracker", "a sweep gives every process values of its own; start each trial by itself"),
     "optuna.create_study": ("tracker", "a study gives every process values of its own; start each trial by itself"),

@@ -29,18 +29,18 @@ def make_parser() -> argparse.ArgumentParser:
         type=_batch_size,
         default=1,
         metavar="N|keep",
-        help="rows a process takes at once; the accumulation makes up the notebook's global batch (default: 1)",
+        help="rows in one forward pass of a process; gradient accumulation keeps the notebook's global batch (default: 1)",
     )
     training.add_argument(
-        "--tensorboard", action="store_true", help="report to TensorBoard instead of what it reports to"
+        "--tensorboard", action="store_true", help="report to TensorBoard instead of the notebook's trackers"
     )
-    training.add_argument("--seed", type=int, default=3407, help="for splits, shuffles and samples that have none")
+    training.add_argument("--seed", type=int, default=3407, help="seed for splits, shuffles and samples that have none")
     output = parser.add_argument_group("output")
     output.add_argument("--force", action="store_true", help="replace an existing script")
     output.add_argument("--report", type=Path, metavar="FILE.json", help="write every edit and warning to a file")
-    output.add_argument("--check", action="store_true", help="exit with 1 where a warning stands")
+    output.add_argument("--check", action="store_true", help="exit with code 1 if there is a warning")
     output.add_argument("--dry-run", action="store_true", help="print the report and write no script")
-    output.add_argument("--diff", action="store_true", help="show the script against what plain nbconvert makes")
+    output.add_argument("--diff", action="store_true", help="show the differences from plain nbconvert's script")
     return parser
 
 

@@ -174,7 +174,7 @@ def ddp_settings(config):
     made = [kind.__init__ for kind in config.__mro__] if isinstance(config, type) else [config]
     known = {name for function in made for name in inspect.signature(function).parameters}
     if IS_MAIN and WORLD_SIZE > 1 and "average_tokens_across_devices" not in known:
-        print("This release averages the loss on each process by itself: rows weigh less beside long ones.")
+        print("This release averages the loss on each process separately, so rows weigh less beside long ones.")
     wanted = {"ddp_find_unused_parameters": False, "average_tokens_across_devices": True}
     return {name: value for name, value in wanted.items() if name in known}
 ''',

@@ -35,7 +35,7 @@ def read_notebook(path: Path) -> Notebook:
 
 
 def from_node(data: Any, name: str) -> Notebook:
-    """Check parsed notebook JSON and return its cells. Raises NotebookError where it is no Python notebook."""
+    """Check parsed notebook JSON and return its cells. Raises NotebookError where it is not a Python notebook."""
     if not isinstance(data, Mapping) or "nbformat" not in data:
         raise NotebookError(f"{name}: JSON, but not a notebook (no nbformat); give a notebook saved as .ipynb.")
     version = data.get("nbformat")
@@ -69,12 +69,12 @@ def _language(metadata: Any) -> str | None:
 
 def _cell(name: str, number: int, cell: Any) -> Cell:
     if not isinstance(cell, Mapping):
-        raise NotebookError(f"{name}: cell {number} is no cell; open the notebook in Jupyter and save it again.")
+        raise NotebookError(f"{name}: cell {number} is not a cell; open the notebook in Jupyter and save it again.")
     source = cell.get("source", "")
     parts = [source] if isinstance(source, str) else source
     if not isinstance(parts, list) or not all(isinstance(part, str) for part in parts):
         raise NotebookError(
-            f"{name}: the source of cell {number} is not text; open the notebook in Jupyter and mend it there."
+            f"{name}: the source of cell {number} is not text; open the notebook in Jupyter and fix it there."
         )
     text = "".join(parts)
     return Cell(number, str(cell.get("cell_type", "raw")), text.replace("\r\n", "\n").replace("\r", "\n"))

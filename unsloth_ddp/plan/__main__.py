@@ -46,14 +46,14 @@ def make_parser() -> Parser:
     parser.add_argument("--gpu_memory", metavar="SIZE", help="memory of a GPU, such as 80GB or 139GiB [no verdict]")
     parser.add_argument(
         "--compute_capability", metavar="X.Y",
-        help="of the GPU: 7.5 for a T4 or RTX 20, 7.0 for a V100, which have no bf16 and no flash attention [8.0 or newer]",
+        help="compute capability of the GPU: 7.5 for a T4 or RTX 20, 7.0 for a V100, which have no bf16 and no flash attention [8.0 or newer]",
     )  # fmt: skip
     parser.add_argument(
         "--calibration", metavar="FILE", help="measured speeds: a file, or h200 for the shipped one [no times]"
     )
     parser.add_argument(
         "--calibrate", type=Path, nargs="+", metavar="RUN",
-        help="first write the speeds of these finished runs, with the model and rows of the options, to --calibration",
+        help="first write the speeds of these finished runs to --calibration; give their model and rows as options",
     )  # fmt: skip
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the plan to FILE as JSON")
     parser.add_argument(

@@ -38,7 +38,7 @@ TOO_FAR = 5
 
 @dataclass(frozen=True)
 class Measurement:
-    """One measured speed; `tokens_a_micro_batch` is None where it was not recorded."""
+    """One measured speed; `tokens_a_micro_batch` is None where the result does not state it."""
 
     name: str
     method: str
@@ -197,7 +197,7 @@ def _differences(one: Measurement, wanted: SpeedQuery) -> list[str]:
     ]
     measured = one.tokens_a_micro_batch
     if measured is None:
-        found.append("size of the micro-batch not recorded")
+        found.append("size of the micro-batch unknown")
     elif not 0.5 <= measured / wanted.tokens_a_micro_batch <= 2:
         found.append(f"{measured:,.0f} tokens per micro-batch, not {wanted.tokens_a_micro_batch:,.0f}")
     ratio = wanted.flops_a_token / one.flops_a_token

@@ -1,4 +1,4 @@
-"""Turn a YAML file of axolotl, LLaMA-Factory or TRL into one of this kit, and say what was left out and why.
+"""Convert a YAML file of axolotl, LLaMA-Factory or TRL to one of this kit, and list what was left out and why.
 
     uv run python -m unsloth_ddp.port their.yaml > mine.yaml
     uv run accelerate launch --config_file accelerate_configs/ddp.yaml train_ddp.py --config mine.yaml
@@ -104,7 +104,7 @@ def port_file(argv: list[str]) -> None:
         print(text, end="")
         return
     if given.output.exists():
-        raise UserError(f"--output {given.output} is there already; give another name.")
+        raise UserError(f"--output {given.output} already exists; give another name.")
     try:
         given.output.write_text(text, encoding="utf-8")
     except OSError as error:

@@ -44,7 +44,7 @@ def detect_tool(content: Mapping[str, Any]) -> str:
     """Return the tool that most keys of a file belong to.
 
     Raises:
-        UserError: it is no file of a tool that can be ported.
+        UserError: it is not a file of a tool that can be ported.
     """
     counts = Counter(letter for key in content if key in ALIASES for letter in ALIASES[key].tools if letter in "ALT")
     if not counts:
@@ -313,4 +313,6 @@ def _fit_sharding(ported: Ported) -> None:
         ported.left_out["backend"] = "transformers, since full training with ZeRO-3 is wrong with Unsloth"
     if ported.launch_config in ("zero3", "fsdp2") and options.get("gradient_checkpointing") == "unsloth":
         options["gradient_checkpointing"] = "torch"
-        ported.left_out["gradient_checkpointing"] = f"torch, since unsloth does not go with {ported.launch_config}"
+        ported.left_out["gradient_checkpointing"] = (
+            f"torch, since unsloth cannot be combined with {ported.launch_config}"
+        )

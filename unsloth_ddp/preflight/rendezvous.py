@@ -32,7 +32,7 @@ from unsloth_ddp.utils.errors import one_line
 POLL_SECONDS = 0.2
 # A process waits this much longer than its own limit for node 0 to say which processes are missing.
 GRACE_SECONDS = 5
-# A server that does not answer within this time is no store.
+# A server that does not answer within this time is not a store.
 HANDSHAKE_SECONDS = 10
 LEAVE_SECONDS = 10
 SIGNATURE_LENGTH = hashlib.sha256().digest_size * 2
@@ -88,7 +88,7 @@ def decode(key: str, content: bytes, secret: str) -> Any:
     """Return the value that `encode` was given.
 
     Raises:
-        RendezvousError: the content is not signed with this job's secret, or is no JSON.
+        RendezvousError: the content is not signed with this job's secret, or is not JSON.
     """
     text = content
     if secret:
@@ -98,7 +98,7 @@ def decode(key: str, content: bytes, secret: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
-        raise RendezvousError(f"{key} is no JSON; another program writes to this store") from None
+        raise RendezvousError(f"{key} is not JSON; another program writes to this store") from None
 
 
 def _signature(key: str, text: bytes, secret: str) -> bytes:

@@ -167,7 +167,7 @@ def _changed_settings(settings: Settings, folder: Path) -> list[str] | None:
 
 def _refuse_another_run(settings: Settings, folder: Path) -> None:
     if os.path.lexists(folder) and not folder.is_dir():
-        raise UserError(f"{folder} is no folder, so a run cannot be written to it; give another --run_name.")
+        raise UserError(f"{folder} is not a folder, so a run cannot be written to it; give another --run_name.")
     if _holds_only_a_start(folder) or continues(settings, folder):
         return
     if not settings.overwrite:

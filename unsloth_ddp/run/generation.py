@@ -50,8 +50,8 @@ class GenerationOptions:
         positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
         if positions and prompt_tokens >= positions:
             raise UserError(
-                f"The conversation has {prompt_tokens:,} tokens, and the model reads {positions:,} at most; ask less, or begin "
-                "a new one with /reset."
+                f"The conversation has {prompt_tokens:,} tokens, and the model reads at most {positions:,}; shorten the "
+                "question, or start a new conversation with /reset."
             )
         return {**sampling, "max_new_tokens": min(most, positions - prompt_tokens) if positions else most}
 

@@ -17,7 +17,7 @@ class RunEnd(Exception):
 
 
 class RunStopped(RunEnd):
-    """A signal or the time limit stopped the run, and a whole checkpoint holds its state."""
+    """A signal or the time limit stopped the run, and a complete checkpoint holds its state."""
 
     exit_code = EXIT_STOPPED
 
@@ -29,17 +29,17 @@ class RunStopped(RunEnd):
 
 
 class StopNotSaved(RunEnd):
-    """A signal or the time limit stopped the run, and no whole checkpoint holds its state."""
+    """A signal or the time limit stopped the run, and no complete checkpoint holds its state."""
 
     def __init__(self, cause: str, problem: str | None) -> None:
-        super().__init__(f"Stopped on {cause}, without a whole checkpoint: {problem}.")
+        super().__init__(f"Stopped on {cause} without a complete checkpoint: {problem}.")
 
 
 class ResultNotSaved(RunEnd):
     """Training ended, and its result could not be written."""
 
     def __init__(self, folder: Path, problem: str, last: Path | None) -> None:
-        kept = f"{last} is the last whole checkpoint" if last else "there is no checkpoint"
+        kept = f"{last} is the last complete checkpoint" if last else "there is no checkpoint"
         super().__init__(
             f"Training ended, but its result could not be written to {folder}: {problem}; {kept}. "
             f"Make room, and run the same command again: it {'resumes from there' if last else 'trains again'}."

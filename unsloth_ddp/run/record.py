@@ -165,13 +165,13 @@ def read_run(folder: Path) -> RunRecord:
     """Read a run from its folder.
 
     Raises:
-        UserError: it is no run's folder, or a file in it is unreadable or of another version of the kit.
+        UserError: it is not a run's folder, or a file in it is unreadable or of another version of the kit.
     """
     if not folder.is_dir():
-        raise UserError(f"{folder} is no folder; name the folder of a run, such as outputs/RUN.")
+        raise UserError(f"{folder} is not a folder; name the folder of a run, such as outputs/RUN.")
     if not is_run(folder):
         raise UserError(
-            f"{folder} is no run of this kit: it holds no {SETTINGS_FILE}; name a folder such as outputs/RUN."
+            f"{folder} is not a run of this kit: it holds no {SETTINGS_FILE}; name a folder such as outputs/RUN."
         )
     try:
         settings = read_yaml(folder / SETTINGS_FILE)
@@ -213,7 +213,7 @@ def find_runs(outputs: Path) -> tuple[list[RunRecord], list[str]]:
     if is_run(outputs):
         return [read_run(outputs)], []
     if not outputs.is_dir():
-        raise UserError(f"{outputs} is no folder; name the folder that holds the runs (--output_dir), or one run.")
+        raise UserError(f"{outputs} is not a folder; name the folder that holds the runs (--output_dir), or one run.")
     try:
         folders = [path for path in outputs.iterdir() if is_run(path)]
         folders.sort(key=lambda path: ((path / SETTINGS_FILE).stat().st_mtime, path.name))
@@ -266,7 +266,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _value(value: Any) -> float | None:
-    """Return a logged number, NaN for one that is not finite, and None for what is no number."""
+    """Return a logged number, NaN for one that is not finite, and None for what is not a number."""
     if is_number(value):
         return float(value)
     return math.nan if isinstance(value, float) else None

@@ -1,4 +1,4 @@
-"""Find what a run has written: the result of a finished run, or the last whole checkpoint of an unfinished one."""
+"""Find what a run has written: the result of a finished run, or the last complete checkpoint of an unfinished one."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def find_result(named: str, *, in_shards: bool = False) -> RunResult:
         in_shards: also return checkpoints that hold a whole model in shards.
 
     Raises:
-        UserError: it is no run's folder, is of another version, or holds nothing that is whole.
+        UserError: it is not a run's folder, is of another version, or holds nothing that is whole.
     """
     result = _find(named, in_shards=in_shards)
     record = _record(result.run)
@@ -169,7 +169,7 @@ def _named_checkpoint(folder: Path, *, in_shards: bool) -> RunResult:
     try:
         step = manifest.verify(folder).step
     except Damaged as error:
-        raise UserError(f"{folder} is not a whole checkpoint: {error}; give another.") from None
+        raise UserError(f"{folder} is not a complete checkpoint: {error}; give another.") from None
     shards = _check_weights(folder, settings, in_shards=in_shards)
     return RunResult(
         folder.parent, folder, settings, step, f"This is {folder.name} of {folder.parent}.", in_shards=shards
@@ -181,7 +181,7 @@ def _last_checkpoint(run: Path, settings: Settings, *, in_shards: bool) -> RunRe
     if newest is not None:
         folder, described = newest
         shards = _check_weights(folder, settings, in_shards=in_shards)
-        sentence = f"{run} is not finished; this is {folder.name}, its last whole checkpoint."
+        sentence = f"{run} is not finished; this is {folder.name}, its last complete checkpoint."
         return RunResult(run, folder, settings, described.step, sentence, in_shards=shards)
     if skipped:
         raise UserError(

@@ -183,7 +183,7 @@ def train_from(run: Run, trainer: DDPTrainer, resume: ResumePoint | None) -> dic
     """Train to the end, and return the summary.
 
     Raises:
-        RunStopped: the ranks stopped together, with a whole checkpoint.
+        RunStopped: the ranks stopped together, with a complete checkpoint.
         StopNotSaved: they stopped without one.
     """
     seconds = trainer.train_from(resume)

@@ -84,5 +84,5 @@ def upload(settings: Settings, folder: Path) -> str:
     except Exception as error:
         # The errors of the Hub's libraries (its own, httpx's, hf_xet's) have no class in common.
         reason = one_line(error) or type(error).__name__
-        raise UserError(f"The run is whole in {folder}, but was not uploaded: {reason}") from None
+        raise UserError(f"The run is complete in {folder}, but was not uploaded: {reason}") from None
     return repo.url

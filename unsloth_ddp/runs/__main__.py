@@ -33,7 +33,7 @@ def make_parser() -> Parser:
     parser.add_argument(
         "outputs", type=Path, nargs="?", metavar="FOLDER", help="the folder of the runs, or one run [outputs]"
     )
-    parser.add_argument("--compare", type=Path, nargs=2, metavar="RUN", help="show in what two runs differ")
+    parser.add_argument("--compare", type=Path, nargs=2, metavar="RUN", help="show the differences between two runs")
     parser.add_argument("--report", type=Path, metavar="RUN", help="write report.html of a run in any state")
     parser.add_argument(
         "--json", type=Path, metavar="FILE", help="also write the table or the comparison to FILE as JSON"

@@ -58,7 +58,7 @@ def compare_runs(first: RunRecord, second: RunRecord) -> Comparison:
     """
     runs = (first, second)
     if first.folder.resolve() == second.folder.resolve():
-        raise UserError(f"--compare {first.folder} {second.folder} is one run twice; name two.")
+        raise UserError(f"--compare {first.folder} {second.folder} names one run twice; name two.")
     names = (first.name, second.name)
     if names[0] == names[1]:
         names = (

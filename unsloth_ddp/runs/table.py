@@ -19,7 +19,7 @@ STYLES = {"finished": "green", "running": "cyan", "stopped": "yellow", "unfinish
 def describe_run(run: RunRecord) -> dict[str, Any]:
     """Return a run in plain values; what is not known is None.
 
-    Loss and evaluation are the last ones logged, "nan" for one that is no finite number; seconds are those of all parts
+    Loss and evaluation are the last ones logged, "nan" for one that is not a finite number; seconds are those of all parts
     of the run.
     """
     return {

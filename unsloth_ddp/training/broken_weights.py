@@ -17,7 +17,7 @@ def check_weights(model: torch.nn.Module, runtime: Runtime, step: int, last: Pat
     """Raise if a trained weight is not finite; every rank calls this at the same step.
 
     Args:
-        last: the last whole checkpoint, if there is one.
+        last: the last complete checkpoint, if there is one.
 
     Raises:
         RunError: on every rank, naming the first such weight.
@@ -25,7 +25,7 @@ def check_weights(model: torch.nn.Module, runtime: Runtime, step: int, last: Pat
     found = [name for name in runtime.gather(first_broken(model, runtime.ranks.rank)) if name is not None]
     if not found:
         return
-    kept = f"{last} is the last whole checkpoint" if last else "there is no checkpoint"
+    kept = f"{last} is the last complete checkpoint" if last else "there is no checkpoint"
     precision = "" if runtime.precision == "fp32" else ", or use another --precision"
     raise RunError(
         f"After step {step} the trained weights contain NaN or infinity (first in {found[0]}), from which training cannot "

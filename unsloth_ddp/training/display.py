@@ -51,7 +51,7 @@ class ShowTraining(TrainerCallback):
     """Pass the events of a run to the view, in the main process only.
 
     Args:
-        last_checkpoint: returns the newest whole checkpoint of the run.
+        last_checkpoint: returns the newest complete checkpoint of the run.
     """
 
     def __init__(self, view: View, progress: Progress, last_checkpoint: Callable[[], Path | None]) -> None:

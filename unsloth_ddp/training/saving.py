@@ -168,7 +168,7 @@ class ResumableTrainer(SFTTrainer):
         """Return the best checkpoint that a resumed state names, if it is valid; an edited state may name anything."""
         if named is None:
             return None
-        problem = "no checkpoint"
+        problem = "not a checkpoint"
         if _is_step_folder(str(named)) and is_whole(Path(str(named))):
             resumed, found = self.resume_point, manifest.read_manifest(Path(str(named)))
             if resumed is None or not manifest.compare_runs(found.run, resumed.manifest.run).refused:

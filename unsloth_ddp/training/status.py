@@ -51,7 +51,7 @@ class Status:
         capacity_bytes: memory of the GPU.
         mfu: model FLOPs utilization (see mfu.py).
         evaluation: step, loss and seconds of the last evaluation.
-        checkpoint: name of the last whole checkpoint, and time.monotonic() when it was written.
+        checkpoint: name of the last complete checkpoint, and time.monotonic() when it was written.
         evaluated: finished batches of the running evaluation, and their total number.
         phase: returns the current phase (see progress.Phase).
     """

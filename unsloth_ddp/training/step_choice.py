@@ -41,7 +41,7 @@ TOKENS_A_ROW = 16
 # Allowed relative differences between a replayed pass and the backend's, which round to 16 bit in different orders.
 LOSS_TOLERANCE, GRADIENT_TOLERANCE = 5e-3, 5e-2
 # With --fp8 a different order changes which values are rounded up. On H200s gradients of random weights differed by
-# 5.4e-2 (1.7B) and 1.1e-1 (8B) of their norm (benchmarks/results/speed/recorded_two.json).
+# 5.4e-2 (1.7B) and 1.1e-1 (8B) of their norm (benchmarks/results/speed/cuda_graphs_two_gpus.json).
 FP8_GRADIENT_TOLERANCE = 0.25
 # Replaying saves about a tenth of the time of a micro-batch that keeps the GPU busy, so it may compute as much padding.
 LEAST_FULL = 0.9

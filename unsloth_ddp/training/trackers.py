@@ -103,5 +103,5 @@ class BestEffort:
         except Exception as error:
             self.failed = True
             name = type(self.tracker).__name__.removesuffix("Callback")
-            print(f"{name} failed and gets no more reports: {' '.join(str(error).split())}", flush=True)
+            print(f"{name} failed, so the run stops reporting to it: {' '.join(str(error).split())}", flush=True)
             return None

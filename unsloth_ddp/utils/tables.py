@@ -35,7 +35,7 @@ class Column:
 
 
 def output_width() -> int:
-    """Return the terminal's width in columns, at least 80; 100 where standard output is no terminal."""
+    """Return the terminal's width in columns, at least 80; 100 where standard output is not a terminal."""
     if not sys.stdout.isatty():
         return FILE_WIDTH
     return max(LEAST_WIDTH, shutil.get_terminal_size((FILE_WIDTH, 24)).columns)

@@ -1,7 +1,7 @@
 """Compare replayed micro-batches with gradient checkpointing `torch` to the backend's own: loss, gradients, memory, speed.
 
-    python -m benchmarks.correctness.recorded_recompute --work /tmp/recompute --json FILE
-    python -m benchmarks.correctness.recorded_recompute --work /tmp/recompute --cases demo:transformers --cpu
+    python -m benchmarks.correctness.cuda_graphs_checkpointing --work /tmp/recompute --json FILE
+    python -m benchmarks.correctness.cuda_graphs_checkpointing --work /tmp/recompute --cases demo:transformers --cpu
 
 Takes about a minute and a half on one GPU: the demo's model and a random-weight model of Qwen3-1.7B's shape, LoRA, one pack
 of rows at a time, with both backends. The cases are prepared side by side and measured one after the other; another case
@@ -24,7 +24,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common.recording import compiled_graphs, prepared_run
+from benchmarks.common.prepared_run import compiled_graphs, prepared_run
 from benchmarks.common.rows import chat_rows
 from benchmarks.common.runs import REPO, make_model, write_results
 
@@ -66,7 +66,7 @@ def measure(argv: list[str], lock: Path) -> dict[str, Any]:
         found: dict[str, Any] = {
             "backend": prepared.run.runtime.backend,
             "choice": choice.reason,
-            "recorded": choice.uses_graphs,
+            "uses_graphs": choice.uses_graphs,
             "torch_version": torch.__version__,
             "device": prepared.run.runtime.device_name,
             "log": kept.lines,
@@ -137,7 +137,7 @@ def passed(found: dict[str, Any], *, cpu: bool) -> bool:
     """Return whether a CUDA graph was captured, agrees, and compiled nothing twice."""
     from unsloth_ddp.training.step_choice import GRADIENT_TOLERANCE, LOSS_TOLERANCE
 
-    if "torch" not in found or not isinstance(found["torch"], dict) or not (found["recorded"] or cpu):
+    if "torch" not in found or not isinstance(found["torch"], dict) or not (found["uses_graphs"] or cpu):
         return False
     one = found["torch"]
     agrees = one["loss_difference"] <= LOSS_TOLERANCE and one["gradient_difference"] <= GRADIENT_TOLERANCE
@@ -160,7 +160,13 @@ def start(case: str, work: Path, *, cpu: bool) -> subprocess.Popen[bytes]:
     # Transformers would use DataParallel where it sees several GPUs.
     gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
     environ = {**os.environ, "UNSLOTH_COMPILE_LOCATION": str(folder / "unsloth_compiled"), "CUDA_VISIBLE_DEVICES": gpu}
-    command = [sys.executable, "-m", "benchmarks.correctness.recorded_recompute", "--child", str(folder / "found.json")]
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.correctness.cuda_graphs_checkpointing",
+        "--child",
+        str(folder / "found.json"),
+    ]
     with (folder / "output.txt").open("wb") as output:
         return subprocess.Popen(
             [*command, "--work", str(work), "--", *options.split()], cwd=REPO, env=environ, stdout=output, stderr=output

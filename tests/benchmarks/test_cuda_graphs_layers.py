@@ -1,4 +1,4 @@
-"""The benchmark of recorded layers: its variants, who is measured when, and what a result must show."""
+"""The benchmark of layers in CUDA graphs: its variants, who is measured when, and what a result must show."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ import torch
 
 from benchmarks.common.models import OTHERS, make_config
 from benchmarks.common.runs import REPO
-from benchmarks.speed import recorded_layers
-from benchmarks.speed.recorded_layers import (
+from benchmarks.speed import cuda_graphs_layers
+from benchmarks.speed.cuda_graphs_layers import (
     MODELS,
     VARIANTS,
     Child,
@@ -63,19 +63,19 @@ def test_models_are_cut_to_a_few_layers() -> None:
 
 
 def test_what_a_variant_names_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(recorded_layers.NORM_SWITCH, "1")
+    monkeypatch.setenv(cuda_graphs_layers.NORM_SWITCH, "1")
     monkeypatch.setattr(step_choice, "are_single_rows", lambda train: True)
     train: Any = None
 
     def found(variant: Variant) -> tuple[bool, bool, str | None]:
         with left_out(variant):
             copied = bool(AdapterCopies(model_of("lora"), torch.bfloat16).layers)
-            return copied, step_choice.are_single_rows(train), os.environ.get(recorded_layers.NORM_SWITCH)
+            return copied, step_choice.are_single_rows(train), os.environ.get(cuda_graphs_layers.NORM_SWITCH)
 
     assert found(VARIANTS["8b_chat_neither"]) == (False, True, "0")
     assert found(VARIANTS["8b_full_varlen"]) == (True, False, None)
     assert AdapterCopies(model_of("lora"), torch.bfloat16).layers
-    assert os.environ[recorded_layers.NORM_SWITCH] == "1"
+    assert os.environ[cuda_graphs_layers.NORM_SWITCH] == "1"
 
 
 def test_a_pass_that_is_not_what_the_variant_names_is_told() -> None:
@@ -126,7 +126,7 @@ def test_variants_are_measured_one_after_the_other_once_all_are_ready(
         children.append(Child(name, variant, folder, process))
         return children[-1]
 
-    monkeypatch.setattr(recorded_layers, "start", start)
+    monkeypatch.setattr(cuda_graphs_layers, "start", start)
     results = measure_all(dict.fromkeys(SCRIPTS, CHAT), tmp_path, [], 10)
     assert list(results) == list(SCRIPTS)
     assert results["broken"]["error"] == "exit code 1" and "out of memory" in results["broken"]["output"]
@@ -139,7 +139,7 @@ def test_variants_are_measured_one_after_the_other_once_all_are_ready(
 
 @pytest.mark.slow
 def test_the_script_measures_on_a_cpu(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "benchmarks.speed.recorded_layers", "--work", str(tmp_path / "work"), "--tiny"]
+    command = [sys.executable, "-m", "benchmarks.speed.cuda_graphs_layers", "--work", str(tmp_path / "work"), "--tiny"]
     command += ["--variants", "8b_full_varlen", "8b_qlora", "--json", str(tmp_path / "found.json")]
     done = subprocess.run(command, cwd=REPO, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -1,8 +1,8 @@
 """Time replayed micro-batches of a few layers by variant: backend, adapter copies, fused norm, attention, FP8, QLoRA.
 
-    python -m benchmarks.speed.recorded_layers --work /tmp/layers --json FILE --gpus 0 1
-    python -m benchmarks.speed.recorded_layers --work /tmp/layers --json FILE --variants 8b_long 8b_long_varlen
-    python -m benchmarks.speed.recorded_layers --work /tmp/layers --tiny --variants 8b_chat 8b_chat_no_copies
+    python -m benchmarks.speed.cuda_graphs_layers --work /tmp/layers --json FILE --gpus 0 1
+    python -m benchmarks.speed.cuda_graphs_layers --work /tmp/layers --json FILE --variants 8b_long 8b_long_varlen
+    python -m benchmarks.speed.cuda_graphs_layers --work /tmp/layers --tiny --variants 8b_chat 8b_chat_no_copies
 
 Replays the forward and backward pass of one micro-batch of LoRA, on random-weight models of Qwen3-8B's shape cut to 4
 layers and of Qwen3-1.7B's cut to 6. Each variant is a process. Up to --at_once of them a GPU are prepared side by side.
@@ -33,7 +33,7 @@ from statistics import median
 from typing import Any
 from unittest import mock
 
-from benchmarks.common.recording import Prepared, compiled_graphs, prepared_run
+from benchmarks.common.prepared_run import Prepared, compiled_graphs, prepared_run
 from benchmarks.common.rows import chat_rows, full_rows
 from benchmarks.common.runs import REPO, make_model, write_results
 from unsloth_ddp.utils.versions import versions
@@ -270,7 +270,7 @@ def start(name: str, variant: Variant, work: Path, gpu: str | None) -> Child:
     environ = os.environ | {variable: str(folder / place) for variable, place in caches.items()}
     # Many processes prepare at once.
     environ |= {"CUDA_VISIBLE_DEVICES": gpu or "", "OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "4"}
-    command = [sys.executable, "-m", "benchmarks.speed.recorded_layers", "--work", str(folder)]
+    command = [sys.executable, "-m", "benchmarks.speed.cuda_graphs_layers", "--work", str(folder)]
     command += ["--child", json.dumps(asdict(variant)), "--", *words]
     with (folder / "output.txt").open("wb") as output:
         process = subprocess.Popen(

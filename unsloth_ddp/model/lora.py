@@ -88,12 +88,12 @@ def _tensors_called(name: str, model: torch.nn.Module) -> list[str]:
 
 
 def check_module_names(settings: Settings, model: torch.nn.Module) -> None:
-    """Refuse a name that matches no module or parameter, which PEFT ignores if another name matches.
+    """Refuse a name that matches no module or parameter, which PEFT ignores if another name matches, or an adapted head.
 
     A name matches if it is the end of the dotted path.
 
     Raises:
-        UserError: naming the most similar module.
+        UserError: naming the most similar module, or what to give for the output head.
     """
     modules = [f".{name}" for name, _ in model.named_modules()]
     for option in ("lora_target_modules", "lora_modules_to_save"):
@@ -104,7 +104,18 @@ def check_module_names(settings: Settings, model: torch.nn.Module) -> None:
             matches = any(module.endswith(f".{name}") for module in modules)
             if not matches and not (option == "lora_target_modules" and _tensors_called(name, model)):
                 raise UserError(f"{option} {name[:100]} is not a module of {settings.model}; {_advice(name, model)}")
+            if option == "lora_target_modules" and _is_head(name, model):
+                raise UserError(
+                    f"lora_target_modules {name[:100]} is the output head of {settings.model}, whose weight the loss multiplies "
+                    f"directly, so an adapter on it would not be trained; leave it out, or give --lora_modules_to_save {name[:100]}."
+                )
     _check_parameter_names(settings, model)
+
+
+def _is_head(name: str, model: torch.nn.Module) -> bool:
+    """Return whether a name matches the path of the output head."""
+    head = model.get_output_embeddings()  # type: ignore[operator]
+    return any(module is head and f".{path}".endswith(f".{name}") for path, module in model.named_modules())
 
 
 def _check_parameter_names(settings: Settings, model: torch.nn.Module) -> None:

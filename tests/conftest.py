@@ -55,9 +55,8 @@ def config(tmp_path: Path) -> Any:
     return write
 
 
-@pytest.fixture(scope="session")
-def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A two-layer Llama with random weights and the demo's tokenizer; well-conditioned, so rounding stays small."""
+def save_llama(folder: Path, **options: Any) -> Path:
+    """Save a two-layer Llama with random weights and the demo's tokenizer, and return the folder."""
     import torch
     from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
@@ -69,17 +68,21 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         num_hidden_layers=2,
         num_attention_heads=1,
         num_key_value_heads=1,
-        head_dim=64,
         vocab_size=len(tokenizer),
-        initializer_range=0.05,
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
+        **options,
     )
-    folder = tmp_path_factory.mktemp("models") / "tiny"
     LlamaForCausalLM(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose steps are well-conditioned, so that rounding stays small."""
+    return save_llama(tmp_path_factory.mktemp("models") / "tiny", initializer_range=0.05)
 
 
 @pytest.fixture(scope="session")

@@ -41,7 +41,7 @@ def matmul() -> dict[str, float]:
 def flops(shape: str) -> dict[str, float]:
     """Return the model work of a token by method; an adapter has rank 16 on all linear layers."""
     from benchmarks.common.models import SHAPES, make_config
-    from unsloth_ddp.config.parse import Settings
+    from unsloth_ddp.config.options import Settings
     from unsloth_ddp.plan.shape import read_model_shape
 
     with tempfile.TemporaryDirectory() as folder:

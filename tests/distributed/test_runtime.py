@@ -21,9 +21,8 @@ from unsloth_ddp.utils.errors import UserError
 
 FAKE_UNSLOTH = """
 import json, os
-names = ("UNSLOTH_DISABLE_TRAINER_PATCHING", "UNSLOTH_NO_CUDA_EXTENSIONS", "UNSLOTH_COMPILE_LOCATION")
-SEEN = {name: os.environ.get(name) for name in names}
-SEEN["files"] = sorted(os.listdir(SEEN["UNSLOTH_COMPILE_LOCATION"]))
+CACHE = os.environ["UNSLOTH_COMPILE_LOCATION"]
+FILES = sorted(os.listdir(CACHE))
 
 class Model:
     def named_modules(self):
@@ -184,9 +183,8 @@ def fake_unsloth(tmp_path, monkeypatch):
     (tmp_path / "unsloth.py").write_text(FAKE_UNSLOTH)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "unsloth", raising=False)
-    for name in ("UNSLOTH_DISABLE_TRAINER_PATCHING", "UNSLOTH_NO_CUDA_EXTENSIONS", "UNSLOTH_COMPILE_LOCATION"):
-        monkeypatch.setenv(name, "x")
-        monkeypatch.delenv(name)
+    monkeypatch.setenv("UNSLOTH_COMPILE_LOCATION", "x")
+    monkeypatch.delenv("UNSLOTH_COMPILE_LOCATION")
     yield Runtime(Ranks(5, 1, 8, 4), "unsloth", "cuda", "bf16", "GPU")
     sys.modules.pop("unsloth", None)
 
@@ -196,21 +194,13 @@ def alone_in(runtime: Runtime) -> None:
     runtime.ranks = Ranks()
 
 
-def test_flags_precede_the_import_and_the_cache_is_the_jobs_own(fake_unsloth):
+def test_the_cache_is_the_jobs_own(fake_unsloth):
     alone_in(fake_unsloth)
     import_backend(fake_unsloth, Settings())
-    seen = sys.modules["unsloth"].SEEN
-    assert seen["UNSLOTH_DISABLE_TRAINER_PATCHING"] == seen["UNSLOTH_NO_CUDA_EXTENSIONS"] == "1"
-    assert Path(seen["UNSLOTH_COMPILE_LOCATION"]).is_dir()
+    cache = Path(sys.modules["unsloth"].CACHE)
+    assert cache.is_dir()
     fake_unsloth.cleanup.close()
-    assert not Path(seen["UNSLOTH_COMPILE_LOCATION"]).exists()
-
-
-def test_flags_of_the_user_stay(fake_unsloth, monkeypatch):
-    alone_in(fake_unsloth)
-    monkeypatch.setenv("UNSLOTH_NO_CUDA_EXTENSIONS", "0")
-    import_backend(fake_unsloth, Settings())
-    assert sys.modules["unsloth"].SEEN["UNSLOTH_NO_CUDA_EXTENSIONS"] == "0"
+    assert not cache.exists()
 
 
 @pytest.mark.parametrize("clear", [False, True])
@@ -221,7 +211,7 @@ def test_a_named_cache_is_kept_and_cleared_only_when_asked(fake_unsloth, tmp_pat
     (cache / "old.py").write_text("")
     import_backend(fake_unsloth, Settings(compiled_cache_dir=str(cache), clear_compiled_cache=clear))
     fake_unsloth.cleanup.close()
-    assert sys.modules["unsloth"].SEEN["files"] == ([] if clear else ["old.py"])
+    assert ([] if clear else ["old.py"]) == sys.modules["unsloth"].FILES
     assert cache.is_dir()
 
 

@@ -340,7 +340,7 @@ def test_a_mistake_found_by_one_rank_alone_ends_all_with_its_sentence(strike):
 
 def forked(tmp: str) -> None:
     """A rank that leaves a forked child behind and dies; the child is to keep no connection open."""
-    from unsloth_ddp.config.parse import Settings
+    from unsloth_ddp.config.options import Settings
     from unsloth_ddp.distributed.ranks import ranks_from_environment
     from unsloth_ddp.distributed.runtime import started
     from unsloth_ddp.distributed.watchdog import watched

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from tests.conftest import DEMO_MODEL
+from tests.conftest import save_llama
 from tests.ranks import run_ranks, train
 from tests.training.test_gradient_exchange import storages
 
@@ -64,22 +63,7 @@ def train_captured(argv: list[str], cwd: str) -> None:
 @pytest.fixture(scope="module")
 def tied_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Write a two-layer Llama with random weights, whose output head is its embedding."""
-    tokenizer = AutoTokenizer.from_pretrained(DEMO_MODEL)
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=1,
-        num_key_value_heads=1,
-        vocab_size=len(tokenizer),
-        max_position_embeddings=256,
-        tie_word_embeddings=True,
-    )
-    folder = tmp_path_factory.mktemp("tied")
-    LlamaForCausalLM(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
+    return save_llama(tmp_path_factory.mktemp("tied"), max_position_embeddings=256, tie_word_embeddings=True)
 
 
 def test_captured_full_training_on_two_processes_is_that_of_one(

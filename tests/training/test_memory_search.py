@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from tests.conftest import REPO
 from tests.ranks import run_ranks
 from unsloth_ddp.config import options
-from unsloth_ddp.config.parse import Settings
+from unsloth_ddp.config.options import Settings
 from unsloth_ddp.data.batch_plan import BatchPlan
 from unsloth_ddp.data.collate import PadRight
 from unsloth_ddp.data.dataset import Counts, TokenizedRows

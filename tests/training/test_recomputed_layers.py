@@ -19,7 +19,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention, apply_rotar
 from tests.data.test_fixed_shape import rows_of
 from tests.data.test_packing import KV, make
 from tests.training.test_captured_step import SHAPE, batches, captured_of, fail, gradients, model_of, ordinary_sum
-from unsloth_ddp.config.parse import Settings
+from unsloth_ddp.config.options import Settings
 from unsloth_ddp.data.batch_plan import BatchPlan
 from unsloth_ddp.data.collate import Collate, Flatten, PadRight
 from unsloth_ddp.data.fixed_shape import FixedShape, PaddedBatch

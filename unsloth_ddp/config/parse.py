@@ -19,8 +19,6 @@ from unsloth_ddp.config.yaml_file import Unreadable, read_yaml
 from unsloth_ddp.utils.errors import UserError, os_reason
 from unsloth_ddp.utils.missing_files import looked_in, similar_file
 
-__all__ = ["Settings", "parse_settings", "read_config"]
-
 REPO = Path(__file__).resolve().parents[2]
 DEMO_RECIPE = REPO / "recipes" / "demo.yaml"
 DEMO_MODEL = REPO / "demo" / "model"

@@ -13,7 +13,7 @@ from typing import Any
 
 import datasets
 
-from unsloth_ddp.config.parse import Settings
+from unsloth_ddp.config.options import Settings
 from unsloth_ddp.data.checked_rows import checked_rows
 from unsloth_ddp.data.formats import SHOWN_COLUMNS, Example
 from unsloth_ddp.data.node_folder import room_for_rows

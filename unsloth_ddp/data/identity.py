@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from unsloth_ddp.config.parse import Settings
+from unsloth_ddp.config.options import Settings
 from unsloth_ddp.data.batch_plan import BatchPlan
 from unsloth_ddp.data.dataset import TokenizedRows
 from unsloth_ddp.data.sources import is_file

@@ -13,7 +13,7 @@ from typing import Literal
 
 import numpy as np
 
-from unsloth_ddp.config.parse import Settings
+from unsloth_ddp.config.options import Settings
 from unsloth_ddp.data.batch_plan import BatchPlan, nearest_multiple, plan_batch
 from unsloth_ddp.utils.errors import UserError
 from unsloth_ddp.utils.units import counted

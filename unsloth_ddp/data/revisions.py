@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 from typing import Literal
 
-from unsloth_ddp.config.parse import Settings
+from unsloth_ddp.config.options import Settings
 from unsloth_ddp.data.sources import is_file
 from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.utils.errors import UserError

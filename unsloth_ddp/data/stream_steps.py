@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from torch.utils.data import IterableDataset
 
-from unsloth_ddp.config.parse import Settings
+from unsloth_ddp.config.options import Settings
 from unsloth_ddp.data.arrow_rows import join_rows
 from unsloth_ddp.data.batch_plan import BatchPlan, arrange
 from unsloth_ddp.data.packing import Packing, best_fit

@@ -17,8 +17,6 @@ from unsloth_ddp.config.options import Settings
 from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.utils.errors import UserError, os_reason
 
-# Older Unsloth releases patch trainers and build CUDA extensions in every rank unless told not to.
-UNSLOTH_FLAGS = {"UNSLOTH_DISABLE_TRAINER_PATCHING": "1", "UNSLOTH_NO_CUDA_EXTENSIONS": "1"}
 # Suffixes of the files in a folder of Unsloth's compiled modules, beside __pycache__.
 COMPILED = (".py", ".pyc", ".lock")
 
@@ -34,8 +32,6 @@ def import_backend(runtime: Runtime, settings: Settings) -> None:
             print("compiled_cache_dir and clear_compiled_cache are ignored: only the unsloth backend compiles modules.")
         return
     runtime.cleanup.enter_context(_compiled_cache(runtime, settings))
-    for name, value in UNSLOTH_FLAGS.items():
-        os.environ.setdefault(name, value)
     try:
         import unsloth  # noqa: F401
     except ImportError as error:

@@ -13,7 +13,7 @@ import threading
 from dataclasses import dataclass, field
 from typing import Any
 
-from unsloth_ddp.config.parse import Settings
+from unsloth_ddp.config.options import Settings
 from unsloth_ddp.distributed.admission import accept_ranks, call_main
 from unsloth_ddp.distributed.diagnosis import RankStatus
 from unsloth_ddp.distributed.rendezvous import secret_of

@@ -86,7 +86,7 @@ class DriftCheck:
     def __init__(self, model: torch.nn.Module, runtime: Runtime, every: int) -> None:
         self.runtime = runtime
         self.model = model
-        sharding, copies = getattr(runtime, "sharding", "none"), getattr(runtime, "copies", 1)
+        sharding, copies = runtime.sharding, runtime.copies
         replicated = sharding in REPLICATED or copies > 1
         # Every so many ranks hold the same.
         self.parts = runtime.ranks.world_size // copies if copies > 1 else 1

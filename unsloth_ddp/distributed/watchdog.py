@@ -26,7 +26,7 @@ from typing import Any
 
 import psutil
 
-from unsloth_ddp.config.parse import Settings
+from unsloth_ddp.config.options import Settings
 from unsloth_ddp.distributed.connections import Peer, connect
 from unsloth_ddp.distributed.diagnosis import (
     GRACE_SECONDS,

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import torch
 
-from unsloth_ddp.config.parse import Settings
+from unsloth_ddp.config.options import Settings
 from unsloth_ddp.data.packing import PackingDecision, decide_packing, describe_backend, describe_older_gpu
 from unsloth_ddp.distributed.precision import AMPERE
 from unsloth_ddp.distributed.runtime import Runtime

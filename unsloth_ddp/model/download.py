@@ -5,7 +5,7 @@ from __future__ import annotations
 from fnmatch import fnmatch
 from typing import Any
 
-from unsloth_ddp.config.parse import Settings
+from unsloth_ddp.config.options import Settings
 from unsloth_ddp.data.sources import is_file
 from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.utils.units import counted, shown_bytes

@@ -6,7 +6,7 @@ import contextlib
 import json
 from pathlib import Path
 
-from unsloth_ddp.config.parse import Settings
+from unsloth_ddp.config.options import Settings
 
 SAFETENSORS = "model.safetensors"
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from unsloth_ddp.config.parse import Settings
+from unsloth_ddp.config.options import Settings
 from unsloth_ddp.distributed.runtime import Runtime
 
 KINDS = ("none", "torch", "unsloth")

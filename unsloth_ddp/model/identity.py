@@ -12,7 +12,7 @@ from pathlib import Path
 
 import xxhash
 
-from unsloth_ddp.config.parse import Settings
+from unsloth_ddp.config.options import Settings
 from unsloth_ddp.model.files import WEIGHTS
 from unsloth_ddp.utils.checksums import checksum, sampled_checksum
 from unsloth_ddp.utils.units import GIB

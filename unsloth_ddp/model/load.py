@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from unsloth_ddp.config.parse import Settings
+from unsloth_ddp.config.options import Settings
 from unsloth_ddp.data.chat_template import check_chat_template, set_chat_template
 from unsloth_ddp.distributed.precision import AMPERE, check_full_weights
 from unsloth_ddp.distributed.runtime import Runtime

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from unsloth_ddp.config.parse import Settings
+from unsloth_ddp.config.options import Settings
 from unsloth_ddp.model.experts import full_shape, names_in_layers, stacked_experts
 from unsloth_ddp.utils.errors import UserError
 

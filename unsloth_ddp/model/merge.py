@@ -67,7 +67,6 @@ class Merge:
     """A merge that can be done weight by weight.
 
     Args:
-        base: folder of the base model.
         files: weight files of the base model, in order, each with the names of its weights.
         constants: of each 4-bit weight, the names and files of its quantization constants.
         adapter: file of the adapter.
@@ -76,7 +75,6 @@ class Merge:
         model: the base model on the meta device.
     """
 
-    base: Path
     files: dict[Path, list[str]]
     constants: dict[str, dict[str, Path]]
     adapter: Path
@@ -117,7 +115,7 @@ def plan_merge(settings: Settings, adapter: Path) -> Merge | None:
         return None
     files = {path: [name for name, at in stored.items() if at == path and name not in inside] for path in paths}
     scale = config["lora_alpha"] / (math.sqrt(config["r"]) if config.get("use_rslora") else config["r"])
-    return Merge(base, files, constants, file, changed, scale, model)
+    return Merge(files, constants, file, changed, scale, model)
 
 
 def _is_plain(config: dict[str, Any]) -> bool:

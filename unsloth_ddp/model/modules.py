@@ -27,6 +27,11 @@ def weights_of_first_layer(model: Any) -> int:
     )
 
 
+def embedding_ids(model: torch.nn.Module) -> set[int]:
+    """Return the ids of the parameters of a model's embeddings."""
+    return {id(p) for m in model.modules() if isinstance(m, torch.nn.Embedding) for p in m.parameters()}
+
+
 @contextmanager
 def evaluation_mode(model: Any) -> Iterator[None]:
     """Turn dropout off inside the block, and restore the mode the model was in."""

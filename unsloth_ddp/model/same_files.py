@@ -6,7 +6,7 @@ from pathlib import Path
 
 import xxhash
 
-from unsloth_ddp.config.parse import Settings
+from unsloth_ddp.config.options import Settings
 from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.model.files import WEIGHTS, model_folder
 from unsloth_ddp.model.files_check import check_folder

@@ -7,7 +7,7 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from unsloth_ddp.config.parse import Settings
+from unsloth_ddp.config.options import Settings
 from unsloth_ddp.distributed.sharding import Sharding
 from unsloth_ddp.utils.errors import UserError
 

@@ -41,7 +41,7 @@ class SupervisedHead:
 
     def __init__(self, model: Any) -> None:
         self.positions: Tensor | None = None
-        self._hook = base_model(model).get_decoder().register_forward_hook(self._select)
+        base_model(model).get_decoder().register_forward_hook(self._select)
 
     @contextmanager
     def at(self, positions: Tensor | None) -> Iterator[None]:

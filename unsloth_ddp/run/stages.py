@@ -123,13 +123,12 @@ def prepare_data(run: Run, model: Any, tokenizer: Any, resume: ResumePoint | Non
 
 def make_trainer(run: Run, config: Any, model: Any, tokenizer: Any, data: TrainingData) -> DDPTrainer:
     """Return the trainer."""
+    from unsloth_ddp.training.memory_search import trained_bytes
     from unsloth_ddp.training.trainer import DDPTrainer
 
     settings, runtime = run.settings, run.runtime
-    trained_bytes = sum(
-        getattr(p, "ds_numel", p.numel()) * p.element_size() for p in model.parameters() if p.requires_grad
-    )
-    checkpoints = Checkpoints(runtime, run.folder, run.identity, versions(), settings.save_total_limit, trained_bytes)
+    limit, weights = settings.save_total_limit, trained_bytes(model)
+    checkpoints = Checkpoints(runtime, run.folder, run.identity, versions(), limit, weights)
     return DDPTrainer(settings, runtime, config, model, tokenizer, data, checkpoints, run.stop)
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from unsloth_ddp.checkpoints.identity import batch_identity
 from unsloth_ddp.config.options import Settings, options_with
 from unsloth_ddp.config.questionable import questionable_settings
 from unsloth_ddp.data.training_data import TrainingData
@@ -146,27 +147,18 @@ def summarize(settings: Settings, runtime: Runtime, trainer: DDPTrainer, seconds
     Args:
         seconds: that training took.
     """
-    packing, plan, totals = trainer.data.train.packing, trainer.plan, trainer.meter.totals
+    packing, totals = trainer.data.train.packing, trainer.meter.totals
     loading, peak = (
         max(values)
         for values in zip(*runtime.gather((trainer.peak_before_steps, trainer.meter.peak_bytes())), strict=True)
     )
     return {
-        "world_size": runtime.ranks.world_size,
-        "nodes": runtime.ranks.nodes,
-        "device": runtime.device_name,
-        "sharding": runtime.sharding,
-        "offload": runtime.offload,
-        "copies": runtime.copies,
-        "backend": runtime.backend,
-        "precision": runtime.precision,
+        **runtime.layout(),
         "packing": packing is not None,
         "packs": len(packing) if packing is not None and not trainer.data.train.streamed else None,
         "gradient_checkpointing": trainer.checkpointing.kind,
         "cuda_graphs": trainer.cuda_graphs.choice.uses_graphs,
-        "global_batch_size": plan.global_batch,
-        "per_device_train_batch_size": plan.per_device,
-        "gradient_accumulation_steps": plan.accumulation,
+        **batch_identity(trainer.plan),
         "steps": trainer.state.global_step,
         "tokens": totals.tokens,
         "supervised_tokens": totals.supervised_tokens,
@@ -177,8 +169,20 @@ def summarize(settings: Settings, runtime: Runtime, trainer: DDPTrainer, seconds
         "versions": versions(),
         "train_seconds": seconds,
         "tokens_per_second": (totals.tokens - trainer.tokens_before) / seconds,
-        "eval_loss": trainer.final_eval_loss(),
+        "eval_loss": _final_eval_loss(trainer),
     }
+
+
+def _final_eval_loss(trainer: DDPTrainer) -> float | None:
+    """Return the evaluation loss of the trained model; evaluate now unless the last step did. None without rows."""
+    if trainer.eval_dataset is None:
+        return None
+    # The best model may not be that of the last step.
+    if not trainer.args.load_best_model_at_end:
+        for entry in reversed(trainer.state.log_history):
+            if "eval_loss" in entry and entry.get("step") == trainer.state.global_step:
+                return entry["eval_loss"]
+    return trainer.evaluate()["eval_loss"]
 
 
 def finish(settings: Settings, folder: Path, summary: dict[str, Any]) -> None:

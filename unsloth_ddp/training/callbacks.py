@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 from transformers import TrainerCallback
@@ -20,7 +19,7 @@ class SavedTotals(TrainerCallback, ExportableState):
     """Keep the run's totals in every checkpoint, so that they continue when it is resumed.
 
     `pending` holds the sums of each rank since the last log line, which the totals do not include yet; `stream` holds the
-    position in streamed rows (streaming.Position).
+    position in streamed rows (stream_order.StreamPosition).
     """
 
     def __init__(
@@ -63,19 +62,19 @@ class CountOverflows(TrainerCallback):
     """Count the steps that the gradient scaler skips because of an fp16 overflow, and print their number at the end.
 
     Args:
-        was_left_out: returns whether the last optimizer step was skipped.
+        accelerator: the trainer's, which knows whether the last optimizer step was skipped.
         speaks: whether this process prints.
     """
 
-    def __init__(self, was_left_out: Callable[[], bool], speaks: bool) -> None:
-        self.was_left_out = was_left_out
+    def __init__(self, accelerator: Any, *, speaks: bool) -> None:
+        self.accelerator = accelerator
         self.speaks = speaks
         self.left_out = self.steps = 0
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Count the step."""
         self.steps += 1
-        self.left_out += self.was_left_out()
+        self.left_out += self.accelerator.optimizer_step_was_skipped
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Print the number of skipped steps, if any."""
@@ -93,6 +92,10 @@ class CompareWeights(TrainerCallback):
 
     def __init__(self, drift: DriftCheck) -> None:
         self.drift = drift
+        if drift.skipped and drift.runtime.ranks.is_main:
+            print(
+                f"drift_check_steps is ignored: with {drift.skipped} each rank holds a different part of the weights."
+            )
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Compare the weights after the step if a comparison is due."""

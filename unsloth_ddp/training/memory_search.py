@@ -28,7 +28,7 @@ from unsloth_ddp.data.training_data import TrainingData
 from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.distributed.wire import sendable
 from unsloth_ddp.model.gradient_checkpointing import GradientCheckpointing
-from unsloth_ddp.model.modules import evaluation_mode, training_mode
+from unsloth_ddp.model.modules import embedding_ids, evaluation_mode, training_mode
 from unsloth_ddp.training.micro_batch_loss import MicroBatchRunner
 from unsloth_ddp.training.optimizer_memory import optimizer_bytes
 from unsloth_ddp.utils.errors import UserError
@@ -134,6 +134,7 @@ def with_micro_batch(plan: BatchPlan, per_device: int) -> BatchPlan:
     return BatchPlan(per_device, plan.per_device * plan.accumulation // per_device, plan.processes)
 
 
+@dataclass
 class MemorySearch:
     """Choose gradient checkpointing and micro-batch of a run, the same on every rank.
 
@@ -146,26 +147,14 @@ class MemorySearch:
         uses_graphs: whether micro-batches will be replayed as CUDA graphs, so that small ones are as fast as large ones.
     """
 
-    def __init__(
-        self,
-        settings: Settings,
-        runtime: Runtime,
-        data: TrainingData,
-        checkpointing: GradientCheckpointing,
-        run: MicroBatchRunner,
-        bytes_later: int,
-        *,
-        bytes_kept: int = 0,
-        uses_graphs: bool = False,
-    ) -> None:
-        self.uses_graphs = uses_graphs
-        self.bytes_kept = bytes_kept
-        self.settings = settings
-        self.runtime = runtime
-        self.data = data
-        self.checkpointing = checkpointing
-        self.run = run
-        self.bytes_later = bytes_later
+    settings: Settings
+    runtime: Runtime
+    data: TrainingData
+    checkpointing: GradientCheckpointing
+    run: MicroBatchRunner
+    bytes_later: int
+    bytes_kept: int = 0
+    uses_graphs: bool = False
 
     def choose(self, before: dict[str, Any]) -> MicroBatchDecision:
         """Return the decision; the caller applies it.
@@ -334,15 +323,17 @@ def bytes_added_by_steps(model: torch.nn.Module, optimizer: str, *, ddp_sends: b
         ddp_sends: whether DistributedDataParallel averages gradients, which copies them into buckets; in GradientExchange
             the gradients are views of the buckets.
     """
-    embeddings = {id(p) for m in model.modules() if isinstance(m, torch.nn.Embedding) for p in m.parameters()}
+    embeddings = embedding_ids(model)
     trained = [p for p in model.parameters() if p.requires_grad]
     states = sum(p.numel() * optimizer_bytes(optimizer, p.element_size(), id(p) in embeddings) for p in trained)
-    return int(states) + (gradient_bytes(model) if ddp_sends else 0)
+    return int(states) + (trained_bytes(model) if ddp_sends else 0)
 
 
-def gradient_bytes(model: torch.nn.Module) -> int:
-    """Return the bytes of the gradients of all trained weights."""
-    return sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
+def trained_bytes(model: torch.nn.Module) -> int:
+    """Return the bytes of the trained weights, and so of their gradients."""
+    # ZeRO-3 leaves an empty tensor in each parameter's place.
+    trained = (p for p in model.parameters() if p.requires_grad)
+    return sum(getattr(p, "ds_numel", p.numel()) * p.element_size() for p in trained)
 
 
 def room_on(device: torch.device) -> int:

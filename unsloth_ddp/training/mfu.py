@@ -7,12 +7,13 @@ recomputation, which is work of the hardware and not of the model.
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Any
 
-import torch
-
 from unsloth_ddp.distributed.runtime import Runtime
+from unsloth_ddp.model.experts import EXPERTS, full_shape, number_in
+from unsloth_ddp.model.modules import embedding_ids
 
 # FLOP a second of dense 16-bit matrix products with 32-bit sums, by words of the name that torch gives. NVIDIA's tables
 # print the figure "with sparsity" alone, which is twice the dense one, or both ("dense | sparse").
@@ -72,30 +73,17 @@ def peak_flops(device_name: str, precision: str) -> float | None:
 def flops_a_token(model: Any) -> float | None:
     """Return the model FLOP of a token; None for models of which a token uses only a part (experts, images)."""
     config = model.config.get_text_config()
-    parts = ("num_experts", "num_local_experts", "n_routed_experts")
-    if any(getattr(config, name, None) for name in parts) or getattr(model.config, "vision_config", None) is not None:
+    if number_in(config, EXPERTS) or getattr(model.config, "vision_config", None) is not None:
         return None
-    head = model.get_output_embeddings()
-    embeddings = {
-        parameter
-        for module in model.modules()
-        if isinstance(module, torch.nn.Embedding)
-        for parameter in module.parameters(recurse=False)
-    }
+    head, embeddings = model.get_output_embeddings(), embedding_ids(model)
     if head is not None:
         # Tokens are multiplied with a tied embedding too, as the output head.
-        embeddings -= set(head.parameters(recurse=False))
+        embeddings -= {id(parameter) for parameter in head.parameters(recurse=False)}
     used = trained = 0
     for parameter in model.parameters():
-        shape = _shape(parameter)
-        if len(shape) < 2 or parameter in embeddings:
+        shape = full_shape(parameter)
+        if len(shape) < 2 or id(parameter) in embeddings:
             continue
-        used += shape.numel()
-        trained += shape.numel() if parameter.requires_grad else 0
+        used += math.prod(shape)
+        trained += math.prod(shape) if parameter.requires_grad else 0
     return 4.0 * used + 2.0 * trained
-
-
-def _shape(parameter: Any) -> torch.Size:
-    """Return the shape of a weight that may be packed to 4 bit, or partitioned by ZeRO-3."""
-    state = getattr(parameter, "quant_state", None)
-    return torch.Size(state.shape if state is not None else getattr(parameter, "ds_shape", parameter.shape))

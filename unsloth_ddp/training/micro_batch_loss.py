@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unsloth_ddp.model.supervised_head import SupervisedHead
+from unsloth_ddp.model.supervised_head import SupervisedHead, head_with_equal_loss
 from unsloth_ddp.training.loss import logits_to_step_loss
 
 
@@ -41,9 +41,25 @@ class MicroBatchLoss:
         self.forward_done = forward_done
         self.head: SupervisedHead | None = None
 
-    def use_head(self, head: SupervisedHead | None) -> None:
-        """Set the head that computes supervised tokens only; with None the model computes all tokens."""
-        self.head = head
+    def choose_head(self, runner: MicroBatchRunner, examples: Any, rows: int) -> None:
+        """Compute the output head on supervised tokens only, if the model takes the divisor and the loss stays the same.
+
+        Args:
+            runner: computes this loss of a batch.
+            examples: training rows (packs), by index.
+            rows: number of rows in a micro-batch.
+        """
+        if not self.divides:
+            return
+
+        def loss_with(head: SupervisedHead, batch: dict[str, Any]) -> Tensor:
+            self.head = head
+            try:
+                return runner.loss_sum(runner.to_device(batch))
+            finally:
+                self.head = None
+
+        self.head = head_with_equal_loss(runner.model, examples, rows, runner.collate, loss_with)
 
     def __call__(self, model: Any, inputs: dict[str, Tensor], divisor: Tensor) -> Tensor:
         """Return the loss, a 0-dim tensor."""

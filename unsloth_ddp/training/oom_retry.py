@@ -6,7 +6,7 @@ import contextlib
 import gc
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -43,6 +43,7 @@ class StepStart:
     done: int = 0
 
 
+@dataclass
 class StepRetry:
     """Switch to the next kind of gradient checkpointing when memory runs out, and repeat the step.
 
@@ -58,24 +59,17 @@ class StepRetry:
         changed: called with a kind when this rank begins to use it.
     """
 
-    def __init__(
-        self,
-        checkpointing: GradientCheckpointing,
-        meter: Meter,
-        device: torch.device,
-        exchange: GradientExchange | None,
-        world_size: int,
-        changed: Callable[[str], None],
-    ) -> None:
-        self.checkpointing = checkpointing
-        self.meter = meter
-        self.device = device
-        self.exchange = exchange
-        self.world_size = world_size
-        self.changed = changed
-        self._start: StepStart | None = None
-        self._in_backward = False
-        self._reported = checkpointing.level
+    checkpointing: GradientCheckpointing
+    meter: Meter
+    device: torch.device
+    exchange: GradientExchange | None
+    world_size: int
+    changed: Callable[[str], None]
+    _start: StepStart | None = field(default=None, init=False)
+    _in_backward: bool = field(default=False, init=False)
+
+    def __post_init__(self) -> None:
+        self._reported = self.checkpointing.level
 
     def start_with(self, kind: str) -> None:
         """Set the kind that the run begins with; only later switches are reported."""

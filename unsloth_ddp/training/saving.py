@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from accelerate import DistributedType, FullyShardedDataParallelPlugin, ParallelismConfig
+from torch.distributed.fsdp import FSDPModule
 from transformers import Trainer, set_seed
 from transformers.trainer_utils import IntervalStrategy
 from trl import SFTTrainer
@@ -53,6 +54,7 @@ class ResumableTrainer(SFTTrainer):
         self.resume_point: ResumePoint | None = None
         self.tokens_before = 0
         self._aside: str | None = None
+        self._trained_parts: list[list[torch.Tensor]] | None = None
         self._fp32_weights: dict[str, torch.Tensor] = {}
         self._best_until_now: tuple[float | None, int | None] = (None, None)
         saved = SavedTotals()
@@ -73,6 +75,24 @@ class ResumableTrainer(SFTTrainer):
         if self.runtime.sharding == "fsdp2" and not self.is_fsdp_enabled:
             state.distributed_type, state.fsdp_plugin = DistributedType.FSDP, FullyShardedDataParallelPlugin()
             self.is_fsdp_enabled = True
+
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
+        """Create the optimizer, and keep its list of weights if they were loaded in shards."""
+        optimizer = super().create_optimizer(*args, **kwargs)
+        if isinstance(self.model, FSDPModule):
+            self._trained_parts = [list(group["params"]) for group in optimizer.param_groups]
+        return optimizer
+
+    def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(self.model, FSDPModule):
+            # accelerate does not wrap this model again, but would still look for layers by their class names.
+            self.accelerator.state.fsdp_plugin.auto_wrap_policy = None
+        prepared = super()._prepare_for_training(*args, **kwargs)
+        if self._trained_parts is not None and self.optimizer is not None:
+            # accelerate restores the optimizer's weights by address, but all empty shards of a rank share one address.
+            for group, parts in zip(self.optimizer.param_groups, self._trained_parts, strict=True):
+                group["params"] = parts
+        return prepared
 
     @property
     def plan(self) -> BatchPlan:

@@ -15,7 +15,7 @@ from accelerate.utils import DynamoBackend
 from transformers.integrations import INTEGRATION_TO_CALLBACK, get_available_reporting_integrations
 from trl.trainer.sft_config import SFTConfig
 
-from unsloth_ddp.config.parse import Settings
+from unsloth_ddp.config.options import Settings
 from unsloth_ddp.config.upstream_names import choose_trackers
 from unsloth_ddp.data.batch_plan import BatchPlan
 from unsloth_ddp.distributed.runtime import Runtime
@@ -39,6 +39,22 @@ def check_compiler(given: Mapping[str, Any]) -> None:
         )
 
 
+def check_precision(config: Any, settings: Settings, runtime: Runtime) -> None:
+    """Refuse a precision that the trainer has changed in its SFTConfig.
+
+    Raises:
+        UserError: naming the precision that Unsloth trains the model in.
+    """
+    used = "bf16" if config.bf16 else "fp16" if config.fp16 else "fp32"
+    # bf16 weights need no autocast, so Unsloth switches it off for them.
+    bf16_weights = settings.method == "full" and settings.full_weights == "bf16"
+    if used != runtime.precision and not bf16_weights:
+        raise UserError(
+            f"precision {runtime.precision} is not available: Unsloth trains this model in {used}; use "
+            f"--precision {used}, or --backend transformers."
+        )
+
+
 def make_config(settings: Settings, runtime: Runtime, plan: BatchPlan, run_folder: Path) -> Any:
     """Return TRL's SFTConfig for these settings, with every field set, because Unsloth's version has other defaults.
 
@@ -55,11 +71,21 @@ def make_config(settings: Settings, runtime: Runtime, plan: BatchPlan, run_folde
     }
     check_compiler(settings.trainer_args)
     check_optimizer(settings)
+    chosen = _chosen(settings, runtime, plan, run_folder)
+    same_name = {n: getattr(settings, n) for n in defaults if hasattr(settings, n)}
+    try:
+        return SFTConfig(**{**defaults, **same_name, **chosen, **settings.trainer_args, "push_to_hub": False})
+    except (TypeError, ValueError) as error:
+        raise UserError(f"TRL refuses the training options: {' '.join(str(error).split())}") from None
+
+
+def _chosen(settings: Settings, runtime: Runtime, plan: BatchPlan, run_folder: Path) -> dict[str, Any]:
+    """Return the fields that the kit sets, whatever options have their names."""
     strategy = settings.eval_strategy
     if strategy == "auto":
         strategy = "steps" if settings.eval_steps else "epoch"
     checkpointing = loaded_with(runtime, settings) != "none"
-    chosen = {
+    return {
         "output_dir": str(run_folder),
         "run_name": run_folder.name,
         "per_device_train_batch_size": plan.per_device,
@@ -87,7 +113,7 @@ def make_config(settings: Settings, runtime: Runtime, plan: BatchPlan, run_folde
         "ddp_broadcast_buffers": False,
         "eval_strategy": strategy if settings.eval_dataset or settings.eval_fraction else "no",
         "save_strategy": settings.save_strategy,
-        # checkpoint.py removes older ones; Transformers would remove the newest one before the result is written.
+        # Checkpoints removes older ones; Transformers would remove the newest one before the result is written.
         "save_total_limit": None,
         "report_to": choose_trackers(
             settings.report_to, INTEGRATION_TO_CALLBACK, get_available_reporting_integrations()
@@ -95,7 +121,7 @@ def make_config(settings: Settings, runtime: Runtime, plan: BatchPlan, run_folde
         "max_length": settings.max_length,
         "packing": False,
         "padding_free": False,
-        # Rows arrive tokenized, with labels; see data.py.
+        # Rows arrive tokenized, with labels.
         "dataset_kwargs": {"skip_prepare_dataset": True},
         "remove_unused_columns": False,
         # Reading every loss to look for NaN would make each micro-batch wait for the device.
@@ -108,8 +134,3 @@ def make_config(settings: Settings, runtime: Runtime, plan: BatchPlan, run_folde
         "disable_tqdm": False,
         "dataloader_pin_memory": runtime.device_type == "cuda",
     }
-    same_name = {n: getattr(settings, n) for n in defaults if hasattr(settings, n)}
-    try:
-        return SFTConfig(**{**defaults, **same_name, **chosen, **settings.trainer_args, "push_to_hub": False})
-    except (TypeError, ValueError) as error:
-        raise UserError(f"TRL refuses the training options: {' '.join(str(error).split())}") from None

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Module, Parameter
 
 from unsloth_ddp.distributed.sharding import Offload, Sharding
-from unsloth_ddp.model.modules import base_model
+from unsloth_ddp.model.modules import base_model, embedding_ids
 from unsloth_ddp.model.stand_in import is_packed
 from unsloth_ddp.training.optimizer_memory import optimizer_bytes
 
@@ -96,7 +96,7 @@ def read_weights(model: Any, layers: Iterable[Module], precision: int, device: t
         device: of this rank; shards in host memory count as 0 bytes.
     """
     base = base_model(model)
-    embeddings = {id(p) for m in model.modules() if isinstance(m, torch.nn.Embedding) for p in m.parameters()}
+    embeddings = embedding_ids(model)
 
     def weights_of(parameters: Iterable[Parameter]) -> list[Weight]:
         return [_weight(p, precision, device, embedding=id(p) in embeddings) for p in parameters]

@@ -6,7 +6,6 @@ below replaces one step of the loop and says what upstream does there instead.
 
 from __future__ import annotations
 
-import functools
 import logging
 import math
 import os
@@ -16,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import DataLoader
 from transformers import Trainer
 from transformers.integrations import get_reporting_integration_callbacks
@@ -37,32 +35,31 @@ from unsloth_ddp.model.attention import keys_for_packs, prepare_for_packs
 from unsloth_ddp.model.gradient_checkpointing import GradientCheckpointing
 from unsloth_ddp.model.modules import evaluation_mode
 from unsloth_ddp.model.sharded_load import mixed_precision_policy, trained_by_unsloth
-from unsloth_ddp.model.supervised_head import fits_fused_head, head_with_equal_loss
+from unsloth_ddp.model.supervised_head import fits_fused_head
 from unsloth_ddp.training.callbacks import CompareWeights, CountOverflows, ReportProgress, StopTogether
 from unsloth_ddp.training.cuda_graphs import CudaGraphs
 from unsloth_ddp.training.deepspeed_precision import reduce_in_fp32
 from unsloth_ddp.training.display import ShowTraining, choose_view, without_bars
 from unsloth_ddp.training.gradient_exchange import make_exchange
+from unsloth_ddp.training.log_metrics import LogMetrics
 from unsloth_ddp.training.loss import step_divisor, supervised_tokens
 from unsloth_ddp.training.memory_search import (
     MemorySearch,
     MicroBatchDecision,
     bytes_added_by_steps,
     forget_free_memory,
-    gradient_bytes,
+    trained_bytes,
     with_micro_batch,
 )
 from unsloth_ddp.training.meter import peak_memory_bytes, real_tokens
-from unsloth_ddp.training.mfu import Utilization
 from unsloth_ddp.training.micro_batch_loss import MicroBatchLoss, MicroBatchRunner
-from unsloth_ddp.training.oom_retry import StepRetry, describe_repeat
+from unsloth_ddp.training.oom_retry import StepRetry
 from unsloth_ddp.training.row_feed import RowFeed
 from unsloth_ddp.training.saving import ResumableTrainer
+from unsloth_ddp.training.sft_config import check_precision
 from unsloth_ddp.training.sharded_search import ShardedMemorySearch
-from unsloth_ddp.training.stragglers import Stragglers, describe_straggler
 from unsloth_ddp.training.trackers import protect_trackers
 from unsloth_ddp.training.zero3_release import release_after_each_block
-from unsloth_ddp.utils.errors import UserError
 from unsloth_ddp.utils.known_errors import is_out_of_memory
 
 logger = logging.getLogger("unsloth_ddp")
@@ -125,22 +122,16 @@ class DDPTrainer(ResumableTrainer):
         self.args.per_device_eval_batch_size = rows_at_once(
             evaluation.units if evaluation else 0, settings.per_device_eval_batch_size, runtime.ranks.world_size
         )
-        self._check_precision()
+        check_precision(self.args, settings, runtime)
         self.view = choose_view(lines=bool(config.disable_tqdm))
         self._set_callbacks()
         self._set_gradient_precision()
-        self._compare_weights()
+        self.add_callback(CompareWeights(DriftCheck(self.model, runtime, settings.drift_check_steps)))
         if runtime.precision == "fp16":
-            left_out = functools.partial(getattr, self.accelerator, "optimizer_step_was_skipped")
-            self.add_callback(CountOverflows(left_out, runtime.ranks.is_main))
+            self.add_callback(CountOverflows(self.accelerator, speaks=runtime.ranks.is_main))
         self.exchange = make_exchange(self.model, settings, runtime, self.args, self.accelerator.ddp_handler)
         self.retry = StepRetry(
-            self.checkpointing,
-            self.meter,
-            self.args.device,
-            self.exchange,
-            self.args.world_size,
-            self._changed_kind,
+            self.checkpointing, self.meter, self.args.device, self.exchange, self.args.world_size, self._changed_kind
         )
         self.loss = MicroBatchLoss(
             super().compute_loss if runtime.backend == "unsloth" else None,
@@ -150,24 +141,12 @@ class DDPTrainer(ResumableTrainer):
         )
         # Upstream would divide a second time for models that do not take the divisor.
         self.model_accepts_loss_kwargs = True
-        self.stragglers = Stragglers()
         self.peak_before_steps = 0
-        self._trained_parts: list[list[Tensor]] | None = None
-        self.utilization = Utilization(model, runtime)
+        self.logged = LogMetrics(model, runtime, self.meter, self.retry)
 
     def _changed_kind(self, kind: str) -> None:
         self.checkpoints.update_identity(gradient_checkpointing=kind)
         self.cuda_graphs.use(kind)
-
-    def _check_precision(self) -> None:
-        used = "bf16" if self.args.bf16 else "fp16" if self.args.fp16 else "fp32"
-        # bf16 weights need no autocast, so Unsloth switches it off for them.
-        bf16_weights = self.settings.method == "full" and self.settings.full_weights == "bf16"
-        if used != self.runtime.precision and not bf16_weights:
-            raise UserError(
-                f"precision {self.runtime.precision} is not available: Unsloth trains this model in {used}; use "
-                f"--precision {used}, or --backend transformers."
-            )
 
     def _set_callbacks(self) -> None:
         trackers = tuple(get_reporting_integration_callbacks(self.args.report_to))
@@ -184,14 +163,6 @@ class DDPTrainer(ResumableTrainer):
             # Gradients are views of DDP's buckets, so they are not copied.
             self.accelerator.ddp_handler.gradient_as_bucket_view = True
 
-    def _compare_weights(self) -> None:
-        drift = DriftCheck(self.model, self.runtime, self.settings.drift_check_steps)
-        if drift.skipped and self.runtime.ranks.is_main:
-            print(
-                f"drift_check_steps is ignored: with {drift.skipped} each rank holds a different part of the weights."
-            )
-        self.add_callback(CompareWeights(drift))
-
     # ---- before the first step ----
 
     def choose_micro_batch(self, resume: ResumePoint | None) -> MicroBatchDecision:
@@ -200,7 +171,9 @@ class DDPTrainer(ResumableTrainer):
         self.peak_before_steps = peak_memory_bytes(self.runtime.device_type)
         ddp_sends = self.args.world_size > 1 and self.exchange is None
         stays = self.exchange is not None or self.cuda_graphs.choice.uses_graphs
-        runner = self._runner()
+        runner = MicroBatchRunner(
+            self.model, self.args.device, self.loss, self.data_collator, self.accelerator.autocast
+        )
         kind_of_search = MemorySearch if self.runtime.sharding == "none" else ShardedMemorySearch
         search = kind_of_search(
             self.settings,
@@ -209,7 +182,7 @@ class DDPTrainer(ResumableTrainer):
             self.checkpointing,
             runner,
             bytes_added_by_steps(self.model, self.settings.optim, ddp_sends=ddp_sends),
-            bytes_kept=gradient_bytes(self.model) if stays else 0,
+            bytes_kept=trained_bytes(self.model) if stays else 0,
             uses_graphs=self.cuda_graphs.choice.uses_graphs,
         )
         decision = search.choose(resume.manifest.run if resume else {})
@@ -219,8 +192,11 @@ class DDPTrainer(ResumableTrainer):
         self.args.gradient_accumulation_steps = plan.accumulation
         self._train_batch_size = self.args.train_batch_size
         self.checkpoints.update_identity(**batch_identity(plan), gradient_checkpointing=decision.kind)
-        # After the trials, which have to allow for rows with all tokens supervised.
-        self._choose_head(runner)
+        # After the trials, which have to allow for rows with all tokens supervised. Sharded weights cannot be used before
+        # training begins.
+        if self.runtime.backend == "unsloth" and not shards_weights(self.runtime.sharding):
+            self.loss.choose_head(runner, self.data.train.examples, self.plan.per_device)
+            self.collate.find_supervised(self.loss.head is not None)
         gradients = self.exchange.buffers if self.exchange is not None else None
         self.cuda_graphs.prepare(runner, decision, self.plan, self.accelerator.autocast, gradients)
         self.checkpoints.update_identity(cuda_graphs="on" if self.cuda_graphs.choice.uses_graphs else "off")
@@ -229,28 +205,6 @@ class DDPTrainer(ResumableTrainer):
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
         return decision
-
-    def _runner(self) -> MicroBatchRunner:
-        return MicroBatchRunner(self.model, self.args.device, self.loss, self.data_collator, self.accelerator.autocast)
-
-    def _choose_head(self, runner: MicroBatchRunner) -> None:
-        """Compute the output head on supervised tokens only, if that gives the same loss."""
-        # Sharded weights cannot be used before training begins.
-        if self.runtime.backend != "unsloth" or not self.loss.divides or shards_weights(self.runtime.sharding):
-            return
-
-        def loss_with(head: Any, batch: dict[str, Any]) -> Tensor:
-            self.loss.use_head(head)
-            try:
-                return runner.loss_sum(runner.to_device(batch))
-            finally:
-                self.loss.use_head(None)
-
-        head = head_with_equal_loss(
-            self.model, self.data.train.examples, self.plan.per_device, self.data_collator, loss_with
-        )
-        self.loss.use_head(head)
-        self.collate.find_supervised(head is not None)
 
     # ---- rows: upstream shuffles with the global random state and repeats rows to give every rank the same number ----
 
@@ -375,12 +329,9 @@ class DDPTrainer(ResumableTrainer):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log exact token means; every rank calls this at the same steps."""
         if "loss" in logs:
-            logs.update(self._collect())
-            logs.update(self.utilization.metrics(logs["tokens_per_second"]))
-            self._name_stragglers()
+            logs.update(self.logged.of_interval(self.state.global_step))
         if "train_loss" in logs:
-            self._collect()
-            logs["train_loss"] = self.meter.totals.train_loss or 0.0
+            logs.update(self.logged.of_run(self.state.global_step))
             self._count_steps_taken(logs)
         logger.info("step %s %s", self.state.global_step, logs)
         Trainer.log(self, logs, start_time)
@@ -398,40 +349,10 @@ class DDPTrainer(ResumableTrainer):
             if name in logs:
                 logs[name] = round(logs[name] * taken / self.state.max_steps, 3)
 
-    def _name_stragglers(self) -> None:
-        pace = self.meter.pace
-        if pace is None:
-            return
-        logger.info("own seconds a step of each rank: %s", " ".join(f"{seconds:.4f}" for seconds in pace[0]))
-        for rank in self.stragglers.observe(*pace):
-            if self.runtime.ranks.is_main:
-                location = self.runtime.locations[rank]
-                print(describe_straggler(location, rank, pace, self.stragglers.intervals), flush=True)
-
-    def _collect(self) -> dict[str, float]:
-        metrics = self.meter.collect(self.checkpointing.level)
-        short = self.retry.follow(self.meter.levels)
-        if short and self.runtime.ranks.is_main:
-            named = [self.runtime.locations[rank] for rank in short]
-            print(describe_repeat(named, self.state.global_step, self.checkpointing.kind), flush=True)
-        return metrics
-
-    def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
-        """Create the optimizer, and keep its list of weights if they were loaded in shards."""
-        optimizer = super().create_optimizer(*args, **kwargs)
-        if isinstance(self.model, FSDPModule):
-            self._trained_parts = [list(group["params"]) for group in optimizer.param_groups]
-        return optimizer
+    # ---- the run ----
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(self.model, FSDPModule):
-            # accelerate does not wrap this model again, but would still look for layers by their class names.
-            self.accelerator.state.fsdp_plugin.auto_wrap_policy = None
         prepared = super()._prepare_for_training(*args, **kwargs)
-        if self._trained_parts is not None and self.optimizer is not None:
-            # accelerate restores the optimizer's weights by address, but all empty shards of a rank share one address.
-            for group, parts in zip(self.optimizer.param_groups, self._trained_parts, strict=True):
-                group["params"] = parts
         if self.exchange is not None:
             self.exchange.broadcast()
         if self.runtime.sharding == "zero3" and self.checkpointing.recomputes_reentrantly:
@@ -440,8 +361,6 @@ class DDPTrainer(ResumableTrainer):
         if self.runtime.device_type == "cuda":
             torch.cuda.reset_peak_memory_stats()
         return prepared
-
-    # ---- the run ----
 
     def train_from(self, resume: ResumePoint | None) -> float:
         """Train to the end, or until the ranks stop together; return the seconds that it took."""
@@ -477,15 +396,3 @@ class DDPTrainer(ResumableTrainer):
         self.save_model(str(folder))
         if self.args.should_save:
             self.state.save_to_json(str(folder / "trainer_state.json"))
-
-    def final_eval_loss(self) -> float | None:
-        """Return the evaluation loss of the trained model; evaluate now unless the last step did. None without rows."""
-        if self.eval_dataset is None:
-            return None
-        if self.args.load_best_model_at_end:
-            # The best model may not be that of the last step.
-            return self.evaluate()["eval_loss"]
-        for entry in reversed(self.state.log_history):
-            if "eval_loss" in entry and entry.get("step") == self.state.global_step:
-                return entry["eval_loss"]
-        return self.evaluate()["eval_loss"]

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 
-@dataclass(frozen=True)
-class KnownError:
+class KnownError(NamedTuple):
     """Describe one error: name, regular expression of its message, cause, and the fix printed after "what helps:"."""
 
     name: str
@@ -171,8 +170,7 @@ KNOWN_ERRORS = (
     ),
     KnownError(
         "NCCL network error",
-        r"unhandled system error|ncclSystemError|ncclRemoteError|remote process exited or there was a network error|"
-        r"ncclInternalError",
+        r"unhandled system error|nccl(System|Remote|Internal)Error|remote process exited or there was a network error",
         "An NCCL connection failed, or the process at the other end has exited.",
         "find the rank that ended first; if none did, " + NETWORK + ".",
     ),

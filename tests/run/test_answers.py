@@ -12,7 +12,17 @@ from transformers import AutoTokenizer
 from tests.conftest import DEMO_MODEL
 from unsloth_ddp.data.chat_template import set_chat_template
 from unsloth_ddp.data.formats import Example
-from unsloth_ddp.run.answers import Question, _generate, _until, accuracy, answer, end_of_turn, questions, say_too_long
+from unsloth_ddp.run.answers import (
+    Question,
+    _generate,
+    _until,
+    accuracy,
+    answer,
+    batches,
+    end_of_turn,
+    questions,
+    say_too_long,
+)
 
 ASK = {"role": "user", "content": "Hi"}
 ANSWER = {"role": "assistant", "content": "Hello."}
@@ -124,3 +134,18 @@ def test_an_answer_is_as_long_as_the_longest_expected_one(
     say_too_long(tokenizer, asked)
     sentence = "The expected answers of 1 of 2 held-out questions may be longer than the 256 tokens that are generated"
     assert (sentence in capsys.readouterr().out) == bool(longer)
+
+
+def test_long_questions_are_answered_in_smaller_batches() -> None:
+    tokenizer = AutoTokenizer.from_pretrained(DEMO_MODEL)
+    tokenizer.chat_template = "{{ messages[0].content }}"
+    short, long = (Question([{"role": "user", "content": " ".join(["Lisbon"] * n)}], "x") for n in (10, 4000))
+    prompt = len(tokenizer("Lisbon")["input_ids"])
+    assert prompt == 1
+    asked = [*[short] * 150, *[long] * 5, short]
+    found = list(batches(tokenizer, asked, 96))
+    assert [question for batch in found for question in batch] == asked
+    # 4,096 tokens a long question, so that four fit.
+    assert [len(batch) for batch in found] == [64, 64, 22, 4, 2]
+    assert [len(batch) for batch in batches(tokenizer, [long] * 2, 20_000)] == [1, 1]
+    assert list(batches(tokenizer, [], 96)) == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +19,9 @@ SAMPLES = 3
 # reasoning block, within these bounds.
 LEAST_NEW_TOKENS, MOST_NEW_TOKENS = 32, 256
 AROUND = 8
-BATCH = 64
+# Rows that are answered at once, and tokens of their prompts and answers with padding, which bound the memory of the cache
+# of keys and values.
+BATCH, BATCH_TOKENS = 64, 16_384
 ANY_ANSWER = "@answer@"
 
 
@@ -62,14 +65,34 @@ def answer(model: Any, tokenizer: Any, asked: list[Question], runtime: Runtime) 
     model.eval()
     side, tokenizer.padding_side = tokenizer.padding_side, "left"
     length, answers = new_tokens(tokenizer, asked), []
-    for start in range(0, len(mine), BATCH):
-        answers += _generate(model, tokenizer, mine[start : start + BATCH], length)
+    for batch in batches(tokenizer, mine, length):
+        answers += _generate(model, tokenizer, batch, length)
     tokenizer.padding_side = side
     if runtime.backend == "unsloth":
         FastLanguageModel.for_training(model)
     model.train(was_training)
     shares = runtime.gather(answers)
     return [shares[i % len(shares)][i // len(shares)] for i in range(len(asked))]
+
+
+def batches(tokenizer: Any, asked: list[Question], length: int) -> Iterator[list[Question]]:
+    """Yield the questions in order, as many at once as BATCH and BATCH_TOKENS allow, and at least one.
+
+    Args:
+        length: tokens that are generated for an answer.
+    """
+    batch: list[Question] = []
+    longest = 0
+    for question in asked:
+        prompt = len(tokenizer(_prompt(tokenizer, question), add_special_tokens=False)["input_ids"])
+        tokens = (len(batch) + 1) * (max(longest, prompt) + length)
+        if batch and (len(batch) == BATCH or tokens > BATCH_TOKENS):
+            yield batch
+            batch, longest = [], 0
+        batch.append(question)
+        longest = max(longest, prompt)
+    if batch:
+        yield batch
 
 
 def new_tokens(tokenizer: Any, asked: list[Question]) -> int:
@@ -91,7 +114,7 @@ def _lengths(tokenizer: Any, asked: list[Question]) -> list[int]:
 
 
 def _generate(model: Any, tokenizer: Any, asked: list[Question], length: int) -> list[str]:
-    texts = [_rendered(tokenizer, q.turns, q.tools, add_generation_prompt=True) for q in asked]
+    texts = [_prompt(tokenizer, question) for question in asked]
     inputs = tokenizer(texts, add_special_tokens=False, padding=True, return_tensors="pt").to(model.device)
     with torch.no_grad():
         generated = model.generate(
@@ -111,6 +134,10 @@ def end_of_turn(tokenizer: Any, question: Question) -> str:
     # Not the expected answer, which may be a part of what ends it: "e" is one of <|im_end|>.
     chat = [*question.turns, {"role": "assistant", "content": ANY_ANSWER}]
     return _rendered(tokenizer, chat, question.tools).rpartition(ANY_ANSWER)[2].strip()
+
+
+def _prompt(tokenizer: Any, question: Question) -> str:
+    return _rendered(tokenizer, question.turns, question.tools, add_generation_prompt=True)
 
 
 def _rendered(tokenizer: Any, chat: list[Message], tools: list[Any] | None, **how: Any) -> str:

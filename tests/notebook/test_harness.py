@@ -315,7 +315,7 @@ def test_the_list_of_notebooks_from_elsewhere_is_written(tmp_path: Path) -> None
 def test_the_readme_has_the_figures_of_the_results() -> None:
     folder = Path(run_corpus.__file__).parent
     tables = []
-    for section in (folder / "README.md").read_text().split("### Notebooks from elsewhere"):
+    for section in (folder / "README.md").read_text().split("### Notebooks from other repositories"):
         rows = [line.split("|")[1:-1] for line in section.splitlines() if line.startswith("| ")]
         tables.append({cells[0].strip(): [cell.strip() for cell in cells[1:]] for cells in rows if len(cells) == 5})
     results = json.loads((folder / "results.json").read_text())

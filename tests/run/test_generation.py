@@ -56,7 +56,7 @@ def test_the_generation_config_decides_what_is_not_given() -> None:
 
 def test_an_answer_ends_with_the_positions_of_the_model() -> None:
     assert GenerationOptions(64).arguments(model(), 90)["max_new_tokens"] == 10
-    with pytest.raises(UserError, match=r"has 100 tokens, and the model reads 100 at most; .* /reset"):
+    with pytest.raises(UserError, match=r"has 100 tokens, and the model reads at most 100; .* /reset"):
         GenerationOptions().arguments(model(), 100)
 
 

@@ -98,7 +98,7 @@ def test_a_failed_upload_says_that_the_run_is_whole(tmp_path, monkeypatch, error
             raise error
 
     monkeypatch.setattr("huggingface_hub.HfApi", Api)
-    with pytest.raises(UserError, match=f"whole in .* not uploaded: {said}$"):
+    with pytest.raises(UserError, match=f"complete in .* not uploaded: {said}$"):
         summary.finish(Settings(run_name="r", push_to_hub=True), tmp_path, SUMMARY)
     assert (tmp_path / "summary.json").is_file()
 

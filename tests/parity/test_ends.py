@@ -70,6 +70,7 @@ def test_the_ranks_of_accelerate_end_with_their_launch(pids: Path, tmp_path: Pat
         running.run(words, os.environ, log, timeout=300)
 
 
+@pytest.mark.slow
 def test_a_launch_over_its_time_leaves_no_rank(pids: Path, tmp_path: Path) -> None:
     words = [sys.executable, str(tmp_path / "launcher.py")]
     assert RunningLaunches().run(words, os.environ, tmp_path / "log", timeout=10) is None

@@ -307,6 +307,7 @@ def test_two_ranks_on_one_gpu_are_refused_before_nccl_hangs(run):
     assert report["speed"]["values"]["0"] == "not measured: one GPU a rank failed"
 
 
+@pytest.mark.slow
 def test_a_process_that_never_comes_is_named(tmp_path):
     result = run_ranks(
         2,

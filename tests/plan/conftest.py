@@ -1,4 +1,4 @@
-"""The shapes of the models that were measured on GPUs."""
+"""The shapes of the demo's model and of the models that were measured on GPUs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from benchmarks.correctness.gpu_check import make_rows
 from tests.conftest import REPO
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.plan.rows import tokenize_rows
-from unsloth_ddp.plan.shape import read_model_shape
+from unsloth_ddp.plan.shape import ModelShape, read_model_shape
 
 
 @pytest.fixture(scope="session")
@@ -28,3 +28,9 @@ def measured_job(tmp_path_factory):
     given = Settings(dataset=[str(folder / "train.jsonl")], max_length=1024)
     jobs = {name: dataclasses.replace(given, model=str(folder / name)) for name in ("qwen3_8b", "qwen3_1.7b")}
     return {name: read_model_shape(job) for name, job in jobs.items()}, tokenize_rows(jobs["qwen3_8b"])
+
+
+@pytest.fixture(scope="session")
+def demo_shape() -> ModelShape:
+    """The shape of the demo's model."""
+    return read_model_shape(Settings(model=str(REPO / "demo" / "model")))

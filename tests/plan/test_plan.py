@@ -1,4 +1,4 @@
-"""The plan before renting: shapes, memory, network and time as arithmetic, and against what was measured."""
+"""The plan before renting: rows, memory, network and time as arithmetic, and against what was measured."""
 
 from __future__ import annotations
 
@@ -11,9 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-import transformers
 
-from tests.conftest import REPO
 from tests.mixtures import save_mixture
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.data.batch_plan import BatchPlan, plan_batch
@@ -28,7 +26,6 @@ from unsloth_ddp.plan.memory import (
 )
 from unsloth_ddp.plan.report import PlanReport, plan_as_json, render_plan, verdict_sentence
 from unsloth_ddp.plan.rows import RowLengths, in_order, largest_micro_batch
-from unsloth_ddp.plan.shape import ModelShape, read_model_shape
 from unsloth_ddp.plan.step import choose_step
 from unsloth_ddp.utils.errors import UserError
 
@@ -79,59 +76,7 @@ def test_the_first_rows_of_a_stream_stand_for_all(demo_shape, tmp_path, monkeypa
     assert "Rows are streamed: the plan is made from the first 20 rows" in printed
 
 
-# ---- shapes, and memory against what was measured ----
-
-
-@pytest.fixture(scope="module")
-def demo_shape() -> ModelShape:
-    return read_model_shape(Settings(model=str(REPO / "demo" / "model")))
-
-
-def test_the_demos_shape_is_the_one_training_reports(demo_shape):
-    # As the table before step 1 has it: 163,840 trainable parameters, 14.50 % of all.
-    assert demo_shape.adapter == 163_840
-    assert demo_shape.adapter / (demo_shape.parameters + demo_shape.adapter) == pytest.approx(0.1450, abs=5e-5)
-    assert (demo_shape.layers, demo_shape.vocabulary, demo_shape.layer_input) == (4, 883, 128 * 2)
-    # q, k, v, o and three of the feed-forward, four times.
-    assert demo_shape.linear == 4 * (4 * 128 * 128 + 3 * 128 * 384)
-    assert demo_shape.layer_kept > 3 * 384 * 2
-    # As a run counts them, whose layers have adapters.
-    assert demo_shape.layer_weights == (demo_shape.linear + demo_shape.adapter) / 4
-
-
-def test_stacked_experts_are_counted_though_they_are_no_linear_layers(tmp_path):
-    sizes = {"hidden_size": 32, "moe_intermediate_size": 16, "num_hidden_layers": 2, "vocab_size": 64, "head_dim": 16}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
-    transformers.Qwen3MoeConfig(**sizes, **heads, num_experts=8, num_experts_per_tok=2).save_pretrained(tmp_path)
-    shape = read_model_shape(Settings(model=str(tmp_path)))
-    assert shape.has_experts and shape.experts == 2 * 8 * 3 * 16 * 32
-    assert not shape.all_experts and shape.active_experts == shape.experts // 4
-    # All but the embedding, norms and routers.
-    assert shape.flops_a_token("full") == 6 * (shape.linear + shape.active_experts + shape.head)
-    assert 0.95 * shape.parameters < shape.linear + shape.experts + 2 * shape.head <= shape.parameters
-
-
-def test_a_published_mixture_has_its_published_counts(tmp_path):
-    # config.json of Qwen3-30B-A3B, whose card says 30.5 billion parameters, 3.3 of them active.
-    sizes = {"hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768, "num_hidden_layers": 48}
-    heads = {"num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128}
-    experts = {"num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True, "decoder_sparse_step": 1}
-    transformers.Qwen3MoeConfig(
-        **sizes, **heads, **experts, vocab_size=151936, tie_word_embeddings=False
-    ).save_pretrained(tmp_path)
-    shape = read_model_shape(Settings(model=str(tmp_path)))
-    assert shape.parameters == 30_532_122_624
-    assert (shape.experts, shape.active_experts) == (48 * 128 * 3 * 768 * 2048, 48 * 8 * 3 * 768 * 2048)
-    # The embedding is in memory, and no work.
-    active = shape.linear + shape.active_experts + 2 * shape.head
-    assert active == pytest.approx(3.3e9, rel=0.02)
-    assert shape.flops_a_token("lora") < 0.12 * 4 * shape.parameters
-    # Without experts an adapter is on q, k, v and o: 16 x (in + out) of each.
-    assert shape.adapter == 48 * 16 * (2 * (2048 + 4096) + 2 * (2048 + 512))
-    assert shape.adapted_experts == 0
-    on_experts = read_model_shape(Settings(model=str(tmp_path), lora_target_parameters=["all-experts"]))
-    assert on_experts.adapter - shape.adapter == 48 * 16 * 128 * ((2048 + 1536) + (768 + 2048))
-    assert on_experts.adapted_experts == shape.experts
+# ---- memory against what was measured ----
 
 
 def test_a_mixtures_memory_is_a_lower_bound_and_says_so(capsys, tmp_path):
@@ -141,15 +86,6 @@ def test_a_mixtures_memory_is_a_lower_bound_and_says_so(capsys, tmp_path):
     assert "The run may fit: method lora with DDP needs at least " in said
     assert "so take every figure of memory as a lower bound. With the transformers backend QLoRA leaves" in said
     assert "each token used all" not in said
-
-
-def test_work_a_token_counts_weight_gradients_of_trained_weights_only(demo_shape):
-    n = demo_shape.linear + demo_shape.head
-    assert demo_shape.flops_a_token("full") == 6 * n
-    assert demo_shape.flops_a_token("lora") == 4 * (n + 163_840) + 2 * 163_840
-    assert demo_shape.backward_share("full", recomputed=False) == pytest.approx(2 / 3)
-    assert demo_shape.backward_share("full", recomputed=True) == pytest.approx(3 / 4)
-    assert 0.5 < demo_shape.backward_share("lora", recomputed=False) < 2 / 3
 
 
 def test_the_shipped_calibrations_work_is_that_of_its_models(measured_job):

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.robustness import fault_injection
-from benchmarks.robustness.fault_injection import PATIENCE, Job, damage, inject_faults, is_bad
+from benchmarks.robustness.fault_injection import damage, inject_faults, is_bad
+from benchmarks.robustness.killable_job import PATIENCE, Job
 
 RUNS = int(os.environ.get("UNSLOTH_DDP_TORTURE_RUNS", "20"))
 

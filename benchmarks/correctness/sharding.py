@@ -9,7 +9,7 @@ compares weight update and loss with DDP's. Then loads the adapter or model in p
 to give the evaluation loss that the run reported. With --processes 4 also two copies, each on two GPUs (fsdp2-hybrid).
 offload: the same with parts in host memory, in three steps of AdamW, as DeepSpeed's optimizer there is Adam.
 cost: measures seconds a step and memory a GPU on random-weight models of real size. A mixture of experts (61 GB on disk)
-is measured only if it is named: --only qwen3_30b_a3b.
+is measured only if it is named: --only qwen3_30b_a3b. With --processes 1 only CPU offload is measured, on one GPU.
 """
 
 from __future__ import annotations
@@ -59,6 +59,18 @@ OFFLOADED = {
     "lora": ["ddp", "zero2-offload", "zero3-offload", "fsdp2-offload"],
     "full": ["ddp", "zero2-offload", "zero3-offload", "fsdp2-offload"],
 }
+# What `cost` measures: shape, method and shardings.
+COST = (
+    ("qwen3_8b", "lora", ["ddp", "zero2", "zero3", "fsdp2", "fsdp2-offload"]),
+    ("qwen3_8b", "full", ["ddp", "zero2", "zero3", "fsdp2", "zero2-offload", "fsdp2-offload"]),
+    ("qwen3_8b", "qlora", ["ddp", "fsdp2"]),
+    ("qwen3_30b_a3b", "lora", ["ddp", "zero2", "fsdp2"]),
+    ("qwen3_30b_a3b", "qlora", ["ddp"]),
+)
+COST_ON_ONE_GPU = (
+    ("qwen3_1.7b", "full", ["ddp", "zero2-offload", "zero3-offload"]),
+    ("qwen3_8b", "lora", ["ddp", "zero3-offload"]),
+)
 SGD = "--optim sgd --learning_rate 0.1"
 # With a large epsilon AdamW's update follows the size of the gradients, and not the sign of their rounding.
 ADAM = """--optim adamw_torch --learning_rate 0.01 --trainer_args {"adam_epsilon":0.01}"""
@@ -164,18 +176,15 @@ def parity(
 
 
 def cost(work: Path, path: Path, processes: int, only: list[str]) -> None:
-    """Measure each sharding on GPUs of its own; the first three steps are not counted."""
+    """Measure each sharding on GPUs of its own; the first three steps are not counted.
+
+    On one GPU, the steps with CPU offload are measured beside those without it.
+    """
     full_rows(work / "rows.jsonl", 64, seed=0, tokens=2048)
     rows = f"--dataset {work}/rows.jsonl --max_length 2048 --per_device_train_batch_size 1 --global_batch_size {2 * processes}"
     rows += " --max_steps 8 --logging_steps 1 --save_strategy no --gradient_checkpointing torch --warmup_steps 0"
     jobs = []
-    for shape, method, kinds in (
-        ("qwen3_8b", "lora", ["ddp", "zero2", "zero3", "fsdp2", "fsdp2-offload"]),
-        ("qwen3_8b", "full", ["ddp", "zero2", "zero3", "fsdp2", "zero2-offload", "fsdp2-offload"]),
-        ("qwen3_8b", "qlora", ["ddp", "fsdp2"]),
-        ("qwen3_30b_a3b", "lora", ["ddp", "zero2", "fsdp2"]),
-        ("qwen3_30b_a3b", "qlora", ["ddp"]),
-    ):
+    for shape, method, kinds in COST if processes > 1 else COST_ON_ONE_GPU:
         if shape == "qwen3_30b_a3b" and not any(shape in word for word in only):
             continue
         for sharding in kinds:

@@ -14,7 +14,7 @@ from tests.ranks import run_ranks
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.distributed import sharding as module
 from unsloth_ddp.distributed.ranks import ranks_from_environment
-from unsloth_ddp.distributed.runtime import started
+from unsloth_ddp.distributed.runtime import choose_backend, started
 from unsloth_ddp.distributed.sharding import (
     check_offload,
     check_sharding,
@@ -24,6 +24,7 @@ from unsloth_ddp.distributed.sharding import (
     offload_from_environment,
     sharding_from_environment,
     sharding_warnings,
+    unsupported_by_unsloth,
 )
 from unsloth_ddp.utils.errors import UserError
 
@@ -327,3 +328,27 @@ def test_what_has_no_effect_is_said():
 def test_accelerate_takes_every_key(path):
     config = load_config_from_file(str(path))
     assert set(yaml.safe_load(path.read_text())) <= set(vars(config))
+
+
+@pytest.mark.parametrize(
+    ("changes", "config", "backend"),
+    [
+        ({}, "ddp", "unsloth"),
+        ({}, "zero3", "unsloth"),
+        ({"method": "full"}, "zero2_offload", "unsloth"),
+        ({"method": "full"}, "zero3", "transformers"),
+        ({}, "zero3_offload", "transformers"),
+        ({}, "fsdp2_offload", "transformers"),
+        ({"fp8": True}, "ddp", "transformers"),
+    ],
+)
+def test_backend_auto_avoids_what_unsloth_cannot_train(changes, config, backend, monkeypatch):
+    monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: object())
+    settings, environ = Settings(**changes), launched(config)
+    sharding, offload = sharding_from_environment(environ), offload_from_environment(environ)
+    reason = unsupported_by_unsloth(settings, sharding, offload)
+    assert choose_backend("auto", True, reason) == backend
+    # What is asked for is taken, and refused by a check that names the reason.
+    assert choose_backend("unsloth", True, reason) == "unsloth"
+    check_sharding(sharding, settings, "cuda", backend, 2)
+    check_offload(offload, sharding, settings, backend)

@@ -14,7 +14,6 @@ from torch import nn
 from tests.conftest import REPO
 from tests.data.test_packing import KV, make
 from unsloth_ddp.config.parse import parse_settings
-from unsloth_ddp.distributed.runtime import choose_backend
 from unsloth_ddp.model.fp8 import FP8, FrozenFP8Linear, check_fp8, quantize_rows, use_fp8
 from unsloth_ddp.model.load import parameter_counts
 from unsloth_ddp.utils.errors import UserError
@@ -136,9 +135,3 @@ def test_it_is_refused_where_it_cannot_be_had(
         return
     with pytest.raises(UserError, match=words):
         check_fp8(settings, where(**facts))
-
-
-def test_auto_takes_the_backend_that_has_it() -> None:
-    assert choose_backend("auto", accelerator=True, fp8=True) == "transformers"
-    assert choose_backend("auto", accelerator=True) == "unsloth"
-    assert choose_backend("unsloth", accelerator=True, fp8=True) == "unsloth"  # refused by check_fp8

@@ -36,6 +36,7 @@ from unsloth_ddp.distributed.sharding import (
     describe_sharding,
     offload_from_environment,
     sharding_from_environment,
+    unsupported_by_unsloth,
 )
 from unsloth_ddp.utils.errors import UserError
 from unsloth_ddp.utils.redaction import hide
@@ -49,8 +50,13 @@ def asks_for_cpu(settings: Settings, environ: Mapping[str, str] = os.environ) ->
     return settings.use_cpu or environ.get("ACCELERATE_USE_CPU", "").lower() in TRUE
 
 
-def choose_backend(wanted: str, accelerator: bool, fp8: bool = False) -> Literal["unsloth", "transformers"]:
-    """Return the backend that this machine can run; products in FP8 are Transformers' only.
+def choose_backend(
+    wanted: str, accelerator: bool, unsupported: str | None = None
+) -> Literal["unsloth", "transformers"]:
+    """Return the backend that this machine can run.
+
+    Args:
+        unsupported: what Unsloth cannot train of the run's settings (distributed/sharding.py), which `auto` avoids.
 
     Raises:
         UserError: Unsloth was chosen on a machine without an accelerator.
@@ -60,7 +66,7 @@ def choose_backend(wanted: str, accelerator: bool, fp8: bool = False) -> Literal
             "backend unsloth needs an accelerator and none is found here; use --backend transformers, or auto."
         )
     if wanted == "auto":
-        return "unsloth" if accelerator and not fp8 else "transformers"
+        return "unsloth" if accelerator and unsupported is None else "transformers"
     return "unsloth" if wanted == "unsloth" else "transformers"
 
 
@@ -209,14 +215,15 @@ def started(settings: Settings, ranks: Ranks) -> Iterator[Runtime]:
             f"{counted(ranks.local_world_size, 'process')} were started on this machine, but torch sees "
             f"{counted(torch.cuda.device_count(), 'GPU')}; start at most one process per GPU (--num_processes, --nproc_per_node)."
         )
+    sharding, offload = sharding_from_environment(os.environ), offload_from_environment(os.environ)
     runtime = Runtime(
         ranks=ranks,
-        backend=choose_backend(settings.backend, cuda, settings.fp8),
+        backend=choose_backend(settings.backend, cuda, unsupported_by_unsloth(settings, sharding, offload)),
         device_type="cuda" if cuda else "cpu",
         precision=_choose_precision(settings.precision, cuda),
         device_name=torch.cuda.get_device_name(ranks.local_rank) if cuda else "CPU",
-        sharding=sharding_from_environment(os.environ),
-        offload=offload_from_environment(os.environ),
+        sharding=sharding,
+        offload=offload,
         copies=copies_from_environment(os.environ, ranks.world_size, ranks.nodes),
     )
     check_sharding(runtime.sharding, settings, runtime.device_type, runtime.backend, ranks.world_size)

@@ -204,6 +204,18 @@ def _zero_section(environ: Mapping[str, str]) -> dict[str, Any]:
         ) from None
 
 
+def unsupported_by_unsloth(settings: Settings, sharding: Sharding, offload: Offload) -> str | None:
+    """Return which of these settings Unsloth cannot train, or None; with `--backend auto` Transformers trains them."""
+    if settings.fp8:
+        return "fp8"
+    if offload == "parameters":
+        return "parameters in host memory"
+    # Measured: updates differ from those of DDP; Unsloth with adapters and Transformers with all weights agree to 3e-7.
+    if sharding == "zero3" and settings.method == "full":
+        return "method full with sharding zero3"
+    return None
+
+
 def check_sharding(sharding: Sharding, settings: Settings, device_type: str, backend: str, world_size: int) -> None:
     """Refuse settings that do not work with this sharding.
 
@@ -231,7 +243,6 @@ def check_sharding(sharding: Sharding, settings: Settings, device_type: str, bac
             "method qlora cannot be combined with sharding zero3, which cannot gather packed 4-bit weights; use fsdp2, or zero2."
         )
     if sharding == "zero3" and settings.method == "full" and backend == "unsloth":
-        # Measured: its updates differ from those of DDP; Unsloth with adapters and Transformers with all weights agree to 3e-7.
         raise UserError(
             "method full with sharding zero3 does not train correctly with Unsloth; use --backend transformers, or "
             "sharding fsdp2 or zero2."

@@ -9,7 +9,7 @@ from typing import get_args
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.data.batch_plan import BatchPlan
 from unsloth_ddp.distributed.precision import AMPERE
-from unsloth_ddp.distributed.sharding import Offload, Sharding
+from unsloth_ddp.distributed.sharding import Offload, Sharding, unsupported_by_unsloth
 from unsloth_ddp.plan.calibration import Calibration, SpeedEstimate, SpeedQuery, estimate_speed, kind_of_rows
 from unsloth_ddp.plan.memory import (
     Checkpointing,
@@ -190,7 +190,10 @@ def find_least_memory(settings: Settings, shape: ModelShape, processes: int) -> 
     ways = []
     for method in get_args(Method):
         for sharding, offload in shardings_for(method, processes):
+            of_method = dataclasses.replace(settings, method=method)
+            # Unsloth loads few models in shards.
             in_shards = sharding == "fsdp2" and settings.backend == "auto"
+            other = in_shards or unsupported_by_unsloth(of_method, sharding, offload)
             work = Workload(
                 tokens=1,
                 precision=NUMBER_BYTES[precision_of(settings)],
@@ -198,10 +201,9 @@ def find_least_memory(settings: Settings, shape: ModelShape, processes: int) -> 
                 optimizer=settings.optim,
                 checkpointing="torch",
                 processes=processes,
-                # Unsloth cannot keep parameters in host memory, and loads few models in shards.
-                backend="transformers" if offload == "parameters" or in_shards else backend_of(settings),
+                backend="transformers" if other else backend_of(settings),
                 offload=offload,
-                in_shards=unsloth_in_shards(dataclasses.replace(settings, method=method), shape),
+                in_shards=unsloth_in_shards(of_method, shape),
             )
             found = estimate_memory(shape, method, sharding, work)
             ways.append(MemoryRow(method, sharding, "torch", found, "-", offload))

@@ -10,7 +10,8 @@ from unsloth_ddp.config.options import Settings
 from unsloth_ddp.data.batch_plan import BatchPlan
 from unsloth_ddp.data.packing import PackingDecision, decide_packing, describe_backend, describe_older_gpu
 from unsloth_ddp.distributed.precision import AMPERE
-from unsloth_ddp.distributed.sharding import Offload, Sharding
+from unsloth_ddp.distributed.runtime import choose_backend
+from unsloth_ddp.distributed.sharding import Offload, Sharding, unsupported_by_unsloth
 from unsloth_ddp.model.whole_model import FILLED, tried_in_shards
 from unsloth_ddp.plan.memory import (
     CHECKPOINTING_KINDS,
@@ -66,7 +67,7 @@ def precision_of(settings: Settings) -> str:
 
 def backend_of(settings: Settings) -> Literal["unsloth", "transformers"]:
     """Return the backend of a run on a GPU."""
-    return "transformers" if settings.backend == "transformers" else "unsloth"
+    return choose_backend(settings.backend, True, unsupported_by_unsloth(settings, "none", "none"))
 
 
 def make_workload(settings: Settings, rows: RowLengths, tokens: int, processes: int, accumulation: int = 1) -> Workload:
@@ -162,7 +163,7 @@ def as_loaded(
 
     Where the whole model does not fit on one GPU, FSDP2 with --backend auto takes Transformers (model/whole_model.py).
     """
-    if work.offload == "parameters":
+    if unsupported_by_unsloth(settings, sharding, work.offload):
         return dataclasses.replace(work, backend="transformers")
     if sharding != "fsdp2" or work.backend == "transformers" or gpu_memory is None:
         return work

@@ -20,6 +20,7 @@ from unsloth_ddp.distributed.sharding import (
     describe_sharding,
     offload_from_environment,
     sharding_from_environment,
+    unsupported_by_unsloth,
 )
 from unsloth_ddp.preflight import disk_space, machine, network
 from unsloth_ddp.preflight.checks import Check, not_checked
@@ -215,13 +216,13 @@ class MachineChecks:
         wanted = sharding_from_environment(environ)
         accelerator = bool(self.devices) and not self.cpu
         try:
-            backend = choose_backend(settings.backend, accelerator)
+            offload = offload_from_environment(environ)
+            backend = choose_backend(settings.backend, accelerator, unsupported_by_unsloth(settings, wanted, offload))
             # Without a launcher the number of processes is not known; with one process fsdp2 is refused.
             processes = process.ranks.world_size if process.launched else 2
             copies = copies_from_environment(environ, processes, process.nodes) if process.launched else 1
             device = "cuda" if accelerator else "cpu"
             check_sharding(wanted, settings, device, backend, processes)
-            offload = offload_from_environment(environ)
             check_offload(offload, wanted, settings, backend, device)
         except UserError as error:
             return Check("sharding", {self.node: wanted}, "failure", str(error))

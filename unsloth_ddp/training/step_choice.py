@@ -82,6 +82,8 @@ def obstacle_on_gpus(settings: Settings, *, packed: bool, precision: str, shardi
         return "rows are padded, so micro-batches differ in shape"
     if precision != "bf16":
         return f"precision {precision} is not bf16"
+    if sharding == "zero2":
+        return "sharding zero2 reduces gradients during the backward pass"
     if sharding != "none":
         return f"sharding {sharding} gathers weights in every layer"
     if settings.ddp_find_unused_parameters and processes > 1:

@@ -140,3 +140,16 @@ def test_the_table_names_schedule_and_warm_up():
     assert summary.describe_schedule(cosine) == "cosine schedule, warm-up of 5% of the steps"
     assert summary.describe_schedule(Settings(warmup_steps=20)) == "linear schedule, 20 warm-up steps"
     assert summary.describe_schedule(Settings(warmup_steps=1)) == "linear schedule, 1 warm-up step"
+
+
+@pytest.mark.parametrize(
+    ("sharding", "offload", "name"),
+    [
+        ("zero2", "none", "adamw_torch, learning rate"),
+        ("zero2", "optimizer", "adamw_torch as DeepSpeed's CPU Adam, learning rate"),
+        ("fsdp2", "parameters", "adamw_torch, learning rate"),
+    ],
+)
+def test_the_table_names_the_optimizer_that_runs(sharding, offload, name):
+    runtime = SimpleNamespace(sharding=sharding, offload=offload)
+    assert summary.describe_optimizer(Settings(optim="adamw_torch"), runtime).startswith(name)

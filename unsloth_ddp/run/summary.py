@@ -59,13 +59,19 @@ def describe_run(
             "method": f"{settings.method} ({trainable:,} trainable parameters, {trainable / total:.2%})",
             **({"experts": experts} if experts else {}),
             **describe_rows(settings, data, head_chooses=head_chooses),
-            "optimizer": f"{settings.optim}, learning rate {settings.learning_rate:g}, {describe_schedule(settings)}",
+            "optimizer": describe_optimizer(settings, runtime),
             "activations": f"gradient checkpointing {decision.kind}: {decision.reason}",
             **({"CUDA graphs": f"{'on' if step.uses_graphs else 'off'}: {step.reason}"} if cuda else {}),
             **describe_steps(settings, data, decision),
             "written to": str(run_folder),
         }
     )
+
+
+def describe_optimizer(settings: Settings, runtime: Runtime) -> str:
+    """Return the optimizer, also where accelerate replaces it by DeepSpeed's, and its learning rate."""
+    on_cpu = " as DeepSpeed's CPU Adam" if runtime.offload != "none" and runtime.sharding != "fsdp2" else ""
+    return f"{settings.optim}{on_cpu}, learning rate {settings.learning_rate:g}, {describe_schedule(settings)}"
 
 
 def describe_schedule(settings: Settings) -> str:

@@ -78,6 +78,9 @@ def test_what_lies_in_host_memory_leaves_the_gpu():
     assert (moved.weights, moved.copies, moved.activations) == (whole.weights, whole.copies, whole.activations)
     assert (moved.gradients, moved.optimizer, moved.host) == (0, 0, whole.gradients + whole.optimizer)
     assert moved.lower_bound and not whole.lower_bound
+    # Between micro-batches a rank's gradients are on the GPU in fp32, and a buffer for the largest weight.
+    four = dataclasses.replace(four, accumulation=2)
+    assert pair("full", "zero2", "optimizer")[1].gradients == 1000 * 4 / 4 + 100 * 2
     whole, moved = pair("full", "zero3", "parameters")
     assert moved.host == whole.weights + whole.gradients + whole.optimizer
     assert moved.total == whole.copies + whole.activations
@@ -229,6 +232,21 @@ def test_memory_of_zero3_is_near_what_h200s_used(backend, number, measured_job):
     assert estimate_memory(
         measured_job[0]["qwen3_8b"], "lora", "zero3", dataclasses.replace(work, checkpointing="none")
     ).lower_bound
+
+
+@pytest.mark.parametrize(
+    ("shape", "method", "sharding"), [("qwen3_1.7b", "full", "zero2"), ("qwen3_8b", "lora", "zero3")]
+)
+def test_memory_with_cpu_offload_is_near_what_an_h200_used(shape, method, sharding):
+    runs = json.loads((REPO / "benchmarks/results/memory/sharding_offload_cost.json").read_text())["runs"]
+    summary = next(run["summary"] for run in runs if run["name"] == f"{shape}_{method}_{sharding}-offload")
+    # A pack of 2048 tokens a micro-batch.
+    work = Workload(2048, 2, 4, "adamw_torch_fused", "torch", 1, summary["backend"], packed=True, accumulation=2)
+    work = dataclasses.replace(work, offload=summary["offload"])
+    memory = estimate_memory(what_fits.shape_of(shape), method, sharding, work)
+    assert not memory.lower_bound
+    assert memory.total == pytest.approx(summary["peak_memory_bytes"], rel=0.1)
+    assert memory.loading <= 1.02 * summary["peak_memory_bytes_loading"]
 
 
 @pytest.mark.parametrize("method", ["lora", "qlora", "full"])

@@ -15,7 +15,7 @@ from typing import Literal, get_args
 from unsloth_ddp.distributed.sharding import Offload, Sharding
 from unsloth_ddp.plan.shape import ModelShape
 from unsloth_ddp.training.optimizer_memory import optimizer_bytes
-from unsloth_ddp.training.sharded_memory import zero_bucket_bytes, zero_optimizer_bytes
+from unsloth_ddp.training.sharded_memory import zero2_offload_bytes, zero_bucket_bytes, zero_optimizer_bytes
 
 Method = Literal["lora", "qlora", "full"]
 Checkpointing = Literal["none", "torch", "unsloth"]
@@ -27,6 +27,8 @@ MEASURED = {
     ("lora", "none"), ("qlora", "none"), ("full", "none"), ("lora", "zero2"), ("full", "zero2"), ("lora", "fsdp2"),
     ("lora", "zero3"),
 }  # fmt: skip
+# The same with CPU offload, on one GPU.
+MEASURED_WITH_OFFLOAD = {("full", "zero2"), ("lora", "zero3")}
 
 # nf4 with double quantization: two numbers per byte, a one-byte scale per 64, an fp32 scale per 256 of those.
 BYTES_PACKED = 0.5 + 1 / 64 + 4 / (64 * 256)
@@ -120,29 +122,37 @@ def estimate_memory(shape: ModelShape, method: Method, sharding: Sharding, work:
     else:
         found = _with_zero(shape, method, sharding, work, frozen, activations)
     if work.offload != "none":
-        found = _in_host_memory(found, work.offload, loading=found.loading if sharding == "fsdp2" else 0.0)
+        found = _in_host_memory(found, shape, method, sharding, work)
     # No mixture of experts was held against a run.
     return dataclasses.replace(found, lower_bound=True) if shape.has_experts else found
 
 
-def _in_host_memory(memory: MemoryEstimate, offload: Offload, loading: float) -> MemoryEstimate:
+def _in_host_memory(
+    memory: MemoryEstimate, shape: ModelShape, method: Method, sharding: Sharding, work: Workload
+) -> MemoryEstimate:
     """Move what lies in host memory off the GPU; copies of it that the GPU computes with are only known in part.
 
-    DeepSpeed and FSDP2 keep gradients where the optimizer runs. No run was measured with either.
-
-    Args:
-        loading: bytes on the GPU while the model is loaded; FSDP2 moves its part to the host afterwards.
+    DeepSpeed and FSDP2 keep gradients where the optimizer runs; with ZeRO-2 they are on the GPU too between micro-batches.
     """
-    weights = memory.weights if offload == "parameters" else 0.0
+    weights = memory.weights if work.offload == "parameters" else 0.0
     moved = memory.gradients + memory.optimizer + weights
+    gradients = 0.0
+    if sharding == "zero2" and work.accumulation > 1:
+        largest = max(shape.head, shape.largest_linear) if method == "full" else 0
+        gradients = zero2_offload_bytes(shape.trained(method), largest, work.precision, work.processes)
+    # FSDP2 moves its part to the host after it is loaded. Trained weights are loaded in fp32 before ZeRO-2 has 16-bit ones.
+    loading = {
+        "fsdp2": memory.loading,
+        "zero2": _frozen_bytes(shape, method, work) + shape.trained(method) * _master_bytes(method, work),
+    }.get(sharding, 0.0)
     return dataclasses.replace(
         memory,
         weights=memory.weights - weights,
-        gradients=0.0,
+        gradients=gradients,
         optimizer=0.0,
         stepping=0.0,
-        loading=max(loading, memory.weights - weights),
-        lower_bound=True,
+        loading=loading,
+        lower_bound=(method, sharding) not in MEASURED_WITH_OFFLOAD or work.processes > 1,
         host=moved,
     )
 

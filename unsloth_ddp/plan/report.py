@@ -237,14 +237,14 @@ def notes(report: PlanReport) -> list[str]:
         "with ZeRO-3 and torch, and full with ZeRO-2 within 10 %, and so are models that FSDP2 loads in shards: where a whole one does not fit on a GPU, or with --backend "
         "transformers. The other rows are lower bounds, and runs took up to twice as much: their verdict is unknown (docs/plan.md)."
     ]
-    if offloaded := [row for row in plan.memory if row.offload != "none" and row.verdict == "unknown"]:
+    if offloaded := [row for row in plan.memory if row.offload != "none" and row.verdict != "does not fit"]:
         kept = ", ".join(
             f"{row.method} with {row.config} {shown_bytes(row.memory.host * hardware.gpus_per_node)}"
             for row in offloaded
         )
         said.append(
-            f"Host memory of a node: {kept}, at least. Every step moves it between host and GPUs; neither speed nor memory "
-            "was measured (docs/sharding.md)."
+            f"Host memory of a node: {kept}, at least. Every step moves it between host and GPUs; measured "
+            "steps took 5 to 10 times as long (docs/sharding.md#cpu-offload)."
         )
     if report.shape.has_experts:
         said.append(

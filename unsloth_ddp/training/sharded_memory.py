@@ -144,6 +144,20 @@ def zero_optimizer_bytes(trained: float, optimizer: str, precision: int, parts: 
     return trained * (optimizer_bytes(optimizer, 4) + (4 if precision < 4 else 0)) / parts
 
 
+def zero2_offload_bytes(trained: float, largest: float, precision: int, parts: int) -> float:
+    """Return the bytes of gradients on the GPU where ZeRO-2 has the optimizer in host memory.
+
+    After each micro-batch but the last of a step, DeepSpeed adds the gradients to those on the host, and frees the fp32
+    gradients of this rank's part only at the next forward pass. It copies through a buffer of the largest trained weight
+    (DeepSpeed 0.19.8, stage_1_and_2.py, clear_backward_seen_flag and temp_grad_buffer_for_gpu_offload).
+
+    Args:
+        trained: number of trained elements.
+        largest: elements of the largest trained weight.
+    """
+    return trained * 4 / parts + largest * precision
+
+
 def held_bytes(model: ShardedModel, layout: ShardedLayout, allocated: int) -> int:
     """Return the bytes on this rank's device during a micro-batch, without activations.
 
@@ -191,6 +205,9 @@ def _with_zero(model: ShardedModel, layout: ShardedLayout) -> float:
         # The kit has DeepSpeed accumulate and average gradients in fp32 (training/deepspeed_precision.py).
         kept += trained * 4 / parts + zero_optimizer_bytes(trained, layout.optimizer, layout.precision, parts)
     if layout.sharding == "zero2":
+        if layout.offload == "optimizer":
+            largest = max((weight.count for weight in model.weights), default=0)
+            kept += zero2_offload_bytes(trained, largest, layout.precision, parts)
         return kept + _whole(model.weights)
     kept += sum(weight.stored for weight in model.weights)
     everything = _whole(model.weights)

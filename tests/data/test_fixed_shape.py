@@ -170,7 +170,7 @@ def test_batches_carry_the_vector_only_where_they_fit() -> None:
     pack = {"input_ids": ids, "labels": labels, "lengths": lengths}
     collate = Collate(PadRight(0), Flatten("positions"))
     assert "padded_batch" not in collate([pack])
-    collate.pad_to_shape(SHAPE)
+    collate.shape = SHAPE
     batch = collate([pack, pack])
     assert int(SHAPE.parts(batch["padded_batch"]).tokens) == 120
     assert "padded_batch" not in collate([pack] * 7)

@@ -45,8 +45,7 @@ def captured_of(model: Any, *, recompute: bool = False) -> CapturedStep:
 
 
 def batches() -> list[dict[str, Any]]:
-    collate = Collate(PadRight(0), Flatten("positions"))
-    collate.pad_to_shape(SHAPE)
+    collate = Collate(PadRight(0), Flatten("positions"), shape=SHAPE)
     lengths: list[list[int]] = [[60, 50, 30], [128, 100], [9]]
     packs = [dict(zip(("input_ids", "labels", "lengths"), rows_of(of), strict=True)) for of in lengths]
     return [collate([pack]) for pack in packs]
@@ -90,8 +89,7 @@ def test_a_step_of_replayed_and_ordinary_micro_batches_has_the_gradients_of_ordi
 
 def test_packs_of_one_row_each_have_the_gradients_of_ordinary_ones() -> None:
     shape = FixedShape.of_single_rows(2, 128)
-    collate = Collate(PadRight(0), Flatten("positions"))
-    collate.pad_to_shape(shape)
+    collate = Collate(PadRight(0), Flatten("positions"), shape=shape)
     packs = [dict(zip(("input_ids", "labels", "lengths"), rows_of([of]), strict=True)) for of in (100, 60, 128)]
     model = model_of("lora")
     sum(ordinary_sum(model, collate([pack])) for pack in packs).backward()
@@ -199,8 +197,7 @@ def test_every_number_of_tokens_is_captured_before_training(sequences: int) -> N
 
 def test_micro_batches_padded_to_several_sizes_have_the_gradients_of_ordinary_ones() -> None:
     shape = dataclasses.replace(SHAPE, smaller=(128,))
-    collate = Collate(PadRight(0), Flatten("positions"))
-    collate.pad_to_shape(shape)
+    collate = Collate(PadRight(0), Flatten("positions"), shape=shape)
     packs = [
         dict(zip(("input_ids", "labels", "lengths"), rows_of(of), strict=True)) for of in ([60, 50], [128, 100], [9])
     ]

@@ -115,8 +115,7 @@ def test_recomputing_does_not_compile_layers_again(monkeypatch: pytest.MonkeyPat
     counters.clear()
     model = model_of("lora").bfloat16()
     varlen.use(model.get_base_model())
-    collate = Collate(PadRight(0), Flatten("positions"))
-    collate.pad_to_shape(SHAPE)
+    collate = Collate(PadRight(0), Flatten("positions"), shape=SHAPE)
     packs = [*batches(), collate([dict(zip(("input_ids", "labels", "lengths"), rows_of([20] * 9), strict=True))])]
     assert len({batch["padded_batch"].rows for batch in packs}) > 1
     plain = [passed(captured_of(model), batch) for batch in packs]
@@ -190,8 +189,7 @@ def test_rows_are_kept_apart_by_boundaries_or_as_sequences(
         return attend_within_rows(*given, **more)
 
     monkeypatch.setattr(upstream, "varlen_attn", attend, raising=False)
-    collate = Collate(PadRight(0), Flatten("positions"))
-    collate.pad_to_shape(shape)
+    collate = Collate(PadRight(0), Flatten("positions"), shape=shape)
     packs = [dict(zip(("input_ids", "labels", "lengths"), rows_of(of), strict=True)) for of in lengths]
     model = model_of("lora").bfloat16()
     wanted = sum(ordinary_sum(model, collate([pack])) for pack in packs)

@@ -103,6 +103,7 @@ class Checkpoints:
         self.weights_bytes = weights_bytes
         # All nodes see the run's folder (see open).
         self.shared = True
+        # The last complete checkpoint of the run, which may be the one that it resumes from.
         self.last: Path | None = None
         self.failed: str | None = None
         self.written = 0
@@ -121,10 +122,6 @@ class Checkpoints:
     def update_identity(self, **changed: Any) -> None:
         """Record what was decided after the run began: the micro-batch, the gradient checkpointing."""
         self.identity |= changed
-
-    def resumed_from(self, folder: Path) -> None:
-        """Record the run's own checkpoint that it resumes from as its last complete one."""
-        self.last = folder
 
     def save(self, step: int, write: Callable[[Path], None], best: Callable[[], int | None] = lambda: None) -> bool:
         """Write the checkpoint of `step` on all ranks, and return whether it is whole.

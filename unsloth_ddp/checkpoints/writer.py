@@ -15,7 +15,7 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -258,9 +258,10 @@ class Checkpoints:
         if shutil.disk_usage(aside).free < self.weights_bytes + MARGIN:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(aside))
 
-    def wrote(self, path: Path) -> None:
-        """Record the checksum of a file of the checkpoint that this rank wrote, so that the main process need not read it."""
-        self._digests[str(path)] = checksum(path)
+    def wrote(self, paths: Iterable[Path]) -> None:
+        """Record checksums of files of the checkpoint that this rank wrote, so that the main process need not read them."""
+        for path in paths:
+            self._digests[str(path)] = checksum(path)
 
     def _gather_digests(self, target: Path) -> dict[str, str]:
         mine = {Path(path).relative_to(target).as_posix(): digest for path, digest in self._digests.items()}

@@ -7,7 +7,7 @@ weights and the optimizer's state in the memory of rank 0.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -71,14 +71,14 @@ class ShardedSaving:
                 write_model(model, list(saved_tensors(model, tensors)), fetch, target, attempt)
         if checkpoint:
             ranks, copies = self.runtime.ranks, self.runtime.copies
-            attempt(lambda: _each(self.checkpoints.wrote, save_weights(folder, model, ranks, copies)))
+            attempt(lambda: self.checkpoints.wrote(save_weights(folder, model, ranks, copies)))
 
     def save_optimizer(self, folder: Path, model: Any, optimizer: torch.optim.Optimizer) -> None:
         """Write this rank's shard of the optimizer's state."""
         give_back_whole_weights(model)
         ranks, copies = self.runtime.ranks, self.runtime.copies
         written = save_optimizer(folder, model, optimizer, ranks, self.checkpoints.attempt, copies)
-        self.checkpoints.attempt(lambda: _each(self.checkpoints.wrote, written))
+        self.checkpoints.attempt(lambda: self.checkpoints.wrote(written))
 
     def load_weights(self, folder: Path, model: Any) -> None:
         """Read this rank's shard of the trained weights.
@@ -119,8 +119,3 @@ def _adapter_names(model: Any, tensors: dict[str, Tensor]) -> dict[str, str]:
     names = {id(tensor): name for name, tensor in tensors.items()}
     saved = get_peft_model_state_dict(model, state_dict=tensors, adapter_name=model.active_adapter)
     return {names[id(tensor)]: name for name, tensor in saved.items()}
-
-
-def _each(work: Callable[[Path], None], paths: Iterable[Path]) -> None:
-    for path in paths:
-        work(path)

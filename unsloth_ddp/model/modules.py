@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -32,18 +32,14 @@ def embedding_ids(model: torch.nn.Module) -> set[int]:
     return {id(p) for m in model.modules() if isinstance(m, torch.nn.Embedding) for p in m.parameters()}
 
 
-@contextmanager
-def evaluation_mode(model: Any) -> Iterator[None]:
+def evaluation_mode(model: Any) -> AbstractContextManager[None]:
     """Turn dropout off inside the block, and restore the mode the model was in."""
-    with _mode(model, training=False):
-        yield
+    return _mode(model, training=False)
 
 
-@contextmanager
-def training_mode(model: Any) -> Iterator[None]:
+def training_mode(model: Any) -> AbstractContextManager[None]:
     """Turn dropout on inside the block, and restore the mode the model was in."""
-    with _mode(model, training=True):
-        yield
+    return _mode(model, training=True)
 
 
 @contextmanager

@@ -59,8 +59,7 @@ class StepFiller:
             order = np.argsort(packing.rows[packing.starts[:-1]])
         else:
             order = np.random.default_rng([self.seed, window.start.epoch, window.start.row]).permutation(len(packing))
-        packs = [[window.rows[i] for i in packing.members(pack)] for pack in order]
-        return [join_rows([row["input_ids"] for row in pack], [row["labels"] for row in pack]) for pack in packs]
+        return [join_rows([window.rows[i] for i in packing.members(pack)]) for pack in order]
 
     def fill(self, windows: Iterable[TokenizedWindow], used: int = 0) -> Iterator[tuple[Shares, StreamPosition]]:
         """Yield the micro-batches of each process for each step, and the position at which the step ends.

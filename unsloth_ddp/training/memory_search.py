@@ -312,7 +312,7 @@ def largest(rows: TokenizedRows, size: int, max_length: int) -> list[dict[str, n
     if not rows.streamed:
         return [examples[int(index)] for index in longest]
     row = {name: np.resize(examples[int(longest[0])][name], max_length) for name in ("input_ids", "labels")}
-    return [row if rows.packing is None else join_rows([row["input_ids"]], [row["labels"]])] * size
+    return [row if rows.packing is None else join_rows([row])] * size
 
 
 def bytes_added_by_steps(model: torch.nn.Module, optimizer: str, *, ddp_sends: bool) -> int:

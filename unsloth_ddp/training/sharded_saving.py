@@ -8,6 +8,7 @@ weights and the optimizer's state in the memory of rank 0.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,12 +36,12 @@ from unsloth_ddp.model.whole_weights import (
 from unsloth_ddp.utils.errors import UserError
 
 
+@dataclass
 class ShardedSaving:
     """Write and read the weights and the optimizer of a model that FSDP2 shards; every rank calls each method."""
 
-    def __init__(self, runtime: Runtime, checkpoints: Checkpoints) -> None:
-        self.runtime = runtime
-        self.checkpoints = checkpoints
+    runtime: Runtime
+    checkpoints: Checkpoints
 
     def save_model(
         self, model: Any, folder: Path, describe: Callable[[dict[str, Tensor]], None], *, checkpoint: bool

@@ -63,11 +63,11 @@ class Estimate:
         return self.needed is not None and self.needed <= (1 - HEADROOM) * self.room
 
 
+@dataclass(eq=False)
 class DeviceMemory:
     """Report the memory of a CUDA device, as torch's allocator counts it."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
+    device: torch.device
 
     def room(self) -> int:
         """Return the bytes that this process may use, including those in use."""

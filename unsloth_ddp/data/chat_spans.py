@@ -54,10 +54,6 @@ class RenderedChat:
     unread_keys: tuple[str, ...] = ()
 
 
-class _Rewritten(UserError):
-    """The template renders earlier turns differently when later ones follow."""
-
-
 class ChatRenderer:
     """Render examples with one pair of templates."""
 
@@ -185,7 +181,7 @@ class ChatRenderer:
             through = template.render(example.messages[: index + 1], example.tools)
             span = turn_span(full, before, through, self.eos_token)
             if span is None:
-                raise _Rewritten(
+                raise UserError(
                     "the chat template rewrites earlier turns, so the assistant's tokens cannot be told apart; "
                     "mark them with {% generation %} in a --chat_template file, or use --loss_on all."
                 )

@@ -87,7 +87,8 @@ class ChatRenderer:
             if not any(message.get("tool_calls") for message in example.messages):
                 raise
             try:
-                return self._render_with_either(_with_calls_as_text(example))
+                texts = [with_calls_as_text(message) for message in example.messages]
+                return self._render_with_either(replace(example, messages=texts))
             except Exception:  # noqa: S110 (the first error is raised)
                 pass
             raise
@@ -282,10 +283,6 @@ def _with_reasoning_key(message: Message) -> Message:
         return message
     thought = reasoning.rpartition("<think>")[2].strip("\n")
     return {**message, "reasoning_content": thought, "content": content.lstrip("\n")}
-
-
-def _with_calls_as_text(example: Example) -> Example:
-    return replace(example, messages=[with_calls_as_text(message) for message in example.messages])
 
 
 def with_calls_as_text(message: Message) -> Message:

@@ -27,6 +27,7 @@ from unsloth_ddp.data.dataset import TokenizedRows, Units
 from unsloth_ddp.data.training_data import TrainingData
 from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.distributed.wire import sendable
+from unsloth_ddp.model.experts import full_shape
 from unsloth_ddp.model.gradient_checkpointing import GradientCheckpointing
 from unsloth_ddp.model.modules import embedding_ids, evaluation_mode, training_mode
 from unsloth_ddp.training.micro_batch_loss import MicroBatchRunner
@@ -331,9 +332,7 @@ def bytes_added_by_steps(model: torch.nn.Module, optimizer: str, *, ddp_sends: b
 
 def trained_bytes(model: torch.nn.Module) -> int:
     """Return the bytes of the trained weights, and so of their gradients."""
-    # ZeRO-3 leaves an empty tensor in each parameter's place.
-    trained = (p for p in model.parameters() if p.requires_grad)
-    return sum(getattr(p, "ds_numel", p.numel()) * p.element_size() for p in trained)
+    return sum(math.prod(full_shape(p)) * p.element_size() for p in model.parameters() if p.requires_grad)
 
 
 def room_on(device: torch.device) -> int:

@@ -169,7 +169,6 @@ def test_a_capture_follows_its_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.cuda, name, lambda device: None)
     monkeypatch.setattr(torch.cuda, "graph", lambda *_, **__: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(pool=lambda: 1, replay=lambda: None))
-    monkeypatch.setattr(torch.random, "fork_rng", lambda devices: contextlib.nullcontext())
     monkeypatch.setattr(captured.forward, "compiled_layers", contextlib.nullcontext)
     captured._capture_on_gpu(lambda: passes.append(1), 2)
     assert len(passes) == 3

@@ -52,6 +52,11 @@ def _mode(model: Any, *, training: bool) -> Iterator[None]:
         model.train(was_training)
 
 
+def kept_random_numbers(device: torch.device) -> AbstractContextManager[None]:
+    """Restore the random numbers of the CPU and of `device` after the block."""
+    return torch.random.fork_rng(devices=[] if device.type == "cpu" else [device])
+
+
 @contextmanager
 def without_dropout(model: Any) -> Iterator[bool]:
     """Set every dropout layer's probability to 0 inside the block, in training mode too; yield whether there was one."""

@@ -29,7 +29,7 @@ from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.distributed.wire import sendable
 from unsloth_ddp.model.experts import full_shape
 from unsloth_ddp.model.gradient_checkpointing import GradientCheckpointing
-from unsloth_ddp.model.modules import embedding_ids, evaluation_mode, training_mode
+from unsloth_ddp.model.modules import embedding_ids, evaluation_mode, kept_random_numbers, training_mode
 from unsloth_ddp.training.micro_batch_loss import MicroBatchRunner
 from unsloth_ddp.training.optimizer_memory import optimizer_bytes
 from unsloth_ddp.utils.errors import UserError
@@ -269,7 +269,7 @@ class MemorySearch:
     def _passes(self, batch: dict[str, Any]) -> bool:
         """Return whether memory was enough for a step; random numbers and gradients are left as they were."""
         trained = [p for p in self.run.model.parameters() if p.requires_grad]
-        with training_mode(self.run.model), torch.random.fork_rng(devices=[self.run.device]):
+        with training_mode(self.run.model), kept_random_numbers(self.run.device):
             try:
                 # In a step the gradients of earlier micro-batches are allocated too.
                 for parameter in trained:

@@ -20,7 +20,7 @@ import torch
 
 from unsloth_ddp.distributed.wire import sendable
 from unsloth_ddp.model.load import DTYPES
-from unsloth_ddp.model.modules import training_mode
+from unsloth_ddp.model.modules import kept_random_numbers, training_mode
 from unsloth_ddp.model.stand_in import NoStandInError, first_layers, layers_of, make_stand_in, period_of, unused
 from unsloth_ddp.training.memory_search import (
     MemorySearch,
@@ -202,7 +202,7 @@ class ShardedMemorySearch(MemorySearch):
         """Return the bytes that a pass over the longest `size` rows takes in addition to weights and gradients."""
         model, device = self.run.model, self.run.device
         batch = self.run.batch_of(self._largest(size))
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        with kept_random_numbers(device):
             stand_in = make_stand_in(model, 2 * period, DTYPES[self.runtime.precision], device)
             runner = dataclasses.replace(self.run, model=stand_in)
             with unused(model), training_mode(stand_in):

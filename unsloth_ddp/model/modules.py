@@ -20,11 +20,8 @@ def weights_of_first_layer(model: Any) -> int:
     """Return the number of weights in the linear layers of a model's first decoder layer; 0 if it has none that is known."""
     base = base_model(model)
     layers = getattr(base.get_decoder(), "layers", []) if hasattr(base, "get_decoder") else []
-    return sum(
-        module.in_features * module.out_features
-        for module in (layers[0].modules() if len(layers) else [])
-        if isinstance(module, torch.nn.Linear | FrozenFP8Linear)
-    )
+    linear = (m for layer in layers[:1] for m in layer.modules() if isinstance(m, torch.nn.Linear | FrozenFP8Linear))
+    return sum(module.in_features * module.out_features for module in linear)
 
 
 def embedding_ids(model: torch.nn.Module) -> set[int]:

@@ -49,6 +49,7 @@ def write(folder: Path, model: Any, rank: int, **options: Any) -> None:
         list(saved_tensors(model, tensors)),
         lambda name: gathered(tensors[name]),
         folder if rank == 0 else None,
+        lambda write: write(),
         **options,
     )
 

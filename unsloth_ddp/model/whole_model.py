@@ -46,12 +46,16 @@ def short_of_memory(settings: Settings, runtime: Runtime) -> tuple[int, int] | N
 
     Every rank calls this. A model of unknown size is assumed to fit.
     """
-    import torch
-
-    total = int(torch.cuda.get_per_process_memory_fraction() * torch.cuda.mem_get_info()[1])
-    room = min(runtime.gather(total))
+    room = min(runtime.gather(gpu_bytes()))
     needed = runtime.broadcast_from_main(lambda: bytes_while_loading(settings, runtime.parts))
     return None if needed is None or needed <= FILLED * room else (needed, room)
+
+
+def gpu_bytes() -> int:
+    """Return the bytes of this process's GPU that it may use."""
+    import torch
+
+    return int(torch.cuda.get_per_process_memory_fraction() * torch.cuda.mem_get_info()[1])
 
 
 def tried_in_shards(settings: Settings, model_type: str, *, quantized: bool, copies: int = 1) -> bool:

@@ -8,7 +8,6 @@ from pathlib import Path
 from unsloth_ddp.checkpoints import manifest
 from unsloth_ddp.checkpoints.manifest import Damaged
 
-
 STEP_FOLDER = re.compile(r"checkpoint-(\d{1,18})")
 
 

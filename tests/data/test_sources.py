@@ -16,6 +16,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.runtimes import cpu_runtime
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.data.sources import check_source, is_file, read_rows
 from unsloth_ddp.utils.errors import UserError
@@ -230,10 +231,8 @@ def test_an_empty_file_among_others_is_refused_and_an_empty_shard_in_a_folder_is
     tmp_path: Path, option: str
 ) -> None:
     from unsloth_ddp.data.examples import read_examples
-    from unsloth_ddp.distributed.ranks import Ranks
-    from unsloth_ddp.distributed.runtime import Runtime
 
-    runtime = Runtime(Ranks(), "transformers", "cpu", "fp32", "CPU")
+    runtime = cpu_runtime()
     (tmp_path / "shards").mkdir()
     good = str(write(tmp_path / "shards", "a.jsonl", '{"text": "a"}'))
     empty = str(write(tmp_path / "shards", "b.jsonl", ""))
@@ -245,13 +244,10 @@ def test_an_empty_file_among_others_is_refused_and_an_empty_shard_in_a_folder_is
 
 def test_empty_shards_of_a_folder_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from unsloth_ddp.data.examples import read_examples
-    from unsloth_ddp.distributed.ranks import Ranks
-    from unsloth_ddp.distributed.runtime import Runtime
 
     for name, content in (("a", '{"text": "a"}\n'), ("b", ""), ("c", "\n")):
         write(tmp_path, f"{name}.jsonl", content)
-    runtime = Runtime(Ranks(), "transformers", "cpu", "fp32", "CPU")
-    read_examples(Settings(model="m", dataset=[str(tmp_path)], streaming=True), runtime, tmp_path)
+    read_examples(Settings(model="m", dataset=[str(tmp_path)], streaming=True), cpu_runtime(), tmp_path)
     assert capsys.readouterr().out.startswith(f"{tmp_path}/b.jsonl and 1 more file hold no rows and add")
 
 

@@ -15,9 +15,8 @@ import pytest
 
 from tests.conftest import REPO
 from tests.ranks import free_port, run_ranks
+from tests.runtimes import cpu_runtime
 from unsloth_ddp.distributed.exit_codes import note_exit_code, under_launcher
-from unsloth_ddp.distributed.ranks import Ranks
-from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.distributed.signals import (
     ONE_REQUEST_SECONDS,
     SignalCounter,
@@ -105,8 +104,7 @@ def test_before_the_first_step_a_signal_ends_the_process_at_once(tmp_path):
 
 def begin_training(stop: StopRequest, has_checkpoint: bool = True) -> None:
     """Begin the steps of a run on one rank."""
-    runtime = Runtime(Ranks(), "transformers", "cpu", "fp32", "CPU")
-    stop.begin_training(runtime, timedelta(seconds=60), lambda: has_checkpoint)
+    stop.begin_training(cpu_runtime(), timedelta(seconds=60), lambda: has_checkpoint)
 
 
 def signal_while_ignored(number: int, told: str) -> None:

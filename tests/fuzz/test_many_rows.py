@@ -28,15 +28,14 @@ def prepare(path: str, count: int) -> None:
 
     from transformers import AutoTokenizer
 
+    from tests.runtimes import cpu_runtime
     from unsloth_ddp.config.options import Settings
     from unsloth_ddp.data.batch_plan import RowOrder
     from unsloth_ddp.data.dataset import tokenize_examples
     from unsloth_ddp.data.examples import read_examples
     from unsloth_ddp.data.identity import fingerprint
-    from unsloth_ddp.distributed.ranks import Ranks
-    from unsloth_ddp.distributed.runtime import Runtime
 
-    runtime = Runtime(Ranks(), "transformers", "cpu", "fp32", "CPU")
+    runtime = cpu_runtime()
     settings = Settings(dataset=[path])
     tokenizer = AutoTokenizer.from_pretrained(DEMO_MODEL)
     folder = Path(tempfile.mkdtemp(dir=Path(path).parent))

@@ -18,13 +18,12 @@ from safetensors.torch import load_file, save_file
 
 from tests.conftest import DEMO_MODEL
 from tests.fuzz import few, refusal, result_or_sentence
+from tests.runtimes import cpu_runtime
 from unsloth_ddp.config.options import Settings
-from unsloth_ddp.distributed.ranks import Ranks
-from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.model.files_check import check_folder
 from unsloth_ddp.model.load import check_model, load_model
 
-RUNTIME = Runtime(Ranks(), "transformers", "cpu", "fp32", "CPU")
+RUNTIME = cpu_runtime()
 SAFE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 

@@ -19,13 +19,12 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tests.fuzz import few, refusal, result_or_sentence
+from tests.runtimes import cpu_runtime
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.data import sources as rows_module
 from unsloth_ddp.data.examples import held_out_examples, read_examples
 from unsloth_ddp.data.formats import Example, to_example
 from unsloth_ddp.data.sources import read_rows
-from unsloth_ddp.distributed.ranks import Ranks
-from unsloth_ddp.distributed.runtime import Runtime
 
 BOM = b"\xef\xbb\xbf"
 ASK, ANSWER = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}
@@ -43,9 +42,8 @@ GOOD: list[dict[str, Any]] = [
 
 def read(path: Path) -> list[Example]:
     """The examples of a file, as a run reads them: through its Arrow file in a folder of the node."""
-    runtime = Runtime(Ranks(), "transformers", "cpu", "fp32", "CPU")
     folder = Path(tempfile.mkdtemp(dir=path.parent))
-    read_examples(Settings(dataset=[str(path)], eval_dataset=[str(path)]), runtime, folder)
+    read_examples(Settings(dataset=[str(path)], eval_dataset=[str(path)]), cpu_runtime(), folder)
     return held_out_examples(folder, 10**9)
 
 

@@ -14,6 +14,7 @@ import torch
 import transformers
 
 from tests.data.test_packing import KV, both_ways, make, token_losses
+from tests.runtimes import cpu_runtime
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.distributed.ranks import Ranks
 from unsloth_ddp.distributed.runtime import Runtime
@@ -130,7 +131,7 @@ def test_models_whose_masks_lose_positions_do_not_pack_without_a_kernel(name: st
     assert (token_losses(model, packed) - token_losses(model, padded)).abs().max() > 1e-4, (
         "this model keeps rows apart now"
     )
-    runtime = Runtime(Ranks(), "transformers", "cpu", "fp32", "CPU")
+    runtime = cpu_runtime()
     with pytest.raises(
         UserError, match=f"packing on would mix rows, because the masks of {name.lower()} models do not keep rows apart"
     ):

@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 
 from tests.conftest import REPO
 from tests.ranks import run_ranks
+from tests.runtimes import cpu_runtime
 from unsloth_ddp.config import options
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.data.batch_plan import BatchPlan
@@ -151,7 +152,7 @@ def test_zero3_recomputes_adapters_in_the_reentrant_way(sharding, method, expect
 @pytest.mark.parametrize("method", ["lora", "full"])
 def test_kinds_can_be_exchanged_any_number_of_times(method):
     settings = Settings(model=str(REPO / "demo" / "model"), dataset=["d"], method=method, backend="transformers")
-    runtime = Runtime(Ranks(), "transformers", "cpu", "fp32", "CPU")
+    runtime = cpu_runtime()
     model, _ = load_model(settings, runtime)
     model.train()
     recompute, embedding = GradientCheckpointing(model, runtime, settings), model.get_input_embeddings()

@@ -19,12 +19,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.conftest import DEMO_MODEL
 from tests.ranks import run_ranks
+from tests.runtimes import cpu_runtime
 from tests.training.live_bytes import LiveBytes
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.data.batch_plan import BatchPlan
 from unsloth_ddp.data.collate import PadRight
 from unsloth_ddp.data.dataset import Counts, TokenizedRows
-from unsloth_ddp.distributed.ranks import Ranks, ranks_from_environment
+from unsloth_ddp.distributed.ranks import ranks_from_environment
 from unsloth_ddp.distributed.runtime import Runtime, started
 from unsloth_ddp.model.gradient_checkpointing import GradientCheckpointing
 from unsloth_ddp.model.load import load_model
@@ -94,7 +95,7 @@ def search_of(
 
 def one_process(folder: Path, **options: Any) -> tuple[Settings, Runtime, Any]:
     settings = settings_for(folder, **options)
-    runtime = Runtime(Ranks(), "transformers", "cpu", "fp32", "CPU")
+    runtime = cpu_runtime()
     return settings, runtime, load_model(settings, runtime)[0]
 
 

@@ -149,12 +149,6 @@ def test_a_column_that_parquet_names_twice_is_refused(tmp_path: Path) -> None:
     assert refusal(tmp_path / "a.parquet") == " names a column twice (text, text); rename one."
 
 
-@pytest.mark.parametrize("name", ["a.jsonl", "a.csv"])
-def test_a_file_without_line_ends_is_refused(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("unsloth_ddp.data.sources.LONGEST_LINE", 20)
-    assert refusal(write(tmp_path, name, "x" * 50)).startswith(":1 is longer than 20 bytes, which is not a row of text")
-
-
 def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*given: Any) -> Any:
         raise PermissionError(errno.EACCES, "Permission denied")
@@ -218,12 +212,6 @@ def test_a_path_that_is_no_file_of_rows_is_refused(tmp_path: Path, source: str, 
     with pytest.raises(UserError) as refused:
         check_source(source.format(tmp_path))
     assert sentence.format(tmp_path, cwd=Path.cwd()) in str(refused.value)
-
-
-def test_a_symlink_is_followed(tmp_path: Path) -> None:
-    (tmp_path / "link.jsonl").symlink_to(write(tmp_path, "a.jsonl", '{"text": "a"}'))
-    check_source(str(tmp_path / "link.jsonl"))
-    assert rows(tmp_path / "link.jsonl") == [(":1", {"text": "a"})]
 
 
 @pytest.mark.parametrize("option", ["dataset", "eval_dataset"])

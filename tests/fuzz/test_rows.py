@@ -7,11 +7,9 @@ import io
 import json
 import os
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import datasets
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -216,16 +214,6 @@ def test_rows_behind_links_are_read_and_links_to_nowhere_are_refused(tmp_path: P
     os.mkfifo(tmp_path / "pipe.jsonl")
     for name in ("circle.jsonl", "device.jsonl", "pipe.jsonl"):
         assert name in refusal(lambda name=name: read(tmp_path / name))
-
-
-def test_a_hub_dataset_that_fails_while_it_is_read_is_named_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    def table() -> Iterator[dict[str, str]]:
-        yield {"text": "good"}
-        raise ImportError("To support decoding images, please install 'Pillow'.")
-
-    monkeypatch.setattr(datasets, "load_dataset", lambda *args, **kwargs: table())
-    message = refusal(lambda: list(read_rows("owner/pictures", "train")))
-    assert message.startswith("dataset owner/pictures, split train, cannot be read after row 1 (To support decoding")
 
 
 def test_nothing_in_a_row_is_executed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch._dynamo.utils import counters
 
-from tests.data.test_fixed_shape import rows_of
+from tests.data.test_fixed_shape import pack_of, rows_of
 from tests.data.test_packing import KV, make
 from unsloth_ddp.data.collate import Collate, Flatten, PadRight
 from unsloth_ddp.data.fixed_shape import FixedShape
@@ -47,8 +47,7 @@ def captured_of(model: Any, *, recompute: bool = False) -> CapturedStep:
 def batches() -> list[dict[str, Any]]:
     collate = Collate(PadRight(0), Flatten("positions"), shape=SHAPE)
     lengths: list[list[int]] = [[60, 50, 30], [128, 100], [9]]
-    packs = [dict(zip(("input_ids", "labels", "lengths"), rows_of(of), strict=True)) for of in lengths]
-    return [collate([pack]) for pack in packs]
+    return [collate([pack_of(of)]) for of in lengths]
 
 
 def ordinary_sum(model: Any, batch: dict[str, Any]) -> torch.Tensor:
@@ -90,7 +89,7 @@ def test_a_step_of_replayed_and_ordinary_micro_batches_has_the_gradients_of_ordi
 def test_packs_of_one_row_each_have_the_gradients_of_ordinary_ones() -> None:
     shape = FixedShape.of_single_rows(2, 128)
     collate = Collate(PadRight(0), Flatten("positions"), shape=shape)
-    packs = [dict(zip(("input_ids", "labels", "lengths"), rows_of([of]), strict=True)) for of in (100, 60, 128)]
+    packs = [pack_of([of]) for of in (100, 60, 128)]
     model = model_of("lora")
     sum(ordinary_sum(model, collate([pack])) for pack in packs).backward()
     wanted = gradients(model)
@@ -180,7 +179,7 @@ def test_every_number_of_tokens_is_captured_before_training(sequences: int) -> N
     shape = dataclasses.replace(shape, smaller=(256,))
     model = with_dropout_of(0.5)
     captured = CapturedStep(model, PackedForward(model, shape), contextlib.nullcontext, torch.float32, DEVICE)
-    example = dict(zip(("input_ids", "labels", "lengths"), rows_of([9]), strict=True))
+    example = pack_of([9])
     captured.run({"padded_batch": shape.pad(*example.values())}, torch.ones(()))
     for p in captured.trained:
         p.grad = None
@@ -197,10 +196,7 @@ def test_every_number_of_tokens_is_captured_before_training(sequences: int) -> N
 def test_micro_batches_padded_to_several_sizes_have_the_gradients_of_ordinary_ones() -> None:
     shape = dataclasses.replace(SHAPE, smaller=(128,))
     collate = Collate(PadRight(0), Flatten("positions"), shape=shape)
-    packs = [
-        dict(zip(("input_ids", "labels", "lengths"), rows_of(of), strict=True)) for of in ([60, 50], [128, 100], [9])
-    ]
-    given = [collate([pack]) for pack in packs]
+    given = [collate([pack_of(of)]) for of in ([60, 50], [128, 100], [9])]
     assert [batch["padded_batch"].tokens for batch in given] == [128, 256, 128]
     model = model_of("lora")
     sum(ordinary_sum(model, batch) for batch in given).backward()

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.conftest import DEMO_MODEL
-from tests.ranks import run_ranks
+from tests.ranks import run_ranks, train
 from tests.runtimes import cpu_runtime
 from tests.training.live_bytes import LiveBytes
 from unsloth_ddp.config.options import Settings
@@ -419,13 +419,8 @@ def test_the_weights_of_a_model_are_read_whole_and_packed(deep_model):
 
 def estimating_train(argv: list[str], folder: str, room: int) -> None:
     """train_ddp.py with FSDP2 on the CPU, which chooses as on GPUs that have so much room."""
-    import os
-    import sys
-
     from unsloth_ddp.model import gradient_checkpointing
     from unsloth_ddp.training.memory_search import sizes_of
-
-    os.chdir(folder)
 
     def choose(self: ShardedMemorySearch, before: dict[str, Any]) -> Any:
         gc.freeze()
@@ -438,10 +433,7 @@ def estimating_train(argv: list[str], folder: str, room: int) -> None:
 
     gradient_checkpointing.kinds_here = lambda runtime, settings: ("none", "torch")
     ShardedMemorySearch.choose = choose  # type: ignore[method-assign]
-    sys.argv = ["train_ddp.py", *argv]
-    import train_ddp
-
-    train_ddp.main()
+    train(argv, folder)
 
 
 @pytest.mark.slow

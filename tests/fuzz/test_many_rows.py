@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import json
-import resource
 from pathlib import Path
 
 import pytest
 
 from tests.conftest import DEMO_MODEL
+from tests.peak_memory import most_memory
 from tests.ranks import run_ranks
 
 MEBIBYTE = 1 << 20
 # 162 MiB were measured, 368 MiB with a million rows, half of it the files of examples and tokens mapped into memory; as
 # Python objects the rows would take over a kilobyte each.
 BOUND = 256 * MEBIBYTE
-
-
-def peak() -> int:
-    """Most memory that this process ever held, in bytes."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def prepare(path: str, count: int) -> None:
@@ -39,12 +34,12 @@ def prepare(path: str, count: int) -> None:
     settings = Settings(dataset=[path])
     tokenizer = AutoTokenizer.from_pretrained(DEMO_MODEL)
     folder = Path(tempfile.mkdtemp(dir=Path(path).parent))
-    before = peak()
+    before = most_memory()
     read_examples(settings, runtime, folder)
     rows, _ = tokenize_examples(settings, runtime, folder, tokenizer)
     fingerprint(rows, runtime)
     assert sum(RowOrder(count, 8, seed=1)) == count * (count - 1) // 2
-    print(json.dumps({"rows": rows.counts.rows, "bytes": peak() - before}))
+    print(json.dumps({"rows": rows.counts.rows, "bytes": most_memory() - before}))
 
 
 def write_rows(path: Path, count: int) -> None:

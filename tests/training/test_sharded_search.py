@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tests.conftest import DEMO_MODEL
+from tests.conftest import DEMO_MODEL, save_llama
 from tests.ranks import run_ranks, train
 from tests.runtimes import cpu_runtime
 from tests.training.live_bytes import LiveBytes
@@ -57,17 +57,8 @@ def quick_collection() -> Any:
 @pytest.fixture(scope="module")
 def deep_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Eight layers."""
-    return saved_llama(tmp_path_factory.mktemp("models") / "deep", num_hidden_layers=8)
-
-
-def saved_llama(folder: Path, **options: Any) -> Path:
-    from transformers import AutoTokenizer
-
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 96, "num_attention_heads": 2, "num_key_value_heads": 1}
-    LlamaForCausalLM(LlamaConfig(vocab_size=883, **sizes, **options)).save_pretrained(folder)
-    AutoTokenizer.from_pretrained(DEMO_MODEL).save_pretrained(folder)
-    return folder
+    sizes = {"hidden_size": 32, "intermediate_size": 96, "num_attention_heads": 2, "num_hidden_layers": 8}
+    return save_llama(tmp_path_factory.mktemp("models") / "deep", **sizes)
 
 
 def settings_for(model: Path, **options: Any) -> Settings:

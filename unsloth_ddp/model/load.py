@@ -28,13 +28,12 @@ from unsloth_ddp.model.files_check import check_complete, check_local_model
 from unsloth_ddp.model.fp8 import check_fp8, use_fp8
 from unsloth_ddp.model.gradient_checkpointing import UNSLOTH_NAMES, loaded_with
 from unsloth_ddp.model.lora import check_module_names, lora_config, target_modules, target_parameters
+from unsloth_ddp.model.modules import DTYPES
 from unsloth_ddp.model.same_files import check_same_files
 from unsloth_ddp.model.source_check import check_source, read_model_file
 from unsloth_ddp.model.whole_model import short_of_memory, tried_in_shards
 from unsloth_ddp.utils.errors import UserError, one_line
 from unsloth_ddp.utils.known_errors import find_known_error
-
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 def check_model(settings: Settings, runtime: Runtime) -> None:

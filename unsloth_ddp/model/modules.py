@@ -1,4 +1,4 @@
-"""Unwrap a model from PEFT, count a layer's weights, and switch a model to evaluation or training for the length of a block."""
+"""Name the dtypes of a model, unwrap it from PEFT, count a layer's weights, and switch it to evaluation or training for a block."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from typing import Any
 import torch
 
 from unsloth_ddp.model.fp8 import FrozenFP8Linear
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 def base_model(model: Any) -> Any:

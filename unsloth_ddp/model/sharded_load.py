@@ -29,8 +29,7 @@ from torch.nn import Module, Parameter
 from unsloth_ddp.distributed.precision import Precision
 from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.model.files_check import check_complete
-from unsloth_ddp.model.load import DTYPES
-from unsloth_ddp.model.modules import base_model
+from unsloth_ddp.model.modules import DTYPES, base_model
 from unsloth_ddp.model.packed_shards import SplitPacked, is_packed, split_quantized
 from unsloth_ddp.model.shards import as_shard, part_of, part_shape, places
 from unsloth_ddp.utils.errors import UserError, one_line

@@ -19,8 +19,7 @@ from typing import Any
 import torch
 
 from unsloth_ddp.distributed.wire import sendable
-from unsloth_ddp.model.load import DTYPES
-from unsloth_ddp.model.modules import kept_random_numbers, training_mode
+from unsloth_ddp.model.modules import DTYPES, kept_random_numbers, training_mode
 from unsloth_ddp.model.stand_in import NoStandInError, first_layers, layers_of, make_stand_in, period_of, unused
 from unsloth_ddp.training.memory_search import (
     MemorySearch,

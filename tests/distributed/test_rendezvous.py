@@ -18,6 +18,7 @@ import pytest
 
 from tests.distributed.groups import Group
 from tests.ranks import free_port, run_ranks
+from tests.unpickled import Touch
 from tests.waiting import wait_until
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.distributed import rendezvous
@@ -26,16 +27,6 @@ from unsloth_ddp.distributed.runtime import started
 from unsloth_ddp.utils.errors import UserError
 
 # ---- a stranger on the network ----
-
-
-class Touch:
-    """An object that writes a file where it is unpickled."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self):
-        return Path.touch, (self.path,)
 
 
 def other_address() -> str:

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from tests.fuzz import UNPRINTABLE, few, sentence
 from tests.runtimes import cpu_runtime
+from tests.unpickled import Touch
 from unsloth_ddp.checkpoints import manifest, resume_point
 from unsloth_ddp.checkpoints.manifest import Damaged, Manifest
 from unsloth_ddp.config.options import Settings
@@ -172,16 +173,6 @@ def test_any_facts_of_another_run_are_told_in_one_sentence(run: dict[str, Any]) 
     except UserError as refused:
         said = [sentence(refused)]
     assert not {unicodedata.category(letter) for text in said for letter in text} & UNPRINTABLE
-
-
-class Touch:
-    """Unpickled, it would write a file."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> Any:
-        return Path.touch, (self.path,)
 
 
 def test_looking_at_a_checkpoint_unpickles_nothing(folder: Path, tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import assume, example, given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tests.fuzz import few, refusal, result_or_sentence
@@ -72,30 +72,18 @@ def test_any_path_is_looked_for_or_refused_and_nothing_is_written(place: Path, n
 
 
 @few
-@given(TRICKS)
-@example("..")
-@example("../neighbour.txt")
-@example("..\\up")
-def test_a_run_name_is_one_folder_below_the_output_folder(place: Path, name: str) -> None:
-    assume(not name.startswith("\0"))
-    settings = result_or_sentence(
-        lambda: parse_settings(["--model=m", "--dataset=d", "--output_dir=out", f"--run_name={name}"])
-    )
-    if settings is None or settings.run_name is None:
-        return
-    assert run_folder.choose_run_folder(settings, cpu_runtime()).parent == place / "out"
-
-
-@few
-@given(TRICKS)
-@example("m/..")
-@example("/")
-def test_the_default_name_is_one_folder_too(place: Path, model: str) -> None:
-    settings = result_or_sentence(lambda: parse_settings([f"--model={model}", "--dataset=d", "--output_dir=out"]))
-    if settings is None:
-        return
-    folder = run_folder.choose_run_folder(settings, cpu_runtime())
-    assert folder.parent == place / "out"
+@given(st.sampled_from(["run_name", "model"]), TRICKS)
+@example("run_name", "..")
+@example("run_name", "../neighbour.txt")
+@example("run_name", "..\\up")
+@example("run_name", "\0a")
+@example("model", "m/..")
+@example("model", "/")
+def test_a_run_that_is_named_or_called_after_its_model_is_one_folder(place: Path, option: str, name: str) -> None:
+    given = {"model": "m", "dataset": "d", "output_dir": "out", option: name}
+    settings = result_or_sentence(lambda: parse_settings([f"--{key}={value}" for key, value in given.items()]))
+    if settings is not None:
+        assert run_folder.choose_run_folder(settings, cpu_runtime()).parent == place / "out"
 
 
 @pytest.mark.parametrize("there", ["file", "dangling", "circle"])

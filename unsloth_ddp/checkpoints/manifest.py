@@ -217,10 +217,7 @@ def holds_shards(files: Iterable[str]) -> bool:
 def missing_state(files: Iterable[str]) -> str | None:
     """Return the first of STATE_FILES that a checkpoint lacks under every one of its names."""
     names = list(files)
-    for file, patterns in STATE_FILES.items():
-        if not any(fnmatch(name, pattern) for name in names for pattern in patterns):
-            return file
-    return None
+    return next((file for file, found in STATE_FILES.items() if not any(_is_named(n, found) for n in names)), None)
 
 
 # ---- resuming ----

@@ -71,14 +71,14 @@ class ShardedSaving:
             if not checkpoint:
                 write_model(model, list(saved_tensors(model, tensors)), fetch, target, attempt)
         if checkpoint:
-            ranks, copies = self.runtime.ranks, self.runtime.copies
-            attempt(lambda: self.checkpoints.wrote(save_weights(folder, model, ranks, copies)))
+            rank, parts = self.runtime.ranks.rank, self.runtime.parts
+            attempt(lambda: self.checkpoints.wrote(save_weights(folder, model, rank, parts)))
 
     def save_optimizer(self, folder: Path, model: Any, optimizer: torch.optim.Optimizer) -> None:
         """Write this rank's shard of the optimizer's state."""
         give_back_whole_weights(model)
-        ranks, copies = self.runtime.ranks, self.runtime.copies
-        written = save_optimizer(folder, model, optimizer, ranks, self.checkpoints.attempt, copies)
+        rank, parts = self.runtime.ranks.rank, self.runtime.parts
+        written = save_optimizer(folder, model, optimizer, rank, parts, self.checkpoints.attempt)
         self.checkpoints.attempt(lambda: self.checkpoints.wrote(written))
 
     def load_weights(self, folder: Path, model: Any) -> None:
@@ -97,8 +97,8 @@ class ShardedSaving:
             UserError: on every rank, if a state of any rank is missing from the checkpoint.
         """
         give_back_whole_weights(model)
-        ranks, copies = self.runtime.ranks, self.runtime.copies
-        self._together(folder, lambda: load_optimizer(folder, model, optimizer, ranks, copies))
+        rank, parts = self.runtime.ranks.rank, self.runtime.parts
+        self._together(folder, lambda: load_optimizer(folder, model, optimizer, rank, parts))
 
     def _together(self, folder: Path, read: Callable[[], None]) -> None:
         problem = None

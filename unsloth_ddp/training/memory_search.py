@@ -15,7 +15,7 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -60,11 +60,17 @@ class Trial:
 
     needed: int | None
     room: int
+    headroom: ClassVar[float] = HEADROOM
 
     @property
     def fits(self) -> bool:
-        """Return whether the trial left the headroom free."""
-        return self.needed is not None and self.needed <= (1 - HEADROOM) * self.room
+        """Return whether the headroom was left free."""
+        return self.needed is not None and self.needed <= (1 - self.headroom) * self.room
+
+    @property
+    def share(self) -> float:
+        """Return the needed fraction of the room, infinity where memory ran out."""
+        return math.inf if self.needed is None else self.needed / self.room
 
 
 def divisors(number: int) -> list[int]:
@@ -210,7 +216,7 @@ class MemorySearch:
         forget_free_memory()
         # If nothing leaves the headroom free, use the smallest candidate if it fits at all.
         kind, size = found or (kinds[-1], sizes[0])
-        worst = max(trials[kind, size], key=lambda one: float("inf") if one.needed is None else one.needed / one.room)
+        worst = max(trials[kind, size], key=lambda one: one.share)
         longest = largest_tokens(self.data.train, 1, self.settings.max_length)
         if worst.needed is None:
             raise UserError(self._too_large(kind, size, longest, worst))

@@ -14,7 +14,7 @@ import dataclasses
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -24,6 +24,7 @@ from unsloth_ddp.model.stand_in import NoStandInError, first_layers, layers_of, 
 from unsloth_ddp.training.memory_search import (
     MemorySearch,
     MicroBatchDecision,
+    Trial,
     forget_free_memory,
     ignore_dropped_compilation,
     release,
@@ -44,22 +45,16 @@ HEADROOM = 0.18
 
 @sendable
 @dataclass(frozen=True)
-class Estimate:
+class Estimate(Trial):
     """Estimate of one rank, in bytes; `needed` is None where the stand-in ran out of memory.
 
     Args:
         obstacle: why there is no estimate, in a few words; empty if there is one.
     """
 
-    needed: int | None
-    room: int
     layers: int = 0
     obstacle: str = ""
-
-    @property
-    def fits(self) -> bool:
-        """Return whether the estimate leaves the headroom free."""
-        return self.needed is not None and self.needed <= (1 - HEADROOM) * self.room
+    headroom: ClassVar[float] = HEADROOM
 
 
 @dataclass(eq=False)
@@ -151,7 +146,7 @@ class ShardedMemorySearch(MemorySearch):
         return all(before.get(name) == value for name, value in same.items())
 
     def _reason(self, size: int, estimates: Sequence[Estimate], *, fits: bool) -> str:
-        worst = max(estimates, key=lambda one: float("inf") if one.needed is None else one.needed / one.room)
+        worst = max(estimates, key=lambda one: one.share)
         tokens = f"{size} x {self._tokens(1):,} tokens"
         if worst.needed is None:
             return f"estimated from its first layers, {tokens} may not fit into {worst.room / 2**30:.1f} GiB"

@@ -90,13 +90,18 @@ def test_packs_of_one_row_each_have_the_gradients_of_ordinary_ones() -> None:
     shape = FixedShape.of_single_rows(2, 128)
     collate = Collate(PadRight(0), Flatten("positions"), shape=shape)
     packs = [pack_of([of]) for of in (100, 60, 128)]
+    assert_same_gradients(shape, [collate([pack]) for pack in packs], [collate(packs[:2]), collate(packs[2:])])
+
+
+def assert_same_gradients(shape: FixedShape, ordinary: list[dict[str, Any]], captured: list[dict[str, Any]]) -> None:
+    """Check that captured micro-batches of a shape have the gradients of ordinary ones."""
     model = model_of("lora")
-    sum(ordinary_sum(model, collate([pack])) for pack in packs).backward()
+    sum(ordinary_sum(model, batch) for batch in ordinary).backward()
     wanted = gradients(model)
     model.zero_grad()
-    captured = CapturedStep(model, PackedForward(model, shape), contextlib.nullcontext, torch.float32, DEVICE)
-    for batch in (collate(packs[:2]), collate(packs[2:])):
-        captured.run(batch, torch.ones(()))
+    step = CapturedStep(model, PackedForward(model, shape), contextlib.nullcontext, torch.float32, DEVICE)
+    for batch in captured:
+        step.run(batch, torch.ones(()))
     torch.testing.assert_close(gradients(model), wanted, rtol=1e-4, atol=1e-6)
 
 
@@ -198,14 +203,7 @@ def test_micro_batches_padded_to_several_sizes_have_the_gradients_of_ordinary_on
     collate = Collate(PadRight(0), Flatten("positions"), shape=shape)
     given = [collate([pack_of(of)]) for of in ([60, 50], [128, 100], [9])]
     assert [batch["padded_batch"].tokens for batch in given] == [128, 256, 128]
-    model = model_of("lora")
-    sum(ordinary_sum(model, batch) for batch in given).backward()
-    wanted = gradients(model)
-    model.zero_grad()
-    captured = CapturedStep(model, PackedForward(model, shape), contextlib.nullcontext, torch.float32, DEVICE)
-    for batch in given:
-        captured.run(batch, torch.ones(()))
-    torch.testing.assert_close(gradients(model), wanted, rtol=1e-4, atol=1e-6)
+    assert_same_gradients(shape, given, given)
 
 
 def test_counts_come_with_the_loss() -> None:

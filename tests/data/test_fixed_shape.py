@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from unsloth_ddp.data.collate import Collate, Flatten, PadRight
-from unsloth_ddp.data.fixed_shape import TILE, FixedShape, smaller_sizes
+from unsloth_ddp.data.fixed_shape import TILE, FixedShape, head_size, smaller_sizes
 from unsloth_ddp.data.labels import IGNORED
 
 SHAPE = FixedShape.that_holds(tokens=300, rows=12, longest=100)
@@ -156,7 +156,7 @@ def test_a_micro_batch_that_is_larger_than_the_shape_is_not_padded() -> None:
 
 
 def test_there_are_few_sizes() -> None:
-    heads = {count: SHAPE.head_size(count) for count in range(SHAPE.tokens + 1)}
+    heads = {count: head_size(count, SHAPE.tokens) for count in range(SHAPE.tokens + 1)}
     assert all(size >= count and size % TILE == 0 for count, size in heads.items()) and len(set(heads.values())) <= 8
     many = FixedShape.that_holds(tokens=8192, rows=1000, longest=2048)
     rows = {count: many.row_size(count) for count in range(1, many.rows + 1)}

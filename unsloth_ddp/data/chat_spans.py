@@ -162,12 +162,11 @@ class ChatRenderer:
             answered = any(message["role"] == "assistant" for message in turns)
             return len(template.render_marked(turns, example.tools)[1]) if answered else 0
 
-        dropped = set(range(marked(example.prompt_messages)))
+        prompt = range(marked(example.prompt_messages))
+        dropped = {number for index in left_out for number in range(marked(index), marked(index + 1))}
         if self.supervise_all:
-            return text, [spans[i] for index in left_out for i in range(marked(index), marked(index + 1))]
-        for index in left_out:
-            dropped.update(range(marked(index), marked(index + 1)))
-        return text, [span for number, span in enumerate(spans) if number not in dropped]
+            return text, [spans[number] for number in sorted(dropped)]
+        return text, [span for number, span in enumerate(spans) if number not in dropped and number not in prompt]
 
     def _spans_by_difference(
         self, template: ChatTemplate, example: Example, full: str, left_out: set[int]

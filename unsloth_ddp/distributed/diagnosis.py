@@ -55,7 +55,7 @@ class RankStatus:
     progress_count: int = 0
     phase: str = "preparing"
     stack: str = ""
-    # The operating system reports the process as stopped (SIGSTOP, a debugger); the next heartbeat ends that.
+    # The operating system reports the process as stopped (SIGSTOP, a debugger).
     suspended: bool = False
     # Why the connection ended; "" if it was closed without an error, None while it is open.
     connection_lost: str | None = None
@@ -74,9 +74,21 @@ class RankStatus:
         self.step, self.progress_count = heartbeat["step"], heartbeat["count"]
         self.phase, self.stack = heartbeat["phase"], heartbeat["stack"]
 
+    def restart_clock(self, now: float) -> None:
+        """Measure silence and lack of progress from `now` on."""
+        self.last_heard = self.last_progress = now
+
+    def mark_suspended(self) -> None:
+        """Record that the operating system has stopped the process; the next heartbeat ends that."""
+        self.suspended = True
+
     def mark_lost(self, reason: str) -> None:
         """Record that the connection ended; of two reasons the first one that says something stays."""
         self.connection_lost = self.connection_lost or reason
+
+    def mark_exited(self, notice: ExitNotice) -> None:
+        """Record the exit notice of the rank."""
+        self.exit_notice = notice
 
     def __str__(self) -> str:
         if self.exit_notice:

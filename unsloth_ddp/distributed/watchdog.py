@@ -143,7 +143,7 @@ class Watchdog:
         if error is not None and notice.kind in ("failed", "secondary") and log_path():
             logger.error("this rank failed: %s", notice.text, exc_info=error)
         self._send_heartbeat()
-        self.own.exit_notice = notice
+        self.own.mark_exited(notice)
         # The others learn of a failure of the main process from its diagnosis.
         if not self.ranks.is_main or notice.kind in ("user_error", "signalled"):
             self._send_to_all(_exit_message(notice))
@@ -202,7 +202,7 @@ class Watchdog:
             if now - asked > wanted + 2 * self.limits.interval:
                 # This process was itself suspended (with the whole job, say); the others' messages are still unread.
                 for peer in self.peers.values():
-                    peer.status.last_heard = peer.status.last_progress = now
+                    peer.status.restart_clock(now)
             self._decide(now)
 
     def _read(self, peer: Peer) -> None:
@@ -212,9 +212,9 @@ class Watchdog:
                 peer.status.update(message["heartbeat"], now)
             for rank in message.get("suspended", []):
                 if rank in self.peers:
-                    self.peers[rank].status.suspended = True
+                    self.peers[rank].status.mark_suspended()
             if "exit" in message:
-                peer.status.exit_notice = ExitNotice(at=now, **message["exit"])
+                peer.status.mark_exited(ExitNotice(at=now, **message["exit"]))
             if "abort" in message:
                 self._end(message["abort"], message["code"], message["frozen"])
 
@@ -268,7 +268,7 @@ class Watchdog:
         suspended = [other.rank for other in self.neighbours if _process_state(other) == psutil.STATUS_STOPPED]
         for rank in suspended:
             if rank in self.peers:
-                self.peers[rank].status.suspended = True
+                self.peers[rank].status.mark_suspended()
         if suspended and not self.ranks.is_main:
             self.peers[0].send({"suspended": suspended})
 

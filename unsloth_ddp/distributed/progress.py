@@ -19,8 +19,11 @@ class Progress:
         self.step = 0
         self.count = 0
         self.phase: Phase = "preparing"
-        # Called whenever a phase begins, because what counts as a hang depends on it.
-        self.on_phase_change: Callable[[], None] | None = None
+        self._notify: Callable[[], None] | None = None
+
+    def on_phase_change(self, notify: Callable[[], None] | None) -> None:
+        """Have `notify` called whenever a phase begins, because what counts as a hang depends on it. None: nothing."""
+        self._notify = notify
 
     def begin_step(self, step: int) -> None:
         """Record that step number `step` begins; the first one ends the preparation."""
@@ -36,8 +39,8 @@ class Progress:
         """Begin a phase."""
         self.phase = phase
         self.advance()
-        if self.on_phase_change is not None:
-            self.on_phase_change()
+        if self._notify is not None:
+            self._notify()
 
     @contextlib.contextmanager
     def doing(self, phase: Literal["evaluating", "saving"]) -> Iterator[None]:

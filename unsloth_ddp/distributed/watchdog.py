@@ -131,7 +131,7 @@ class Watchdog:
 
     def start(self) -> None:
         """Start the watchdog thread."""
-        self.runtime.progress.on_phase_change = self._send_heartbeat
+        self.runtime.progress.on_phase_change(self._send_heartbeat)
         self.wake_reader.setblocking(False)
         self.wake_writer.setblocking(False)
         _close_in_children(self)
@@ -372,6 +372,6 @@ def _close_in_children(watchdog: Watchdog) -> None:
             peer.socket.close()
         found.wake_writer.close()
         found.wake_reader.close()
-        found.runtime.progress.on_phase_change = None
+        found.runtime.progress.on_phase_change(None)
 
     os.register_at_fork(after_in_child=close)

@@ -70,7 +70,7 @@ def prepared_run(argv: list[str], *, recompute: bool = False) -> Iterator[Prepar
             shape = shape_for(data.train, trainer.args.per_device_train_batch_size, run.settings.max_length)
             forward = PackedForward(model, shape, recompute=recompute)
             captured = CapturedStep(model, forward, autocast, torch.bfloat16, device)
-            trainer.collate.shape = shape
+            trainer.collate.pad_to_shape(shape)
         runner = MicroBatchRunner(model, device, trainer.loss, trainer.data_collator, autocast)
         yield Prepared(run, trainer, data, captured, runner)
 

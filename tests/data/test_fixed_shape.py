@@ -174,7 +174,7 @@ def test_batches_carry_the_vector_only_where_they_fit() -> None:
     pack = pack_of([40, 20])
     collate = Collate(PadRight(0), Flatten("positions"))
     assert "padded_batch" not in collate([pack])
-    collate.shape = SHAPE
+    collate.pad_to_shape(SHAPE)
     batch = collate([pack, pack])
     assert int(SHAPE.parts(batch["padded_batch"]).tokens) == 120
     assert "padded_batch" not in collate([pack] * 7)

@@ -175,7 +175,7 @@ def choice_of_run(
     )
     layer = torch.nn.Linear(weights, 1, bias=False, device="meta")
     model: Any = SimpleNamespace(get_decoder=lambda: SimpleNamespace(layers=[layer]))
-    collate: Any = SimpleNamespace()
+    collate: Any = SimpleNamespace(pad_to_shape=lambda shape: None)
     steps = CudaGraphs(
         settings, runtime, TrainingData(train, None, plan, decision), collate, torch.device("cpu"), model
     )

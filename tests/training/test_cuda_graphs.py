@@ -300,7 +300,8 @@ def test_a_trial_decides_for_every_rank_and_captures_all_sizes(
         monkeypatch.setattr(cuda_graphs, name, value)
     train = packs_of([300, 100, 200] * 200, 2)
     train.examples = [f"pack {index}" for index in range(600)]
-    collate: Any = SimpleNamespace()
+    padded_batch: list[Any] = []
+    collate: Any = SimpleNamespace(pad_to_shape=padded_batch.append)
     runtime: Any = SimpleNamespace(gather=lambda one: [one, other_rank])
     settings = Settings(model="m", dataset=["d"], max_length=512, per_device_train_batch_size=2, **options)
     plan = BatchPlan(2, 1, 1)
@@ -310,7 +311,7 @@ def test_a_trial_decides_for_every_rank_and_captures_all_sizes(
     steps.prepare(runner, MicroBatchDecision("none", 2, "as set"), plan, nullcontext)
     assert steps.choice == StepChoice(other_rank is None, reason)
     assert noted == {"tolerance": 0.25 if options else 0.05, "captured": "pack 1"}
-    assert (steps.captured is None) == (other_rank is not None) == (collate.shape is None)
+    assert (steps.captured is None) == (other_rank is not None) == (padded_batch[-1] is None)
     if steps.captured is not None:
         # What was captured without dropout is not what training replays.
         assert steps.captured.forgotten == bool(options) and not steps.captured.in_trial

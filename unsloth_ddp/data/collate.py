@@ -75,6 +75,14 @@ class Collate:
     head_chooses: bool = False
     shape: FixedShape | None = None
 
+    def find_supervised(self, wanted: bool) -> None:
+        """Set whether the positions of supervised tokens are added to every batch."""
+        self.head_chooses = wanted
+
+    def pad_to_shape(self, shape: FixedShape | None) -> None:
+        """Pad every batch of packs to this shape from now on; None stops it."""
+        self.shape = shape
+
     def __call__(self, examples: list[dict[str, np.ndarray]]) -> dict[str, Any]:
         packed = "lengths" in examples[0]
         batch: dict[str, Any] = self.flatten(examples) if packed else self.pad(examples)

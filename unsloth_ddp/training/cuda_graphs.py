@@ -110,7 +110,7 @@ class CudaGraphs:
                 self.captured = captured
         refuse(self.settings, reason)
         self.choice = StepChoice(reason is None, reason or "a trial gave the same loss and gradients")
-        self.collate.shape = self.captured.shape if self.captured else None
+        self.collate.pad_to_shape(self.captured.shape if self.captured else None)
 
     def _try(
         self,
@@ -126,7 +126,7 @@ class CudaGraphs:
         except NotImplementedError as error:
             return None, str(error)
         captured = CapturedStep(model, forward, autocast, torch.bfloat16, self.device, gradients)
-        self.collate.shape = shape
+        self.collate.pad_to_shape(shape)
         batch = runner.batch_of([train.examples[index] for index in range(min(size, train.units))])
         tolerance = FP8_GRADIENT_TOLERANCE if self.settings.fp8 else GRADIENT_TOLERANCE
         with training_mode(model):
@@ -175,6 +175,6 @@ class CudaGraphs:
 
     def _stop(self, reason: str) -> None:
         self.captured = None
-        self.collate.shape = None
+        self.collate.pad_to_shape(None)
         location = self.runtime.locations[self.runtime.ranks.rank]
         print(f"Micro-batches are no longer replayed on {location}: {reason}", flush=True)

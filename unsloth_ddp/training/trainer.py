@@ -196,7 +196,7 @@ class DDPTrainer(ResumableTrainer):
         # training begins.
         if self.runtime.backend == "unsloth" and not shards_weights(self.runtime.sharding):
             self.loss.choose_head(runner, self.data.train.examples, self.plan.per_device)
-            self.collate.head_chooses = self.loss.head is not None
+            self.collate.find_supervised(self.loss.head is not None)
         gradients = self.exchange.buffers if self.exchange is not None else None
         self.cuda_graphs.prepare(runner, decision, self.plan, self.accelerator.autocast, gradients)
         self.checkpoints.update_identity(cuda_graphs="on" if self.cuda_graphs.choice.uses_graphs else "off")

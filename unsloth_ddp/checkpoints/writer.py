@@ -97,7 +97,6 @@ class Checkpoints:
     weights_bytes: int = 0
     # All nodes see the run's folder (see open).
     shared: bool = field(default=True, init=False)
-    # The last complete checkpoint of the run, which may be the one that it resumes from.
     last: Path | None = field(default=None, init=False)
     failed: str | None = field(default=None, init=False)
     written: int = field(default=0, init=False)
@@ -116,6 +115,10 @@ class Checkpoints:
     def update_identity(self, **changed: Any) -> None:
         """Record what was decided after the run began: the micro-batch, the gradient checkpointing."""
         self.identity |= changed
+
+    def resumed_from(self, folder: Path) -> None:
+        """Record the run's own checkpoint that it resumes from as its last complete one."""
+        self.last = folder
 
     def save(self, step: int, write: Callable[[Path], None], best: Callable[[], int | None] = lambda: None) -> bool:
         """Write the checkpoint of `step` on all ranks, and return whether it is whole.

@@ -73,13 +73,12 @@ class StopRequest:
 
     Args:
         is_main: this process prints.
-        end_process: ends the process with an exit code when a signal ends it at once; once the ranks are watched, a
-            function that tells the others first.
+        end_process: ends the process with an exit code; another function in tests.
     """
 
     def __init__(self, is_main: bool, end_process: Callable[[int], Any] = os._exit) -> None:
         self._is_main = is_main
-        self.end_process = end_process
+        self._end_process = end_process
         self._signals = SignalCounter(os.getppid())
         self._max_time: str | None = None
         self._deadline: float | None = None
@@ -116,6 +115,10 @@ class StopRequest:
         threading.Thread(target=self._read_signals, name="signals", daemon=True).start()
         if under_launcher(environ) and sys.platform == "linux":
             ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+    def end_with(self, end_process: Callable[[int], Any]) -> None:
+        """Have a signal that ends the process at once end it with this function, which may tell the other ranks."""
+        self._end_process = end_process
 
     def begin_training(self, runtime: Runtime, timeout: timedelta, has_checkpoint: Callable[[], bool]) -> None:
         """Treat signals from now on as requests to save at the next step boundary. Every rank calls this.
@@ -212,7 +215,7 @@ class StopRequest:
     def _print_and_end(self, text: str, code: int) -> None:
         self._print(text)
         note_exit_code(code, sentence=text)
-        self.end_process(code)
+        self._end_process(code)
 
     def _print(self, text: str) -> None:
         if self._is_main:

@@ -30,7 +30,7 @@ def choose_backend_by_size(settings: Settings, runtime: Runtime) -> None:
     short = short_of_memory(settings, runtime)
     if short is None:
         return
-    runtime.backend = "transformers"
+    runtime.use_backend("transformers")
     if runtime.ranks.is_main:
         needed, room = map(shown_bytes, short)
         print(

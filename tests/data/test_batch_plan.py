@@ -100,12 +100,15 @@ def deal(order: RowOrder, plan: BatchPlan) -> list[list[int]]:
 LAYOUTS = [(8, 1, 1), (1, 8, 1), (4, 1, 2), (2, 2, 2), (1, 4, 2), (2, 1, 4), (1, 2, 4), (1, 1, 8)]
 
 
+@pytest.mark.parametrize("balanced", [False, True])
 @pytest.mark.parametrize("rows", [1, 7, 8, 9, 13, 64, 101])
-def test_every_layout_of_a_global_batch_sees_the_same_rows_in_the_same_steps(rows: int) -> None:
+def test_every_layout_of_a_global_batch_sees_the_same_rows_in_the_same_steps(rows: int, balanced: bool) -> None:
+    tokens = np.append(np.random.default_rng(1).integers(1, 300, rows), 1)
     seen = set()
     for per_device, accumulation, processes in LAYOUTS:
         plan = BatchPlan(per_device, accumulation, processes)
-        steps = deal(RowOrder(rows, per_device * processes, seed=3), plan)
+        plain = RowOrder(rows, per_device * processes, seed=3)
+        steps = deal(BalancedOrder(plan, tokens, seed=3, padded=True) if balanced else plain, plan)
         assert len(steps) == plan.steps_per_epoch(rows)
         seen.add(tuple(tuple(sorted(row for row in step if row < rows)) for step in steps))
     assert len(seen) == 1
@@ -126,6 +129,7 @@ def test_an_epoch_holds_each_row_once_and_fillers_at_its_end(
     assert indices[rows:] == [rows] * (len(order) - rows)
     assert len(indices) - rows < per_device * processes
     dealt = deal(order, plan)
+    assert len(dealt) == plan.steps_per_epoch(rows)
     assert sorted(row for step in dealt for row in step) == sorted(indices)
     for number, step in enumerate(dealt):
         assert sorted(step) == sorted(indices[number * plan.global_batch : (number + 1) * plan.global_batch])
@@ -192,17 +196,6 @@ def test_arranged_steps_hold_the_same_rows_with_less_padding_and_even_ranks(
         most_within_a_position = (costs.max(axis=1) - costs.min(axis=1)).max()
         totals = costs.sum(axis=0)
         assert totals.max() - totals.min() <= most_within_a_position
-
-
-def test_every_layout_of_a_global_batch_sees_the_same_rows_in_the_same_arranged_steps() -> None:
-    tokens = np.append(np.random.default_rng(1).integers(1, 300, 101), 1)
-    seen = set()
-    for per_device, accumulation, processes in LAYOUTS:
-        plan = BatchPlan(per_device, accumulation, processes)
-        steps = deal(BalancedOrder(plan, tokens, seed=3, padded=True), plan)
-        assert len(steps) == plan.steps_per_epoch(101)
-        seen.add(tuple(tuple(sorted(row for row in step if row < 101)) for step in steps))
-    assert len(seen) == 1
 
 
 def test_ranks_of_a_step_differ_by_little_on_chat_rows() -> None:

@@ -59,7 +59,8 @@ def qwen3(core: Tokenizer) -> Any:
     ("row", "sentence"),
     [
         # The word "add" stands in the user's message.
-        ({"messages": TOOL_TURNS}, "does not render tools, so the call of add is not in the rendered row"),
+        ({"messages": TOOL_TURNS}, "does not render tools, so the call of add is not in the rendered row; give one"),
+        ({"messages": TURNS, "tools": [{"name": "look_up"}]}, "does not render tools, so look_up is not"),
         (
             {"messages": [{**TURNS[0], "content": "add"}, TURNS[1]], "tools": [TOOL]},
             "does not render tools, so add is not",

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from unsloth_ddp.data.collate import Collate, Flatten, PadRight
-from unsloth_ddp.data.fixed_shape import TILE, FixedShape, smaller_sizes
+from unsloth_ddp.data.fixed_shape import TILE, FixedShape, head_size, smaller_sizes
 from unsloth_ddp.data.labels import IGNORED
 
 SHAPE = FixedShape.that_holds(tokens=300, rows=12, longest=100)
@@ -22,6 +22,11 @@ def rows_of(lengths: list[int], share: float = 0.3) -> tuple[np.ndarray, np.ndar
     # A row's first token is predicted by none.
     labels[np.cumsum([0, *lengths[:-1]])] = IGNORED
     return ids, labels, np.array(lengths)
+
+
+def pack_of(lengths: list[int]) -> dict[str, np.ndarray]:
+    """Rows of these lengths, as a data set gives them packed."""
+    return dict(zip(("input_ids", "labels", "lengths"), rows_of(lengths), strict=True))
 
 
 @pytest.mark.parametrize("lengths", [[100, 100, 100], [7], [1, 1], [40, 60, 3, 1, 90]])
@@ -151,7 +156,7 @@ def test_a_micro_batch_that_is_larger_than_the_shape_is_not_padded() -> None:
 
 
 def test_there_are_few_sizes() -> None:
-    heads = {count: SHAPE.head_size(count) for count in range(SHAPE.tokens + 1)}
+    heads = {count: head_size(count, SHAPE.tokens) for count in range(SHAPE.tokens + 1)}
     assert all(size >= count and size % TILE == 0 for count, size in heads.items()) and len(set(heads.values())) <= 8
     many = FixedShape.that_holds(tokens=8192, rows=1000, longest=2048)
     rows = {count: many.row_size(count) for count in range(1, many.rows + 1)}
@@ -166,13 +171,12 @@ def test_a_padded_micro_batch_moves_with_its_sizes() -> None:
 
 
 def test_batches_carry_the_vector_only_where_they_fit() -> None:
-    ids, labels, lengths = rows_of([40, 20])
-    pack = {"input_ids": ids, "labels": labels, "lengths": lengths}
+    pack = pack_of([40, 20])
     collate = Collate(PadRight(0), Flatten("positions"))
     assert "padded_batch" not in collate([pack])
     collate.pad_to_shape(SHAPE)
     batch = collate([pack, pack])
     assert int(SHAPE.parts(batch["padded_batch"]).tokens) == 120
     assert "padded_batch" not in collate([pack] * 7)
-    row = {"input_ids": ids, "labels": labels}
-    assert "padded_batch" not in collate([row])
+    del pack["lengths"]
+    assert "padded_batch" not in collate([pack])

@@ -193,29 +193,10 @@ def test_a_row_is_not_changed() -> None:
     assert json.dumps(row) == before
 
 
-KEYS = st.sampled_from(
-    [
-        "messages",
-        "conversations",
-        "tools",
-        "instruction",
-        "input",
-        "output",
-        "system",
-        "prompt",
-        "completion",
-        "text",
-        "role",
-        "content",
-        "from",
-        "value",
-        "tool_calls",
-        "function",
-        "name",
-        "arguments",
-        "type",
-    ]
-)
+KEYS = st.sampled_from([
+    "messages", "conversations", "tools", "instruction", "input", "output", "system", "prompt", "completion", "text",
+    "role", "content", "from", "value", "tool_calls", "function", "name", "arguments", "type",
+])  # fmt: skip
 LEAVES = st.sampled_from(["user", "assistant", "gpt", "human", "tool", "text", "[]", "{}", "\ud83d", b"x"])
 VALUES = st.recursive(
     LEAVES | st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.dates(),

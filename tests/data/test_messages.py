@@ -7,19 +7,11 @@ from typing import Any
 
 import pytest
 
+from tests.data.test_formats import ANSWER, ASK, refusal
 from unsloth_ddp.data.formats import Example, to_example
-from unsloth_ddp.utils.errors import UserError
 
-ASK = {"role": "user", "content": "Hi"}
-ANSWER = {"role": "assistant", "content": "Hello."}
 SYSTEM = {"role": "system", "content": "Be brief."}
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}
-
-
-def refusal(row: Any) -> str:
-    with pytest.raises(UserError) as refused:
-        to_example(row)
-    return str(refused.value)
 
 
 @pytest.mark.parametrize("flag", [{"weight": 0}, {"weight": 0.0}, {"train": False}, {"loss": False}])

@@ -11,6 +11,7 @@ import datasets
 import pytest
 
 from tests.conftest import demo_rows, write_jsonl
+from tests.runtimes import cpu_runtime
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.data.examples import read_examples
 from unsloth_ddp.data.node_folder import node_folder, room_for_rows
@@ -61,6 +62,5 @@ def test_rows_that_do_not_fit_are_told(tmp_path: Path, monkeypatch: pytest.Monke
 
     rows = write_jsonl(tmp_path / "rows.jsonl", demo_rows()[:3])
     monkeypatch.setattr(datasets.arrow_writer.ArrowWriter, "write", full)
-    one = Runtime(Ranks(), "transformers", "cpu", "fp32", "CPU")
     with pytest.raises(UserError, match="The rows do not fit on the disk of"):
-        read_examples(Settings(model="m", dataset=[str(rows)]), one, tmp_path)
+        read_examples(Settings(model="m", dataset=[str(rows)]), cpu_runtime(), tmp_path)

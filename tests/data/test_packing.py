@@ -50,18 +50,6 @@ def naive_best_fit(lengths: list[int]) -> list[int]:
     return sorted(CAPACITY - space for space in spaces)
 
 
-def naive_first_fit(lengths: list[int]) -> int:
-    """How many packs first-fit-decreasing needs."""
-    spaces: list[int] = []
-    for length in sorted(lengths, reverse=True):
-        fitting = next((i for i, space in enumerate(spaces) if space >= length), None)
-        if fitting is None:
-            spaces.append(CAPACITY - length)
-        else:
-            spaces[fitting] -= length
-    return len(spaces)
-
-
 def check_packing(packing: Packing, lengths: np.ndarray) -> None:
     assert sorted(packing.rows.tolist()) == list(range(len(lengths)))
     for index in range(len(packing)):
@@ -79,12 +67,6 @@ def test_packs_are_those_of_best_fit_decreasing(lengths: list[int]) -> None:
     assert sorted(packing.tokens.tolist()) == naive_best_fit(lengths)
     again = best_fit(np.array(lengths), CAPACITY)
     assert all(np.array_equal(getattr(packing, f.name), getattr(again, f.name)) for f in dataclasses.fields(Packing))
-
-
-@given(LENGTHS)
-def test_packs_are_hardly_more_than_first_fit_decreasing_needs(lengths: list[int]) -> None:
-    packs, lower_bound = len(best_fit(np.array(lengths), CAPACITY)), -(-sum(lengths) // CAPACITY)
-    assert lower_bound <= packs <= 1.1 * naive_first_fit(lengths) + 1
 
 
 def test_a_million_rows_are_packed_in_seconds() -> None:

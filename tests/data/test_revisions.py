@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.runtimes import cpu_runtime
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.data import revisions
 from unsloth_ddp.data.revisions import dataset_revisions, ignored_hub_options, pin_revisions
@@ -16,7 +17,7 @@ from unsloth_ddp.distributed.ranks import Ranks
 from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.utils.errors import UserError
 
-CPU = Runtime(Ranks(), "transformers", "cpu", "fp32", "CPU")
+CPU = cpu_runtime()
 COMMITS = {
     ("o/model", None): "a" * 40,
     ("o/model", "v1"): "b" * 40,

@@ -16,6 +16,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.runtimes import cpu_runtime
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.data.sources import check_source, is_file, read_rows
 from unsloth_ddp.utils.errors import UserError
@@ -148,12 +149,6 @@ def test_a_column_that_parquet_names_twice_is_refused(tmp_path: Path) -> None:
     assert refusal(tmp_path / "a.parquet") == " names a column twice (text, text); rename one."
 
 
-@pytest.mark.parametrize("name", ["a.jsonl", "a.csv"])
-def test_a_file_without_line_ends_is_refused(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("unsloth_ddp.data.sources.LONGEST_LINE", 20)
-    assert refusal(write(tmp_path, name, "x" * 50)).startswith(":1 is longer than 20 bytes, which is not a row of text")
-
-
 def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*given: Any) -> Any:
         raise PermissionError(errno.EACCES, "Permission denied")
@@ -219,21 +214,13 @@ def test_a_path_that_is_no_file_of_rows_is_refused(tmp_path: Path, source: str, 
     assert sentence.format(tmp_path, cwd=Path.cwd()) in str(refused.value)
 
 
-def test_a_symlink_is_followed(tmp_path: Path) -> None:
-    (tmp_path / "link.jsonl").symlink_to(write(tmp_path, "a.jsonl", '{"text": "a"}'))
-    check_source(str(tmp_path / "link.jsonl"))
-    assert rows(tmp_path / "link.jsonl") == [(":1", {"text": "a"})]
-
-
 @pytest.mark.parametrize("option", ["dataset", "eval_dataset"])
 def test_an_empty_file_among_others_is_refused_and_an_empty_shard_in_a_folder_is_not(
     tmp_path: Path, option: str
 ) -> None:
     from unsloth_ddp.data.examples import read_examples
-    from unsloth_ddp.distributed.ranks import Ranks
-    from unsloth_ddp.distributed.runtime import Runtime
 
-    runtime = Runtime(Ranks(), "transformers", "cpu", "fp32", "CPU")
+    runtime = cpu_runtime()
     (tmp_path / "shards").mkdir()
     good = str(write(tmp_path / "shards", "a.jsonl", '{"text": "a"}'))
     empty = str(write(tmp_path / "shards", "b.jsonl", ""))
@@ -245,13 +232,10 @@ def test_an_empty_file_among_others_is_refused_and_an_empty_shard_in_a_folder_is
 
 def test_empty_shards_of_a_folder_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from unsloth_ddp.data.examples import read_examples
-    from unsloth_ddp.distributed.ranks import Ranks
-    from unsloth_ddp.distributed.runtime import Runtime
 
     for name, content in (("a", '{"text": "a"}\n'), ("b", ""), ("c", "\n")):
         write(tmp_path, f"{name}.jsonl", content)
-    runtime = Runtime(Ranks(), "transformers", "cpu", "fp32", "CPU")
-    read_examples(Settings(model="m", dataset=[str(tmp_path)], streaming=True), runtime, tmp_path)
+    read_examples(Settings(model="m", dataset=[str(tmp_path)], streaming=True), cpu_runtime(), tmp_path)
     assert capsys.readouterr().out.startswith(f"{tmp_path}/b.jsonl and 1 more file hold no rows and add")
 
 

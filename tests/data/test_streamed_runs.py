@@ -6,7 +6,6 @@ import itertools
 import json
 import multiprocessing
 import os
-import resource
 import signal
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from safetensors.torch import load_file
 from tests.conftest import DEMO_MODEL, demo_rows
 from tests.data.test_streaming import windows
 from tests.jobs import assert_same, copy_until, ends
+from tests.peak_memory import most_memory
 from tests.ranks import run_ranks, train
 from unsloth_ddp.data.batch_plan import RowOrder
 from unsloth_ddp.data.stream_order import FIRST, StreamPosition
@@ -243,10 +243,6 @@ def test_a_reader_that_is_killed_ends_every_rank(place, tiny_model, uneven_rows)
     assert "DataLoader worker" in result.output and "killed by signal" in result.output, result.output
 
 
-def peak() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
 def read_a_million(path: str, count: int, buffer: int) -> None:
     """Read all rows, tokenize the last ones, and print the memory that this took beyond that of the imports."""
     from transformers import AutoTokenizer
@@ -257,10 +253,10 @@ def read_a_million(path: str, count: int, buffer: int) -> None:
     settings = Settings(dataset=[path], streaming=True, shuffle_buffer=buffer)
     found = streamed_windows(settings, None, AutoTokenizer.from_pretrained(DEMO_MODEL), seed=1)
     found.start = StreamPosition(0, count - 1000)
-    before = peak()
+    before = most_memory()
     for window in itertools.islice(found, 20):
         assert isinstance(window, TokenizedWindow) and len(window.rows) == 100
-    print(json.dumps({"bytes": peak() - before, "epoch": window.start.epoch}))
+    print(json.dumps({"bytes": most_memory() - before, "epoch": window.start.epoch}))
 
 
 @pytest.mark.slow

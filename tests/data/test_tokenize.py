@@ -179,15 +179,6 @@ def test_tool_calls_are_supervised_and_tool_results_are_not(core: Tokenizer, nam
     assert "Add." in tokenizer.decode(encoded["input_ids"])
 
 
-@pytest.mark.parametrize(
-    ("row", "named"),
-    [({"messages": TOOL_TURNS}, "the call of add"), ({"messages": TURNS, "tools": [{"name": "look_up"}]}, "look_up")],
-)
-def test_a_template_that_leaves_tools_out_is_refused(core: Tokenizer, row: dict[str, Any], named: str) -> None:
-    with pytest.raises(UserError, match=f"does not render tools, so {named} is not in the rendered row; give one"):
-        encode(make_tokenizer(core, CHATML), row)
-
-
 @pytest.mark.parametrize("name", ["qwen2_5", "the kit's chatml", "no marks: chatml", "no marks: [INST]"])
 def test_a_prompt_of_messages_is_not_supervised(core: Tokenizer, name: str) -> None:
     template, eos, special, expected = CASES[name]
@@ -285,13 +276,6 @@ def test_what_a_template_raises_is_told(core: Tokenizer) -> None:
     system = {"role": "system", "content": "Be brief."}
     with pytest.raises(UserError, match=r"cannot render the row .*System role not supported.*; change the row, or"):
         encode(make_tokenizer(core, from_trl("gemma")), {"messages": [system, *TURNS]})
-
-
-def test_a_template_shipped_as_named_variants_uses_its_default(core: Tokenizer) -> None:
-    template, eos, special, expected = CASES["qwen2_5"]
-    tokenizer = make_tokenizer(core, template, eos, special)
-    tokenizer.chat_template = {"default": template, "rag": PLAIN}
-    assert supervised(tokenizer, encode(tokenizer, {"messages": TURNS})) == expected
 
 
 def test_a_slow_tokenizer_is_refused() -> None:

@@ -10,6 +10,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from tests.conftest import DEMO_MODEL
+from tests.runtimes import cpu_runtime
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.data import dataset
 from unsloth_ddp.data.batch_plan import BatchPlan
@@ -17,10 +18,8 @@ from unsloth_ddp.data.dataset import TokenizedRows, make_encoder, tokenize_examp
 from unsloth_ddp.data.examples import read_examples
 from unsloth_ddp.data.formats import to_example
 from unsloth_ddp.data.identity import data_identity
-from unsloth_ddp.distributed.ranks import Ranks
-from unsloth_ddp.distributed.runtime import Runtime
 
-RUNTIME = Runtime(Ranks(), "transformers", "cpu", "fp32", "CPU")
+RUNTIME = cpu_runtime()
 END_AND_NEWLINE = (
     "{% for m in messages %}{{ '<|' + m['role'] + '|>' + m['content'] + '<|end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"

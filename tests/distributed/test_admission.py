@@ -50,6 +50,13 @@ class Main(threading.Thread):
         return sorted(self.admitted)
 
 
+def assert_both_ranks_get_in(main: Main, listener: socket.socket) -> None:
+    ranks = [admission.call_main("127.0.0.1", port_of(listener), KEY, r, 30) for r in (1, 2)]
+    assert main.end() == [1, 2]
+    for one in ranks:
+        one.close()
+
+
 @pytest.mark.parametrize(("key", "rank"), [(OTHER, 1), (KEY, 3), (KEY, 0), (KEY, -1)])
 def test_a_wrong_key_or_rank_is_sent_away(listener, key, rank):
     main = Main(listener)
@@ -60,10 +67,7 @@ def test_a_wrong_key_or_rank_is_sent_away(listener, key, rank):
         one.sendall(f"{rank} abc {proof}\n".encode())
         received = one.makefile().read()
     assert key == KEY or received == "", "a stranger is told nothing"
-    ranks = [admission.call_main("127.0.0.1", port_of(listener), KEY, r, 30) for r in (1, 2)]
-    assert main.end() == [1, 2]
-    for one in ranks:
-        one.close()
+    assert_both_ranks_get_in(main, listener)
 
 
 @pytest.mark.parametrize("said", [b"\n", b"1\n", b"\xff\xff \xff \xff\n", b"1 a b c\n", b"x" * 1000, b"one a b\n"])
@@ -77,10 +81,7 @@ def test_nonsense_is_sent_away(listener, said):
         with contextlib.suppress(ConnectionResetError):
             assert one.recv(100) == b""
     assert len(challenge) == 64
-    ranks = [admission.call_main("127.0.0.1", port_of(listener), KEY, r, 30) for r in (1, 2)]
-    assert main.end() == [1, 2]
-    for one in ranks:
-        one.close()
+    assert_both_ranks_get_in(main, listener)
 
 
 def test_a_rank_connects_once(listener):
@@ -151,7 +152,6 @@ def test_guests_beyond_the_limit_make_room_for_new_ones(listener, monkeypatch):
     monkeypatch.setattr(admission, "MAX_GUESTS", 3)
     main = Main(listener)
     silent = [socket.create_connection(("127.0.0.1", port_of(listener))) for _ in range(6)]
-    ranks = [admission.call_main("127.0.0.1", port_of(listener), KEY, r, 30) for r in (1, 2)]
-    assert main.end() == [1, 2]
-    for one in [*silent, *ranks]:
+    assert_both_ranks_get_in(main, listener)
+    for one in silent:
         one.close()

@@ -18,6 +18,8 @@ import pytest
 
 from tests.distributed.groups import Group
 from tests.ranks import free_port, run_ranks
+from tests.unpickled import Touch
+from tests.waiting import wait_until
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.distributed import rendezvous
 from unsloth_ddp.distributed.ranks import Ranks, ranks_from_environment
@@ -25,16 +27,6 @@ from unsloth_ddp.distributed.runtime import started
 from unsloth_ddp.utils.errors import UserError
 
 # ---- a stranger on the network ----
-
-
-class Touch:
-    """An object that writes a file where it is unpickled."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self):
-        return Path.touch, (self.path,)
 
 
 def other_address() -> str:
@@ -66,7 +58,7 @@ def job_under_attack(folder: str) -> None:
     """Rank 0 starts, then the stranger (RANK 2) tries to get in, then rank 1 starts."""
     place = Path(folder)
     if os.environ["RANK"] == "2":
-        wait_for(place / "rank 0 starts")
+        wait_until((place / "rank 0 starts").exists, 60, "rank 0")
         try:
             stranger(place)
         finally:
@@ -76,19 +68,11 @@ def job_under_attack(folder: str) -> None:
     if ranks.is_main:
         (place / "rank 0 starts").touch()
     else:
-        wait_for(place / "the stranger is done")
+        wait_until((place / "the stranger is done").exists, 60, "the stranger")
     with started(Settings(use_cpu=True), ranks) as runtime:
         listening = [c.laddr.ip for c in psutil.Process().net_connections("tcp") if c.status == psutil.CONN_LISTEN]
         found = {"ranks": runtime.gather(ranks.rank), "listening": listening}
         (place / f"{ranks.rank}.json").write_text(json.dumps(found))
-
-
-def wait_for(path: Path) -> None:
-    """Wait until a file exists."""
-    deadline = time.monotonic() + 60
-    while not path.exists():
-        assert time.monotonic() < deadline, path
-        time.sleep(0.01)
 
 
 def test_a_stranger_cannot_become_a_rank_of_a_job_on_one_machine(tmp_path, monkeypatch):

@@ -134,47 +134,30 @@ def test_full_determinism_is_prepared_before_the_gpu_is_used(monkeypatch, given,
         assert seen == [expected]
 
 
-def decide(folder: str) -> None:
-    """Rank 0 decides, and then fails in both ways; every rank writes what it saw."""
-    ranks = ranks_from_environment()
-    with started(Settings(), ranks) as runtime:
-        seen = [runtime.broadcast_from_main(lambda: f"from rank {ranks.rank}"), runtime.gather(ranks.rank)]
-        for error in (UserError("mend it"), KeyError("broken")):
-            try:
-                runtime.on_main(lambda error=error: (_ for _ in ()).throw(error))
-            except Exception as caught:
-                seen.append(f"{type(caught).__name__}: {caught}")
-        (Path(folder) / f"{ranks.rank}.json").write_text(json.dumps(seen))
-
-
-def test_what_the_main_process_decides_reaches_every_rank(tmp_path):
-    run_ranks(3, decide, str(tmp_path), folder=tmp_path).check()
-    seen = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(3)]
-    assert all(s[:3] == ["from rank 0", [0, 1, 2], "UserError: mend it"] for s in seen)
-    assert seen[0][3] == "KeyError: 'broken'"
-    assert seen[1][3] == seen[2][3] == "RuntimeError: rank 0 failed: 'broken'"
-
-
-def hand_out(folder: str) -> None:
-    """Rank 0 hands out one item a rank, and then fails in both ways; every rank writes what it saw."""
+def decide_and_hand_out(folder: str) -> None:
+    """Rank 0 decides, hands out one item a rank, and fails at each in both ways; every rank writes what it saw."""
     ranks = ranks_from_environment()
     with started(Settings(), ranks) as runtime:
         items = [list(range(10**rank)) for rank in range(ranks.world_size)]
-        seen: list = [len(runtime.scatter_from_main(lambda: items)), ranks.is_main]
-        for error in (UserError("mend it"), KeyError("broken")):
-            try:
-                runtime.scatter_from_main(lambda error=error: (_ for _ in ()).throw(error))
-            except Exception as caught:
-                seen.append(f"{type(caught).__name__}: {caught}")
+        seen = [runtime.broadcast_from_main(lambda: f"from rank {ranks.rank}"), runtime.gather(ranks.rank)]
+        seen.append(len(runtime.scatter_from_main(lambda: items)))
+        for run in (runtime.on_main, runtime.scatter_from_main):
+            for error in (UserError("mend it"), KeyError("broken")):
+                try:
+                    run(lambda error=error: (_ for _ in ()).throw(error))
+                except Exception as caught:
+                    seen.append(f"{type(caught).__name__}: {caught}")
         (Path(folder) / f"{ranks.rank}.json").write_text(json.dumps(seen))
 
 
-def test_each_rank_is_handed_its_own_item_or_the_failure(tmp_path):
-    run_ranks(3, hand_out, str(tmp_path), folder=tmp_path).check()
-    seen = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(3)]
-    assert [s[:3] for s in seen] == [[10**rank, rank == 0, "UserError: mend it"] for rank in range(3)]
-    assert seen[0][3] == "KeyError: 'broken'"
-    assert seen[1][3] == seen[2][3] == "RuntimeError: rank 0 failed: 'broken'"
+def test_what_the_main_process_decides_or_hands_out_reaches_every_rank(tmp_path):
+    run_ranks(3, decide_and_hand_out, str(tmp_path), folder=tmp_path).check()
+    for rank in range(3):
+        *seen, user_error, broken, user_error_again, broken_again = json.loads((tmp_path / f"{rank}.json").read_text())
+        assert seen == ["from rank 0", [0, 1, 2], 10**rank]
+        assert user_error == user_error_again == "UserError: mend it"
+        told = "RuntimeError: rank 0 failed: 'broken'" if rank else "KeyError: 'broken'"
+        assert broken == broken_again == told
 
 
 @pytest.fixture

@@ -15,9 +15,9 @@ import pytest
 
 from tests.conftest import REPO
 from tests.ranks import free_port, run_ranks
+from tests.runtimes import cpu_runtime
+from tests.waiting import wait_until
 from unsloth_ddp.distributed.exit_codes import note_exit_code, under_launcher
-from unsloth_ddp.distributed.ranks import Ranks
-from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.distributed.signals import (
     ONE_REQUEST_SECONDS,
     SignalCounter,
@@ -80,13 +80,6 @@ def test_a_job_whose_time_is_over_is_not_started_again(capsys):
     assert ended == [75] and "max_time 0.000001 is over; not started again." in capsys.readouterr().out
 
 
-def wait_for(condition) -> None:
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline, "waited for nothing"
-        time.sleep(0.005)
-
-
 def stop_while_loading() -> None:
     """A rank whose main thread is inside a call that runs no signal handler: gloo waits for a peer that never comes."""
     import torch.distributed as dist
@@ -105,8 +98,7 @@ def test_before_the_first_step_a_signal_ends_the_process_at_once(tmp_path):
 
 def begin_training(stop: StopRequest, has_checkpoint: bool = True) -> None:
     """Begin the steps of a run on one rank."""
-    runtime = Runtime(Ranks(), "transformers", "cpu", "fp32", "CPU")
-    stop.begin_training(runtime, timedelta(seconds=60), lambda: has_checkpoint)
+    stop.begin_training(cpu_runtime(), timedelta(seconds=60), lambda: has_checkpoint)
 
 
 def signal_while_ignored(number: int, told: str) -> None:
@@ -117,7 +109,7 @@ def signal_while_ignored(number: int, told: str) -> None:
     begin_training(stop)
     os.kill(os.getpid(), number)
     if number != signal.SIGHUP:
-        wait_for(lambda: stop.local_cause)
+        wait_until(lambda: stop.local_cause is not None, 30, "the signal")
     Path(told).write_text(str(stop.local_cause))
 
 
@@ -135,7 +127,7 @@ def second_signal(first: int, second: int, kept: bool) -> None:
     stop.listen(None, {})
     begin_training(stop, has_checkpoint=kept)
     os.kill(os.getpid(), first)
-    wait_for(lambda: stop.local_cause)
+    wait_until(lambda: stop.local_cause is not None, 30, "the signal")
     stop._signals._first -= ONE_REQUEST_SECONDS + 1
     os.kill(os.getpid(), second)
     time.sleep(30)
@@ -165,7 +157,7 @@ def worker_is_not_a_request() -> None:
     assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGTERM
     begin_training(stop)
     os.kill(os.getpid(), signal.SIGUSR1)
-    wait_for(lambda: stop.local_cause)
+    wait_until(lambda: stop.local_cause is not None, 30, "the signal")
     assert stop.local_cause == "SIGUSR1"
 
 

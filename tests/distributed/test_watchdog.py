@@ -279,20 +279,12 @@ def test_a_rank_killed_outside_the_steps_is_named(strike, event):
     assert seconds < 25
 
 
-def test_a_stopped_rank_is_named_and_killed(strike):
-    result, seconds = strike("step", 1, "stop", options="--watch_timeout 5")
+@pytest.mark.parametrize("rank", [1, pytest.param(0, marks=pytest.mark.torture)])
+def test_a_stopped_rank_is_named_and_killed(strike, rank):
+    result, seconds = strike("step", rank, "stop", options="--watch_timeout 5")
     (sentence,) = sentences(result)
-    assert "rank 1 (node 0, host " in sentence and "stopped (SIGSTOP" in sentence, result.output
-    assert result.codes == [1, -9]
-    assert seconds < 60
-
-
-@pytest.mark.torture
-def test_a_stopped_main_process_is_named_by_the_others(strike):
-    result, seconds = strike("step", 0, "stop", options="--watch_timeout 5")
-    (sentence,) = sentences(result)
-    assert "rank 0 (node 0, host " in sentence and "stopped (SIGSTOP" in sentence, result.output
-    assert result.codes == [-9, 1]
+    assert f"rank {rank} (node 0, host " in sentence and "stopped (SIGSTOP" in sentence, result.output
+    assert result.codes == ([1, -9] if rank else [-9, 1])
     assert seconds < 60
 
 

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.unpickled import Touch
 from unsloth_ddp.distributed import wire
 
 
@@ -87,16 +88,6 @@ def test_marked_dataclasses_arrive_with_their_types():
 def test_other_objects_are_refused_by_the_sender(value):
     with pytest.raises(TypeError, match="not exchanged between ranks"):
         wire.encode(value)
-
-
-class Touch:
-    """An object that writes a file where it is unpickled."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self):
-        return Path.touch, (self.path,)
 
 
 def hostile(path: Path) -> list[bytes]:

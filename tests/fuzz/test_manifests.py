@@ -14,11 +14,11 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tests.fuzz import UNPRINTABLE, few, sentence
+from tests.runtimes import cpu_runtime
+from tests.unpickled import Touch
 from unsloth_ddp.checkpoints import manifest, resume_point
 from unsloth_ddp.checkpoints.manifest import Damaged, Manifest
 from unsloth_ddp.config.options import Settings
-from unsloth_ddp.distributed.ranks import Ranks
-from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.utils.errors import UserError
 
 NEEDED = ("trainer_state.json", "optimizer.pt", "scheduler.pt", "rng_state.pth")
@@ -63,7 +63,7 @@ def whole(folder: Path) -> Manifest | None:
 
 def offered(folder: Path, capsys: pytest.CaptureFixture[str]) -> bool:
     """Whether a run goes on from it unasked, and where it is asked for by name: the same answer."""
-    runtime = Runtime(Ranks(), "transformers", "cpu", "fp32", "CPU")
+    runtime = cpu_runtime()
     unasked = resume_point.find_resume_point(Settings(), runtime, folder.parent, continues=True)
     printed = capsys.readouterr().out
     assert ("checkpoint-3 is skipped: " in printed) is (unasked is None)
@@ -173,16 +173,6 @@ def test_any_facts_of_another_run_are_told_in_one_sentence(run: dict[str, Any]) 
     except UserError as refused:
         said = [sentence(refused)]
     assert not {unicodedata.category(letter) for text in said for letter in text} & UNPRINTABLE
-
-
-class Touch:
-    """Unpickled, it would write a file."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> Any:
-        return Path.touch, (self.path,)
 
 
 def test_looking_at_a_checkpoint_unpickles_nothing(folder: Path, tmp_path: Path) -> None:

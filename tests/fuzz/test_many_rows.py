@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import resource
 from pathlib import Path
 
 import pytest
 
 from tests.conftest import DEMO_MODEL
+from tests.peak_memory import most_memory
 from tests.ranks import run_ranks
 
 MEBIBYTE = 1 << 20
@@ -17,35 +17,29 @@ MEBIBYTE = 1 << 20
 BOUND = 256 * MEBIBYTE
 
 
-def peak() -> int:
-    """Most memory that this process ever held, in bytes."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
 def prepare(path: str, count: int) -> None:
     """Read and tokenize the rows as a run does; prints the memory that it took beyond that of the imports."""
     import tempfile
 
     from transformers import AutoTokenizer
 
+    from tests.runtimes import cpu_runtime
     from unsloth_ddp.config.options import Settings
     from unsloth_ddp.data.batch_plan import RowOrder
     from unsloth_ddp.data.dataset import tokenize_examples
     from unsloth_ddp.data.examples import read_examples
     from unsloth_ddp.data.identity import fingerprint
-    from unsloth_ddp.distributed.ranks import Ranks
-    from unsloth_ddp.distributed.runtime import Runtime
 
-    runtime = Runtime(Ranks(), "transformers", "cpu", "fp32", "CPU")
+    runtime = cpu_runtime()
     settings = Settings(dataset=[path])
     tokenizer = AutoTokenizer.from_pretrained(DEMO_MODEL)
     folder = Path(tempfile.mkdtemp(dir=Path(path).parent))
-    before = peak()
+    before = most_memory()
     read_examples(settings, runtime, folder)
     rows, _ = tokenize_examples(settings, runtime, folder, tokenizer)
     fingerprint(rows, runtime)
     assert sum(RowOrder(count, 8, seed=1)) == count * (count - 1) // 2
-    print(json.dumps({"rows": rows.counts.rows, "bytes": peak() - before}))
+    print(json.dumps({"rows": rows.counts.rows, "bytes": most_memory() - before}))
 
 
 def write_rows(path: Path, count: int) -> None:

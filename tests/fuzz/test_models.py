@@ -18,13 +18,13 @@ from safetensors.torch import load_file, save_file
 
 from tests.conftest import DEMO_MODEL
 from tests.fuzz import few, refusal, result_or_sentence
+from tests.runtimes import cpu_runtime
+from tests.unpickled import Touch
 from unsloth_ddp.config.options import Settings
-from unsloth_ddp.distributed.ranks import Ranks
-from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.model.files_check import check_folder
 from unsloth_ddp.model.load import check_model, load_model
 
-RUNTIME = Runtime(Ranks(), "transformers", "cpu", "fp32", "CPU")
+RUNTIME = cpu_runtime()
 SAFE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
@@ -165,16 +165,6 @@ def test_any_value_in_a_config_loads_or_is_refused(folder: Path, name: str, valu
         (folder / "config.json").write_text(content)
 
 
-class Run:
-    """Unpickled, it would write a file."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> Any:
-        return os.mkdir, (str(self.path),)
-
-
 def pickle_weights(folder: Path, **more: Any) -> None:
     """Leave the weights in a pickle file alone."""
     torch.save({**load_file(folder / SAFE), **more}, folder / "pytorch_model.bin")
@@ -188,7 +178,7 @@ def test_pickles_are_refused_unless_asked_for_and_never_executed(folder: Path, t
     assert "has its weights in pickle files" in message and "--no_use_safetensors" in message
     assert load(folder, use_safetensors=False) is not None
     shutil.copy(DEMO_MODEL / SAFE, folder / SAFE)
-    pickle_weights(folder, evil=Run(tmp_path / "ran"))
+    pickle_weights(folder, evil=Touch(tmp_path / "ran"))
     for safe in (True, False):
         refusal(lambda safe=safe: load(folder, use_safetensors=safe))
     assert not (tmp_path / "ran").exists()

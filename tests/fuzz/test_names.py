@@ -7,17 +7,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import assume, example, given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tests.fuzz import few, refusal, result_or_sentence
+from tests.runtimes import cpu_runtime
 from unsloth_ddp.checkpoints.resume_point import find_resume_point
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.config.parse import parse_settings
 from unsloth_ddp.data.sources import check_source
 from unsloth_ddp.distributed import backend, runtime
-from unsloth_ddp.distributed.ranks import Ranks
-from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.model.load import check_model
 from unsloth_ddp.run import folder as run_folder
 
@@ -51,10 +50,6 @@ def everything(folder: Path) -> set[str]:
     return {str(path.relative_to(folder)) for path in folder.rglob("*")}
 
 
-def one_process() -> Runtime:
-    return Runtime(Ranks(), "transformers", "cpu", "fp32", "CPU")
-
-
 @few
 @given(st.sampled_from(PATHS), TRICKS)
 def test_any_path_is_looked_for_or_refused_and_nothing_is_written(place: Path, name: str, path: str) -> None:
@@ -67,40 +62,28 @@ def test_any_path_is_looked_for_or_refused_and_nothing_is_written(place: Path, n
         runtime.control_timeout(settings)
         for source in [*settings.dataset, *settings.eval_dataset]:
             result_or_sentence(lambda source=source: check_source(source))
-        result_or_sentence(lambda: check_model(settings, one_process()))
+        result_or_sentence(lambda: check_model(settings, cpu_runtime()))
         settings.run_name = "mine"
-        folder = run_folder.choose_run_folder(settings, one_process())
-        find_resume_point(settings, one_process(), folder, run_folder.continues(settings, folder))
+        folder = run_folder.choose_run_folder(settings, cpu_runtime())
+        find_resume_point(settings, cpu_runtime(), folder, run_folder.continues(settings, folder))
 
     result_or_sentence(begin)
     assert everything(place.parent) == before
 
 
 @few
-@given(TRICKS)
-@example("..")
-@example("../neighbour.txt")
-@example("..\\up")
-def test_a_run_name_is_one_folder_below_the_output_folder(place: Path, name: str) -> None:
-    assume(not name.startswith("\0"))
-    settings = result_or_sentence(
-        lambda: parse_settings(["--model=m", "--dataset=d", "--output_dir=out", f"--run_name={name}"])
-    )
-    if settings is None or settings.run_name is None:
-        return
-    assert run_folder.choose_run_folder(settings, one_process()).parent == place / "out"
-
-
-@few
-@given(TRICKS)
-@example("m/..")
-@example("/")
-def test_the_default_name_is_one_folder_too(place: Path, model: str) -> None:
-    settings = result_or_sentence(lambda: parse_settings([f"--model={model}", "--dataset=d", "--output_dir=out"]))
-    if settings is None:
-        return
-    folder = run_folder.choose_run_folder(settings, one_process())
-    assert folder.parent == place / "out"
+@given(st.sampled_from(["run_name", "model"]), TRICKS)
+@example("run_name", "..")
+@example("run_name", "../neighbour.txt")
+@example("run_name", "..\\up")
+@example("run_name", "\0a")
+@example("model", "m/..")
+@example("model", "/")
+def test_a_run_that_is_named_or_called_after_its_model_is_one_folder(place: Path, option: str, name: str) -> None:
+    given = {"model": "m", "dataset": "d", "output_dir": "out", option: name}
+    settings = result_or_sentence(lambda: parse_settings([f"--{key}={value}" for key, value in given.items()]))
+    if settings is not None:
+        assert run_folder.choose_run_folder(settings, cpu_runtime()).parent == place / "out"
 
 
 @pytest.mark.parametrize("there", ["file", "dangling", "circle"])
@@ -110,7 +93,7 @@ def test_a_file_or_link_in_the_place_of_the_run_folder_is_left_alone(place: Path
     for overwrite in (False, True):
         settings = Settings(model="m", output_dir="out", run_name=there, overwrite=overwrite)
         assert "is not a folder" in refusal(
-            lambda settings=settings: run_folder.choose_run_folder(settings, one_process())
+            lambda settings=settings: run_folder.choose_run_folder(settings, cpu_runtime())
         )
     assert everything(place.parent) == before
 
@@ -122,7 +105,7 @@ def test_overwriting_removes_links_and_not_what_they_lead_to(place: Path) -> Non
     (run / "up").symlink_to("../../..")
     (run / "text").symlink_to("../../../neighbour.txt")
     settings = Settings(model="m", dataset=["d"], output_dir="out", run_name="mine", overwrite=True)
-    mine = one_process()
+    mine = cpu_runtime()
     folder = run_folder.choose_run_folder(settings, mine)
     with mine.cleanup:
         run_folder.open_run_folder(settings, mine, folder)
@@ -137,7 +120,7 @@ def test_a_compiled_cache_that_holds_something_else_is_not_cleared(
     monkeypatch.setattr(backend.shutil, "rmtree", lambda *args, **kwargs: pytest.fail(f"removed {args}"))
     settings = Settings(compiled_cache_dir=named, clear_compiled_cache=True)
     assert "is not a compiled module, so clear_compiled_cache leaves it alone" in refusal(
-        lambda: backend._compiled_cache(one_process(), settings).__enter__()
+        lambda: backend._compiled_cache(cpu_runtime(), settings).__enter__()
     )
 
 
@@ -145,5 +128,5 @@ def test_a_folder_of_modules_is_not_cleared_under_ones_feet(place: Path, monkeyp
     (place / "out" / "mine.py").write_text("")
     monkeypatch.chdir(place / "out")
     settings = Settings(compiled_cache_dir=".", clear_compiled_cache=True)
-    refusal(lambda: backend._compiled_cache(one_process(), settings).__enter__())
+    refusal(lambda: backend._compiled_cache(cpu_runtime(), settings).__enter__())
     assert os.path.exists("mine.py")

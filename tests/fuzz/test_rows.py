@@ -7,11 +7,9 @@ import io
 import json
 import os
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import datasets
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -19,13 +17,12 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tests.fuzz import few, refusal, result_or_sentence
+from tests.runtimes import cpu_runtime
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.data import sources as rows_module
 from unsloth_ddp.data.examples import held_out_examples, read_examples
 from unsloth_ddp.data.formats import Example, to_example
 from unsloth_ddp.data.sources import read_rows
-from unsloth_ddp.distributed.ranks import Ranks
-from unsloth_ddp.distributed.runtime import Runtime
 
 BOM = b"\xef\xbb\xbf"
 ASK, ANSWER = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}
@@ -43,9 +40,8 @@ GOOD: list[dict[str, Any]] = [
 
 def read(path: Path) -> list[Example]:
     """The examples of a file, as a run reads them: through its Arrow file in a folder of the node."""
-    runtime = Runtime(Ranks(), "transformers", "cpu", "fp32", "CPU")
     folder = Path(tempfile.mkdtemp(dir=path.parent))
-    read_examples(Settings(dataset=[str(path)], eval_dataset=[str(path)]), runtime, folder)
+    read_examples(Settings(dataset=[str(path)], eval_dataset=[str(path)]), cpu_runtime(), folder)
     return held_out_examples(folder, 10**9)
 
 
@@ -218,16 +214,6 @@ def test_rows_behind_links_are_read_and_links_to_nowhere_are_refused(tmp_path: P
     os.mkfifo(tmp_path / "pipe.jsonl")
     for name in ("circle.jsonl", "device.jsonl", "pipe.jsonl"):
         assert name in refusal(lambda name=name: read(tmp_path / name))
-
-
-def test_a_hub_dataset_that_fails_while_it_is_read_is_named_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    def table() -> Iterator[dict[str, str]]:
-        yield {"text": "good"}
-        raise ImportError("To support decoding images, please install 'Pillow'.")
-
-    monkeypatch.setattr(datasets, "load_dataset", lambda *args, **kwargs: table())
-    message = refusal(lambda: list(read_rows("owner/pictures", "train")))
-    assert message.startswith("dataset owner/pictures, split train, cannot be read after row 1 (To support decoding")
 
 
 def test_nothing_in_a_row_is_executed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,14 +15,13 @@ from transformers import AutoTokenizer
 from tests.conftest import DEMO_MODEL
 from tests.fuzz import few, refusal, result_or_sentence
 from tests.fuzz.test_rows import nearly_good
+from tests.runtimes import cpu_runtime
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.data.chat_template import read_chat_template
 from unsloth_ddp.data.dataset import tokenize_examples
 from unsloth_ddp.data.examples import read_examples
 from unsloth_ddp.data.formats import to_example
 from unsloth_ddp.data.tokenize import Encoder
-from unsloth_ddp.distributed.ranks import Ranks
-from unsloth_ddp.distributed.runtime import Runtime
 
 UNMARKED = (
     "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + eos_token }}{% endfor %}"
@@ -91,7 +90,7 @@ def test_any_row_is_labelled_tokens_or_one_sentence(encoders: list[Encoder], row
 
 
 def test_rows_of_every_fault_end_a_run_by_name_or_are_all_tokenized(tmp_path: Path, tokenizer: Any) -> None:
-    runtime = Runtime(Ranks(), "transformers", "cpu", "fp32", "CPU")
+    runtime = cpu_runtime()
     settings = Settings(dataset=[str(tmp_path / "a.jsonl")], max_length=64)
     odd = ["", " ", "\0", "x" * 100_000, "<|im_end|>" * 500, "\u200b", "\ufeff", "e\u0301" * 1000]
     rows = [{"messages": [{"role": "user", "content": text}, ANSWER]} for text in odd]

@@ -14,6 +14,7 @@ import torch
 import transformers
 
 from tests.data.test_packing import KV, both_ways, make, token_losses
+from tests.runtimes import cpu_runtime
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.distributed.ranks import Ranks
 from unsloth_ddp.distributed.runtime import Runtime
@@ -36,6 +37,18 @@ def found_by_unsloth() -> Any:
     return namespace[name]
 
 
+def stand_in_for_unsloth(monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
+    """Give an import of Unsloth's attention dispatch, which selects `backend` and found the kernels of this machine."""
+    dispatch = ModuleType("unsloth.utils.attention_dispatch")
+    dispatch.XFORMERS, dispatch.FLASH_VARLEN = "xformers", "flash_varlen"  # type: ignore[attr-defined]
+    dispatch.select_attention_backend = lambda use_varlen: backend  # type: ignore[attr-defined]
+    dispatch._TORCH_VARLEN_ATTN = found_by_unsloth()  # type: ignore[attr-defined]
+    utils = ModuleType("unsloth.utils")
+    utils.attention_dispatch = dispatch  # type: ignore[attr-defined]
+    for module in (ModuleType("unsloth"), utils, dispatch):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+
+
 class QAttention(torch.nn.Linear):
     """Stand in for an attention layer whose forward pass is Unsloth's."""
 
@@ -55,14 +68,7 @@ def test_torchs_kernel_is_used_where_unsloth_found_it(
     monkeypatch.setenv("UNSLOTH_TORCH_VARLEN", switch)
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: flash)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
-    dispatch = ModuleType("unsloth.utils.attention_dispatch")
-    dispatch.XFORMERS, dispatch.FLASH_VARLEN = "xformers", "flash_varlen"  # type: ignore[attr-defined]
-    dispatch.select_attention_backend = lambda use_varlen: "sdpa"  # type: ignore[attr-defined]
-    dispatch._TORCH_VARLEN_ATTN = found_by_unsloth()  # type: ignore[attr-defined]
-    utils = ModuleType("unsloth.utils")
-    utils.attention_dispatch = dispatch  # type: ignore[attr-defined]
-    for module in (ModuleType("unsloth"), utils, dispatch):
-        monkeypatch.setitem(sys.modules, module.__name__, module)
+    stand_in_for_unsloth(monkeypatch, "sdpa")
     model = QAttention(1, 1)
     model.config = SimpleNamespace(head_dim=128, _attn_implementation="sdpa")  # type: ignore[assignment]
     setup = attention._attention_setup(Settings(model="m"), Runtime(Ranks(), "unsloth", "cuda", "bf16", "H200"), model)
@@ -101,14 +107,7 @@ def test_a_t4_packs_with_xformers_only(xformers: bool, monkeypatch: pytest.Monke
     """torch's kernel is flash attention, which needs compute capability 8; xformers has one for 7.5."""
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (7, 5))
-    dispatch = ModuleType("unsloth.utils.attention_dispatch")
-    dispatch.XFORMERS, dispatch.FLASH_VARLEN = "xformers", "flash_varlen"  # type: ignore[attr-defined]
-    dispatch.select_attention_backend = lambda use_varlen: "xformers" if xformers else "sdpa"  # type: ignore[attr-defined]
-    dispatch._TORCH_VARLEN_ATTN = found_by_unsloth()  # type: ignore[attr-defined]
-    utils = ModuleType("unsloth.utils")
-    utils.attention_dispatch = dispatch  # type: ignore[attr-defined]
-    for module in (ModuleType("unsloth"), utils, dispatch):
-        monkeypatch.setitem(sys.modules, module.__name__, module)
+    stand_in_for_unsloth(monkeypatch, "xformers" if xformers else "sdpa")
     model = make("Qwen3", **KV, head_dim=16)
     model.unsloth_layer = QAttention(1, 1)
     runtime = Runtime(Ranks(), "unsloth", "cuda", "fp16", "Tesla T4")
@@ -130,7 +129,7 @@ def test_models_whose_masks_lose_positions_do_not_pack_without_a_kernel(name: st
     assert (token_losses(model, packed) - token_losses(model, padded)).abs().max() > 1e-4, (
         "this model keeps rows apart now"
     )
-    runtime = Runtime(Ranks(), "transformers", "cpu", "fp32", "CPU")
+    runtime = cpu_runtime()
     with pytest.raises(
         UserError, match=f"packing on would mix rows, because the masks of {name.lower()} models do not keep rows apart"
     ):

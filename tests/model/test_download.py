@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 
+from tests.runtimes import cpu_runtime
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.distributed.ranks import Ranks
 from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.model.download import download_model, needed_files
 
-CPU = Runtime(Ranks(), "transformers", "cpu", "fp32", "CPU")
+CPU = cpu_runtime()
 FILES = {
     "README.md": 9, "config.json": 1000, "tokenizer.json": 2000, "chat_template.jinja": 1, "merges.txt": 1,
     "model-00001-of-00002.safetensors": 5 << 30, "model-00002-of-00002.safetensors": 4 << 30,

@@ -14,6 +14,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, LlamaConfig, OPTConfig
 
 from tests.conftest import DEMO_MODEL
+from tests.runtimes import cpu_runtime
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.distributed.ranks import Ranks
 from unsloth_ddp.distributed.runtime import Runtime
@@ -33,7 +34,7 @@ from unsloth_ddp.model.lora import check_module_names
 from unsloth_ddp.plan.shape import read_model_shape
 from unsloth_ddp.utils.errors import UserError
 
-CPU = Runtime(Ranks(), "transformers", "cpu", "fp32", "CPU")
+CPU = cpu_runtime()
 
 
 @pytest.fixture(scope="module")

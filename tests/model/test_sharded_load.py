@@ -8,7 +8,6 @@ import json
 import os
 import re
 import shutil
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,6 +21,7 @@ from transformers import LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaPreTrainedModel
 
 from tests.conftest import DEMO_MODEL
+from tests.peak_memory import PeakMemory
 from tests.ranks import run_ranks
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.distributed.ranks import Ranks, ranks_from_environment
@@ -187,44 +187,16 @@ def test_4_bit_weights_are_packed_whole_and_kept_in_parts(tmp_path: Path, ranks:
     run_ranks(ranks, load_packed, str(tmp_path / "packed"), folder=tmp_path / "out", environ=environ).check()
 
 
-class Watched(threading.Thread):
-    """Follow the memory of this process in another thread."""
-
-    def __init__(self) -> None:
-        super().__init__(daemon=True)
-        self.before, self.most, self.done = self.now(), self.now(), threading.Event()
-
-    @staticmethod
-    def now() -> dict[str, int]:
-        lines = [line.split() for line in Path("/proc/self/status").read_text().splitlines()]
-        return {line[0]: int(line[1]) * 1024 for line in lines if line and line[0] in ("RssAnon:", "RssFile:")}
-
-    def run(self) -> None:
-        while not self.done.wait(0.002):
-            self.look()
-
-    def look(self) -> None:
-        self.most = {name: max(size, self.most[name]) for name, size in self.now().items()}
-
-    def grown(self) -> dict[str, float]:
-        self.done.set()
-        self.join()
-        self.look()
-        return {name: (size - self.before[name]) / MIB for name, size in self.most.items()}
-
-
 def load_large(model: str, mebibytes: float) -> None:
     settings = settings_for(model, lora_target_modules=["q_proj"], lora_r=1)
     with started(settings, ranks_from_environment()) as runtime:
         load_model(settings_for(DEMO_MODEL), runtime)  # what libraries keep from their first use
-        watched = Watched()
-        watched.start()
-        model, _ = load_model(settings, runtime)
-        # On a CPU a part may be a view of the mapped file, which is read when it is used.
-        total = sum(weight.to_local().sum().item() for weight in model.parameters())
-        grown = watched.grown()
-        print(grown, mebibytes, total)
-        assert mebibytes * 0.4 < sum(grown.values()) < mebibytes * 0.5 + 30
+        with PeakMemory(files=True) as peak:
+            model, _ = load_model(settings, runtime)
+            # On a CPU a part may be a view of the mapped file, which is read when it is used.
+            total = sum(weight.to_local().sum().item() for weight in model.parameters())
+        print(peak.grown, mebibytes, total)
+        assert mebibytes * 0.4 < peak.grown / MIB < mebibytes * 0.5 + 30
 
 
 @pytest.mark.slow

@@ -10,15 +10,14 @@ from typing import Any
 import pytest
 
 from tests.conftest import DEMO_MODEL
+from tests.runtimes import cpu_runtime
 from unsloth_ddp.config.options import Settings
-from unsloth_ddp.distributed.ranks import Ranks
-from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.model.files_check import check_local_model
 from unsloth_ddp.model.load import check_model
 from unsloth_ddp.model.source_check import check_no_adapter, check_quantization, check_source
 from unsloth_ddp.utils.errors import UserError
 
-CPU = Runtime(Ranks(), "transformers", "cpu", "fp32", "CPU")
+CPU = cpu_runtime()
 
 
 def refusal(folder: Path) -> str:

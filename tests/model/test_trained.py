@@ -12,14 +12,13 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 from tests.conftest import DEMO_MODEL
+from tests.runtimes import cpu_runtime
 from unsloth_ddp.config.options import Settings
-from unsloth_ddp.distributed.ranks import Ranks
-from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.model.trained import load_trained, stop_tokens
 from unsloth_ddp.run.result import read_settings
 from unsloth_ddp.utils.errors import UserError
 
-CPU = Runtime(Ranks(), "transformers", "cpu", "fp32", "CPU")
+CPU = cpu_runtime()
 WEIGHTS = "adapter_model.safetensors"
 
 

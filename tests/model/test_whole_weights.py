@@ -49,6 +49,7 @@ def write(folder: Path, model: Any, rank: int, **options: Any) -> None:
         list(saved_tensors(model, tensors)),
         lambda name: gathered(tensors[name]),
         folder if rank == 0 else None,
+        lambda write: write(),
         **options,
     )
 
@@ -111,8 +112,8 @@ def save_a_large_model(folder: str) -> None:
     optimizer.zero_grad()
     path = Path(folder)
     with PeakMemory() as peak:
-        save_weights(path, model, ranks)
-        save_optimizer(path, model, optimizer, ranks, lambda work: work())
+        save_weights(path, model, ranks.rank, ranks.world_size)
+        save_optimizer(path, model, optimizer, ranks.rank, ranks.world_size, lambda work: work())
     assert peak.grown < total / 10, f"{peak.grown / 1e6:.0f} MB for shards"
     torch.distributed.barrier()
     with PeakMemory() as peak:

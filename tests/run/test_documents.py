@@ -13,6 +13,7 @@ from tests.conftest import write_jsonl
 from tests.ranks import run_ranks, train
 from tests.run.run_folders import SUMMARY, make_run
 from tests.run.test_report import Page
+from tests.runtimes import cpu_runtime
 from unsloth_ddp.distributed.ranks import Ranks
 from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.run import documents
@@ -96,7 +97,7 @@ def test_a_document_that_cannot_be_written_costs_one_sentence(trainer, monkeypat
 
     for name in ("write_card", "write_report", "end_record"):
         monkeypatch.setattr(documents, name, lambda *_, **__: fail())
-    documents.finished(Runtime(Ranks(), "transformers", "cpu", "fp32", "CPU"), trainer, trainer.folder, SUMMARY, [])
+    documents.finished(cpu_runtime(), trainer, trainer.folder, SUMMARY, [])
     lines = capsys.readouterr().out.splitlines()
     assert [
         line.startswith(str(trainer.folder / name))
@@ -106,7 +107,7 @@ def test_a_document_that_cannot_be_written_costs_one_sentence(trainer, monkeypat
 
 
 def test_a_removed_folder_costs_a_sentence(trainer, tmp_path, capsys):
-    documents.stopped(Runtime(Ranks(), "transformers", "cpu", "fp32", "CPU"), trainer, tmp_path / "gone", "SIGTERM")
+    documents.stopped(cpu_runtime(), trainer, tmp_path / "gone", "SIGTERM")
     assert capsys.readouterr().out.count("is not written: ") == 2
 
 

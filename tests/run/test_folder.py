@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.runtimes import cpu_runtime
 from unsloth_ddp.config.options import Settings
-from unsloth_ddp.distributed.ranks import Ranks
-from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.run import folder as run_folder
 from unsloth_ddp.run.outcomes import ResultNotSaved, RunNotFinished, RunStopped
 from unsloth_ddp.utils.errors import UserError
@@ -23,7 +22,7 @@ def test_a_run_that_began_meanwhile_is_not_removed(tmp_path, resume):
     (tmp_path / "elsewhere" / "checkpoint-3").mkdir(parents=True)
     resume = resume.format(tmp_path)
     settings = Settings(run_name="r", output_dir=str(tmp_path), resume=resume)
-    runtime = Runtime(Ranks(), "transformers", "cpu", "fp32", "CPU")
+    runtime = cpu_runtime()
     folder = run_folder.choose_run_folder(settings, runtime)
     folder.mkdir()
     (folder / "adapter.txt").write_text("another job's")
@@ -37,7 +36,7 @@ def test_a_refused_folder_is_told_with_what_differs_and_checkpoints_only_where_t
     Settings(run_name="r", max_steps=300).save(tmp_path / "r" / "settings.yaml")
     (tmp_path / "r" / "adapter.txt").write_text("")
     settings = Settings(run_name="r", output_dir=str(tmp_path), max_steps=3)
-    runtime = Runtime(Ranks(), "transformers", "cpu", "fp32", "CPU")
+    runtime = cpu_runtime()
     with pytest.raises(UserError) as refused:
         run_folder.choose_run_folder(settings, runtime)
     assert str(refused.value).endswith(
@@ -74,7 +73,7 @@ def test_a_second_job_is_refused_before_it_loads_anything(tmp_path, other_job, m
     monkeypatch.setattr(run_folder, "LOCK_PATIENCE", 0.0)
     settings = Settings(run_name="r", output_dir=str(tmp_path))
     with pytest.raises(UserError, match=r"r is being written by another job \(far, process 7\); wait for its end, or"):
-        run_folder.choose_run_folder(settings, Runtime(Ranks(), "transformers", "cpu", "fp32", "CPU"))
+        run_folder.choose_run_folder(settings, cpu_runtime())
 
 
 @pytest.mark.parametrize("finished", [False, True])
@@ -87,7 +86,7 @@ def test_a_job_that_ends_now_is_waited_for(tmp_path, other_job, monkeypatch, cap
 
     monkeypatch.setattr(run_folder.time, "sleep", end)
     settings = Settings(run_name="r", output_dir=str(tmp_path))
-    runtime = Runtime(Ranks(), "transformers", "cpu", "fp32", "CPU")
+    runtime = cpu_runtime()
     if finished:
         with pytest.raises(UserError, match="r holds a finished run"):
             run_folder.choose_run_folder(settings, runtime)
@@ -102,7 +101,7 @@ class Killed(BaseException):
 
 def test_a_start_killed_while_it_writes_its_settings_starts_again(tmp_path, monkeypatch):
     settings = Settings(run_name="r", output_dir=str(tmp_path))
-    runtime = Runtime(Ranks(), "transformers", "cpu", "fp32", "CPU")
+    runtime = cpu_runtime()
     folder = run_folder.choose_run_folder(settings, runtime)
 
     def save_half(self, path):
@@ -123,7 +122,7 @@ def test_a_start_killed_while_it_writes_its_settings_starts_again(tmp_path, monk
 
 def test_an_overwriting_start_killed_while_it_empties_the_folder_leaves_what_can_be_overwritten(tmp_path, monkeypatch):
     settings = Settings(run_name="r", output_dir=str(tmp_path), overwrite=True)
-    runtime = Runtime(Ranks(), "transformers", "cpu", "fp32", "CPU")
+    runtime = cpu_runtime()
     folder = tmp_path / "r"
     (folder / "checkpoint-1").mkdir(parents=True)
     settings.save(folder / "settings.yaml")
@@ -145,7 +144,7 @@ def test_an_overwriting_start_killed_while_it_empties_the_folder_leaves_what_can
 
 
 def test_a_start_that_wrote_nothing_does_not_stand_in_the_way_and_its_logs_stay(tmp_path):
-    runtime = Runtime(Ranks(), "transformers", "cpu", "fp32", "CPU")
+    runtime = cpu_runtime()
     folder = tmp_path / "r"
     (folder / "logs").mkdir(parents=True)
     (folder / "logs" / "rank_0.log").write_text("why it failed\n")
@@ -176,14 +175,14 @@ def test_a_folder_that_holds_anything_else_is_left_alone(tmp_path, held, resume)
         else "give another --run_name, or --overwrite"
     )
     with pytest.raises(UserError, match=fix):
-        run_folder.choose_run_folder(settings, Runtime(Ranks(), "transformers", "cpu", "fp32", "CPU"))
+        run_folder.choose_run_folder(settings, cpu_runtime())
 
 
 def test_a_resume_that_is_no_folder_is_told_before_anything_else(tmp_path):
     (tmp_path / "r" / "checkpoint-3").mkdir(parents=True)
     settings = Settings(run_name="r", output_dir=str(tmp_path), resume="never")
     with pytest.raises(UserError, match="resume never: there is no such folder; give a checkpoint folder, auto or no"):
-        run_folder.choose_run_folder(settings, Runtime(Ranks(), "transformers", "cpu", "fp32", "CPU"))
+        run_folder.choose_run_folder(settings, cpu_runtime())
 
 
 def test_a_resume_from_a_runs_folder_or_an_empty_one_names_what_to_give(tmp_path, monkeypatch):
@@ -197,9 +196,7 @@ def test_a_resume_from_a_runs_folder_or_an_empty_one_names_what_to_give(tmp_path
     }
     for resume, sentence in given.items():
         with pytest.raises(UserError) as refused:
-            run_folder.choose_run_folder(
-                Settings(run_name="new", resume=resume), Runtime(Ranks(), "transformers", "cpu", "fp32", "CPU")
-            )
+            run_folder.choose_run_folder(Settings(run_name="new", resume=resume), cpu_runtime())
         assert str(refused.value) == sentence
 
 
@@ -231,7 +228,7 @@ def test_a_new_run_offers_the_unfinished_one_with_the_same_settings(tmp_path, ca
     unfinished(tmp_path / "other", 40, max_steps=7)
     unfinished(tmp_path / "finished", 50)
     (tmp_path / "finished" / "summary.json").write_text("{}")
-    runtime = Runtime(Ranks(), "transformers", "cpu", "fp32", "CPU")
+    runtime = cpu_runtime()
     run_folder.choose_run_folder(Settings(model="m", output_dir=str(tmp_path)), runtime)
     printed = capsys.readouterr().out
     assert printed.count("\n") == 1 and f"{tmp_path}/stopped holds an unfinished run" in printed
@@ -266,7 +263,7 @@ def test_a_disk_that_is_full_at_the_start_is_told_without_an_error_number(tmp_pa
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(Settings, "save", full)
-    runtime = Runtime(Ranks(), "transformers", "cpu", "fp32", "CPU")
+    runtime = cpu_runtime()
     with (
         runtime.cleanup,
         pytest.raises(

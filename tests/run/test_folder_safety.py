@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.runtimes import cpu_runtime
 from unsloth_ddp.config.options import Settings
-from unsloth_ddp.distributed.ranks import Ranks
 from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.run import folder as run_folder
 from unsloth_ddp.run import logs
@@ -29,7 +29,7 @@ def place(tmp_path) -> Path:
 @pytest.fixture
 def runtime() -> Runtime:
     """A run on one process."""
-    return Runtime(Ranks(), "transformers", "cpu", "fp32", "CPU")
+    return cpu_runtime()
 
 
 def settings_of(place: Path) -> Settings:

@@ -13,7 +13,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch._dynamo.utils import counters
 
-from tests.data.test_fixed_shape import rows_of
+from tests.data.test_fixed_shape import pack_of, rows_of
 from tests.data.test_packing import KV, make
 from unsloth_ddp.data.collate import Collate, Flatten, PadRight
 from unsloth_ddp.data.fixed_shape import FixedShape
@@ -45,11 +45,9 @@ def captured_of(model: Any, *, recompute: bool = False) -> CapturedStep:
 
 
 def batches() -> list[dict[str, Any]]:
-    collate = Collate(PadRight(0), Flatten("positions"))
-    collate.pad_to_shape(SHAPE)
+    collate = Collate(PadRight(0), Flatten("positions"), shape=SHAPE)
     lengths: list[list[int]] = [[60, 50, 30], [128, 100], [9]]
-    packs = [dict(zip(("input_ids", "labels", "lengths"), rows_of(of), strict=True)) for of in lengths]
-    return [collate([pack]) for pack in packs]
+    return [collate([pack_of(of)]) for of in lengths]
 
 
 def ordinary_sum(model: Any, batch: dict[str, Any]) -> torch.Tensor:
@@ -90,16 +88,20 @@ def test_a_step_of_replayed_and_ordinary_micro_batches_has_the_gradients_of_ordi
 
 def test_packs_of_one_row_each_have_the_gradients_of_ordinary_ones() -> None:
     shape = FixedShape.of_single_rows(2, 128)
-    collate = Collate(PadRight(0), Flatten("positions"))
-    collate.pad_to_shape(shape)
-    packs = [dict(zip(("input_ids", "labels", "lengths"), rows_of([of]), strict=True)) for of in (100, 60, 128)]
+    collate = Collate(PadRight(0), Flatten("positions"), shape=shape)
+    packs = [pack_of([of]) for of in (100, 60, 128)]
+    assert_same_gradients(shape, [collate([pack]) for pack in packs], [collate(packs[:2]), collate(packs[2:])])
+
+
+def assert_same_gradients(shape: FixedShape, ordinary: list[dict[str, Any]], captured: list[dict[str, Any]]) -> None:
+    """Check that captured micro-batches of a shape have the gradients of ordinary ones."""
     model = model_of("lora")
-    sum(ordinary_sum(model, collate([pack])) for pack in packs).backward()
+    sum(ordinary_sum(model, batch) for batch in ordinary).backward()
     wanted = gradients(model)
     model.zero_grad()
-    captured = CapturedStep(model, PackedForward(model, shape), contextlib.nullcontext, torch.float32, DEVICE)
-    for batch in (collate(packs[:2]), collate(packs[2:])):
-        captured.run(batch, torch.ones(()))
+    step = CapturedStep(model, PackedForward(model, shape), contextlib.nullcontext, torch.float32, DEVICE)
+    for batch in captured:
+        step.run(batch, torch.ones(()))
     torch.testing.assert_close(gradients(model), wanted, rtol=1e-4, atol=1e-6)
 
 
@@ -171,7 +173,6 @@ def test_a_capture_follows_its_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.cuda, name, lambda device: None)
     monkeypatch.setattr(torch.cuda, "graph", lambda *_, **__: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(pool=lambda: 1, replay=lambda: None))
-    monkeypatch.setattr(torch.random, "fork_rng", lambda devices: contextlib.nullcontext())
     monkeypatch.setattr(captured.forward, "compiled_layers", contextlib.nullcontext)
     captured._capture_on_gpu(lambda: passes.append(1), 2)
     assert len(passes) == 3
@@ -183,7 +184,7 @@ def test_every_number_of_tokens_is_captured_before_training(sequences: int) -> N
     shape = dataclasses.replace(shape, smaller=(256,))
     model = with_dropout_of(0.5)
     captured = CapturedStep(model, PackedForward(model, shape), contextlib.nullcontext, torch.float32, DEVICE)
-    example = dict(zip(("input_ids", "labels", "lengths"), rows_of([9]), strict=True))
+    example = pack_of([9])
     captured.run({"padded_batch": shape.pad(*example.values())}, torch.ones(()))
     for p in captured.trained:
         p.grad = None
@@ -199,21 +200,10 @@ def test_every_number_of_tokens_is_captured_before_training(sequences: int) -> N
 
 def test_micro_batches_padded_to_several_sizes_have_the_gradients_of_ordinary_ones() -> None:
     shape = dataclasses.replace(SHAPE, smaller=(128,))
-    collate = Collate(PadRight(0), Flatten("positions"))
-    collate.pad_to_shape(shape)
-    packs = [
-        dict(zip(("input_ids", "labels", "lengths"), rows_of(of), strict=True)) for of in ([60, 50], [128, 100], [9])
-    ]
-    given = [collate([pack]) for pack in packs]
+    collate = Collate(PadRight(0), Flatten("positions"), shape=shape)
+    given = [collate([pack_of(of)]) for of in ([60, 50], [128, 100], [9])]
     assert [batch["padded_batch"].tokens for batch in given] == [128, 256, 128]
-    model = model_of("lora")
-    sum(ordinary_sum(model, batch) for batch in given).backward()
-    wanted = gradients(model)
-    model.zero_grad()
-    captured = CapturedStep(model, PackedForward(model, shape), contextlib.nullcontext, torch.float32, DEVICE)
-    for batch in given:
-        captured.run(batch, torch.ones(()))
-    torch.testing.assert_close(gradients(model), wanted, rtol=1e-4, atol=1e-6)
+    assert_same_gradients(shape, given, given)
 
 
 def test_counts_come_with_the_loss() -> None:

@@ -207,11 +207,6 @@ def test_packs_of_one_row_each_are_sequences(starts: list[int], sequences: int) 
     assert (shape.tokens, shape.longest) == (512, 256 if sequences else 512)
 
 
-def test_streamed_rows_are_padded_with_boundaries() -> None:
-    train: Any = SimpleNamespace(streamed=True, packing=SimpleNamespace(starts=np.array([0, 1])))
-    assert shape_for(train, 2, 512).sequences == 0
-
-
 @pytest.mark.parametrize(
     ("while_launching", "size", "captured"),
     [

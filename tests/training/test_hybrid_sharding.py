@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from safetensors.torch import load_file
 
 from benchmarks.common import reload
 from tests.conftest import demo_rows, write_jsonl
-from tests.jobs import assert_same
+from tests.jobs import assert_same, copy_until
 from tests.ranks import train
 from tests.training.test_sharded_saving import STEPS, ends, history
 from unsloth_ddp.checkpoints import manifest
@@ -92,9 +91,7 @@ def test_a_checkpoint_holds_one_copy(run, method):
 def test_a_killed_run_resumes_bit_identically(run, job, method):
     folder, _ = run(method, hybrid=True)
     expected = ends(folder)
-    resumed = folder.parent / f"{folder.name}-killed"
-    shutil.copytree(folder, resumed)
-    forget_after(resumed, 2)
+    resumed = copy_until(folder, 2, f"{folder.name}-killed")
     printed = job(f"{OPTIONS} {METHODS[method]}", resumed.name, 4, environ=HYBRID, environ_of=node_of).output
     assert f"Resuming from {resumed}/checkpoint-2, step 2;" in printed
     assert_same(ends(resumed), expected)
@@ -103,9 +100,7 @@ def test_a_killed_run_resumes_bit_identically(run, job, method):
 @METHOD
 def test_fewer_processes_resume_with_plain_fsdp2(run, job, method):
     folder, _ = run(method, hybrid=True)
-    resumed = folder.parent / f"{folder.name}-plain"
-    shutil.copytree(folder, resumed)
-    forget_after(resumed, 2)
+    resumed = copy_until(folder, 2, f"{folder.name}-plain")
     printed = job(f"{OPTIONS} {METHODS[method]}", resumed.name, 2, environ={"UNSLOTH_FSDP2": "1"}).output
     assert "world_size 4 -> 2" in printed
     assert "copies 2 -> 1" in printed
@@ -141,12 +136,3 @@ def test_a_model_that_was_loaded_whole_is_split_in_the_same_way(run, job, method
     assert found["shards"].keys() == expected["shards"].keys()
     for name, tensor in weights(whole).items():
         assert torch.allclose(tensor, weights(folder)[name], rtol=0, atol=1e-6), name
-
-
-def forget_after(run: Path, step: int) -> None:
-    """Leave of a run what a kill right after the save of `step` would have."""
-    for path in run.glob("checkpoint-*"):
-        if int(path.name.rpartition("-")[2]) > step:
-            shutil.rmtree(path)
-    for name in ("summary.json", "adapter_model.safetensors", "model.safetensors"):
-        (run / name).unlink(missing_ok=True)

@@ -17,7 +17,8 @@ import torch
 from safetensors.torch import load_file
 
 from tests.conftest import REPO
-from tests.ranks import run_ranks
+from tests.ranks import run_ranks, train
+from tests.runtimes import cpu_runtime
 from unsloth_ddp.config import options
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.data.batch_plan import BatchPlan
@@ -151,7 +152,7 @@ def test_zero3_recomputes_adapters_in_the_reentrant_way(sharding, method, expect
 @pytest.mark.parametrize("method", ["lora", "full"])
 def test_kinds_can_be_exchanged_any_number_of_times(method):
     settings = Settings(model=str(REPO / "demo" / "model"), dataset=["d"], method=method, backend="transformers")
-    runtime = Runtime(Ranks(), "transformers", "cpu", "fp32", "CPU")
+    runtime = cpu_runtime()
     model, _ = load_model(settings, runtime)
     model.train()
     recompute, embedding = GradientCheckpointing(model, runtime, settings), model.get_input_embeddings()
@@ -306,13 +307,9 @@ def test_buckets_of_ddp_are_counted(ddp_sends, copies):
 
 def short_of_memory(argv: list[str], folder: str, rank: int, step: int, where: str, after: int = 1) -> None:
     """train_ddp.py, whose given rank has too little memory for this step unless activations are recomputed."""
-    import os
-    import sys
-
     from unsloth_ddp.training import gradient_exchange as exchange
     from unsloth_ddp.training import trainer
 
-    os.chdir(folder)
     handle: list[Any] = []
     compute_loss = trainer.DDPTrainer.compute_loss
     fails = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB.")
@@ -338,10 +335,7 @@ def short_of_memory(argv: list[str], folder: str, rank: int, step: int, where: s
         return compute_loss(self, model, inputs, *args, **kwargs)
 
     trainer.DDPTrainer.compute_loss = short_compute_loss
-    sys.argv = ["train_ddp.py", *argv]
-    import train_ddp
-
-    train_ddp.main()
+    train(argv, folder)
 
 
 OPTIONS = "--gradient_checkpointing auto --lora_dropout 0.1 --max_steps 4 --logging_steps 1 --save_strategy no"

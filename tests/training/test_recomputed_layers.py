@@ -12,13 +12,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
 from torch._dynamo.utils import counters
 from transformers.models.llama.modeling_llama import LlamaAttention, apply_rotary_pos_emb
 
-from tests.data.test_fixed_shape import rows_of
-from tests.data.test_packing import KV, make
-from tests.training.test_captured_step import SHAPE, batches, captured_of, fail, gradients, model_of, ordinary_sum
+from tests.data.test_fixed_shape import pack_of
+from tests.training.test_captured_step import (
+    SHAPE,
+    batches,
+    captured_of,
+    fail,
+    gradients,
+    model_of,
+    ordinary_sum,
+    with_dropout_of,
+)
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.data.batch_plan import BatchPlan
 from unsloth_ddp.data.collate import Collate, Flatten, PadRight
@@ -115,9 +122,8 @@ def test_recomputing_does_not_compile_layers_again(monkeypatch: pytest.MonkeyPat
     counters.clear()
     model = model_of("lora").bfloat16()
     varlen.use(model.get_base_model())
-    collate = Collate(PadRight(0), Flatten("positions"))
-    collate.pad_to_shape(SHAPE)
-    packs = [*batches(), collate([dict(zip(("input_ids", "labels", "lengths"), rows_of([20] * 9), strict=True))])]
+    collate = Collate(PadRight(0), Flatten("positions"), shape=SHAPE)
+    packs = [*batches(), collate([pack_of([20] * 9)])]
     assert len({batch["padded_batch"].rows for batch in packs}) > 1
     plain = [passed(captured_of(model), batch) for batch in packs]
     captured = captured_of(model, recompute=True)
@@ -190,9 +196,8 @@ def test_rows_are_kept_apart_by_boundaries_or_as_sequences(
         return attend_within_rows(*given, **more)
 
     monkeypatch.setattr(upstream, "varlen_attn", attend, raising=False)
-    collate = Collate(PadRight(0), Flatten("positions"))
-    collate.pad_to_shape(shape)
-    packs = [dict(zip(("input_ids", "labels", "lengths"), rows_of(of), strict=True)) for of in lengths]
+    collate = Collate(PadRight(0), Flatten("positions"), shape=shape)
+    packs = [pack_of(of) for of in lengths]
     model = model_of("lora").bfloat16()
     wanted = sum(ordinary_sum(model, collate([pack])) for pack in packs)
     wanted.backward()
@@ -247,21 +252,15 @@ def test_unsloths_fused_norm_is_on_inside_a_pass_unless_the_user_decided(
     assert seen == [on] and getattr(kernels, switch) is False
 
 
-def with_dropout(p: float) -> Any:
-    model = make("Llama", **KV)
-    model.set_attn_implementation("sdpa")
-    return get_peft_model(model, LoraConfig(lora_dropout=p, target_modules="all-linear", task_type="CAUSAL_LM")).train()
-
-
 def test_random_numbers_of_a_forward_pass_are_noticed_and_left_as_they_were() -> None:
     step = SHAPE.parts(batches()[0]["padded_batch"])
-    model = with_dropout(0.1)
+    model = with_dropout_of(0.1)
     forward, state = PackedForward(model, SHAPE), torch.get_rng_state()
     assert forward.draws_random_numbers(step)
     assert torch.equal(torch.get_rng_state(), state)
     model.eval()
     assert not forward.draws_random_numbers(step)
-    model = with_dropout(0.0)
+    model = with_dropout_of(0.0)
     forward = PackedForward(model, SHAPE)
     assert not forward.draws_random_numbers(step)
     # Not a dropout layer: noise that a model adds by itself.
@@ -292,7 +291,7 @@ class Rows:
 
     def __init__(self) -> None:
         lengths: list[list[int]] = [[60, 50, 30], [128, 100], [9]] * 100
-        self.examples = [dict(zip(("input_ids", "labels", "lengths"), rows_of(of), strict=True)) for of in lengths]
+        self.examples = [pack_of(of) for of in lengths]
         self.units, self.streamed = len(lengths), False
         self.packing = SimpleNamespace(starts=np.cumsum([0, *map(len, lengths)]), longest=128)
 
@@ -394,12 +393,12 @@ def test_a_step_that_runs_out_of_memory_drops_its_graphs_and_goes_on_recomputing
 
 @pytest.mark.usefixtures("as_on_a_gpu")
 def test_dropout_is_captured_without_recomputing_only(capsys: pytest.CaptureFixture[str]) -> None:
-    graphs = prepared(with_dropout(0.1), "none")
+    graphs = prepared(with_dropout_of(0.1), "none")
     assert graphs.choice.uses_graphs
     graphs.use("torch")
     assert graphs.captured is None
     assert "gradient checkpointing torch would draw another dropout mask" in capsys.readouterr().out
-    refused = prepared(with_dropout(0.1), "torch")
+    refused = prepared(with_dropout_of(0.1), "torch")
     assert not refused.choice.uses_graphs and refused.choice.reason.startswith(
         "gradient checkpointing torch would draw another dropout mask"
     )
@@ -407,7 +406,7 @@ def test_dropout_is_captured_without_recomputing_only(capsys: pytest.CaptureFixt
         UserError,
         match="cuda_graphs on is not possible, because gradient checkpointing torch would draw another dropout mask",
     ):
-        prepared(with_dropout(0.1), "torch", cuda_graphs="on")
+        prepared(with_dropout_of(0.1), "torch", cuda_graphs="on")
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")

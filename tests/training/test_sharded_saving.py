@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -95,12 +94,7 @@ def test_a_checkpoint_holds_the_trained_weights_and_nothing_to_unpickle(lora_run
 
 @pytest.mark.parametrize("ranks", [pytest.param(4, marks=pytest.mark.slow), 1])
 def test_another_number_of_processes_continues_with_the_same_weights_and_optimizer(job, full_run, ranks):
-    resumed = full_run.parent / f"sharded-full-on-{ranks}"
-    shutil.copytree(full_run, resumed)
-    for path in (resumed / "checkpoint-3", resumed / "checkpoint-4"):
-        shutil.rmtree(path)
-    for name in ("summary.json", "model.safetensors"):
-        (resumed / name).unlink()
+    resumed = copy_until(full_run, 2, f"sharded-full-on-{ranks}")
     printed = job(FULL, resumed.name, ranks, environ=FSDP2 if ranks > 1 else {}).output
     assert f"world_size 2 -> {ranks}" in printed
     found, expected = load_file(resumed / "model.safetensors"), load_file(full_run / "model.safetensors")

@@ -17,14 +17,15 @@ import torch
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tests.conftest import DEMO_MODEL
-from tests.ranks import run_ranks
+from tests.conftest import DEMO_MODEL, save_llama
+from tests.ranks import run_ranks, train
+from tests.runtimes import cpu_runtime
 from tests.training.live_bytes import LiveBytes
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.data.batch_plan import BatchPlan
 from unsloth_ddp.data.collate import PadRight
 from unsloth_ddp.data.dataset import Counts, TokenizedRows
-from unsloth_ddp.distributed.ranks import Ranks, ranks_from_environment
+from unsloth_ddp.distributed.ranks import ranks_from_environment
 from unsloth_ddp.distributed.runtime import Runtime, started
 from unsloth_ddp.model.gradient_checkpointing import GradientCheckpointing
 from unsloth_ddp.model.load import load_model
@@ -56,17 +57,8 @@ def quick_collection() -> Any:
 @pytest.fixture(scope="module")
 def deep_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Eight layers."""
-    return saved_llama(tmp_path_factory.mktemp("models") / "deep", num_hidden_layers=8)
-
-
-def saved_llama(folder: Path, **options: Any) -> Path:
-    from transformers import AutoTokenizer
-
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 96, "num_attention_heads": 2, "num_key_value_heads": 1}
-    LlamaForCausalLM(LlamaConfig(vocab_size=883, **sizes, **options)).save_pretrained(folder)
-    AutoTokenizer.from_pretrained(DEMO_MODEL).save_pretrained(folder)
-    return folder
+    sizes = {"hidden_size": 32, "intermediate_size": 96, "num_attention_heads": 2, "num_hidden_layers": 8}
+    return save_llama(tmp_path_factory.mktemp("models") / "deep", **sizes)
 
 
 def settings_for(model: Path, **options: Any) -> Settings:
@@ -94,7 +86,7 @@ def search_of(
 
 def one_process(folder: Path, **options: Any) -> tuple[Settings, Runtime, Any]:
     settings = settings_for(folder, **options)
-    runtime = Runtime(Ranks(), "transformers", "cpu", "fp32", "CPU")
+    runtime = cpu_runtime()
     return settings, runtime, load_model(settings, runtime)[0]
 
 
@@ -418,13 +410,8 @@ def test_the_weights_of_a_model_are_read_whole_and_packed(deep_model):
 
 def estimating_train(argv: list[str], folder: str, room: int) -> None:
     """train_ddp.py with FSDP2 on the CPU, which chooses as on GPUs that have so much room."""
-    import os
-    import sys
-
     from unsloth_ddp.model import gradient_checkpointing
     from unsloth_ddp.training.memory_search import sizes_of
-
-    os.chdir(folder)
 
     def choose(self: ShardedMemorySearch, before: dict[str, Any]) -> Any:
         gc.freeze()
@@ -437,10 +424,7 @@ def estimating_train(argv: list[str], folder: str, room: int) -> None:
 
     gradient_checkpointing.kinds_here = lambda runtime, settings: ("none", "torch")
     ShardedMemorySearch.choose = choose  # type: ignore[method-assign]
-    sys.argv = ["train_ddp.py", *argv]
-    import train_ddp
-
-    train_ddp.main()
+    train(argv, folder)
 
 
 @pytest.mark.slow

@@ -8,6 +8,8 @@ from pathlib import Path
 from unsloth_ddp.checkpoints import manifest
 from unsloth_ddp.checkpoints.manifest import Damaged
 
+STEP_FOLDER = re.compile(r"checkpoint-(\d{1,18})")
+
 
 def is_whole(folder: Path) -> bool:
     """Return whether a checkpoint was written to its end; only its manifest is read."""
@@ -22,5 +24,5 @@ def step_folders(run_folder: Path) -> dict[int, Path]:
     """Return every folder that is named like a checkpoint, whole or not, by its step."""
     if not run_folder.is_dir():
         return {}
-    named = ((re.fullmatch(r"checkpoint-(\d{1,18})", path.name), path) for path in run_folder.iterdir())
+    named = ((STEP_FOLDER.fullmatch(path.name), path) for path in run_folder.iterdir())
     return {int(match[1]): path for match, path in named if match and path.is_dir()}

@@ -12,6 +12,7 @@ from unsloth_ddp.checkpoints import manifest
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.data.batch_plan import BatchPlan
 from unsloth_ddp.distributed.runtime import Runtime
+from unsloth_ddp.model.experts import full_shape
 from unsloth_ddp.model.identity import model_identity
 
 
@@ -30,12 +31,7 @@ def run_identity(settings: Settings, runtime: Runtime) -> dict[str, Any]:
 
 def trained_identity(model: Any) -> dict[str, str]:
     """Return what identifies the trained weights of a model by their names and shapes, before any is sharded."""
-    # ZeRO-3 leaves an empty tensor in each parameter's place.
-    shapes = {
-        name: tuple(getattr(weight, "ds_shape", weight.shape))
-        for name, weight in model.named_parameters()
-        if weight.requires_grad
-    }
+    shapes = {name: full_shape(weight) for name, weight in model.named_parameters() if weight.requires_grad}
     digest = xxhash.xxh3_64(json.dumps(sorted(shapes.items())).encode()).hexdigest()
     return {"trained": f"{len(shapes)} tensors ({digest})"}
 

@@ -22,6 +22,7 @@ from unsloth_ddp.utils.checksums import checksum
 from unsloth_ddp.utils.errors import os_reason
 from unsloth_ddp.utils.json_text import DECODER
 from unsloth_ddp.utils.redaction import printable
+from unsloth_ddp.utils.safe_files import stays_inside
 from unsloth_ddp.utils.units import counted
 
 T = TypeVar("T")
@@ -117,8 +118,7 @@ def from_text(text: str) -> Manifest:
     if not (type(step) is int and step >= 0 and isinstance(run, dict) and isinstance(versions, dict) and plain):
         raise Damaged(f"{FILE_NAME} holds a value of the wrong type")
     for name in files:
-        path = PurePosixPath(name)
-        if not path.parts or path.is_absolute() or ".." in path.parts or "\0" in name:
+        if not stays_inside(name):
             raise Damaged(f"{FILE_NAME} lists {name[:100]!r}, which is not a file of this folder")
     return Manifest(step, run, versions, files)
 
@@ -217,10 +217,7 @@ def holds_shards(files: Iterable[str]) -> bool:
 def missing_state(files: Iterable[str]) -> str | None:
     """Return the first of STATE_FILES that a checkpoint lacks under every one of its names."""
     names = list(files)
-    for file, patterns in STATE_FILES.items():
-        if not any(fnmatch(name, pattern) for name in names for pattern in patterns):
-            return file
-    return None
+    return next((file for file, found in STATE_FILES.items() if not any(_is_named(n, found) for n in names)), None)
 
 
 # ---- resuming ----

@@ -18,7 +18,6 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from unsloth_ddp.checkpoints.shards import OPTIMIZER, WEIGHTS, MissingTensor, Shards, is_plain_shard, write_shards
-from unsloth_ddp.distributed.ranks import Ranks
 
 OPTIMIZER_FILE = "optimizer.pt"
 # What wrappers add to the name of a module.
@@ -59,10 +58,9 @@ def named_tensors(model: torch.nn.Module) -> dict[str, Tensor]:
 
 def trained_tensors(model: torch.nn.Module) -> dict[str, Tensor]:
     """Return what training changes: trainable weights and, where no weight is frozen, buffers."""
-    found: dict[str, Tensor] = {}
-    for name, weight in model.named_parameters():
-        if weight.requires_grad:
-            found[plain_name(name)] = weight
+    found: dict[str, Tensor] = {
+        plain_name(name): weight for name, weight in model.named_parameters() if weight.requires_grad
+    }
     if all(weight.requires_grad for weight in model.parameters()):
         found |= {plain_name(name): buffer for name, buffer in persistent_buffers(model)}
     return found
@@ -73,10 +71,13 @@ def has_shards(checkpoint: Path) -> bool:
     return (checkpoint / WEIGHTS).is_dir()
 
 
-def save_weights(checkpoint: Path, model: torch.nn.Module, ranks: Ranks, copies: int = 1) -> list[Path]:
-    """Write this rank's part of the trained weights, and return its file, if it writes one."""
-    parts = ranks.world_size // copies
-    return [write_shards(checkpoint / WEIGHTS, trained_tensors(model), ranks.rank, parts)] if ranks.rank < parts else []
+def save_weights(checkpoint: Path, model: torch.nn.Module, rank: int, parts: int) -> list[Path]:
+    """Write this rank's part of the trained weights, and return its file, if it writes one.
+
+    Args:
+        parts: processes that each copy of the model is split over; those of the first copy write.
+    """
+    return [write_shards(checkpoint / WEIGHTS, trained_tensors(model), rank, parts)] if rank < parts else []
 
 
 def load_weights(checkpoint: Path, model: torch.nn.Module) -> None:
@@ -93,20 +94,20 @@ def load_weights(checkpoint: Path, model: torch.nn.Module) -> None:
 
 
 def save_optimizer(
-    checkpoint: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer, ranks: Ranks,
-    attempt: Callable[[Callable[[], Any]], None], copies: int = 1,
+    checkpoint: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer, rank: int, parts: int,
+    attempt: Callable[[Callable[[], Any]], None],
 ) -> list[Path]:  # fmt: skip
     """Write this rank's part of the optimizer's state, and return its files.
 
     Args:
+        parts: see save_weights.
         attempt: runs a write, and records its failure.
-        copies: copies of the model, of which the ranks of the first write.
     """
-    parts = ranks.world_size // copies
-    if ranks.rank >= parts:
+    if rank >= parts:
         return []
     names = _names(model)
     split: dict[str, Tensor] = {}
+    split_keys: dict[str, list[str]] = {}
     common: dict[str, dict[str, Any]] = {}
     own: dict[str, dict[str, Any]] = {}
     for parameter, state in optimizer.state.items():
@@ -114,6 +115,7 @@ def save_optimizer(
         for key, value in state.items():
             if _as_parameter(value, parameter):
                 split[f"{name}.{key}"] = value
+                split_keys.setdefault(name, []).append(key)
             elif not isinstance(value, Tensor) or value.dim() == 0:
                 common.setdefault(name, {})[key] = value
             else:
@@ -128,30 +130,29 @@ def save_optimizer(
         torch.save(content, checkpoint / name)
         written.append(checkpoint / name)
 
-    if ranks.is_main:
-        keys = {name: sorted(key for key, value in optimizer.state[parameter].items() if _as_parameter(value, parameter))
-                for parameter, name in names.items() if parameter in optimizer.state}  # fmt: skip
-        attempt(lambda: save(OPTIMIZER_FILE, {"groups": groups, "state": common, "split": keys, "own": bool(own)}))
+    if rank == 0:
+        attempt(
+            lambda: save(OPTIMIZER_FILE, {"groups": groups, "state": common, "split": split_keys, "own": bool(own)})
+        )
     if own:
-        attempt(lambda: save(_own_file(ranks.rank), {"world_size": parts, "state": own}))
-    attempt(lambda: written.append(write_shards(checkpoint / OPTIMIZER, split, ranks.rank, parts)))
+        attempt(lambda: save(_own_file(rank), {"world_size": parts, "state": own}))
+    attempt(lambda: written.append(write_shards(checkpoint / OPTIMIZER, split, rank, parts)))
     return written
 
 
 def load_optimizer(
-    checkpoint: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer, ranks: Ranks, copies: int = 1
+    checkpoint: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer, rank: int, parts: int
 ) -> None:
     """Read this rank's part of the optimizer's state into the optimizer, whatever the number of ranks that wrote it.
 
     Raises:
         MissingTensor: the checkpoint does not hold a state of this optimizer, or only for another number of parts.
     """
-    parts = ranks.world_size // copies
     names = _names(model)
     saved = torch.load(checkpoint / OPTIMIZER_FILE, map_location="cpu", weights_only=True)
     own: dict[str, dict[str, Any]] = {}
     if saved["own"]:
-        file = checkpoint / _own_file(ranks.rank % parts)
+        file = checkpoint / _own_file(rank % parts)
         mine: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True) if file.is_file() else {}
         if mine.get("world_size") != parts:
             raise MissingTensor(

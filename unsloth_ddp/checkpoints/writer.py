@@ -15,7 +15,8 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -76,38 +77,31 @@ def to_remove(steps: list[int], written: int, best: int | None, limit: int | Non
     return left + spare[: max(0, len(rest) - max(limit, len(kept)))]
 
 
+@dataclass
 class Checkpoints:
     """Writes the checkpoints of one run.
 
     Args:
+        folder: of the run.
         identity: what identifies the run (see identity.run_identity); written into every manifest.
         versions: package versions.
         limit: how many to keep; None keeps all.
         weights_bytes: size of the trained weights; a save that has no room for them is not begun.
     """
 
-    def __init__(
-        self,
-        runtime: Runtime,
-        run_folder: Path,
-        identity: dict[str, Any],
-        versions: dict[str, str],
-        limit: int | None,
-        weights_bytes: int = 0,
-    ) -> None:
-        self.runtime = runtime
-        self.folder = run_folder
-        self.identity = identity
-        self.versions = versions
-        self.limit = limit
-        self.weights_bytes = weights_bytes
-        # All nodes see the run's folder (see open).
-        self.shared = True
-        self.last: Path | None = None
-        self.failed: str | None = None
-        self.written = 0
-        self._failure: Exception | None = None
-        self._digests: dict[str, str] = {}
+    runtime: Runtime
+    folder: Path
+    identity: dict[str, Any]
+    versions: dict[str, str]
+    limit: int | None
+    weights_bytes: int = 0
+    # All nodes see the run's folder (see open).
+    shared: bool = field(default=True, init=False)
+    last: Path | None = field(default=None, init=False)
+    failed: str | None = field(default=None, init=False)
+    written: int = field(default=0, init=False)
+    _failure: Exception | None = field(default=None, init=False)
+    _digests: dict[str, str] = field(default_factory=dict, init=False)
 
     def open(self) -> None:
         """Find out whether all nodes see the run's folder, which exists by now.
@@ -261,9 +255,10 @@ class Checkpoints:
         if shutil.disk_usage(aside).free < self.weights_bytes + MARGIN:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(aside))
 
-    def wrote(self, path: Path) -> None:
-        """Record the checksum of a file of the checkpoint that this rank wrote, so that the main process need not read it."""
-        self._digests[str(path)] = checksum(path)
+    def wrote(self, paths: Iterable[Path]) -> None:
+        """Record checksums of files of the checkpoint that this rank wrote, so that the main process need not read them."""
+        for path in paths:
+            self._digests[str(path)] = checksum(path)
 
     def _gather_digests(self, target: Path) -> dict[str, str]:
         mine = {Path(path).relative_to(target).as_posix(): digest for path, digest in self._digests.items()}

@@ -68,16 +68,15 @@ class PackedRows:
         """Return a pack as `join_rows` makes it; the last index is the filler."""
         filler = index == len(self.packing)
         members = [len(self.rows) - 1] if filler else self.packing.members(index).tolist()
-        rows = [self.rows[member] for member in members]
-        return join_rows([row["input_ids"] for row in rows], [row["labels"] for row in rows])
+        return join_rows([self.rows[member] for member in members])
 
 
-def join_rows(input_ids: list[np.ndarray], labels: list[np.ndarray]) -> dict[str, np.ndarray]:
+def join_rows(rows: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
     """Concatenate rows into one pack: `input_ids` and `labels` (tokens,), `lengths` (rows,).
 
     The label of each row's first token is ignored, as in an unpacked row, because no token of the row predicts it.
     """
-    lengths = np.array([len(ids) for ids in input_ids], dtype=np.int64)
-    joined = np.concatenate(labels)
-    joined[np.cumsum(lengths) - lengths] = IGNORED
-    return {"input_ids": np.concatenate(input_ids), "labels": joined, "lengths": lengths}
+    lengths = np.array([len(row["input_ids"]) for row in rows], dtype=np.int64)
+    labels = np.concatenate([row["labels"] for row in rows])
+    labels[np.cumsum(lengths) - lengths] = IGNORED
+    return {"input_ids": np.concatenate([row["input_ids"] for row in rows]), "labels": labels, "lengths": lengths}

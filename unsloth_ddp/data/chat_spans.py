@@ -54,10 +54,6 @@ class RenderedChat:
     unread_keys: tuple[str, ...] = ()
 
 
-class _Rewritten(UserError):
-    """The template renders earlier turns differently when later ones follow."""
-
-
 class ChatRenderer:
     """Render examples with one pair of templates."""
 
@@ -91,7 +87,8 @@ class ChatRenderer:
             if not any(message.get("tool_calls") for message in example.messages):
                 raise
             try:
-                return self._render_with_either(_with_calls_as_text(example))
+                texts = [with_calls_as_text(message) for message in example.messages]
+                return self._render_with_either(replace(example, messages=texts))
             except Exception:  # noqa: S110 (the first error is raised)
                 pass
             raise
@@ -165,12 +162,11 @@ class ChatRenderer:
             answered = any(message["role"] == "assistant" for message in turns)
             return len(template.render_marked(turns, example.tools)[1]) if answered else 0
 
-        dropped = set(range(marked(example.prompt_messages)))
+        prompt = range(marked(example.prompt_messages))
+        dropped = {number for index in left_out for number in range(marked(index), marked(index + 1))}
         if self.supervise_all:
-            return text, [spans[i] for index in left_out for i in range(marked(index), marked(index + 1))]
-        for index in left_out:
-            dropped.update(range(marked(index), marked(index + 1)))
-        return text, [span for number, span in enumerate(spans) if number not in dropped]
+            return text, [spans[number] for number in sorted(dropped)]
+        return text, [span for number, span in enumerate(spans) if number not in dropped and number not in prompt]
 
     def _spans_by_difference(
         self, template: ChatTemplate, example: Example, full: str, left_out: set[int]
@@ -185,7 +181,7 @@ class ChatRenderer:
             through = template.render(example.messages[: index + 1], example.tools)
             span = turn_span(full, before, through, self.eos_token)
             if span is None:
-                raise _Rewritten(
+                raise UserError(
                     "the chat template rewrites earlier turns, so the assistant's tokens cannot be told apart; "
                     "mark them with {% generation %} in a --chat_template file, or use --loss_on all."
                 )
@@ -286,10 +282,6 @@ def _with_reasoning_key(message: Message) -> Message:
         return message
     thought = reasoning.rpartition("<think>")[2].strip("\n")
     return {**message, "reasoning_content": thought, "content": content.lstrip("\n")}
-
-
-def _with_calls_as_text(example: Example) -> Example:
-    return replace(example, messages=[with_calls_as_text(message) for message in example.messages])
 
 
 def with_calls_as_text(message: Message) -> Message:

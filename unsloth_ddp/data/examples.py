@@ -100,12 +100,10 @@ def _examples(
     files = checked_files(sources, streaming=streaming)
     empty = [file for file in files if file not in sources and Path(file).stat().st_size == 0]
     if streaming and (lists := left_out(sources)):
-        more = f" and {counted(len(lists) - 1, 'more file')} are" if len(lists) > 1 else " is"
-        print(f"{lists[0]}{more} not read: of a folder, only .jsonl, .parquet and .csv files are read.")
+        print(f"{_said_of(lists, 'is', 'are')} not read: of a folder, only .jsonl, .parquet and .csv files are read.")
     if streaming and (others := of_other_splits(sources)):
-        more = f" and {counted(len(others) - 1, 'more file')} are" if len(others) > 1 else " is"
         print(
-            f"{others[0]}{more} trained too, although the name is that of another split; to leave it out, name the files to train on."
+            f"{_said_of(others, 'is', 'are')} trained too, although the name is that of another split; to leave it out, name the files to train on."
         )
 
     unread: Counter[str] = Counter()
@@ -128,13 +126,9 @@ def _examples(
                 empty.append(source)
 
     read = itertools.islice(rows(), STREAM_HEAD) if streaming else rows()
-    examples = _from_rows(read, EXAMPLE_FEATURES, folder, ", ".join(sources))
+    examples = _from_rows(read, folder, sources)
     if empty:
-        what = (
-            f"{empty[0]} and {counted(len(empty) - 1, 'more file')} hold no rows and add"
-            if len(empty) > 1
-            else f"{empty[0]} holds no rows and adds"
-        )
+        what = _said_of(empty, "holds no rows and adds", "hold no rows and add")
         print(f"{what} nothing to the stream; check them if they should hold rows.")
     if unread:
         columns = ", ".join(f"{name} ({counted(count, 'row')})" for name, count in unread.most_common(SHOWN_COLUMNS))
@@ -142,14 +136,17 @@ def _examples(
     return examples
 
 
-def _from_rows(
-    rows: Iterator[dict[str, Any]], features: datasets.Features, folder: Path, sources: str
-) -> datasets.Dataset:
+def _said_of(files: list[str], one: str, several: str) -> str:
+    """Return the first of the files, how many more there are, and what is said of one or of several."""
+    return f"{files[0]} and {counted(len(files) - 1, 'more file')} {several}" if len(files) > 1 else f"{files[0]} {one}"
+
+
+def _from_rows(rows: Iterator[dict[str, Any]], folder: Path, sources: list[str]) -> datasets.Dataset:
     path = Path(tempfile.mkdtemp(dir=folder)) / "rows.arrow"
-    with datasets.arrow_writer.ArrowWriter(features=features, path=str(path)) as writer:
+    with datasets.arrow_writer.ArrowWriter(features=EXAMPLE_FEATURES, path=str(path)) as writer:
         for row in rows:
             writer.write(row)
         count, _ = writer.finalize()
     if not count:
-        raise UserError(f"dataset {sources} holds no rows.")
+        raise UserError(f"dataset {', '.join(sources)} holds no rows.")
     return datasets.Dataset.from_file(str(path))

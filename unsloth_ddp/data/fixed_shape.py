@@ -134,12 +134,6 @@ class FixedShape:
         sizes = np.array(self.token_sizes)
         return sizes[np.searchsorted(sizes, self.needed(lengths))]
 
-    def head_size(self, supervised: int, tokens: int | None = None) -> int:
-        """Return for how many of `tokens` tokens the head is computed if `supervised` tokens are supervised."""
-        whole = self.tokens if tokens is None else tokens
-        sizes = (math.ceil(whole * share / TILE) * TILE for share in HEAD_SHARES)
-        return next(size for size in sizes if size >= supervised)
-
     def row_size(self, rows: int) -> int:
         """Return the number of rows that a micro-batch of `rows` rows is padded to."""
         step = max(8, math.ceil(self.rows / ROW_SIZES))
@@ -170,7 +164,7 @@ class FixedShape:
         padded[:, places] = ids, labels
         following = np.append(padded[1, 1:], IGNORED)
         positions = np.flatnonzero(following != IGNORED)
-        head = self.head_size(len(positions), tokens)
+        head = head_size(len(positions), tokens)
         missing = head - len(positions)
         parts = (
             [len(positions), lengths[lengths > 1].sum()],
@@ -209,6 +203,12 @@ class FixedShape:
         by_sequence = (self.sequences or 1, -1)
         ids, positions = ids.view(by_sequence), positions.view(by_sequence)
         return StepTensors(counts[0], counts[1], ids, positions, boundaries, picked, labels)
+
+
+def head_size(supervised: int, tokens: int) -> int:
+    """Return for how many of `tokens` tokens the head is computed if `supervised` tokens are supervised."""
+    sizes = (math.ceil(tokens * share / TILE) * TILE for share in HEAD_SHARES)
+    return next(size for size in sizes if size >= supervised)
 
 
 # Two sizes more than one save most of what is padded.

@@ -246,44 +246,27 @@ def plan_step(
     Raises:
         UserError: the batch does not divide, is given twice, or is given in tokens without packing.
     """
-    plan = request.plan
+    plan, in_packs = request.plan, request.packing == "on"
     if not choice.packed:
-        return plan, None, _without_packing(request, choice)
-    if request.packing == "on":
-        packing = best_fit(lengths, request.max_length)
-        return _plan_in_packs(request, packing), packing, choice
+        if request.global_tokens is not None:
+            raise UserError(
+                f"global_batch_tokens {request.global_tokens} needs packed rows, and rows are padded: {choice.reason}; "
+                "give --global_batch_size instead, or --packing on."
+            )
+        return plan, None, choice
     packing = best_fit(lengths, request.max_length)
+    fixed = request.global_batch is not None or request.accumulation is not None
+    # The plan of as many packs as hold the rows asked for, or of as many as were asked for.
+    by_count = plan if in_packs and fixed else _nearest_plan(plan, plan.global_batch / packing.rows_a_pack)
     if request.global_tokens is not None:
         packed = _nearest_plan(plan, request.global_tokens / packing.tokens_a_pack)
-    else:
-        packs, packing = _packs_for_rows(plan.global_batch, plan.processes, lengths, packing)
-        packed = _nearest_plan(plan, packs)
-    fixed = request.global_batch is not None or request.accumulation is not None
-    if request.global_tokens is not None and fixed:
-        asked = _nearest_plan(plan, plan.global_batch / packing.rows_a_pack)
-        _check_agreement(request, packed, asked, plan.global_batch, "row")
-    return packed, packing, choice
-
-
-def _without_packing(request: BatchRequest, choice: PackingDecision) -> PackingDecision:
-    if request.global_tokens is not None:
-        raise UserError(
-            f"global_batch_tokens {request.global_tokens} needs packed rows, and rows are padded: {choice.reason}; "
-            "give --global_batch_size instead, or --packing on."
-        )
-    return choice
-
-
-def _plan_in_packs(request: BatchRequest, packing: Packing) -> BatchPlan:
-    fixed = request.global_batch is not None or request.accumulation is not None
-    if request.global_tokens is not None:
-        plan = _nearest_plan(request.plan, request.global_tokens / packing.tokens_a_pack)
         if fixed:
-            _check_agreement(request, plan, request.plan, request.plan.global_batch, "pack")
-        return plan
-    if fixed:
-        return request.plan
-    return _nearest_plan(request.plan, request.plan.global_batch / packing.rows_a_pack)
+            _check_agreement(request, packed, by_count, plan.global_batch, "pack" if in_packs else "row")
+        return packed, packing, choice
+    if in_packs:
+        return by_count, packing, choice
+    packs, packing = _packs_for_rows(plan.global_batch, plan.processes, lengths, packing)
+    return _nearest_plan(plan, packs), packing, choice
 
 
 def _check_agreement(request: BatchRequest, by_tokens: BatchPlan, by_count: BatchPlan, count: int, unit: str) -> None:

@@ -11,7 +11,7 @@ import dataclasses
 import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,7 @@ from unsloth_ddp.config.options import Settings
 from unsloth_ddp.data.arrow_rows import join_rows
 from unsloth_ddp.data.batch_plan import BatchPlan, arrange
 from unsloth_ddp.data.packing import Packing, best_fit
-from unsloth_ddp.data.stream_order import StreamPosition
+from unsloth_ddp.data.stream_order import FIRST, StreamPosition
 from unsloth_ddp.data.stream_windows import StreamedWindows, TokenizedWindow, Unit, read_ahead
 from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.utils.errors import UserError
@@ -59,8 +59,7 @@ class StepFiller:
             order = np.argsort(packing.rows[packing.starts[:-1]])
         else:
             order = np.random.default_rng([self.seed, window.start.epoch, window.start.row]).permutation(len(packing))
-        packs = [[window.rows[i] for i in packing.members(pack)] for pack in order]
-        return [join_rows([row["input_ids"] for row in pack], [row["labels"] for row in pack]) for pack in packs]
+        return [join_rows([window.rows[i] for i in packing.members(pack)]) for pack in order]
 
     def fill(self, windows: Iterable[TokenizedWindow], used: int = 0) -> Iterator[tuple[Shares, StreamPosition]]:
         """Yield the micro-batches of each process for each step, and the position at which the step ends.
@@ -90,27 +89,23 @@ class StepFiller:
         return [[[step[i] for i in batch] for batch in slots[:, process]] for process in range(plan.processes)]
 
 
+@dataclass(eq=False)
 class StreamedSteps(IterableDataset[list[Unit] | None]):
     """Iterate over this rank's micro-batches of a whole run; every rank has to iterate at the same pace.
 
     Transformers skips the micro-batches of steps before a checkpoint, so None is yielded in their place.
+
+    Args:
+        windows: returns the windows from a position on; called in the main process only.
     """
 
-    def __init__(
-        self,
-        runtime: Runtime,
-        steps: StepFiller,
-        max_steps: int,
-        windows: Callable[[StreamPosition], Iterator[TokenizedWindow]],
-    ) -> None:
-        """Set up the iteration; `windows` returns the windows from a position on, and is called in the main process only."""
-        self.runtime = runtime
-        self.steps = steps
-        self.max_steps = max_steps
-        self.windows = windows
-        self.done = 0
-        self.position = StreamPosition()
-        self._waited = 0.0
+    runtime: Runtime
+    steps: StepFiller
+    max_steps: int
+    windows: Callable[[StreamPosition], Iterator[TokenizedWindow]]
+    done: int = field(default=0, init=False)
+    position: StreamPosition = field(default=FIRST, init=False)
+    _waited: float = field(default=0.0, init=False)
 
     def __len__(self) -> int:
         return self.max_steps * self.steps.plan.accumulation
@@ -130,12 +125,10 @@ class StreamedSteps(IterableDataset[list[Unit] | None]):
 
     def __iter__(self) -> Iterator[list[Unit] | None]:
         yield from itertools.repeat(None, self.done * self.steps.plan.accumulation)
-        filled = self._filled() if self.runtime.ranks.is_main else iter(())
+        windows = self._announced_windows()
+        filled = self.steps.fill(windows, self.position.used) if self.runtime.ranks.is_main else iter(())
         for _ in range(self.done, self.max_steps):
             yield from self.runtime.scatter_from_main(lambda: self._next(filled))
-
-    def _filled(self) -> Iterator[tuple[Shares, StreamPosition]]:
-        return self.steps.fill(self._announced_windows(), self.position.used)
 
     def _announced_windows(self) -> Iterator[TokenizedWindow]:
         start = self.position

@@ -12,7 +12,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from multiprocessing import util
 from typing import Any, TypeVar
 
@@ -54,28 +54,21 @@ class TokenizedWindow:
     ended: int | None = None
 
 
+@dataclass(eq=False)
 class StreamedWindows(IterableDataset[TokenizedWindow]):
-    """Endless windows of `size` rows; each of several workers reads all rows and tokenizes its share of the windows."""
+    """Endless windows of `size` rows; each of several workers reads all rows and tokenizes its share of the windows.
 
-    def __init__(
-        self,
-        read: Callable[[], Iterable[SourceRow]],
-        encode: Callable[[SourceRow], EncodedRow],
-        *,
-        size: int,
-        buffer: int,
-        seed: int,
-        drop: bool,
-        start: StreamPosition = FIRST,
-    ) -> None:
-        """`encode` tokenizes a row; with `drop`, rows that are overlong are left out."""
-        self.read = read
-        self.encode = encode
-        self.size = size
-        self.buffer = buffer
-        self.seed = seed
-        self.drop = drop
-        self.start = start
+    `encode` tokenizes a row; with `drop`, rows that are overlong are left out.
+    """
+
+    read: Callable[[], Iterable[SourceRow]]
+    encode: Callable[[SourceRow], EncodedRow]
+    _: KW_ONLY
+    size: int
+    buffer: int
+    seed: int
+    drop: bool
+    start: StreamPosition = FIRST
 
     def __iter__(self) -> Iterator[TokenizedWindow]:
         worker = get_worker_info()

@@ -27,13 +27,14 @@ INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
 REPLICATED = ("none", "zero2")
 
 
-def checksums(tensors: Iterable[Tensor], positions: Tensor | None = None) -> Tensor:
+def checksums(tensors: Iterable[Tensor]) -> Tensor:
     """Return a checksum of each tensor, (tensors,) int64, on the device of the first one, without waiting for it.
 
     It is the sum, modulo 2^64, of each element's raw bits times a pseudo-random odd number that belongs to its
     position. Equal weights give equal checksums; one changed bit or two exchanged elements give another one.
     """
-    found = []
+    found: list[Tensor] = []
+    positions: Tensor | None = None
     for tensor in tensors:
         needed = _positions_needed(tensor)
         if positions is None or positions.device != tensor.device or len(positions) < needed:
@@ -93,7 +94,6 @@ class DriftCheck:
         self.every = every if runtime.ranks.world_size > 1 and replicated else 0
         self.skipped = sharding if every and runtime.ranks.world_size > 1 and not replicated else None
         self.named: list[tuple[str, Tensor]] = []
-        self.positions: Tensor | None = None
 
     def due(self, step: int) -> bool:
         """Return whether the weights are to be compared after this step."""
@@ -105,13 +105,11 @@ class DriftCheck:
         Raises:
             RunError: on every rank; it names the ranks whose weights differ.
         """
-        if self.positions is None:
+        if not self.named:
             # Only now: a model that was loaded whole is split after this object is made.
             weights = [(name, weight) for name, weight in self.model.named_parameters() if weight.requires_grad]
             self.named = [(name, w.to_local() if isinstance(w, DTensor) else w) for name, w in weights]
-            longest = max((_positions_needed(w) for _, w in self.named), default=0)
-            self.positions = position_weights(longest, self.named[0][1].device if self.named else "cpu")
-        numbers = checksums((weight for _, weight in self.named), self.positions)
+        numbers = checksums(weight for _, weight in self.named)
         values = self.runtime.gather(combine(numbers))
         differ = [part for part in range(self.parts) if len(set(values[part :: self.parts])) > 1]
         if differ:

@@ -26,7 +26,6 @@ from unsloth_ddp.distributed.progress import Progress
 from unsloth_ddp.distributed.ranks import RankLocation, Ranks, this_location
 from unsloth_ddp.distributed.rendezvous import check_secret, rendezvous, secret_of
 from unsloth_ddp.distributed.sharding import (
-    TRUE,
     Offload,
     Sharding,
     check_offload,
@@ -34,6 +33,7 @@ from unsloth_ddp.distributed.sharding import (
     complete_environment,
     copies_from_environment,
     describe_sharding,
+    is_on,
     offload_from_environment,
     sharding_from_environment,
     unsupported_by_unsloth,
@@ -47,7 +47,7 @@ T = TypeVar("T")
 
 def asks_for_cpu(settings: Settings, environ: Mapping[str, str] = os.environ) -> bool:
     """Return whether the CPU was chosen, by the option or by the accelerate config."""
-    return settings.use_cpu or environ.get("ACCELERATE_USE_CPU", "").lower() in TRUE
+    return settings.use_cpu or is_on(environ, "ACCELERATE_USE_CPU")
 
 
 def choose_backend(

@@ -46,9 +46,13 @@ FSDP2_ENVIRONMENT = {
 PARALLELISM = "PARALLELISM_CONFIG_"
 PARALLELISM_SWITCH = "ACCELERATE_USE_PARALLELISM_CONFIG"
 COPIES, PARTS = "DP_REPLICATE_SIZE", "DP_SHARD_SIZE"
-TRUE = ("1", "true", "yes", "on")
 # accelerate replaces any optimizer by DeepSpeed's Adam for the CPU where it offloads, silently; these take the same steps.
 CPU_ADAM = ("adamw_torch", "adamw_torch_fused")
+
+
+def is_on(environ: Mapping[str, str], name: str) -> bool:
+    """Return whether a variable of the launcher switches something on."""
+    return environ.get(name, "").lower() in ("1", "true", "yes", "on")
 
 
 def shards_weights(sharding: Sharding) -> bool:
@@ -127,23 +131,23 @@ def copies_from_environment(environ: Mapping[str, str], world_size: int, nodes: 
 
 def _parallelism(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the sizes of parallelism_config that are not 1, by name, as DP_SHARD_SIZE; UNSLOTH_FSDP2 switches it on too."""
-    if not {environ.get(name, "").lower() for name in (PARALLELISM_SWITCH, "UNSLOTH_FSDP2")} & set(TRUE):
+    if not (is_on(environ, PARALLELISM_SWITCH) or is_on(environ, "UNSLOTH_FSDP2")):
         return {}
     sizes = {name.removeprefix(PARALLELISM): size for name, size in environ.items() if name.startswith(PARALLELISM)}
     return {name: size for name, size in sizes.items() if name.endswith("_SIZE") and size != "1"}
 
 
 def _sharding(environ: Mapping[str, str]) -> Sharding:
-    if environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() in TRUE:
+    if is_on(environ, "ACCELERATE_USE_DEEPSPEED"):
         stage = _zero_stage(environ)
         if stage not in ("2", "3"):
             raise UserError(
                 f"DeepSpeed ZeRO stage {stage} is not supported; use accelerate_configs/zero2.yaml or zero3.yaml."
             )
         return "zero2" if stage == "2" else "zero3"
-    if environ.get("UNSLOTH_FSDP2", "").lower() in TRUE:
+    if is_on(environ, "UNSLOTH_FSDP2"):
         return "fsdp2"
-    if environ.get("ACCELERATE_USE_FSDP", "").lower() in TRUE:
+    if is_on(environ, "ACCELERATE_USE_FSDP"):
         if environ.get("FSDP_VERSION", "1") != "2":
             raise UserError("FSDP version 1 is not supported; use accelerate_configs/fsdp2.yaml.")
         return "fsdp2"
@@ -158,7 +162,7 @@ def offload_from_environment(environ: Mapping[str, str]) -> Offload:
     """
     sharding = sharding_from_environment(environ)
     if sharding == "fsdp2":
-        return "parameters" if environ.get("FSDP_OFFLOAD_PARAMS", "").lower() in TRUE else "none"
+        return "parameters" if is_on(environ, "FSDP_OFFLOAD_PARAMS") else "none"
     if sharding == "none":
         return "none"
     devices = {}

@@ -40,7 +40,7 @@ def assemble(checkpoint: Path, target: Path, *, trust_remote_code: bool = False)
         if missing := [name for name in names if id(tensors[name]) not in known]:
             raise MissingTensor(f"{shards.folder} holds no {missing[0]}")
         target.mkdir(parents=True, exist_ok=True)
-        write_model(model, names, lambda name: shards.whole(known[id(tensors[name])]), target)
+        write_model(model, names, lambda name: shards.whole(known[id(tensors[name])]), target, lambda write: write())
     except MissingTensor as error:
         raise UserError(f"{checkpoint} does not hold the whole model: {error}; export another checkpoint.") from None
     for path in sorted(checkpoint.iterdir()):

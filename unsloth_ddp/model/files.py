@@ -42,10 +42,11 @@ def safetensors_files(folder: Path) -> list[Path]:
     return files if all(path.is_file() for path in files) else []
 
 
+def weight_files(folder: Path) -> list[Path]:
+    """Return the weight files of the first format that a folder has, sorted by name; it may have the weights in several."""
+    return next((files for pattern in WEIGHTS if (files := sorted(folder.glob(pattern)))), [])
+
+
 def weight_bytes(folder: Path) -> int:
-    """Return the bytes of the weight files; only of safetensors files if there are any, since a folder may hold both."""
-    for pattern in WEIGHTS:
-        sizes = [path.stat().st_size for path in folder.glob(pattern)]
-        if sizes:
-            return sum(sizes)
-    return 0
+    """Return the bytes of a folder's weight files."""
+    return sum(path.stat().st_size for path in weight_files(folder))

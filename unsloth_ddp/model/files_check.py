@@ -9,11 +9,12 @@ from __future__ import annotations
 import json
 import shlex
 import zipfile
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 from unsloth_ddp.model.source_check import ADAPTER_FILE, check_no_adapter, read_model_file
 from unsloth_ddp.utils.errors import UserError, one_line, os_reason
+from unsloth_ddp.utils.safe_files import stays_inside
 from unsloth_ddp.utils.units import counted
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
@@ -137,8 +138,7 @@ def _weight_files(folder: Path, single: str) -> dict[str, set[str]] | None:
     for weight, name in placed.items():
         files.setdefault(name, set()).add(weight)
     for name in files:
-        path = PurePosixPath(name)
-        if not path.parts or path.is_absolute() or ".." in path.parts or "\0" in name:
+        if not stays_inside(name):
             raise UserError(
                 f"model {folder}: {index} names {name[:100]!r}, which is not a file of this folder; do not use this model."
             )

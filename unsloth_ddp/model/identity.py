@@ -7,15 +7,16 @@ page cache. Modification times are not compared, because they differ between cop
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import xxhash
 
 from unsloth_ddp.config.options import Settings
-from unsloth_ddp.model.files import WEIGHTS
+from unsloth_ddp.model.files import weight_files
 from unsloth_ddp.utils.checksums import checksum, sampled_checksum
-from unsloth_ddp.utils.units import GIB
+from unsloth_ddp.utils.units import GIB, counted
 
 READ_COMPLETELY = 4 * GIB
 # generation_config.json is left out: it changes what a model generates, not what it learns.
@@ -37,7 +38,10 @@ def model_identity(settings: Settings) -> dict[str, str]:
     folder = Path(str(settings.model)).expanduser()
     if not folder.is_dir():
         return {}
-    found = {name: _describe(folder, patterns) for name, patterns in PARTS.items()}
+    found = {
+        name: _describe(folder, [path for pattern in patterns for path in folder.glob(pattern)])
+        for name, patterns in PARTS.items()
+    }
     weights = weights_identity(folder)
     return {**found, "model_weights": weights} if weights else found
 
@@ -48,13 +52,13 @@ def weights_identity(folder: Path) -> str | None:
     Raises:
         OSError: a file cannot be read.
     """
-    pattern = next((pattern for pattern in WEIGHTS if any(folder.glob(pattern))), None)
-    return _describe(folder, (pattern,)) if pattern else None
+    files = weight_files(folder)
+    return _describe(folder, files) if files else None
 
 
-def _describe(folder: Path, patterns: tuple[str, ...]) -> str:
-    """Return number, bytes and checksum of the files that match, such as "2 files, 1,204 bytes, xxh3 8c1f..."."""
-    files = sorted({path for pattern in patterns for path in folder.glob(pattern) if path.is_file()})
+def _describe(folder: Path, paths: Iterable[Path]) -> str:
+    """Return number, bytes and checksum of the files among `paths`, such as "2 files, 1,204 bytes, xxh3 8c1f..."."""
+    files = sorted({path for path in paths if path.is_file()})
     sizes = [path.stat().st_size for path in files]
     read = checksum if sum(sizes) <= READ_COMPLETELY else sampled_checksum
     with ThreadPoolExecutor(max_workers=4) as pool:
@@ -62,5 +66,4 @@ def _describe(folder: Path, patterns: tuple[str, ...]) -> str:
     digest = xxhash.xxh3_64()
     for path, size, one in zip(files, sizes, checksums, strict=True):
         digest.update(f"{path.relative_to(folder)}\0{size}\0{one}\0".encode())
-    number = "1 file" if len(files) == 1 else f"{len(files)} files"
-    return f"{number}, {sum(sizes):,} bytes, xxh3 {digest.hexdigest()}"
+    return f"{counted(len(files), 'file')}, {sum(sizes):,} bytes, xxh3 {digest.hexdigest()}"

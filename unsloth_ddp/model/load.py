@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -21,19 +22,18 @@ from unsloth_ddp.distributed.precision import AMPERE, check_full_weights
 from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.distributed.sharding import loads_in_shards
 from unsloth_ddp.model.download import download_model
-from unsloth_ddp.model.experts import stacked_experts
+from unsloth_ddp.model.experts import full_shape, stacked_experts
 from unsloth_ddp.model.files import is_folder, model_folder
 from unsloth_ddp.model.files_check import check_complete, check_local_model
 from unsloth_ddp.model.fp8 import check_fp8, use_fp8
 from unsloth_ddp.model.gradient_checkpointing import UNSLOTH_NAMES, loaded_with
 from unsloth_ddp.model.lora import check_module_names, lora_config, target_modules, target_parameters
+from unsloth_ddp.model.modules import DTYPES
 from unsloth_ddp.model.same_files import check_same_files
 from unsloth_ddp.model.source_check import check_source, read_model_file
 from unsloth_ddp.model.whole_model import short_of_memory, tried_in_shards
 from unsloth_ddp.utils.errors import UserError, one_line
 from unsloth_ddp.utils.known_errors import find_known_error
-
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 def check_model(settings: Settings, runtime: Runtime) -> None:
@@ -350,9 +350,7 @@ def parameter_counts(model: torch.nn.Module) -> tuple[int, int]:
     """Return (all, trainable) parameters; a packed 4-bit weight counts as its original number of values."""
     total = trainable = 0
     for parameter in model.parameters():
-        state = getattr(parameter, "quant_state", None)
-        # With ZeRO-3 the tensor is empty, and ds_numel is its number of values.
-        count = state.shape.numel() if state is not None else getattr(parameter, "ds_numel", parameter.numel())
+        count = math.prod(full_shape(parameter))
         total += count
         trainable += count if parameter.requires_grad else 0
     return total, trainable

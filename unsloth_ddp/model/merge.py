@@ -32,13 +32,12 @@ PREFIX = "base_model.model."
 A, B = ".lora_A.weight", ".lora_B.weight"
 # Transformers' conversion that reads a weight and its constants as one tensor.
 UNPACKS = "Bnb4bitDeserialize"
-# Options of a LoraConfig and the values with which the change of a weight is scale * B @ A.
-PLAIN = {
-    "use_dora": False, "lora_bias": False, "fan_in_fan_out": False, "bias": "none", "layer_replication": None,
-    "modules_to_save": None, "target_parameters": None, "trainable_token_indices": None, "rank_pattern": {},
-    "alpha_pattern": {}, "megatron_config": None, "use_qalora": False, "alora_invocation_tokens": None,
-    "use_bdlora": None, "velora_config": None, "monteclora_config": None, "arrow_config": None, "corda_config": None,
-}  # fmt: skip
+# Options of a LoraConfig that are off where the change of a weight is scale * B @ A.
+EXTENSIONS = (
+    "use_dora", "lora_bias", "fan_in_fan_out", "layer_replication", "modules_to_save", "target_parameters",
+    "trainable_token_indices", "rank_pattern", "alpha_pattern", "megatron_config", "use_qalora", "alora_invocation_tokens",
+    "use_bdlora", "velora_config", "monteclora_config", "arrow_config", "corda_config",
+)  # fmt: skip
 # Values of init_lora_weights that do not change the base model's weights.
 PLAIN_BEGINNINGS = (True, False, "gaussian")
 
@@ -121,10 +120,8 @@ def plan_merge(settings: Settings, adapter: Path) -> Merge | None:
 def _is_plain(config: dict[str, Any]) -> bool:
     if config.get("peft_type") != "LORA" or config.get("init_lora_weights", True) not in PLAIN_BEGINNINGS:
         return False
-    # An empty list or mapping counts as None.
-    return all((config.get(name) or None) == (value or None) for name, value in PLAIN.items() if name != "bias") and (
-        config.get("bias", "none") == "none"
-    )
+    # An option is off if it is missing, None, False or empty.
+    return config.get("bias", "none") == "none" and not any(config.get(name) for name in EXTENSIONS)
 
 
 def _without_memory(base: Path) -> Any:

@@ -1,14 +1,16 @@
-"""Unwrap a model from PEFT, count a layer's weights, and switch a model to evaluation or training for the length of a block."""
+"""Name the dtypes of a model, unwrap it from PEFT, count a layer's weights, and switch it to evaluation or training for a block."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 
 from unsloth_ddp.model.fp8 import FrozenFP8Linear
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 def base_model(model: Any) -> Any:
@@ -20,11 +22,8 @@ def weights_of_first_layer(model: Any) -> int:
     """Return the number of weights in the linear layers of a model's first decoder layer; 0 if it has none that is known."""
     base = base_model(model)
     layers = getattr(base.get_decoder(), "layers", []) if hasattr(base, "get_decoder") else []
-    return sum(
-        module.in_features * module.out_features
-        for module in (layers[0].modules() if len(layers) else [])
-        if isinstance(module, torch.nn.Linear | FrozenFP8Linear)
-    )
+    linear = (m for layer in layers[:1] for m in layer.modules() if isinstance(m, torch.nn.Linear | FrozenFP8Linear))
+    return sum(module.in_features * module.out_features for module in linear)
 
 
 def embedding_ids(model: torch.nn.Module) -> set[int]:
@@ -32,18 +31,14 @@ def embedding_ids(model: torch.nn.Module) -> set[int]:
     return {id(p) for m in model.modules() if isinstance(m, torch.nn.Embedding) for p in m.parameters()}
 
 
-@contextmanager
-def evaluation_mode(model: Any) -> Iterator[None]:
+def evaluation_mode(model: Any) -> AbstractContextManager[None]:
     """Turn dropout off inside the block, and restore the mode the model was in."""
-    with _mode(model, training=False):
-        yield
+    return _mode(model, training=False)
 
 
-@contextmanager
-def training_mode(model: Any) -> Iterator[None]:
+def training_mode(model: Any) -> AbstractContextManager[None]:
     """Turn dropout on inside the block, and restore the mode the model was in."""
-    with _mode(model, training=True):
-        yield
+    return _mode(model, training=True)
 
 
 @contextmanager
@@ -54,6 +49,11 @@ def _mode(model: Any, *, training: bool) -> Iterator[None]:
         yield
     finally:
         model.train(was_training)
+
+
+def kept_random_numbers(device: torch.device) -> AbstractContextManager[None]:
+    """Restore the random numbers of the CPU and of `device` after the block."""
+    return torch.random.fork_rng(devices=[] if device.type == "cpu" else [device])
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from unsloth_ddp.data.fixed_shape import FixedShape, StepTensors
 from unsloth_ddp.model import varlen
 from unsloth_ddp.model.compile_options import repeatable_options
 from unsloth_ddp.model.head_loss import head_loss
-from unsloth_ddp.model.modules import base_model
+from unsloth_ddp.model.modules import base_model, kept_random_numbers
 
 # The function that Unsloth's attention layers of every family call, by this name in the family's module.
 UNSLOTH_ATTENTION = "run_attention"
@@ -106,8 +106,7 @@ class PackedForward:
     def draws_random_numbers(self, step: StepTensors) -> bool:
         """Return whether a forward pass draws random numbers in the model's present mode, as dropout does in training."""
         device = step.input_ids.device
-        devices = [] if device.type == "cpu" else [device]
-        with torch.random.fork_rng(devices=devices), torch.no_grad(), self.passes():
+        with kept_random_numbers(device), torch.no_grad(), self.passes():
             before = _random_state(device)
             self._hidden(step)
             return not torch.equal(before, _random_state(device))

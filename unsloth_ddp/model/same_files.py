@@ -8,7 +8,7 @@ import xxhash
 
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.distributed.runtime import Runtime
-from unsloth_ddp.model.files import WEIGHTS, model_folder
+from unsloth_ddp.model.files import model_folder, weight_files
 from unsloth_ddp.model.files_check import check_folder
 from unsloth_ddp.utils.errors import UserError, os_reason
 
@@ -46,11 +46,7 @@ def describe_files(settings: Settings) -> dict[str, str]:
     if folder is None:
         return {}
     check_folder(folder, safetensors_only=settings.use_safetensors)
-    found = {"config.json": folder / "config.json"}
-    for pattern in WEIGHTS:
-        if weights := sorted(folder.glob(pattern)):
-            found |= {path.name: path for path in weights}
-            break
+    found = {path.name: path for path in [folder / "config.json", *weight_files(folder)]}
     parts = max(PARTS_OF_FILE, PARTS // len(found))
     try:
         return {name: _describe(path, parts) for name, path in found.items()}

@@ -29,13 +29,12 @@ from torch.nn import Module, Parameter
 from unsloth_ddp.distributed.precision import Precision
 from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.model.files_check import check_complete
-from unsloth_ddp.model.modules import base_model
+from unsloth_ddp.model.modules import DTYPES, base_model
 from unsloth_ddp.model.packed_shards import SplitPacked, is_packed, split_quantized
 from unsloth_ddp.model.shards import as_shard, part_of, part_shape, places
 from unsloth_ddp.utils.errors import UserError, one_line
 from unsloth_ddp.utils.units import shown_bytes
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 # Conversions whose sharded result a rank can compute from its own slices of the files: experts, each read by the rank that
 # holds it, are stacked to one weight.
 SPLITTABLE = ([("MergeModulelist", 0)], [("MergeModulelist", 0), ("Concatenate", 1)], [("Bnb4bitDeserialize", None)])

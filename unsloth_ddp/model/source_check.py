@@ -9,6 +9,7 @@ from typing import Any
 
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.distributed.sharding import Sharding
+from unsloth_ddp.model.files import is_folder
 from unsloth_ddp.utils.errors import UserError
 
 ADAPTER_FILE = "adapter_config.json"
@@ -73,7 +74,7 @@ def check_quantization(
             "4 bits."
         )
     # Unsloth loads the 16-bit repository instead of the 4-bit one if it knows both.
-    replaceable = backend == "unsloth" and not Path(str(settings.model)).expanduser().is_dir()
+    replaceable = backend == "unsloth" and not is_folder(settings)
     if method == "bitsandbytes" and settings.method != "qlora" and not replaceable:
         raise UserError(
             f"model {settings.model} is quantized already (bitsandbytes), and method {settings.method} is for 16-bit "

@@ -5,12 +5,11 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.distributed.runtime import Runtime
-from unsloth_ddp.model.files import model_folder, safetensors_files
+from unsloth_ddp.model.files import is_folder, model_folder, safetensors_files
 from unsloth_ddp.utils.units import shown_bytes
 
 # Model types that benchmarks/correctness/unsloth_shards.py trained from shards with Unsloth.
@@ -46,12 +45,16 @@ def short_of_memory(settings: Settings, runtime: Runtime) -> tuple[int, int] | N
 
     Every rank calls this. A model of unknown size is assumed to fit.
     """
-    import torch
-
-    total = int(torch.cuda.get_per_process_memory_fraction() * torch.cuda.mem_get_info()[1])
-    room = min(runtime.gather(total))
+    room = min(runtime.gather(gpu_bytes()))
     needed = runtime.broadcast_from_main(lambda: bytes_while_loading(settings, runtime.parts))
     return None if needed is None or needed <= FILLED * room else (needed, room)
+
+
+def gpu_bytes() -> int:
+    """Return the bytes of this process's GPU that it may use."""
+    import torch
+
+    return int(torch.cuda.get_per_process_memory_fraction() * torch.cuda.mem_get_info()[1])
 
 
 def tried_in_shards(settings: Settings, model_type: str, *, quantized: bool, copies: int = 1) -> bool:
@@ -108,7 +111,7 @@ def read_tensors(settings: Settings) -> list[tuple[str, str, list[int]]]:
     try:
         files: Iterable[Any] = []
         # A complete download needs no requests to the Hub.
-        if not Path(model).expanduser().is_dir() and not (folder and safetensors_files(folder)):
+        if not is_folder(settings) and not (folder and safetensors_files(folder)):
             with contextlib.suppress(Exception):  # no network: read the cache
                 files = get_safetensors_metadata(model, revision=settings.model_revision).files_metadata.values()
         if folder is not None and not files:

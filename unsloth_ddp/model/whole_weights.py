@@ -75,40 +75,12 @@ def describe_without_weights(save: Callable[[dict[str, Tensor]], Any], folder: P
         (folder / name).unlink(missing_ok=True)
 
 
-class Writes:
-    """Run the writes of one rank until one fails, so that the rank can continue to gather with the others.
-
-    Args:
-        attempt: runs a write, and records its failure instead of raising it.
-    """
-
-    def __init__(self, attempt: Attempt) -> None:
-        self.attempt = attempt
-        self.failed = False
-
-    def run(self, write: Callable[[], Any]) -> None:
-        """Run a write, unless an earlier one failed."""
-
-        def run_it() -> None:
-            self.failed = True
-            write()
-            self.failed = False
-
-        if not self.failed:
-            self.attempt(run_it)
-
-
-def at_once(work: Callable[[], Any]) -> None:
-    """Run a write and let its failure be raised."""
-    work()
-
-
 def write_model(
     model: Any,
     names: list[str],
     fetch: Callable[[str], Tensor],
     folder: Path | None,
-    attempt: Attempt = at_once,
+    attempt: Attempt,
     file_bytes: int = FILE_BYTES,
 ) -> None:
     """Write the weights of a whole model under the names of its checkpoint on the Hub.
@@ -129,7 +101,7 @@ def write_model(
 
 
 def write_adapter(
-    names: Mapping[str, str], fetch: Callable[[str], Tensor], folder: Path | None, attempt: Attempt = at_once
+    names: Mapping[str, str], fetch: Callable[[str], Tensor], folder: Path | None, attempt: Attempt
 ) -> None:
     """Write an adapter as PEFT does, to one file.
 
@@ -156,7 +128,20 @@ def _write(
     rename: Callable[[dict[str, Tensor]], dict[str, Tensor]],
     attempt: Attempt,
 ) -> None:
-    writes = Writes(attempt)
+    failed = False
+
+    def run(write: Callable[[], Any]) -> None:
+        """Run a write, unless an earlier one failed; the rank continues to gather with the others."""
+        nonlocal failed
+
+        def run_it() -> None:
+            nonlocal failed
+            failed = True
+            write()
+            failed = False
+
+        if not failed:
+            attempt(run_it)
 
     def add(layer: dict[str, Tensor]) -> None:
         assert files is not None
@@ -168,13 +153,13 @@ def _write(
             whole = {}
             for name in layer:
                 tensor = fetch(name)
-                if files is not None and not writes.failed:
+                if files is not None and not failed:
                     whole[name] = tensor.detach().to("cpu")
                 del tensor
             if files is not None:
-                writes.run(functools.partial(add, whole))
+                run(functools.partial(add, whole))
         if files is not None:
-            writes.run(files.close)
+            run(files.close)
     finally:
         if files is not None:
             files.remove_unfinished()

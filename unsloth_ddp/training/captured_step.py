@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from unsloth_ddp.data.fixed_shape import FixedShape, PaddedBatch, StepTensors
+from unsloth_ddp.model.modules import kept_random_numbers
 from unsloth_ddp.model.packed_forward import PackedForward
 from unsloth_ddp.training.adapter_copies import AdapterCopies
 from unsloth_ddp.training.gradient_exchange import GradientBuffers
@@ -186,7 +187,7 @@ class CapturedStep:
 
     def _capture_on_gpu(self, compute: Callable[[], None], warm_up: int) -> Callable[[], None]:
         """Return what replays `compute`, which runs `warm_up` times before."""
-        with torch.random.fork_rng(devices=[self.device]), self.forward.compiled_layers():
+        with kept_random_numbers(self.device), self.forward.compiled_layers():
             for _ in range(warm_up):
                 compute()
             torch.cuda.synchronize(self.device)

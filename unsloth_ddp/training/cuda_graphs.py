@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -21,7 +20,7 @@ from unsloth_ddp.model.modules import training_mode, weights_of_first_layer, wit
 from unsloth_ddp.model.packed_forward import PackedForward
 from unsloth_ddp.training.captured_step import CapturedStep, CaptureFailed, use_capture_stream
 from unsloth_ddp.training.gradient_exchange import GradientBuffers
-from unsloth_ddp.training.memory_search import MicroBatchDecision
+from unsloth_ddp.training.memory_search import MicroBatchDecision, release
 from unsloth_ddp.training.micro_batch_loss import MicroBatchRunner
 from unsloth_ddp.training.step_choice import (
     FP8_GRADIENT_TOLERANCE,
@@ -149,8 +148,7 @@ class CudaGraphs:
         if self.captured is None or not self.captured.graphs:
             return False
         self.captured.forget()
-        gc.collect()
-        torch.cuda.empty_cache()
+        release()
         return True
 
     def run(self, batch: dict[str, Any], divisor: Tensor) -> tuple[Tensor, StepTensors] | None:

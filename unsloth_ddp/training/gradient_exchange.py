@@ -133,11 +133,7 @@ class GradientExchange:
                 yield
         finally:
             self.missing = None
-        self._finish()
-
-    def average(self) -> None:
-        """Replace every gradient by the mean over ranks, after the replay of a step's last pass."""
-        self._finish()
+        self.average()
 
     def _complete(self, parameter: Tensor) -> None:
         assert isinstance(parameter, Parameter)
@@ -162,7 +158,8 @@ class GradientExchange:
         mean = self.buffers.flat[index].div_(self.world_size)
         self.sent.append(dist.all_reduce(mean, async_op=True))
 
-    def _finish(self) -> None:
+    def average(self) -> None:
+        """Replace every gradient by the mean over ranks, after the last pass of a step or its replay."""
         while len(self.sent) < len(self.buckets):
             self._send_next()
         for work in self.sent:

@@ -14,7 +14,7 @@ from unsloth_ddp.config.options import Settings
 from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.distributed.sharding import describe_sharding
 from unsloth_ddp.model.source_check import read_model_file
-from unsloth_ddp.model.whole_model import read_tensors, whole_bytes
+from unsloth_ddp.model.whole_model import gpu_bytes, read_tensors, whole_bytes
 from unsloth_ddp.training.optimizer_memory import OF_BITSANDBYTES, OF_THE_WEIGHTS_TYPE, optimizer_bytes
 from unsloth_ddp.utils.errors import UserError
 from unsloth_ddp.utils.host_memory import available_bytes
@@ -40,10 +40,7 @@ def check_memory(settings: Settings, runtime: Runtime) -> None:
     """
     if runtime.device_type != "cuda":
         return
-    import torch
-
-    total = int(torch.cuda.get_per_process_memory_fraction() * torch.cuda.mem_get_info()[1])
-    rooms = runtime.gather((total, available_bytes()))
+    rooms = runtime.gather((gpu_bytes(), available_bytes()))
     gpu, host = runtime.broadcast_from_main(lambda: least_bytes(_read_certain(settings), settings, runtime))
     layout = describe_sharding(runtime.sharding, runtime.offload, runtime.copies, runtime.ranks.world_size)
     way = f"method {settings.method} {'without sharding' if runtime.sharding == 'none' else f'with {layout}'}"

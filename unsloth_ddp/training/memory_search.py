@@ -15,7 +15,7 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -27,8 +27,9 @@ from unsloth_ddp.data.dataset import TokenizedRows, Units
 from unsloth_ddp.data.training_data import TrainingData
 from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.distributed.wire import sendable
+from unsloth_ddp.model.experts import full_shape
 from unsloth_ddp.model.gradient_checkpointing import GradientCheckpointing
-from unsloth_ddp.model.modules import embedding_ids, evaluation_mode, training_mode
+from unsloth_ddp.model.modules import embedding_ids, evaluation_mode, kept_random_numbers, training_mode
 from unsloth_ddp.training.micro_batch_loss import MicroBatchRunner
 from unsloth_ddp.training.optimizer_memory import optimizer_bytes
 from unsloth_ddp.utils.errors import UserError
@@ -59,11 +60,17 @@ class Trial:
 
     needed: int | None
     room: int
+    headroom: ClassVar[float] = HEADROOM
 
     @property
     def fits(self) -> bool:
-        """Return whether the trial left the headroom free."""
-        return self.needed is not None and self.needed <= (1 - HEADROOM) * self.room
+        """Return whether the headroom was left free."""
+        return self.needed is not None and self.needed <= (1 - self.headroom) * self.room
+
+    @property
+    def share(self) -> float:
+        """Return the needed fraction of the room, infinity where memory ran out."""
+        return math.inf if self.needed is None else self.needed / self.room
 
 
 def divisors(number: int) -> list[int]:
@@ -209,7 +216,7 @@ class MemorySearch:
         forget_free_memory()
         # If nothing leaves the headroom free, use the smallest candidate if it fits at all.
         kind, size = found or (kinds[-1], sizes[0])
-        worst = max(trials[kind, size], key=lambda one: float("inf") if one.needed is None else one.needed / one.room)
+        worst = max(trials[kind, size], key=lambda one: one.share)
         longest = largest_tokens(self.data.train, 1, self.settings.max_length)
         if worst.needed is None:
             raise UserError(self._too_large(kind, size, longest, worst))
@@ -268,7 +275,7 @@ class MemorySearch:
     def _passes(self, batch: dict[str, Any]) -> bool:
         """Return whether memory was enough for a step; random numbers and gradients are left as they were."""
         trained = [p for p in self.run.model.parameters() if p.requires_grad]
-        with training_mode(self.run.model), torch.random.fork_rng(devices=[self.run.device]):
+        with training_mode(self.run.model), kept_random_numbers(self.run.device):
             try:
                 # In a step the gradients of earlier micro-batches are allocated too.
                 for parameter in trained:
@@ -312,7 +319,7 @@ def largest(rows: TokenizedRows, size: int, max_length: int) -> list[dict[str, n
     if not rows.streamed:
         return [examples[int(index)] for index in longest]
     row = {name: np.resize(examples[int(longest[0])][name], max_length) for name in ("input_ids", "labels")}
-    return [row if rows.packing is None else join_rows([row["input_ids"]], [row["labels"]])] * size
+    return [row if rows.packing is None else join_rows([row])] * size
 
 
 def bytes_added_by_steps(model: torch.nn.Module, optimizer: str, *, ddp_sends: bool) -> int:
@@ -331,9 +338,7 @@ def bytes_added_by_steps(model: torch.nn.Module, optimizer: str, *, ddp_sends: b
 
 def trained_bytes(model: torch.nn.Module) -> int:
     """Return the bytes of the trained weights, and so of their gradients."""
-    # ZeRO-3 leaves an empty tensor in each parameter's place.
-    trained = (p for p in model.parameters() if p.requires_grad)
-    return sum(getattr(p, "ds_numel", p.numel()) * p.element_size() for p in trained)
+    return sum(math.prod(full_shape(p)) * p.element_size() for p in model.parameters() if p.requires_grad)
 
 
 def room_on(device: torch.device) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from unsloth_ddp.model.supervised_head import SupervisedHead, head_with_equal_lo
 from unsloth_ddp.training.loss import logits_to_step_loss
 
 
+@dataclass
 class MicroBatchLoss:
     """Sum the token losses of a micro-batch and divide them by the step's divisor (see loss.py).
 
@@ -27,19 +28,12 @@ class MicroBatchLoss:
         forward_done: called after the model's forward pass, when DDP has prepared its backward pass.
     """
 
-    def __init__(
-        self,
-        upstream: Callable[..., Tensor] | None,
-        *,
-        divides: bool,
-        fused_head: bool,
-        forward_done: Callable[[], None],
-    ) -> None:
-        self.upstream = upstream
-        self.divides = divides
-        self.fused_head = fused_head
-        self.forward_done = forward_done
-        self.head: SupervisedHead | None = None
+    upstream: Callable[..., Tensor] | None
+    _: KW_ONLY
+    divides: bool
+    fused_head: bool
+    forward_done: Callable[[], None]
+    head: SupervisedHead | None = field(default=None, init=False)
 
     def choose_head(self, runner: MicroBatchRunner, examples: Any, rows: int) -> None:
         """Compute the output head on supervised tokens only, if the model takes the divisor and the loss stays the same.

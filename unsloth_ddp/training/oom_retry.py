@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -15,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from unsloth_ddp.model.gradient_checkpointing import GradientCheckpointing
 from unsloth_ddp.training.gradient_exchange import GradientExchange
+from unsloth_ddp.training.memory_search import release
 from unsloth_ddp.training.meter import Meter
 from unsloth_ddp.utils.known_errors import is_out_of_memory
 
@@ -137,9 +137,7 @@ class StepRetry:
         model.zero_grad()
         # Switch before memory is freed, because the graphs captured with the previous kind hold some.
         self._use(kind)
-        gc.collect()
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
+        release()
         cpu, gpu = start.random
         torch.set_rng_state(cpu)
         if gpu is not None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import re
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from transformers.trainer_utils import IntervalStrategy
 from trl import SFTTrainer
 
 from unsloth_ddp.checkpoints import manifest
-from unsloth_ddp.checkpoints.folders import is_whole
+from unsloth_ddp.checkpoints.folders import STEP_FOLDER, is_whole
 from unsloth_ddp.checkpoints.resume_point import ResumePoint
 from unsloth_ddp.checkpoints.sharded_state import has_shards
 from unsloth_ddp.checkpoints.writer import Checkpoints
@@ -188,9 +187,9 @@ class ResumableTrainer(SFTTrainer):
         """Return the best checkpoint that a resumed state names, if it is valid; an edited state may name anything."""
         if named is None:
             return None
-        problem = "not a checkpoint"
-        if _is_step_folder(str(named)) and is_whole(Path(str(named))):
-            resumed, found = self.resume_point, manifest.read_manifest(Path(str(named)))
+        folder, problem = Path(str(named)), "not a checkpoint"
+        if STEP_FOLDER.fullmatch(folder.name) and is_whole(folder):
+            resumed, found = self.resume_point, manifest.read_manifest(folder)
             if resumed is None or not manifest.compare_runs(found.run, resumed.manifest.run).refused:
                 return str(named)
             problem = "of another run"
@@ -343,7 +342,3 @@ class ResumableTrainer(SFTTrainer):
             for parameter in self.accelerator.unwrap_model(self.model).parameters():
                 if parameter.requires_grad:
                     torch.distributed.broadcast(parameter.data, src=0)
-
-
-def _is_step_folder(path: str) -> bool:
-    return re.fullmatch(r"checkpoint-\d{1,18}", Path(path).name) is not None

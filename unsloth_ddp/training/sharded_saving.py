@@ -7,7 +7,8 @@ weights and the optimizer's state in the memory of rank 0.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,12 +36,12 @@ from unsloth_ddp.model.whole_weights import (
 from unsloth_ddp.utils.errors import UserError
 
 
+@dataclass
 class ShardedSaving:
     """Write and read the weights and the optimizer of a model that FSDP2 shards; every rank calls each method."""
 
-    def __init__(self, runtime: Runtime, checkpoints: Checkpoints) -> None:
-        self.runtime = runtime
-        self.checkpoints = checkpoints
+    runtime: Runtime
+    checkpoints: Checkpoints
 
     def save_model(
         self, model: Any, folder: Path, describe: Callable[[dict[str, Tensor]], None], *, checkpoint: bool
@@ -70,15 +71,15 @@ class ShardedSaving:
             if not checkpoint:
                 write_model(model, list(saved_tensors(model, tensors)), fetch, target, attempt)
         if checkpoint:
-            ranks, copies = self.runtime.ranks, self.runtime.copies
-            attempt(lambda: _each(self.checkpoints.wrote, save_weights(folder, model, ranks, copies)))
+            rank, parts = self.runtime.ranks.rank, self.runtime.parts
+            attempt(lambda: self.checkpoints.wrote(save_weights(folder, model, rank, parts)))
 
     def save_optimizer(self, folder: Path, model: Any, optimizer: torch.optim.Optimizer) -> None:
         """Write this rank's shard of the optimizer's state."""
         give_back_whole_weights(model)
-        ranks, copies = self.runtime.ranks, self.runtime.copies
-        written = save_optimizer(folder, model, optimizer, ranks, self.checkpoints.attempt, copies)
-        self.checkpoints.attempt(lambda: _each(self.checkpoints.wrote, written))
+        rank, parts = self.runtime.ranks.rank, self.runtime.parts
+        written = save_optimizer(folder, model, optimizer, rank, parts, self.checkpoints.attempt)
+        self.checkpoints.attempt(lambda: self.checkpoints.wrote(written))
 
     def load_weights(self, folder: Path, model: Any) -> None:
         """Read this rank's shard of the trained weights.
@@ -96,8 +97,8 @@ class ShardedSaving:
             UserError: on every rank, if a state of any rank is missing from the checkpoint.
         """
         give_back_whole_weights(model)
-        ranks, copies = self.runtime.ranks, self.runtime.copies
-        self._together(folder, lambda: load_optimizer(folder, model, optimizer, ranks, copies))
+        rank, parts = self.runtime.ranks.rank, self.runtime.parts
+        self._together(folder, lambda: load_optimizer(folder, model, optimizer, rank, parts))
 
     def _together(self, folder: Path, read: Callable[[], None]) -> None:
         problem = None
@@ -119,8 +120,3 @@ def _adapter_names(model: Any, tensors: dict[str, Tensor]) -> dict[str, str]:
     names = {id(tensor): name for name, tensor in tensors.items()}
     saved = get_peft_model_state_dict(model, state_dict=tensors, adapter_name=model.active_adapter)
     return {names[id(tensor)]: name for name, tensor in saved.items()}
-
-
-def _each(work: Callable[[Path], None], paths: Iterable[Path]) -> None:
-    for path in paths:
-        work(path)

@@ -14,17 +14,17 @@ import dataclasses
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from unsloth_ddp.distributed.wire import sendable
-from unsloth_ddp.model.load import DTYPES
-from unsloth_ddp.model.modules import training_mode
+from unsloth_ddp.model.modules import DTYPES, kept_random_numbers, training_mode
 from unsloth_ddp.model.stand_in import NoStandInError, first_layers, layers_of, make_stand_in, period_of, unused
 from unsloth_ddp.training.memory_search import (
     MemorySearch,
     MicroBatchDecision,
+    Trial,
     forget_free_memory,
     ignore_dropped_compilation,
     release,
@@ -45,29 +45,23 @@ HEADROOM = 0.18
 
 @sendable
 @dataclass(frozen=True)
-class Estimate:
+class Estimate(Trial):
     """Estimate of one rank, in bytes; `needed` is None where the stand-in ran out of memory.
 
     Args:
         obstacle: why there is no estimate, in a few words; empty if there is one.
     """
 
-    needed: int | None
-    room: int
     layers: int = 0
     obstacle: str = ""
-
-    @property
-    def fits(self) -> bool:
-        """Return whether the estimate leaves the headroom free."""
-        return self.needed is not None and self.needed <= (1 - HEADROOM) * self.room
+    headroom: ClassVar[float] = HEADROOM
 
 
+@dataclass(eq=False)
 class DeviceMemory:
     """Report the memory of a CUDA device, as torch's allocator counts it."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
+    device: torch.device
 
     def room(self) -> int:
         """Return the bytes that this process may use, including those in use."""
@@ -152,7 +146,7 @@ class ShardedMemorySearch(MemorySearch):
         return all(before.get(name) == value for name, value in same.items())
 
     def _reason(self, size: int, estimates: Sequence[Estimate], *, fits: bool) -> str:
-        worst = max(estimates, key=lambda one: float("inf") if one.needed is None else one.needed / one.room)
+        worst = max(estimates, key=lambda one: one.share)
         tokens = f"{size} x {self._tokens(1):,} tokens"
         if worst.needed is None:
             return f"estimated from its first layers, {tokens} may not fit into {worst.room / 2**30:.1f} GiB"
@@ -202,7 +196,7 @@ class ShardedMemorySearch(MemorySearch):
         """Return the bytes that a pass over the longest `size` rows takes in addition to weights and gradients."""
         model, device = self.run.model, self.run.device
         batch = self.run.batch_of(self._largest(size))
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        with kept_random_numbers(device):
             stand_in = make_stand_in(model, 2 * period, DTYPES[self.runtime.precision], device)
             runner = dataclasses.replace(self.run, model=stand_in)
             with unused(model), training_mode(stand_in):

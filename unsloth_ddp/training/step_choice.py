@@ -21,6 +21,7 @@ from unsloth_ddp.data.training_data import TrainingData
 from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.distributed.wire import sendable
 from unsloth_ddp.model import varlen
+from unsloth_ddp.model.modules import kept_random_numbers
 from unsloth_ddp.training.captured_step import CapturedStep
 from unsloth_ddp.training.memory_search import (
     ENOUGH_TOKENS,
@@ -312,7 +313,7 @@ def capture_sizes(captured: CapturedStep, example: dict[str, np.ndarray]) -> str
     parts = (example["input_ids"], example["labels"], example["lengths"])
     one, before = torch.ones((), device=captured.device), [p.grad for p in captured.trained]
     try:
-        with torch.random.fork_rng(devices=[] if captured.device.type == "cpu" else [captured.device]):
+        with kept_random_numbers(captured.device):
             for tokens in captured.shape.token_sizes:
                 if not captured.has_size(tokens):
                     captured.run({"padded_batch": captured.shape.pad(*parts, at_least=tokens)}, one)

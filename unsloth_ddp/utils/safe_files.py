@@ -5,7 +5,13 @@ from __future__ import annotations
 import errno
 import os
 import tempfile
-from pathlib import Path
+from pathlib import Path, PurePosixPath
+
+
+def stays_inside(name: str) -> bool:
+    """Return whether a relative name, as a file from elsewhere lists it, is that of a file below the folder it is read in."""
+    path = PurePosixPath(name)
+    return bool(path.parts) and not path.is_absolute() and ".." not in path.parts and "\0" not in name
 
 
 def open_without_following_links(path: Path, flags: int) -> int:

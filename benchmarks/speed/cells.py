@@ -222,24 +222,9 @@ def command(cell: Cell, work: Work, folder: Path, seconds: float, tiny: bool) ->
     batch = min(contestant.batch, work.global_batch)
     units = work.packs_a_step if contestant.options else work.global_batch
     accumulation = contestant.accumulation or max(1, round(units / batch))
-    words: list[Any] = [
-        sys.executable,
-        REPO / "benchmarks/speed/peers" / contestant.script,
-        "--model",
-        model,
-        "--rows",
-        rows,
-    ]
-    words += [
-        "--method",
-        cell.method,
-        "--max_length",
-        work.max_length,
-        "--batch",
-        batch,
-        "--accumulation",
-        accumulation,
-    ]
+    script = REPO / "benchmarks/speed/peers" / contestant.script
+    words: list[Any] = [sys.executable, script, "--model", model, "--rows", rows, "--method", cell.method]
+    words += ["--max_length", work.max_length, "--batch", batch, "--accumulation", accumulation]
     words += ["--seconds", seconds, "--json", own / "result.json", *contestant.options]
     words += ["--warm_seconds", 1] if tiny else []
     return [str(word) for word in words]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import builtins
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import libcst as cst
 
@@ -36,6 +36,11 @@ def is_false(test: cst.BaseExpression) -> bool:
     if isinstance(test, cst.Name):
         return test.value in ("False", "None")
     return isinstance(test, cst.Integer) and test.value == "0"
+
+
+def contains(node: cst.CSTNode, wanted: Callable[[cst.CSTNode], bool]) -> bool:
+    """Return whether a node, or a part of it at whatever depth, is one that is wanted."""
+    return wanted(node) or any(contains(part, wanted) for part in node.children)
 
 
 def dotted(node: cst.BaseExpression) -> str:

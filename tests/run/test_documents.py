@@ -90,13 +90,13 @@ def trainer(tmp_path):
         (KeyError("rows"), "is not written, because of an error of the kit: KeyError: 'rows'."),
     ],
 )
-def test_a_document_that_cannot_be_written_costs_one_sentence(trainer, monkeypatch, capsys, error, said):
+def test_a_document_that_cannot_be_written_costs_one_sentence(trainer, monkeypatch, capsys, error, said, runtime):
     def fail(*_):
         raise error
 
     for name in ("write_card", "write_report", "end_record"):
         monkeypatch.setattr(documents, name, lambda *_, **__: fail())
-    documents.finished(Runtime(Ranks(), "transformers", "cpu", "fp32", "CPU"), trainer, trainer.folder, SUMMARY, [])
+    documents.finished(runtime, trainer, trainer.folder, SUMMARY, [])
     lines = capsys.readouterr().out.splitlines()
     assert [
         line.startswith(str(trainer.folder / name))
@@ -105,8 +105,8 @@ def test_a_document_that_cannot_be_written_costs_one_sentence(trainer, monkeypat
     assert all(line.endswith(said) for line in lines)
 
 
-def test_a_removed_folder_costs_a_sentence(trainer, tmp_path, capsys):
-    documents.stopped(Runtime(Ranks(), "transformers", "cpu", "fp32", "CPU"), trainer, tmp_path / "gone", "SIGTERM")
+def test_a_removed_folder_costs_a_sentence(trainer, tmp_path, capsys, runtime):
+    documents.stopped(runtime, trainer, tmp_path / "gone", "SIGTERM")
     assert capsys.readouterr().out.count("is not written: ") == 2
 
 

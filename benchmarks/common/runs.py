@@ -115,12 +115,7 @@ def reload(run: Path) -> dict[str, Any]:
 
 
 def make_model(
-    shape: str,
-    folder: Path,
-    environ: dict[str, str] | None = None,
-    *,
-    sparse: bool = False,
-    layers: int | None = None,
+    shape: str, folder: Path, environ: dict[str, str] | None = None, *, sparse: bool = False, layers: int | None = None
 ) -> subprocess.Popen[bytes]:
     """Start a process that writes a random-weight model, or one of zeros, of this shape (see models.py) to `folder`.
 

@@ -78,9 +78,7 @@ CONTESTANTS = {
         Contestant("kit_fp8", options=(*GRAPHS, "--fp8"), setup=UNSLOTH_SETUP),
         Contestant("kit_ordinary", options=("--cuda_graphs", "off"), setup=UNSLOTH_SETUP),
         Contestant(
-            "kit_deterministic",
-            options=(*GRAPHS, "--trainer_args", '{"full_determinism": true}'),
-            setup=UNSLOTH_SETUP,
+            "kit_deterministic", options=(*GRAPHS, "--trainer_args", '{"full_determinism": true}'), setup=UNSLOTH_SETUP
         ),
         Contestant("kit_all", options=(*GRAPHS, "--loss_on", "all"), setup=UNSLOTH_SETUP),
         Contestant("kit_one", options=(*GRAPHS, "--per_device_train_batch_size", "1"), setup=UNSLOTH_SETUP),

@@ -14,13 +14,7 @@ import pytest
 from tests.conftest import DEMO_MODEL, REPO
 from tests.preflight.rows import documented, undocumented
 from unsloth_ddp.config.options import Settings
-from unsloth_ddp.preflight import (
-    background,
-    folders,
-    node_checks,
-    output,
-    training_arguments,
-)
+from unsloth_ddp.preflight import background, folders, node_checks, output, training_arguments
 from unsloth_ddp.preflight.__main__ import parse
 from unsloth_ddp.preflight.checks import Check
 from unsloth_ddp.preflight.process_info import read_process_info

@@ -14,10 +14,7 @@ import pytest
 
 from tests.conftest import REPO
 from tests.ranks import free_port
-from unsloth_ddp.preflight import (
-    rendezvous,
-    shared_folder,
-)
+from unsloth_ddp.preflight import rendezvous, shared_folder
 from unsloth_ddp.preflight.process_info import read_process_info
 
 

@@ -62,10 +62,7 @@ def test_only_rows_with_a_question_and_an_answer_are_asked(capsys: pytest.Captur
         Example([ANSWER]), Example([SYSTEM, ANSWER]), Example([ASK, ANSWER, ANSWER]), Example([ASK, ANSWER, ASK]),
         Example([ASK, called]), Example([ASK, {**ANSWER, "content": " "}]), Example(text="Hi: Hello."),
     ]  # fmt: skip
-    assert questions(examples) == [
-        Question([ASK], "Hello.", [TOOL]),
-        Question([ASK, called, result], "Hello."),
-    ]
+    assert questions(examples) == [Question([ASK], "Hello.", [TOOL]), Question([ASK, called, result], "Hello.")]
     assert "Not compared: 7 of 9 evaluation rows, without a question and an answer." in capsys.readouterr().out
 
 

@@ -27,9 +27,7 @@ def set_keyword(call: cst.Call, name: str, source: str) -> cst.Call:
     value = cst.parse_expression(source)
     old = keyword(call, name)
     if old is not None:
-        return call.with_changes(
-            args=[arg.with_changes(value=value) if arg is old else arg for arg in call.args],
-        )
+        return call.with_changes(args=[arg.with_changes(value=value) if arg is old else arg for arg in call.args])
     return _insert(call, cst.Arg(value=value, keyword=cst.Name(name), equal=_equal_style(call)))
 
 

@@ -18,8 +18,7 @@ from unsloth_ddp.notebook.types import ConversionOptions, NotebookError
 def make_parser() -> argparse.ArgumentParser:
     """Build the parser, its options grouped by topic."""
     parser = argparse.ArgumentParser(
-        prog="notebook_to_script.py",
-        description="Turn an Unsloth notebook into a script that trains under DDP.",
+        prog="notebook_to_script.py", description="Turn an Unsloth notebook into a script that trains under DDP."
     )
     parser.add_argument("notebook", type=Path, help="the .ipynb to convert")
     parser.add_argument("script", type=Path, nargs="?", help="the .py to write (default: the notebook's name)")

@@ -236,9 +236,7 @@ def _guard(
     if shared is not None:
         return [lead(shared, [note])]
     block = cst.If(
-        test=cst.parse_expression(test),
-        body=cst.IndentedBlock(body=_unled(nodes)),
-        leading_lines=_leading(nodes),
+        test=cst.parse_expression(test), body=cst.IndentedBlock(body=_unled(nodes)), leading_lines=_leading(nodes)
     )
     made: list[cst.BaseStatement] = [lead(block, [note])]
     for name in share:

@@ -105,10 +105,7 @@ def loss_chart(run: RunRecord) -> Chart | None:
     found = run.series("eval_loss", gaps=True)
     return line_chart(
         "Loss",
-        [
-            Line("training", run.series("loss", gaps=True), noisy=True),
-            Line("evaluation", found, marked=True),
-        ],
+        [Line("training", run.series("loss", gaps=True), noisy=True), Line("evaluation", found, marked=True)],
         may_be_log=True,
         note="" if found else "The run has no evaluation rows, or ended before the first evaluation.",
     )

@@ -298,16 +298,7 @@ def test_gradients_of_an_adapter_are_counted_from_the_shape() -> None:
 @pytest.mark.timeout(600)
 def test_kit_and_peer_are_measured_side_by_side(tmp_path: Path) -> None:
     results = tmp_path / "speed.json"
-    words = [
-        "--cells",
-        "chat:qwen3_1.7b:lora:kit",
-        "chat:qwen3_1.7b:lora:trl",
-        "--tiny",
-        "--lanes",
-        "2",
-        "--seconds",
-        "1",
-    ]
+    words = ["--cells", "chat:qwen3_1.7b:lora:kit", "chat:qwen3_1.7b:lora:trl", "--tiny", "--lanes", "2", "--seconds", "1"]
     script = [sys.executable, "-m", "benchmarks.speed.compare"]
     run = [*script, "run", "--work", str(tmp_path / "work"), "--json", str(results), *words]
     done = subprocess.run(run, cwd=REPO, capture_output=True, text=True)

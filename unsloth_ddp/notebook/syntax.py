@@ -15,20 +15,9 @@ _MUTATING = (
 BUILTINS = frozenset(dir(builtins))
 # Methods that leave their object as training needs it.
 HARMLESS = {
-    "eval",
-    "train",
-    "generate",
-    "fast_generate",
-    "encode",
-    "decode",
-    "to",
-    "cuda",
-    "cpu",
-    "items",
-    "keys",
-    "get",
-}
-HARMLESS |= {"strip", "format", "append_", "for_inference", "for_training", "apply_chat_template", "batch_decode"}
+    "eval", "train", "generate", "fast_generate", "encode", "decode", "to", "cuda", "cpu", "items", "keys", "get",
+    "strip", "format", "append_", "for_inference", "for_training", "apply_chat_template", "batch_decode",
+}  # fmt: skip
 
 
 def is_false(test: cst.BaseExpression) -> bool:

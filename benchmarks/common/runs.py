@@ -14,6 +14,7 @@ from typing import Any
 
 from unsloth_ddp.parity import weights
 from unsloth_ddp.parity.processes import kill_tree
+from unsloth_ddp.utils.json_file import write_json
 
 REPO = Path(__file__).resolve().parents[2]
 ACCELERATE = [sys.executable, "-m", "accelerate.commands.launch"]
@@ -151,8 +152,4 @@ def gpu_names() -> list[str]:
 
 def write_results(path: Path, **content: Any) -> None:
     """Write results, with the command and the GPUs, to `path`; the file is replaced at once, never half written."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    text = json.dumps({"command": " ".join(sys.argv), "gpus": gpu_names(), **content}, indent=2) + "\n"
-    aside = path.with_name(f"{path.name}.part")
-    aside.write_text(text)
-    aside.replace(path)
+    write_json(path, {"command": " ".join(sys.argv), "gpus": gpu_names(), **content})

@@ -17,7 +17,7 @@ from unsloth_ddp.run.files import REPORT_FILE
 from unsloth_ddp.run.next_steps import next_steps
 from unsloth_ddp.run.record import RunRecord, is_number
 from unsloth_ddp.utils.redaction import hide
-from unsloth_ddp.utils.safe_files import write_new_file
+from unsloth_ddp.utils.safe_files import write_whole
 from unsloth_ddp.utils.units import GIB, counted, shown_bytes, shown_seconds
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -44,9 +44,7 @@ def write_report(run: RunRecord) -> Path:
         OSError: it cannot be written.
     """
     path = run.folder / REPORT_FILE
-    aside = path.with_name(f"{path.name}.partial")
-    write_new_file(aside, render_report(run))
-    aside.replace(path)
+    write_whole(path, render_report(run))
     return path
 
 

@@ -55,6 +55,15 @@ def config(tmp_path: Path) -> Any:
     return write
 
 
+@pytest.fixture
+def runtime() -> Any:
+    """A run on one process without a GPU."""
+    from unsloth_ddp.distributed.ranks import Ranks
+    from unsloth_ddp.distributed.runtime import Runtime
+
+    return Runtime(Ranks(), "transformers", "cpu", "fp32", "CPU")
+
+
 def save_llama(folder: Path, **options: Any) -> Path:
     """Save a Llama (of two layers, unless told otherwise) with random weights and the demo's tokenizer, and return the folder."""
     import torch

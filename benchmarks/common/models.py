@@ -10,6 +10,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from benchmarks.common.runs import REPO
+
 SHAPES = {
     # name: (hidden, layers, heads, key-value heads, feed-forward, vocabulary), as published in the models' config.json
     "qwen3_0.6b": (1024, 28, 16, 8, 3072, 151936),
@@ -109,30 +111,22 @@ def write_sparse(config: Any, folder: Path) -> None:
     config.save_pretrained(folder)
 
 
-def make_model(shape: str, folder: Path, demo: Path, *, sparse: bool = False, layers: int | None = None) -> None:
-    """Write a model of this shape with random bf16 weights (or sparse files of zeros), and the demo's tokenizer.
-
-    Args:
-        layers: of the model; None for those of the shape.
-    """
+def write_model(config: Any, folder: Path, *, sparse: bool = False) -> None:
+    """Write a model with random weights (or sparse files of zeros) in its config's precision, and the demo's tokenizer."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    config = make_config(shape, layers)
-    tokenizer = AutoTokenizer.from_pretrained(demo)
+    tokenizer = AutoTokenizer.from_pretrained(REPO / "demo/model")
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         setattr(config, name, getattr(tokenizer, name))
     shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
     if sparse:
-        folder.mkdir(parents=True)
         write_sparse(config, folder)
-        tokenizer.save_pretrained(folder)
-        return
-    torch.manual_seed(0)
-    torch.set_default_dtype(torch.bfloat16)
-    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-        model = AutoModelForCausalLM.from_config(config)
-    model.save_pretrained(folder)
+    else:
+        torch.manual_seed(0)
+        with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+            AutoModelForCausalLM.from_config(config, dtype=config.dtype).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 
@@ -140,8 +134,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("shape", choices=[*SHAPES, *OTHERS])
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--demo", type=Path, default=Path("demo/model"))
     parser.add_argument("--sparse", action="store_true", help="files of zeros that take no room on the disk")
     parser.add_argument("--layers", type=int, help="fewer layers than the shape has")
     given = parser.parse_args()
-    make_model(given.shape, given.folder, given.demo, sparse=given.sparse, layers=given.layers)
+    write_model(make_config(given.shape, given.layers), given.folder, sparse=given.sparse)

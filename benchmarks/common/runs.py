@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from unsloth_ddp.parity import weights
+from unsloth_ddp.parity.processes import kill_tree
+from unsloth_ddp.utils.json_file import write_json
 
 REPO = Path(__file__).resolve().parents[2]
 ACCELERATE = [sys.executable, "-m", "accelerate.commands.launch"]
@@ -18,23 +25,65 @@ def launch_command(config: str, processes: int) -> list[str]:
     return [*ACCELERATE, "--config_file", str(REPO / "accelerate_configs" / config), "--num_processes", str(processes)]
 
 
-def run_logged(command: list[str], log: Path, limit: float, environ: dict[str, str] | None = None) -> int | str:
-    """Run a command from the repository root, with its output in `log`; return its exit code, or that it took too long.
+def torchrun(processes: int) -> list[str]:
+    """Return the command of torch's launcher on this machine, up to the script."""
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
+
+
+def run_logged(
+    command: list[str], log: Path, limit: float, environ: dict[str, str] | None = None, cwd: Path = REPO
+) -> int | str:
+    """Run a command with its output in `log`; return its exit code, or that it took too long.
 
     Args:
-        limit: seconds after which the command is ended.
+        limit: seconds after which the command is killed, with everything that it started.
         environ: variables to add to those of this process.
     """
+    environ = {**os.environ, **(environ or {})}
     with log.open("w") as file:
-        process = subprocess.Popen(
-            command, cwd=REPO, env={**os.environ, **(environ or {})}, stdout=file, stderr=subprocess.STDOUT
-        )
-        try:
-            return process.wait(limit)
-        except subprocess.TimeoutExpired:
-            process.terminate()
-            process.wait()
-            return f"over {limit} s"
+        process = subprocess.Popen(command, cwd=cwd, env=environ, stdout=file, stderr=subprocess.STDOUT)
+    try:
+        return process.wait(limit)
+    except subprocess.TimeoutExpired:
+        kill_tree(process)
+        return f"over {limit:g} s"
+
+
+def train(
+    command: list[str], name: str, work: Path, limit: float, environ: dict[str, str] | None = None
+) -> dict[str, Any]:
+    """Run train_ddp.py to its end, in outputs/`name` of `work` and with its output in `name`.log.
+
+    Args:
+        command: up to the options of the run, without its output folder and its name.
+        limit, environ: as of run_logged.
+
+    Returns:
+        name, command, exit_code and seconds; of a finished run its losses and summary, of another the end of its log.
+    """
+    command = [*command, "--output_dir", str(work / "outputs"), "--run_name", name]
+    began, log, folder = time.perf_counter(), work / f"{name}.log", work / "outputs" / name
+    code = run_logged(command, log, limit, environ)
+    result: dict[str, Any] = {"name": name, "command": " ".join(command[1:]), "exit_code": code}
+    result["seconds"] = round(time.perf_counter() - began, 1)
+    if code or not (folder / "summary.json").is_file():
+        return {**result, "log": log.read_text()[-4000:]}
+    return {**result, "losses": losses(folder), "summary": json.loads((folder / "summary.json").read_text())}
+
+
+def train_here(argv: list[str], **replaced: Callable[..., Any]) -> None:
+    """Run train_ddp.py in this process, with functions of unsloth_ddp.run.stages replaced.
+
+    Args:
+        replaced: by name; each gets the function that it replaces before the arguments of the call.
+    """
+    import train_ddp
+    from unsloth_ddp.run import stages
+
+    for name, function in replaced.items():
+        setattr(stages, name, functools.partial(function, getattr(stages, name)))
+    sys.argv = ["train_ddp.py", *argv]
+    train_ddp.main()
 
 
 def log_history(run: Path) -> list[dict[str, Any]]:
@@ -47,6 +96,17 @@ def losses(run: Path) -> list[float]:
     return [entry["loss"] for entry in log_history(run) if "loss" in entry]
 
 
+def update_difference(work: Path, name: str, reference: str, initial: Path | None = None) -> float:
+    """Return the difference of a run's weight update from that of a reference, over the norm of the latter.
+
+    Args:
+        work: of both runs, as in train().
+        initial: folder of the model before training; None for adapters.
+    """
+    outputs = work / "outputs"
+    return weights.update_difference(outputs / reference, outputs / name, initial, steps=1)[0]
+
+
 def reload(run: Path) -> dict[str, Any]:
     """Return the evaluation loss of the saved adapter or model, loaded without Unsloth on the first GPU."""
     command = [sys.executable, "-m", "benchmarks.common.reload", str(run.absolute())]
@@ -56,12 +116,7 @@ def reload(run: Path) -> dict[str, Any]:
 
 
 def make_model(
-    shape: str,
-    folder: Path,
-    environ: dict[str, str] | None = None,
-    *,
-    sparse: bool = False,
-    layers: int | None = None,
+    shape: str, folder: Path, environ: dict[str, str] | None = None, *, sparse: bool = False, layers: int | None = None
 ) -> subprocess.Popen[bytes]:
     """Start a process that writes a random-weight model, or one of zeros, of this shape (see models.py) to `folder`.
 
@@ -72,6 +127,18 @@ def make_model(
     command += ["--sparse"] if sparse else []
     command += ["--layers", str(layers)] if layers else []
     return subprocess.Popen(command, cwd=REPO, env={**os.environ, **(environ or {})})
+
+
+def have_model(shape: str, folder: Path, environ: dict[str, str] | None = None) -> None:
+    """Write the model of this shape unless it is there.
+
+    Raises:
+        SystemExit: it could not be made.
+    """
+    # The tokenizer is written last.
+    there = (folder / "tokenizer_config.json").is_file()
+    if not there and make_model(shape, folder, environ).wait():
+        raise SystemExit(f"no model of shape {shape} could be made")
 
 
 def gpu_names() -> list[str]:
@@ -85,8 +152,4 @@ def gpu_names() -> list[str]:
 
 def write_results(path: Path, **content: Any) -> None:
     """Write results, with the command and the GPUs, to `path`; the file is replaced at once, never half written."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    text = json.dumps({"command": " ".join(sys.argv), "gpus": gpu_names(), **content}, indent=2) + "\n"
-    aside = path.with_name(f"{path.name}.part")
-    aside.write_text(text)
-    aside.replace(path)
+    write_json(path, {"command": " ".join(sys.argv), "gpus": gpu_names(), **content})

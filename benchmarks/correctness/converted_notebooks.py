@@ -18,18 +18,16 @@ import os
 import random
 import re
 import shutil
-import signal
-import socket
-import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
+from benchmarks.common.models import write_model
+from benchmarks.common.runs import REPO, run_logged, torchrun
 from benchmarks.correctness.notebook_cells import NOTEBOOKS
 
-ROOT = Path(__file__).resolve().parents[2]
-EXAMPLE = ROOT / "notebooks" / "sft_chat_lora.ipynb"
+EXAMPLE = REPO / "notebooks" / "sft_chat_lora.ipynb"
 COUNT_SAVES = """\
 import os, peft
 _save = peft.PeftModel.save_pretrained
@@ -118,28 +116,12 @@ def changed(notebook: dict[str, Any], changes: dict[str, str]) -> dict[str, Any]
 
 
 def make_llama(folder: Path) -> None:
-    """Write a small Llama with random weights and the demo's tokenizer."""
-    import torch
-    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+    """Write a small Llama."""
+    from transformers import LlamaConfig
 
-    tokenizer = AutoTokenizer.from_pretrained(ROOT / "demo" / "model")
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=512,
-        intermediate_size=1536,
-        num_hidden_layers=4,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        head_dim=64,
-        vocab_size=1024,
-        max_position_embeddings=4096,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        dtype="bfloat16",
-    )
-    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    sizes = {"hidden_size": 512, "num_hidden_layers": 4, "intermediate_size": 1536, "vocab_size": 1024}
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64}
+    write_model(LlamaConfig(**sizes, **heads, max_position_embeddings=4096, dtype="bfloat16"), folder)
 
 
 VISION_TOKENS = ["<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>"]
@@ -165,7 +147,7 @@ def make_qwen2_vl(folder: Path) -> None:
         Qwen2VLVideoProcessor,
     )
 
-    tokenizer = AutoTokenizer.from_pretrained(ROOT / "demo" / "model")
+    tokenizer = AutoTokenizer.from_pretrained(REPO / "demo" / "model")
     tokenizer.add_special_tokens({"additional_special_tokens": VISION_TOKENS, "eos_token": "<|im_end|>"})
     number = tokenizer.convert_tokens_to_ids
     torch.manual_seed(0)
@@ -242,8 +224,8 @@ def run(out: Path, names: list[str], seconds: float) -> list[dict[str, Any]]:
     """Run the prepared scripts with two processes and the notebooks with one, one after the other."""
     results = []
     for name in names:
-        result = run_one(out, name, free_port(), seconds)
-        plain = run_one(out, name, 0, seconds) if "error" not in result else {"losses": [], "exit": None}
+        result = run_one(out, name, seconds, several=True)
+        plain = run_one(out, name, seconds, several=False) if "error" not in result else {"losses": [], "exit": None}
         pairs = list(zip(result.get("losses", []), plain["losses"], strict=False))
         result |= {
             "notebook_losses": plain["losses"],
@@ -255,58 +237,31 @@ def run(out: Path, names: list[str], seconds: float) -> list[dict[str, Any]]:
     return results
 
 
-def free_port() -> int:
-    """Return a port that nothing listens on, so that several of these commands can run side by side."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
-def run_one(out: Path, name: str, port: int, seconds: float) -> dict[str, Any]:
-    """Make what a script needs, run it with two processes (port 0: the notebook with one), and judge what it left."""
-    folder = out.absolute() / (f"run_{name}" if port else f"run_{name}_plain")
+def run_one(out: Path, name: str, seconds: float, *, several: bool) -> dict[str, Any]:
+    """Make what a script needs, run it with two processes, or the notebook with one, and judge what it left."""
+    folder = out.absolute() / (f"run_{name}" if several else f"run_{name}_plain")
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    (folder / "demo").symlink_to(ROOT / "demo")
-    result: dict[str, Any] = {"name": name, "processes": 2 if port else 1}
+    (folder / "demo").symlink_to(REPO / "demo")
+    result: dict[str, Any] = {"name": name, "processes": 2 if several else 1}
     try:
         for path, make in MAKERS[name]:
             make(folder / path)
     except Exception as error:
-        return {
-            **result,
-            "losses": [],
-            "exit": None,
-            "passes": False,
-            "error": f"{path}: {type(error).__name__}: {error}",
-        }
-    command = [sys.executable]
-    if port:
-        command += ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(port)]
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "UNSLOTH_COMPILE_LOCATION": str(folder / "compiled")}
+        reason = f"{path}: {type(error).__name__}: {error}"
+        return {**result, "losses": [], "exit": None, "passes": False, "error": reason}
+    launcher = torchrun(2) if several else [sys.executable]
+    environment = {"HF_HUB_OFFLINE": "1", "UNSLOTH_COMPILE_LOCATION": str(folder / "compiled")}
     environment["HF_DATASETS_CACHE"] = str(folder / "datasets_cache")
-    if not port:
+    if not several:
         environment["CUDA_VISIBLE_DEVICES"] = "0"
     if importlib.util.find_spec("IPython") is None:
         stand_in_for_ipython(folder / "stand_in")
-        environment["PYTHONPATH"] = f"{folder / 'stand_in'}:{environment.get('PYTHONPATH', '')}"
+        environment["PYTHONPATH"] = f"{folder / 'stand_in'}:{os.environ.get('PYTHONPATH', '')}"
     started = time.time()
     log = folder / "log.txt"
-    with log.open("w") as file:
-        process = subprocess.Popen(
-            [*command, str(out.absolute() / (f"{name}.py" if port else f"{name}_plain.py"))],
-            cwd=folder,
-            env=environment,
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        try:
-            code = process.wait(timeout=seconds)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            code = -9
+    script = out.absolute() / (f"{name}.py" if several else f"{name}_plain.py")
+    code = run_logged([*launcher, str(script)], log, seconds, environment, cwd=folder)
     text = log.read_text(errors="replace")
     return {**result, "seconds": round(time.time() - started, 1), "exit": code, **judge(folder, text, code, name)}
 
@@ -320,7 +275,7 @@ def stand_in_for_ipython(folder: Path) -> None:
     (package / "display.py").write_text("".join(f"def {name}(*a, **k):\n    return None\n\n\n" for name in names))
 
 
-def judge(folder: Path, text: str, code: int, name: str) -> dict[str, Any]:
+def judge(folder: Path, text: str, code: int | str, name: str) -> dict[str, Any]:
     """Read the verdict from a run's log and folder."""
     losses = [float(found) for found in re.findall(r"'loss': '?(-?[\d.]+(?:e-?\d+)?)", text)]
     log = folder / "saves.log"

@@ -160,17 +160,10 @@ def start(case: str, work: Path, *, cpu: bool) -> subprocess.Popen[bytes]:
     # Transformers would use DataParallel where it sees several GPUs.
     gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
     environ = {**os.environ, "UNSLOTH_COMPILE_LOCATION": str(folder / "unsloth_compiled"), "CUDA_VISIBLE_DEVICES": gpu}
-    command = [
-        sys.executable,
-        "-m",
-        "benchmarks.correctness.cuda_graphs_checkpointing",
-        "--child",
-        str(folder / "found.json"),
-    ]
+    command = [sys.executable, "-m", "benchmarks.correctness.cuda_graphs_checkpointing", "--work", str(work)]
+    command += ["--child", str(folder / "found.json"), "--", *options.split()]
     with (folder / "output.txt").open("wb") as output:
-        return subprocess.Popen(
-            [*command, "--work", str(work), "--", *options.split()], cwd=REPO, env=environ, stdout=output, stderr=output
-        )
+        return subprocess.Popen(command, cwd=REPO, env=environ, stdout=output, stderr=output)
 
 
 def main() -> None:

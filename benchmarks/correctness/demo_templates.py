@@ -15,7 +15,8 @@ import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
-REPO = Path(__file__).resolve().parents[2]
+from benchmarks.common.runs import REPO
+
 OWN_END, CHATML_END = "<|end|>", "<|im_end|>"
 
 
@@ -75,13 +76,7 @@ def train(name: str, variant: Variant, out: Path) -> dict[str, Any]:
     if not summary.is_file():
         path = out / f"{name}.jinja"
         path.write_text(template(variant))
-        command = [
-            sys.executable,
-            str(REPO / "train_ddp.py"),
-            "--config",
-            str(REPO / "recipes" / "demo.yaml"),
-            "--use_cpu",
-        ]
+        command = [sys.executable, "train_ddp.py", "--config", "recipes/demo.yaml", "--use_cpu"]
         command += ["--chat_template", str(path), "--output_dir", str(out), "--run_name", name]
         command += ["--max_length", str(variant.max_length), "--num_train_epochs", str(variant.epochs)]
         subprocess.run(command, cwd=REPO, check=True)

@@ -11,15 +11,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
-import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common.runs import REPO, log_history, losses, make_model, write_results
+from benchmarks.common.runs import REPO, have_model, log_history, losses, train, write_results
 from unsloth_ddp.utils.versions import versions
 
 COMMON = (
@@ -36,6 +34,8 @@ RUNS = {
 }
 # On the last so many log lines curves are averaged.
 LAST_LINES = 10
+# Seconds that a run may take.
+LIMIT = 3600
 
 
 def other_answers(source: Path, target: Path, seed: int = 7) -> None:
@@ -59,20 +59,16 @@ def other_answers(source: Path, target: Path, seed: int = 7) -> None:
     target.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def train(work: Path, name: str, options: str, gpu: str) -> Path:
+def train_or_exit(work: Path, name: str, options: str, gpu: str) -> Path:
     """Run one training to its end and return its folder.
 
     Raises:
         SystemExit: it failed; its log is printed.
     """
-    command = [sys.executable, str(REPO / "train_ddp.py"), *COMMON.split(), *options.split()]
-    command += ["--output_dir", str(work / "outputs"), "--run_name", name]
-    with (work / f"{name}.log").open("w") as log:
-        code = subprocess.call(
-            command, cwd=REPO, stdout=log, stderr=subprocess.STDOUT, env={**os.environ, "CUDA_VISIBLE_DEVICES": gpu}
-        )
-    if code:
-        sys.exit(f"{name} failed ({code}):\n{(work / f'{name}.log').read_text()[-3000:]}")
+    command = [sys.executable, "train_ddp.py", *COMMON.split(), *options.split()]
+    result = train(command, name, work, LIMIT, {"CUDA_VISIBLE_DEVICES": gpu})
+    if result["exit_code"]:
+        sys.exit(f"{name} failed ({result['exit_code']}):\n{result['log']}")
     return work / "outputs" / name
 
 
@@ -102,13 +98,12 @@ def main() -> None:
     given = parser.parse_args()
     given.work.mkdir(parents=True, exist_ok=True)
     model = given.work / given.shape
-    if make_model(given.shape, model, {"CUDA_VISIBLE_DEVICES": given.gpus[0]}).wait():
-        sys.exit(f"no model of shape {given.shape} could be made")
+    have_model(given.shape, model, {"CUDA_VISIBLE_DEVICES": given.gpus[0]})
     rows = {name: given.work / f"{name}.jsonl" for name in ("train", "eval")}
     for name, path in rows.items():
         other_answers(REPO / f"demo/{name}.jsonl", path)
     learned = f"--model {model} --dataset {REPO / 'demo/train.jsonl'} {BASE.format(steps=given.base_steps)}"
-    base = train(given.work, "base", learned, given.gpus[0])
+    base = train_or_exit(given.work, "base", learned, given.gpus[0])
     changed = (
         f"--model {base} --dataset {rows['train']} --eval_dataset {rows['eval']} {ADAPTER.format(steps=given.steps)}"
     )
@@ -116,7 +111,7 @@ def main() -> None:
     def adapt(number: int, name: str) -> dict[str, Any]:
         folder = name.replace(", ", "_").replace(" ", "_")
         gpu = given.gpus[number % len(given.gpus)]
-        return result_of(name, train(given.work, folder, f"{changed} {RUNS[name]}", gpu))
+        return result_of(name, train_or_exit(given.work, folder, f"{changed} {RUNS[name]}", gpu))
 
     with ThreadPoolExecutor(max_workers=len(RUNS)) as pool:
         results = list(pool.map(adapt, range(len(RUNS)), RUNS))

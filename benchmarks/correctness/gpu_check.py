@@ -13,24 +13,22 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
 import subprocess
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common.runs import ACCELERATE, REPO, launch_command, losses, make_model, reload, write_results
+from benchmarks.common.runs import ACCELERATE, REPO, launch_command, make_model, reload, torchrun, train, write_results
 
 LAUNCHERS = {
     "python": [sys.executable],
     "accelerate_1": launch_command("single_gpu.yaml", 1),
     "accelerate_all": [*ACCELERATE, "--config_file", str(REPO / "accelerate_configs/ddp.yaml")],
     "accelerate_default": [*ACCELERATE, "--main_process_port", "0"],
-    "torchrun_2": [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"],
+    "torchrun_2": torchrun(2),
 }
 PARITY_GROUPS = {1: "unsloth", 2: "transformers"}
 PARITY = "--config recipes/demo.yaml --seed 5 --max_length 128"
@@ -86,27 +84,12 @@ def jobs(work: Path) -> list[list[Job]]:
 
 def run(job: Job, work: Path) -> dict[str, Any]:
     """Launch one job and return its result."""
+    environ = {} if job.gpu is None else {"CUDA_VISIBLE_DEVICES": str(job.gpu)}
     command = [*LAUNCHERS[job.launcher], "train_ddp.py", *job.options.split()]
-    command += ["--output_dir", str(work / "outputs"), "--run_name", job.name]
-    environ = dict(os.environ)
-    if job.gpu is not None:
-        environ["CUDA_VISIBLE_DEVICES"] = str(job.gpu)
-    began = time.perf_counter()
-    log = work / f"{job.name}.log"
-    with log.open("w") as file:
-        code = subprocess.call(command, cwd=REPO, env=environ, stdout=file, stderr=subprocess.STDOUT, timeout=400)
-    folder = work / "outputs" / job.name
-    result = {
-        "name": job.name,
-        "command": " ".join(command[1:]),
-        "exit_code": code,
-        "seconds": time.perf_counter() - began,
-    }
-    if code:
-        return {**result, "log": log.read_text()[-3000:]}
-    summary = json.loads((folder / "summary.json").read_text())
-    seen = losses(folder)
-    return {**result, "first_loss": seen[0], "last_loss": seen[-1], "summary": summary}
+    result = train(command, job.name, work, 400, environ)
+    if seen := result.pop("losses", []):
+        result |= {"first_loss": seen[0], "last_loss": seen[-1]}
+    return result
 
 
 def parity(backend: str, work: Path) -> dict[str, Any]:

@@ -14,33 +14,30 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common.runs import REPO, reload, write_results
-from benchmarks.correctness.sharding import SGD, STEPS, Job, launch, update
+from benchmarks.common.models import write_model
+from benchmarks.common.runs import REPO, reload, update_difference, write_results
+from benchmarks.correctness.sharding import SGD, STEPS, Job, launch
 
+# Of the demo's tokenizer.
+VOCABULARY = 883
 KINDS = ("qwen3_moe", "gpt_oss")
 PARTS = {"attention": "", "experts": "--lora_target_parameters all-experts", "full": "--method full"}
 
 
 def make_mixture(kind: str, folder: Path) -> None:
     """Write a random model of four layers with the demo's tokenizer."""
-    import torch
     import transformers
 
-    tokenizer = transformers.AutoTokenizer.from_pretrained(REPO / "demo" / "model")
     shared: dict[str, Any] = {
         "hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
-        "vocab_size": len(tokenizer), "initializer_range": 0.05, "num_experts_per_tok": 2,
-        "bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id,
-        "pad_token_id": tokenizer.pad_token_id,
+        "vocab_size": VOCABULARY, "initializer_range": 0.05, "num_experts_per_tok": 2, "dtype": "float32",
     }  # fmt: skip
-    torch.manual_seed(0)
     if kind == "qwen3_moe":
         sizes = {"intermediate_size": 256, "moe_intermediate_size": 128, "num_experts": 8, "norm_topk_prob": True}
         config: Any = transformers.Qwen3MoeConfig(**shared, **sizes)
     else:
         config = transformers.GptOssConfig(**shared, intermediate_size=128, num_local_experts=8, sliding_window=64)
-    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    write_model(config, folder)
 
 
 def main() -> None:
@@ -81,20 +78,12 @@ def main() -> None:
             continue
         one = name.replace("_several", "_one")
         if name != one and "losses" in results[one]:
-            mine, theirs = (_update(given.work, run) for run in (name, one))
-            result["update_difference"] = ((mine - theirs).norm() / theirs.norm()).item()
+            kind = next(kind for kind in KINDS if name.startswith(kind))
+            initial = given.work / kind if "_full_" in name else None
+            result["update_difference"] = update_difference(given.work, name, one, initial)
         shown = {key: result.get(key) for key in ("update_difference", "reload")}
         print(f"{name:36} {shown} run {result['summary']['eval_loss']}", flush=True)
     write_results(given.json, processes=given.processes, runs=list(results.values()))
-
-
-def _update(work: Path, name: str) -> Any:
-    """Return the weight update of a run as one vector."""
-    from safetensors.torch import load_file
-
-    kind = next(kind for kind in KINDS if name.startswith(kind))
-    initial = load_file(work / kind / "model.safetensors") if "_full_" in name else None
-    return update(work, name, initial)
 
 
 if __name__ == "__main__":

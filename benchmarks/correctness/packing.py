@@ -20,12 +20,19 @@ import os
 import statistics
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 from benchmarks.common.rows import LONGEST, chat_rows
-from benchmarks.common.runs import REPO
+from benchmarks.common.runs import (
+    REPO,
+    have_model,
+    launch_command,
+    log_history,
+    train,
+    update_difference,
+    write_results,
+)
 
 STEP = "--optim sgd --learning_rate 0.1 --lr_scheduler_type constant --warmup_steps 0 --max_grad_norm 0 --max_steps 1"
 STEP += " --save_strategy no --report_to none --logging_steps 1 --seed 5 --lora_alpha 16"
@@ -37,16 +44,12 @@ UPDATE_TOLERANCE = {"fp32": 1e-5, "bf16": 3e-2}
 APART = 5
 
 
-def make_model(shape: str, work: Path) -> Path:
+def model_folder(shape: str, work: Path) -> Path:
     """Write a random-weight model of this shape once and return its folder; `demo` is the demo's model."""
     if shape == "demo":
         return REPO / "demo/model"
-    folder = work / shape
-    if not (folder / "config.json").is_file():
-        subprocess.run(
-            [sys.executable, "-m", "benchmarks.common.models", shape, str(folder.absolute())], check=True, cwd=REPO
-        )
-    return folder
+    have_model(shape, work / shape)
+    return work / shape
 
 
 # ---- losses: one process a backend and precision ----
@@ -145,21 +148,13 @@ def losses(given: argparse.Namespace) -> list[dict[str, Any]]:
     kinds = [("transformers", "fp32", "lora"), ("transformers", "bf16", "lora")]
     if not given.tiny:
         kinds += [("unsloth", "fp32", "lora"), ("unsloth", "bf16", "lora"), ("unsloth", "bf16", "full")]
-    model = make_model(given.shape, given.work)
+    model = model_folder(given.shape, given.work)
     started = []
     for backend, precision, method in kinds:
         argv = f"--model {model} --dataset {rows} --backend {backend} --precision {precision} --method {method}"
         argv += f" --max_length {256 if given.tiny else LONGEST} --gradient_checkpointing none --packing on"
-        command = [
-            sys.executable,
-            "-m",
-            "benchmarks.correctness.packing",
-            "measure",
-            "--work",
-            str(given.work),
-            "--argv",
-            *argv.split(),
-        ]
+        command = [sys.executable, "-m", "benchmarks.correctness.packing", "measure", "--work", str(given.work)]
+        command += ["--argv", *argv.split()]
         environ = {**os.environ, "UNSLOTH_COMPILE_LOCATION": str(given.work / f"cache_{backend}_{precision}_{method}")}
         pipe = subprocess.PIPE
         started.append(subprocess.Popen(command, cwd=REPO, stdout=pipe, stderr=pipe, text=True, env=environ))
@@ -184,36 +179,14 @@ def losses(given: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def launch(given: argparse.Namespace, name: str, options: str, processes: int) -> dict[str, Any]:
-    """Run train_ddp.py once; return its summary and log history."""
+    """Run train_ddp.py once; return its result, with lines of its table."""
     config = "cpu.yaml" if given.tiny else "ddp.yaml"
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file"]
-    command += [str(REPO / "accelerate_configs" / config), "--num_processes", str(processes), "train_ddp.py"]
-    if processes == 1:
-        command = [sys.executable, "train_ddp.py"]
-    command += [*options.split(), "--output_dir", str(given.work / "outputs"), "--run_name", name, "--overwrite"]
+    launcher = [sys.executable] if processes == 1 else launch_command(config, processes)
     visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(str(i) for i in range(processes))
-    environ = {**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(visible.split(",")[:processes])}
-    began, log = time.perf_counter(), given.work / f"{name}.log"
-    with log.open("w") as file:
-        code = subprocess.call(command, cwd=REPO, env=environ, stdout=file, stderr=subprocess.STDOUT, timeout=420)
-    text = log.read_text()
-    result: dict[str, Any] = {"name": name, "command": " ".join(command[1:]), "exit_code": code}
-    result["seconds"] = round(time.perf_counter() - began, 1)
-    result["table"] = [" ".join(line.split()) for line in text.splitlines() if line.startswith((" packing", " global"))]
-    if code:
-        return {**result, "log": text[-4000:]}
-    folder = given.work / "outputs" / name
-    history = json.loads((folder / "trainer_state.json").read_text())["log_history"]
-    return {**result, "summary": json.loads((folder / "summary.json").read_text()), "history": history}
-
-
-def update(given: argparse.Namespace, name: str) -> Any:
-    """Return the weight update of a LoRA run: B starts at zero, so B itself is the update."""
-    import torch
-    from safetensors.torch import load_file
-
-    saved = load_file(given.work / "outputs" / name / "adapter_model.safetensors")
-    return torch.cat([saved[key].double().flatten() for key in sorted(saved) if "lora_B" in key])
+    environ = {"CUDA_VISIBLE_DEVICES": ",".join(visible.split(",")[:processes])}
+    result = train([*launcher, "train_ddp.py", *options.split(), "--overwrite"], name, given.work, 420, environ)
+    lines = (given.work / f"{name}.log").read_text().splitlines()
+    return result | {"table": [" ".join(line.split()) for line in lines if line.startswith(("packing", "global"))]}
 
 
 def step(given: argparse.Namespace) -> list[dict[str, Any]]:
@@ -221,7 +194,7 @@ def step(given: argparse.Namespace) -> list[dict[str, Any]]:
     count = 24 if given.tiny else 48
     rows = given.work / "step_rows.jsonl"
     chat_rows(rows, count, seed=2, longest=200 if given.tiny else LONGEST)
-    base = f"--model {make_model(given.shape, given.work)} --dataset {rows} {STEP} --gradient_checkpointing none"
+    base = f"--model {model_folder(given.shape, given.work)} --dataset {rows} {STEP} --gradient_checkpointing none"
     base += f" --max_length {256 if given.tiny else LONGEST}"
     results = []
     pairs = ["transformers:fp32"] if given.tiny else given.pairs
@@ -239,8 +212,7 @@ def step(given: argparse.Namespace) -> list[dict[str, Any]]:
         for kind, (options, processes) in kinds.items():
             result = launch(given, kind, f"{chosen} {options}", processes)
             if not result["exit_code"] and not results_of(results, f"{name}_padded").get("exit_code", 0):
-                reference = update(given, f"{name}_padded")
-                result["update_difference"] = ((update(given, kind) - reference).norm() / reference.norm()).item()
+                result["update_difference"] = update_difference(given.work, kind, f"{name}_padded")
                 result["good"] = result["update_difference"] < UPDATE_TOLERANCE[precision]
             results.append(result)
             loss = result.get("summary", {}).get("train_loss")
@@ -257,7 +229,7 @@ def speed(given: argparse.Namespace) -> list[dict[str, Any]]:
     """Time padded and packed runs in turn; report the median of the log lines after warm-up."""
     rows = given.work / "speed_rows.jsonl"
     chat_rows(rows, 200 if given.tiny else 6000, seed=3, longest=200 if given.tiny else LONGEST)
-    base = f"--model {make_model(given.shape, given.work)} --dataset {rows} {SPEED} --method {given.method}"
+    base = f"--model {model_folder(given.shape, given.work)} --dataset {rows} {SPEED} --method {given.method}"
     base += f" --gradient_checkpointing {given.checkpointing} --max_length {256 if given.tiny else LONGEST}"
     base += f" --max_steps {given.steps} --backend {'transformers' if given.tiny else given.backend}"
     kinds = {
@@ -271,7 +243,8 @@ def speed(given: argparse.Namespace) -> list[dict[str, Any]]:
     for repeat in range(given.repeats):
         for kind, options in kinds.items():
             result = launch(given, f"speed_{kind}_{repeat}", f"{base} {options}", given.processes)
-            lines = [entry["tokens_per_second"] for entry in result.pop("history", []) if "tokens_per_second" in entry]
+            history = [] if result["exit_code"] else log_history(given.work / "outputs" / result["name"])
+            lines = [entry["tokens_per_second"] for entry in history if "tokens_per_second" in entry]
             result["tokens_per_second_a_line"] = lines
             measured = lines[len(lines) // 2 :]
             if measured:
@@ -291,14 +264,7 @@ def speed(given: argparse.Namespace) -> list[dict[str, Any]]:
 
 def write(given: argparse.Namespace, results: list[dict[str, Any]]) -> None:
     """Write everything measured so far."""
-    gpus = []
-    if not given.tiny:
-        query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
-        gpus = subprocess.run(query, capture_output=True, text=True).stdout.splitlines()
-    given.json.parent.mkdir(parents=True, exist_ok=True)
-    shim = os.environ.get("VARLEN_SHIM")
-    content = {"command": " ".join(sys.argv), "gpus": gpus, "VARLEN_SHIM": shim, "runs": results}
-    given.json.write_text(json.dumps(content, indent=2) + "\n")
+    write_results(given.json, VARLEN_SHIM=os.environ.get("VARLEN_SHIM"), runs=results)
 
 
 def main() -> None:

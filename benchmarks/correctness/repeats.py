@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +18,7 @@ from queue import Queue
 from typing import Any
 
 from benchmarks.common.rows import full_rows
-from benchmarks.common.runs import launch_command, losses, make_model, run_logged, write_results
+from benchmarks.common.runs import have_model, launch_command, train, write_results
 from benchmarks.correctness.resume import OPTIONS, difference, weights
 
 SHAPE, ROW_TOKENS = "qwen3_0.6b", 1024
@@ -57,40 +56,30 @@ CASES = {
 }
 
 
-def train(name: str, number: int, work: Path, gpu: str, limit: float) -> dict[str, Any]:
+def train_once(name: str, number: int, work: Path, gpu: str, limit: float) -> dict[str, Any]:
     """Train case `name` once on one GPU; return its losses and the hash of its weights."""
     case, run = CASES[name], f"{name}_{number}"
     cache = work / "cache" / run
     environ = {"CUDA_VISIBLE_DEVICES": gpu, **case.environ}
     environ |= {"TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"), "TRITON_CACHE_DIR": str(cache / "triton")}
     command = [*launch_command("single_gpu.yaml", 1), "--main_process_port", "0", "train_ddp.py"]
-    command += [*OPTIONS.split(), *case.options.split(), "--save_strategy", "no", "--run_name", run]
+    command += [*OPTIONS.split(), *case.options.split(), "--save_strategy", "no"]
     if case.long_rows:
-        command += [
-            "--model",
-            str(work / SHAPE),
-            "--dataset",
-            str(work / "rows.jsonl"),
-            "--max_length",
-            str(ROW_TOKENS),
-        ]
-    began, log = time.perf_counter(), work / f"{run}.log"
-    code = run_logged([*command, "--output_dir", str(work / "outputs")], log, limit, environ)
-    result: dict[str, Any] = {"run": run, "gpu": gpu, "code": code, "seconds": round(time.perf_counter() - began, 1)}
-    if code:
-        return {**result, "log": log.read_text()[-2500:]}
-    folder = work / "outputs" / run
-    bits = hashlib.sha256(weights(folder).numpy().tobytes()).hexdigest()[:16]
-    return {**result, "weights": bits, "losses": losses(folder)}
+        command += f"--model {work}/{SHAPE} --dataset {work}/rows.jsonl --max_length {ROW_TOKENS}".split()
+    result = {"gpu": gpu, **train(command, run, work, limit, environ)}
+    if not result["exit_code"]:
+        trained = weights(work / "outputs" / run)
+        result["weights"] = hashlib.sha256(trained.numpy().tobytes()).hexdigest()[:16]
+    return result
 
 
 def compare(name: str, runs: list[dict[str, Any]], work: Path) -> dict[str, Any]:
     """Return how many different results the runs of a case have, and their largest difference from the first."""
     case = CASES[name]
     result: dict[str, Any] = {"case": name, "options": case.options, "environ": case.environ, "runs": runs}
-    if any(run["code"] for run in runs):
+    if any(run["exit_code"] for run in runs):
         return result
-    folders = [work / "outputs" / run["run"] for run in runs]
+    folders = [work / "outputs" / run["name"] for run in runs]
     result["results"] = len({run["weights"] for run in runs})
     result["differ_by"] = max(difference(folders[0], other) for other in folders[1:])
     return result
@@ -109,8 +98,7 @@ def main() -> None:
     given.work.mkdir(parents=True, exist_ok=True)
     names = given.only or [*CASES]
     if any(CASES[name].long_rows for name in names):
-        if make_model(SHAPE, given.work / SHAPE).wait():
-            raise SystemExit(f"no model of shape {SHAPE} could be made")
+        have_model(SHAPE, given.work / SHAPE)
         full_rows(given.work / "rows.jsonl", 128, seed=3, tokens=ROW_TOKENS)
     gpus: Queue[str] = Queue()
     for gpu in given.gpus * given.at_once:
@@ -119,7 +107,7 @@ def main() -> None:
     def on_free_gpu(name: str, number: int) -> dict[str, Any]:
         gpu = gpus.get()
         try:
-            return train(name, number, given.work, gpu, given.limit)
+            return train_once(name, number, given.work, gpu, given.limit)
         finally:
             gpus.put(gpu)
 

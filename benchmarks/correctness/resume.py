@@ -10,16 +10,13 @@ resume can remove.
 from __future__ import annotations
 
 import argparse
-import os
-import subprocess
-import time
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from benchmarks.common.rows import full_rows
-from benchmarks.common.runs import REPO, launch_command, losses, make_model, write_results
+from benchmarks.common.runs import have_model, launch_command, train, write_results
 
 OPTIONS = "--config recipes/demo.yaml --compare_answers 0 --max_steps 8 --logging_steps 1 --save_steps 4 --seed 5"
 OPTIONS += " --save_total_limit none --per_device_train_batch_size 2 --global_batch_size 16 --report_to none"
@@ -95,18 +92,12 @@ CASES = [
 def launch(case: Case, work: Path, name: str, processes: int, extra: str, gpu: str) -> dict[str, Any]:
     """Run one training to its end and return its result."""
     command = [*launch_command(f"{case.sharding}.yaml", processes), "--main_process_port", "0", "train_ddp.py"]
-    command += [*OPTIONS.split(), *case.options.split(), *extra.split(), "--run_name", name]
-    command += ["--output_dir", str(work / "outputs")]
-    began, log = time.perf_counter(), work / f"{name}.log"
-    environ = {**os.environ, "CUDA_VISIBLE_DEVICES": gpu if processes == 1 else "0,1"}
-    with log.open("w") as file:
-        code = subprocess.call(command, cwd=REPO, env=environ, stdout=file, stderr=subprocess.STDOUT, timeout=240)
-    result: dict[str, Any] = {"name": name, "exit_code": code, "seconds": round(time.perf_counter() - began, 1)}
-    if code:
-        return {**result, "log": log.read_text()[-2500:]}
+    command += [*OPTIONS.split(), *case.options.split(), *extra.split()]
+    environ = {"CUDA_VISIBLE_DEVICES": gpu if processes == 1 else "0,1"}
+    result = train(command, name, work, 240, environ)
     words = ("Resuming", "Changed", "resume", "The first")
-    result["said"] = [line for line in log.read_text().splitlines() if line.startswith(words)]
-    return {**result, "losses": losses(work / "outputs" / name)}
+    result["said"] = [line for line in (work / f"{name}.log").read_text().splitlines() if line.startswith(words)]
+    return result
 
 
 def prepared(case: Case, work: Path) -> str:
@@ -114,8 +105,7 @@ def prepared(case: Case, work: Path) -> str:
     if not case.shape:
         return ""
     model, rows = work / case.shape, work / "rows.jsonl"
-    if make_model(case.shape, model).wait():
-        raise SystemExit(f"no model of shape {case.shape} could be made")
+    have_model(case.shape, model)
     full_rows(rows, 128, seed=3, tokens=ROW_TOKENS)
     return f"--model {model} --dataset {rows} --max_length {ROW_TOKENS}"
 
@@ -136,12 +126,15 @@ def difference(one: Path, other: Path) -> float:
     return ((first - second).norm() / first.norm()).item()
 
 
-def play(case: Case, work: Path, gpu: str) -> dict[str, Any]:
-    """Run the case; then run it again, and resume it from its checkpoint at the same time."""
+def play(case: Case, work: Path, given: str, gpu: str) -> dict[str, Any]:
+    """Run the case; then run it again, and resume it from its checkpoint at the same time.
+
+    Args:
+        given: options of its model and rows.
+    """
     result: dict[str, Any] = {"case": case.name, "sharding": case.sharding, "options": case.options}
     result |= {"processes": case.processes, "resumed_with": case.resumed_with}
     checkpoint = work / "outputs" / f"{case.name}_whole" / "checkpoint-4"
-    given = prepared(case, work)
 
     def run(kind: str, processes: int, extra: str = "") -> dict[str, Any]:
         return launch(case, work, f"{case.name}_{kind}", processes, f"{given} {extra}", gpu)
@@ -171,8 +164,12 @@ def main() -> None:
     given.work.mkdir(parents=True, exist_ok=True)
     cases = [case for case in CASES if not given.only or case.name in given.only]
     results = []
+    options = [prepared(case, given.work) for case in cases]
     with ThreadPoolExecutor(max_workers=len(cases)) as pool:
-        started = [pool.submit(play, case, given.work, str(number % 2)) for number, case in enumerate(cases)]
+        started = [
+            pool.submit(play, case, given.work, own, str(number % 2))
+            for number, (case, own) in enumerate(zip(cases, options, strict=True))
+        ]
         for ended in as_completed(started):
             results.append(ended.result())
             shown = {key: value for key, value in results[-1].items() if key != "runs"}

@@ -15,14 +15,13 @@ import json
 import os
 import resource
 import statistics
-import sys
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from benchmarks.common.rows import full_rows
-from benchmarks.common.runs import log_history, losses, make_model, run_logged, write_results
+from benchmarks.common.runs import log_history, make_model, torchrun, train, train_here, write_results
 
 OPTIONS = (
     "--backend auto --precision bf16 --max_length 1024 --per_device_train_batch_size 1 --max_steps 6 --logging_steps 1"
@@ -67,15 +66,11 @@ def one(gib: float, folder: Path, argv: list[str]) -> None:
     """Run train_ddp.py as one rank on a GPU limited to `gib` GiB, and write what loading and saving took."""
     import torch
 
-    import train_ddp
-    from unsloth_ddp.run import stages
-
     rank = int(os.environ["LOCAL_RANK"])
     torch.cuda.set_per_process_memory_fraction(gib * 2**30 / torch.cuda.mem_get_info(rank)[1], rank)
-    load_model, finish = stages.load_model, stages.finish
     found: dict[str, float] = {}
 
-    def load_timed(run: Any) -> Any:
+    def load_timed(load_model: Any, run: Any) -> Any:
         began = time.perf_counter()
         loaded = load_model(run)
         found["seconds_to_load"] = time.perf_counter() - began
@@ -83,7 +78,7 @@ def one(gib: float, folder: Path, argv: list[str]) -> None:
         found["gib_loaded"] = torch.cuda.memory_allocated() / 2**30
         return loaded
 
-    def finish_measured(*given: Any) -> None:
+    def finish_measured(finish: Any, *given: Any) -> None:
         torch.cuda.reset_peak_memory_stats()
         began = time.perf_counter()
         finish(*given)
@@ -93,9 +88,7 @@ def one(gib: float, folder: Path, argv: list[str]) -> None:
         found["host_gib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
         (folder / f"rank_{rank}.json").write_text(json.dumps(found))
 
-    stages.load_model, stages.finish = load_timed, finish_measured
-    sys.argv = ["train_ddp.py", *argv]
-    train_ddp.main()
+    train_here(argv, load_model=load_timed, finish=finish_measured)
 
 
 def measure(case: Case, work: Path, limit: float) -> dict[str, Any]:
@@ -103,26 +96,23 @@ def measure(case: Case, work: Path, limit: float) -> dict[str, Any]:
     folder = work / case.name
     folder.mkdir(parents=True, exist_ok=True)
     argv = f"--model {work}/{case.shape} --dataset {work}/rows.jsonl --method {case.method} {OPTIONS} {case.options}"
-    argv += f" --global_batch_size {2 * case.processes} --output_dir {folder} --run_name run --overwrite"
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(case.processes)]
-    launcher += ["--module", "benchmarks.correctness.sharded_load", "--one", str(case.gib), "--work", str(folder)]
-    began, log = time.perf_counter(), folder / "log.log"
-    command = [*launcher, "--argv", *argv.split()]
-    code = run_logged(command, log, limit, {"UNSLOTH_FSDP2": "1", "OMP_NUM_THREADS": "4"})
-    result: dict[str, Any] = {**asdict(case), "exit_code": code, "seconds": round(time.perf_counter() - began, 1)}
+    argv += f" --global_batch_size {2 * case.processes} --overwrite"
+    command = [*torchrun(case.processes), "--module", "benchmarks.correctness.sharded_load"]
+    command += ["--one", str(case.gib), "--work", str(folder), "--argv", *argv.split()]
+    done = train(command, "run", folder, limit, {"UNSLOTH_FSDP2": "1", "OMP_NUM_THREADS": "4"})
+    result: dict[str, Any] = {**done, **asdict(case)}
     result["model_gib"] = sum(path.stat().st_size for path in (work / case.shape).glob("*.safetensors")) / 2**30
-    run = folder / "run"
-    if code or not (run / "summary.json").is_file():
-        return {**result, "log": log.read_text()[-4000:]}
-    summary = json.loads((run / "summary.json").read_text())
+    if "summary" not in result:
+        return result
+    summary = result.pop("summary")
     ranks = [json.loads(path.read_text()) for path in folder.glob("rank_*.json")]
     result |= {name: max(rank[name] for rank in ranks) for name in ranks[0]}
     result["gib_training"] = summary["peak_memory_bytes"] / 2**30
-    speeds = [e["tokens_per_second"] for e in log_history(run) if e.get("step", 0) > WARM and "tokens_per_second" in e]
+    history = log_history(folder / "outputs" / "run")
+    speeds = [e["tokens_per_second"] for e in history if e.get("step", 0) > WARM and "tokens_per_second" in e]
     result["tokens_per_second_per_gpu"] = statistics.median_high(speeds) / case.processes
     rounded = {name: round(value, 2) if isinstance(value, float) else value for name, value in result.items()}
-    kept = {name: summary[name] for name in ("backend", "packing")}
-    return {**rounded, **kept, "losses": losses(run)}
+    return rounded | {name: summary[name] for name in ("backend", "packing")}
 
 
 def main() -> None:

@@ -11,21 +11,18 @@ PEFT. On a CPU, --processes 2 --cpu tries the script itself.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import shutil
-import signal
 import subprocess
 import time
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
-import psutil
-
-from benchmarks.common.runs import REPO, launch_command, reload, write_results
+from benchmarks.common.runs import REPO, launch_command, reload, train, write_results
 from benchmarks.correctness.resume import difference
+from unsloth_ddp.parity.processes import kill_tree
 
 LIMIT = 240
 OPTIONS = "--config recipes/demo.yaml --compare_answers 0 --max_steps 8 --logging_steps 1 --save_steps 4 --seed 5"
@@ -39,58 +36,38 @@ METHODS = {
 }
 
 
-def start(work: Path, name: str, options: str, processes: int, cpu: bool) -> tuple[subprocess.Popen[bytes], Path]:
-    """Start a run; return its process and its log."""
-    if cpu:
-        command = [*launch_command("cpu.yaml", processes)]
-        environ = {**os.environ, "UNSLOTH_FSDP2": "1"} if processes > 1 else dict(os.environ)
-    else:
-        command = [*launch_command("fsdp2.yaml" if processes > 1 else "single_gpu.yaml", processes)]
-        environ = dict(os.environ)
-    command += ["--main_process_port", "0", "train_ddp.py", *OPTIONS.split(), *options.split()]
-    command += ["--run_name", name, "--output_dir", str(work / "outputs")]
-    log = work / f"{name}.log"
-    with log.open("a") as file:
-        process = subprocess.Popen(
-            command, cwd=REPO, env=environ, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
-        )
-    return process, log
+def launch(processes: int, options: str, cpu: bool) -> tuple[list[str], dict[str, str]]:
+    """Return the command of a run, and what it adds to the environment."""
+    config = "cpu.yaml" if cpu else "fsdp2.yaml" if processes > 1 else "single_gpu.yaml"
+    command = [*launch_command(config, processes), "--main_process_port", "0", "train_ddp.py", *OPTIONS.split()]
+    return [*command, *options.split()], {"UNSLOTH_FSDP2": "1"} if cpu and processes > 1 else {}
 
 
 def finish(work: Path, name: str, options: str, processes: int, cpu: bool) -> dict[str, Any]:
-    """Run to the end; return exit code, the summary, and the evaluation loss of what was saved."""
-    process, log = start(work, name, options, processes, cpu)
-    try:
-        code: int | str = process.wait(LIMIT)
-    except subprocess.TimeoutExpired:
-        code = f"over {LIMIT} s"
-        os.killpg(process.pid, signal.SIGKILL)
-    folder = work / "outputs" / name
-    result: dict[str, Any] = {"name": name, "processes": processes, "exit_code": code}
-    if code:
-        return {**result, "log": log.read_text()[-2500:]}
-    summary = json.loads((folder / "summary.json").read_text())
-    result |= {"eval_loss": summary["eval_loss"], "reload": reload(folder)}
-    result["said"] = [line for line in log.read_text().splitlines() if line.startswith(("Resuming", "Changed"))]
+    """Run to the end; return exit code, and the evaluation loss of the run and of what was saved."""
+    command, environ = launch(processes, options, cpu)
+    result = {**train(command, name, work, LIMIT, environ), "processes": processes}
+    if summary := result.pop("summary", None):
+        result |= {"eval_loss": summary["eval_loss"], "reload": reload(work / "outputs" / name)}
+        lines = (work / f"{name}.log").read_text().splitlines()
+        result["said"] = [line for line in lines if line.startswith(("Resuming", "Changed"))]
     return result
 
 
 def kill_after_checkpoint(work: Path, name: str, options: str, processes: int, cpu: bool) -> bool:
     """Start a run, kill all of its processes when checkpoint-4 is whole, and return whether it was still running."""
-    process, _ = start(work, name, options, processes, cpu)
-    checkpoint, end = work / "outputs" / name / "checkpoint-4", time.monotonic() + LIMIT
-    while not checkpoint.is_dir() and process.poll() is None and time.monotonic() < end:
+    command, environ = launch(processes, options, cpu)
+    command += ["--run_name", name, "--output_dir", str(work / "outputs")]
+    with (work / f"{name}_before.log").open("w") as log:
+        process = subprocess.Popen(
+            command, cwd=REPO, env={**os.environ, **environ}, stdout=log, stderr=subprocess.STDOUT
+        )
+    folder, end = work / "outputs" / name, time.monotonic() + LIMIT
+    while not (folder / "checkpoint-4").is_dir() and process.poll() is None and time.monotonic() < end:
         time.sleep(0.02)
     running = process.poll() is None
-    if running:
-        # Ranks are not in the launcher's process group.
-        for started in psutil.Process(process.pid).children(recursive=True):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                started.kill()
-        process.kill()
-    process.wait()
+    kill_tree(process)
     # Of a run that was faster than the signal, what came after the checkpoint goes.
-    folder = work / "outputs" / name
     shutil.rmtree(folder / "checkpoint-8", ignore_errors=True)
     for file in ("summary.json", "adapter_model.safetensors", "model.safetensors"):
         (folder / file).unlink(missing_ok=True)

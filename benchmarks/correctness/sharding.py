@@ -15,13 +15,8 @@ is measured only if it is named: --only qwen3_30b_a3b. With --processes 1 only C
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import queue
-import signal
 import statistics
-import subprocess
-import time
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +25,16 @@ from typing import Any
 import torch
 
 from benchmarks.common.rows import full_rows
-from benchmarks.common.runs import REPO, launch_command, log_history, losses, make_model, reload, write_results
+from benchmarks.common.runs import (
+    REPO,
+    have_model,
+    launch_command,
+    log_history,
+    reload,
+    train,
+    update_difference,
+    write_results,
+)
 
 # Compiling DeepSpeed's Adam for the CPU takes more than a minute of it.
 LIMIT = 240
@@ -94,30 +98,7 @@ def launch(
 ) -> dict[str, Any]:
     """Run one job on `processes` GPUs for at most `limit` seconds; return its summary, losses and duration."""
     command = [*launch_command(CONFIGS[job.sharding], processes), *LAUNCHER_OPTIONS.get(job.sharding, [])]
-    command += ["train_ddp.py", *job.options.split()]
-    command += ["--output_dir", str(work / "outputs"), "--run_name", job.name, "--overwrite"]
-    log = work / f"{job.name}.log"
-    began = time.perf_counter()
-    with log.open("w") as file:
-        process = subprocess.Popen(
-            command,
-            cwd=REPO,
-            env={**os.environ, **(environ or {})},
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        try:
-            code: int | str = process.wait(timeout=limit)
-        except subprocess.TimeoutExpired:
-            code = f"over {limit} s"
-            os.killpg(process.pid, signal.SIGKILL)
-    result = {"name": job.name, "command": " ".join(command[2:]), "exit_code": code}
-    result["seconds"] = round(time.perf_counter() - began, 1)
-    folder = work / "outputs" / job.name
-    if code or not (folder / "summary.json").is_file():
-        return {**result, "log": log.read_text()[-4000:]}
-    return {**result, "losses": losses(folder), "summary": json.loads((folder / "summary.json").read_text())}
+    return train([*command, "train_ddp.py", *job.options.split(), "--overwrite"], job.name, work, limit, environ)
 
 
 def precision(backend: str, method: str) -> str:
@@ -125,24 +106,10 @@ def precision(backend: str, method: str) -> str:
     return "bf16" if (backend, method) == ("unsloth", "full") else "fp32"
 
 
-def update(work: Path, name: str, initial: dict[str, Any] | None) -> Any:
-    """Return the weight update of a run as one float64 vector: LoRA's B starts at zero, full weights at `initial`."""
-    from safetensors.torch import load_file
-
-    folder = work / "outputs" / name
-    if initial is None:
-        saved = load_file(folder / "adapter_model.safetensors")
-        return torch.cat([saved[key].double().flatten() for key in sorted(saved) if "lora_B" in key])
-    saved = load_file(folder / "model.safetensors")
-    return torch.cat([(saved[key].double() - initial[key].double()).flatten() for key in sorted(initial)])
-
-
 def parity(
     work: Path, path: Path, processes: int, only: list[str], forced: str | None = None, *, offload: bool = False
 ) -> None:
     """Run all pairs side by side, then compare each with DDP."""
-    from safetensors.torch import load_file
-
     steps = f"{ADAM if offload else SGD} {STEPS}"
     jobs = [
         Job(f"{backend}_{method}_{sharding}", sharding, f"--config recipes/demo.yaml --backend {backend} --method {method} {steps} --precision {forced or precision(backend, method)} --per_device_train_batch_size {1 if sharding == 'single' else 2}")
@@ -153,7 +120,6 @@ def parity(
     ]  # fmt: skip
     jobs = [job for job in jobs if not only or any(word in job.name for word in only)]
     results: dict[str, dict[str, Any]] = {}
-    initial = load_file(REPO / "demo/model/model.safetensors")
     with ThreadPoolExecutor(max_workers=8) as pool:
         for job, result in zip(jobs, pool.map(lambda j: launch(j, work, processes), jobs), strict=True):
             results[job.name] = result
@@ -166,9 +132,8 @@ def parity(
     for name in good:
         reference = "_".join([*name.split("_")[:2], "ddp"])
         if reference in good:
-            start = initial if "_full_" in name else None
-            mine, theirs = update(work, name, start), update(work, reference, start)
-            results[name]["update_difference"] = ((mine - theirs).norm() / theirs.norm()).item()
+            initial = REPO / "demo/model" if "_full_" in name else None
+            results[name]["update_difference"] = update_difference(work, name, reference, initial)
             pairs = zip(results[name]["losses"], results[reference]["losses"], strict=True)
             results[name]["loss_difference"] = max(abs(a - b) / b for a, b in pairs)
         found = {key: results[name].get(key) for key in ("update_difference", "loss_difference", "reload")}
@@ -194,8 +159,7 @@ def cost(work: Path, path: Path, processes: int, only: list[str]) -> None:
             jobs.append(Job(f"{shape}_{method}_{sharding}", sharding, options))
     jobs = [job for job in jobs if not only or any(word in job.name for word in only)]
     for shape in {job.name.rpartition("_")[0].rpartition("_")[0] for job in jobs}:
-        if not (work / shape / "config.json").exists() and make_model(shape, work / shape).wait():
-            raise SystemExit(f"no model of shape {shape} could be made")
+        have_model(shape, work / shape)
     results = []
     gpus: queue.Queue[str] = queue.Queue()
     for first in range(0, torch.cuda.device_count() - processes + 1, processes):

@@ -13,13 +13,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from benchmarks.common.models import write_model
 from benchmarks.common.rows import full_rows
-from benchmarks.common.runs import REPO, losses, make_model, run_logged, write_results
+from benchmarks.common.runs import REPO, have_model, torchrun, train, train_here, update_difference, write_results
 
 STEPS = "--optim sgd --learning_rate 0.1 --lr_scheduler_type constant --warmup_steps 0 --max_grad_norm 0 --max_steps 3"
 STEPS += " --compare_answers 0 --logging_steps 1 --seed 5 --save_steps 2 --gradient_checkpointing torch --packing off"
@@ -39,15 +39,12 @@ def one(folder: Path, kind: str, argv: list[str]) -> None:
     """Run train_ddp.py as one rank, and write what loading took; with `shards` as if the model did not fit on a GPU."""
     import torch
 
-    import train_ddp
     from unsloth_ddp.model import load
-    from unsloth_ddp.run import stages
 
     if kind in ("shards", "resumed"):
         load.short_of_memory = lambda *_: (1, 0)
-    load_model = stages.load_model
 
-    def load_measured(run: Any) -> Any:
+    def load_measured(load_model: Any, run: Any) -> Any:
         loaded = load_model(run)
         found = {"gib_loading": torch.cuda.max_memory_allocated() / 2**30}
         found["gib_loaded"] = torch.cuda.memory_allocated() / 2**30
@@ -57,34 +54,16 @@ def one(folder: Path, kind: str, argv: list[str]) -> None:
         (folder / f"rank_{os.environ['RANK']}.json").write_text(json.dumps(found))
         return loaded
 
-    stages.load_model = load_measured
-    sys.argv = ["train_ddp.py", *argv]
-    train_ddp.main()
+    train_here(argv, load_model=load_measured)
 
 
 def small_model(folder: Path) -> None:
-    """Write a Qwen3 model of two layers with untied embeddings and the demo's tokenizer."""
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config
+    """Write a Qwen3 model of two layers with untied embeddings."""
+    from transformers import Qwen3Config
 
-    tokenizer = AutoTokenizer.from_pretrained(REPO / "demo/model")
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        hidden_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        intermediate_size=512,
-        vocab_size=884,
-        tie_word_embeddings=False,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        dtype="bfloat16",
-    )
-    AutoModelForCausalLM.from_config(config).bfloat16().save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    sizes = {"hidden_size": 256, "num_hidden_layers": 2, "intermediate_size": 512, "vocab_size": 884}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
+    write_model(Qwen3Config(**sizes, **heads, tie_word_embeddings=False, dtype="bfloat16"), folder)
 
 
 def measure(name: str, kind: str, work: Path, limit: float) -> dict[str, Any]:
@@ -95,33 +74,18 @@ def measure(name: str, kind: str, work: Path, limit: float) -> dict[str, Any]:
     model = REPO / "demo/model" if shape == "demo" else work / shape
     argv = f"--model {model} --dataset {work}/rows.jsonl --method lora --backend {LOADED[kind]} --precision {precision}"
     argv += f" --max_length {tokens} --per_device_train_batch_size 1 --global_batch_size 4 {STEPS}"
-    argv += f" --output_dir {folder} --run_name run"
-    if kind == "resumed":
-        argv += f" --resume {work}/{name}_shards/run/checkpoint-2 --trust_checkpoint"
-    else:
-        argv += " --overwrite"
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(PROCESSES)]
-    launcher += ["--module", "benchmarks.correctness.unsloth_shards", "--work", str(folder), "--one", kind, "--argv"]
-    log = folder / "log.log"
-    code = run_logged([*launcher, *argv.split()], log, limit, {"UNSLOTH_FSDP2": "1", "OMP_NUM_THREADS": "2"})
-    result: dict[str, Any] = {"model": name, "loaded": kind, "exit_code": code}
-    run = folder / "run"
-    if code or not (run / "summary.json").is_file():
-        return {**result, "log": log.read_text()[-4000:]}
-    ranks = [json.loads(path.read_text()) for path in sorted(folder.glob("rank_*.json"))]
-    result |= {part: max(round(rank[part], 2) for rank in ranks) for part in ("gib_loading", "gib_loaded")}
-    result |= {part: ranks[0][part] for part in ("fused_layers", "tied")}
-    summary = json.loads((run / "summary.json").read_text())
-    return {**result, "gib_training": round(summary["peak_memory_bytes"] / 2**30, 2), "losses": losses(run)}
-
-
-def update(work: Path, name: str, kind: str) -> Any:
-    """Return the adapters' update as one vector: B starts at zero."""
-    import torch
-    from safetensors.torch import load_file
-
-    saved = load_file(work / f"{name}_{kind}" / "run" / "adapter_model.safetensors")
-    return torch.cat([saved[key].double().flatten() for key in sorted(saved) if "lora_B" in key])
+    checkpoint = work / "outputs" / f"{name}_shards" / "checkpoint-2"
+    argv += f" --resume {checkpoint} --trust_checkpoint" if kind == "resumed" else " --overwrite"
+    command = [*torchrun(PROCESSES), "--module", "benchmarks.correctness.unsloth_shards", "--work", str(folder)]
+    command += ["--one", kind, "--argv", *argv.split()]
+    result = train(command, folder.name, work, limit, {"UNSLOTH_FSDP2": "1", "OMP_NUM_THREADS": "2"})
+    result |= {"model": name, "loaded": kind}
+    if summary := result.pop("summary", None):
+        ranks = [json.loads(path.read_text()) for path in sorted(folder.glob("rank_*.json"))]
+        result |= {part: max(round(rank[part], 2) for rank in ranks) for part in ("gib_loading", "gib_loaded")}
+        result |= {part: ranks[0][part] for part in ("fused_layers", "tied")}
+        result["gib_training"] = round(summary["peak_memory_bytes"] / 2**30, 2)
+    return result
 
 
 def main() -> None:
@@ -141,9 +105,8 @@ def main() -> None:
     full_rows(given.work / "rows.jsonl", 64, seed=0, tokens=1024)
     if "untied_bf16" in given.only:
         small_model(given.work / "small")
-    missing = "8b_bf16" in given.only and not (given.work / "qwen3_8b" / "config.json").is_file()
-    if missing and make_model("qwen3_8b", given.work / "qwen3_8b").wait():
-        raise SystemExit("no model of the 8B shape could be made")
+    if "8b_bf16" in given.only:
+        have_model("qwen3_8b", given.work / "qwen3_8b")
     with ThreadPoolExecutor(max_workers=6) as pool:
         whole = [
             pool.submit(measure, name, kind, given.work, given.limit) for name in given.only for kind in UNINTERRUPTED
@@ -155,8 +118,7 @@ def main() -> None:
     for result in results:
         pair = (result["model"], result["loaded"])
         if pair in trained and (pair[0], "whole") in trained:
-            first = update(given.work, pair[0], "whole")
-            result["update_difference"] = float((update(given.work, *pair) - first).norm() / first.norm())
+            result["update_difference"] = update_difference(given.work, "_".join(pair), f"{pair[0]}_whole")
         print(json.dumps(result), flush=True)
     if given.json:
         write_results(given.json, processes=PROCESSES, runs=results)

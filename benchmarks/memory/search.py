@@ -10,18 +10,15 @@ compared with those of a run that had enough. Qwen3-1.7B's shape, random weights
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import subprocess
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from benchmarks.common.rows import chat_rows, full_rows
-from benchmarks.common.runs import ACCELERATE, REPO, losses, make_model, write_results
+from benchmarks.common.runs import ACCELERATE, have_model, train, train_here, update_difference, write_results
 
 OPTIONS = "--max_steps 6 --logging_steps 1 --save_strategy no --report_to none --seed 5 --warmup_steps 0"
 LONG = (
@@ -79,36 +76,27 @@ def one(gib: float | None, from_step: int, argv: list[str]) -> None:
     """Run train_ddp.py on a GPU limited to `gib` GiB, or on all of its memory."""
     import torch
 
-    import train_ddp
-
     def shrink() -> None:
         device = int(os.environ.get("LOCAL_RANK", 0))
         total = torch.cuda.mem_get_info(device)[1]
         torch.cuda.set_per_process_memory_fraction(gib * 2**30 / total, device)
 
+    def make_shrinking_trainer(make_trainer: Any, *args: Any) -> Any:
+        trainer = make_trainer(*args)
+        begin_step = trainer.retry.begin_step
+
+        def begin_and_shrink(batches: Any, divisor: Any) -> None:
+            if trainer.state.global_step + 1 == from_step:
+                torch.cuda.empty_cache()
+                shrink()
+            begin_step(batches, divisor)
+
+        trainer.retry.begin_step = begin_and_shrink
+        return trainer
+
     if gib and not from_step:
         shrink()
-    if gib and from_step:
-        from unsloth_ddp.run import stages
-
-        make_trainer = stages.make_trainer
-
-        def make_shrinking_trainer(*args: Any) -> Any:
-            trainer = make_trainer(*args)
-            begin_step = trainer.retry.begin_step
-
-            def begin_and_shrink(batches: Any, divisor: Any) -> None:
-                if trainer.state.global_step + 1 == from_step:
-                    torch.cuda.empty_cache()
-                    shrink()
-                begin_step(batches, divisor)
-
-            trainer.retry.begin_step = begin_and_shrink
-            return trainer
-
-        stages.make_trainer = make_shrinking_trainer
-    sys.argv = ["train_ddp.py", *argv]
-    train_ddp.main()
+    train_here(argv, **({"make_trainer": make_shrinking_trainer} if gib and from_step else {}))
 
 
 def run(case: Case, given: argparse.Namespace, gpu: str) -> dict[str, Any]:
@@ -116,45 +104,33 @@ def run(case: Case, given: argparse.Namespace, gpu: str) -> dict[str, Any]:
     options = case.options.format(work=given.work)
     if "--dataset" not in options:
         options += f" --dataset {given.work}/rows.jsonl --max_length 2048"
-    argv = f"--model {given.work}/{given.shape} {OPTIONS} {options} --output_dir {given.work}/outputs --run_name {case.name} --overwrite".split()
-    command = (
-        [sys.executable, "-m"] if case.processes == 1 else [*ACCELERATE, "--multi_gpu", "--main_process_port", "0"]
-    )
-    command += [] if case.processes == 1 else ["--num_processes", str(case.processes), "--module"]
+    argv = f"--model {given.work}/{given.shape} {OPTIONS} {options} --overwrite".split()
+    command = [sys.executable, "-m"]
+    if case.processes > 1:
+        command = [*ACCELERATE, "--multi_gpu", "--main_process_port", "0", "--num_processes", str(case.processes)]
+        command.append("--module")
     command += ["benchmarks.memory.search", "one", "--gib", str(case.gib or 0), "--from_step", str(case.from_step)]
     command += ([] if case.rank is None else ["--rank", str(case.rank)]) + ["--argv", *argv]
-    log, began = given.work / f"{case.name}.log", time.perf_counter()
-    with log.open("w") as file:
-        environ = {**os.environ, "CUDA_VISIBLE_DEVICES": gpu}
-        code = subprocess.call(command, cwd=REPO, env=environ, stdout=file, stderr=subprocess.STDOUT, timeout=240)
-    text, folder = log.read_text(), given.work / "outputs" / case.name
-    result: dict[str, Any] = {"name": case.name, "options": case.options, "gib": case.gib, "rank": case.rank}
-    result["from_step"] = case.from_step
-    result |= {"processes": case.processes, "exit_code": code, "seconds": round(time.perf_counter() - began, 1)}
-    words = (" checkpointing", " packing", " global batch", "Out of memory", "train_ddp.py: error")
-    result["said"] = [" ".join(line.split()) for line in text.splitlines() if line.startswith(words)]
-    if code:
-        return {**result, "log": text[-1500:]}
-    summary = json.loads((folder / "summary.json").read_text())
-    kept = ("gradient_checkpointing", "per_device_train_batch_size", "gradient_accumulation_steps", "train_loss")
-    result |= {name: summary[name] for name in (*kept, "peak_memory_bytes", "versions")}
-    return {**result, "losses": losses(folder)}
+    result = train(command, case.name, given.work, 240, {"CUDA_VISIBLE_DEVICES": gpu})
+    result |= {"options": case.options, "gib": case.gib, "rank": case.rank, "from_step": case.from_step}
+    words = ("activations", "packing", "global batch", "Out of memory", "train_ddp.py: error")
+    lines = (given.work / f"{case.name}.log").read_text().splitlines()
+    result |= {
+        "processes": case.processes,
+        "said": [" ".join(line.split()) for line in lines if line.startswith(words)],
+    }
+    if summary := result.pop("summary", None):
+        kept = ("gradient_checkpointing", "per_device_train_batch_size", "gradient_accumulation_steps", "train_loss")
+        result |= {name: summary[name] for name in (*kept, "peak_memory_bytes", "versions")}
+    return result
 
 
 def compare(cases: list[Case], results: list[dict[str, Any]], work: Path) -> None:
-    """Return the relative difference of lora_B from the run that had enough memory."""
-    import torch
-    from safetensors.torch import load_file
-
-    def update(name: str) -> Any:
-        saved = load_file(work / "outputs" / name / "adapter_model.safetensors")
-        return torch.cat([saved[key].double().flatten() for key in sorted(saved) if "lora_B" in key])
-
+    """Add the relative difference of the weight update from that of the run that had enough memory."""
     good = {result["name"] for result in results if result["exit_code"] == 0}
     for case, result in zip(cases, results, strict=True):
         if case.like and {case.name, case.like} <= good:
-            reference = update(case.like)
-            result["update_difference"] = ((update(case.name) - reference).norm() / reference.norm()).item()
+            result["update_difference"] = update_difference(work, case.name, case.like)
 
 
 def main() -> None:
@@ -178,8 +154,7 @@ def main() -> None:
     given.work.mkdir(parents=True, exist_ok=True)
     chat_rows(given.work / "rows.jsonl", 2000, seed=4)
     full_rows(given.work / "long.jsonl", 24, seed=4, tokens=8192)
-    if not (given.work / given.shape / "config.json").is_file():
-        make_model(given.shape, given.work / given.shape).wait()
+    have_model(given.shape, given.work / given.shape)
     cases = [case for case in CASES if not given.only or case.name in given.only]
     with ThreadPoolExecutor(max_workers=given.at_once) as pool:
         gpus = ["0,1" if case.processes == 2 else str(number % 2) for number, case in enumerate(cases)]

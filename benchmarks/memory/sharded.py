@@ -14,16 +14,13 @@ import argparse
 import itertools
 import json
 import os
-import signal
-import subprocess
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from benchmarks.common.rows import full_rows
-from benchmarks.common.runs import REPO, launch_command, make_model, write_results
+from benchmarks.common.runs import have_model, launch_command, train, train_here, write_results
 
 PAIRS = [("fsdp2", "lora"), ("fsdp2", "full"), ("zero2", "lora"), ("zero3", "lora")]
 BACKENDS = ("transformers", "unsloth")
@@ -136,43 +133,29 @@ class Measure:
 
 def one(file: Path, argv: list[str]) -> None:
     """Run train_ddp.py with the measurements."""
-    import train_ddp
-    from unsloth_ddp.run import stages
 
-    make_trainer = stages.make_trainer
-
-    def make_measuring_trainer(*args: Any) -> Any:
+    def make_measuring_trainer(make_trainer: Any, *args: Any) -> Any:
         trainer = make_trainer(*args)
         Measure(trainer, file)
         return trainer
 
-    stages.make_trainer = make_measuring_trainer
-    sys.argv = ["train_ddp.py", *argv]
-    train_ddp.main()
+    train_here(argv, make_trainer=make_measuring_trainer)
 
 
 def run(pair: tuple[str, str], backend: str, given: argparse.Namespace) -> dict[str, Any]:
     """Launch one sharding, method and backend on all GPUs; return estimates, peaks and their ratios."""
     sharding, method = pair
     name = f"{sharding}_{method}_{backend}"
-    file, log = given.work / f"{name}.json", given.work / f"{name}.log"
+    file = given.work / f"{name}.json"
     file.unlink(missing_ok=True)
     argv = f"--model {given.work}/{given.shape} --dataset {given.work}/rows.jsonl --method {method} --backend {backend}"
-    argv += (
-        f" {OPTIONS} --max_steps {STEPS * len(KINDS) * len(SIZES)} --output_dir {given.work}/outputs --run_name {name}"
-    )
+    argv += f" {OPTIONS} --max_steps {STEPS * len(KINDS) * len(SIZES)}"
     command = [*launch_command(f"{sharding}.yaml", given.processes), "--module", "benchmarks.memory.sharded", "one"]
-    command += ["--file", str(file), "--argv", *argv.split()]
-    began, code = time.perf_counter(), -1
-    with log.open("w") as output:
-        process = subprocess.Popen(command, cwd=REPO, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
-        try:
-            code = process.wait(timeout=LIMIT)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-    result: dict[str, Any] = {"name": name, "exit_code": code, "seconds": round(time.perf_counter() - began, 1)}
+    result = train([*command, "--file", str(file), "--argv", *argv.split()], name, given.work, LIMIT)
     if not file.is_file():
-        return {**result, "log": log.read_text()[-3000:]}
+        return result
+    # Nothing is saved, so that its log is part of the result of every run.
+    result.pop("log", None)
     result |= json.loads(file.read_text())
     known = {case: needed for case, needed in result["estimates"].items() if needed and result["peaks"].get(case)}
     return {**result, "ratios": {case: round(needed / result["peaks"][case], 3) for case, needed in known.items()}}
@@ -196,8 +179,7 @@ def main() -> None:
         return
     given.work.mkdir(parents=True, exist_ok=True)
     full_rows(given.work / "rows.jsonl", 64, seed=4, tokens=TOKENS)
-    if not (given.work / given.shape / "config.json").is_file():
-        make_model(given.shape, given.work / given.shape).wait()
+    have_model(given.shape, given.work / given.shape)
     jobs = [(pair, backend) for backend in BACKENDS for pair in PAIRS]
     jobs = [job for job in jobs if not given.only or f"{job[0][0]}_{job[0][1]}_{job[1]}" in given.only]
     results = []

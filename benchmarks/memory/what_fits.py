@@ -13,12 +13,12 @@ import functools
 import json
 import tempfile
 from collections.abc import Sequence
-from pathlib import Path
 from typing import get_args
 
 import numpy as np
 
 from benchmarks.common.models import make_config
+from benchmarks.common.runs import REPO
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.data.packing import best_fit
 from unsloth_ddp.distributed.sharding import Sharding
@@ -29,7 +29,6 @@ from unsloth_ddp.plan.shape import ModelShape, read_model_shape
 from unsloth_ddp.plan.step import make_workload
 from unsloth_ddp.utils.units import GIB
 
-REPO = Path(__file__).resolve().parents[2]
 PAGE = REPO / "docs" / "what-fits.md"
 BEGIN, END = "<!-- written by benchmarks/memory/what_fits.py -->", "<!-- end -->"
 RESULTS = REPO / "benchmarks" / "results" / "memory"

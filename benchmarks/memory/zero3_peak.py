@@ -16,22 +16,20 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
-import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from benchmarks.common.rows import full_rows
-from benchmarks.common.runs import launch_command, losses, make_model, run_logged, write_results
+from benchmarks.common.runs import have_model, launch_command, train, train_here, write_results
+from unsloth_ddp.utils.units import GIB
 
 TOKENS, STEPS = 2048, 4
 OPTIONS = (
     f"--precision bf16 --max_length {TOKENS} --per_device_train_batch_size 1 --max_steps {STEPS} --logging_steps 1 "
     "--gradient_checkpointing torch --save_strategy no --warmup_steps 0 --compare_answers 0 --learning_rate 1e-5 --packing off"
 )
-GIB = 2**30
 # Frames of these say where in DeepSpeed or Unsloth memory was taken; those of torch say only that it was.
 SKIPPED = ("/torch/", "<frozen", "??")
 
@@ -78,9 +76,6 @@ def one(folder: Path, zero: list[str], argv: list[str]) -> None:
     import deepspeed
     import torch
 
-    import train_ddp
-    from unsloth_ddp.run import stages
-
     rows: list[dict[str, Any]] = []
     steps = {"taken": 0}
 
@@ -103,9 +98,9 @@ def one(folder: Path, zero: list[str], argv: list[str]) -> None:
         rows.append(row)
         torch.cuda.reset_peak_memory_stats()
 
-    load_model, finish, initialize = stages.load_model, stages.finish, deepspeed.initialize
+    initialize = deepspeed.initialize
 
-    def load(run: Any) -> Any:
+    def load(load_model: Any, run: Any) -> Any:
         loaded = load_model(run)
         note("loaded", loaded[0])
         return loaded
@@ -141,7 +136,7 @@ def one(folder: Path, zero: list[str], argv: list[str]) -> None:
 
         return measured
 
-    def finish_noted(*given: Any) -> None:
+    def finish_noted(finish: Any, *given: Any) -> None:
         device = torch.cuda.current_device()
         trace = torch.cuda.memory._snapshot()["device_traces"][device]
         torch.cuda.memory._record_memory_history(enabled=None)
@@ -150,9 +145,8 @@ def one(folder: Path, zero: list[str], argv: list[str]) -> None:
             (folder / "found.json").write_text(json.dumps({"phases": rows, "live_at_peak": peak}))
         finish(*given)
 
-    stages.load_model, stages.finish, deepspeed.initialize = load, finish_noted, prepare
-    sys.argv = ["train_ddp.py", *argv]
-    train_ddp.main()
+    deepspeed.initialize = prepare
+    train_here(argv, load_model=load, finish=finish_noted)
 
 
 def measure(backend: str, zero: list[str], shape: str, work: Path, limit: float) -> dict[str, Any]:
@@ -160,33 +154,17 @@ def measure(backend: str, zero: list[str], shape: str, work: Path, limit: float)
     folder = work / "_".join([backend, *zero])
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "found.json").unlink(missing_ok=True)
-    command = [
-        *launch_command("zero3.yaml", 2),
-        "--main_process_port",
-        "0",
-        "--module",
-        "benchmarks.memory.zero3_peak",
-        "--work",
-        str(folder),
-    ]
-    command += ["--one", "--zero", *zero, "--argv"]
+    command = [*launch_command("zero3.yaml", 2), "--main_process_port", "0", "--module", "benchmarks.memory.zero3_peak"]
+    command += ["--work", str(folder), "--one", "--zero", *zero, "--argv"]
     command += f"--model {work}/{shape} --dataset {work}/rows.jsonl --method lora --backend {backend} {OPTIONS}".split()
-    command += f"--global_batch_size 2 --output_dir {folder} --run_name run --overwrite".split()
-    began, log = time.perf_counter(), folder / "log.log"
-    code = run_logged(command, log, limit)
-    result: dict[str, Any] = {"backend": backend, "shape": shape, "zero": zero, "exit_code": code}
-    result["seconds"] = round(time.perf_counter() - began, 1)
+    result = train([*command, "--global_batch_size", "2", "--overwrite"], "run", folder, limit)
+    result |= {"backend": backend, "shape": shape, "zero": zero}
     if (folder / "found.json").is_file():
         result |= json.loads((folder / "found.json").read_text())
-    if code or not (folder / "run" / "summary.json").is_file():
-        return {**result, "log": log.read_text()[-4000:]}
-    summary = json.loads((folder / "run" / "summary.json").read_text())
-    return {
-        **result,
-        "losses": losses(folder / "run"),
-        "peak_gib": round(summary["peak_memory_bytes"] / GIB, 2),
-        "peak_loading_gib": round(summary["peak_memory_bytes_loading"] / GIB, 2),
-    }
+    if summary := result.pop("summary", None):
+        result["peak_gib"] = round(summary["peak_memory_bytes"] / GIB, 2)
+        result["peak_loading_gib"] = round(summary["peak_memory_bytes_loading"] / GIB, 2)
+    return result
 
 
 def main() -> None:
@@ -212,9 +190,7 @@ def main() -> None:
         return
     given.work.mkdir(parents=True, exist_ok=True)
     full_rows(given.work / "rows.jsonl", 64, seed=0, tokens=TOKENS)
-    made = (given.work / given.shape / "config.json").is_file()
-    if not made and make_model(given.shape, given.work / given.shape).wait():
-        raise SystemExit(f"no model of shape {given.shape} could be made")
+    have_model(given.shape, given.work / given.shape)
     cases = [(backend, zero) for backend in given.only for zero in given.zero or [[]]]
     results: list[dict[str, Any]] = []
     # Each process counts its own memory, so that runs may share the GPUs; no times are measured.

@@ -243,13 +243,9 @@ def global_batch(event: dict[str, Any], world: int) -> int:
 
 
 ALLOWED = (
-    "device_map",
-    "offload_embedding",
-    "per_device_train_batch_size",
-    "gradient_accumulation_steps",
-    "ddp_find_unused_parameters",
-    "average_tokens_across_devices",
-)
+    "device_map", "offload_embedding", "per_device_train_batch_size", "gradient_accumulation_steps",
+    "ddp_find_unused_parameters", "average_tokens_across_devices",
+)  # fmt: skip
 
 
 def same_training(plain: Outcome, outcome: Outcome, rank: int = 0) -> list[str]:

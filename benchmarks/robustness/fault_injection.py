@@ -24,7 +24,6 @@ import dataclasses
 import hashlib
 import json
 import os
-import platform
 import random
 import shutil
 import signal
@@ -33,12 +32,12 @@ import tempfile
 import time
 import zipfile
 from collections.abc import Callable, Iterator
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common.runs import REPO
+from benchmarks.common.runs import REPO, write_results
 from benchmarks.robustness.killable_job import JOBS, RANKS, ROWS, SAVE_STEPS, STEPS, Job
+from unsloth_ddp.utils.versions import versions
 
 SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 VICTIMS = ("rank 0", "rank 1", "both ranks", "launcher")
@@ -46,7 +45,6 @@ VICTIMS = ("rank 0", "rank 1", "both ranks", "launcher")
 STARTS = 2
 # Peers that spend most of their time on imports and compilation: most of their signals come after a chosen save.
 STRUCK_AFTER_SAVES = ("cuda_graphs",)
-PACKAGES = ("torch", "transformers", "trl", "peft", "accelerate", "datasets", "safetensors")
 
 
 def weights(folder: Path) -> str | None:
@@ -251,8 +249,8 @@ def inject_faults(
         "save_steps": SAVE_STEPS,
         "ranks": RANKS,
         "uninterrupted_seconds": round(place.reference.seconds, 1),
-        "machine": {"cpus": os.cpu_count(), "python": platform.python_version()},
-        "versions": {name: metadata.version(name) for name in PACKAGES},
+        "cpus": os.cpu_count(),
+        "versions": versions(),
     }
     results: list[dict[str, Any]] = []
     found: dict[str, Any] = facts | counts(results) | {"each": results}
@@ -281,9 +279,7 @@ def main() -> None:
     def report(found: dict[str, Any]) -> None:
         print(found["each"][-1], flush=True)
         if given.json:
-            aside = given.json.with_suffix(".partial")
-            aside.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-            aside.replace(given.json)
+            write_results(given.json, **found)
 
     found = inject_faults(given.peer, given.runs, given.seed, work.resolve(), report, time.time() + 60 * given.minutes)
     print({name: value for name, value in found.items() if name != "each"}, flush=True)

@@ -19,7 +19,6 @@ import contextlib
 import dataclasses
 import json
 import os
-import platform
 import re
 import statistics
 import subprocess
@@ -28,19 +27,18 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from benchmarks.common.runs import REPO
+from benchmarks.common.runs import REPO, torchrun
+from unsloth_ddp.utils.versions import versions
 
 RANKS = 2
 STEPS, SAVE_STEPS, EVAL_STEPS = 3600, 20, 100
 WARM_UP = 0.2
 MIB_PER_1000_STEPS = 4.0
-PACKAGES = ("torch", "transformers", "trl", "peft", "accelerate", "tensorboard")
 OPTIONS = (
     "--model demo/model --dataset demo/train.jsonl --eval_dataset demo/eval.jsonl --max_length 64 --learning_rate 0.001 "
     f"--global_batch_size 2 --logging_steps 1 --save_steps {SAVE_STEPS} --save_total_limit 2 --eval_steps {EVAL_STEPS} "
@@ -141,22 +139,18 @@ def soak(steps: int, work: Path, every: float, max_time: str | None = None) -> d
         max_time: the kit's option of that name, for machines on which the steps may take too long.
     """
     options = f"{OPTIONS} --max_steps {steps}" + (f" --max_time {max_time}" if max_time else "")
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(RANKS)]
-    command = [
-        sys.executable,
-        *launcher,
-        "train_ddp.py",
-        *options.split(),
-        "--output_dir",
-        str(work),
-        "--run_name",
-        "soak",
-    ]
+    command = [*torchrun(RANKS), "train_ddp.py", *options.split()]
     environ = os.environ | {"OMP_NUM_THREADS": "1", "UNSLOTH_DDP_EXIT_CODE_FILE": str(work / "code")}
     samples: dict[int, list[Sample]] = {rank: [] for rank in range(RANKS)}
     run, began, most = work / "soak", time.monotonic(), 0
     with (work / "output.txt").open("w") as output:
-        job = subprocess.Popen(command, cwd=REPO, env=environ, stdout=output, stderr=subprocess.STDOUT)
+        job = subprocess.Popen(
+            [*command, "--output_dir", str(work), "--run_name", "soak"],
+            cwd=REPO,
+            env=environ,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
         try:
             while job.poll() is None:
                 step = current_step(run / "logs" / "rank_0.log")
@@ -175,15 +169,15 @@ def soak(steps: int, work: Path, every: float, max_time: str | None = None) -> d
         raise RuntimeError(f"the job ended with {code}:\n" + (work / "output.txt").read_text()[-3000:])
     verdicts = {rank: judge(seen) for rank, seen in samples.items()}
     return {
-        "job": f"python {' '.join(launcher)} train_ddp.py {options}",
+        "job": " ".join(["python", *command[1:]]),
         "steps": current_step(run / "logs" / "rank_0.log"),
         "seconds": round(time.monotonic() - began),
         "most_checkpoints_at_once": most,
         "bound_mib_per_1000_steps": MIB_PER_1000_STEPS,
         "flat": all(all(verdict["flat"].values()) for verdict in verdicts.values()),
         "ranks": verdicts,
-        "machine": {"cpus": os.cpu_count(), "python": platform.python_version()},
-        "versions": {name: metadata.version(name) for name in PACKAGES},
+        "cpus": os.cpu_count(),
+        "versions": versions(),
         "samples": {rank: [list(dataclasses.astuple(s)) for s in seen] for rank, seen in samples.items()},
     }
 

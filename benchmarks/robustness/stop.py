@@ -24,6 +24,7 @@ from typing import Any
 import psutil
 
 from benchmarks.common.runs import REPO, launch_command, write_results
+from unsloth_ddp.parity.processes import kill_tree
 
 OPTIONS = "--config recipes/demo.yaml --compare_answers 0 --max_steps 100000 --logging_steps 10 --save_steps 50 --global_batch_size 8"
 OPTIONS += " --per_device_train_batch_size 1 --eval_strategy no"
@@ -69,9 +70,7 @@ def start(case: Case, work: Path, processes: int, name: str, extra: str = "") ->
     environ = {**os.environ, "UNSLOTH_DDP_EXIT_CODE_FILE": str(work / f"{name}.code")}
     log = work / f"{name}.log"
     with log.open("w") as file:
-        process = subprocess.Popen(
-            command, cwd=REPO, env=environ, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
-        )
+        process = subprocess.Popen(command, cwd=REPO, env=environ, stdout=file, stderr=subprocess.STDOUT)
     return process, log
 
 
@@ -129,8 +128,7 @@ def play(case: Case, work: Path) -> dict[str, Any]:
         with contextlib.suppress(psutil.Error, OSError):
             signals = [line for line in lines(Path(f"/proc/{target.pid}/status")) if line.startswith("Sig")]
             result["signals"] = {"target": target.pid, "cmdline": target.cmdline()[:6], "masks": signals}
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+        kill_tree(process)
         return {**result, "error": str(error), "log": log.read_text()[-2000:]}
     result["noted_code"] = "".join(lines(work / f"{name}.code"))
     result["said"] = [line for line in lines(log) if line.startswith(("train_ddp.py", "Stop", "stop"))][:4]
@@ -140,7 +138,7 @@ def play(case: Case, work: Path) -> dict[str, Any]:
         try:
             process.wait(timeout=200)
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
+            kill_tree(process)
         result["resumed_with"] = case.resumed_with
         result["resumed_said"] = [
             line for line in lines(log) if "resum" in line.lower() or "checkpoint" in line.lower()

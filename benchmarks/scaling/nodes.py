@@ -22,8 +22,8 @@ from typing import Any
 import psutil
 import torch
 
-from benchmarks.common.runs import REPO, write_results
-from benchmarks.correctness.sharding import STEPS, Job, launch, update
+from benchmarks.common.runs import REPO, update_difference, write_results
+from benchmarks.correctness.sharding import STEPS, Job, launch
 
 # Seconds that a run may take; processes on a CPU share its cores.
 LIMIT = 600
@@ -93,32 +93,17 @@ def main() -> None:
     with ThreadPoolExecutor() as pool:
         alone = Job("one_launcher", "cpu" if given.cpu else "ddp", OPTIONS)
         reference = pool.submit(launch, alone, given.work, half * 2, limit=LIMIT)
-        others = [
-            pool.submit(
-                two_nodes,
-                f"nodes_{sharding}",
-                given.work,
-                6101 + 10 * number,
-                [
-                    *OPTIONS.split(),
-                    *output,
-                    "--run_name",
-                    f"nodes_{sharding}",
-                    "--sharding",
-                    sharding,
-                    "--no_preflight",
-                ],
-                half,
-            )
-            for number, sharding in enumerate(() if given.cpu else ("zero2", "zero3", "fsdp2"))
-        ]
+        others = []
+        for number, sharding in enumerate(() if given.cpu else ("zero2", "zero3", "fsdp2")):
+            name = f"nodes_{sharding}"
+            options = [*OPTIONS.split(), *output, "--run_name", name, "--sharding", sharding, "--no_preflight"]
+            others.append(pool.submit(two_nodes, name, given.work, 6101 + 10 * number, options, half))
         results += [other.result() for other in others]
         one = reference.result()
     print("one launcher", one["exit_code"], one.get("losses"), flush=True)
     for result in results:
         if result["codes"] == [0, 0] and "losses" in one:
-            mine, theirs = update(given.work, result["name"], None), update(given.work, "one_launcher", None)
-            result["update_difference"] = ((mine - theirs).norm() / theirs.norm()).item()
+            result["update_difference"] = update_difference(given.work, result["name"], "one_launcher")
             del result["said"][1:]
         print({key: value for key, value in result.items() if key != "said"}, flush=True)
         print("\n".join(result["said"]), flush=True)

@@ -78,9 +78,7 @@ CONTESTANTS = {
         Contestant("kit_fp8", options=(*GRAPHS, "--fp8"), setup=UNSLOTH_SETUP),
         Contestant("kit_ordinary", options=("--cuda_graphs", "off"), setup=UNSLOTH_SETUP),
         Contestant(
-            "kit_deterministic",
-            options=(*GRAPHS, "--trainer_args", '{"full_determinism": true}'),
-            setup=UNSLOTH_SETUP,
+            "kit_deterministic", options=(*GRAPHS, "--trainer_args", '{"full_determinism": true}'), setup=UNSLOTH_SETUP
         ),
         Contestant("kit_all", options=(*GRAPHS, "--loss_on", "all"), setup=UNSLOTH_SETUP),
         Contestant("kit_one", options=(*GRAPHS, "--per_device_train_batch_size", "1"), setup=UNSLOTH_SETUP),
@@ -222,24 +220,9 @@ def command(cell: Cell, work: Work, folder: Path, seconds: float, tiny: bool) ->
     batch = min(contestant.batch, work.global_batch)
     units = work.packs_a_step if contestant.options else work.global_batch
     accumulation = contestant.accumulation or max(1, round(units / batch))
-    words: list[Any] = [
-        sys.executable,
-        REPO / "benchmarks/speed/peers" / contestant.script,
-        "--model",
-        model,
-        "--rows",
-        rows,
-    ]
-    words += [
-        "--method",
-        cell.method,
-        "--max_length",
-        work.max_length,
-        "--batch",
-        batch,
-        "--accumulation",
-        accumulation,
-    ]
+    script = REPO / "benchmarks/speed/peers" / contestant.script
+    words: list[Any] = [sys.executable, script, "--model", model, "--rows", rows, "--method", cell.method]
+    words += ["--max_length", work.max_length, "--batch", batch, "--accumulation", accumulation]
     words += ["--seconds", seconds, "--json", own / "result.json", *contestant.options]
     words += ["--warm_seconds", 1] if tiny else []
     return [str(word) for word in words]

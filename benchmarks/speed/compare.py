@@ -188,9 +188,7 @@ def main() -> None:
     content = json.loads(given.json.read_text())
     if content["cells"]:
         whole = write_report(
-            content,
-            given.markdown or given.json.with_suffix(".md"),
-            given.picture or given.json.with_suffix(".png"),
+            content, given.markdown or given.json.with_suffix(".md"), given.picture or given.json.with_suffix(".png")
         )
         # A run has its results without a picture; who asks for the report asks for both.
         code = code if whole or given.what == "run" else 1

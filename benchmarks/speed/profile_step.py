@@ -16,11 +16,12 @@ import argparse
 import json
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from benchmarks.common.rows import chat_rows, full_rows
-from benchmarks.common.runs import REPO, make_model, write_results
+from benchmarks.common.runs import REPO, have_model, train_here, write_results
 from benchmarks.speed.profile_summary import gpu_summary, operator_summary, waits
 
 WARM, PLAIN, GPU_ONLY, WITH_STACKS = 8, 6, 4, 2
@@ -92,13 +93,10 @@ class Phases:
         self.profiler = None
 
 
-def hook(phases: Phases) -> None:
-    """Give every trainer that train_ddp.py makes a callback that calls `phases`."""
-    from unsloth_ddp.run import stages
+def profiled(phases: Phases) -> Callable[..., Any]:
+    """Return what makes a trainer with a callback that calls `phases`."""
 
-    make_trainer = stages.make_trainer
-
-    def make_profiled_trainer(*args: Any) -> Any:
+    def make_profiled_trainer(make_trainer: Any, *args: Any) -> Any:
         from transformers import TrainerCallback
 
         class Profile(TrainerCallback):
@@ -109,7 +107,7 @@ def hook(phases: Phases) -> None:
         made.add_callback(Profile())
         return made
 
-    stages.make_trainer = make_profiled_trainer
+    return make_profiled_trainer
 
 
 def main() -> None:
@@ -128,35 +126,21 @@ def main() -> None:
     given.work.mkdir(parents=True, exist_ok=True)
     model = REPO / "demo/model" if given.tiny else given.work / given.shape
     rows = given.work / f"profile_{given.rows}.jsonl"
-    if not given.tiny and not (model / "tokenizer_config.json").is_file() and make_model(given.shape, model).wait():
-        raise SystemExit(f"no model of shape {given.shape} could be made")
+    if not given.tiny:
+        have_model(given.shape, model)
     longest = 200 if given.tiny else given.tokens
     count = 100 if given.tiny else 2000
     if given.rows == "chat":
         chat_rows(rows, count, seed=3, longest=longest)
     else:
         full_rows(rows, count, seed=3, tokens=longest)
-
-    import train_ddp
-    from unsloth_ddp.config.parse import parse_settings
-    from unsloth_ddp.distributed.ranks import Ranks
-    from unsloth_ddp.run.context import open_run
-
     with tempfile.TemporaryDirectory() as folder:
         phases = Phases(Path(folder), 1 if given.tiny else 2)
         argv = ["--model", str(model), "--dataset", str(rows), "--max_length", str(longest)]
-        argv += [
-            "--global_batch_size",
-            "4" if given.tiny else "64",
-            "--max_steps",
-            str(phases.last),
-            "--save_strategy",
-            "no",
-        ]
-        argv += ["--report_to", "none", "--output_dir", folder, "--run_name", "profiled", *given.options]
-        hook(phases)
-        with open_run(parse_settings(argv), Ranks()) as run:
-            train_ddp.train(run)
+        argv += ["--global_batch_size", "4" if given.tiny else "64", "--max_steps", str(phases.last)]
+        argv += ["--save_strategy", "no", "--report_to", "none", "--output_dir", folder, "--run_name", "profiled"]
+        argv += given.options
+        train_here(argv, make_trainer=profiled(phases))
         summary = json.loads((Path(folder) / "profiled" / "summary.json").read_text())
     tokens = summary["tokens"] / summary["steps"]
     write_results(given.json, options=argv, tokens_a_step=tokens, summary=summary, **phases.found)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
@@ -14,12 +13,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from benchmarks.common.runs import log_history
 from benchmarks.speed.cells import CONTESTANTS, WARM_LINES, Cell, Work, command, estimate
 from benchmarks.speed.figures import figures, first_step_at, kit_intervals
 from benchmarks.speed.schedule import Running, left_out, next_start
+from unsloth_ddp.parity.processes import kill_tree
 
 # A run that takes this many times what was expected hangs.
 PATIENCE = 2
@@ -94,7 +92,7 @@ def run_all(bench: Bench, cells: list[Cell], done: Callable[[dict[str, Any]], No
                 time.sleep(0.1)
     finally:
         for one in processes:
-            _kill(one)
+            kill_tree(one.process)
 
 
 def environment(bench: Bench, cell: Cell, own: Path, lanes: tuple[int, ...]) -> dict[str, str]:
@@ -140,24 +138,13 @@ def _start(bench: Bench, cell: Cell, lanes: tuple[int, ...], others: set[str]) -
     return Process(Running(cell, lanes, now + expected), process, words, now, time.time(), limit, others)
 
 
-def _kill(one: Process) -> None:
-    if one.process.poll() is None:
-        # A launcher's processes are in sessions of their own.
-        family = psutil.Process(one.process.pid).children(recursive=True)
-        one.process.kill()
-        one.process.wait()
-        for child in family:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                child.kill()
-
-
 def _ended(bench: Bench, one: Process) -> dict[str, Any] | None:
     """Return the result of a run that has ended, or end one that takes too long; None while it runs."""
     code: int | str | None = one.process.poll()
     if code is None:
         if time.monotonic() < one.limit:
             return None
-        _kill(one)
+        kill_tree(one.process)
         code = CUT_OFF if one.limit >= bench.deadline + GRACE else f"over {one.limit - one.began:.0f} s"
     cell, own = one.running.cell, bench.folder / one.running.cell.name
     result: dict[str, Any] = {
@@ -186,7 +173,7 @@ def read(cell: Cell, own: Path, log: str, began_at: float) -> dict[str, Any]:
     Raises:
         OSError, KeyError, ValueError: its files are not what they should be.
     """
-    found = read_kit(own / "run", log) if CONTESTANTS[cell.contestant].batch is None else read_peer(own / "result.json")
+    found = read_kit(own / "run") if CONTESTANTS[cell.contestant].batch is None else read_peer(own / "result.json")
     first = found.pop("first_step_at")
     found["said"] = [text[:300] for text in log.splitlines() if ABOUT_PACKING.search(text)][:6]
     found["seconds_to_first_step"] = round(first - began_at, 1) if first else None
@@ -195,8 +182,8 @@ def read(cell: Cell, own: Path, log: str, began_at: float) -> dict[str, Any]:
     return {**found, **figures(found["intervals"], cell.processes)}
 
 
-def read_kit(run: Path, log: str) -> dict[str, Any]:
-    """Read what train_ddp.py wrote into its run's folder, and the table it printed."""
+def read_kit(run: Path) -> dict[str, Any]:
+    """Read what train_ddp.py wrote into its run's folder."""
     summary = json.loads((run / "summary.json").read_text())
     own_log = (run / "logs" / "rank_0.log").read_text()
     chooses = summary["backend"] == "unsloth" and HEAD_OF_ALL not in own_log
@@ -211,7 +198,6 @@ def read_kit(run: Path, log: str) -> dict[str, Any]:
             "gradient_checkpointing": summary["gradient_checkpointing"],
             "optim": summary["settings"]["optim"],
         },
-        "table": [" ".join(line.split()) for line in log.splitlines() if line.startswith(" ")][:40],
         "versions": summary["versions"],
     }
 

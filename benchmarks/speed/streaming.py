@@ -21,7 +21,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common.runs import REPO
+from benchmarks.common.runs import REPO, torchrun
 
 DEMO = REPO / "demo"
 WINDOWS = 60
@@ -102,14 +102,8 @@ def hand_out() -> None:
 
 def handed_out(ranks: int) -> float:
     """Return the milliseconds to send a step to this many ranks."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
-    done = subprocess.run(
-        [*command, "-m", "benchmarks.speed.streaming", "--hand_out"],
-        cwd=REPO,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    command = [*torchrun(ranks), "-m", "benchmarks.speed.streaming", "--hand_out"]
+    done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, check=True)
     return float(done.stdout.splitlines()[-1])
 
 

@@ -298,18 +298,10 @@ def test_gradients_of_an_adapter_are_counted_from_the_shape() -> None:
 @pytest.mark.timeout(600)
 def test_kit_and_peer_are_measured_side_by_side(tmp_path: Path) -> None:
     results = tmp_path / "speed.json"
-    words = [
-        "--cells",
-        "chat:qwen3_1.7b:lora:kit",
-        "chat:qwen3_1.7b:lora:trl",
-        "--tiny",
-        "--lanes",
-        "2",
-        "--seconds",
-        "1",
-    ]
+    cells = ["chat:qwen3_1.7b:lora:kit", "chat:qwen3_1.7b:lora:trl"]
     script = [sys.executable, "-m", "benchmarks.speed.compare"]
-    run = [*script, "run", "--work", str(tmp_path / "work"), "--json", str(results), *words]
+    run = [*script, "run", "--work", str(tmp_path / "work"), "--json", str(results), "--cells", *cells]
+    run += ["--tiny", "--lanes", "2", "--seconds", "1"]
     done = subprocess.run(run, cwd=REPO, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     found = {one["contestant"]: one for one in json.loads(results.read_text())["cells"]}

@@ -58,7 +58,7 @@ FAULTS = {
     "small too large": lambda: largest_file(4_096),
     "not flushed": lambda: refusing(os, "fsync", errno.EIO),
     "no summary": lambda: refusing(
-        json_file, "write_new_file", errno.ENOSPC, lambda path, *_: path.name.startswith("summary")
+        json_file, "write_whole", errno.ENOSPC, lambda path, *_: path.name.startswith("summary")
     ),
     "not renamed": lambda: refusing(Path, "rename", errno.EROFS, lambda path, *_: path.parent.name == ASIDE),
 }

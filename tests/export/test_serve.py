@@ -28,10 +28,7 @@ def test_the_rank_is_rounded_up_to_one_that_vllm_takes(adapter: dict[str, Any], 
     ("adapter", "sentence"),
     [
         ({"r": 1024}, "rank 512 at most, and this one has 1024"),
-        (
-            {"r": 8, "target_parameters": ["mlp.experts.down_proj"]},
-            r"adapters on experts .* \(mlp.experts.down_proj\)",
-        ),
+        ({"r": 8, "target_parameters": ["mlp.experts.down_proj"]}, r"adapters on experts .* \(mlp.experts.down_proj\)"),
         ({"r": 8, "modules_to_save": ["lm_head"]}, r"modules trained whole \(lora_modules_to_save lm_head\)"),
     ],
 )

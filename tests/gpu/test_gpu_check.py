@@ -23,16 +23,9 @@ pytestmark = [
 @pytest.fixture(scope="module")
 def found(tmp_path_factory) -> dict:
     work = tmp_path_factory.mktemp("gpu")
-    command = [
-        sys.executable,
-        "-m",
-        "benchmarks.correctness.gpu_check",
-        "--work",
-        str(work),
-        "--json",
-        str(work / "found.json"),
-    ]
-    subprocess.run([*command, "--groups", "0", "1", "2"], cwd=REPO, check=True, timeout=880)
+    command = [sys.executable, "-m", "benchmarks.correctness.gpu_check", "--work", str(work)]
+    command += ["--json", str(work / "found.json"), "--groups", "0", "1", "2"]
+    subprocess.run(command, cwd=REPO, check=True, timeout=880)
     return json.loads((work / "found.json").read_text())
 
 

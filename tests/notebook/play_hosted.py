@@ -5,13 +5,12 @@ Lines that install are skipped, and Colab's Drive is a stand-in; every other com
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
 
-from IPython.core.interactiveshell import InteractiveShell
+from play_notebook import play
 
 INSTALLERS = ("git ", "pip ", "uv ")
 
@@ -24,18 +23,9 @@ def run(command: str) -> None:
         subprocess.run(["bash", "-c", command], check=True)
 
 
-def play(path: Path) -> None:
-    """Run every code cell; the first error ends it."""
+if __name__ == "__main__":
     colab = ModuleType("google.colab")
     colab.drive = ModuleType("drive")  # type: ignore[attr-defined]
     colab.drive.mount = lambda folder: Path(folder).mkdir(parents=True)  # type: ignore[attr-defined]
     sys.modules |= {"google": ModuleType("google"), "google.colab": colab}
-    shell = InteractiveShell.instance()
-    shell.system = run
-    for cell in json.loads(path.read_text())["cells"]:
-        if cell["cell_type"] == "code":
-            shell.run_cell("".join(cell["source"])).raise_error()
-
-
-if __name__ == "__main__":
-    play(Path(sys.argv[1]))
+    play(Path(sys.argv[1]), run)

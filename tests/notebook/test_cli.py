@@ -198,16 +198,8 @@ def test_the_script_at_the_top_and_a_cheap_import(source: Path, tmp_path: Path) 
 
 def test_jupyter_nbconvert(source: Path, tmp_path: Path) -> None:
     """The exporter gives what the command gives."""
-    command = [
-        sys.executable,
-        "-m",
-        "nbconvert",
-        "--to",
-        "unsloth-ddp",
-        str(source),
-        "--output-dir",
-        str(tmp_path / "o"),
-    ]
+    command = [sys.executable, "-m", "nbconvert", "--to", "unsloth-ddp", str(source)]
+    command += ["--output-dir", str(tmp_path / "o")]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=250)
     assert ran.returncode == 0, ran.stderr
     assert "in.ipynb -> a script that trains under DDP" in ran.stderr and "nothing written" not in ran.stderr

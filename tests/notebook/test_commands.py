@@ -40,21 +40,9 @@ def test_the_environment_of_a_command() -> None:
     space: dict[str, Any] = {"os": os, "re": __import__("re")}
     exec(HELPERS["child_environment"].source, space)
     launcher = [
-        "RANK",
-        "LOCAL_RANK",
-        "WORLD_SIZE",
-        "LOCAL_WORLD_SIZE",
-        "NODE_RANK",
-        "GROUP_RANK",
-        "ROLE_RANK",
-        "ROLE_NAME",
-        "MASTER_ADDR",
-        "MASTER_PORT",
-        "TORCHELASTIC_RUN_ID",
-        "ACCELERATE_USE_FSDP",
-        "PMI_SIZE",
-        "OMPI_COMM_WORLD_SIZE",
-    ]
+        "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME",
+        "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "ACCELERATE_USE_FSDP", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE",
+    ]  # fmt: skip
     kept = {"PATH": "x", "HF_TOKEN": "y", "RANKS": "z", "NAME": "n", "CUDA_VISIBLE_DEVICES": "0"}
     assert space["child_environment"]({**dict.fromkeys(launcher, "1"), **kept}) == kept
 

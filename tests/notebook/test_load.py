@@ -102,11 +102,6 @@ def test_fixed_gpu_numbers_become_this_process_s() -> None:
         assert expected in text
 
 
-def test_cuda_visible_devices_is_left_out() -> None:
-    done = convert_cells('import os\nos.environ["CUDA_VISIBLE_DEVICES"] = "0"\nos.environ["B"] = "1"', LOAD)
-    assert 'os.environ["CUDA_VISIBLE_DEVICES"]' not in done.script and 'os.environ["B"] = "1"' in done.script
-
-
 def test_dead_code_stays_dead() -> None:
     done = convert_cells(LOAD, "if False:\n    model.save_pretrained('x')\nif False: model.push_to_hub('y')")
     assert "if False:\n    model.save_pretrained('x')\nif False: model.push_to_hub('y')" in body(done)

@@ -124,10 +124,7 @@ def test_a_name_that_held_a_run_once_is_a_name_again() -> None:
     [
         ("run.log(trainer.train().metrics)", "run.log(trainer.train().metrics)"),
         ("best = run.summary.update(trainer.train().metrics)", "best = run.summary.update(trainer.train().metrics)"),
-        (
-            "best = f'{run.name} {trainer.train()}'",
-            "best = f'{from_main(lambda: run.name)} {trainer.train()}'",
-        ),
+        ("best = f'{run.name} {trainer.train()}'", "best = f'{from_main(lambda: run.name)} {trainer.train()}'"),
         (
             "best = run.name if trainer.train() else 'x'",
             "best = from_main(lambda: run.name) if trainer.train() else 'x'",

@@ -210,17 +210,6 @@ def test_a_function_s_globals_reach_training() -> None:
     assert "\nchoose()\n" in body(convert_cells(LOAD, *cells, TRAIN))
 
 
-def test_logins_happen_once() -> None:
-    text = body(
-        convert_cells(
-            LOAD,
-            "from huggingface_hub import notebook_login\nnotebook_login()",
-            "import wandb\nwandb.login()\nwandb.init()",
-        )
-    )
-    assert "if LOCAL_RANK == 0:\n    hub_login()" in text and "    wandb.init()" in text
-
-
 def test_input_is_asked_once_and_shared() -> None:
     done = convert_cells(LOAD, "name = input('name? ')")
     assert "name = from_main(lambda: input('name? '))" in body(done) and "input" in kinds(done)

@@ -6,8 +6,6 @@ script, not Unsloth. The notebook itself runs in an IPython shell.
 
 import os
 import re
-import shutil
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -15,10 +13,12 @@ from pathlib import Path
 import pytest
 from making import convert_cells
 
+from tests.ranks import free_port
 from unsloth_ddp.notebook.convert import convert
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 # What each example saves last.
 SAVED = {
     "full_finetune_two_phases": "full_model/model.safetensors",
@@ -100,9 +100,7 @@ def test_two_processes_train_what_the_notebook_trains(
     assert [warning.kind for warning in conversion.report.warnings] == WARNED[name]
     script = tmp_path / "script.py"
     script.write_text(conversion.script)
-    launcher = shutil.which("torchrun", path=str(Path(sys.executable).parent))
-    assert launcher is not None
-    output = finish(start([launcher, "--nproc-per-node", "2", str(script)], tmp_path / "run", environment))
+    output = finish(start([*TORCHRUN, "--nproc-per-node", "2", str(script)], tmp_path / "run", environment))
 
     plain, ddp = load_file(played / name / SAVED[name]), load_file(tmp_path / "run" / SAVED[name])
     assert plain.keys() == ddp.keys()
@@ -130,9 +128,7 @@ def test_the_helpers_between_two_processes(tmp_path: Path, environment: dict[str
     ending = "raise RuntimeError('on purpose')" if broken else "os.environ['DONE'] = '1'"
     script = tmp_path / "script.py"
     script.write_text(convert_cells(*CELLS, ending).script)
-    launcher = shutil.which("torchrun", path=str(Path(sys.executable).parent))
-    assert launcher is not None
-    process = start([launcher, "--nproc-per-node", "2", str(script)], tmp_path / "run", environment)
+    process = start([*TORCHRUN, "--nproc-per-node", "2", str(script)], tmp_path / "run", environment)
     output, _ = process.communicate(timeout=250)
     assert (process.returncode != 0) == broken, output[-3000:]
     assert output.count("from the shell") == output.count("said once") == 1
@@ -223,16 +219,12 @@ def test_two_nodes_agree_on_everything_that_a_notebook_leaves_to_chance(
     (tmp_path / "modules" / "trainers.py").write_text(TRAINERS)
     script = tmp_path / "script.py"
     script.write_text(convert_cells(*FROM_ANYWHERE).script)
-    launcher = shutil.which("torchrun", path=str(Path(sys.executable).parent))
-    assert launcher is not None
     given = {**environment, "PYTHONPATH": str(tmp_path / "modules"), "HF_HOME": str(tmp_path / "hub")}
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     runs = []
     for node in ("0", "1"):
         rendezvous = ["--master-addr", "127.0.0.1", "--master-port", str(port), "--node-rank", node]
-        command = [launcher, "--nnodes", "2", "--nproc-per-node", "1", *rendezvous, str(script)]
+        command = [*TORCHRUN, "--nnodes", "2", "--nproc-per-node", "1", *rendezvous, str(script)]
         runs.append(start(command, tmp_path / node, given))
     outputs = [finish(process, 500) for process in runs]
 

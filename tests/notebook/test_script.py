@@ -36,11 +36,6 @@ def test_markdown_becomes_comments_and_cells_keep_their_marks() -> None:
     assert "# %% [markdown]\n# # Title\n#\n# text\n" in text and text.count("# %%\n") >= 2
 
 
-def test_converting_twice_gives_the_same_bytes() -> None:
-    cells = (LOAD, DATA, "print(1)\nimport os\n!ls", TRAIN, "model.save_pretrained('x')")
-    assert convert_cells(*cells).script == convert_cells(*cells).script
-
-
 def test_the_prologue_comes_before_unsloth() -> None:
     text = convert_cells("import os\nos.environ['A'] = '1'", LOAD, DATA, TRAIN).script
     places = [
@@ -117,11 +112,6 @@ def test_every_finding_has_its_cell_and_line() -> None:
 def test_a_cell_that_is_not_python_is_named(cell: str, expected: str) -> None:
     with pytest.raises(NotebookError, match=expected):
         convert_cells(LOAD, cell)
-
-
-def test_a_notebook_without_training_is_refused() -> None:
-    with pytest.raises(NotebookError, match="no cell trains"):
-        convert_cells("import pandas as pd\nprint(pd.DataFrame())")
 
 
 def test_lists_of_lines_and_missing_fields_are_read() -> None:

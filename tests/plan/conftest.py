@@ -14,6 +14,12 @@ from unsloth_ddp.config.options import Settings
 from unsloth_ddp.plan.rows import tokenize_rows
 from unsloth_ddp.plan.shape import ModelShape, read_model_shape
 
+# Small round numbers, to compute with by hand.
+SHAPE = ModelShape(
+    parameters=1000, linear=800, largest_linear=50, head=100, vocabulary=10, adapter=40, layers=4, layer_input=20.0,
+    layer_kept=300.0, outside_kept=8.0,
+)  # fmt: skip
+
 
 @pytest.fixture(scope="session")
 def measured_job(tmp_path_factory):

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from tests.conftest import REPO
+from tests.plan.conftest import SHAPE
 from unsloth_ddp.plan import calibration as calibrations
 from unsloth_ddp.plan.calibration import Calibration, Measurement, SpeedQuery, estimate_speed, load_calibration
 from unsloth_ddp.plan.rows import RowLengths
-from unsloth_ddp.plan.shape import ModelShape
 from unsloth_ddp.utils.errors import UserError
 
 SPEEDS = [1, 50, 100, 300, 200]
@@ -92,37 +92,24 @@ def test_a_broken_calibration_gets_a_sentence(content, tmp_path):
         load_calibration(str(tmp_path / "none.json"))
 
 
-def test_a_calibration_with_a_figure_of_zero_is_refused(tmp_path):
+@pytest.mark.parametrize(
+    ("field", "value", "said"),
+    [
+        ("name", 5, "name is 5, but it has to be text; put it in quotes."),
+        ("method", None, "method is None, but it has to be text"),
+        ("backend", ["unsloth"], r"backend is \['unsloth'\], but it has to be text"),
+        ("tokens_per_second_per_gpu", 0, "not above 0"),
+        *(("tokens_a_micro_batch", value, "not above 0") for value in ("", 0, "8")),
+    ],
+)
+def test_a_calibration_with_a_wrong_value_is_refused(field, value, said, tmp_path):
     path = tmp_path / "c.json"
-    calibrations.save_calibration(Calibration("g", "s", [measurement("x", 1e10, 0)]), path)
-    with pytest.raises(UserError, match="not above 0"):
+    one = dataclasses.replace(measurement("x", 1e10, 1), **{field: value})
+    calibrations.save_calibration(Calibration("g", "s", [one]), path)
+    with pytest.raises(UserError, match=f"--calibration {path}: .*{said}"):
         load_calibration(str(path))
 
 
-@pytest.mark.parametrize("changed", [{"name": 5}, {"method": None}, {"backend": ["unsloth"]}])
-def test_a_calibration_whose_words_are_no_text_is_refused(changed, tmp_path):
-    path = tmp_path / "c.json"
-    one = dataclasses.asdict(measurement("x", 1e10, 1)) | changed
-    path.write_text(json.dumps({"format": 1, "gpu": "g", "source": "s", "measurements": [one]}))
-    [(field, value)] = changed.items()
-    with pytest.raises(UserError) as refused:
-        load_calibration(str(path))
-    assert str(refused.value) == f"--calibration {path}: {field} is {value!r}, but it has to be text; put it in quotes."
-
-
-def test_a_micro_batch_that_is_no_number_is_refused(tmp_path):
-    path = tmp_path / "c.json"
-    for wrong in ("", 0, "8"):
-        one = dataclasses.asdict(measurement("x", 1e10, 1)) | {"tokens_a_micro_batch": wrong}
-        path.write_text(json.dumps({"format": 1, "gpu": "g", "source": "s", "measurements": [one]}))
-        with pytest.raises(UserError, match="not above 0"):
-            load_calibration(str(path))
-
-
-SHAPE = ModelShape(
-    parameters=1000, linear=800, largest_linear=50, head=100, vocabulary=10, adapter=40, layers=4, layer_input=20.0,
-    layer_kept=300.0, outside_kept=8.0,
-)  # fmt: skip
 # 3,000 tokens, 300 a row, which fill 3 packs of 1,000.
 ROWS = RowLengths(np.array([100, 200, 300, 400, 500, 500, 400, 300, 200, 100]), supervised=1)
 

@@ -9,6 +9,7 @@ import pytest
 
 from benchmarks.memory import what_fits
 from tests.conftest import REPO
+from tests.plan.conftest import SHAPE
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.data.batch_plan import plan_batch
 from unsloth_ddp.plan.memory import (
@@ -22,13 +23,8 @@ from unsloth_ddp.plan.memory import (
     judge_fit,
 )
 from unsloth_ddp.plan.rows import in_order, largest_micro_batch
-from unsloth_ddp.plan.shape import ModelShape
 from unsloth_ddp.training.sharded_memory import ZERO_BUCKET
 
-SHAPE = ModelShape(
-    parameters=1000, linear=800, largest_linear=50, head=100, vocabulary=10, adapter=40, layers=4, layer_input=20.0,
-    layer_kept=300.0, outside_kept=8.0,
-)  # fmt: skip
 WORK = Workload(
     tokens=0, precision=2, master=4, optimizer="adamw_torch", checkpointing="torch", processes=1, backend="transformers"
 )

@@ -20,10 +20,7 @@ from unsloth_ddp.plan import __main__ as command
 from unsloth_ddp.plan import calibration as calibrations
 from unsloth_ddp.plan.calibration import Calibration, Measurement, load_calibration
 from unsloth_ddp.plan.compute import Hardware, find_least_memory, make_memory_row, make_plan
-from unsloth_ddp.plan.memory import (
-    Workload,
-    estimate_memory,
-)
+from unsloth_ddp.plan.memory import Workload, estimate_memory
 from unsloth_ddp.plan.report import PlanReport, plan_as_json, render_plan, verdict_sentence
 from unsloth_ddp.plan.rows import RowLengths, in_order, largest_micro_batch
 from unsloth_ddp.plan.step import choose_step

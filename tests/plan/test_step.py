@@ -17,6 +17,7 @@ from transformers import AutoTokenizer
 
 from benchmarks.common.rows import chat_rows
 from tests.conftest import REPO
+from tests.plan.conftest import SHAPE
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.data.batch_plan import BatchPlan
 from unsloth_ddp.data.dataset import Counts, TokenizedRows
@@ -25,7 +26,6 @@ from unsloth_ddp.data.training_data import TrainingData
 from unsloth_ddp.plan.compute import Hardware, make_plan
 from unsloth_ddp.plan.report import PlanReport, plan_as_json, render_plan
 from unsloth_ddp.plan.rows import RowLengths, largest_micro_batch
-from unsloth_ddp.plan.shape import ModelShape
 from unsloth_ddp.plan.step import PlannedStep, choose_step
 from unsloth_ddp.training import cuda_graphs
 from unsloth_ddp.training.cuda_graphs import CudaGraphs
@@ -34,10 +34,6 @@ from unsloth_ddp.training.step_choice import StepChoice
 
 SPEED = REPO / "benchmarks" / "results" / "speed"
 PACKED = PackingDecision(True, "a kernel keeps rows apart")
-SHAPE = ModelShape(
-    parameters=1000, linear=800, largest_linear=50, head=100, vocabulary=10, adapter=40, layers=4, layer_input=20.0,
-    layer_kept=300.0, outside_kept=8.0,
-)  # fmt: skip
 
 
 def planned_rows(settings: Settings, lengths: np.ndarray, processes: int = 1) -> tuple[RowLengths, BatchPlan]:

@@ -31,6 +31,28 @@ CALL = {"type": "function", "function": {"name": "add", "arguments": {}}}
 TOOL = {"type": "function", "function": {"name": "look_up", "parameters": {}}}
 
 
+@pytest.fixture
+def tokenizer() -> Any:
+    return AutoTokenizer.from_pretrained(DEMO_MODEL, padding_side="left")
+
+
+@pytest.fixture
+def calls(tokenizer: Any) -> list[tuple[torch.Tensor, dict[str, Any]]]:
+    """Prompts and options of every call of the model's generate()."""
+    return []
+
+
+@pytest.fixture
+def model(tokenizer: Any, calls: list[tuple[torch.Tensor, dict[str, Any]]]) -> Any:
+    """Stand in for a model that ends every answer at once."""
+
+    def generate(input_ids: torch.Tensor, **options: Any) -> torch.Tensor:
+        calls.append((input_ids, options))
+        return torch.nn.functional.pad(input_ids, (0, 1), value=tokenizer.eos_token_id)
+
+    return SimpleNamespace(generate=generate, device="cpu", training=False, eval=lambda: None, train=lambda mode: None)
+
+
 def test_only_rows_with_a_question_and_an_answer_are_asked(capsys: pytest.CaptureFixture[str]) -> None:
     called = {"role": "assistant", "content": "", "tool_calls": [CALL]}
     result = {"role": "tool", "content": "5"}
@@ -40,36 +62,25 @@ def test_only_rows_with_a_question_and_an_answer_are_asked(capsys: pytest.Captur
         Example([ANSWER]), Example([SYSTEM, ANSWER]), Example([ASK, ANSWER, ANSWER]), Example([ASK, ANSWER, ASK]),
         Example([ASK, called]), Example([ASK, {**ANSWER, "content": " "}]), Example(text="Hi: Hello."),
     ]  # fmt: skip
-    assert questions(examples) == [
-        Question([ASK], "Hello.", [TOOL]),
-        Question([ASK, called, result], "Hello."),
-    ]
+    assert questions(examples) == [Question([ASK], "Hello.", [TOOL]), Question([ASK, called, result], "Hello.")]
     assert "Not compared: 7 of 9 evaluation rows, without a question and an answer." in capsys.readouterr().out
 
 
-def test_a_question_is_asked_with_its_tools() -> None:
-    tokenizer = AutoTokenizer.from_pretrained(DEMO_MODEL)
-    tokenizer.padding_side = "left"
+def test_a_question_is_asked_with_its_tools(tokenizer: Any, model: Any, calls: list[Any]) -> None:
     tokenizer.chat_template = (
         "{% for t in tools or [] %}{{ t.function.name }} {% endfor %}{% for m in messages %}{{ m.content }}{% endfor %}"
     )
-    asked: list[str] = []
-
-    def generate(input_ids: torch.Tensor, **options: Any) -> torch.Tensor:
-        asked.extend(tokenizer.batch_decode(input_ids, skip_special_tokens=True))
-        return torch.nn.functional.pad(input_ids, (0, 1), value=tokenizer.eos_token_id)
-
-    model = SimpleNamespace(generate=generate, device="cpu")
     assert _generate(model, tokenizer, [Question([ASK], "Hello.", [TOOL]), Question([ASK], "Hello.")], 9) == ["", ""]
-    assert [text.strip() for text in asked] == [
+    ((asked, _),) = calls
+    assert [text.strip() for text in tokenizer.batch_decode(asked, skip_special_tokens=True)] == [
         tokenizer.decode(tokenizer(text, add_special_tokens=False)["input_ids"]).strip()
         for text in ("look_up Hi", "Hi")
     ]
 
 
-def test_a_template_that_takes_calls_as_text_only_is_asked_as_rows_are_tokenized() -> None:
-    tokenizer = AutoTokenizer.from_pretrained(DEMO_MODEL)
-    tokenizer.padding_side = "left"
+def test_a_template_that_takes_calls_as_text_only_is_asked_as_rows_are_tokenized(
+    tokenizer: Any, model: Any, calls: list[Any]
+) -> None:
     # As DeepSeek-V3's.
     tokenizer.chat_template = (
         "{% for m in messages %}{% for c in m.tool_calls or [] %}{{ 'call ' + c.function.arguments }}{% endfor %}"
@@ -77,22 +88,15 @@ def test_a_template_that_takes_calls_as_text_only_is_asked_as_rows_are_tokenized
     )
     call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
     turns = [ASK, {"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "tool", "content": "5"}]
-    asked: list[torch.Tensor] = []
-
-    def generate(input_ids: torch.Tensor, **options: Any) -> torch.Tensor:
-        asked.append(input_ids)
-        return torch.nn.functional.pad(input_ids, (0, 1), value=tokenizer.eos_token_id)
-
     question = Question(turns, "Hello.")
-    assert _generate(SimpleNamespace(generate=generate, device="cpu"), tokenizer, [question], 9) == [""]
-    assert asked[0][0].tolist() == tokenizer('Hicall {"a": 1}5', add_special_tokens=False)["input_ids"]
+    assert _generate(model, tokenizer, [question], 9) == [""]
+    assert calls[0][0][0].tolist() == tokenizer('Hicall {"a": 1}5', add_special_tokens=False)["input_ids"]
     tokenizer.chat_template = "{{ raise_exception('never') }}"
     with pytest.raises(Exception, match="never"):
         end_of_turn(tokenizer, question)
 
 
-def test_an_end_of_turn_in_plain_text_is_no_part_of_the_answer() -> None:
-    tokenizer = AutoTokenizer.from_pretrained(DEMO_MODEL)
+def test_an_end_of_turn_in_plain_text_is_no_part_of_the_answer(tokenizer: Any) -> None:
     set_chat_template(tokenizer, "chatml")
     end = end_of_turn(tokenizer, Question([ASK], "Hello."))
     assert end == "<|im_end|>"
@@ -101,8 +105,7 @@ def test_an_end_of_turn_in_plain_text_is_no_part_of_the_answer() -> None:
 
 
 @pytest.mark.parametrize("answer", ["e", "im", "|", "user", "<|im_end|>"])
-def test_an_answer_that_is_a_part_of_what_ends_it_does_not_shorten_the_end(answer: str) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(DEMO_MODEL)
+def test_an_answer_that_is_a_part_of_what_ends_it_does_not_shorten_the_end(tokenizer: Any, answer: str) -> None:
     set_chat_template(tokenizer, "chatml")
     assert end_of_turn(tokenizer, Question([ASK], answer)) == "<|im_end|>"
 
@@ -115,29 +118,20 @@ def test_reasoning_before_an_answer_is_not_compared() -> None:
 
 @pytest.mark.parametrize(("words", "generated", "longer"), [(5, 32, 0), (100, 108, 0), (300, 256, 1)])
 def test_an_answer_is_as_long_as_the_longest_expected_one(
-    words: int, generated: int, longer: int, capsys: pytest.CaptureFixture[str]
+    tokenizer: Any, model: Any, calls: list[Any], words: int, generated: int, longer: int, capsys: Any
 ) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(DEMO_MODEL)
     asked = [Question([ASK], "Lisbon"), Question([ASK], " ".join(["Lisbon"] * words))]
-    lengths: list[int] = []
-
-    def generate(input_ids: torch.Tensor, max_new_tokens: int, **options: Any) -> torch.Tensor:
-        lengths.append(max_new_tokens)
-        return torch.nn.functional.pad(input_ids, (0, 1), value=tokenizer.eos_token_id)
-
-    model = SimpleNamespace(generate=generate, device="cpu", training=False, eval=lambda: None, train=lambda mode: None)
     runtime: Any = SimpleNamespace(
         backend="transformers", ranks=SimpleNamespace(rank=0, world_size=1), gather=lambda found: [found]
     )
     assert answer(model, tokenizer, asked, runtime) == ["", ""]
-    assert lengths == [generated]
+    assert [options["max_new_tokens"] for _, options in calls] == [generated]
     say_too_long(tokenizer, asked)
     sentence = "The expected answers of 1 of 2 held-out questions may be longer than the 256 tokens that are generated"
     assert (sentence in capsys.readouterr().out) == bool(longer)
 
 
-def test_long_questions_are_answered_in_smaller_batches() -> None:
-    tokenizer = AutoTokenizer.from_pretrained(DEMO_MODEL)
+def test_long_questions_are_answered_in_smaller_batches(tokenizer: Any) -> None:
     tokenizer.chat_template = "{{ messages[0].content }}"
     short, long = (Question([{"role": "user", "content": " ".join(["Lisbon"] * n)}], "x") for n in (10, 4000))
     prompt = len(tokenizer("Lisbon")["input_ids"])

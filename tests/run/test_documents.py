@@ -13,7 +13,6 @@ from tests.conftest import write_jsonl
 from tests.ranks import run_ranks, train
 from tests.run.run_folders import SUMMARY, make_run
 from tests.run.test_report import Page
-from tests.runtimes import cpu_runtime
 from unsloth_ddp.distributed.ranks import Ranks
 from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.run import documents
@@ -91,13 +90,13 @@ def trainer(tmp_path):
         (KeyError("rows"), "is not written, because of an error of the kit: KeyError: 'rows'."),
     ],
 )
-def test_a_document_that_cannot_be_written_costs_one_sentence(trainer, monkeypatch, capsys, error, said):
+def test_a_document_that_cannot_be_written_costs_one_sentence(trainer, monkeypatch, capsys, error, said, runtime):
     def fail(*_):
         raise error
 
     for name in ("write_card", "write_report", "end_record"):
         monkeypatch.setattr(documents, name, lambda *_, **__: fail())
-    documents.finished(cpu_runtime(), trainer, trainer.folder, SUMMARY, [])
+    documents.finished(runtime, trainer, trainer.folder, SUMMARY, [])
     lines = capsys.readouterr().out.splitlines()
     assert [
         line.startswith(str(trainer.folder / name))
@@ -106,8 +105,8 @@ def test_a_document_that_cannot_be_written_costs_one_sentence(trainer, monkeypat
     assert all(line.endswith(said) for line in lines)
 
 
-def test_a_removed_folder_costs_a_sentence(trainer, tmp_path, capsys):
-    documents.stopped(cpu_runtime(), trainer, tmp_path / "gone", "SIGTERM")
+def test_a_removed_folder_costs_a_sentence(trainer, tmp_path, capsys, runtime):
+    documents.stopped(runtime, trainer, tmp_path / "gone", "SIGTERM")
     assert capsys.readouterr().out.count("is not written: ") == 2
 
 

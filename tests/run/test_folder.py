@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.runtimes import cpu_runtime
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.run import folder as run_folder
 from unsloth_ddp.run.outcomes import ResultNotSaved, RunNotFinished, RunStopped
@@ -18,11 +17,10 @@ from unsloth_ddp.utils.errors import UserError
 
 
 @pytest.mark.parametrize("resume", ["auto", "no", "{}/elsewhere/checkpoint-3"])
-def test_a_run_that_began_meanwhile_is_not_removed(tmp_path, resume):
+def test_a_run_that_began_meanwhile_is_not_removed(tmp_path, resume, runtime):
     (tmp_path / "elsewhere" / "checkpoint-3").mkdir(parents=True)
     resume = resume.format(tmp_path)
     settings = Settings(run_name="r", output_dir=str(tmp_path), resume=resume)
-    runtime = cpu_runtime()
     folder = run_folder.choose_run_folder(settings, runtime)
     folder.mkdir()
     (folder / "adapter.txt").write_text("another job's")
@@ -31,12 +29,11 @@ def test_a_run_that_began_meanwhile_is_not_removed(tmp_path, resume):
     assert (folder / "adapter.txt").read_text() == "another job's"
 
 
-def test_a_refused_folder_is_told_with_what_differs_and_checkpoints_only_where_there_are_some(tmp_path):
+def test_a_refused_folder_is_told_with_what_differs_and_checkpoints_only_where_there_are_some(tmp_path, runtime):
     (tmp_path / "r").mkdir()
     Settings(run_name="r", max_steps=300).save(tmp_path / "r" / "settings.yaml")
     (tmp_path / "r" / "adapter.txt").write_text("")
     settings = Settings(run_name="r", output_dir=str(tmp_path), max_steps=3)
-    runtime = cpu_runtime()
     with pytest.raises(UserError) as refused:
         run_folder.choose_run_folder(settings, runtime)
     assert str(refused.value).endswith(
@@ -69,15 +66,15 @@ sys.stdin.read()
         process.kill()
 
 
-def test_a_second_job_is_refused_before_it_loads_anything(tmp_path, other_job, monkeypatch, capsys):
+def test_a_second_job_is_refused_before_it_loads_anything(tmp_path, other_job, monkeypatch, capsys, runtime):
     monkeypatch.setattr(run_folder, "LOCK_PATIENCE", 0.0)
     settings = Settings(run_name="r", output_dir=str(tmp_path))
     with pytest.raises(UserError, match=r"r is being written by another job \(far, process 7\); wait for its end, or"):
-        run_folder.choose_run_folder(settings, cpu_runtime())
+        run_folder.choose_run_folder(settings, runtime)
 
 
 @pytest.mark.parametrize("finished", [False, True])
-def test_a_job_that_ends_now_is_waited_for(tmp_path, other_job, monkeypatch, capsys, finished):
+def test_a_job_that_ends_now_is_waited_for(tmp_path, other_job, monkeypatch, capsys, finished, runtime):
     def end(seconds):
         if finished:
             (tmp_path / "r" / "summary.json").write_text("{}")
@@ -86,7 +83,6 @@ def test_a_job_that_ends_now_is_waited_for(tmp_path, other_job, monkeypatch, cap
 
     monkeypatch.setattr(run_folder.time, "sleep", end)
     settings = Settings(run_name="r", output_dir=str(tmp_path))
-    runtime = cpu_runtime()
     if finished:
         with pytest.raises(UserError, match="r holds a finished run"):
             run_folder.choose_run_folder(settings, runtime)
@@ -99,9 +95,8 @@ class Killed(BaseException):
     """Ends a process where it is raised, as kill -9 does."""
 
 
-def test_a_start_killed_while_it_writes_its_settings_starts_again(tmp_path, monkeypatch):
+def test_a_start_killed_while_it_writes_its_settings_starts_again(tmp_path, monkeypatch, runtime):
     settings = Settings(run_name="r", output_dir=str(tmp_path))
-    runtime = cpu_runtime()
     folder = run_folder.choose_run_folder(settings, runtime)
 
     def save_half(self, path):
@@ -120,9 +115,10 @@ def test_a_start_killed_while_it_writes_its_settings_starts_again(tmp_path, monk
     assert sorted(path.name for path in folder.iterdir()) == ["logs", "run.lock", "settings.yaml"]
 
 
-def test_an_overwriting_start_killed_while_it_empties_the_folder_leaves_what_can_be_overwritten(tmp_path, monkeypatch):
+def test_an_overwriting_start_killed_while_it_empties_the_folder_leaves_what_can_be_overwritten(
+    tmp_path, monkeypatch, runtime
+):
     settings = Settings(run_name="r", output_dir=str(tmp_path), overwrite=True)
-    runtime = cpu_runtime()
     folder = tmp_path / "r"
     (folder / "checkpoint-1").mkdir(parents=True)
     settings.save(folder / "settings.yaml")
@@ -143,8 +139,7 @@ def test_an_overwriting_start_killed_while_it_empties_the_folder_leaves_what_can
     assert not (folder / "checkpoint-1").exists()
 
 
-def test_a_start_that_wrote_nothing_does_not_stand_in_the_way_and_its_logs_stay(tmp_path):
-    runtime = cpu_runtime()
+def test_a_start_that_wrote_nothing_does_not_stand_in_the_way_and_its_logs_stay(tmp_path, runtime):
     folder = tmp_path / "r"
     (folder / "logs").mkdir(parents=True)
     (folder / "logs" / "rank_0.log").write_text("why it failed\n")
@@ -163,7 +158,7 @@ def test_a_start_that_wrote_nothing_does_not_stand_in_the_way_and_its_logs_stay(
         *((held, "no") for held in ("summary.json", "checkpoint-3/x")),
     ],
 )
-def test_a_folder_that_holds_anything_else_is_left_alone(tmp_path, held, resume):
+def test_a_folder_that_holds_anything_else_is_left_alone(tmp_path, held, resume, runtime):
     path = tmp_path / "r" / held
     path.parent.mkdir(parents=True)
     path.write_text("x")
@@ -175,17 +170,17 @@ def test_a_folder_that_holds_anything_else_is_left_alone(tmp_path, held, resume)
         else "give another --run_name, or --overwrite"
     )
     with pytest.raises(UserError, match=fix):
-        run_folder.choose_run_folder(settings, cpu_runtime())
+        run_folder.choose_run_folder(settings, runtime)
 
 
-def test_a_resume_that_is_no_folder_is_told_before_anything_else(tmp_path):
+def test_a_resume_that_is_no_folder_is_told_before_anything_else(tmp_path, runtime):
     (tmp_path / "r" / "checkpoint-3").mkdir(parents=True)
     settings = Settings(run_name="r", output_dir=str(tmp_path), resume="never")
     with pytest.raises(UserError, match="resume never: there is no such folder; give a checkpoint folder, auto or no"):
-        run_folder.choose_run_folder(settings, cpu_runtime())
+        run_folder.choose_run_folder(settings, runtime)
 
 
-def test_a_resume_from_a_runs_folder_or_an_empty_one_names_what_to_give(tmp_path, monkeypatch):
+def test_a_resume_from_a_runs_folder_or_an_empty_one_names_what_to_give(tmp_path, monkeypatch, runtime):
     monkeypatch.chdir(tmp_path)
     for name in ("outputs/r/checkpoint-3", "outputs/r/checkpoint-20", "empty"):
         Path(name).mkdir(parents=True)
@@ -196,7 +191,7 @@ def test_a_resume_from_a_runs_folder_or_an_empty_one_names_what_to_give(tmp_path
     }
     for resume, sentence in given.items():
         with pytest.raises(UserError) as refused:
-            run_folder.choose_run_folder(Settings(run_name="new", resume=resume), cpu_runtime())
+            run_folder.choose_run_folder(Settings(run_name="new", resume=resume), runtime)
         assert str(refused.value) == sentence
 
 
@@ -223,12 +218,11 @@ def unfinished(folder, step, **settings):
     Settings(model="m", output_dir=str(folder.parent), run_name=folder.name, **settings).save(folder / "settings.yaml")
 
 
-def test_a_new_run_offers_the_unfinished_one_with_the_same_settings(tmp_path, capsys):
+def test_a_new_run_offers_the_unfinished_one_with_the_same_settings(tmp_path, capsys, runtime):
     unfinished(tmp_path / "stopped", 30)
     unfinished(tmp_path / "other", 40, max_steps=7)
     unfinished(tmp_path / "finished", 50)
     (tmp_path / "finished" / "summary.json").write_text("{}")
-    runtime = cpu_runtime()
     run_folder.choose_run_folder(Settings(model="m", output_dir=str(tmp_path)), runtime)
     printed = capsys.readouterr().out
     assert printed.count("\n") == 1 and f"{tmp_path}/stopped holds an unfinished run" in printed
@@ -258,12 +252,11 @@ def test_a_result_that_could_not_be_written_says_what_the_same_command_does(tmp_
     assert without.endswith("run the same command again: it trains again, as there is no checkpoint.")
 
 
-def test_a_disk_that_is_full_at_the_start_is_told_without_an_error_number(tmp_path, monkeypatch):
+def test_a_disk_that_is_full_at_the_start_is_told_without_an_error_number(tmp_path, monkeypatch, runtime):
     def full(self, path):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(Settings, "save", full)
-    runtime = cpu_runtime()
     with (
         runtime.cleanup,
         pytest.raises(

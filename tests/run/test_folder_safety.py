@@ -9,9 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.runtimes import cpu_runtime
 from unsloth_ddp.config.options import Settings
-from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.run import folder as run_folder
 from unsloth_ddp.run import logs
 from unsloth_ddp.utils import safe_files
@@ -24,12 +22,6 @@ def place(tmp_path) -> Path:
     (tmp_path / "victim").write_text("precious")
     (tmp_path / "r").mkdir()
     return tmp_path / "r"
-
-
-@pytest.fixture
-def runtime() -> Runtime:
-    """A run on one process."""
-    return cpu_runtime()
 
 
 def settings_of(place: Path) -> Settings:

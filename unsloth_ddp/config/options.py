@@ -444,15 +444,7 @@ class UnslothSettings:
     clear_compiled_cache: bool = option(False, "Empty that folder first.", on_resume="allow", summary=False)
 
 
-TOPICS = (
-    ModelSettings,
-    LoraSettings,
-    DataSettings,
-    BatchSettings,
-    TrainingSettings,
-    OutputSettings,
-    UnslothSettings,
-)
+TOPICS = (ModelSettings, LoraSettings, DataSettings, BatchSettings, TrainingSettings, OutputSettings, UnslothSettings)
 
 
 @dataclass

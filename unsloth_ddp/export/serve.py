@@ -30,7 +30,7 @@ def vllm_command(result: RunResult, make_folder: Callable[[], Path]) -> str:
     """
     settings = result.settings
     if not result.is_adapter:
-        return _command(["vllm", "serve", str(result.folder), *_trust(result)])
+        return shlex.join(["vllm", "serve", str(result.folder), *_trust(result)])
     adapter = read_model_file(str(result.folder), ADAPTER_FILE) or {}
     rank = _rank_for_vllm(adapter)
     words = ["vllm", "serve", str(settings.model)]
@@ -46,12 +46,12 @@ def vllm_command(result: RunResult, make_folder: Callable[[], Path]) -> str:
         with whole_or_absent(folder) as aside:
             (aside / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n", encoding="utf-8")
         words += ["--generation-config", str(folder)]
-    return _command([*words, *_trust(result)])
+    return shlex.join([*words, *_trust(result)])
 
 
 def transformers_command(result: RunResult, whole: Path) -> str:
     """Return the command that serves a whole model with `transformers serve`, which does not load adapters."""
-    return _command(["transformers", "serve", str(whole), *_trust(result)])
+    return shlex.join(["transformers", "serve", str(whole), *_trust(result)])
 
 
 def _rank_for_vllm(adapter: dict[str, Any]) -> int:
@@ -107,7 +107,3 @@ def _generation_config(result: RunResult) -> dict[str, Any] | None:
 
 def _trust(result: RunResult) -> list[str]:
     return ["--trust-remote-code"] if result.settings.trust_remote_code else []
-
-
-def _command(words: list[str]) -> str:
-    return shlex.join(words)

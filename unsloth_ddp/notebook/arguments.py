@@ -12,11 +12,6 @@ def code(node: cst.CSTNode) -> str:
     return _BLANK.code_for_node(node)
 
 
-def expression(source: str) -> cst.BaseExpression:
-    """Parse an expression."""
-    return cst.parse_expression(source)
-
-
 def keyword(call: cst.Call, name: str) -> cst.Arg | None:
     """Return the keyword argument of that name, or None."""
     return next((arg for arg in call.args if arg.keyword is not None and arg.keyword.value == name), None)
@@ -29,18 +24,16 @@ def splats(call: cst.Call) -> bool:
 
 def set_keyword(call: cst.Call, name: str, source: str) -> cst.Call:
     """Return `call` with keyword `name` set to the expression `source`, in place or before the other keywords."""
-    value = expression(source)
+    value = cst.parse_expression(source)
     old = keyword(call, name)
     if old is not None:
-        return call.with_changes(
-            args=[arg.with_changes(value=value) if arg is old else arg for arg in call.args],
-        )
+        return call.with_changes(args=[arg.with_changes(value=value) if arg is old else arg for arg in call.args])
     return _insert(call, cst.Arg(value=value, keyword=cst.Name(name), equal=_equal_style(call)))
 
 
 def add_splat(call: cst.Call, source: str) -> cst.Call:
     """Return `call` with `**source` before its keyword arguments."""
-    return _insert(call, cst.Arg(value=expression(source), star="**"))
+    return _insert(call, cst.Arg(value=cst.parse_expression(source), star="**"))
 
 
 def _insert(call: cst.Call, new: cst.Arg) -> cst.Call:

@@ -12,9 +12,7 @@ def as_coroutine(statement: cst.BaseStatement, name: str) -> list[cst.BaseStatem
 
     Other statements are returned as they are: `await` in them becomes a call.
     """
-    finder = _Asynchronous()
-    statement.visit(finder)
-    if not finder.found:
+    if not _is_asynchronous(statement):
         return [statement]
     written = sorted(collect(statement).writes)
     leading = statement.leading_lines  # type: ignore[attr-defined]
@@ -32,20 +30,10 @@ def as_coroutine(statement: cst.BaseStatement, name: str) -> list[cst.BaseStatem
     return [coroutine, cst.SimpleStatementLine(body=[cst.Expr(cst.Await(call))])]
 
 
-class _Asynchronous(cst.CSTVisitor):
-    """Looks for asynchronous blocks and comprehensions outside functions."""
-
-    def __init__(self) -> None:
-        self.found = False
-
-    def visit_FunctionDef(self, node: cst.FunctionDef) -> bool:
+def _is_asynchronous(node: cst.CSTNode) -> bool:
+    """Return whether a node holds an asynchronous block or comprehension outside functions."""
+    if isinstance(node, cst.FunctionDef):
         return False
-
-    def visit_For(self, node: cst.For) -> None:
-        self.found |= node.asynchronous is not None
-
-    def visit_With(self, node: cst.With) -> None:
-        self.found |= node.asynchronous is not None
-
-    def visit_CompFor(self, node: cst.CompFor) -> None:
-        self.found |= node.asynchronous is not None
+    if isinstance(node, cst.For | cst.With | cst.CompFor) and node.asynchronous is not None:
+        return True
+    return any(_is_asynchronous(part) for part in node.children)

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import libcst as cst
 
+from unsloth_ddp.notebook.syntax import contains
+
 
 def decides(node: cst.FunctionDef) -> bool:
     """Return whether a callback's method sets a flag of its control (`control.should_training_stop = True`)."""
-    if not node.name.value.startswith("on_"):
-        return False
-    finder = _Decisions()
-    node.body.visit(finder)
-    return finder.found
+    return node.name.value.startswith("on_") and contains(node.body, _sets_flag)
 
 
-class _Decisions(cst.CSTVisitor):
-    def __init__(self) -> None:
-        self.found = False
-
-    def visit_AssignTarget(self, node: cst.AssignTarget) -> None:
-        target = node.target
-        self.found |= isinstance(target, cst.Attribute) and target.attr.value.startswith("should_")
+def _sets_flag(node: cst.CSTNode) -> bool:
+    match node:
+        case cst.AssignTarget(target=cst.Attribute(attr=cst.Name(value=name))):
+            return name.startswith("should_")
+    return False

@@ -5,21 +5,19 @@ from __future__ import annotations
 import argparse
 import difflib
 import json
-import os
 import re
 import sys
-import tempfile
 from pathlib import Path
 
 from unsloth_ddp.notebook.report import summary
 from unsloth_ddp.notebook.types import ConversionOptions, NotebookError
+from unsloth_ddp.utils.safe_files import write_whole
 
 
 def make_parser() -> argparse.ArgumentParser:
     """Build the parser, its options grouped by topic."""
     parser = argparse.ArgumentParser(
-        prog="notebook_to_script.py",
-        description="Turn an Unsloth notebook into a script that trains under DDP.",
+        prog="notebook_to_script.py", description="Turn an Unsloth notebook into a script that trains under DDP."
     )
     parser.add_argument("notebook", type=Path, help="the .ipynb to convert")
     parser.add_argument("script", type=Path, nargs="?", help="the .py to write (default: the notebook's name)")
@@ -79,9 +77,9 @@ def _run(options: argparse.Namespace) -> int:
         ),
     )
     if not options.dry_run:
-        _write_whole(target, conversion.script)
+        _write(target, conversion.script)
     if options.report is not None:
-        _write_whole(options.report, json.dumps(conversion.report.to_dict(), indent=2, ensure_ascii=False) + "\n")
+        _write(options.report, json.dumps(conversion.report.to_dict(), indent=2, ensure_ascii=False) + "\n")
     if options.diff:
         sys.stdout.writelines(_diff(options.notebook, conversion.script, target))
     print(summary(conversion.report, "(nothing written)" if options.dry_run else f"-> {target}"))
@@ -116,25 +114,11 @@ def _refuse_folder(path: Path) -> None:
         raise NotebookError(f"{path}: its folder does not exist; make it, or give another name.")
 
 
-def _write_whole(path: Path, text: str) -> None:
-    """Write a file through a temporary one, so that an interrupted write leaves no half of it."""
-    name = None
+def _write(path: Path, text: str) -> None:
     try:
-        with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=path.absolute().parent, delete=False) as file:
-            name = file.name
-            file.write(text)
-        os.chmod(name, 0o666 & ~_umask())
-        os.replace(name, path)
+        write_whole(path, text)
     except OSError as error:
-        if name is not None:
-            os.unlink(name)
         raise NotebookError(f"{path}: cannot be written ({error.strerror}); give another name.") from None
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
 
 
 def _diff(notebook: Path, script: str, target: Path) -> list[str]:

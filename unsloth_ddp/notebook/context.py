@@ -34,15 +34,9 @@ class ConversionContext:
     @property
     def command_names(self) -> set[str]:
         """Return names imported from modules that start commands or log in."""
-        modules = (
-            "subprocess.",
-            "os.system",
-            "os.popen",
-            "asyncio.create_subprocess",
-            "huggingface_hub.",
-            "wandb.login",
-        )
-        return {name for name, path in self.imports.items() if path.startswith(modules)}
+        commands = ("subprocess.", "os.system", "os.popen", "asyncio.create_subprocess")
+        logins = ("huggingface_hub.", "wandb.login")
+        return {name for name, path in self.imports.items() if path.startswith(commands + logins)}
 
     @property
     def on_kaggle(self) -> bool:

@@ -97,9 +97,7 @@ def _parsed(source: str) -> tuple[cst.Module, Lowered]:
 
 
 def _context(
-    parsed: list[tuple[Cell, cst.Module, Lowered]],
-    options: ConversionOptions,
-    report: ConversionReport,
+    parsed: list[tuple[Cell, cst.Module, Lowered]], options: ConversionOptions, report: ConversionReport
 ) -> ConversionContext:
     usages = [collect(statement) for _, module, _ in parsed for statement in module.body]
     bound = set().union(*(f.writes for f in usages), set())

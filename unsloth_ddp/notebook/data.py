@@ -10,15 +10,13 @@ from unsloth_ddp.notebook.syntax import dotted, full_path
 
 # Method or function -> the keyword that seeds it.
 _SEEDED = {"train_test_split": "seed", "shuffle": "seed", "sample": "random_state"}
-
-
-_GENERATORS = {"random.Random", "numpy.random.default_rng", "numpy.random.RandomState", "torch.Generator"}
+_GENERATORS = {"random.Random", "numpy.random.default_rng", "numpy.random.RandomState"}
 
 
 def edit_generator(call: cst.Call, context: ConversionContext) -> tuple[cst.Call, list[str]]:
     """Return the call of a random generator with a seed, where it has none."""
     full = full_path(dotted(call.func), context.imports)
-    if full not in _GENERATORS - {"torch.Generator"} or call.args:
+    if full not in _GENERATORS or call.args:
         return call, []
     seeded = call.with_changes(args=[cst.Arg(cst.Integer(str(context.options.seed)))])
     return seeded, [context.edit("seed", "a random generator without a seed: every process must draw the same")]

@@ -47,15 +47,8 @@ PER_NODE = {Effect.SERVER, Effect.SHELL, Effect.LOGIN}
 
 _TRAIN = {"train", "fit", "evaluate", "validate", "predict", "hyperparameter_search"}
 _INFER = {
-    "generate",
-    "fast_generate",
-    "infer",
-    "chat",
-    "batch_chat",
-    "generate_speech",
-    "generate_text",
-    "stream_generate",
-}
+    "generate", "fast_generate", "infer", "chat", "batch_chat", "generate_speech", "generate_text", "stream_generate",
+}  # fmt: skip
 _SAVE = re.compile(
     r"^(save_pretrained\w*|save_vocabulary|push_to_hub\w*|save_model|save_lora|save_state|save_metrics|save_checkpoint|save_adapter"
     r"|save_to_disk|upload_file|upload_folder|upload_large_folder|create_repo|create_model_card|log_metrics|quantize_gguf"

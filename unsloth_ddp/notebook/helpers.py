@@ -278,7 +278,7 @@ def uploaded_files():
     if paths == [""]:
         raise SystemExit("The notebook asks for an upload here: export UPLOADED_FILES=path[:path ...] and start again.")
     return {os.path.basename(path): open(path, "rb").read() for path in paths}
-''',
+'''
     ),
     "hub_login": Helper('''\
 def hub_login(token=None, *rest, **options):

@@ -13,15 +13,8 @@ from unsloth_ddp.notebook.syntax import dotted, full_path
 
 _MODEL_CLASS = re.compile(r"^Fast[A-Z]|Model|For[A-Z]")
 _SPREADS = {
-    '"auto"',
-    "'auto'",
-    '"balanced"',
-    "'balanced'",
-    '"balanced_low_0"',
-    '"sequential"',
-    '"unsloth"',
-    "'unsloth'",
-}
+    '"auto"', "'auto'", '"balanced"', "'balanced'", '"balanced_low_0"', '"sequential"', '"unsloth"', "'unsloth'",
+}  # fmt: skip
 _ON_CPU = re.compile(r"""(\{\s*["']{2}\s*:\s*)?(torch\.device\()?["']cpu["']\)?(\s*,?\s*\})?""")
 
 

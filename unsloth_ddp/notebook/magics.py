@@ -27,22 +27,10 @@ _CELL_MAGIC = re.compile(r"^%%(?P<name>[\w!]+)[ \t]*(?P<line>.*)$")
 # A command in the background, or one whose process or output gets a name.
 _BINDS = re.compile(r"(^|\s)--(bg|proc|out|err)\b")
 # First words of commands that notebooks have without `!`.
-_COMMANDS = {"huggingface-cli", "hf", "git", "wget", "curl", "apt", "apt-get", "nvidia-smi", "unzip", "tar", "gdown"}
-_COMMANDS |= {
-    "kaggle",
-    "wandb",
-    "accelerate",
-    "torchrun",
-    "python",
-    "python3",
-    "npm",
-    "pip3",
-    "uv",
-    "conda",
-    "mamba",
-    "gcloud",
-    "aws",
-}
+_COMMANDS = {
+    "huggingface-cli", "hf", "git", "wget", "curl", "apt", "apt-get", "nvidia-smi", "unzip", "tar", "gdown", "kaggle",
+    "wandb", "accelerate", "torchrun", "python", "python3", "npm", "pip3", "uv", "conda", "mamba", "gcloud", "aws",
+}  # fmt: skip
 # Databricks writes its cell magics with one sign.
 _DATABRICKS_CELL = re.compile(r"\A\s*%(sql|md|md-sandbox|sh|scala|r|fs)\b")
 _CD = re.compile(r"^cd\s+/[\w./-]*\s*$", re.MULTILINE)

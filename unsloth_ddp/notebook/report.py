@@ -29,4 +29,4 @@ def summary(report: ConversionReport, outcome: str) -> str:
 def _place(entry: ReportEntry) -> str:
     cell = f"cell {entry.cell}, " if entry.cell is not None else ""
     line = f"line {entry.line}: " if entry.line is not None else ""
-    return (cell + line) or ""
+    return cell + line

@@ -32,22 +32,11 @@ from unsloth_ddp.notebook.tracked_runs import can_be_disabled, edit_run, tells_t
 
 # Words without which a statement has nothing to edit; most have none of them.
 _TRIGGERS = (
-    *(
-        "from_pretrained",
-        "device_map",
-        "Config(",
-        "Arguments(",
-        "cuda",
-        "device_count",
-        "get_ipython",
-        "await",
-        "train_test_split",
-        "shuffle",
-    ),
-    *("RandomState", "default_rng", "Random(", "sample", "input(", "getpass", "subprocess", "os.system", "os.popen"),
-    *("init(", "init_run(", "start(", "start_run(", "login(", "should_", "create_subprocess"),
-    *("wandb", "mlflow", "trackio", "comet_ml", "neptune"),
-)
+    "from_pretrained", "device_map", "Config(", "Arguments(", "cuda", "device_count", "get_ipython", "await",
+    "train_test_split", "shuffle", "RandomState", "default_rng", "Random(", "sample", "input(", "getpass",
+    "subprocess", "os.system", "os.popen", "init(", "init_run(", "start(", "start_run(", "login(", "should_",
+    "create_subprocess", "wandb", "mlflow", "trackio", "comet_ml", "neptune",
+)  # fmt: skip
 _GUARDED = {Effect.SAVE, Effect.FILE, Effect.PAID}
 
 

@@ -14,7 +14,7 @@ from unsloth_ddp.notebook.graph import SEEDS, Graph, Role, Statement, is_dead
 from unsloth_ddp.notebook.ipython import command_of, without_installs
 from unsloth_ddp.notebook.main_values import keep_trackers
 from unsloth_ddp.notebook.read_backs import keep_read_backs
-from unsloth_ddp.notebook.syntax import BUILTINS
+from unsloth_ddp.notebook.syntax import BUILTINS, contains
 
 # What every process must run together.
 _TOGETHER = SEEDS | {Effect.SYNC}
@@ -185,7 +185,7 @@ def _installs(node: cst.Call) -> str | None:
 
 def _serves_installs(graph: Graph, statement: Statement) -> bool:
     """Return whether a statement does nothing but prepare installs."""
-    if not _only_binds(statement.node):
+    if contains(statement.node, _does_more):
         return False
     users = [graph.statements[i] for i in statement.used_by]
     if any(user.role is not Role.DROP for user in users):
@@ -199,31 +199,16 @@ def _serves_installs(graph: Graph, statement: Statement) -> bool:
 _STDLIB = {"os", "re", "sys", "importlib", "subprocess", "shutil", "pathlib", "platform", "warnings"}
 
 
-def _only_binds(node: cst.CSTNode) -> bool:
-    """Return whether a statement only imports, assigns plain names and installs, at whatever depth."""
-    checker = _OnlyBinds()
-    node.visit(checker)
-    return checker.plain
-
-
-class _OnlyBinds(cst.CSTVisitor):
-    def __init__(self) -> None:
-        self.plain = True
-
-    def visit_Expr(self, node: cst.Expr) -> None:
-        if isinstance(node.value, cst.SimpleString):
-            return
-        if not isinstance(node.value, cst.Call) or _installs(node.value) != "":
-            self.plain = False
-
-    def visit_AssignTarget(self, node: cst.AssignTarget) -> None:
-        if isinstance(node.target, cst.Attribute | cst.Subscript):
-            self.plain = False
-
-    def visit_FunctionDef(self, node: cst.FunctionDef) -> None:
-        self.plain = False
-
-    visit_ClassDef = visit_Raise = visit_Assert = visit_Del = visit_AugAssign = visit_FunctionDef  # type: ignore[assignment]
+def _does_more(node: cst.CSTNode) -> bool:
+    """Return whether a part of a statement does more than import, assign plain names and install."""
+    match node:
+        case cst.Expr(value=value):
+            return not isinstance(value, cst.SimpleString) and not (
+                isinstance(value, cst.Call) and _installs(value) == ""
+            )
+        case cst.AssignTarget(target=target):
+            return isinstance(target, cst.Attribute | cst.Subscript)
+    return isinstance(node, cst.FunctionDef | cst.ClassDef | cst.Raise | cst.Assert | cst.Del | cst.AugAssign)
 
 
 # Settling ------------------------------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import builtins
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import libcst as cst
 
@@ -15,20 +15,9 @@ _MUTATING = (
 BUILTINS = frozenset(dir(builtins))
 # Methods that leave their object as training needs it.
 HARMLESS = {
-    "eval",
-    "train",
-    "generate",
-    "fast_generate",
-    "encode",
-    "decode",
-    "to",
-    "cuda",
-    "cpu",
-    "items",
-    "keys",
-    "get",
-}
-HARMLESS |= {"strip", "format", "append_", "for_inference", "for_training", "apply_chat_template", "batch_decode"}
+    "eval", "train", "generate", "fast_generate", "encode", "decode", "to", "cuda", "cpu", "items", "keys", "get",
+    "strip", "format", "append_", "for_inference", "for_training", "apply_chat_template", "batch_decode",
+}  # fmt: skip
 
 
 def is_false(test: cst.BaseExpression) -> bool:
@@ -36,6 +25,11 @@ def is_false(test: cst.BaseExpression) -> bool:
     if isinstance(test, cst.Name):
         return test.value in ("False", "None")
     return isinstance(test, cst.Integer) and test.value == "0"
+
+
+def contains(node: cst.CSTNode, wanted: Callable[[cst.CSTNode], bool]) -> bool:
+    """Return whether a node, or a part of it at whatever depth, is one that is wanted."""
+    return wanted(node) or any(contains(part, wanted) for part in node.children)
 
 
 def dotted(node: cst.BaseExpression) -> str:

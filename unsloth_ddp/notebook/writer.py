@@ -10,6 +10,7 @@ from unsloth_ddp.notebook.context import ConversionContext
 from unsloth_ddp.notebook.effects import Effect
 from unsloth_ddp.notebook.graph import Graph, Role, Statement
 from unsloth_ddp.notebook.lines import comment_line, is_empty, lead
+from unsloth_ddp.notebook.syntax import contains
 
 DEVICE_MARK = "__ddp_device__"
 _WAITS = {Effect.SAVE, Effect.FILE, Effect.PAID, Effect.SERVER, Effect.SHELL, Effect.LOGIN, Effect.TRACK}
@@ -112,34 +113,24 @@ def _must_share_first(group: list[EditedStatement]) -> bool:
 
 def _joins(item: EditedStatement, following: list[EditedStatement], graph: Graph) -> bool:
     """Return whether a statement between two of the main process's may be in their guard with them."""
-    statement = item.statement
-    serves = statement.usage.imports or statement.usage.defines
-    users = [graph.statements[i].role for i in statement.used_by]
-    ours = statement.role is Role.DEAD or (
-        statement.role is Role.ALL
-        and serves
-        and not statement.needed
-        and users
-        and set(users) <= {Role.MAIN, Role.DEAD}
-    )
-    if not ours:
+    if not _serves_main(item.statement, graph, defines=True):
         return False
     for later in following:
         if later.statement.role is Role.MAIN:
             return True
-        if later.statement.role not in (Role.DEAD, Role.ALL) or (
-            not _joins(later, [], graph) and not _neutral(later, graph)
-        ):
+        if not _serves_main(later.statement, graph, defines=False):
             return False
     return False
 
 
-def _neutral(item: EditedStatement, graph: Graph) -> bool:
-    statement = item.statement
+def _serves_main(statement: Statement, graph: Graph, *, defines: bool) -> bool:
+    """Return whether a statement is dead, or an import (or a definition, if asked) that only the main process uses."""
     if statement.role is Role.DEAD:
         return True
     users = {graph.statements[i].role for i in statement.used_by}
-    return bool(statement.usage.imports) and not statement.needed and bool(users) and users <= {Role.MAIN, Role.DEAD}
+    binds = bool(statement.usage.imports) or (defines and bool(statement.usage.defines))
+    needless = statement.role is Role.ALL and not statement.needed
+    return needless and binds and bool(users) and users <= {Role.MAIN, Role.DEAD}
 
 
 def _made(
@@ -193,10 +184,7 @@ def _is_plain(node: cst.BaseStatement) -> bool:
             parts = [value]
         case _:
             return False
-    finder = _Calls()
-    for part in parts:
-        part.visit(finder)
-    return finder.plain
+    return not any(contains(part, _may_act) for part in parts)
 
 
 def _is_constant(value: cst.BaseExpression) -> bool:
@@ -217,21 +205,14 @@ _PLAIN_CALLS = {"len", "str", "int", "float", "round", "type", "sorted", "list",
 _PLAIN_METHODS = {"join", "format", "upper", "lower", "strip", "title", "center", "keys", "values", "items", "get"}
 
 
-class _Calls(cst.CSTVisitor):
-    """Looks for calls that may take long, draw, or change something."""
-
-    def __init__(self) -> None:
-        self.plain = True
-
-    def visit_Call(self, node: cst.Call) -> None:
-        name = node.func.value if isinstance(node.func, cst.Name) else ""
-        method = node.func.attr.value if isinstance(node.func, cst.Attribute) else ""
-        self.plain &= name in _PLAIN_CALLS or method in _PLAIN_METHODS
-
-    def visit_NamedExpr(self, node: cst.NamedExpr) -> None:
-        self.plain = False
-
-    visit_Await = visit_Lambda = visit_ListComp = visit_GeneratorExp = visit_NamedExpr  # type: ignore[assignment]
+def _may_act(node: cst.CSTNode) -> bool:
+    """Return whether a part of an expression may take long, draw, or change something."""
+    match node:
+        case cst.Call(func=cst.Name(value=name)):
+            return name not in _PLAIN_CALLS
+        case cst.Call(func=cst.Attribute(attr=cst.Name(value=method))):
+            return method not in _PLAIN_METHODS
+    return isinstance(node, cst.Call | cst.NamedExpr | cst.Await | cst.Lambda | cst.ListComp | cst.GeneratorExp)
 
 
 def _guard(
@@ -255,9 +236,7 @@ def _guard(
     if shared is not None:
         return [lead(shared, [note])]
     block = cst.If(
-        test=cst.parse_expression(test),
-        body=cst.IndentedBlock(body=_unled(nodes)),
-        leading_lines=_leading(nodes),
+        test=cst.parse_expression(test), body=cst.IndentedBlock(body=_unled(nodes)), leading_lines=_leading(nodes)
     )
     made: list[cst.BaseStatement] = [lead(block, [note])]
     for name in share:

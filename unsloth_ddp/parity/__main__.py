@@ -27,13 +27,7 @@ from unsloth_ddp.distributed.missing_gpu import check_cpu_is_meant
 from unsloth_ddp.distributed.runtime import asks_for_cpu, choose_backend
 from unsloth_ddp.distributed.sharding import sharding_from_environment, unsupported_by_unsloth
 from unsloth_ddp.parity.comparison import TOLERANCES, LaunchComparison, Tolerance, overall_verdict
-from unsloth_ddp.parity.launches import (
-    LEARNING_RATE,
-    choose_precision,
-    describe_omissions,
-    plan_launches,
-    visible_gpus,
-)
+from unsloth_ddp.parity.launches import LEARNING_RATE, choose_precision, describe_omissions, plan_launches, visible_gpus
 from unsloth_ddp.parity.processes import StoppedBySignal, stopped_by_signals
 from unsloth_ddp.parity.report import render_comparisons, write_result
 from unsloth_ddp.parity.run import ParityCheck, run_launches

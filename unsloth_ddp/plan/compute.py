@@ -43,13 +43,8 @@ from unsloth_ddp.plan.step import (
     precision_of,
     unsloth_in_shards,
 )
-from unsloth_ddp.training.memory_search import (
-    divisors,
-    sizes_of,
-)
-from unsloth_ddp.training.step_choice import (
-    StepChoice,
-)
+from unsloth_ddp.training.memory_search import divisors, sizes_of
+from unsloth_ddp.training.step_choice import StepChoice
 
 # The shardings with parts in host memory that accelerate_configs/ has.
 OFFLOADS: tuple[tuple[Sharding, Offload], ...] = (
@@ -145,12 +140,7 @@ class Plan:
 
 
 def make_memory_row(
-    settings: Settings,
-    shape: ModelShape,
-    method: Method,
-    sharding: Sharding,
-    work: Workload,
-    gpu_memory: float | None,
+    settings: Settings, shape: ModelShape, method: Method, sharding: Sharding, work: Workload, gpu_memory: float | None
 ) -> MemoryRow:
     """Estimate one way to train; gradient_checkpointing auto is the first kind that fits, as in a run."""
     of_method = dataclasses.replace(settings, method=method)

@@ -55,10 +55,7 @@ def render_plan(report: PlanReport, *, width: int | None = None, colour: bool = 
             _network_table(settings, hardware, plan, width),
         ),
         *_sharded_network(settings, hardware, plan, width, machines),
-        (
-            "Scaling, as far as links and uneven rows decide it",
-            _scale_table(hardware, plan, width),
-        ),
+        ("Scaling, as far as links and uneven rows decide it", _scale_table(hardware, plan, width)),
     ]
     parts = [f"{title}\n{table}" for title, table in tables]
     parts[1] += "\n" + "\n".join(wrap_text(verdict_sentence(report), width))

@@ -120,12 +120,7 @@ def choose_step(
     def fits_with(kind: str, size: int) -> bool:
         assert gpu_memory is not None
         work = make_workload(settings, rows, tokens(size), batch.processes)
-        work = dataclasses.replace(
-            work,
-            checkpointing=cast(Checkpointing, kind),
-            offload=offload,
-            copies=copies,
-        )
+        work = dataclasses.replace(work, checkpointing=cast(Checkpointing, kind), offload=offload, copies=copies)
         work = as_loaded(settings, shape, sharding, work, gpu_memory)
         # Also where it is a lower bound, which has no verdict.
         return is_chosen(estimate_memory(shape, settings.method, sharding, work), sharding, gpu_memory)

@@ -13,11 +13,7 @@ from unsloth_ddp.utils.errors import UserError
 
 # Kinds of rows that the kit tells apart by the names of their columns.
 KNOWN_KINDS = ("alpaca", "chat_template", "sharegpt", "completion")
-KNOWN_COLUMNS = {
-    "field_messages": ("messages", "conversations"),
-    "field": ("text",),
-    "text_column": ("text",),
-}
+KNOWN_COLUMNS = {"field_messages": ("messages", "conversations"), "field": ("text",), "text_column": ("text",)}
 KNOWN_PROPERTIES = ({"role": "role", "content": "content"}, {"role": "from", "content": "value"})
 NOT_NEEDED = ("path", "type", "split", "name", "data_files", "ds_type", "trust_remote_code", "conversation", "message_field_role",
               "message_field_content", "message_property_mappings")  # fmt: skip

@@ -30,14 +30,8 @@ FLAGS = (
 # These belong to one node: the place of its caches, and the launcher's file for the exit code.
 NOT_COMPARED = ("UNSLOTH_COMPILE_LOCATION", "UNSLOTH_DDP_EXIT_CODE_FILE")
 TOKENIZER_FILES = (
-    "tokenizer*",
-    "vocab*",
-    "merges.txt",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "*.jinja",
-    "*.model",
-)
+    "tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "*.jinja", "*.model",
+)  # fmt: skip
 # Options that name files or folders.
 PATHS = tuple(name for name, option in OPTIONS.items() if option.path)
 

@@ -32,11 +32,7 @@ from unsloth_ddp.preflight.folders import (
     read_data_sizes,
     read_model_size,
 )
-from unsloth_ddp.preflight.machine_facts import (
-    read_clock_error,
-    read_driver_cuda,
-    read_driver_version,
-)
+from unsloth_ddp.preflight.machine_facts import read_clock_error, read_driver_cuda, read_driver_version
 from unsloth_ddp.preflight.network_facts import (
     find_port_holder,
     find_route_interface,
@@ -84,9 +80,7 @@ def check_network(process: ProcessInfo, environ: Mapping[str, str]) -> list[Chec
         run_check("node rank", node, lambda: check_node_rank(node, nodes)),
         run_check("host name", node, own_name),
         run_check(
-            "master address",
-            node,
-            lambda: network.check_master_address(node, process.master, addresses, local, nodes),
+            "master address", node, lambda: network.check_master_address(node, process.master, addresses, local, nodes)
         ),
     ]
     if not process.launched and node == 0 and nodes > 1 and local:

@@ -118,11 +118,7 @@ def _generate(model: Any, tokenizer: Any, asked: list[Question], length: int) ->
     inputs = tokenizer(texts, add_special_tokens=False, padding=True, return_tensors="pt").to(model.device)
     with torch.no_grad():
         generated = model.generate(
-            **inputs,
-            max_new_tokens=length,
-            do_sample=False,
-            use_cache=True,
-            pad_token_id=tokenizer.pad_token_id,
+            **inputs, max_new_tokens=length, do_sample=False, use_cache=True, pad_token_id=tokenizer.pad_token_id
         )
     new = generated[:, inputs["input_ids"].shape[1] :]
     end = end_of_turn(tokenizer, asked[0])

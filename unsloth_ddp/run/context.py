@@ -74,11 +74,7 @@ def open_run(settings: Settings, ranks: Ranks) -> Iterator[Run]:
     from unsloth_ddp.run.upload import check_upload
 
     ended: RunEnd | None = None
-    with (
-        started(settings, ranks) as runtime,
-        watched(settings, runtime) as end_process,
-        node_folder(runtime) as shared,
-    ):
+    with started(settings, ranks) as runtime, watched(settings, runtime) as end_process, node_folder(runtime) as shared:
         stop.end_with(end_process)
         choose_backend_by_size(settings, runtime)
         # Before the folder is chosen: its settings name the commits that the run there was made with.

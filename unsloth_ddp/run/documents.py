@@ -57,11 +57,7 @@ def stopped(runtime: Runtime, trainer: DDPTrainer, folder: Path, cause: str) -> 
 
 
 def finished(
-    runtime: Runtime,
-    trainer: DDPTrainer,
-    folder: Path,
-    summary: dict[str, Any],
-    answers: list[dict[str, Any]],
+    runtime: Runtime, trainer: DDPTrainer, folder: Path, summary: dict[str, Any], answers: list[dict[str, Any]]
 ) -> None:
     """Write report and model card of a run whose result is written.
 

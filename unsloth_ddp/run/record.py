@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -273,11 +273,7 @@ def _value(value: Any) -> float | None:
 
 
 def _list_of_dicts(value: Any) -> list[dict[str, Any]]:
-    return list(_dicts(value)) if isinstance(value, list) else []
-
-
-def _dicts(values: list[Any]) -> Iterator[dict[str, Any]]:
-    return (value for value in values if isinstance(value, dict))
+    return [each for each in value if isinstance(each, dict)] if isinstance(value, list) else []
 
 
 def _is_time(value: Any) -> bool:

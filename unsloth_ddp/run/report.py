@@ -17,7 +17,7 @@ from unsloth_ddp.run.files import REPORT_FILE
 from unsloth_ddp.run.next_steps import next_steps
 from unsloth_ddp.run.record import RunRecord, is_number
 from unsloth_ddp.utils.redaction import hide
-from unsloth_ddp.utils.safe_files import write_new_file
+from unsloth_ddp.utils.safe_files import write_whole
 from unsloth_ddp.utils.units import GIB, counted, shown_bytes, shown_seconds
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -44,9 +44,7 @@ def write_report(run: RunRecord) -> Path:
         OSError: it cannot be written.
     """
     path = run.folder / REPORT_FILE
-    aside = path.with_name(f"{path.name}.partial")
-    write_new_file(aside, render_report(run))
-    aside.replace(path)
+    write_whole(path, render_report(run))
     return path
 
 
@@ -105,10 +103,7 @@ def loss_chart(run: RunRecord) -> Chart | None:
     found = run.series("eval_loss", gaps=True)
     return line_chart(
         "Loss",
-        [
-            Line("training", run.series("loss", gaps=True), noisy=True),
-            Line("evaluation", found, marked=True),
-        ],
+        [Line("training", run.series("loss", gaps=True), noisy=True), Line("evaluation", found, marked=True)],
         may_be_log=True,
         note="" if found else "The run has no evaluation rows, or ended before the first evaluation.",
     )

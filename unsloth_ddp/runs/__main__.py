@@ -10,6 +10,7 @@ Reads what the runs left on the disk; no model is loaded and no GPU is needed.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -60,7 +61,7 @@ def show_runs(argv: list[str]) -> None:
             compared = compare_runs(first, second)
             print(render_comparison(compared), flush=True)
         if given.json:
-            write_as_asked("--json", given.json, compared.as_json())
+            write_as_asked("--json", given.json, dataclasses.asdict(compared))
     else:
         runs, problems = find_runs(given.outputs or Path("outputs"))
         described = []

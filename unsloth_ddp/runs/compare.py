@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -44,10 +43,6 @@ class Comparison:
     results: dict[str, list[Any]] = field(default_factory=dict)
     losses: list[tuple[float, float, float]] = field(default_factory=list)
     evaluations: list[tuple[float, float, float]] = field(default_factory=list)
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the comparison in plain values."""
-        return dataclasses.asdict(self)
 
 
 def compare_runs(first: RunRecord, second: RunRecord) -> Comparison:

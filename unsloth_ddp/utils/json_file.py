@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 from pathlib import Path
 from typing import Any
 
 from unsloth_ddp.utils.errors import UserError, os_reason
-from unsloth_ddp.utils.safe_files import write_new_file
+from unsloth_ddp.utils.safe_files import write_whole
 
 
 def write_json(path: Path, content: Any) -> None:
@@ -19,20 +18,7 @@ def write_json(path: Path, content: Any) -> None:
     """
     path = path.expanduser()
     path.parent.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(content, indent=2) + "\n"
-    if path.exists() and not path.is_file():
-        # A rename would replace a pipe or device, such as /dev/stdout.
-        path.write_text(text, encoding="utf-8")
-        return
-    aside = path.with_name(f"{path.name}.partial")
-    try:
-        write_new_file(aside, text)
-        aside.replace(path)
-    except OSError:
-        # On a full disk, part of the file was written.
-        with contextlib.suppress(OSError):
-            aside.unlink(missing_ok=True)
-        raise
+    write_whole(path, json.dumps(content, indent=2) + "\n")
 
 
 def write_as_asked(option: str, path: Path, content: Any) -> None:

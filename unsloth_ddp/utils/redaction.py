@@ -28,20 +28,8 @@ SHAPES = re.compile(
     r"""|(?<=://)[^\s/@:"'<>]*:[^\s/"'<>]+(?=@)|(?<=://)[A-Za-z0-9_-]{20,}(?=@)"""
 )
 SHAPE_MARKS = (
-    "hf_",
-    "gh",
-    "github_pat_",
-    "glpat-",
-    "sk-",
-    "AIza",
-    "npm_",
-    "AKIA",
-    "ASIA",
-    "xox",
-    "eyJ",
-    "PRIVATE KEY",
-    "://",
-)
+    "hf_", "gh", "github_pat_", "glpat-", "sk-", "AIza", "npm_", "AKIA", "ASIA", "xox", "eyJ", "PRIVATE KEY", "://",
+)  # fmt: skip
 # Secrets that are recognised by the name before them. After "token=" or "bearer" ordinary words are common, so the
 # value has to be long there and to hold a digit.
 LONG_VALUE = r"(?=[\w.~+/=-]*\d)[\w.~+/=-]{16,}"

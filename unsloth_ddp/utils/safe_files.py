@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import tempfile
@@ -14,14 +15,14 @@ def stays_inside(name: str) -> bool:
     return bool(path.parts) and not path.is_absolute() and ".." not in path.parts and "\0" not in name
 
 
-def open_without_following_links(path: Path, flags: int) -> int:
+def open_without_following_links(path: Path, flags: int, mode: int = 0o644) -> int:
     """Return a descriptor of a file (see os.open), but not of what a symbolic link at `path` points to.
 
     Raises:
         OSError: with errno ELOOP where `path` is a link.
     """
     try:
-        return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+        return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
     except OSError as error:
         if error.errno == errno.ELOOP:
             raise OSError(errno.ELOOP, "it is a symbolic link", str(path)) from None
@@ -31,9 +32,30 @@ def open_without_following_links(path: Path, flags: int) -> int:
 def write_new_file(path: Path, text: str) -> None:
     """Write a new file, in place of a file or link of that name; what a link points to stays as it is."""
     path.unlink(missing_ok=True)
-    descriptor = open_without_following_links(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+    descriptor = open_without_following_links(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     with open(descriptor, "w", encoding="utf-8") as file:
         file.write(text)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file of which readers see the old text or all of the new one; a failed write leaves nothing behind.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    if path.exists() and not path.is_file():
+        # A rename would replace a pipe or device, such as /dev/stdout.
+        path.write_text(text, encoding="utf-8")
+        return
+    aside = path.with_name(f"{path.name}.partial")
+    try:
+        write_new_file(aside, text)
+        aside.replace(path)
+    except OSError:
+        # On a full disk, part of the file was written.
+        with contextlib.suppress(OSError):
+            aside.unlink(missing_ok=True)
+        raise
 
 
 def foreign_owner(folder: Path) -> int | None:

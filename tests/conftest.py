@@ -58,10 +58,9 @@ def config(tmp_path: Path) -> Any:
 @pytest.fixture
 def runtime() -> Any:
     """A run on one process without a GPU."""
-    from unsloth_ddp.distributed.ranks import Ranks
-    from unsloth_ddp.distributed.runtime import Runtime
+    from tests.runtimes import cpu_runtime
 
-    return Runtime(Ranks(), "transformers", "cpu", "fp32", "CPU")
+    return cpu_runtime()
 
 
 def save_llama(folder: Path, **options: Any) -> Path:

@@ -15,14 +15,14 @@ def stays_inside(name: str) -> bool:
     return bool(path.parts) and not path.is_absolute() and ".." not in path.parts and "\0" not in name
 
 
-def open_without_following_links(path: Path, flags: int, mode: int = 0o644) -> int:
+def open_without_following_links(path: Path, flags: int) -> int:
     """Return a descriptor of a file (see os.open), but not of what a symbolic link at `path` points to.
 
     Raises:
         OSError: with errno ELOOP where `path` is a link.
     """
     try:
-        return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
+        return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
     except OSError as error:
         if error.errno == errno.ELOOP:
             raise OSError(errno.ELOOP, "it is a symbolic link", str(path)) from None
@@ -32,7 +32,7 @@ def open_without_following_links(path: Path, flags: int, mode: int = 0o644) -> i
 def write_new_file(path: Path, text: str) -> None:
     """Write a new file, in place of a file or link of that name; what a link points to stays as it is."""
     path.unlink(missing_ok=True)
-    descriptor = open_without_following_links(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+    descriptor = open_without_following_links(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
     with open(descriptor, "w", encoding="utf-8") as file:
         file.write(text)
 

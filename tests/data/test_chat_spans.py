@@ -223,6 +223,36 @@ def test_a_turn_of_weight_0_is_not_supervised(core: Tokenizer, name: str, superv
             assert found == [unweighted[index == 1]]
 
 
+@pytest.mark.parametrize("supervise_all", [False, True])
+def test_a_weight_counts_where_the_template_marks_the_eos_behind_the_last_turn(
+    core: Tokenizer, supervise_all: bool
+) -> None:
+    tokenizer = make_tokenizer(core, from_trl("phi3_5"), "<|endoftext|>", "<|user|> <|assistant|> <|end|>")
+    row = {"messages": [TURNS[0], {**TURNS[1], "weight": 0}, *TURNS[2:]]}
+    found = "".join(trained(tokenizer, row, supervise_all=supervise_all))
+    assert TURNS[1]["content"] not in found
+    assert TURNS[3]["content"] + "<|end|>" in found
+    two_answers = {"messages": [TURNS[0], {**TURNS[1], "weight": 0}, TURNS[3]]}
+    assert "".join(trained(tokenizer, two_answers)) == TURNS[3]["content"] + "<|end|><|endoftext|>"
+    as_completion = {"prompt": TURNS[:3], "completion": TURNS[3:]}
+    assert "".join(trained(tokenizer, as_completion)) == TURNS[3]["content"] + "<|end|><|endoftext|>"
+
+
+def test_a_second_answer_in_a_row_does_not_take_in_the_first(core: Tokenizer) -> None:
+    turns = [TURNS[0], {**TURNS[1], "weight": 0}, TURNS[3]]
+    found = trained(qwen3(core), {"messages": turns})
+    assert len(found) == 1
+    assert TURNS[1]["content"] not in found[0]
+    assert found[0].endswith(TURNS[3]["content"] + "<|im_end|>")
+
+
+def test_a_turn_of_weight_0_in_the_prompt_is_left_out_of_the_loss_on_all(core: Tokenizer) -> None:
+    row = {"prompt": [TURNS[0], {**TURNS[1], "weight": 0}, TURNS[2]], "completion": TURNS[3:]}
+    found = "".join(trained(make_tokenizer(core, CHATML, "<|im_end|>", IM), row, supervise_all=True))
+    assert TURNS[1]["content"] not in found
+    assert TURNS[0]["content"] in found
+
+
 # ---- spans and stop tokens as plain values ----
 
 

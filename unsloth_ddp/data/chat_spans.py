@@ -40,8 +40,11 @@ NOTES: dict[str, str] = {
 }
 # Keys of a message that this package reads itself, or that carry nothing to train.
 OWN_KEYS = {"role", "content", "tool_calls", "tool_call_id", *REASONING_KEYS, *LOSS_FLAGS}
+NEXT_QUESTION: Message = {"role": "user", "content": "And then?"}
 # Matches the text of a template that expects reasoning in a separate key, if the content contains reasoning too.
 SECOND_BLOCK = re.compile(r"</think>\s*<think>")
+# Matches the reasoning block at the end of a generation prompt: its begin, or a whole one without reasoning.
+BEGUN_BLOCK = re.compile(r"<think>\s*(</think>\s*)?\Z")
 
 
 @dataclass(frozen=True)
@@ -160,10 +163,18 @@ class ChatRenderer:
     def _marked_spans(self, template: ChatTemplate, example: Example, left_out: set[int]) -> tuple[str, list[Span]]:
         text, spans = template.render_marked(example.messages, example.tools)
 
-        def marked(messages: int) -> int:
-            turns = example.messages[:messages]
-            answered = any(message["role"] == "assistant" for message in turns)
-            return len(template.render_marked(turns, example.tools)[1]) if answered else 0
+        def marked(count: int) -> int:
+            """Return the number of spans in the first `count` messages."""
+            turns = example.messages[:count]
+            if count == len(example.messages):
+                return len(spans)
+            if not any(message["role"] == "assistant" for message in turns):
+                return 0
+            if turns[-1]["role"] == "assistant":
+                # As the last turn, it could end with a span that it lacks when others follow (Phi-3's EOS).
+                following = example.messages[count]
+                turns = [*turns, NEXT_QUESTION if following["role"] == "assistant" else following]
+            return len(template.render_marked(turns, example.tools)[1])
 
         dropped = set(range(marked(example.prompt_messages)))
         if self.supervise_all:
@@ -178,8 +189,9 @@ class ChatRenderer:
         """Return the span of each assistant turn, found as the text that the turn adds to the rendered chat."""
         spans = []
         for index, message in enumerate(example.messages):
-            wanted = index in left_out if self.supervise_all else index not in left_out
-            if message["role"] != "assistant" or index < example.prompt_messages or not wanted:
+            learned = index >= example.prompt_messages and index not in left_out
+            wanted = index in left_out if self.supervise_all else learned
+            if message["role"] != "assistant" or not wanted:
                 continue
             before = template.render(example.messages[:index], example.tools, prompt=True)
             through = template.render(example.messages[: index + 1], example.tools)
@@ -207,9 +219,10 @@ def turn_span(full: str, before: str, through: str, eos_token: str) -> Span | No
     start = len(before)
     if not full.startswith(before):
         # The generation prompt may begin the reasoning block, which earlier turns lack.
-        start = before.rfind("<think>")
-        if start < 0 or not full.startswith(before[:start]):
+        block = BEGUN_BLOCK.search(before)
+        if block is None or not full.startswith(before[: block.start()]):
             return None
+        start = block.start()
     for ended in (through, through.removesuffix(eos_token)):
         if full.startswith(ended) and start <= len(ended):
             return start, len(ended)

@@ -253,7 +253,7 @@ def _turns_without_reasoning(example: Example, missing: frozenset[Part], templat
     """
     last = max(i for i, message in enumerate(example.messages) if message["role"] == "assistant")
     lost: list[int] = []
-    for kind, index in sorted(missing):
+    for kind, index, call in sorted(missing):
         if kind == "tool":
             name = _name_of((example.tools or [])[index])
             raise UserError(
@@ -262,6 +262,12 @@ def _turns_without_reasoning(example: Example, missing: frozenset[Part], templat
             )
         message = example.messages[index]
         if kind == "tool call":
+            if call:
+                raise UserError(
+                    f"the chat template leaves out tool call {call + 1} of the {len(message['tool_calls'])} in message "
+                    f"{index + 1}; write each call as a message of its own, or give a template that renders all with "
+                    "--chat_template."
+                )
             raise UserError(
                 f"the chat template does not render tools, so the call of {_name_of(message['tool_calls'][0])} is not in "
                 "the rendered row; give one that does with --chat_template, or remove the row's tools."

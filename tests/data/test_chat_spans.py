@@ -110,6 +110,48 @@ def test_keys_that_the_template_does_not_read_are_named(core: Tokenizer) -> None
     assert encode(make_tokenizer(core, CHATML), {"messages": turns}).unread_keys == ("mood", "name")
 
 
+def test_every_tool_call_of_a_message_has_to_arrive(core: Tokenizer) -> None:
+    two = [TOOL_TURNS[0], {**TOOL_TURNS[1], "tool_calls": [CALL, CALL]}, *TOOL_TURNS[2:]]
+    tokenizer = make_tokenizer(core, from_trl("gptoss"))
+    assert len(trained(tokenizer, {"messages": TOOL_TURNS, "tools": [TOOL]})) == 2
+    with pytest.raises(UserError, match="leaves out tool call 2 of the 2 in message 2; write each call as a message"):
+        encode(tokenizer, {"messages": two, "tools": [TOOL]})
+
+
+@pytest.mark.parametrize(
+    ("row", "sentence"),
+    [
+        ({"messages": TOOL_TURNS, "tools": [TOOL]}, "does not render tools, so add is not in the rendered row"),
+        (
+            {"messages": [*TOOL_TURNS[:3], {**TOOL_TURNS[3], "reasoning_content": "R."}]},
+            "leaves out the reasoning_content of the answer",
+        ),
+    ],
+)
+def test_parts_are_checked_where_the_template_wants_arguments_as_text(
+    core: Tokenizer, row: dict[str, Any], sentence: str
+) -> None:
+    with pytest.raises(UserError, match=sentence):
+        encode(make_tokenizer(core, from_trl("deepseekv3")), row)
+
+
+@pytest.mark.parametrize("printed", ["{{ c['function']['arguments'] }}", "{{ c['function']['arguments'] | string }}"])
+@pytest.mark.parametrize("arguments", ['{"a": "two"}', {"a": "two"}])
+def test_arguments_are_not_printed_as_python_prints_them(core: Tokenizer, printed: str, arguments: Any) -> None:
+    template = (
+        "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] }}{% for c in m.tool_calls or [] %}"
+        + "{{ c['function']['name'] }}"
+        + printed
+        + "{% endfor %}{{ '<|im_end|>\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    )
+    call = {"type": "function", "function": {"name": "add", "arguments": arguments}}
+    quoting = {**TOOL_TURNS[2], "content": "{'a': 'two'}"}
+    turns = [TOOL_TURNS[0], {**TOOL_TURNS[1], "tool_calls": [call]}, quoting, TOOL_TURNS[3]]
+    tokenizer = make_tokenizer(core, template, "<|im_end|>", IM)
+    assert trained(tokenizer, {"messages": turns}) == ['add{"a": "two"}<|im_end|>', "Five.<|im_end|>"]
+
+
 # ---- the tokenizer's own template and TRL's variant ----
 
 

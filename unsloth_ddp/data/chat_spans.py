@@ -89,15 +89,22 @@ class ChatRenderer:
             UserError: a part of the row is missing in the text, or the assistant's spans cannot be found.
         """
         try:
-            return self._render_with_either(self._with_reasoning_apart(example))
-        except Exception:
+            rendered = self._render_with_either(self._with_reasoning_apart(example))
+        except Exception as error:
             if not any(message.get("tool_calls") for message in example.messages):
                 raise
             try:
                 return self._render_with_either(_with_calls_as_text(example))
-            except Exception:  # noqa: S110 (the first error is raised)
-                pass
-            raise
+            except Exception as second:
+                # That the template cannot take objects says nothing of the row.
+                raise second if isinstance(second, UserError) and not isinstance(error, UserError) else error from None
+        if not (printed := _printed_by_python(example, rendered.text)):
+            return rendered
+        try:
+            as_text = self._render_with_either(_with_arguments_as_text(example))
+        except Exception:
+            return rendered
+        return as_text if _printed_by_python(example, as_text.text) < printed else rendered
 
     def _with_reasoning_apart(self, example: Example) -> Example:
         """Move reasoning out of the content if the template would put an empty reasoning block before it."""
@@ -307,8 +314,19 @@ def _with_reasoning_key(message: Message) -> Message:
     return {**message, "reasoning_content": thought, "content": content.lstrip("\n")}
 
 
+def _printed_by_python(example: Example, text: str) -> int:
+    """Count the tool calls whose arguments stand in the text as Python prints an object, not as JSON."""
+    calls = [call for message in example.messages for call in message.get("tool_calls") or []]
+    given = [call["function"]["arguments"] for call in calls]
+    return sum(text.count(str(arguments)) for arguments in given if isinstance(arguments, dict) and arguments)
+
+
 def _with_calls_as_text(example: Example) -> Example:
     return replace(example, messages=[with_calls_as_text(message) for message in example.messages])
+
+
+def _with_arguments_as_text(example: Example) -> Example:
+    return replace(example, messages=[{**with_calls_as_text(m), "content": m["content"]} for m in example.messages])
 
 
 def with_calls_as_text(message: Message) -> Message:

@@ -118,6 +118,17 @@ def test_every_tool_call_of_a_message_has_to_arrive(core: Tokenizer) -> None:
         encode(tokenizer, {"messages": two, "tools": [TOOL]})
 
 
+def test_text_beside_tool_calls_that_a_template_leaves_out_is_not_called_reasoning(core: Tokenizer) -> None:
+    tokenizer = make_tokenizer(core, from_trl("llama3_1"), "<|eot_id|>", "<|start_header_id|> <|end_header_id|>")
+    row = {"messages": [TOOL_TURNS[0], {**TOOL_TURNS[1], "content": "I add them."}, *TOOL_TURNS[2:]]}
+    assert encode(tokenizer, row).notes == ("text",)
+    assert trained(tokenizer, row) == ["Five.<|eot_id|>"]
+    assert encode(tokenizer, row, supervise_all=True).notes == ("text supervised",)
+    row["messages"][1] = TOOL_TURNS[1]
+    assert encode(tokenizer, row).notes == ()
+    assert len(trained(tokenizer, row)) == 2
+
+
 @pytest.mark.parametrize(
     ("row", "sentence"),
     [

@@ -24,7 +24,7 @@ from unsloth_ddp.data.rendered_parts import THINK_END, Part, PartChecker, row_sh
 from unsloth_ddp.utils.errors import UserError
 
 # Remarks on how a row was rendered; see NOTES.
-Note = Literal["own", "training", "reasoning", "reasoning supervised", "plain", "empty"]
+Note = Literal["own", "training", "reasoning", "reasoning supervised", "text", "text supervised", "plain", "empty"]
 NOTES: dict[str, str] = {
     "own": "TRL's training template would render them differently; the tokenizer's own chat template is used, as at "
     "inference (--chat_template training takes TRL's)",
@@ -37,6 +37,9 @@ NOTES: dict[str, str] = {
     "empty": "an answer to learn is empty or only white space, so training teaches the model to answer nothing; remove such "
     "rows unless that is meant",
     "reasoning supervised": "the chat template leaves out the reasoning of earlier turns, as at inference",
+    "text": "the chat template leaves out the text of turns that call tools, so these turns are not supervised; to train "
+    "their calls, remove the text, or give a template that renders both",
+    "text supervised": "the chat template leaves out the text of turns that call tools",
 }
 # Keys of a message that this package reads itself, or that carry nothing to train.
 OWN_KEYS = {"role", "content", "tool_calls", "tool_call_id", *REASONING_KEYS, *LOSS_FLAGS}
@@ -130,11 +133,15 @@ class ChatRenderer:
         return RenderedChat(rendered.text, rendered.spans, (*rendered.notes, "training"), rendered.unread_keys)
 
     def _render_with(self, template: ChatTemplate, example: Example) -> RenderedChat:
-        lost = _turns_without_reasoning(example, self.checkers[template].missing(example), template)
+        missing = self.checkers[template].missing(example)
+        lost = _turns_without_reasoning(example, missing, template)
         left_out = {*example.left_out, *(() if self.supervise_all else lost)}
         notes: list[Note] = []
         spans: list[Span] = []
-        if lost:
+        without_text = [i for i in lost if Part("content", i) in missing and _is_call_with_text(example.messages[i])]
+        if without_text:
+            notes.append("text supervised" if self.supervise_all else "text")
+        if len(lost) > len(without_text):
             notes.append("reasoning supervised" if self.supervise_all else "reasoning")
         if self.supervise_all and not left_out:
             text = template.render(example.messages, example.tools)
@@ -252,8 +259,12 @@ def _without_reasoning(turn: str, rest: str) -> int | None:
     return None
 
 
+def _is_call_with_text(message: Message) -> bool:
+    return bool(message.get("tool_calls")) and THINK_END not in (message["content"] or "")
+
+
 def _turns_without_reasoning(example: Example, missing: frozenset[Part], template: ChatTemplate) -> list[int]:
-    """Return the earlier assistant turns whose reasoning the template leaves out.
+    """Return the earlier assistant turns whose reasoning, or text beside tool calls, the template leaves out.
 
     Raises:
         UserError: another part is left out, or the reasoning of the last turn.

@@ -110,6 +110,7 @@ def test_where_the_best_step_could_not_be_saved_the_best_of_the_others_counts(jo
     assert "checkpoint-3 could not be written: refused; checkpoint-2 stays the last complete one." in printed
     assert manifest_steps(run) == [5, LAST]
     assert adapter(run) == adapter(run / "checkpoint-5")
+    assert "The result has the weights of checkpoint-5, the checkpoint with the lowest evaluation loss." in printed
 
 
 @pytest.mark.parametrize(

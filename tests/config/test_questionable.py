@@ -11,7 +11,14 @@ from unsloth_ddp.config.options import Settings
 from unsloth_ddp.config.parse import parse_settings
 from unsloth_ddp.config.questionable import questionable_settings
 
-RUN: dict[str, Any] = {"steps": 100, "steps_per_epoch": 50, "rows": 800, "rows_per_step": 16, "truncated": 0}
+RUN: dict[str, Any] = {
+    "steps": 100,
+    "steps_per_epoch": 50,
+    "rows": 800,
+    "rows_per_step": 16,
+    "truncated": 0,
+    "unsupervised": 0,
+}
 
 
 @pytest.mark.parametrize(
@@ -24,6 +31,8 @@ RUN: dict[str, Any] = {"steps": 100, "steps_per_epoch": 50, "rows": 800, "rows_p
         ({}, {"rows": 10, "steps_per_epoch": 1}, "A step takes 16 rows, more than the 10 of the set, so an epoch is one step;"),
         ({}, {"truncated": 800}, "max_length 2048 cuts 800 of 800 rows, so their ends are not learned; raise --max_length."),
         ({}, {"truncated": 400}, "max_length 2048 cuts 400 of 800 rows"),
+        ({}, {"unsupervised": 1}, "Nothing is learned from 1 row without a supervised token; remove such rows."),
+        ({}, {"truncated": 5, "unsupervised": 5}, "Nothing is learned from 5 rows without a supervised token; raise --max_length,"),
         ({}, {"steps": 3}, "The run has 3 optimizer steps, which is little to learn from; raise --num_train_epochs or"),
         ({"max_steps": 3}, {"steps": 3}, "The run has 3 optimizer steps, which is little to learn from; raise --max_steps."),
         ({}, {"steps": 1}, "The run has 1 optimizer step, which"),

@@ -111,6 +111,59 @@ def test_keys_that_the_template_does_not_read_are_named(core: Tokenizer) -> None
     assert encode(make_tokenizer(core, CHATML), {"messages": turns}).unread_keys == ("mood", "name")
 
 
+def test_every_tool_call_of_a_message_has_to_arrive(core: Tokenizer) -> None:
+    two = [TOOL_TURNS[0], {**TOOL_TURNS[1], "tool_calls": [CALL, CALL]}, *TOOL_TURNS[2:]]
+    tokenizer = make_tokenizer(core, from_trl("gptoss"))
+    assert len(trained(tokenizer, {"messages": TOOL_TURNS, "tools": [TOOL]})) == 2
+    with pytest.raises(UserError, match="leaves out tool call 2 of the 2 in message 2; write each call as a message"):
+        encode(tokenizer, {"messages": two, "tools": [TOOL]})
+
+
+def test_text_beside_tool_calls_that_a_template_leaves_out_is_not_called_reasoning(core: Tokenizer) -> None:
+    tokenizer = make_tokenizer(core, from_trl("llama3_1"), "<|eot_id|>", "<|start_header_id|> <|end_header_id|>")
+    row = {"messages": [TOOL_TURNS[0], {**TOOL_TURNS[1], "content": "I add them."}, *TOOL_TURNS[2:]]}
+    assert encode(tokenizer, row).notes == ("text",)
+    assert trained(tokenizer, row) == ["Five.<|eot_id|>"]
+    assert encode(tokenizer, row, supervise_all=True).notes == ("text supervised",)
+    row["messages"][1] = TOOL_TURNS[1]
+    assert encode(tokenizer, row).notes == ()
+    assert len(trained(tokenizer, row)) == 2
+
+
+@pytest.mark.parametrize(
+    ("row", "sentence"),
+    [
+        ({"messages": TOOL_TURNS, "tools": [TOOL]}, "does not render tools, so add is not in the rendered row"),
+        (
+            {"messages": [*TOOL_TURNS[:3], {**TOOL_TURNS[3], "reasoning_content": "R."}]},
+            "leaves out the reasoning_content of the answer",
+        ),
+    ],
+)
+def test_parts_are_checked_where_the_template_wants_arguments_as_text(
+    core: Tokenizer, row: dict[str, Any], sentence: str
+) -> None:
+    with pytest.raises(UserError, match=sentence):
+        encode(make_tokenizer(core, from_trl("deepseekv3")), row)
+
+
+@pytest.mark.parametrize("printed", ["{{ c['function']['arguments'] }}", "{{ c['function']['arguments'] | string }}"])
+@pytest.mark.parametrize("arguments", ['{"a": "two"}', {"a": "two"}])
+def test_arguments_are_not_printed_as_python_prints_them(core: Tokenizer, printed: str, arguments: Any) -> None:
+    template = (
+        "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] }}{% for c in m.tool_calls or [] %}"
+        + "{{ c['function']['name'] }}"
+        + printed
+        + "{% endfor %}{{ '<|im_end|>\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    )
+    call = {"type": "function", "function": {"name": "add", "arguments": arguments}}
+    quoting = {**TOOL_TURNS[2], "content": "{'a': 'two'}"}
+    turns = [TOOL_TURNS[0], {**TOOL_TURNS[1], "tool_calls": [call]}, quoting, TOOL_TURNS[3]]
+    tokenizer = make_tokenizer(core, template, "<|im_end|>", IM)
+    assert trained(tokenizer, {"messages": turns}) == ['add{"a": "two"}<|im_end|>', "Five.<|im_end|>"]
+
+
 # ---- the tokenizer's own template and TRL's variant ----
 
 
@@ -222,6 +275,36 @@ def test_a_turn_of_weight_0_is_not_supervised(core: Tokenizer, name: str, superv
             assert TURNS[0]["content"] in "".join(found)
         else:
             assert found == [unweighted[index == 1]]
+
+
+@pytest.mark.parametrize("supervise_all", [False, True])
+def test_a_weight_counts_where_the_template_marks_the_eos_behind_the_last_turn(
+    core: Tokenizer, supervise_all: bool
+) -> None:
+    tokenizer = make_tokenizer(core, from_trl("phi3_5"), "<|endoftext|>", "<|user|> <|assistant|> <|end|>")
+    row = {"messages": [TURNS[0], {**TURNS[1], "weight": 0}, *TURNS[2:]]}
+    found = "".join(trained(tokenizer, row, supervise_all=supervise_all))
+    assert TURNS[1]["content"] not in found
+    assert TURNS[3]["content"] + "<|end|>" in found
+    two_answers = {"messages": [TURNS[0], {**TURNS[1], "weight": 0}, TURNS[3]]}
+    assert "".join(trained(tokenizer, two_answers)) == TURNS[3]["content"] + "<|end|><|endoftext|>"
+    as_completion = {"prompt": TURNS[:3], "completion": TURNS[3:]}
+    assert "".join(trained(tokenizer, as_completion)) == TURNS[3]["content"] + "<|end|><|endoftext|>"
+
+
+def test_a_second_answer_in_a_row_does_not_take_in_the_first(core: Tokenizer) -> None:
+    turns = [TURNS[0], {**TURNS[1], "weight": 0}, TURNS[3]]
+    found = trained(qwen3(core), {"messages": turns})
+    assert len(found) == 1
+    assert TURNS[1]["content"] not in found[0]
+    assert found[0].endswith(TURNS[3]["content"] + "<|im_end|>")
+
+
+def test_a_turn_of_weight_0_in_the_prompt_is_left_out_of_the_loss_on_all(core: Tokenizer) -> None:
+    row = {"prompt": [TURNS[0], {**TURNS[1], "weight": 0}, TURNS[2]], "completion": TURNS[3:]}
+    found = "".join(trained(make_tokenizer(core, CHATML, "<|im_end|>", IM), row, supervise_all=True))
+    assert TURNS[1]["content"] not in found
+    assert TURNS[0]["content"] in found
 
 
 # ---- spans and stop tokens as plain values ----

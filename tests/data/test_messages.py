@@ -14,6 +14,15 @@ SYSTEM = {"role": "system", "content": "Be brief."}
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}
 
 
+@pytest.mark.parametrize("none", [[], "[]", "", {}])
+def test_an_empty_list_of_tool_calls_is_none(none: Any) -> None:
+    """Llama 3.1's and DeepSeek's templates ask whether a message has the key."""
+    assert to_example({"messages": [{**ASK, "tool_calls": none}, {**ANSWER, "tool_calls": none}]}).messages == [
+        ASK,
+        ANSWER,
+    ]
+
+
 @pytest.mark.parametrize("flag", [{"weight": 0}, {"weight": 0.0}, {"train": False}, {"loss": False}])
 def test_an_assistant_turn_of_weight_0_is_left_out_of_the_loss(flag: dict[str, Any]) -> None:
     rows = [

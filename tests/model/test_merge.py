@@ -159,6 +159,21 @@ def test_what_is_not_plain_lora_is_left_to_peft(tmp_path, options):
     assert plan_merge(settings(base), make_adapter(base, tmp_path / "adapter", **options)) is None
 
 
+def test_the_head_keeps_its_weight_where_only_the_embedding_that_it_shares_is_adapted(tmp_path):
+    base = make_base(tmp_path / "base", tie_word_embeddings=True)
+    adapter = make_adapter(base, tmp_path / "adapter", target_modules=["embed_tokens"])
+    save_merged(settings(base), adapter, tmp_path / "merged", [2])
+    ids = torch.arange(12)[None]
+    with torch.no_grad():
+        merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
+        start = AutoModelForCausalLM.from_pretrained(base)
+        before = start(input_ids=ids).logits
+        expected = peft.PeftModel.from_pretrained(start, adapter)(input_ids=ids).logits
+        found = merged(input_ids=ids).logits
+    assert (expected - before).abs().max() > 10 * (expected - found).abs().max()
+    torch.testing.assert_close(found, expected, rtol=0.05, atol=0.05)
+
+
 def test_a_base_whose_files_do_not_hold_the_adapted_weights_is_left_to_peft(tmp_path):
     base = make_base(tmp_path / "base", shard="1GB")
     adapter = make_adapter(base, tmp_path / "adapter")

@@ -23,6 +23,7 @@ def questionable_settings(
     rows: int | None,
     rows_per_step: float,
     truncated: int,
+    unsupervised: int,
 ) -> list[str]:
     """Return a sentence for each setting that leaves little to learn from this run.
 
@@ -32,6 +33,7 @@ def questionable_settings(
         rows: Training rows after dropping, None where they are streamed.
         rows_per_step: Rows (not packs) that one optimizer step takes, over all processes.
         truncated: Rows over max_length that were cut.
+        unsupervised: Rows without a supervised token, of a stream among its first rows.
     """
     return [
         sentence
@@ -40,6 +42,7 @@ def questionable_settings(
             _learning_rate(settings),
             _batch(rows, rows_per_step, steps_per_epoch),
             _length(settings, rows, truncated),
+            _unsupervised(settings, truncated, unsupervised),
             _steps(settings, steps),
             _evaluation(settings),
         )
@@ -85,6 +88,17 @@ def _length(settings: Settings, rows: int | None, truncated: int) -> str | None:
         f"max_length {settings.max_length} cuts {truncated:,} of {counted(rows, 'row')}, so their ends are not learned; raise "
         "--max_length."
     )
+
+
+def _unsupervised(settings: Settings, truncated: int, unsupervised: int) -> str | None:
+    if not unsupervised:
+        return None
+    fix = "remove such rows"
+    if truncated >= unsupervised:
+        fix = (
+            f"raise --max_length, because the answers begin behind token {settings.max_length}, or give --overlong drop"
+        )
+    return f"Nothing is learned from {counted(unsupervised, 'row')} without a supervised token; {fix}."
 
 
 def _steps(settings: Settings, steps: int) -> str | None:

@@ -24,7 +24,7 @@ from unsloth_ddp.data.rendered_parts import THINK_END, Part, PartChecker, row_sh
 from unsloth_ddp.utils.errors import UserError
 
 # Remarks on how a row was rendered; see NOTES.
-Note = Literal["own", "training", "reasoning", "reasoning supervised", "plain", "empty"]
+Note = Literal["own", "training", "reasoning", "reasoning supervised", "text", "text supervised", "plain", "empty"]
 NOTES: dict[str, str] = {
     "own": "TRL's training template would render them differently; the tokenizer's own chat template is used, as at "
     "inference (--chat_template training takes TRL's)",
@@ -37,11 +37,17 @@ NOTES: dict[str, str] = {
     "empty": "an answer to learn is empty or only white space, so training teaches the model to answer nothing; remove such "
     "rows unless that is meant",
     "reasoning supervised": "the chat template leaves out the reasoning of earlier turns, as at inference",
+    "text": "the chat template leaves out the text of turns that call tools, so these turns are not supervised; to train "
+    "their calls, remove the text, or give a template that renders both",
+    "text supervised": "the chat template leaves out the text of turns that call tools",
 }
 # Keys of a message that this package reads itself, or that carry nothing to train.
 OWN_KEYS = {"role", "content", "tool_calls", "tool_call_id", *REASONING_KEYS, *LOSS_FLAGS}
+NEXT_QUESTION: Message = {"role": "user", "content": "And then?"}
 # Matches the text of a template that expects reasoning in a separate key, if the content contains reasoning too.
 SECOND_BLOCK = re.compile(r"</think>\s*<think>")
+# Matches the reasoning block at the end of a generation prompt: its begin, or a whole one without reasoning.
+BEGUN_BLOCK = re.compile(r"<think>\s*(</think>\s*)?\Z")
 
 
 @dataclass(frozen=True)
@@ -82,16 +88,22 @@ class ChatRenderer:
             UserError: a part of the row is missing in the text, or the assistant's spans cannot be found.
         """
         try:
-            return self._render_with_either(self._with_reasoning_apart(example))
-        except Exception:
+            rendered = self._render_with_either(self._with_reasoning_apart(example))
+        except Exception as error:
             if not any(message.get("tool_calls") for message in example.messages):
                 raise
             try:
-                texts = [with_calls_as_text(message) for message in example.messages]
-                return self._render_with_either(replace(example, messages=texts))
-            except Exception:  # noqa: S110 (the first error is raised)
-                pass
-            raise
+                return self._render_with_either(_with_calls_as_text(example))
+            except Exception as second:
+                # That the template cannot take objects says nothing of the row.
+                raise second if isinstance(second, UserError) and not isinstance(error, UserError) else error from None
+        if not (printed := _printed_by_python(example, rendered.text)):
+            return rendered
+        try:
+            as_text = self._render_with_either(_with_arguments_as_text(example))
+        except Exception:
+            return rendered
+        return as_text if _printed_by_python(example, as_text.text) < printed else rendered
 
     def _with_reasoning_apart(self, example: Example) -> Example:
         """Move reasoning out of the content if the template would put an empty reasoning block before it."""
@@ -117,11 +129,15 @@ class ChatRenderer:
         return RenderedChat(rendered.text, rendered.spans, (*rendered.notes, "training"), rendered.unread_keys)
 
     def _render_with(self, template: ChatTemplate, example: Example) -> RenderedChat:
-        lost = _turns_without_reasoning(example, self.checkers[template].missing(example), template)
+        missing = self.checkers[template].missing(example)
+        lost = _turns_without_reasoning(example, missing, template)
         left_out = {*example.left_out, *(() if self.supervise_all else lost)}
         notes: list[Note] = []
         spans: list[Span] = []
-        if lost:
+        without_text = [i for i in lost if Part("content", i) in missing and _is_call_with_text(example.messages[i])]
+        if without_text:
+            notes.append("text supervised" if self.supervise_all else "text")
+        if len(lost) > len(without_text):
             notes.append("reasoning supervised" if self.supervise_all else "reasoning")
         if self.supervise_all and not left_out:
             text = template.render(example.messages, example.tools)
@@ -157,10 +173,18 @@ class ChatRenderer:
     def _marked_spans(self, template: ChatTemplate, example: Example, left_out: set[int]) -> tuple[str, list[Span]]:
         text, spans = template.render_marked(example.messages, example.tools)
 
-        def marked(messages: int) -> int:
-            turns = example.messages[:messages]
-            answered = any(message["role"] == "assistant" for message in turns)
-            return len(template.render_marked(turns, example.tools)[1]) if answered else 0
+        def marked(count: int) -> int:
+            """Return the number of spans in the first `count` messages."""
+            turns = example.messages[:count]
+            if count == len(example.messages):
+                return len(spans)
+            if not any(message["role"] == "assistant" for message in turns):
+                return 0
+            if turns[-1]["role"] == "assistant":
+                # As the last turn, it could end with a span that it lacks when others follow (Phi-3's EOS).
+                following = example.messages[count]
+                turns = [*turns, NEXT_QUESTION if following["role"] == "assistant" else following]
+            return len(template.render_marked(turns, example.tools)[1])
 
         prompt = range(marked(example.prompt_messages))
         dropped = {number for index in left_out for number in range(marked(index), marked(index + 1))}
@@ -174,8 +198,9 @@ class ChatRenderer:
         """Return the span of each assistant turn, found as the text that the turn adds to the rendered chat."""
         spans = []
         for index, message in enumerate(example.messages):
-            wanted = index in left_out if self.supervise_all else index not in left_out
-            if message["role"] != "assistant" or index < example.prompt_messages or not wanted:
+            learned = index >= example.prompt_messages and index not in left_out
+            wanted = index in left_out if self.supervise_all else learned
+            if message["role"] != "assistant" or not wanted:
                 continue
             before = template.render(example.messages[:index], example.tools, prompt=True)
             through = template.render(example.messages[: index + 1], example.tools)
@@ -203,9 +228,10 @@ def turn_span(full: str, before: str, through: str, eos_token: str) -> Span | No
     start = len(before)
     if not full.startswith(before):
         # The generation prompt may begin the reasoning block, which earlier turns lack.
-        start = before.rfind("<think>")
-        if start < 0 or not full.startswith(before[:start]):
+        block = BEGUN_BLOCK.search(before)
+        if block is None or not full.startswith(before[: block.start()]):
             return None
+        start = block.start()
     for ended in (through, through.removesuffix(eos_token)):
         if full.startswith(ended) and start <= len(ended):
             return start, len(ended)
@@ -228,15 +254,19 @@ def _without_reasoning(turn: str, rest: str) -> int | None:
     return None
 
 
+def _is_call_with_text(message: Message) -> bool:
+    return bool(message.get("tool_calls")) and THINK_END not in (message["content"] or "")
+
+
 def _turns_without_reasoning(example: Example, missing: frozenset[Part], template: ChatTemplate) -> list[int]:
-    """Return the earlier assistant turns whose reasoning the template leaves out.
+    """Return the earlier assistant turns whose reasoning, or text beside tool calls, the template leaves out.
 
     Raises:
         UserError: another part is left out, or the reasoning of the last turn.
     """
     last = max(i for i, message in enumerate(example.messages) if message["role"] == "assistant")
     lost: list[int] = []
-    for kind, index in sorted(missing):
+    for kind, index, call in sorted(missing):
         if kind == "tool":
             name = _name_of((example.tools or [])[index])
             raise UserError(
@@ -245,6 +275,12 @@ def _turns_without_reasoning(example: Example, missing: frozenset[Part], templat
             )
         message = example.messages[index]
         if kind == "tool call":
+            if call:
+                raise UserError(
+                    f"the chat template leaves out tool call {call + 1} of the {len(message['tool_calls'])} in message "
+                    f"{index + 1}; write each call as a message of its own, or give a template that renders all with "
+                    "--chat_template."
+                )
             raise UserError(
                 f"the chat template does not render tools, so the call of {_name_of(message['tool_calls'][0])} is not in "
                 "the rendered row; give one that does with --chat_template, or remove the row's tools."
@@ -282,6 +318,21 @@ def _with_reasoning_key(message: Message) -> Message:
         return message
     thought = reasoning.rpartition("<think>")[2].strip("\n")
     return {**message, "reasoning_content": thought, "content": content.lstrip("\n")}
+
+
+def _printed_by_python(example: Example, text: str) -> int:
+    """Count the tool calls whose arguments stand in the text as Python prints an object, not as JSON."""
+    calls = [call for message in example.messages for call in message.get("tool_calls") or []]
+    given = [call["function"]["arguments"] for call in calls]
+    return sum(text.count(str(arguments)) for arguments in given if isinstance(arguments, dict) and arguments)
+
+
+def _with_calls_as_text(example: Example) -> Example:
+    return replace(example, messages=[with_calls_as_text(message) for message in example.messages])
+
+
+def _with_arguments_as_text(example: Example) -> Example:
+    return replace(example, messages=[{**with_calls_as_text(m), "content": m["content"]} for m in example.messages])
 
 
 def with_calls_as_text(message: Message) -> Message:

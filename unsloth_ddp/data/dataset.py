@@ -56,11 +56,12 @@ TOKEN_FEATURES = datasets.Features(
 
 @dataclass(frozen=True)
 class Counts:
-    """Counts of a set: rows, tokens, supervised next-token predictions, and rows that were over max_length."""
+    """Counts of a set: rows, tokens, supervised next-token predictions, rows without one, and rows over max_length."""
 
     rows: int = 0
     tokens: int = 0
     supervised: int = 0
+    unsupervised: int = 0
     truncated: int = 0
     dropped: int = 0
     longest: int = 0
@@ -253,6 +254,7 @@ def _count(tokenized: datasets.Dataset, dropped: int) -> Counts:
         rows=len(tokenized),
         tokens=int(lengths.sum()),
         supervised=pc.sum(_column(tokenized, "supervised")).as_py(),
+        unsupervised=pc.sum(pc.equal(_column(tokenized, "supervised"), 0)).as_py(),
         truncated=pc.sum(_column(tokenized, "overlong")).as_py(),
         dropped=dropped,
         longest=int(lengths.max()),

@@ -120,7 +120,10 @@ def _read_calls(message: Message) -> None:
             message["tool_calls"] = [legacy]
     if message.get("tool_calls"):
         message["tool_calls"] = [_tool_call(call) for call in as_list(message["tool_calls"], "tool_calls")]
-    if message.get("tool_calls") and message["role"] != "assistant":
+    if not message.get("tool_calls"):
+        # Some templates ask only whether the key is there, and render an answer without calls as one with calls.
+        message.pop("tool_calls", None)
+    elif message["role"] != "assistant":
         raise UserError(f"a message of role {message['role']} has tool_calls; only assistant messages can have them.")
 
 

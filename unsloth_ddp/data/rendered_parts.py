@@ -16,10 +16,11 @@ THINK_END = "</think>"
 
 
 class Part(NamedTuple):
-    """A part of a row: the content, reasoning or tool calls of message `number`, or tool definition `number`."""
+    """A part of a row: content, reasoning or tool call `call` of message `number`, or tool definition `number`."""
 
     kind: Literal["content", "reasoning", "tool call", "tool"]
     number: int
+    call: int = 0
 
 
 class PartChecker:
@@ -48,16 +49,22 @@ class PartChecker:
 
 
 def row_shape(example: Example) -> Hashable:
-    """Return a key of what decides which parts a template renders: roles, keys, and reasoning in the content."""
+    """Return a key of what decides which parts a template renders: roles, keys, tool calls, reasoning in the content."""
     messages = tuple(
-        (m["role"], tuple(sorted(key for key, value in m.items() if value)), THINK_END in (m["content"] or ""))
+        (
+            m["role"],
+            tuple(sorted(key for key, value in m.items() if value)),
+            THINK_END in (m["content"] or ""),
+            # Some templates fail unless the arguments are text.
+            tuple(type(call["function"]["arguments"]) for call in m.get("tool_calls") or []),
+        )
         for m in example.messages
     )
     return messages, len(example.tools or [])
 
 
 def _mark(part: Part) -> str:
-    return f"Zq{part.kind.replace(' ', '')}{part.number}qZ"
+    return f"Zq{part.kind.replace(' ', '')}{part.number}x{part.call}qZ"
 
 
 def _inserted(text: str, mark: str) -> str:
@@ -81,9 +88,11 @@ def _marked(message: Message, index: int, marks: dict[Part, str]) -> Message:
         if isinstance(message.get(key), str):
             marked[key] = mark("reasoning", message[key])
     if message.get("tool_calls"):
-        part = Part("tool call", index)
-        marks[part] = _mark(part)
-        marked["tool_calls"] = [_renamed(call, marks[part]) for call in message["tool_calls"]]
+        parts = [Part("tool call", index, number) for number in range(len(message["tool_calls"]))]
+        marks.update({part: _mark(part) for part in parts})
+        marked["tool_calls"] = [
+            _renamed(call, marks[part]) for call, part in zip(message["tool_calls"], parts, strict=True)
+        ]
     return marked
 
 

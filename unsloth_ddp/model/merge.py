@@ -215,10 +215,24 @@ def _save_merged_by_peft(settings: Settings, adapter: Path, target: Path, stop_t
     if getattr(base, "quantization_method", None) is not None or "quantization_config" in base.config.to_dict():
         base = base.dequantize()
         _forget_packing(base)
-    merged = PeftModel.from_pretrained(base, str(adapter)).merge_and_unload()
+    adapted = PeftModel.from_pretrained(base, str(adapter))
+    _untie_adapted_embedding(base)
+    merged = adapted.merge_and_unload()
     merged.config.use_cache = True
     stop_at(merged, stop_tokens)
     merged.save_pretrained(target)
+
+
+def _untie_adapted_embedding(model: Any) -> None:
+    """Give the output head its own weight if it shares that of an adapted embedding.
+
+    In training the head keeps the base model's weight. PEFT would add the embedding's change to both, and it writes the
+    head's own weight only where the two differ.
+    """
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    shared: Any = getattr(getattr(embedding, "base_layer", None), "weight", None)
+    if head is not None and shared is not None and head.weight is shared:
+        head.weight = torch.nn.Parameter(shared.detach().clone())
 
 
 def _forget_packing(model: Any) -> None:

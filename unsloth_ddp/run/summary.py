@@ -94,6 +94,7 @@ def questionable(settings: Settings, data: TrainingData, decision: MicroBatchDec
         rows=None if rows.streamed else rows.counts.rows,
         rows_per_step=plan.global_batch * rows_per_unit,
         truncated=rows.counts.truncated,
+        unsupervised=rows.counts.unsupervised,
     )
 
 

@@ -333,6 +333,11 @@ class ResumableTrainer(SFTTrainer):
 
     def _load_best_model(self) -> None:
         best = Path(str(self.state.best_model_checkpoint))
+        if self.runtime.ranks.is_main:
+            print(
+                f"The result has the weights of {best.name}, the checkpoint with the lowest evaluation loss.",
+                flush=True,
+            )
         if has_shards(best):
             self.sharded.load_weights(best, self.model)
             return

@@ -137,7 +137,7 @@ def _in_host_memory(
     weights = memory.weights if work.offload == "parameters" else 0.0
     moved = memory.gradients + memory.optimizer + weights
     gradients = 0.0
-    if sharding == "zero2" and work.accumulation > 1:
+    if sharding == "zero2":
         largest = max(shape.head, shape.largest_linear) if method == "full" else 0
         gradients = zero2_offload_bytes(shape.trained(method), largest, work.precision, work.processes)
     # FSDP2 moves its part to the host after it is loaded. Trained weights are loaded in fp32 before ZeRO-2 has 16-bit ones.
@@ -152,7 +152,7 @@ def _in_host_memory(
         optimizer=0.0,
         stepping=0.0,
         loading=loading,
-        lower_bound=(method, sharding) not in MEASURED_WITH_OFFLOAD or work.processes > 1,
+        lower_bound=memory.lower_bound or (method, sharding) not in MEASURED_WITH_OFFLOAD or work.processes > 1,
         host=moved,
     )
 

@@ -18,6 +18,7 @@ RUN: dict[str, Any] = {
     "rows_per_step": 16,
     "truncated": 0,
     "unsupervised": 0,
+    "cut_answers": 0,
 }
 
 
@@ -32,7 +33,9 @@ RUN: dict[str, Any] = {
         ({}, {"truncated": 800}, "max_length 2048 cuts 800 of 800 rows, so their ends are not learned; raise --max_length."),
         ({}, {"truncated": 400}, "max_length 2048 cuts 400 of 800 rows"),
         ({}, {"unsupervised": 1}, "Nothing is learned from 1 row without a supervised token; remove such rows."),
-        ({}, {"truncated": 5, "unsupervised": 5}, "Nothing is learned from 5 rows without a supervised token; raise --max_length,"),
+        ({}, {"truncated": 5, "unsupervised": 3, "cut_answers": 2},
+         "Nothing is learned from 3 rows without a supervised token; max_length 2048 cuts off 2 answers, so raise it, or"),
+        ({}, {"truncated": 5, "unsupervised": 3}, "Nothing is learned from 3 rows without a supervised token; remove such rows."),
         ({}, {"steps": 3}, "The run has 3 optimizer steps, which is little to learn from; raise --num_train_epochs or"),
         ({"max_steps": 3}, {"steps": 3}, "The run has 3 optimizer steps, which is little to learn from; raise --max_steps."),
         ({}, {"steps": 1}, "The run has 1 optimizer step, which"),

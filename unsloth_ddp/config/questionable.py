@@ -24,6 +24,7 @@ def questionable_settings(
     rows_per_step: float,
     truncated: int,
     unsupervised: int,
+    cut_answers: int,
 ) -> list[str]:
     """Return a sentence for each setting that leaves little to learn from this run.
 
@@ -34,6 +35,7 @@ def questionable_settings(
         rows_per_step: Rows (not packs) that one optimizer step takes, over all processes.
         truncated: Rows over max_length that were cut.
         unsupervised: Rows without a supervised token, of a stream among its first rows.
+        cut_answers: Those of them that were over max_length.
     """
     return [
         sentence
@@ -42,7 +44,7 @@ def questionable_settings(
             _learning_rate(settings),
             _batch(rows, rows_per_step, steps_per_epoch),
             _length(settings, rows, truncated),
-            _unsupervised(settings, truncated, unsupervised),
+            _unsupervised(settings, unsupervised, cut_answers),
             _steps(settings, steps),
             _evaluation(settings),
         )
@@ -90,14 +92,13 @@ def _length(settings: Settings, rows: int | None, truncated: int) -> str | None:
     )
 
 
-def _unsupervised(settings: Settings, truncated: int, unsupervised: int) -> str | None:
+def _unsupervised(settings: Settings, unsupervised: int, cut_answers: int) -> str | None:
     if not unsupervised:
         return None
     fix = "remove such rows"
-    if truncated >= unsupervised:
-        fix = (
-            f"raise --max_length, because the answers begin behind token {settings.max_length}, or give --overlong drop"
-        )
+    if cut_answers:
+        answers = counted(cut_answers, "answer")
+        fix = f"max_length {settings.max_length} cuts off {answers}, so raise it, or give --overlong drop"
     return f"Nothing is learned from {counted(unsupervised, 'row')} without a supervised token; {fix}."
 
 

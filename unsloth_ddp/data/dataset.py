@@ -56,12 +56,18 @@ TOKEN_FEATURES = datasets.Features(
 
 @dataclass(frozen=True)
 class Counts:
-    """Counts of a set: rows, tokens, supervised next-token predictions, rows without one, and rows over max_length."""
+    """Counts of a set: rows, tokens, supervised next-token predictions, and rows over max_length.
+
+    Args:
+        unsupervised: rows without a supervised token.
+        cut_answers: those of them that were truncated.
+    """
 
     rows: int = 0
     tokens: int = 0
     supervised: int = 0
     unsupervised: int = 0
+    cut_answers: int = 0
     truncated: int = 0
     dropped: int = 0
     longest: int = 0
@@ -250,11 +256,13 @@ def _most_frequent(lists: pa.ChunkedArray) -> dict[Any, int]:
 
 def _count(tokenized: datasets.Dataset, dropped: int) -> Counts:
     lengths = row_lengths(tokenized)
+    unsupervised = pc.equal(_column(tokenized, "supervised"), 0)
     return Counts(
         rows=len(tokenized),
         tokens=int(lengths.sum()),
         supervised=pc.sum(_column(tokenized, "supervised")).as_py(),
-        unsupervised=pc.sum(pc.equal(_column(tokenized, "supervised"), 0)).as_py(),
+        unsupervised=pc.sum(unsupervised).as_py(),
+        cut_answers=pc.sum(pc.and_(unsupervised, _column(tokenized, "overlong"))).as_py(),
         truncated=pc.sum(_column(tokenized, "overlong")).as_py(),
         dropped=dropped,
         longest=int(lengths.max()),

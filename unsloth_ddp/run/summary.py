@@ -95,6 +95,7 @@ def questionable(settings: Settings, data: TrainingData, decision: MicroBatchDec
         rows_per_step=plan.global_batch * rows_per_unit,
         truncated=rows.counts.truncated,
         unsupervised=rows.counts.unsupervised,
+        cut_answers=rows.counts.cut_answers,
     )
 
 

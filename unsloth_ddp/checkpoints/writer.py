@@ -77,7 +77,7 @@ def to_remove(steps: list[int], written: int, best: int | None, limit: int | Non
     return left + spare[: max(0, len(rest) - max(limit, len(kept)))]
 
 
-@dataclass
+@dataclass(eq=False)
 class Checkpoints:
     """Writes the checkpoints of one run.
 

@@ -14,7 +14,7 @@ from unsloth_ddp.model.supervised_head import SupervisedHead, head_with_equal_lo
 from unsloth_ddp.training.loss import logits_to_step_loss
 
 
-@dataclass
+@dataclass(eq=False)
 class MicroBatchLoss:
     """Sum the token losses of a micro-batch and divide them by the step's divisor (see loss.py).
 

@@ -36,7 +36,7 @@ from unsloth_ddp.model.whole_weights import (
 from unsloth_ddp.utils.errors import UserError
 
 
-@dataclass
+@dataclass(eq=False)
 class ShardedSaving:
     """Write and read the weights and the optimizer of a model that FSDP2 shards; every rank calls each method."""
 

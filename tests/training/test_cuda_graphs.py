@@ -23,6 +23,7 @@ from unsloth_ddp.training.step_choice import (
     busy_without,
     busy_without_before,
     dealt,
+    obstacle_on_gpus,
     reason_after,
     reason_before,
     shape_for,
@@ -98,6 +99,20 @@ def test_micro_batches_are_captured_only_where_it_brings_something(
     settings = Settings(model="m", dataset=["d"], method=method, max_length=2048)
     train, plan = packs_of(tokens, rows_a_pack), BatchPlan(size, 1, 1)
     assert busy_without(settings, train, plan, shape_for(train, size, 2048)) == reason
+
+
+@pytest.mark.parametrize(
+    ("sharding", "reason"),
+    [
+        ("none", None),
+        ("zero2", "sharding zero2 reduces gradients during the backward pass"),
+        ("fsdp2", "sharding fsdp2 gathers weights in every layer"),
+    ],
+)
+def test_sharded_steps_are_not_captured_and_the_reason_is_that_of_the_sharding(
+    sharding: str, reason: str | None
+) -> None:
+    assert obstacle_on_gpus(Settings(), packed=True, precision="bf16", sharding=sharding, processes=2) == reason
 
 
 def test_padding_to_several_sizes_counts() -> None:

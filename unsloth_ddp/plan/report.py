@@ -241,7 +241,7 @@ def notes(report: PlanReport) -> list[str]:
         )
         said.append(
             f"Host memory of a node: {kept}, at least. Every step moves it between host and GPUs; measured "
-            "steps took 5 to 10 times as long (docs/sharding.md#cpu-offload)."
+            "steps with ZeRO took about 5 to 10 times as long (docs/sharding.md#cpu-offload)."
         )
     if report.shape.has_experts:
         said.append(

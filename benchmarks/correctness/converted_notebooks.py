@@ -1,4 +1,4 @@
-"""Run converted notebooks on two GPUs, and each notebook as it is on one: SFT, vision, DPO, GRPO, a loop by hand.
+"""Run converted notebooks on two GPUs, and each notebook as it is on one: SFT, vision, DPO, GRPO, loops by hand.
 
     python -m benchmarks.correctness.converted_notebooks prepare --out DIR --sft Llama3.1_8B-Alpaca.ipynb --vision Qwen2_VL_7B-Vision.ipynb
     python -m benchmarks.correctness.converted_notebooks run --out DIR --json results.json

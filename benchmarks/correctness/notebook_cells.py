@@ -1,4 +1,4 @@
-"""Small notebooks of the kit's own for converted_notebooks.py beside this file: DPO, GRPO, and a loop written by hand.
+"""Small notebooks of the kit's own for converted_notebooks.py beside this file: DPO, GRPO, and loops by hand, one with Accelerate.
 
 They load random weights from local/llama, which that script makes, and need no network.
 """
@@ -67,28 +67,28 @@ trainer.train()""",
     SAVE,
 ]
 
-# The batch of the loader is a process's, so the notebook divides its own by the number of processes.
-LOOP = [
-    LOAD,
-    ADAPTER,
-    """\
-from accelerate import Accelerator
+ROWS = """\
 from torch.utils.data import DataLoader
-rows = [tokenizer(f"Add {i} and {i + 1}. The sum is {2 * i + 1}.")["input_ids"] for i in range(200)]
+rows = [tokenizer(f"Add {i} and {i + 1}. The sum is {2 * i + 1}.")["input_ids"] for i in range(96)]
 
 def collate(batch):
     width = max(len(row) for row in batch)
     ids = torch.tensor([row + [tokenizer.pad_token_id] * (width - len(row)) for row in batch])
     return {"input_ids": ids, "labels": ids.masked_fill(ids == tokenizer.pad_token_id, -100)}
 
+loader = DataLoader(rows, batch_size = 8, collate_fn = collate)"""
+
+LOOP = [
+    LOAD,
+    ADAPTER,
+    ROWS,
+    """\
+from accelerate import Accelerator
 accelerator = Accelerator()
-loader = DataLoader(rows, batch_size = 8 // accelerator.num_processes, collate_fn = collate)
 optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr = 5e-3)
 model, optimizer, loader = accelerator.prepare(model, optimizer, loader)""",
     """\
-for step, batch in enumerate(loader):
-    if step == 12:
-        break
+for batch in loader:
     loss = model(**batch).loss
     accelerator.backward(loss)
     optimizer.step()
@@ -97,4 +97,19 @@ for step, batch in enumerate(loader):
     'accelerator.unwrap_model(model).save_pretrained("lora_model")',
 ]
 
-NOTEBOOKS = {"dpo": DPO, "grpo": GRPO, "loop": LOOP}
+PLAIN_LOOP = [
+    LOAD,
+    ADAPTER,
+    ROWS,
+    """\
+optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr = 5e-3)
+for batch in loader:
+    loss = model(**{name: part.to("cuda") for name, part in batch.items()}).loss
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    print({"loss": loss.item()})""",
+    SAVE,
+]
+
+NOTEBOOKS = {"dpo": DPO, "grpo": GRPO, "loop": LOOP, "plain_loop": PLAIN_LOOP}

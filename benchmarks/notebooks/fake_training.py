@@ -5,6 +5,7 @@ rank of a real run. Standard library only.
 """
 
 import base64
+import importlib
 import inspect
 import os
 import pickle
@@ -67,6 +68,7 @@ class Group:
     def start(cls, how: str) -> None:
         if world_size() > 1 and not cls.ready:
             cls.ready = True
+            importlib.import_module("torch.distributed")  # as whatever joins the processes does
             RECORDER.add("group", "init", text=how)
 
     @classmethod
@@ -121,6 +123,18 @@ def signature_of(defaults: dict[str, Any]) -> inspect.Signature:
 Config.__init__.__signature__ = signature_of({**DEFAULTS, "average_tokens_across_devices": True})  # type: ignore[attr-defined]
 
 
+LAUNCHED = re.compile(
+    r"((LOCAL|NODE|GROUP|ROLE)_)?(RANK|WORLD_SIZE)$|LOCAL_WORLD_SIZE$|MASTER_(ADDR|PORT)$|PYTHONHASHSEED$|UNSLOTH_DIS|UNSLOTH_NO"
+)
+
+
+def process() -> dict[str, Any]:
+    """What a training finds in its process: the variables, the launcher's apart, and the folder."""
+    own = {name: value for name, value in os.environ.items() if not LAUNCHED.match(name)}
+    ranks = [os.environ.get(name) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")]
+    return {"variables": own, "ranks": ranks, "folder": os.path.basename(os.getcwd())}
+
+
 class Trainer(Base):
     """Any trainer: remembers its configuration, its data and that it trained."""
 
@@ -158,7 +172,7 @@ class Trainer(Base):
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         Group.collective("train")
-        RECORDER.add("train", self.kind(), arguments=self.has_arguments, **self.settings())
+        RECORDER.add("train", self.kind(), arguments=self.has_arguments, process=process(), **self.settings())
         RECORDER.phase = "in_train"
         try:
             for function in rewards_of(self):
@@ -179,13 +193,31 @@ class Trainer(Base):
         return Stub("loss")
 
     def save_model(self, *args: Any, **kwargs: Any) -> None:
-        RECORDER.add("save", "save_model")
+        self.together("save", "save_model")
 
     def save_state(self, *args: Any, **kwargs: Any) -> None:
-        RECORDER.add("save", "save_state")
+        self.together("save", "save_state")
+
+    def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        self.together("save", "save_checkpoint")  # Lightning's
 
     def push_to_hub(self, *args: Any, **kwargs: Any) -> None:
-        RECORDER.add("push", "push_to_hub")
+        self.together("push", "push_to_hub")
+
+    def together(self, kind: str, name: str) -> None:
+        """Do what every rank has to call, and one of them performs."""
+        Group.collective(name)
+        if rank() == 0:
+            RECORDER.add(kind, name)
+
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        """Train as `train` does, a step at a time: a PPO trainer driven by hand."""
+        Group.collective("step")
+        return Stub("stats")
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        Group.collective("generate")
+        return Stub("responses")
 
 
 class TrainOutput(Base):
@@ -253,6 +285,18 @@ def error_class(path: str, name: str) -> type:
     return type(name, (Exception,), {})
 
 
+TOGETHER = (
+    "prepare",
+    "gather",
+    "gather_for_metrics",
+    "reduce",
+    "pad_across_processes",
+    "save_state",
+    "load_state",
+    "backward",
+)
+
+
 class State(Base):
     """accelerate's PartialState and Accelerator."""
 
@@ -275,6 +319,16 @@ class State(Base):
         return Stub("context")
 
     local_main_process_first = main_process_first
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+        def method(*args: Any, **kwargs: Any) -> Any:
+            RECORDER.add("collective", name)
+            return args if len(args) > 1 else args[0] if args else Stub(f"accelerator.{name}")
+
+        return method if name in TOGETHER else Stub(f"accelerator.{name}")
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         if rank() == 0:

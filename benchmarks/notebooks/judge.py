@@ -286,7 +286,7 @@ def training_steps(outcome: Outcome, trains: int) -> dict[str, list[Any]]:
     ends = [i for i, event in enumerate(outcome.events) if event["kind"] == "train"]
     steps: dict[str, list[Any]] = {}
     for event in outcome.events[: ends[trains - 1] if ends else 0]:
-        if event["kind"] in ("load", "prepare", "set", "trainer"):
+        if event["kind"] in ("load", "prepare", "set", "trainer") and not event["name"].endswith(".grad"):
             name = f"{event['kind']} {event['name']}"
             steps.setdefault(name, []).append(without(ALLOWED, [event.get("given"), event.get("config")]))
     return steps
@@ -351,7 +351,13 @@ FLAGS = {"UNSLOTH_DISABLE_TRAINER_PATCHING": "1", "UNSLOTH_NO_CUDA_EXTENSIONS": 
 
 def imported_with(outcome: Outcome) -> dict[str, str] | None:
     """Return the environment at the import of unsloth, or None if it was not imported."""
-    return next((event["environment"] for event in outcome.of("import") if event["name"] == "unsloth"), None)
+    found = (event["environment"] for event in outcome.of("import") if event["name"] == "unsloth")
+    return next((in_place(environment) for environment in found), None)
+
+
+def in_place(environment: dict[str, str]) -> dict[str, str]:
+    """Return an environment with `.` for the folder of the run, which has another name in each."""
+    return {name: re.sub(r"/\S*?/stubrun\w+/cwd", ".", value) for name, value in environment.items()}
 
 
 def data(ranks: list[Outcome]) -> list[str]:
@@ -401,3 +407,54 @@ def cause(finding: str) -> str:
     """A finding without line numbers and names, to group by."""
     finding = re.sub(r"(at )?(script|cell_\d+)\.py:\d+.*", "", finding)
     return re.sub(r"\d+", "N", finding).strip(" (:")
+
+
+def same_process(plain: Outcome, ranks: list[Outcome]) -> list[str]:
+    """Each training finds the same variables and folder on every rank, and what the launcher set."""
+    found = []
+    for before, *after in zip(plain.trains, *(outcome.trains for outcome in ranks), strict=False):
+        wanted = in_place(before["process"]["variables"])
+        for rank, event in enumerate(after):
+            have, launched = in_place(event["process"]["variables"]), event["process"]["ranks"]
+            names = [n for n in {**wanted, **have} if wanted.get(n) != have.get(n) and not GIVEN.match(n)]
+            found += [f"rank {rank} trains with {name} = {have.get(name)}, was {wanted.get(name)}" for name in names]
+            if launched[:3] != [str(rank), str(rank), str(len(ranks))] or None in launched:
+                found.append(f"rank {rank} trains with the launcher's variables {launched}")
+        folders = {event["process"]["folder"] for event in after}
+        found += [f"the ranks train in different folders: {sorted(folders)}"] if len(folders) > 1 else []
+    return found
+
+
+# Variables that differ for a reason: of the run itself, secrets of a host, and the GPUs, which the launcher chooses.
+GIVEN = re.compile(r"HOME$|PWD$|PATH$|OLDPWD$|LC_ALL$|CUDA_VISIBLE_DEVICES$|\w*(TOKEN|KEY|SECRET)\w*$|WANDB_MODE$|KMP_")
+
+
+def same_changes(ranks: list[Outcome]) -> list[str]:
+    """Before each training every rank calls the same methods on the models, and sets the same attributes."""
+    if not all(outcome.trains for outcome in ranks):
+        return []  # nothing says where the training is, or one of them stopped where the stubs could not follow
+    first, other = (
+        Counter(f"{e['kind']} {e['name']}" for e in before_training(o, "touch", "set") if "wandb." not in e["name"])
+        for o in ranks[:2]
+    )
+    return [
+        f"{name} {first[name]} times on rank 0 and {other[name]} on rank 1"
+        for name in first | other
+        if first[name] != other[name]
+    ]
+
+
+def refused_arguments(plain: Outcome, ranks: list[Outcome], fields: dict[str, list[str]]) -> list[str]:
+    """Arguments that a script adds are fields of the real class, where that is installed here.
+
+    Args:
+        fields: the names of each class's parameters.
+    """
+    want, have = (set().union(*(e.get("config") or {} for e in o.of("trainer")), set()) for o in (plain, ranks[0]))
+    classes = {(event.get("config") or {}).get("class") for event in ranks[0].of("trainer")}
+    known = [set(fields[name]) for name in classes if name in fields]
+    return [
+        f"{name} is no argument of {sorted(map(str, classes))}"
+        for name in sorted(have - want - {"class"})
+        if known and not any(name in one for one in known)
+    ]

@@ -31,7 +31,7 @@ OWN_ENVIRONMENT = re.compile(r"--python\b|\.venv\b|\bvenv/")
 MADE_UP = '{"stub_key": "1"}'  # what a file holds that would exist had the program's commands really run
 INSTALL = re.compile(
     r"\b(?:(?:pip3?|pipx|uv|conda|mamba|poetry)(?:\s+pip)?\s+(?:-\S+\s+)*(?:install|add|uninstall|sync)"
-    r"|(?:apt|apt-get|aptitude|yum|dnf|brew|apk)\s+(?:-\S+\s+)*(?:install|update|upgrade|add)|npm\s+i(?:nstall)?\b|(?:curl|wget)\b[^;&]*\|\s*(?:sudo\s+)?(?:ba|z)?sh\b)"
+    r"|pip3?-autoremove\b|(?:apt|apt-get|aptitude|yum|dnf|brew|apk)\s+(?:-\S+\s+)*(?:install|update|upgrade|add)|npm\s+i(?:nstall)?\b|(?:curl|wget)\b[^;&]*\|\s*(?:sudo\s+)?(?:ba|z)?sh\b)"
 )
 
 

@@ -9,6 +9,7 @@ HuggingFace Course- variants. See README.md here for what the columns mean.
 import argparse
 import datetime
 import importlib.metadata
+import inspect
 import json
 import platform
 import random
@@ -19,6 +20,7 @@ import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +35,7 @@ from harness import Outcome, Settings, pins, read_cells, run_notebook, run_other
 VARIANTS = ("AMD-", "Kaggle-", "HuggingFace Course-")
 CHECKS = (
     *("compiles", "leftovers", "installs", "text_kept", "same_bytes"),
-    *("settings", "start_and_end", "trains", "same_training"),
+    *("settings", "start_and_end", "trains", "same_training", "same_process", "same_changes", "arguments"),
     *("rank_1", "rank_0", "read_back", "in_step", "data", "single"),
 )
 
@@ -98,6 +100,17 @@ def warning_text(warning: Any) -> str:
     return str(getattr(warning, "text", getattr(warning, "message", warning)))[:200]
 
 
+@cache
+def real_fields() -> dict[str, list[str]]:
+    """Return the parameters of the argument classes that are installed here, by class."""
+    import transformers
+    import trl
+
+    names = [name for name in dir(trl) if name.endswith("Config")]
+    classes = [transformers.TrainingArguments, *(getattr(trl, name) for name in names)]
+    return {kind.__name__: list(inspect.signature(kind).parameters) for kind in classes if isinstance(kind, type)}
+
+
 def summary(outcome: Outcome) -> dict[str, Any]:
     """Summarize how far a run came, without the notebook's code or output."""
     trainers = [event["name"] for event in outcome.trains]
@@ -138,6 +151,9 @@ def check(path: Path, script: str, result: Result, options: argparse.Namespace) 
         "same_training": [
             f"rank {rank}: {text}" for rank, one in enumerate(ranks) for text in judge.same_training(plain, one, rank)
         ],
+        "same_process": judge.same_process(plain, ranks),
+        "same_changes": judge.same_changes(ranks),
+        "arguments": judge.refused_arguments(plain, ranks, real_fields()),
         "single": judge.single(plain, alone),
         "same_bytes": [] if CONVERTERS[options.converter](path)[0] == script else ["converting twice differs"],
     }
@@ -203,6 +219,7 @@ def run(paths: list[Path], options: argparse.Namespace) -> list[Result]:
             (options.keep / f"{path.stem}.py").write_text(script, encoding="utf-8")
         check(path, script, result, options)
 
+    real_fields()  # imports, which threads must not do at the same time
     with ThreadPoolExecutor(options.jobs) as pool:
         list(pool.map(check_one, paths, scripts, results))
     return results

@@ -355,10 +355,38 @@ def call(stub: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     found = RULES.get(name) or RULES.get(f"*.{name.rsplit('.', 1)[-1]}")
     if found is not None:
         return found(stub, args, kwargs)
+    last = name.rsplit(".", 1)[-1]
+    if (
+        "_origin" in stub.__dict__
+        and "." in name
+        and changes(last)
+        and sys._getframe(2).f_code.co_filename in RECORDER.programs
+    ):
+        RECORDER.add("touch", last)
     decorates = len(args) == 1 and not kwargs and isinstance(args[0], types.FunctionType | type)
     if decorates and name.rsplit(".", 1)[-1] not in CALLS_BACK:
         return args[0]
     return follow(stub, Stub(f"{name}()"))
+
+
+# Methods that leave a model as they find it.
+LEAVES = ("eval", "train", "to", "cuda", "cpu", "half", "float", "forward", "parameters", "modules", "children")
+LEAVES += ("detach", "item", "numpy", "argmax", "squeeze", "mean", "sum", "max", "tolist", "inference_session")
+LEAVES += (
+    "encode",
+    "decode",
+    "tokenize",
+    "print_trainable_parameters",
+    "num_parameters",
+    "state_dict",
+    "items",
+    "keys",
+)
+
+
+def changes(method: str) -> bool:
+    """Return whether a method called on a model, or on a part of it, may change it."""
+    return method.isidentifier() and method not in LEAVES and not method.startswith(("get_", "named_", "is_", "_"))
 
 
 def follow(parent: Any, made: Any) -> Any:

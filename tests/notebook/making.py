@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from unsloth_ddp.notebook.convert import convert_notebook
-from unsloth_ddp.notebook.reader import from_node
+from unsloth_ddp.notebook.read.reader import from_node
 from unsloth_ddp.notebook.types import Conversion, ConversionOptions
 
 LOAD = "from unsloth import FastLanguageModel\nmodel, tokenizer = FastLanguageModel.from_pretrained('m')"
@@ -39,7 +39,7 @@ def convert_cells(*cells: str, **options: Any) -> Conversion:
 def body(conversion: Conversion, *, comments: bool = False) -> str:
     """The script's cells, without the prologue and the end, and without the converter's comments."""
     text = re.sub(
-        r"(# %%\n)?# ddp: each process takes its own GPU.*?set_device\(\w+\)\n\n?",
+        r"(# %%\n)?# ddp: each process takes its own GPU.*?set_device\(\w+\)\n(elif .*?\n    raise .*?\n)?\n?",
         "",
         conversion.script,
         flags=re.DOTALL,

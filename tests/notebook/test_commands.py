@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from making import LOAD, TRAIN, body, convert_cells, kinds
 
-from unsloth_ddp.notebook.helpers import HELPERS
 from unsloth_ddp.notebook.types import NotebookError
+from unsloth_ddp.notebook.write.helpers import HELPERS
 
 
 @pytest.mark.parametrize(

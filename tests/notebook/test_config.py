@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 from making import LOAD, TRAIN, body, convert_cells, kinds
 
-from unsloth_ddp.notebook.helpers import HELPERS
-from unsloth_ddp.notebook.prologue import RANKS
+from unsloth_ddp.notebook.write.helpers import HELPERS
+from unsloth_ddp.notebook.write.prologue import RANKS
 
 
 def helpers(world: int, rank: int = 0) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import pytest
 from IPython.utils.text import DollarFormatter
 from making import LOAD, body, convert_cells, kinds
 
-from unsloth_ddp.notebook.ipython import (
+from unsloth_ddp.notebook.syntax.ipython import (
     as_python_string,
     is_install,
     requirement_names,

@@ -266,7 +266,7 @@ def test_a_run_that_a_loop_passes_on_has_a_stand_in() -> None:
 
 
 def test_a_stand_in_takes_whatever_a_run_takes() -> None:
-    from unsloth_ddp.notebook.helpers import HELPERS
+    from unsloth_ddp.notebook.write.helpers import HELPERS
 
     space: dict[str, Any] = {}
     exec(HELPERS["NoRun"].source, space)

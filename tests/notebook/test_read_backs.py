@@ -56,7 +56,7 @@ def test_what_only_one_process_of_the_job_can_save_is_said() -> None:
     """Transformers' save_model asks which process may save: on a second node, none."""
     read = "model = AutoPeftModelForCausalLM.from_pretrained('out')"
     done = convert_cells(LOAD, DATA, PEFT, TRAIN, "trainer.save_model('out')", read, AGAIN)
-    assert "if IS_MAIN:\n    trainer.save_model('out')" in body(done) and "read back" in kinds(done)
+    assert "\ntrainer.save_model('out')\nwait_for_everyone()" in body(done) and "read back" in kinds(done)
 
 
 def test_a_model_loaded_to_be_tried_goes_to_the_main_process_with_what_follows_it() -> None:

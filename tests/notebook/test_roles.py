@@ -104,9 +104,17 @@ def test_a_changed_tokenizer_reaches_training() -> None:
     assert "\ncount = tokenizer.add_tokens(['x'])\n" in text
 
 
-@pytest.mark.parametrize("line", ["tokenizer.save_vocabulary('v')", "trainer.save_model('m')"])
-def test_what_is_saved_is_saved_once(line: str) -> None:
+def test_what_is_saved_is_saved_once() -> None:
+    line = "tokenizer.save_vocabulary('v')"
     assert f"if IS_MAIN:\n    {line}\nwait_for_everyone()" in body(convert_cells(LOAD, DATA, TRAIN, line))
+
+
+def test_a_trainer_asks_for_itself_who_saves() -> None:
+    cell = "trainer.save_model('m')\ntrainer.push_to_hub()\nmodel.save_pretrained('l')"
+    made = (
+        "\ntrainer.save_model('m')\ntrainer.push_to_hub()\nwait_for_everyone()\nif IS_MAIN:\n    model.save_pretrained"
+    )
+    assert made in body(convert_cells(LOAD, DATA, TRAIN, cell))
 
 
 def test_save_and_what_reads_it_back_share_a_guard_before_a_barrier() -> None:
@@ -119,7 +127,7 @@ def test_save_and_what_reads_it_back_share_a_guard_before_a_barrier() -> None:
 def test_a_second_phase_loads_what_the_first_saved_on_every_process() -> None:
     again = "model, tokenizer = FastLanguageModel.from_pretrained('first')"
     text = body(convert_cells(LOAD, DATA, TRAIN, "trainer.save_model('first')", again, TRAIN))
-    assert "if IS_MAIN:\n    trainer.save_model('first')\nwait_for_everyone()" in text
+    assert "\ntrainer.save_model('first')\nwait_for_everyone()" in text
     assert "\nmodel, tokenizer = FastLanguageModel.from_pretrained('first', device_map" in text
 
 

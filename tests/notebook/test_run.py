@@ -47,6 +47,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         "HF_HUB_OFFLINE": "1",
         "HF_DATASETS_CACHE": str(tmp_path_factory.mktemp("datasets")),
         "CUDA_VISIBLE_DEVICES": "",
+        "UNSLOTH_ALLOW_CPU": "1",
         "TRITON_INTERPRET": "1",
         "OMP_NUM_THREADS": "1",
         "USE_TF": "0",

@@ -7,7 +7,7 @@ import pytest
 from making import LOAD, TRAIN, body, convert_cells, notebook
 
 from unsloth_ddp.notebook.convert import convert_notebook
-from unsloth_ddp.notebook.reader import from_node
+from unsloth_ddp.notebook.read.reader import from_node
 from unsloth_ddp.notebook.types import Conversion, ConversionOptions, NotebookError
 
 DATA = "from datasets import load_dataset\ndataset = load_dataset('d')"

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
-from unsloth_ddp.notebook.prologue import Names
 from unsloth_ddp.notebook.types import ConversionOptions, ConversionReport, ReportEntry
+from unsloth_ddp.notebook.write.prologue import Names
 
 _MARK = re.compile("\x00(\\d+)\x00")
 
@@ -22,12 +22,15 @@ class ConversionContext:
     imports: dict[str, str]
     config_classes: set[str] = field(default_factory=set)
     trainers_of_config: dict[str, set[str]] = field(default_factory=dict)
+    known_arguments: set[str] = field(default_factory=set)  # names that hold a trainer's arguments made by such a class
     requirements: list[str] = field(default_factory=list)
     cell: int | None = None
     secrets: set[str] = field(default_factory=set)  # names that hold a secret, which may be unset
     left_out: list[tuple[int, str]] = field(default_factory=list)  # cell and text of what is not in the script
     host_names: set[str] = field(default_factory=set)  # names of the host's modules, whose imports were left out
     host_paths: set[str] = field(default_factory=set)  # paths of the host that have been warned of
+    shared_loops: set[int] = field(default_factory=set)  # statements whose loop by hand shares rows and gradients
+    accelerated: bool = False  # Accelerate prepares the DataLoaders that the notebook makes
     on_one_process: bool = False  # inside a statement that a guard keeps off the others
     _marked: dict[int, ReportEntry] = field(default_factory=dict)
 

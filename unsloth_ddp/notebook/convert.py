@@ -2,30 +2,33 @@
 
 from __future__ import annotations
 
+import ast
 import sys
 from pathlib import Path, PurePath
 
 import libcst as cst
 
-from unsloth_ddp.notebook.arguments import code, keyword
-from unsloth_ddp.notebook.checks import only_remote_training, only_training_command, trains_nothing
-from unsloth_ddp.notebook.commands import training_line
+from unsloth_ddp.notebook.analyse.checks import only_remote_training, only_training_command, trains_nothing
+from unsloth_ddp.notebook.analyse.draws import assign_seeds
+from unsloth_ddp.notebook.analyse.graph import Graph, build
+from unsloth_ddp.notebook.analyse.links import link
+from unsloth_ddp.notebook.analyse.main_values import mark_sent
+from unsloth_ddp.notebook.analyse.roles import assign_roles
+from unsloth_ddp.notebook.analyse.stand_ins import stand_in_for_runs
 from unsloth_ddp.notebook.context import ConversionContext
-from unsloth_ddp.notebook.draws import assign_seeds
-from unsloth_ddp.notebook.effects import is_trainer_call
-from unsloth_ddp.notebook.graph import Graph, build
-from unsloth_ddp.notebook.links import link
-from unsloth_ddp.notebook.magics import Lowered, add_automagic, lower
-from unsloth_ddp.notebook.main_values import mark_sent
-from unsloth_ddp.notebook.name_usage import collect
-from unsloth_ddp.notebook.normalise import normalise
-from unsloth_ddp.notebook.prologue import IDENTIFIERS, MODULES, Names
-from unsloth_ddp.notebook.reader import read_notebook
-from unsloth_ddp.notebook.roles import assign_roles
-from unsloth_ddp.notebook.script import CodeCell, write_script
-from unsloth_ddp.notebook.stand_ins import stand_in_for_runs
-from unsloth_ddp.notebook.syntax import dotted
+from unsloth_ddp.notebook.read.magics import Lowered, add_automagic, lower
+from unsloth_ddp.notebook.read.normalise import normalise
+from unsloth_ddp.notebook.read.reader import quoted_line, read_notebook
+from unsloth_ddp.notebook.syntax.arguments import code, keyword
+from unsloth_ddp.notebook.syntax.commands import training_line
+from unsloth_ddp.notebook.syntax.effects import is_trainer_call
+from unsloth_ddp.notebook.syntax.name_usage import collect
+from unsloth_ddp.notebook.syntax.tree import dotted
+from unsloth_ddp.notebook.syntax.usage import CallSite, DeferredBody, NameUsage
 from unsloth_ddp.notebook.types import Cell, Conversion, ConversionOptions, ConversionReport, Notebook, NotebookError
+from unsloth_ddp.notebook.write.config import is_config_call
+from unsloth_ddp.notebook.write.prologue import IDENTIFIERS, MODULES, Names
+from unsloth_ddp.notebook.write.script import CodeCell, write_script
 
 
 def convert(path: Path, options: ConversionOptions | None = None) -> Conversion:
@@ -58,6 +61,7 @@ def convert_notebook(notebook: Notebook, options: ConversionOptions) -> Conversi
             "service; choose the number of GPUs there, or give a notebook whose cells train."
         )
     _know_configs(graph, context)
+    _know_arguments(graph, context)
     assign_roles(graph)
     mark_sent(graph)
     stand_in_for_runs(graph)
@@ -78,22 +82,26 @@ def _parse(cell: Cell, name: str) -> tuple[cst.Module, Lowered]:
         source = add_automagic(cell.source)
     try:
         return _parsed(source)
-    except cst.ParserSyntaxError as error:
-        line = error.raw_line
-        lines = lower(source).source.splitlines() or [""]
-        text = lines[min(line, len(lines)) - 1].strip()
+    except (cst.ParserSyntaxError, SyntaxError) as error:
+        number = error.raw_line if isinstance(error, cst.ParserSyntaxError) else error.lineno
+        number, text = quoted_line(cell.source, number or 1)
         raise NotebookError(
-            f"{name}: cell {cell.number} is not Python (line {line}: {text[:80]!r}); correct it in the notebook."
-        ) from None
-    except SyntaxError as error:
-        raise NotebookError(
-            f"{name}: cell {cell.number} is not Python (line {error.lineno}: {error.msg}); correct it in the notebook."
+            f"{name}: cell {cell.number} is not Python (line {number}: {text[:80]!r}); correct it in the notebook."
         ) from None
 
 
 def _parsed(source: str) -> tuple[cst.Module, Lowered]:
     lowered = lower(source)
+    try:
+        compile(lowered.source, "<cell>", "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True)
+    except SyntaxError as error:
+        if not _needs_newer_python(error):
+            raise
     return cst.parse_module(lowered.source), lowered
+
+
+def _needs_newer_python(error: SyntaxError) -> bool:
+    return sys.version_info < (3, 12) and "f-string" in str(error.msg)
 
 
 def _context(
@@ -146,11 +154,35 @@ def _know_configs(graph: Graph, context: ConversionContext) -> None:
             context.trainers_of_config.setdefault(path, set()).add(site.tail)
 
 
+def _know_arguments(graph: Graph, context: ConversionContext) -> None:
+    """Find the names whose arguments come from a call that the notebook shows, and is edited."""
+
+    usages = [statement.usage for statement in graph.statements]
+    visible = any(_is_shown(site, graph, context) for usage in usages for site in usage.calls)
+    assigned = [pair for usage in usages for pair in usage.assigned]
+    context.known_arguments = {name for name, site in assigned if _is_shown(site, graph, context)}
+    if visible:
+        context.known_arguments |= {param for body in graph.functions.values() for param in _parameters(body)}
+
+
+def _is_shown(site: CallSite, graph: Graph, context: ConversionContext) -> bool:
+    """Return whether a call makes a trainer's arguments, itself or in a function of the notebook."""
+    if is_config_call(site.node, context):
+        return True
+    own = graph.own_body(site)
+    bodies = graph.bodies_run(NameUsage(calls=[site])) if own is not None else []
+    return any(is_config_call(inner.node, context) for body in bodies for inner in body.calls)
+
+
+def _parameters(body: DeferredBody) -> set[str]:
+    return set(body.params).union(*(_parameters(method) for method in body.methods.values()))
+
+
 def _check_syntax(script: str, name: str, context: ConversionContext) -> None:
     try:
         compile(script, "<script>", "exec", dont_inherit=True)
     except SyntaxError as error:
-        if sys.version_info < (3, 12) and "f-string" in str(error.msg):
+        if _needs_newer_python(error):
             context.cell = None
             context.warn("python", "an f-string in it needs Python 3.12 or later")
             return

@@ -8,7 +8,7 @@ from nbconvert.exporters import Exporter
 from traitlets import Bool, Int, Unicode, Union, default
 
 from unsloth_ddp.notebook.convert import convert_notebook
-from unsloth_ddp.notebook.reader import from_node
+from unsloth_ddp.notebook.read.reader import from_node
 from unsloth_ddp.notebook.report import summary
 from unsloth_ddp.notebook.types import ConversionOptions
 

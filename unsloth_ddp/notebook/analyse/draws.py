@@ -1,0 +1,65 @@
+"""Find draws from the global random generators that need a seed, so that every process makes the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from unsloth_ddp.notebook.analyse.graph import Graph, Role, Seed, Statement
+from unsloth_ddp.notebook.syntax.effects import Effect, draws_from, is_trainer_call, seeded_by
+from unsloth_ddp.notebook.syntax.usage import CallSite
+
+# Training draws as often as its rows ask for, which differ from process to process.
+_DIVERGING = {Effect.TRAIN, Effect.LOOP}
+
+
+def assign_seeds(graph: Graph) -> None:
+    """Give a seed to every statement that draws for training from a generator which the notebook has not seeded yet.
+
+    Each gets another, counted up: the same one would repeat the draws, and one for all would not hold the processes
+    together, because what only one of them runs may draw as well.
+    """
+    seeded: set[str] = set()
+    number = 0
+    for index, statement in enumerate(graph.statements):
+        if statement.role in (Role.DEAD, Role.DROP):
+            continue
+        unseeded, drawn, inside = _follow(graph, statement, seeded)
+        everywhere = statement.role in (Role.ALL, Role.FIRST)
+        on_each_node = statement.role is Role.NODE and index < graph.last_seed  # its files must be alike
+        if ((everywhere and statement.needed) or on_each_node) and unseeded:
+            statement.seed = Seed(number, tuple(sorted(unseeded)) if seeded else ())
+            number += 1
+        if everywhere and not statement.conditional:
+            seeded |= inside
+        if statement.role is not Role.ALL:
+            seeded -= drawn  # one process has drawn, and the others may not have
+        if statement.effects & _DIVERGING:
+            seeded = set()
+
+
+def _follow(graph: Graph, statement: Statement, before: set[str]) -> tuple[set[str], set[str], set[str]]:
+    """Return the generators a statement draws from without a seed, all it draws from, and those it seeds."""
+    unseeded: set[str] = set()
+    drawn: set[str] = set()
+    seeded: set[str] = set()
+    for site in _sites(graph, statement.usage.calls, set()):
+        full = graph.full_path(site)
+        generator = draws_from(site, full)
+        if generator is not None:
+            drawn.add(generator)
+            if generator not in before | seeded:
+                unseeded.add(generator)
+        seeded |= seeded_by(site, full)
+    return unseeded, drawn, seeded
+
+
+def _sites(graph: Graph, calls: list[CallSite], seen: set[int]) -> Iterator[CallSite]:
+    """Yield the calls in their order, those of the notebook's own functions where these run."""
+    for site in calls:
+        if is_trainer_call(site, graph.trainer_classes):
+            continue
+        bodies = [body for body in graph.bodies_run_by(site) if id(body) not in seen]
+        if site.path not in graph.functions:
+            yield site
+        for body in bodies:
+            yield from _sites(graph, body.calls, seen | {id(body)})

@@ -1,0 +1,336 @@
+"""Build the graph of a notebook: its top-level statements, and which of them define what each one uses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from enum import Enum
+from functools import cached_property
+
+import libcst as cst
+
+from unsloth_ddp.notebook.read.displayed import is_bare_value
+from unsloth_ddp.notebook.syntax.effects import (
+    REMOTE_STARTS,
+    Effect,
+    TrainerClasses,
+    call_effects,
+    downloads_data,
+    is_remote,
+    is_trainer_call,
+    makes_accelerator,
+    makes_trainer,
+    starts_run,
+)
+from unsloth_ddp.notebook.syntax.name_usage import collect
+from unsloth_ddp.notebook.syntax.tree import full_path, is_false
+from unsloth_ddp.notebook.syntax.usage import NAMESPACE, CallSite, DeferredBody, NameUsage, follow_aliases
+
+# Effects that a function hands on to a call it is merely passed to, such as dataset.map(function).
+_THROUGH_ARGUMENTS = {Effect.PAID, Effect.FILE, Effect.SERVER, Effect.PRINT, Effect.RANDOM, Effect.SHELL}
+
+
+class Role(Enum):
+    """The processes that run a top-level statement."""
+
+    ALL = "every process"
+    FIRST = "every process, the main one first"
+    MAIN = "main process only"
+    NODE = "one process a node"
+    DEAD = "never"
+    DROP = "removed"
+
+
+@dataclass
+class Seed:
+    """The generators to seed before a statement that draws from them, and the number of the seed."""
+
+    number: int
+    generators: tuple[str, ...] = ()  # all of them, if none is named
+
+
+@dataclass
+class Statement:
+    """One top-level statement and what was found out about it."""
+
+    cell: int
+    node: cst.BaseStatement
+    usage: NameUsage
+    effects: set[Effect] = field(default_factory=set)
+    role: Role = Role.ALL
+    needed: bool = False
+    uses: set[int] = field(default_factory=set)  # statements whose definitions this one reads
+    used_by: set[int] = field(default_factory=set)
+    share: list[str] = field(default_factory=list)  # names the main process hands to the others
+    handles: set[str] = field(default_factory=set)  # names that only the process that made them can use
+    share_value: bool = False  # the main process hands the assigned value to the others
+    seed: Seed | None = None
+    before: list[cst.BaseStatement] = field(default_factory=list)  # lines of the script that it needs first
+    runs: frozenset[str] = frozenset()  # names that hold a tracked run just before this
+    configs: frozenset[str] = frozenset()  # names that hold the config of one
+    takes_sent: bool = False  # the main process sends it values
+    stands_in: bool = False  # the other processes get a stand-in for the run that it starts
+    reads_one_node: bool = False  # it reads back what only the main process could save
+    timed: frozenset[str] | None = None  # names of clock readings used for durations only; None ignores clocks
+
+    @property
+    def conditional(self) -> bool:
+        """Return whether its writes may not happen, so that earlier definitions stay visible."""
+        return isinstance(self.node, cst.If | cst.For | cst.While | cst.Try | cst.TryStar | cst.Match)
+
+
+@dataclass
+class Graph:
+    """All statements of a notebook in order."""
+
+    statements: list[Statement]
+    imports: dict[str, str]
+    functions: dict[str, DeferredBody]
+    trainer_classes: TrainerClasses
+    effects: _Effects | None = None
+
+    @cached_property
+    def run_names(self) -> frozenset[str]:
+        """Return the names that hold a tracker's run anywhere in the notebook."""
+        usages = [s.usage for s in self.statements]
+        assigned = [pair for usage in usages for pair in usage.assigned]
+        return frozenset(name for name, site in assigned if starts_run(self.full_path(site)))
+
+    @cached_property
+    def remote_names(self) -> frozenset[str]:
+        """Return the names that hold a trainer, an estimator or a client of a service that trains elsewhere."""
+        assigned = [pair for s in self.statements for pair in s.usage.assigned]
+        return frozenset(name for name, site in assigned if is_remote(self.full_path(site)))
+
+    @cached_property
+    def sites(self) -> list[CallSite]:
+        """Return all calls, those in functions too."""
+        found = [site for s in self.statements for site in s.usage.calls]
+        return found + [site for body in self.functions.values() for site in body.calls]
+
+    @cached_property
+    def prepares(self) -> bool:
+        """Return whether the notebook has Accelerate prepare its model and data."""
+        uses = any(self.full_path(site).startswith("accelerate.") for site in self.sites)
+        return uses and any(site.is_method and site.tail == "prepare" for site in self.sites)
+
+    @property
+    def callable_trainers(self) -> set[str]:
+        """Return the names that hold a trainer; calling one trains."""
+        assert self.effects is not None
+        return self.effects.trainers
+
+    @property
+    def function_effects(self) -> dict[str, set[Effect]]:
+        """Return the effects of the notebook's own functions."""
+        assert self.effects is not None
+        return {name: self.effects.of_function(name) for name, body in self.functions.items() if not body.methods}
+
+    def class_effects(self, name: str) -> set[Effect]:
+        """Return the effects of all methods of one of the notebook's own classes."""
+        assert self.effects is not None
+        return self.effects.of_function(name)
+
+    def effects_of(self, usage: NameUsage) -> set[Effect]:
+        """Return the effects of code that uses names so."""
+        assert self.effects is not None
+        return set().union(*(self.effects.of_site(site) for site in usage.calls))
+
+    def full_path(self, site: CallSite) -> str:
+        """Return the path of a callee with its import resolved."""
+        return full_path(site.path, self.imports)
+
+    def bodies_run_by(self, site: CallSite) -> list[DeferredBody]:
+        """Return the notebook's own functions that a call runs, or passes to what it calls."""
+        assert self.effects is not None
+        names = [site.path, *sorted(site.names)]
+        owner = self.effects.owner(site)
+        names += [owner] if owner else []
+        return [self.functions[name] for name in names if name in self.functions]
+
+    def bodies_run(self, usage: NameUsage) -> list[DeferredBody]:
+        """Return the notebook's own functions that code runs, and those that these run."""
+        found: list[DeferredBody] = []
+        queue = list(usage.calls)
+        while queue:
+            fresh = [body for body in self.bodies_run_by(queue.pop()) if not any(body is other for other in found)]
+            found += fresh
+            queue += [site for body in fresh for site in body.calls]
+        return found
+
+    def stores_of(self, usage: NameUsage) -> set[str]:
+        """Return the names into which code assigns attributes or items, also in the functions that it calls."""
+        return usage.stores.union(*(body.stores for body in self.bodies_run(usage)))
+
+    def own_body(self, site: CallSite) -> tuple[DeferredBody, bool] | None:
+        """Return the notebook's function or method that a call runs, and whether its first parameter is the object."""
+        assert self.effects is not None
+        body = self.functions.get(site.path)
+        if body is not None and not (body.methods or body.bases):
+            return body, False
+        name, method = (site.path, "__init__") if body is not None else (self.effects.owner(site) or "", site.tail)
+        while name in self.functions:  # a method that it inherits
+            if method in self.functions[name].methods:
+                return self.functions[name].methods[method], True
+            name = next((base for base in self.functions[name].bases if base in self.functions), "")
+        return None
+
+    @property
+    def last_seed(self) -> int:
+        """Return the index of the last statement that trains, builds a trainer or steps an optimizer; -1 if none."""
+        return max((i for i, s in enumerate(self.statements) if s.effects & SEEDS), default=-1)
+
+
+SEEDS = {Effect.TRAIN, Effect.TRAINER, Effect.LOOP}
+
+
+def sets_process(stores: set[str], imports: dict[str, str]) -> bool:
+    """Return whether code assigns into a module (`os.environ[...]`), or to the notebook's names through `globals()`."""
+    return bool(stores & (imports.keys() | {NAMESPACE}))
+
+
+def is_dead(node: cst.BaseStatement) -> bool:
+    """Return whether a statement is an `if False:` without an else."""
+    return isinstance(node, cst.If) and is_false(node.test) and node.orelse is None
+
+
+def build(cells: Iterable[tuple[int, Iterable[cst.BaseStatement]]]) -> Graph:
+    """Build the graph of all cells' statements."""
+    statements = [Statement(number, node, collect(node)) for number, body in cells for node in body]
+    imports: dict[str, str] = {}
+    functions: dict[str, DeferredBody] = {}
+    for statement in statements:
+        imports.update(statement.usage.imports)
+        functions.update(statement.usage.defines)
+    aliases = [pair for statement in statements for pair in statement.usage.aliases]
+    for statement in statements:
+        follow_aliases(statement.usage.mutates, aliases)
+        if sets_process(statement.usage.stores, imports):
+            statement.effects.add(Effect.STATE)
+        # A module's function changes its arguments or the world, not the name it was imported under.
+        statement.usage.mutates -= imports.keys()
+    graph = Graph(statements, imports, functions, _trainer_classes(functions))
+    _find_effects(graph)
+    return graph
+
+
+def _trainer_classes(functions: dict[str, DeferredBody]) -> TrainerClasses:
+    """Return the notebook's classes that inherit from a trainer, whatever they are called."""
+    found: set[str] = set()
+    grown = True
+    while grown:
+        grown = False
+        for name, body in functions.items():
+            if name not in found and any(b.split(".")[-1].endswith("Trainer") or b in found for b in body.bases):
+                found.add(name)
+                grown = True
+    classes = TrainerClasses(found)
+    classes.others = frozenset(functions.keys() - found)
+    return classes
+
+
+# Effects -------------------------------------------------------------------------------------------------------------
+
+
+# Methods of an accelerator that wait for nobody.
+_ALONE = {"print", "log", "unwrap_model", "get_state_dict", "free_memory", "clear", "save", "autocast", "accumulate"}
+# What a DataLoader of these iterates over is drawn together by all processes.
+_LOADERS_OF_TRAINERS = {"get_train_dataloader", "get_eval_dataloader", "get_test_dataloader"}
+
+
+class _Effects:
+    """Effects of statements and functions, found through the call graph."""
+
+    def __init__(self, graph: Graph, trainers: set[str], instances: dict[str, set[str]]) -> None:
+        self.graph, self.trainers, self.instances = graph, trainers, instances
+        assigned = [pair for s in graph.statements for pair in s.usage.assigned]
+        self.accelerators = {name for name, site in assigned if makes_accelerator(graph.full_path(site))}
+        self.shared = {
+            name
+            for name, site in assigned
+            if (site.root in self.accelerators and site.tail == "prepare") or site.tail in _LOADERS_OF_TRAINERS
+        }
+        self.known: dict[str, set[Effect]] = {}
+
+    def of_site(self, site: CallSite) -> set[Effect]:
+        graph = self.graph
+        if site.root in graph.remote_names and site.tail in REMOTE_STARTS:
+            return {Effect.PAID}
+        if is_remote(graph.full_path(site)):
+            return set()
+        if site.path in self.trainers:
+            return {Effect.TRAIN}  # an object that trains when it is called
+        if site.path in self.shared:
+            return {Effect.SYNC}  # a model that Accelerate has wrapped
+        if is_trainer_call(site, graph.trainer_classes):
+            return {Effect.TRAINER}
+        found: set[Effect] = set()
+        body = graph.functions.get(site.path)
+        if body is not None:
+            if not body.methods and not body.bases:
+                found |= self.of_function(site.path)
+            elif any(downloads_data(graph.full_path(inner)) for inner in body.calls):
+                found.add(Effect.DATA)  # a Dataset class that downloads when it is made
+        elif owner := self.owner(site):
+            found |= self.of_function(owner)
+        elif site.root in self.accelerators and site.tail not in _ALONE:
+            found |= {Effect.SYNC, Effect.LOOP} if site.tail == "backward" else {Effect.SYNC}
+        else:
+            found |= call_effects(site, graph.full_path(site), self.trainers, graph.trainer_classes)
+        for name in site.names & graph.functions.keys():
+            found |= self.of_function(name) & _THROUGH_ARGUMENTS
+        return found
+
+    def owner(self, site: CallSite) -> str | None:
+        """Return the notebook's own class whose method is called, on a name that holds an instance or on a new one."""
+        match site.node.func:
+            case cst.Attribute(value=cst.Call(func=cst.Name(value=name))):
+                pass
+            case _:
+                found = self.instances.get(site.root, set()) if site.is_method else set()
+                return next((owner for name in sorted(found) if (owner := self._defines(name, site.tail))), None)
+        return self._defines(name, site.tail)
+
+    def _defines(self, name: str, method: str) -> str | None:
+        """Return the notebook's class that defines a method for a class: itself, or what it inherits from."""
+        seen: set[str] = set()
+        while name in self.graph.functions and name not in seen:
+            seen.add(name)
+            body = self.graph.functions[name]
+            if method in body.methods:
+                return name
+            name = next((base for base in body.bases if base in self.graph.functions), "")
+        return None
+
+    def of_function(self, name: str) -> set[Effect]:
+        if name not in self.known:
+            self.known[name] = set()  # ends recursion
+            body = self.graph.functions[name]
+            self.known[name] = self._of_body(body)
+        return self.known[name]
+
+    def _of_body(self, body: DeferredBody) -> set[Effect]:
+        found = {Effect.STATE} if sets_process(body.stores, self.graph.imports) else set()
+        found |= {Effect.SYNC} if body.iterates & self.shared else set()
+        return found.union(*(self.of_site(site) for site in body.calls))
+
+
+def _find_effects(graph: Graph) -> None:
+    trainers: set[str] = set()
+    instances: dict[str, set[str]] = {}
+    for statement in graph.statements:
+        for site in statement.usage.calls:
+            body = graph.functions.get(site.path)
+            if body is not None and (body.methods or body.bases):
+                for name in statement.usage.writes:
+                    instances.setdefault(name, set()).add(site.path)
+        trainers |= {name for name, site in statement.usage.assigned if makes_trainer(site, graph.trainer_classes)}
+    trainers -= graph.remote_names | graph.functions.keys()
+    effects = graph.effects = _Effects(graph, trainers, instances)
+    for statement in graph.statements:
+        for site in statement.usage.calls:
+            statement.effects |= effects.of_site(site)
+        if statement.usage.iterates & effects.shared:
+            statement.effects.add(Effect.SYNC)
+        if is_bare_value(statement.node):
+            statement.effects.add(Effect.SHOW)

@@ -1,0 +1,389 @@
+"""Find values that only the main process has, or that differ by process, and send the main process's to all.
+
+The first are those of a tracked run (`wandb.config.lr`, `run.name`); the second come from the clock, random names
+and process numbers.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Iterable
+
+import libcst as cst
+
+from unsloth_ddp.notebook.analyse.graph import SEEDS, Graph, Role, Statement
+from unsloth_ddp.notebook.analyse.plain import gives_plain_values
+from unsloth_ddp.notebook.context import ConversionContext
+from unsloth_ddp.notebook.syntax.effects import Effect, differs_by_process, starts_run
+from unsloth_ddp.notebook.syntax.lines import LineEditor, lead
+from unsloth_ddp.notebook.syntax.name_usage import collect
+from unsloth_ddp.notebook.syntax.tree import BUILTINS, NamesRead, dotted
+from unsloth_ddp.notebook.syntax.usage import CallSite
+
+_TOGETHER = SEEDS | {Effect.SYNC}
+_GUARDED = {Effect.SAVE, Effect.FILE, Effect.PAID, Effect.SHELL}
+# Taken as a whole where a part of them is the main process's: what they ask may not exist elsewhere.
+_WHOLE = cst.IfExp | cst.BooleanOperation | cst.Comparison | cst.UnaryOperation
+_VIEWS = (["items", "()"], ["keys", "()"], ["values", "()"])
+
+
+# Trackers: roles -----------------------------------------------------------------------------------------------------
+
+
+def keep_trackers(graph: Graph) -> None:
+    """Keep statements that hold or change a tracked run on the main process."""
+    runs: set[str] = set()
+    configs: set[str] = set()
+    for statement in graph.statements:
+        if statement.role in (Role.DEAD, Role.DROP):
+            continue
+        statement.runs, statement.configs = frozenset(runs), frozenset(configs)
+        if not statement.conditional:
+            runs -= statement.usage.writes
+            configs -= statement.usage.writes
+        statement.handles |= runs | configs
+        if statement.effects & _TOGETHER:
+            continue
+        started = {name for name, site in statement.usage.assigned if starts_run(graph.full_path(site))}
+        if statement.role is Role.MAIN:
+            runs |= started
+            statement.handles |= started
+        values = MainValues(graph, statement)
+        name, kind = values.alias()
+        if kind:
+            (runs if kind == "run" else configs).add(name)
+            statement.handles |= {name}
+            statement.role = Role.MAIN
+        elif values.changes_tracker():
+            statement.role = Role.MAIN
+
+
+# Which expressions ---------------------------------------------------------------------------------------------------
+
+
+class MainValues:
+    """Finds the main process's values in one statement."""
+
+    def __init__(self, graph: Graph, statement: Statement, timed: frozenset[str] | None = None) -> None:
+        """Prepare the search. `timed` holds names of clock readings used for durations only; None ignores clocks."""
+        self.graph, self.statement, self.timed = graph, statement, timed
+        repeated = _Repeated(loops=not statement.effects & {Effect.TRAIN, Effect.TRAINER})
+        if timed is not None:
+            statement.node.visit(repeated)
+        self.repeated = repeated.calls
+
+    def tracked(self, node: cst.CSTNode) -> tuple[str, list[str]]:
+        """Return what of a tracker an expression is ("run", "config", "value", or ""), and its last steps."""
+        root, steps = _chain(node)
+        if not isinstance(root, cst.Name):
+            return "", []
+        kind = "run" if root.value in self.statement.runs else "config" if root.value in self.statement.configs else ""
+        path = [*self.graph.imports.get(root.value, "").split("."), *steps]
+        if not kind and path[:3] == ["wandb", "use_artifact", "()"]:
+            kind, steps = "run", path[3:]
+        if not kind and path[0] == "wandb" and path[1:2] in (["run"], ["config"], ["summary"]):
+            kind, steps = ("run" if path[1] == "run" else "config"), path[2:]
+        if kind == "run" and steps[:2] == ["use_artifact", "()"]:  # a handle, as the run is
+            steps = steps[2:]
+        if kind == "run" and steps[:1] == ["config"]:
+            kind, steps = "config", steps[1:]
+        return ("value" if kind and steps else kind), steps
+
+    def is_fresh(self, node: cst.CSTNode) -> bool:
+        """Return whether a value starts with a call that returns another value on every process."""
+        while self.timed is not None and isinstance(node, cst.Attribute | cst.Subscript | cst.Call):
+            if isinstance(node, cst.Call):
+                if id(node) not in self.repeated and self._differs(CallSite(dotted(node.func), node, frozenset())):
+                    return True
+                node = node.func
+                if not isinstance(node, cst.Attribute):
+                    return False
+            node = node.value
+        return False
+
+    def _differs(self, site: CallSite) -> bool:
+        body = self.graph.functions.get(site.path)
+        if body is None:
+            return site.root in self.graph.imports and differs_by_process(self.graph.full_path(site))
+        if body.methods or body.bases or body.writes:
+            return False
+        paths = [(inner, self.graph.full_path(inner)) for inner in body.calls]
+        known = sys.stdlib_module_names | BUILTINS | {"?"}
+        plain = all(
+            path.split(".")[0] in known or (inner.is_method and inner.root not in body.reads) for inner, path in paths
+        )
+        return plain and any(differs_by_process(path) for _, path in paths)
+
+    def is_sent(self, node: cst.CSTNode) -> bool:
+        """Return whether an expression is one that the main process evaluates and sends."""
+        if isinstance(node, _WHOLE) and self.reads_tracker(node):
+            return self._may_run_once(node)
+        if isinstance(node, cst.FormattedString) and self._any(node, self._is_part):
+            return self._may_run_once(node)
+        return isinstance(node, cst.BaseExpression) and self._is_part(node) and self._may_run_once(node)
+
+    def is_paid(self, node: cst.CSTNode) -> bool:
+        """Return whether a plain value is paid for: every process would pay."""
+        if not isinstance(node, cst.Call | cst.BaseComp) or not self.statement.needed:
+            return False
+        usage = collect(cst.SimpleStatementLine(body=[cst.Expr(node)]))
+        return Effect.PAID in self.graph.effects_of(usage) and gives_plain_values(self.graph, self.statement, usage)
+
+    def _is_part(self, node: cst.CSTNode) -> bool:
+        return self.tracked(node)[0] in ("value", "config") or self.is_fresh(node) or self.is_paid(node)
+
+    def _may_run_once(self, node: cst.BaseExpression) -> bool:
+        line = cst.SimpleStatementLine(body=[cst.Expr(node)])
+        return not self.graph.effects_of(collect(line)) & _TOGETHER
+
+    def any_sent(self) -> bool:
+        """Return whether the statement has an expression that the main process sends."""
+        return self._any(self.statement.node, self.is_sent)
+
+    def leaves_run(self) -> bool:
+        """Return whether a run is used where its values cannot be sent: passed on whole, or read inside a function."""
+        node = self.statement.node
+        if isinstance(node, cst.FunctionDef):
+            starts = Effect.TRACK in self.graph.function_effects.get(node.name.value, set())
+            return not starts and self._any(node.body, lambda part: bool(self.tracked(part)[0]))
+        return self._hands_on(node)
+
+    def _hands_on(self, node: cst.CSTNode) -> bool:
+        if isinstance(node, cst.WithItem) and self.tracked(node.item)[0]:
+            return True
+        if self.is_sent(node):
+            return False
+        kept = self.tracked(node)[0] == "run" or self._trains_within(node)
+        return kept or any(self._hands_on(part) for part in self.parts(node))
+
+    def _trains_within(self, node: cst.CSTNode) -> bool:
+        """Return whether a tracker gets the result of a training, which every process must take part in."""
+        return isinstance(node, cst.Call) and self.tracked(node)[0] == "value" and not self._may_run_once(node)
+
+    def only_told(self, node: cst.CSTNode) -> bool:
+        """Return whether every use of a run is a call for its own sake, or a context to enter, or an argument of those."""
+        match node:
+            case cst.SimpleStatementLine(body=[cst.Expr(value=cst.Call(args=args))]) if not self._trains_within(
+                node.body[0].value  # type: ignore[attr-defined]
+            ):
+                return not any(self.reads_tracker(arg) and self.tracked(arg.value)[0] != "run" for arg in args)
+            case cst.WithItem(item=item) if self.tracked(item)[0]:
+                return True
+        return not self.tracked(node)[0] and all(self.only_told(part) for part in self.parts_of(node))
+
+    @staticmethod
+    def parts_of(node: cst.CSTNode) -> Iterable[cst.CSTNode]:
+        """Return the parts of a node, without names that are not read: parameters, targets, attributes, keywords."""
+        match node:
+            case cst.FunctionDef(body=body):
+                return [body]
+            case cst.Attribute(value=value) | cst.Arg(value=value):
+                return [value]
+        return node.children
+
+    def reads_tracker(self, node: cst.CSTNode) -> bool:
+        """Return whether an expression reads anything of a tracker."""
+        return self._any(node, lambda part: bool(self.tracked(part)[0]))
+
+    def _any(self, node: cst.CSTNode, found) -> bool:  # type: ignore[no-untyped-def]
+        return found(node) or any(self._any(part, found) for part in self.parts(node))
+
+    def parts(self, node: cst.CSTNode) -> Iterable[cst.CSTNode]:
+        """Return the parts of a node that are evaluated in place, on every process, and may be sent."""
+        match node:
+            case cst.Call() if self._trains_within(node):
+                return node.args
+            case cst.Lambda() | cst.FunctionDef() | cst.ClassDef() | cst.While() | cst.AssignTarget() | cst.Del():
+                return []
+            case cst.Import() | cst.ImportFrom() | cst.AsName():
+                return []
+            case cst.WithItem(item=item) if self.tracked(item)[0]:
+                return []  # a context is entered, not sent
+            case cst.Attribute() | cst.Arg() | cst.NamedExpr() | cst.AugAssign():
+                return [node.value]
+            case cst.AnnAssign():
+                return [node.value] if node.value else []
+            case cst.For() | cst.CompFor():
+                return [part for part in node.children if part is not node.target]
+            case cst.BinaryOperation(operator=cst.Subtract()) | cst.Comparison():
+                return [part for part in node.children if not self.is_fresh(_operand(part))]
+            case cst.Assign(targets=[cst.AssignTarget(target=cst.Name(value=name))]) if name in (self.timed or ()):
+                return node.children if self.reads_tracker(node.value) else []
+            case cst.SimpleStatementLine(body=[cst.Expr()]):
+                return [] if self.graph.effects_of(collect(node)) & _GUARDED else node.children
+        return node.children
+
+    def alias(self) -> tuple[str, str]:
+        """Return the name that the statement gives to a run or its config, and which of the two it is."""
+        match self.statement.node:
+            case cst.SimpleStatementLine(
+                body=[cst.Assign(targets=[cst.AssignTarget(target=cst.Name(value=name))]) as a]
+            ):
+                kind, _ = self.tracked(a.value)
+                return (name, kind) if kind in ("run", "config") else ("", "")
+        return "", ""
+
+    def changes_tracker(self) -> bool:
+        """Return whether the statement writes something to a tracker."""
+        match self.statement.node:
+            case cst.SimpleStatementLine(body=[cst.Expr(value=cst.Call() as value)]):
+                return bool(self.tracked(value)[0])
+            case cst.SimpleStatementLine(body=[cst.Assign(targets=[cst.AssignTarget(target=target)])]):
+                return not isinstance(target, cst.Name) and bool(self.tracked(target)[0])
+        return False
+
+
+class _Repeated(cst.CSTVisitor):
+    """Collects calls made once per row: they name rows, not folders, and sending each would take long."""
+
+    def __init__(self, loops: bool) -> None:
+        self.calls: set[int] = set()
+        self.loops = loops
+        self.depth = 0
+
+    def visit_Call(self, node: cst.Call) -> None:
+        if self.depth:
+            self.calls.add(id(node))
+
+    def visit_ListComp(self, node: cst.ListComp) -> None:
+        self.depth += 1
+
+    def leave_ListComp(self, original_node: cst.ListComp) -> None:
+        self.depth -= 1
+
+    def visit_For_body(self, node: cst.For) -> None:
+        self.depth += self.loops
+
+    def leave_For_body(self, node: cst.For) -> None:
+        self.depth -= self.loops
+
+    visit_SetComp = visit_DictComp = visit_GeneratorExp = visit_ListComp  # type: ignore[assignment]
+    leave_SetComp = leave_DictComp = leave_GeneratorExp = leave_ListComp  # type: ignore[assignment]
+
+
+def _chain(node: cst.CSTNode) -> tuple[cst.CSTNode, list[str]]:
+    """Return the root of a chain of attributes, items and method calls, and the chain's steps from there."""
+    steps: list[str] = []
+    while True:
+        match node:
+            case cst.Attribute():
+                steps.append(node.attr.value)
+                node = node.value
+            case cst.Subscript():
+                steps.append("[]")
+                node = node.value
+            case cst.Call(func=cst.Attribute()):
+                steps.append("()")
+                node = node.func
+            case _:
+                return node, steps[::-1]
+
+
+def _operand(node: cst.CSTNode) -> cst.CSTNode:
+    return node.comparator if isinstance(node, cst.ComparisonTarget) else node
+
+
+# Which statements ----------------------------------------------------------------------------------------------------
+
+
+def mark_sent(graph: Graph) -> None:
+    """Mark the statements on every process that need values of the main one; these run on all at the same time."""
+    timed = _timed_names(graph)
+    settings = _reaches_settings(graph)
+    for index, statement in enumerate(graph.statements):
+        if statement.role not in (Role.ALL, Role.FIRST) or Effect.SYNC in statement.effects:
+            continue  # who waits for others inside must not wait for the main process as well
+        named = timed if index in settings else None
+        if MainValues(graph, statement, named).any_sent():
+            statement.role, statement.takes_sent, statement.timed = Role.ALL, True, named
+
+
+def _reaches_settings(graph: Graph) -> set[int]:
+    """Return the statements that training, seeds, folders and environment variables depend on."""
+    queue = [i for i, s in enumerate(graph.statements) if s.needed or Effect.STATE in s.effects]
+    found: set[int] = set()
+    while queue:
+        index = queue.pop()
+        if index not in found:
+            found.add(index)
+            queue += graph.statements[index].uses
+    return found
+
+
+def _timed_names(graph: Graph) -> frozenset[str]:
+    """Return names that are only subtracted and compared, as the start of a measured time is."""
+    counted = _Uses()
+    for statement in graph.statements:
+        statement.node.visit(counted)
+    written = frozenset(name for s in graph.statements for name in s.usage.writes)
+    return frozenset(name for name in written if counted.all[name] == counted.timing[name])
+
+
+class _Uses(NamesRead):
+    def __init__(self) -> None:
+        self.all: Counter[str] = Counter()
+        self.timing: Counter[str] = Counter()
+
+    def visit_Name(self, node: cst.Name) -> None:
+        self.all[node.value] += 1
+
+    def visit_AssignTarget(self, node: cst.AssignTarget) -> bool:
+        return not isinstance(node.target, cst.Name)
+
+    def visit_BinaryOperation(self, node: cst.BinaryOperation) -> None:
+        if isinstance(node.operator, cst.Subtract):
+            self._time(node.left, node.right)
+
+    def visit_Comparison(self, node: cst.Comparison) -> None:
+        self._time(node.left, *(target.comparator for target in node.comparisons))
+
+    def _time(self, *operands: cst.BaseExpression) -> None:
+        self.timing.update(part.value for part in operands if isinstance(part, cst.Name))
+
+
+# Edits ---------------------------------------------------------------------------------------------------------------
+
+
+def send_values(statement: Statement, graph: Graph, context: ConversionContext) -> cst.BaseStatement:
+    """Return the statement with the main process's values sent to every process."""
+    if not statement.takes_sent:
+        return statement.node
+    editor = _Sender(MainValues(graph, statement, statement.timed), context)
+    new = statement.node.visit(editor)
+    assert isinstance(new, cst.BaseStatement)
+    return lead(new, editor.outer)
+
+
+class _Sender(LineEditor):
+    def __init__(self, values: MainValues, context: ConversionContext) -> None:
+        super().__init__()
+        self.values, self.context = values, context
+        self.passed: set[int] = set()
+        self.found: set[int] = set()
+
+    def on_visit(self, node: cst.CSTNode) -> bool:
+        if id(node) in self.passed:
+            self.passed.update(id(part) for part in node.children)
+            return super().on_visit(node)
+        if self.values.is_sent(node):
+            self.found.add(id(node))
+            return False
+        kept = {id(part) for part in self.values.parts(node)}
+        self.passed.update(id(part) for part in node.children if id(part) not in kept)
+        return super().on_visit(node)
+
+    def on_leave(self, original_node, updated_node):  # type: ignore[no-untyped-def]
+        if id(original_node) not in self.found:
+            return super().on_leave(original_node, updated_node)
+        kind, steps = self.values.tracked(original_node)
+        value = original_node
+        if kind == "config" or steps[-2:] in _VIEWS:
+            name = "dict" if kind == "config" else "list"
+            value = cst.Call(func=cst.Name(name), args=[cst.Arg(value)])
+        why = "the main process's, sent to the others"
+        reason = "the run is there" if self.values.reads_tracker(original_node) else "each would have its own"
+        reason = "it is paid for once" if self.values.is_paid(original_node) else reason
+        self.note(self.context.edit("once", f"{why}: {reason}"))
+        lambda_ = cst.Lambda(params=cst.Parameters(), body=value)
+        return cst.Call(func=cst.Name(self.context.names["from_main"]), args=[cst.Arg(lambda_)])

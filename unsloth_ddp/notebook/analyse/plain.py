@@ -1,0 +1,73 @@
+"""Decide whether what a statement makes is plain: text, numbers, lists of them. Only plain values are sent to other processes.
+
+What holds a model, arguments, a dataset or a device belongs to the process that made it. So a value is plain only where
+every call that it comes from is known to give nothing else: Python's own functions, commands, services, what lives on
+one process only, and the notebook's functions that call nothing else.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import libcst as cst
+
+from unsloth_ddp.notebook.analyse.graph import Graph, Role, Statement
+from unsloth_ddp.notebook.syntax.effects import ONCE, Effect, call_effects
+from unsloth_ddp.notebook.syntax.tree import BUILTINS
+from unsloth_ddp.notebook.syntax.usage import CallSite, NameUsage
+
+# Third-party functions that hand through what they get, or give text.
+_HAND_ON = {"tqdm", "requests", "httpx", "yaml", "dotenv", "json5", "regex"}
+_KNOWN = ONCE | {Effect.INPUT, Effect.PRINT, Effect.SHOW}
+
+
+def makes_plain_values(graph: Graph, statement: Statement) -> bool:
+    """Return whether everything that a statement binds or changes is plain."""
+    usage = statement.usage
+    if usage.imports or usage.defines or not gives_plain_values(graph, statement, usage):
+        return False
+    earlier = [graph.statements[i] for i in statement.uses]
+    changed = usage.mutates | (usage.writes if statement.conditional else set())
+    return all(_is_plain(graph, other) for other in earlier if other.usage.writes & changed)
+
+
+def gives_plain_values(graph: Graph, statement: Statement, usage: NameUsage) -> bool:
+    """Return whether every call in a statement, or in the part of it that uses names so, gives plain values."""
+    return all(_gives_plain(graph, statement, site, frozenset()) for site in usage.calls)
+
+
+def _is_plain(graph: Graph, statement: Statement, seen: frozenset[int] = frozenset()) -> bool:
+    """Return whether a definition holds plain values, or belongs to one process anyway."""
+    apart = statement.role in (Role.MAIN, Role.NODE)
+    if apart or id(statement) in seen:
+        return apart
+    return all(_gives_plain(graph, statement, site, seen | {id(statement)}) for site in statement.usage.calls)
+
+
+def _gives_plain(graph: Graph, statement: Statement, site: CallSite, seen: frozenset[int]) -> bool:
+    """Return whether a call that a statement makes, itself or in a function, gives a plain value."""
+    own = graph.own_body(site)
+    if own is not None:
+        body, of_object = own
+        if of_object or id(body) in seen:
+            return not of_object
+        return all(_gives_plain(graph, statement, inner, seen | {id(body)}) for inner in body.calls)
+    if site.path in graph.functions:
+        return False  # an instance of a class
+    full = graph.full_path(site)
+    effects = call_effects(site, full, set(), graph.trainer_classes)
+    if site.root in graph.imports:
+        known = sys.stdlib_module_names | _HAND_ON
+        return full.split(".")[0] in known or bool(effects & _KNOWN)
+    if effects & _KNOWN or site.path in BUILTINS or site.path == "get_ipython":
+        return True
+    made = [graph.statements[i] for i in statement.uses if site.root in graph.statements[i].usage.writes]
+    return site.is_method and all(other is not statement and _is_plain(graph, other, seen) for other in made)
+
+
+def is_assignment(node: cst.BaseStatement) -> bool:
+    """Return whether a statement is one line that assigns one value."""
+    match node:
+        case cst.SimpleStatementLine(body=[cst.Assign(targets=[_])]):
+            return True
+    return False

@@ -1,0 +1,274 @@
+"""Decide which processes run each statement, from the graph alone.
+
+What reaches the model, its data, its arguments or the environment of the training runs everywhere, whatever else it
+does; it is found backwards from the trainers. Of the rest, what shows, generates or saves belongs to the main process,
+together with what only such statements use. Anything unknown runs everywhere, as it would have run in the notebook.
+"""
+
+from __future__ import annotations
+
+from unsloth_ddp.notebook.analyse.graph import SEEDS, Graph, Role, Statement, is_dead
+from unsloth_ddp.notebook.analyse.installs import drop_installs
+from unsloth_ddp.notebook.analyse.main_values import keep_trackers
+from unsloth_ddp.notebook.analyse.plain import is_assignment, makes_plain_values
+from unsloth_ddp.notebook.analyse.read_backs import keep_read_backs
+from unsloth_ddp.notebook.syntax.effects import MAIN_ONLY, ONCE, PER_NODE, Effect
+from unsloth_ddp.notebook.syntax.tree import BUILTINS
+
+# What every process must run together.
+_TOGETHER = SEEDS | {Effect.SYNC}
+_APART = {Role.MAIN, Role.NODE}
+
+
+def assign_roles(graph: Graph) -> None:
+    """Give every statement its role."""
+    _mark_needed(graph)
+    last = graph.last_seed
+    for index, statement in enumerate(graph.statements):
+        statement.role = _first_role(graph, statement, after=index > last)
+        if statement.role is Role.MAIN and index < last and _makes_files(statement):
+            statement.role = Role.NODE  # every node reads them from a disk of its own
+    drop_installs(graph)
+    keep_trackers(graph)
+    _keep_handles(graph)
+    keep_read_backs(graph, last)
+    while _settle(graph, last):
+        pass
+    for statement in graph.statements:
+        if statement.role in _APART and statement.needed:
+            statement.share = [name for name in _needed_names(graph, statement) if name not in statement.handles]
+
+
+def _mark_needed(graph: Graph) -> None:
+    """Mark what training depends on, backwards from the trainers and from what sets their environment."""
+    roots = [SEEDS | {Effect.STATE}] * (graph.last_seed + 1)
+    queue = [i for i, found in enumerate(roots) if graph.statements[i].effects & found]
+    queue = [i for i in queue if not is_dead(graph.statements[i].node)]
+    while queue:
+        statement = graph.statements[queue.pop()]
+        if not statement.needed:
+            statement.needed = True
+            queue += statement.uses
+
+
+def _first_role(graph: Graph, statement: Statement, after: bool) -> Role:
+    """Return the role by a statement's effects alone. `after`: it follows the last training."""
+    effects = statement.effects
+    if is_dead(statement.node):
+        return Role.DEAD
+    if effects & _TOGETHER:
+        return Role.ALL  # a guard around something that waits for every process would wait for ever
+    tries = after and Effect.INFER in effects and not statement.needed  # its seeds are for what it generates
+    reaches = statement.needed or (Effect.STATE in effects and not tries)
+    if effects & ONCE and (not reaches or _can_be_sent(graph, statement)):
+        return Role.NODE if effects & PER_NODE and not effects & {Effect.SAVE, Effect.PAID} else Role.MAIN
+    if reaches:
+        return Role.FIRST if effects & _IN_TURN and Effect.JOIN not in effects else Role.ALL
+    if effects & MAIN_ONLY:
+        return Role.MAIN
+    return Role.FIRST if Effect.DATA in effects else Role.ALL
+
+
+# What one process of a node does first, so that the others find it done.
+_IN_TURN = {Effect.DATA, Effect.FILE, Effect.SHELL, Effect.LOGIN, Effect.TRACK}
+
+
+def _can_be_sent(graph: Graph, statement: Statement) -> bool:
+    """Return whether a statement that training needs may run once, and send what it makes to the others."""
+    assigns, sets = is_assignment(statement.node), Effect.STATE in statement.effects
+    if not assigns and (sets or not statement.usage.writes | statement.usage.mutates):
+        return False
+    if Effect.SERVER in statement.effects:  # its handle stays where it was started
+        return not statement.usage.imports and not statement.usage.defines
+    plain = makes_plain_values(graph, statement)
+    statement.share_value = plain and sets  # os.environ["KEY"] = ask()
+    return plain
+
+
+_REMOVES = {"remove", "unlink", "rmdir", "rmtree", "removedirs", "rename", "replace", "move", "symlink"}
+
+
+def _makes_files(statement: Statement) -> bool:
+    """Return whether a statement makes files and does nothing else that only one process may do."""
+    others = MAIN_ONLY | {Effect.TRACK, Effect.INPUT}
+    if statement.share_value or statement.effects & (others - {Effect.FILE, Effect.PRINT}):
+        return False
+    return Effect.FILE in statement.effects and not any(site.tail in _REMOVES for site in statement.usage.calls)
+
+
+def _needed_names(graph: Graph, statement: Statement) -> list[str]:
+    """Return names bound by a statement that runs once and read by statements on every process."""
+    usage = statement.usage
+    readers = [graph.statements[i] for i in statement.used_by]
+    wanted: set[str] = set()
+    for reader in readers:
+        if reader.role in (Role.ALL, Role.FIRST):
+            wanted |= reader.usage.reads | reader.usage.mutates | _deferred_reads(graph, reader)
+    return sorted((usage.writes | usage.mutates) & wanted)
+
+
+def _deferred_reads(graph: Graph, statement: Statement) -> set[str]:
+    found: set[str] = set()
+    for body in statement.usage.defines.values():
+        found |= body.reads
+    for name in statement.usage.reads & graph.functions.keys():
+        found |= graph.functions[name].reads
+    return found
+
+
+def _keep_handles(graph: Graph) -> None:
+    """Keep what uses a server's handle on the process that made it: a handle cannot be sent."""
+    handles: set[str] = set()
+    for statement in graph.statements:
+        usage = statement.usage
+        if statement.role is Role.NODE and Effect.SERVER in statement.effects:
+            handles |= usage.writes
+            statement.handles = usage.writes
+        elif statement.role in (Role.ALL, Role.FIRST) and not statement.effects & SEEDS and not usage.defines:
+            if usage.reads & handles and not usage.imports:
+                statement.role = Role.NODE
+        elif statement.role is Role.ALL:
+            handles -= usage.writes if not statement.conditional else set()
+        statement.handles = statement.handles | (usage.mutates & handles)
+
+
+# Settling ------------------------------------------------------------------------------------------------------------
+
+
+def _settle(graph: Graph, last: int) -> bool:
+    """Move statements to the main process that read only its names, or that only it uses; True if any moved."""
+    moved = False
+    for index, statement in enumerate(graph.statements):
+        if statement.role not in (Role.ALL, Role.FIRST) or statement.needed or statement.effects & _TOGETHER:
+            continue
+        role = _role_of_what_it_reads(graph, index, statement)
+        if role is None and _only_main_uses(graph, index, statement, last):
+            role = _role_of_users(graph, statement)
+        if role is not None:
+            statement.role = role
+            moved = True
+    for statement in _reloaded_to_be_tried(graph, last):
+        statement.role = _role_of_users(graph, statement)
+        moved = True
+    for statement in graph.statements:
+        if statement.role is Role.NODE and not statement.needed and _reads_main(graph, statement):
+            statement.role = Role.MAIN
+            moved = True
+    return moved
+
+
+def _latest(graph: Graph, index: int, name: str) -> tuple[list[Statement], bool]:
+    """Return the definitions of a name just before `index`, and whether any of them exists on every process."""
+    found = [
+        graph.statements[i] for i in sorted(graph.statements[index].uses) if name in graph.statements[i].usage.writes
+    ]
+    return found, any(
+        s.role in (Role.ALL, Role.FIRST) or name in s.share or (s.needed and name not in s.handles) for s in found
+    )
+
+
+def _role_of_what_it_reads(graph: Graph, index: int, statement: Statement) -> Role | None:
+    roles = set()
+    names = statement.usage.reads | statement.usage.mutates
+    for function in statement.usage.reads & graph.functions.keys():
+        names |= graph.functions[function].reads
+    for name in names:
+        definitions, everywhere = _latest(graph, index, name)
+        if not definitions or everywhere:
+            continue
+        roles |= {s.role for s in definitions} & _APART
+    if not roles:
+        return None
+    return Role.MAIN if Role.MAIN in roles else Role.NODE
+
+
+def _reads_main(graph: Graph, statement: Statement) -> bool:
+    """Return whether a statement reads what only the main process has, or has filled."""
+    usage = statement.usage
+    made = [graph.statements[i] for i in statement.uses]
+    filled = any(s.role is Role.MAIN and s.usage.mutates & usage.reads - set(s.share) for s in made)
+    return filled or _role_of_what_it_reads(graph, graph.statements.index(statement), statement) is Role.MAIN
+
+
+def _role_of_users(graph: Graph, statement: Statement) -> Role:
+    """Return the role of what only one process uses: what one on each node uses has to be there on each."""
+    users = {graph.statements[i].role for i in statement.used_by}
+    return Role.NODE if Role.NODE in users else Role.MAIN
+
+
+def _reloaded_to_be_tried(graph: Graph, last: int) -> list[Statement]:
+    """Return statements after the training that together serve only the main process.
+
+    A model that is loaded to be tried is of no use to the others, nor is what follows it: `model.eval()`,
+    `model = PeftModel.from_pretrained(model, ...)`. One by one each would keep the others everywhere.
+    """
+    statements = graph.statements
+    group = {
+        i
+        for i, s in enumerate(statements)
+        if i > last and s.role in (Role.ALL, Role.FIRST) and not s.needed
+        if not s.effects & (_TOGETHER | {Effect.MODE, Effect.STATE}) and not s.usage.imports and not s.usage.defines
+    }
+    before = None
+    while before != group:
+        before = set(group)
+        for index in before:
+            if not _stays_within(graph, index, group):
+                group.discard(index)
+    kept: set[int] = set()
+    while True:
+        grown = {i for i in group - kept if _serves(graph, i, kept)}
+        if not grown:
+            return [statements[i] for i in sorted(kept)]
+        kept |= grown
+
+
+def _stays_within(graph: Graph, index: int, group: set[int]) -> bool:
+    """Return whether only the main process or the group uses a statement, and whether its objects are the group's."""
+    statement = graph.statements[index]
+    for i in statement.used_by:
+        user = graph.statements[i]
+        if i not in group and user.role not in (*_APART, Role.DEAD) and Effect.MODE not in user.effects:
+            return False
+    return bool(statement.usage.writes) or bool(_defined_within(graph, index, group))
+
+
+def _serves(graph: Graph, index: int, kept: set[int]) -> bool:
+    statement = graph.statements[index]
+    if not statement.usage.writes:
+        return bool(_defined_within(graph, index, kept))
+    return any(i in kept or graph.statements[i].role in _APART for i in statement.used_by)
+
+
+def _defined_within(graph: Graph, index: int, group: set[int]) -> set[str]:
+    """Return the names that a statement reads and that only statements of the group bind."""
+    statement = graph.statements[index]
+    names = statement.usage.reads | statement.usage.mutates
+    binders = {name: {i for i in statement.uses if name in graph.statements[i].usage.writes} for name in names}
+    return {name for name, found in binders.items() if found and found <= group}
+
+
+def _only_main_uses(graph: Graph, index: int, statement: Statement, last: int) -> bool:
+    users = [graph.statements[i] for i in statement.used_by]
+    live = [user for user in users if user.role is not Role.DEAD]
+    if index > last:  # a model reloaded to be tried: its for_inference follows it
+        live = [user for user in live if Effect.MODE not in user.effects]
+    if not live or any(user.role not in _APART for user in live):
+        return False
+    usage = statement.usage
+    if usage.imports or usage.defines or not usage.writes or Effect.MODE in statement.effects:
+        return False
+    if Effect.LOAD in statement.effects and (index < last or last < 0):
+        return False
+    return index > last or not _may_change_what_training_needs(graph, statement)
+
+
+def _may_change_what_training_needs(graph: Graph, statement: Statement) -> bool:
+    """Return whether an unknown function gets an object that training reads, and might change it."""
+    needed = set().union(*(s.usage.reads for s in graph.statements if s.needed), set())
+    for site in statement.usage.calls:
+        known = site.is_method or site.path in BUILTINS or site.path[:1].isupper() or site.path in graph.functions
+        # A name that is not imported is an object such as a tokenizer rather than a function from a library.
+        if not known and site.names & needed and site.path in graph.imports:
+            return True
+    return False

@@ -1,0 +1,70 @@
+"""Edit trackers' runs that start inside code that every process runs."""
+
+from __future__ import annotations
+
+import re
+
+import libcst as cst
+
+from unsloth_ddp.notebook.analyse.graph import Graph
+from unsloth_ddp.notebook.context import ConversionContext
+from unsloth_ddp.notebook.syntax.arguments import code, keyword, set_keyword, splats
+from unsloth_ddp.notebook.syntax.effects import starts_run
+from unsloth_ddp.notebook.syntax.tree import dotted, full_path
+
+_NEEDS_MAIN = "every process starts this run; start it on the main process only"
+
+
+# What tells a tracker something and gives nothing back that training needs.
+_TELLS = re.compile(
+    r"^(wandb|trackio|mlflow|comet_ml|neptune)\.(\w+\.)*"
+    r"(log\w*|alert|watch|save|define_metric|finish|end\w*|set_\w+|autolog|update)$"
+)
+
+
+def can_be_disabled(call: cst.Call, full: str) -> bool:
+    """Return whether a run takes an argument that switches it off: `mode` of W&B."""
+    return full == "wandb.init" and not splats(call)
+
+
+def tells_tracker(small: cst.BaseSmallStatement, graph: Graph) -> bool:
+    """Return whether a line only tells a tracker something: a bare call, or an assignment to a part of its run."""
+    match small:
+        case cst.Expr(value=cst.Call() as call) | cst.Expr(value=cst.Await(expression=cst.Call() as call)):
+            path = dotted(call.func)
+        case cst.Assign(targets=[cst.AssignTarget(target=cst.Attribute() | cst.Subscript() as target)]):
+            path = _target_path(target)
+            return path.startswith(("wandb.run.", "wandb.summary", "wandb.config")) or (
+                path.split(".")[0] in graph.run_names and len(path.split(".")) > 1
+            )
+        case _:
+            return False
+    root, *rest = path.split(".")
+    full = ".".join(["wandb", *rest]) if root in graph.run_names else full_path(path, graph.imports)
+    return bool(_TELLS.match(full)) and not full.endswith(".login")
+
+
+def _target_path(node: cst.BaseExpression) -> str:
+    """Return the dotted path of an assignment's target, without its subscripts."""
+    steps: list[str] = []
+    while isinstance(node, cst.Attribute | cst.Subscript):
+        if isinstance(node, cst.Attribute):
+            steps.append(node.attr.value)
+        node = node.value
+    return ".".join([*([node.value] if isinstance(node, cst.Name) else ["?"]), *steps[::-1]])
+
+
+def edit_run(call: cst.Call, full: str, context: ConversionContext) -> tuple[cst.Call, list[str]]:
+    """Switch off a W&B run on other processes, and warn about other trackers, which have no such switch.
+
+    Args:
+        full: the callee's path with imports resolved.
+    """
+    if context.on_one_process or not starts_run(full):
+        return call, []
+    if not can_be_disabled(call, full):
+        return call, [context.warn("tracker", _NEEDS_MAIN)]
+    old = keyword(call, "mode")
+    given = f"({code(old.value)})" if old is not None else "None"
+    call = set_keyword(call, "mode", f'{given} if {context.names["IS_MAIN"]} else "disabled"')
+    return call, [context.edit("once", "only the main process's run is tracked; the others' does nothing")]

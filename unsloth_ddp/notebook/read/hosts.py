@@ -1,0 +1,117 @@
+"""Replace what only notebook hosts (Colab, Kaggle, Databricks) have: drop it, or take it from the environment.
+
+`_SECRETS` and `_DROPPED` are the table for all hosts: patterns of a callee's full path, and what becomes of the call.
+"""
+
+from __future__ import annotations
+
+import re
+
+import libcst as cst
+
+from unsloth_ddp.notebook.context import ConversionContext
+from unsloth_ddp.notebook.syntax.arguments import code, keyword
+from unsloth_ddp.notebook.syntax.tree import dotted, full_path
+
+MODULES = ("google.colab", "kaggle_secrets", "kaggle_datasets")
+# Names that a host binds before the first cell.
+HOST_NAMES = {"dbutils": "Databricks", "spark": "Databricks", "sc": "Databricks", "sqlContext": "Databricks"}
+
+# Callee -> the argument (position, keyword) that names the secret.
+_SECRETS = (
+    (re.compile(r"google\.colab\.userdata\.get$"), 0, "key"),
+    (re.compile(r"(.*\.)?get_secret$"), 0, "label"),
+    (re.compile(r"dbutils\.secrets\.get$"), 1, "key"),
+    (re.compile(r"dbutils\.widgets\.get$"), 0, "name"),
+)
+# Statements left out; the ones with a warning need something of the user.
+_DROPPED = (
+    (
+        re.compile(r"google\.colab\.drive\.mount$"),
+        "Google Drive is not mounted here; paths under /content/drive must be yours",
+    ),
+    (re.compile(r"google\.colab\.files\.upload$"), "nothing is uploaded here; put the files into this folder first"),
+    (re.compile(r"google\.colab\.auth\.\w+$"), "sign in before the start: gcloud auth application-default login"),
+    (re.compile(r"google\.colab\."), ""),
+    (re.compile(r"kaggle_secrets\."), ""),
+    (re.compile(r"dbutils\.(library\.restartPython|widgets\.(?!get\b)\w+)$"), ""),
+)
+_RESTARTS = re.compile(r"(os\._exit|os\.kill|(.*\.)?kernel\.do_shutdown|(.*\.)?kernel\.restart|.*\.do_shutdown)$")
+
+
+def edit_value(call: cst.Call, context: ConversionContext) -> tuple[cst.BaseExpression | None, list[str]]:
+    """Return what replaces a call whose value a host gives, and the comments; None where nothing does."""
+    full = full_path(dotted(call.func), context.imports)
+    for pattern, position, name in _SECRETS:
+        if pattern.match(full) and (not full.endswith("get_secret") or context.on_kaggle):
+            given = keyword(call, name) or (call.args[position] if len(call.args) > position else None)
+            if given is None:
+                continue
+            note = context.edit("host", f"{code(given.value)} comes from the environment")
+            return cst.parse_expression(f"{context.names['secret']}({code(given.value)})"), [note]
+    if full == "google.colab.files.upload":
+        note = context.warn("host", "nothing is uploaded here; UPLOADED_FILES=path[:path ...] names the files")
+        return cst.parse_expression(f"{context.names['uploaded_files']}()"), [note]
+    return None, []
+
+
+def is_dropped(call: cst.Call, context: ConversionContext) -> bool:
+    """Return whether a call is left out where it is a statement."""
+    full = full_path(dotted(call.func), context.imports)
+    return any(pattern.match(full) for pattern, _ in _DROPPED) or _restarts(call, full)
+
+
+def note_dropped(call: cst.Call, context: ConversionContext) -> str:
+    """Return the comment for a call that is left out."""
+    path = dotted(call.func)
+    full = full_path(path, context.imports)
+    if _restarts(call, full):
+        return context.edit("host", "restarting the kernel has no use in a script")
+    warning = next(text for pattern, text in _DROPPED if pattern.match(full))
+    return context.warn("host", warning) if warning else context.edit("host", f"{path} exists only on the host")
+
+
+def _restarts(call: cst.Call, full: str) -> bool:
+    return bool(_RESTARTS.match(full)) and (full != "os.kill" or "getpid" in code(call))
+
+
+def is_secret(node: cst.BaseExpression, context: ConversionContext) -> bool:
+    """Return whether an expression is a secret that may be unset: a call of the helper, or a name bound to one."""
+    if isinstance(node, cst.Name):
+        return node.value in context.secrets
+    return isinstance(node, cst.Call) and dotted(node.func) in ("secret", "ddp_secret")
+
+
+def without_host_names(node: cst.ImportFrom | cst.Import) -> tuple[cst.BaseSmallStatement | None, bool]:
+    """Return an import without the hosts' modules (None if nothing is left), and whether anything was removed."""
+    if isinstance(node, cst.ImportFrom):
+        module = dotted(node.module) if node.module is not None else ""
+        if _is_host(module):
+            return None, True
+        if module.split(".")[0] != "IPython" or isinstance(node.names, cst.ImportStar):
+            return node, False
+        return _without(node, [alias for alias in node.names if alias.evaluated_name != "get_ipython"])
+    kept = [alias for alias in node.names if not _is_host(dotted(alias.name))]
+    return _without(node, kept)
+
+
+def _without(
+    node: cst.ImportFrom | cst.Import, kept: list[cst.ImportAlias]
+) -> tuple[cst.BaseSmallStatement | None, bool]:
+    if len(kept) == len(node.names):  # type: ignore[arg-type]
+        return node, False
+    if not kept:
+        return None, True
+    return node.with_changes(names=[*kept[:-1], kept[-1].with_changes(comma=cst.MaybeSentinel.DEFAULT)]), True
+
+
+def imported_names(node: cst.ImportFrom | cst.Import) -> set[str]:
+    """Return the names that an import binds, without the root of `import a.b`, which other imports may bind too."""
+    if isinstance(node.names, cst.ImportStar):
+        return set()
+    named = [alias for alias in node.names if isinstance(node, cst.ImportFrom) or alias.asname is not None]
+    return {alias.evaluated_alias or alias.evaluated_name for alias in named}
+
+
+def _is_host(module: str) -> bool:
+    return any(module == name or module.startswith(name + ".") for name in MODULES)

@@ -1,0 +1,272 @@
+"""Replace line magics and the modules of notebook hosts by what a script has, before statements are classified."""
+
+from __future__ import annotations
+
+import re
+
+import libcst as cst
+
+from unsloth_ddp.notebook.context import ConversionContext
+from unsloth_ddp.notebook.read.asynchronous import as_coroutine
+from unsloth_ddp.notebook.read.displayed import print_value
+from unsloth_ddp.notebook.read.host_folders import change_folder, edit_chdir
+from unsloth_ddp.notebook.read.hosts import (
+    edit_value,
+    imported_names,
+    is_dropped,
+    is_secret,
+    note_dropped,
+    without_host_names,
+)
+from unsloth_ddp.notebook.read.launchers import call_directly
+from unsloth_ddp.notebook.syntax.arguments import code
+from unsloth_ddp.notebook.syntax.commands import is_launcher_variable, variable_of
+from unsloth_ddp.notebook.syntax.effects import Effect, TrainerClasses, call_effects
+from unsloth_ddp.notebook.syntax.ipython import SHELL_METHODS, as_python_string, ipython_call, is_shell
+from unsloth_ddp.notebook.syntax.lines import LineEditor, is_empty, lead
+from unsloth_ddp.notebook.syntax.name_usage import collect
+from unsloth_ddp.notebook.syntax.tree import dotted
+
+_QUIET = {"matplotlib", "load_ext", "reload_ext", "unload_ext", "autoreload", "config", "pylab", "precision", "gui"}
+_QUIET |= {"pinfo", "pinfo2", "psearch", "who", "whos", "ls", "ll", "pwd", "history", "timeit", "reset", "tensorboard"}
+_QUIET |= {"xmode", "colors", "automagic", "page", "pdoc", "psource", "lsmagic", "magic", "load", "cat", "less", "more"}
+_ALIASES = {"mkdir", "rmdir", "mv", "rm", "cp"}
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+
+def normalise(
+    body: list[cst.BaseStatement], context: ConversionContext
+) -> tuple[list[cst.BaseStatement], list[cst.EmptyLine]]:
+    """Return a cell's statements without line magics, and the comment lines left at its end."""
+    kept: list[cst.BaseStatement] = []
+    pending: list[cst.EmptyLine] = []
+    parts = [part for number, whole in enumerate(body) for part in _parts(whole, number, context)]
+    for statement in parts:
+        editor = _Normaliser(context)
+        new = statement.visit(editor)
+        assert isinstance(new, cst.BaseStatement)
+        new = lead(new, editor.outer)
+        if statement is parts[-1]:
+            new = print_value(new, context)
+        if is_empty(new) and not is_empty(statement):
+            pending += list(new.leading_lines)  # type: ignore[attr-defined]
+            continue
+        if pending:
+            new = new.with_changes(leading_lines=[*pending, *new.leading_lines])  # type: ignore[attr-defined]
+            pending = []
+        kept.append(new)
+    return kept, pending
+
+
+class _Normaliser(LineEditor):
+    def __init__(self, context: ConversionContext) -> None:
+        super().__init__()
+        self.context = context
+        self.tries = 0
+        self.shells: set[int] = set()  # calls of get_ipython() for a method that has a counterpart
+
+    def visit_Try_body(self, node: cst.Try) -> None:
+        self.tries += 1
+
+    def leave_Try_body(self, node: cst.Try) -> None:
+        self.tries -= 1
+
+    def leave_Del(self, original_node: cst.Del, updated_node: cst.Del) -> cst.BaseSmallStatement | cst.RemovalSentinel:
+        return self._without_launchers(updated_node.target, updated_node)
+
+    def _without_launchers(
+        self, node: cst.BaseExpression, statement: cst.BaseSmallStatement
+    ) -> cst.BaseSmallStatement | cst.RemovalSentinel:
+        """Leave out what sets or removes a variable of the launcher."""
+        name = variable_of(node)
+        if name != _VISIBLE and not is_launcher_variable(name):
+            return statement
+        self.note(self.context.edit("environment", f"{code(statement)} left out: {name} is the launcher's to set"))
+        return cst.RemoveFromParent()
+
+    def leave_Expr(
+        self, original_node: cst.Expr, updated_node: cst.Expr
+    ) -> cst.BaseSmallStatement | cst.RemovalSentinel | cst.FlattenSentinel[cst.BaseSmallStatement]:
+        magic = ipython_call(updated_node.value)
+        if magic is not None and magic.method == "run_line_magic" and not magic.command:
+            return self._line_magic(magic.args[0], magic.args[1], updated_node)
+        if isinstance(original_node.value, cst.Call) and is_dropped(original_node.value, self.context):
+            self.note(note_dropped(original_node.value, self.context))
+            return cst.RemoveFromParent()
+        changed = edit_chdir(updated_node.value, self.context) if isinstance(updated_node.value, cst.Call) else None
+        if changed is not None:
+            call, note = changed
+            self.note(note)
+            return updated_node.with_changes(value=call) if call is not None else cst.RemoveFromParent()
+        if isinstance(updated_node.value, cst.Call) and variable_of(updated_node.value):
+            return self._without_launchers(updated_node.value, updated_node)
+        if isinstance(updated_node.value, cst.Name) and self._is_bare_magic(updated_node.value.value):
+            self.note(self.context.edit("magic", f"%{updated_node.value.value} is for notebooks"))
+            return cst.RemoveFromParent()
+        return updated_node
+
+    def _is_bare_magic(self, name: str) -> bool:
+        return name in _QUIET and name not in self.context.bound
+
+    def _line_magic(
+        self, name: str, line: str, node: cst.Expr
+    ) -> cst.BaseSmallStatement | cst.RemovalSentinel | cst.FlattenSentinel[cst.BaseSmallStatement]:
+        context = self.context
+        if name in ("env", "set_env"):
+            return self._environment(line)
+        if name == "cd":
+            target = line.strip("\"' ")
+            changed = change_folder(target, f"%cd {line}", lambda rest: as_python_string(rest, context.bound), context)
+            if changed is not None:
+                folder, note = changed
+                self.note(note)
+                return _small(f"os.chdir({folder})") if folder is not None else cst.RemoveFromParent()
+            target = as_python_string(target, context.bound)
+            self.note(context.edit("magic", f"%cd {line}"))
+            return _small(f"os.chdir(os.path.expanduser({target}))")
+        if name in ("time", "prun", "memit", "mprun", "lprun") and line:
+            self.note(context.edit("magic", f"%{name} left out, what it measured stays"))
+            parsed = cst.parse_module(line + "\n").body[0]
+            if isinstance(parsed, cst.SimpleStatementLine):
+                return cst.FlattenSentinel([s.with_changes(semicolon=node.semicolon) for s in parsed.body])
+        if name == "run":
+            target = as_python_string(line.split()[0] if line.split() else "", context.bound)
+            self.note(context.warn("magic", f"%run {line} runs on every process and is not converted"))
+            return _small(f"globals().update(__import__('runpy').run_path({target}, init_globals=globals()))")
+        if name in _ALIASES:
+            return cst.Expr(cst.parse_expression(f"get_ipython().system({name + ' ' + line!r})"))
+        if name in _QUIET:
+            self.note(context.edit("magic", f"%{name} is for notebooks"))
+        else:
+            self.note(
+                context.warn("magic", f"%{name} {line} left out: a script has nothing like it".replace("  ", " "))
+            )
+        return cst.RemoveFromParent()
+
+    def _environment(self, line: str) -> cst.BaseSmallStatement | cst.RemovalSentinel:
+        """Replace `%env NAME = 1 # note`: IPython takes everything after the = as the value, the note too."""
+        context = self.context
+        name, separator, value = line.partition("=" if "=" in line else " ")
+        name, value = name.strip(), value.strip()
+        if not separator or not re.fullmatch(r"\w+", name):
+            self.note(context.edit("magic", f"%env {line}".rstrip() + " only shows a variable"))
+            return cst.RemoveFromParent()
+        if name == _VISIBLE or is_launcher_variable(name):
+            self.note(self._visible(name, value))
+            return cst.RemoveFromParent()
+        comment = " (IPython makes the comment part of the value)" if "#" in value else ""
+        self.note(context.edit("environment", f"%env {name}{comment}"))
+        return _small(f'os.environ["{name}"] = {as_python_string(value, context.bound)}')
+
+    def _visible(self, name: str, value: str) -> str:
+        why = "would put every process on the same GPU" if name == _VISIBLE else "is the launcher's to set"
+        return self.context.edit("environment", f"{name}={value} left out: it {why}")
+
+    def leave_Assign(
+        self, original_node: cst.Assign, updated_node: cst.Assign
+    ) -> cst.BaseSmallStatement | cst.RemovalSentinel:
+        target = updated_node.targets[0].target
+        if isinstance(target, cst.Subscript) and dotted(target.value).endswith("environ"):
+            key = code(target.slice[0].slice).strip("\"'")
+            if key == _VISIBLE or is_launcher_variable(key):
+                self.note(self._visible(key, code(updated_node.value)))
+                return cst.RemoveFromParent()
+            if is_secret(updated_node.value, self.context):
+                return updated_node.with_changes(value=cst.parse_expression(f'{code(updated_node.value)} or ""'))
+        if isinstance(target, cst.Name):
+            held = is_secret(updated_node.value, self.context)
+            (self.context.secrets.add if held else self.context.secrets.discard)(target.value)
+            if isinstance(original_node.value, cst.Call) and self._is_client(original_node.value):
+                self.note(self.context.edit("host", "secrets come from the environment"))
+                return cst.RemoveFromParent()
+        if self._is_left_out(original_node.value, updated_node.value):
+            name = code(original_node.value).partition("(")[0]
+            self.note(self.context.warn("host", f"{name} exists only on the host, so its value is None here"))
+            return updated_node.with_changes(value=cst.Name("None"))
+        call = ipython_call(updated_node.value)
+        if call is not None and call.method == "run_line_magic" and not call.command:
+            self.note(self.context.warn("magic", f"%{call.args[0]} has no value in a script"))
+            return updated_node.with_changes(value=cst.Name("None"))
+        return updated_node
+
+    def _is_left_out(self, original: cst.BaseExpression, updated: cst.BaseExpression) -> bool:
+        """Return whether a value is a call that only the host has, and that nothing replaces."""
+        if not isinstance(original, cst.Call) or not isinstance(updated, cst.Call):
+            return False
+        return is_dropped(original, self.context) and code(original.func) == code(updated.func)
+
+    def _is_client(self, call: cst.Call) -> bool:
+        root = dotted(call.func).split(".")[0]
+        return self.context.imports.get(root, "").startswith("kaggle_secrets.")
+
+    def visit_Attribute(self, node: cst.Attribute) -> None:
+        if is_shell(node.value) and node.attr.value in SHELL_METHODS:
+            self.shells.add(id(node.value))
+
+    def visit_Expr(self, node: cst.Expr) -> bool:
+        # A statement of the host is left out whole: its value is not replaced first.
+        return not isinstance(node.value, cst.Call) or not is_dropped(node.value, self.context)
+
+    def leave_Call(self, original_node: cst.Call, updated_node: cst.Call) -> cst.BaseExpression:
+        if is_shell(updated_node) and id(original_node) not in self.shells:
+            return cst.Name("None")
+        direct, notes = call_directly(updated_node, self.context)
+        if notes:
+            self.note(*notes)
+            return direct
+        value, notes = edit_value(updated_node, self.context)
+        self.note(*notes)
+        return updated_node if value is None else value
+
+    def leave_Attribute(self, original_node: cst.Attribute, updated_node: cst.Attribute) -> cst.BaseExpression:
+        name = updated_node.attr.value
+        if is_shell(original_node.value) and name not in SHELL_METHODS and not name.startswith("__"):
+            return cst.Name("None")
+        return updated_node
+
+    def leave_ImportFrom(
+        self, original_node: cst.ImportFrom, updated_node: cst.ImportFrom
+    ) -> cst.BaseSmallStatement | cst.RemovalSentinel:
+        return self._import(updated_node)
+
+    def leave_Import(
+        self, original_node: cst.Import, updated_node: cst.Import
+    ) -> cst.BaseSmallStatement | cst.RemovalSentinel:
+        return self._import(updated_node)
+
+    def _import(self, node: cst.Import | cst.ImportFrom) -> cst.BaseSmallStatement | cst.RemovalSentinel:
+        """Leave out an import of a host's module; in a `try` it stays, where it asks which host this is."""
+        kept, changed = without_host_names(node)
+        if not changed or self.tries:
+            return node
+        still = imported_names(kept) if isinstance(kept, cst.Import | cst.ImportFrom) else set()
+        self.context.host_names |= imported_names(node) - still - {"get_ipython"}
+        self.note(self.context.edit("host", f"{code(node)}: only the notebook's host has it"))
+        return kept if kept is not None else cst.RemoveFromParent()
+
+
+def _parts(whole: cst.BaseStatement, number: int, context: ConversionContext) -> list[cst.BaseStatement]:
+    """Return the statements that one of the notebook's becomes, each on lines of its own."""
+    split = _split(whole, context)
+    return [part for one in split for part in as_coroutine(one, f"cell_{context.cell}_part_{number + 1}")]
+
+
+def _split(statement: cst.BaseStatement, context: ConversionContext) -> list[cst.BaseStatement]:
+    """Split `a; b` into two lines where one of them may belong on the main process only."""
+    if not isinstance(statement, cst.SimpleStatementLine) or len(statement.body) < 2:
+        return [statement]
+    sites = collect(statement).calls
+    paths = [".".join([context.imports.get(s.root, s.root), *s.path.split(".")[1:]]) for s in sites]
+    if not any(call_effects(s, p, set(), TrainerClasses()) - {Effect.LOAD} for s, p in zip(sites, paths, strict=True)):
+        return [statement]
+    parts = [small.with_changes(semicolon=cst.MaybeSentinel.DEFAULT) for small in statement.body]
+    lines: list[cst.BaseStatement] = [cst.SimpleStatementLine(body=[part]) for part in parts]
+    lines[0] = lines[0].with_changes(leading_lines=statement.leading_lines)
+    lines[-1] = lines[-1].with_changes(trailing_whitespace=statement.trailing_whitespace)
+    return lines
+
+
+def _small(source: str) -> cst.BaseSmallStatement:
+    line = cst.parse_statement(source)
+    assert isinstance(line, cst.SimpleStatementLine)
+    return line.body[0]

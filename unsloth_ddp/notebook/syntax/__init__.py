@@ -1,0 +1,1 @@
+"""Read Python and IPython syntax: names, calls, lines and what calls do."""

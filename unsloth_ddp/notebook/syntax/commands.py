@@ -1,0 +1,47 @@
+"""Recognise commands that start a training, and variables that a launcher sets for its processes."""
+
+from __future__ import annotations
+
+import re
+
+import libcst as cst
+
+from unsloth_ddp.notebook.syntax.tree import dotted
+
+_LAUNCHER = re.compile(
+    r"((LOCAL|NODE|GROUP|ROLE)_)?(RANK|WORLD_SIZE)$|ROLE_NAME$|MASTER_(ADDR|PORT)$|(TORCHELASTIC|ACCELERATE|PET)_"
+)
+_TRAINS = re.compile(
+    r"""(?:^|[;&|(!%'"])\s*(?:[A-Z_]+=\S+\s+|nohup\s+|sudo\s+|env\s+)*(
+      torchrun\s | accelerate\s+launch\s | deepspeed\s+\S | (llamafactory-cli|swift|axolotl|trl|tune|autotrain|litgpt)\s+
+      (train|sft|dpo|grpo|pt|rlhf|run|llm|finetune\w*)\b | python[\d.]*\s+(-u\s+)?-m\s+(torch\.distributed|axolotl)\S*
+      | python[\d.]*\s+(-u\s+)?\S*(train|finetune|fine_tune|sft|dpo|grpo|run_\w+)\w*\.py\b )""",
+    re.VERBOSE,
+)
+
+
+def is_launcher_variable(name: str) -> bool:
+    """Return whether an environment variable is one by which processes of a job find each other."""
+    return bool(_LAUNCHER.match(name))
+
+
+def variable_of(node: cst.BaseExpression) -> str:
+    """Return the environment variable that an item of `os.environ`, or a call of one of its methods, names; or ""."""
+    match node:
+        case cst.Subscript(value=value, slice=[cst.SubscriptElement(slice=cst.Index(value=cst.SimpleString() as key))]):
+            owner = dotted(value)
+        case cst.Call(func=cst.Attribute(value=value, attr=cst.Name(value=method)), args=[cst.Arg(key), *_]) if (
+            isinstance(key, cst.SimpleString) and method in ("pop", "setdefault", "unsetenv", "putenv", "__delitem__")
+        ):
+            owner = dotted(value)
+        case _:
+            return ""
+    return str(key.evaluated_value) if owner.split(".")[-1] in ("environ", "os") else ""
+
+
+def training_line(command: str) -> str:
+    """Return the line of a command that starts a training by itself, or ""."""
+    for line in command.replace("\\\n", " ").splitlines():
+        if _TRAINS.search(line.strip()) and not line.lstrip().startswith("#"):
+            return " ".join(line.split())
+    return ""

@@ -1,0 +1,109 @@
+"""Answer small questions about names and syntax trees."""
+
+from __future__ import annotations
+
+import builtins
+from collections.abc import Callable, Mapping
+
+import libcst as cst
+
+# Methods that change the object they are called on, even where their value is used.
+_MUTATING = (
+    *("add", "append", "clear", "disable", "enable", "extend", "insert", "load", "pop", "register", "remove"),
+    *("requires_grad", "reset", "resize", "set", "tie", "update", "setdefault", "sort", "reverse", "shuffle"),
+)
+BUILTINS = frozenset(dir(builtins))
+# Methods that leave their object as training needs it.
+HARMLESS = {
+    "eval", "train", "generate", "fast_generate", "encode", "decode", "to", "cuda", "cpu", "items", "keys", "get",
+    "strip", "format", "append_", "for_inference", "for_training", "apply_chat_template", "batch_decode",
+}  # fmt: skip
+# The same of methods that begin so: they save, show or send what their object holds.
+_LEAVES = ("save", "push_to_hub", "print", "show", "log", "to_", "export", "plot", "describe", "head", "info")
+
+
+def is_false(test: cst.BaseExpression) -> bool:
+    """Return whether a condition is a literal that is never true, so that its block is dead."""
+    if isinstance(test, cst.Name):
+        return test.value in ("False", "None")
+    return isinstance(test, cst.Integer) and test.value == "0"
+
+
+def contains(node: cst.CSTNode, wanted: Callable[[cst.CSTNode], bool]) -> bool:
+    """Return whether a node, or a part of it at whatever depth, is one that is wanted."""
+    return wanted(node) or any(contains(part, wanted) for part in node.children)
+
+
+def dotted(node: cst.BaseExpression) -> str:
+    """Return the dotted path of a callee; "?" stands for whatever is not a name or attribute."""
+    parts: list[str] = []
+    while isinstance(node, cst.Attribute):
+        parts.append(node.attr.value)
+        node = node.value
+    parts.append(node.value if isinstance(node, cst.Name) else "?")
+    return ".".join(reversed(parts))
+
+
+def full_path(path: str, imports: Mapping[str, str]) -> str:
+    """Return a dotted path with its root replaced by what the notebook has imported under that name."""
+    root, *rest = path.split(".")
+    return ".".join([imports.get(root, root), *rest])
+
+
+def root_name(node: cst.BaseExpression) -> str | None:
+    """Return the name at the root of a chain of attributes and items, or None."""
+    while isinstance(node, cst.Attribute | cst.Subscript):
+        node = node.value
+    return node.value if isinstance(node, cst.Name) else None
+
+
+def is_mutating(method: str) -> bool:
+    """Return whether a method of this name changes its object even where its value is used."""
+    return method.endswith("_") or method.split("_")[0] in _MUTATING or method in _MUTATING
+
+
+def is_harmless(method: str) -> bool:
+    """Return whether a method of this name leaves its object as training needs it."""
+    return method in HARMLESS or method.startswith(_LEAVES)
+
+
+def _all_parameters(params: cst.Parameters) -> list[cst.Param]:
+    found = [*params.posonly_params, *params.params, *params.kwonly_params]
+    if isinstance(params.star_arg, cst.Param):
+        found.append(params.star_arg)
+    if params.star_kwarg is not None:
+        found.append(params.star_kwarg)
+    return found
+
+
+def parameters(params: cst.Parameters) -> list[str]:
+    """Return the names of a function's parameters."""
+    return [param.name.value for param in _all_parameters(params)]
+
+
+def defaults(params: cst.Parameters) -> list[cst.BaseExpression]:
+    """Return the default values of a function's parameters."""
+    return [param.default for param in _all_parameters(params) if param.default is not None]
+
+
+class NamesRead(cst.CSTVisitor):
+    """Visits the names that are read: neither those of attributes nor those of keyword arguments."""
+
+    def visit_Attribute(self, node: cst.Attribute) -> bool:
+        node.value.visit(self)
+        return False
+
+    def visit_Arg(self, node: cst.Arg) -> bool:
+        node.value.visit(self)
+        return False
+
+
+class RootNames(NamesRead):
+    """Collects the names at the roots of an expression, except builtins such as enumerate."""
+
+    def __init__(self) -> None:
+        self.found: list[str] = []
+
+    def visit_Name(self, node: cst.Name) -> None:
+        if node.value not in BUILTINS:
+            self.found.append(node.value)

@@ -1,0 +1,1 @@
+"""Edit the statements and write the script."""

@@ -1,0 +1,179 @@
+"""Edit a trainer's arguments: batch size, gradient accumulation and the settings that DDP needs."""
+
+from __future__ import annotations
+
+import re
+
+import libcst as cst
+
+from unsloth_ddp.notebook.context import ConversionContext
+from unsloth_ddp.notebook.syntax.arguments import add_splat, code, keyword, remove_keyword, set_keyword, splats
+from unsloth_ddp.notebook.syntax.tree import dotted
+
+CONFIG_NAME = re.compile(
+    r"^(\w*TrainingArguments|\w*(SFT|GRPO|DPO|KTO|ORPO|CPO|BCO|GKD|RLOO|PPO|PRM|XPO|NashMD|Reward|GSPO|GOLD)Config"
+    r"|SFTScriptArguments)$"
+)
+# A batch of one has nothing to contrast with: in-batch negatives, and KTO's mismatched pairs.
+_CONTRASTIVE = re.compile(r"SentenceTransformer|SparseEncoder|KTO")
+_GENERATES = re.compile(r"GRPO|RLOO|GSPO")
+_BATCH, _STEPS = "per_device_train_batch_size", "gradient_accumulation_steps"
+
+
+def is_config_call(call: cst.Call, context: ConversionContext) -> bool:
+    """Return whether a call makes a trainer's arguments."""
+    path = dotted(call.func)
+    return bool(CONFIG_NAME.match(path.split(".")[-1])) or path in context.config_classes
+
+
+def edit_config(call: cst.Call, context: ConversionContext) -> tuple[cst.Call, list[str]]:
+    """Return the call with the arguments that DDP needs, and the comments for the script."""
+    path = dotted(call.func)
+    kind = path.split(".")[-1]
+    family = " ".join({kind, *context.trainers_of_config.get(path, ())})
+    contrastive, generates = bool(_CONTRASTIVE.search(family)), bool(_GENERATES.search(family))
+    given = {arg.keyword.value for arg in call.args if arg.keyword is not None}
+    notes: list[str] = []
+    if context.options.tensorboard and not splats(call):
+        call = set_keyword(call, "report_to", '"tensorboard"')
+        notes.append(context.edit("report", "report_to set to tensorboard (--tensorboard)"))
+    other = _BATCH not in given and bool(given & {"batch_size", "mini_batch_size"})
+    unknown = _BATCH not in given and not other and not _is_of_transformers(path, context)
+    if splats(call) or unknown:
+        return _edit_splatted(call, contrastive, context, notes)
+    if other:
+        notes.append(
+            context.warn("sizing", "every process takes a whole batch_size: divide it by the number of processes")
+        )
+    else:
+        call = _edit_batch(call, path, contrastive, generates, context, notes)
+    for name, value in (("average_tokens_across_devices", "True"), ("ddp_find_unused_parameters", "False")):
+        old = keyword(call, name)
+        call = remove_keyword(call, name)
+        if old is not None and code(old.value) != value:
+            notes.append(context.edit("arguments", f"{name} was {code(old.value)}"))
+    call = add_splat(call, f"{context.names['ddp_settings']}({path})")
+    notes.append(
+        context.edit("arguments", "count every token alike on all processes; do not search for unused weights")
+    )
+    optimizer = keyword(call, "optim")
+    if optimizer is not None and "layerwise" in code(optimizer.value):
+        notes.append(
+            context.warn(
+                "optimizer", f"optim={code(optimizer.value)} works on one process only: use it without layerwise"
+            )
+        )
+    if keyword(call, "auto_find_batch_size") is not None:
+        notes.append(
+            context.warn("sizing", "auto_find_batch_size changes the batch, which then no longer matches the plan")
+        )
+    if generates and (keyword(call, "steps_per_generation") or keyword(call, "generation_batch_size")):
+        notes.append(
+            context.warn("sizing", "generations are sized by hand; check them against the number of processes")
+        )
+    return call, notes
+
+
+# Whose arguments have the batch, the accumulation and the settings of DDP under the names of Transformers.
+_FAMILY = ("transformers", "trl", "unsloth", "sentence_transformers")
+
+
+def _is_of_transformers(path: str, context: ConversionContext) -> bool:
+    """Return whether a class of arguments is one of Transformers' family, or not known to be another library's."""
+    root = path.split(".")[0]
+    return root not in context.imports or context.imports[root].split(".")[0] in _FAMILY
+
+
+def edit_trainer(call: cst.Call, context: ConversionContext) -> tuple[cst.Call, list[str]]:
+    """Return a trainer's call whose arguments come from elsewhere (a parser, a file) with what DDP needs set on them."""
+    given = keyword(call, "args")
+    if given is None or not isinstance(given.value, cst.Name | cst.Attribute):
+        return call, []
+    if dotted(given.value).split(".")[-1] in context.known_arguments or code(given.value) == "None":
+        return call, []
+    size = "None" if _CONTRASTIVE.search(dotted(call.func)) else str(context.options.per_device_batch_size)
+    note = context.edit("arguments", "the arguments come from elsewhere: batch and DDP settings are set when it runs")
+    return set_keyword(call, "args", f"{context.names['ddp_configured']}({code(given.value)}, {size})"), [note]
+
+
+def _edit_batch(
+    call: cst.Call, path: str, contrastive: bool, generates: bool, context: ConversionContext, notes: list[str]
+) -> cst.Call:
+    batch = _value(call, _BATCH, path, 8, context)
+    steps = _value(call, _STEPS, path, 1, context)
+    whole = _product(batch, steps)
+    names = context.names
+    multiple = raised = ""
+    if generates:
+        group = _value(call, "num_generations", path, 8, context)
+        numbers = [_integer(text) for text in (batch, steps, group)]
+        if None in numbers:
+            whole = f"{names['generation_batch']}({batch}, {steps}, {group})"
+        elif numbers[0] * numbers[1] % numbers[2]:  # type: ignore[operator]
+            whole = _product(group, steps)
+            raised = f" (Unsloth raises a batch of {batch} to num_generations)"
+        multiple = f", multiple={group}"
+    size = context.options.per_device_batch_size
+    if size is None or contrastive:
+        least = ", least=2" if contrastive else ""
+        per_device = f"{names['batch_per_process']}({batch}, {steps}{least})"
+    else:
+        per_device = str(size)
+    call = set_keyword(call, _STEPS, f"{names['accumulation_steps']}({whole}, {per_device}{multiple})")
+    call = set_keyword(call, _BATCH, per_device)
+    product = whole if len(whole) < 40 else "of the notebook"
+    if size == 1 and not contrastive and (_integer(batch) or 2) > 1:
+        notes.append(
+            context.edit(
+                "batch",
+                f"share the global batch {product} among the processes, one row at a time "
+                f"(--per-device-batch-size keep: {batch if batch.isdigit() else 'as the notebook'}, faster){raised}",
+            )
+        )
+    else:
+        notes.append(context.edit("batch", f"share the global batch {product} among the processes{raised}"))
+    if contrastive:
+        notes.append(
+            context.warn(
+                "contrastive", "each process contrasts rows of its own share of the batch only, fewer than on one GPU"
+            )
+        )
+    return call
+
+
+def _value(call: cst.Call, name: str, path: str, otherwise: int, context: ConversionContext) -> str:
+    """Return the source of an argument's value, or of a look-up of the config's default where it is not given."""
+    found = keyword(call, name)
+    if found is None or code(found.value) == "None":
+        return f'{context.names["default_of"]}({path}, "{name}", {otherwise})'
+    return code(found.value)
+
+
+def _product(left: str, right: str) -> str:
+    return " * ".join(
+        text if re.fullmatch(r"[\w.]+(\(.*\))?", text, re.DOTALL) else f"({text})" for text in (left, right)
+    )
+
+
+def _integer(text: str) -> int | None:
+    return int(text) if text.isdigit() else None
+
+
+def _edit_splatted(
+    call: cst.Call, contrastive: bool, context: ConversionContext, notes: list[str]
+) -> tuple[cst.Call, list[str]]:
+    """Complete arguments from a dict when the script runs: they are known only then."""
+    size = None if contrastive else context.options.per_device_batch_size
+    named = [arg for arg in call.args if arg.star != "" or arg.keyword is not None]
+    rest = [arg for arg in call.args if arg.star == "" and arg.keyword is None]
+    source = code(
+        cst.Call(func=cst.Name("dict"), args=[arg.with_changes(comma=cst.MaybeSentinel.DEFAULT) for arg in named])
+    )
+    if context.options.tensorboard:
+        source = f'{{**{source}, "report_to": "tensorboard"}}'
+    completed = f"{context.names['ddp_arguments']}({code(call.func)}, {size}, {source})"
+    splat = cst.Arg(value=cst.parse_expression(completed), star="**")
+    notes.append(
+        context.edit("batch", "arguments from a dict: batch, accumulation and DDP settings are set when it runs")
+    )
+    return call.with_changes(args=[*rest, splat]), notes

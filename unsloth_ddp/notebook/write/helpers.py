@@ -1,0 +1,489 @@
+"""Hold the source text of the helpers that a converted script may need.
+
+Each is written into a script only where the script uses it. None imports torch before it is called: a notebook may set
+variables, or look at sys.modules, before its first heavy import.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Helper:
+    """A helper's source, the standard modules it reads, and the helpers it calls."""
+
+    source: str
+    modules: tuple[str, ...] = ()
+    needs: tuple[str, ...] = ()
+
+
+HELPERS: dict[str, Helper] = {
+    "START_FOLDER": Helper("""\
+START_FOLDER = os.getcwd()
+"""),
+    "quiet_print": Helper('''\
+if not IS_MAIN:
+
+    def print(*args, **kwargs):
+        """Print on the main process only."""
+'''),
+    "display": Helper('''\
+def display(*values, **options):
+    """Print what the notebook displayed."""
+    print(*values, sep="\\n")
+'''),
+    "wait_group": Helper(
+        '''\
+def wait_group():
+    """Return a gloo group: it can wait for hours while one process saves, where NCCL would time out."""
+    import torch
+    import torch.distributed as dist
+
+    if not dist.is_initialized():
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        dist.init_process_group(backend, timeout=datetime.timedelta(minutes=30))
+        wait_group.made = None  # one from before, which Accelerate may have ended, is gone
+    if wait_group.made is None:
+        wait_group.made = dist.new_group(backend="gloo", timeout=datetime.timedelta(hours=24))
+    return wait_group.made
+
+
+wait_group.made = None
+''',
+        ("datetime",),
+    ),
+    "wait_for_everyone": Helper(
+        '''\
+def wait_for_everyone():
+    """Wait until every process is here."""
+    if WORLD_SIZE > 1:
+        group = wait_group()
+        sys.modules["torch.distributed"].barrier(group=group)
+''',
+        ("sys",),
+        ("wait_group",),
+    ),
+    "main_process_first": Helper(
+        '''\
+@contextlib.contextmanager
+def main_process_first():
+    """Let one process a node go first, so that the others find its downloads and caches."""
+    if LOCAL_RANK != 0:
+        wait_for_everyone()
+    yield
+    if LOCAL_RANK == 0:
+        wait_for_everyone()
+''',
+        ("contextlib",),
+        ("wait_for_everyone",),
+    ),
+    "from_main": Helper(
+        '''\
+def from_main(make):
+    """Call make() on the main process and return its value on every process."""
+    if WORLD_SIZE == 1:
+        return make()
+    box, group = [make() if IS_MAIN else None], wait_group()
+    sys.modules["torch.distributed"].broadcast_object_list(box, src=0, group=group)
+    return box[0]
+''',
+        ("sys",),
+        ("wait_group",),
+    ),
+    "NoRun": Helper('''\
+class NoRun:
+    """Stands for a tracked run on the other processes: takes every call and does nothing."""
+
+    def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self
+
+    def __call__(self, *args, **kwargs):
+        return self
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        return None
+'''),
+    "main_only": Helper(
+        '''\
+def main_only(make):
+    """Enter the context that make() returns on the main process only."""
+    return make() if IS_MAIN else contextlib.nullcontext()
+''',
+        ("contextlib",),
+    ),
+    "shared_decision": Helper(
+        '''\
+def shared_decision(method):
+    """Take a callback's decisions (stop, save, evaluate) from the main process: all must take the same."""
+
+    @functools.wraps(method)
+    def decide(self, args, state, control, **kwargs):
+        control = method(self, args, state, control, **kwargs) or control
+        flags = {name: value for name, value in vars(control).items() if name.startswith("should_")}
+        vars(control).update(from_main(lambda: flags))
+        return control
+
+    return decide
+''',
+        ("functools",),
+        ("from_main",),
+    ),
+    "accumulation_steps": Helper(
+        '''\
+def accumulation_steps(global_batch, per_device, multiple=1):
+    """Return the accumulation that keeps the notebook's global batch over all processes, or the nearest to it."""
+    at_once = per_device * WORLD_SIZE
+    unit = multiple // math.gcd(multiple, at_once)
+    steps = max(1, round(global_batch / (at_once * unit))) * unit
+    if IS_MAIN and steps * at_once != global_batch:
+        print(f"Global batch {steps * at_once} instead of {global_batch}: WORLD_SIZE {WORLD_SIZE} does not divide it.")
+    return steps
+''',
+        ("math",),
+    ),
+    "batch_per_process": Helper('''\
+def batch_per_process(batch, accumulation, least=1):
+    """Return the notebook's batch, or as much of its global batch as falls to one process."""
+    return max(min(least, batch), min(batch, batch * accumulation // WORLD_SIZE))
+'''),
+    "generation_batch": Helper('''\
+def generation_batch(batch, accumulation, generations):
+    """Return the global batch; Unsloth raises a batch that holds no whole group of generations."""
+    whole = batch * accumulation
+    return whole if whole % generations == 0 else generations * accumulation
+'''),
+    "default_of": Helper(
+        '''\
+def default_of(config, name, otherwise):
+    """Return a config's own default: Unsloth's configs differ from those of TRL and transformers."""
+    parameter = inspect.signature(config).parameters.get(name)
+    return parameter.default if parameter and isinstance(parameter.default, int) else otherwise
+''',
+        ("inspect",),
+    ),
+    "ddp_settings": Helper(
+        '''\
+def ddp_settings(config):
+    """Return the settings that DDP needs, as far as the installed release has them."""
+    made = [kind.__init__ for kind in config.__mro__] if isinstance(config, type) else [config]
+    known = {name for function in made for name in inspect.signature(function).parameters}
+    if IS_MAIN and WORLD_SIZE > 1 and "average_tokens_across_devices" not in known:
+        print("This release averages the loss on each process separately, so rows weigh less beside long ones.")
+    wanted = {"ddp_find_unused_parameters": False, "average_tokens_across_devices": True}
+    return {name: value for name, value in wanted.items() if name in known}
+''',
+        ("inspect",),
+    ),
+    "ddp_arguments": Helper(
+        '''\
+def ddp_arguments(config, per_device, arguments):
+    """Return a config's arguments, given as a dict, with those that DDP needs and that the config has."""
+    if not {"per_device_train_batch_size", "kwargs"} & set(inspect.signature(config).parameters):
+        return {**arguments, **ddp_settings(config)}
+    batch = arguments.get("per_device_train_batch_size") or default_of(config, "per_device_train_batch_size", 8)
+    steps = arguments.get("gradient_accumulation_steps") or default_of(config, "gradient_accumulation_steps", 1)
+    per_device = per_device or batch_per_process(batch, steps)
+    return {
+        **arguments,
+        "per_device_train_batch_size": per_device,
+        "gradient_accumulation_steps": accumulation_steps(
+            batch * steps, per_device, arguments.get("num_generations") or 1
+        ),
+        **ddp_settings(config),
+    }
+''',
+        ("inspect",),
+        ("accumulation_steps", "batch_per_process", "default_of", "ddp_settings"),
+    ),
+    "ddp_configured": Helper(
+        '''\
+def ddp_configured(args, per_device):
+    """Return a trainer's arguments with what DDP needs, unless this script made them with it."""
+    if getattr(args, "ddp_find_unused_parameters", False) is None:
+        batch, steps = args.per_device_train_batch_size, args.gradient_accumulation_steps
+        args.per_device_train_batch_size = per_device or batch_per_process(batch, steps)
+        args.gradient_accumulation_steps = accumulation_steps(
+            batch * steps, args.per_device_train_batch_size, getattr(args, "num_generations", None) or 1
+        )
+        if hasattr(args, "generation_batch_size"):  # computed from the others when the arguments were made
+            args.steps_per_generation = args.gradient_accumulation_steps
+            at_once = args.per_device_train_batch_size * WORLD_SIZE
+            args.generation_batch_size = at_once * args.steps_per_generation
+        for name, value in ddp_settings(type(args)).items():
+            setattr(args, name, value)
+    return args
+''',
+        (),
+        ("accumulation_steps", "batch_per_process", "ddp_settings"),
+    ),
+    "split_batches": Helper(
+        '''\
+def split_batches():
+    """Return the argument by which Accelerate gives each process its part of every batch of a DataLoader."""
+    import accelerate
+
+    if "dataloader_config" in inspect.signature(accelerate.Accelerator).parameters:
+        return {"dataloader_config": accelerate.utils.DataLoaderConfiguration(split_batches=True)}
+    return {"split_batches": True}
+''',
+        ("inspect",),
+    ),
+    "shared_batch": Helper(
+        '''\
+def shared_batch(batch):
+    """Return the notebook's batch, or the next larger one that the number of processes divides."""
+    shared = math.ceil(batch / WORLD_SIZE) * WORLD_SIZE
+    if IS_MAIN and shared != batch:
+        print(f"Batches of {shared} rows instead of {batch}: WORLD_SIZE {WORLD_SIZE} does not divide it.")
+    return shared
+''',
+        ("math",),
+    ),
+    "share_rows": Helper(
+        '''\
+class share_rows:
+    """Yields this process's part of each batch of a DataLoader; all processes draw the same batches."""
+
+    weight = 1.0  # of this process's rows in the current batch, where an equal share weighs 1
+
+    def __new__(cls, loader):
+        if WORLD_SIZE == 1:
+            return loader
+        if not hasattr(loader, "shared"):  # kept, so that a later epoch draws another order
+            loader.shared = super().__new__(cls)
+            loader.shared.prepare(loader)
+        return loader.shared
+
+    def prepare(self, loader):
+        import torch
+
+        if getattr(loader, "batch_sampler", None) is None:
+            raise SystemExit("This loop's loader has no batches to share among processes: share its rows by hand.")
+        if getattr(loader.sampler, "generator", loader) is None:
+            loader.sampler.generator = torch.Generator().manual_seed(SHARED_SEED)
+        names = ("collate_fn", "num_workers", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context")
+        options = {name: getattr(loader, name) for name in (*names, "prefetch_factor", "persistent_workers")}
+        self.batches, self.weights = loader.batch_sampler, []
+        options["generator"] = loader.generator
+        self.loader = torch.utils.data.DataLoader(loader.dataset, batch_sampler=Parts(self), **options)
+
+    def __len__(self):
+        return len(self.batches)
+
+    def __iter__(self):
+        self.weights.clear()
+        for rows in self.loader:
+            share_rows.weight = self.weights.pop(0)
+            yield rows
+
+
+class Parts:
+    """The rows of each batch that are this process's; one at least, which weighs nothing if the batch has too few."""
+
+    def __init__(self, shared):
+        self.shared = shared
+
+    def __len__(self):
+        return len(self.shared.batches)
+
+    def __iter__(self):
+        for batch in self.shared.batches:
+            rows = batch[RANK::WORLD_SIZE]
+            self.shared.weights.append(len(rows) * WORLD_SIZE / len(batch))
+            yield rows or batch[:1]
+
+
+SHARED_SEED = 3407
+''',
+    ),
+    "same_weights": Helper(
+        '''\
+def same_weights(optimizer):
+    """Start from the main process's weights: those that no checkpoint holds were drawn by each process."""
+    if WORLD_SIZE > 1 and wait_group():
+        for group in optimizer.param_groups:
+            for weight in group["params"]:
+                sys.modules["torch.distributed"].broadcast(weight.data, src=0)
+''',
+        ("sys",),
+        ("wait_group",),
+    ),
+    "average_gradients": Helper(
+        '''\
+def average_gradients(optimizer):
+    """Average the gradients over the processes, each weighed by its rows of the batch."""
+    if WORLD_SIZE == 1:
+        return
+    import torch
+
+    wait_group()
+    weights = [weight for group in optimizer.param_groups for weight in group["params"] if weight.requires_grad]
+    has = torch.tensor([float(weight.grad is not None) for weight in weights], device=weights[0].device)
+    torch.distributed.all_reduce(has, op=torch.distributed.ReduceOp.MAX)
+    used = [weight for weight, one in zip(weights, has.tolist()) if one]
+    for kind in sorted({str(weight.dtype) for weight in used}):
+        same = [weight for weight in used if str(weight.dtype) == kind]
+        for weight in same:
+            weight.grad = torch.zeros_like(weight) if weight.grad is None else weight.grad
+        flat = torch.cat([weight.grad.reshape(-1) for weight in same]) * (share_rows.weight / WORLD_SIZE)
+        torch.distributed.all_reduce(flat)
+        for weight, part in zip(same, flat.split([weight.numel() for weight in same])):
+            weight.grad.copy_(part.view_as(weight))
+''',
+        (),
+        ("wait_group", "share_rows"),
+    ),
+    "same_draws": Helper(
+        '''\
+def same_draws(seed, *generators):
+    """Seed the global generators, or those named, so that every process draws the same."""
+    for name in generators or ("random", "numpy", "torch"):
+        module = importlib.import_module("numpy.random" if name == "numpy" else name)
+        (module.manual_seed if name == "torch" else module.seed)(seed)
+''',
+        ("importlib",),
+    ),
+    "child_environment": Helper(
+        '''\
+def child_environment(given=None):
+    """Return the environment for a command: with the launcher's variables it would join this job and hang."""
+    own = r"((LOCAL|NODE|GROUP|ROLE)_)?(RANK|WORLD_SIZE)$|ROLE_NAME$|MASTER_(ADDR|PORT)$"
+    own += "|(TORCHELASTIC|ACCELERATE|PET|FSDP|DEEPSPEED|OMPI|PMIX?|MV2)_"
+    return {name: value for name, value in (given or os.environ).items() if not re.match(own, name)}
+''',
+        ("re",),
+    ),
+    "keep_launched": Helper(
+        '''\
+def keep_launched():
+    """Restore the launcher's variables and the choice of GPUs, which the notebook may have changed."""
+    for name in {"CUDA_VISIBLE_DEVICES", *keep_launched.given}:
+        if name in keep_launched.given:
+            os.environ[name] = keep_launched.given[name]
+        else:
+            os.environ.pop(name, None)
+
+
+keep_launched.given = {name: value for name, value in os.environ.items() if name not in child_environment()}
+keep_launched.given |= {name: os.environ[name] for name in ("CUDA_VISIBLE_DEVICES",) if name in os.environ}
+''',
+        (),
+        ("child_environment",),
+    ),
+    "own_shell": Helper(
+        '''\
+def own_shell(command):
+    """Return a shell command that first removes the launcher's variables: with them it would join this job and hang."""
+    names = [name for name in os.environ if name not in child_environment() and name.isidentifier()]
+    return f"unset {' '.join(names)}\\n{command}" if names else command
+''',
+        (),
+        ("child_environment",),
+    ),
+    "run_shell": Helper(
+        '''\
+def run_shell(command, arguments="", program=None):
+    """Run a command, or a program with the command as its input; a failure is shown and does not stop the script."""
+    words = [*shlex.split(program or "bash -s"), *shlex.split(arguments)]
+    if program is None:
+        words[1:2] = ["-c", command, "bash"]
+    given = {} if program is None else {"input": command, "text": True}
+    return subprocess.run(words, env=child_environment(), **given).returncode
+''',
+        ("shlex", "subprocess"),
+        ("child_environment",),
+    ),
+    "shell_output": Helper(
+        '''\
+def shell_output(command):
+    """Return the lines that a command prints."""
+    done = subprocess.run(
+        ["bash", "-c", command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=child_environment()
+    )
+    return done.stdout.splitlines()
+''',
+        ("subprocess",),
+        ("child_environment",),
+    ),
+    "run_async": Helper(
+        '''\
+def run_async(awaitable, loop=asyncio.new_event_loop()):
+    """Do what `await` at a notebook's top level does, on one event loop for the whole script."""
+    asyncio.set_event_loop(loop)
+    return loop.run_until_complete(awaitable)
+''',
+        ("asyncio",),
+    ),
+    "secret": Helper('''\
+def secret(name):
+    """Return a secret of the notebook's host from the environment."""
+    if IS_MAIN and name not in os.environ:
+        print(f"The notebook's secret {name} is not set: export {name}=... before the start, if it is needed.")
+    return os.environ.get(name)
+'''),
+    "uploaded_files": Helper(
+        '''\
+def uploaded_files():
+    """Return the files that the notebook asked to upload, as name: bytes."""
+    paths = os.environ.get("UPLOADED_FILES", "").split(":")
+    if paths == [""]:
+        raise SystemExit("The notebook asks for an upload here: export UPLOADED_FILES=path[:path ...] and start again.")
+    return {os.path.basename(path): open(path, "rb").read() for path in paths}
+'''
+    ),
+    "hub_login": Helper('''\
+def hub_login(token=None, *rest, **options):
+    """Log in to the Hugging Face Hub if there is a token; a script does not ask for one."""
+    from huggingface_hub import get_token, login
+
+    if token:
+        login(token, **options)
+    elif get_token() is None:
+        print("Not logged in to the Hugging Face Hub: run `hf auth login` or set HF_TOKEN, if it is needed.")
+'''),
+    "wandb_login": Helper('''\
+def wandb_login(key=None, **options):
+    """Log in to W&B if there is a key; without one the run stays on this machine."""
+    import wandb
+
+    if key or wandb.api.api_key:
+        return wandb.login(key=key, **options)
+    os.environ["WANDB_MODE"] = "offline"
+    print("No key for W&B: its run stays on this machine. Set WANDB_API_KEY to upload it.")
+'''),
+    "finish": Helper(
+        '''\
+def finish(*names):
+    """Wait for the last save of the main process, drop the models, and leave the process group."""
+    for name in names:
+        globals().pop(name, None)
+    gc.collect()
+    leave_process_group(wait=True)
+
+
+@atexit.register
+def leave_process_group(wait=False):
+    """Leave the process group if there is one: Accelerate's end_training ends it. After an error nobody waits."""
+    dist = sys.modules.get("torch.distributed")
+    if dist and dist.is_available() and dist.is_initialized():
+        if wait:
+            wait_for_everyone()
+        dist.destroy_process_group()
+''',
+        ("atexit", "gc", "sys"),
+        ("wait_for_everyone",),
+    ),
+    "keep_names": Helper(
+        """\
+# The notebook changes its names through globals(): what this script needs is found among the built-in names after that.
+vars(builtins).update({name: value for name, value in globals().items() if not name.startswith("__")})
+""",
+        ("builtins",),
+    ),
+}

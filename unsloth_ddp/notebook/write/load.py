@@ -1,0 +1,129 @@
+"""Edit model loading and GPU numbers, so that every process uses its own device."""
+
+from __future__ import annotations
+
+import re
+
+import libcst as cst
+
+from unsloth_ddp.notebook.context import ConversionContext
+from unsloth_ddp.notebook.syntax.arguments import code, keyword, remove_keyword, set_keyword, splats
+from unsloth_ddp.notebook.syntax.effects import is_loader_call
+from unsloth_ddp.notebook.syntax.tree import dotted, full_path
+
+_MODEL_CLASS = re.compile(r"^Fast[A-Z]|Model|For[A-Z]")
+_SPREADS = {
+    '"auto"', "'auto'", '"balanced"', "'balanced'", '"balanced_low_0"', '"sequential"', '"unsloth"', "'unsloth'",
+}  # fmt: skip
+_ON_CPU = re.compile(r"""(\{\s*["']{2}\s*:\s*)?(torch\.device\()?["']cpu["']\)?(\s*,?\s*\})?""")
+
+
+# What a script asks for the number of GPUs.
+DEVICE_COUNTS = ("torch.cuda.device_count", "torch.accelerator.device_count")
+
+
+def edit_load(call: cst.Call, context: ConversionContext) -> tuple[cst.Call, list[str]]:
+    """Return a from_pretrained call that loads on this process's GPU; other calls are returned unchanged."""
+    path = dotted(call.func)
+    if not path.endswith(".from_pretrained"):
+        return call, []
+    old = keyword(call, "device_map")
+    ours = is_loader_call(path) or _loads_model(path, context)
+    if not ours and (old is None or code(old.value) == "None"):
+        return call, []
+    if old is not None and _ON_CPU.fullmatch(code(old.value)):
+        return call, []  # on the CPU on purpose: to merge it, or to look at its layers
+    notes: list[str] = []
+    call = _bind(call, old, context, notes)
+    offload = keyword(call, "offload_embedding")
+    if offload is not None and code(offload.value) not in ("False", "None"):
+        value = code(offload.value)
+        alone = f"{context.names['WORLD_SIZE']} == 1"
+        call = set_keyword(call, "offload_embedding", alone if value == "True" else f"({value}) and {alone}")
+        notes.append(context.edit("load", f"offload_embedding was {value}; DDP cannot train with weights on the CPU"))
+    return call, notes
+
+
+def _loads_model(path: str, context: ConversionContext) -> bool:
+    """Return whether a from_pretrained is that of a model class of Unsloth's, whatever the notebook calls it."""
+    full = full_path(path, context.imports)
+    kind = full.split(".")[-2]
+    return full.startswith("unsloth.") and ".dataprep." not in full and bool(_MODEL_CLASS.search(kind))
+
+
+def _bind(call: cst.Call, old: cst.Arg | None, context: ConversionContext, notes: list[str]) -> cst.Call:
+    target = _this_gpu(context)
+    if splats(call) and old is None:
+        source = f'{{**{_splatted(call)}, "device_map": {target}}}'
+        args = [arg for arg in call.args if arg.star != "**"]
+        notes.append(context.edit("load", "load the whole model on this process's GPU, whatever the dict says"))
+        return call.with_changes(args=[*args, cst.Arg(value=cst.parse_expression(source), star="**")])
+    if splats(call):
+        call = remove_keyword(call, "device_map")
+        return _bind(call, None, context, notes)
+    was = code(old.value) if old is not None else ""
+    call = set_keyword(call, "device_map", target)
+    notes.append(_note(was, context))
+    return call
+
+
+def _note(was: str, context: ConversionContext) -> str:
+    if was in _SPREADS and "unsloth" not in was:
+        return context.warn(
+            "model parallel", f"device_map was {was}, which spreads a model: it must now fit on one GPU"
+        )
+    given = f" (device_map was {was})" if was else ""
+    return context.edit("load", f"load the whole model on this process's GPU{given}")
+
+
+def edit_dict_call(call: cst.Call, context: ConversionContext) -> tuple[cst.Call, list[str]]:
+    """Edit `dict(device_map=...)`: a trainer may load the model by itself with such arguments."""
+    old = keyword(call, "device_map") if dotted(call.func) == "dict" else None
+    if old is None or _stays(code(old.value)):
+        return call, []
+    return set_keyword(call, "device_map", _this_gpu(context)), [_note(code(old.value), context)]
+
+
+def edit_dict_element(element: cst.DictElement, context: ConversionContext) -> tuple[cst.DictElement, list[str]]:
+    """Edit `"device_map": ...` in a dict, as in `dict(device_map=...)`."""
+    was = code(element.value)
+    if code(element.key) not in ('"device_map"', "'device_map'") or _stays(was):
+        return element, []
+    return element.with_changes(value=cst.parse_expression(_this_gpu(context))), [_note(was, context)]
+
+
+def _stays(device_map: str) -> bool:
+    return device_map == "None" or bool(_ON_CPU.fullmatch(device_map))
+
+
+def _this_gpu(context: ConversionContext) -> str:
+    return f'{{"": {context.names["LOCAL_RANK"]}}}'
+
+
+def _splatted(call: cst.Call) -> str:
+    return ", **".join(code(arg.value) for arg in call.args if arg.star == "**")
+
+
+def edit_device_string(node: cst.SimpleString, context: ConversionContext) -> cst.BaseExpression | None:
+    """Replace `"cuda:0"`, one GPU for all, by an f-string with this process's local rank."""
+    if re.fullmatch(r"""(["'])cuda:\d+\1""", node.value):
+        return cst.parse_expression(f'f"cuda:{{{context.names["LOCAL_RANK"]}}}"')
+    return None
+
+
+def edit_device_number(call: cst.Call, context: ConversionContext) -> cst.Call | None:
+    """Put the local rank into `.cuda(0)`, `torch.cuda.set_device(0)` and `torch.device("cuda", 0)`."""
+    path = dotted(call.func)
+    index = 1 if path == "torch.device" else 0
+    if path not in ("torch.device", "torch.cuda.set_device", "torch.cuda.device") and not path.endswith(".cuda"):
+        return None
+    if len(call.args) <= index or not isinstance(call.args[index].value, cst.Integer):
+        return None
+    args = list(call.args)
+    args[index] = args[index].with_changes(value=cst.Name(context.names["LOCAL_RANK"]))
+    return call.with_changes(args=args)
+
+
+def edit_device_count(call: cst.Call, full: str) -> cst.BaseExpression | None:
+    """Replace the number of GPUs by what a process has of them: one, or none on a machine without."""
+    return None if full not in DEVICE_COUNTS else cst.parse_expression(f"min(1, {code(call)})")

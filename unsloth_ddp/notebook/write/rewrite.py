@@ -1,0 +1,384 @@
+"""Apply every edit of code to one statement."""
+
+from __future__ import annotations
+
+import re
+
+import libcst as cst
+
+from unsloth_ddp.notebook.analyse.callbacks import decides
+from unsloth_ddp.notebook.analyse.graph import SEEDS, Graph, Role, Statement
+from unsloth_ddp.notebook.analyse.main_values import send_values
+from unsloth_ddp.notebook.analyse.tracked_runs import can_be_disabled, edit_run, tells_tracker
+from unsloth_ddp.notebook.context import ConversionContext
+from unsloth_ddp.notebook.syntax.arguments import code
+from unsloth_ddp.notebook.syntax.effects import Effect, is_remote, is_trainer_call, starts_run
+from unsloth_ddp.notebook.syntax.ipython import (
+    IPythonCall,
+    as_python_string,
+    command_of,
+    ipython_call,
+    without_installs,
+)
+from unsloth_ddp.notebook.syntax.lines import LineEditor, comment_line, lead
+from unsloth_ddp.notebook.syntax.name_usage import collect
+from unsloth_ddp.notebook.syntax.tree import contains, dotted, full_path, is_false
+from unsloth_ddp.notebook.syntax.usage import CallSite
+from unsloth_ddp.notebook.write.child_processes import edit_command
+from unsloth_ddp.notebook.write.config import edit_config, edit_trainer, is_config_call
+from unsloth_ddp.notebook.write.data import edit_generator, edit_seed
+from unsloth_ddp.notebook.write.load import (
+    edit_device_count,
+    edit_device_number,
+    edit_device_string,
+    edit_dict_call,
+    edit_dict_element,
+    edit_load,
+)
+from unsloth_ddp.notebook.write.logins import edit_login
+from unsloth_ddp.notebook.write.loops import edit_accelerated
+
+# Words without which a statement has nothing to edit; most have none of them.
+_TRIGGERS = (
+    "from_pretrained", "device_map", "Config(", "Arguments(", "cuda", "device_count", "get_ipython", "await",
+    "train_test_split", "shuffle", "RandomState", "default_rng", "Random(", "sample", "input(", "getpass",
+    "subprocess", "os.system", "os.popen", "init(", "init_run(", "start(", "start_run(", "login(", "should_",
+    "create_subprocess", "Trainer(", "Accelerator(", "DataLoader(", "wandb", "mlflow", "trackio", "comet_ml", "neptune",
+)  # fmt: skip
+_GUARDED = {Effect.SAVE, Effect.FILE, Effect.PAID}
+# What one process does of a statement that all run: the others wait for their turn, or do without.
+_ON_ONE = {Effect.SAVE, Effect.FILE, Effect.SHELL}
+
+
+def rewrite(statement: Statement, graph: Graph, context: ConversionContext) -> cst.BaseStatement:
+    """Return the statement's syntax tree with its edits, and comments above the changed lines."""
+    node = send_values(statement, graph, context)
+    guarded, trains = _guards_inside(statement, graph)
+    if not guarded and not _worth_a_look(code(node), graph, context):
+        return node
+    context.on_one_process = statement.role in (Role.MAIN, Role.NODE)
+    editor = _Rewriter(context, graph, guarded, trains, node)
+    new = node.visit(editor)
+    assert isinstance(new, cst.BaseStatement)
+    return lead(new, editor.outer)
+
+
+def _worth_a_look(source: str, graph: Graph, context: ConversionContext) -> bool:
+    names = context.config_classes | context.command_names | graph.run_names
+    return any(word in source for word in _TRIGGERS) or any(name in source for name in names)
+
+
+def _guards_inside(statement: Statement, graph: Graph) -> tuple[set[Effect], bool]:
+    """Return the effects to guard inside a statement that runs on every process, and whether it trains inside."""
+    if statement.role not in (Role.ALL, Role.FIRST):
+        return set(), False
+    together = SEEDS | {Effect.SYNC}
+    match statement.node:
+        case cst.SimpleStatementLine():
+            return set(), False
+        case cst.ClassDef(name=cst.Name(value=name)):
+            # A trainer asks for itself who saves. Files are left: a method may write what another reads on every process.
+            own_way = name in graph.trainer_classes
+            called = any(base.endswith("Callback") for base in graph.functions[name].bases)
+            effects = graph.class_effects(name)
+            if (called or effects & together) and not own_way:
+                return effects & (_GUARDED - {Effect.FILE}), True
+            return effects & _ON_ONE if _runs_everywhere(name, graph) and not own_way else set(), False
+        case cst.FunctionDef(name=cst.Name(value=name)):
+            effects = graph.function_effects.get(name, set())
+            if effects & together:
+                return _GUARDED if effects & _GUARDED else set(), True
+            return effects & _ON_ONE if _runs_everywhere(name, graph) else set(), False
+    if statement.effects & together:
+        return _GUARDED if statement.effects & _GUARDED else set(), True
+    reaches = statement.needed or Effect.STATE in statement.effects
+    return statement.effects & _ON_ONE if reaches else set(), False
+
+
+def _runs_everywhere(name: str, graph: Graph) -> bool:
+    """Return whether a statement that all processes run for what it gives the training runs one of the functions.
+
+    Not one that trains: in it the line that calls the function is under a guard. What makes a temporary folder has one
+    on each process, and its files with it.
+    """
+    own = graph.functions[name]
+    if any(graph.full_path(site).startswith("tempfile.") for site in own.calls):
+        return False
+    return any(
+        body is own
+        for statement in graph.statements
+        if statement.role in (Role.ALL, Role.FIRST) and not statement.effects & (SEEDS | {Effect.SYNC})
+        if statement.needed or Effect.STATE in statement.effects
+        for body in graph.bodies_run(statement.usage)
+    )
+
+
+def _objects(node: cst.CSTNode) -> set[str]:
+    """Return the names that hold an object made by a class other than a path, or a file opened by a `with`."""
+    assigned = collect(node).assigned if isinstance(node, cst.BaseStatement) else []
+    made = {name for name, site in assigned if site.tail[:1].isupper() and site.tail != "Path"}
+    return made | {code(item.asname.name) for item in _Items.of(node) if item.asname is not None}
+
+
+class _Items(cst.CSTVisitor):
+    """Collects what `with` statements enter."""
+
+    def __init__(self) -> None:
+        self.found: list[cst.WithItem] = []
+
+    @classmethod
+    def of(cls, node: cst.CSTNode) -> list[cst.WithItem]:
+        visitor = cls()
+        node.visit(visitor)
+        return visitor.found
+
+    def visit_WithItem(self, node: cst.WithItem) -> None:
+        self.found.append(node)
+
+
+class _Rewriter(LineEditor):
+    def __init__(
+        self, context: ConversionContext, graph: Graph, guarded: set[Effect], trains: bool, original: cst.CSTNode
+    ) -> None:
+        super().__init__()
+        self.context, self.graph, self.guarded, self.trains = context, graph, guarded, trains
+        self.objects = _objects(original)
+        self.nested = 0
+        self.dead = 0
+        self.formatted = 0
+        self.callbacks: list[bool] = []
+        self.entered: set[int] = set()  # calls that a `with` enters on the main process only
+
+    # Calls -----------------------------------------------------------------------------------------------------------
+
+    def leave_Call(self, original_node: cst.Call, updated_node: cst.Call) -> cst.BaseExpression:
+        context = self.context
+        magic = ipython_call(updated_node)
+        if magic is not None:
+            return self._ipython(magic, updated_node)
+        if is_config_call(updated_node, context):
+            call, notes = edit_config(updated_node, context)
+        else:
+            call, notes = self._edited(updated_node, entered=id(original_node) in self.entered)
+        numbered = edit_device_number(call, context)
+        if numbered is not None:
+            self.note(context.edit("device", "this process's GPU instead of a fixed one"))
+            return numbered
+        self.note(*notes)
+        counted = edit_device_count(call, full_path(dotted(call.func), self.graph.imports))
+        if counted is not None and not self.context.on_one_process and not self.formatted:
+            self.note(context.edit("device", "each process has one GPU"))
+            return counted
+        path = code(call.func)
+        if path in ("input", "getpass", "getpass.getpass"):
+            return self._ask(call)
+        return call
+
+    def _edited(self, call: cst.Call, *, entered: bool) -> tuple[cst.Call, list[str]]:
+        """Return a call with the first edit that fits it, and its comments."""
+        for edit in (edit_load, edit_dict_call, edit_seed, edit_generator):
+            edited, notes = edit(call, self.context)
+            if notes:
+                return edited, notes
+        full = full_path(dotted(call.func), self.graph.imports)
+        if is_trainer_call(CallSite(dotted(call.func), call, frozenset()), self.graph.trainer_classes):
+            return (call, []) if is_remote(full) else edit_trainer(call, self.context)
+        if self.context.accelerated:
+            edited, notes = edit_accelerated(call, full, self.context)
+            if notes:
+                return edited, notes
+        for edit_by_path in () if entered else (edit_run, edit_command, edit_login):
+            edited, notes = edit_by_path(call, full, self.context)
+            if notes:
+                return edited, notes
+        return call, []
+
+    def leave_DictElement(self, original_node: cst.DictElement, updated_node: cst.DictElement) -> cst.DictElement:
+        element, notes = edit_dict_element(updated_node, self.context)
+        self.note(*notes)
+        return element
+
+    def visit_WithItem(self, node: cst.WithItem) -> None:
+        if isinstance(node.item, cst.Call) and not self.context.on_one_process:
+            full = full_path(dotted(node.item.func), self.graph.imports)
+            if starts_run(full) and not can_be_disabled(node.item, full):
+                self.entered.add(id(node.item))
+
+    def leave_WithItem(self, original_node: cst.WithItem, updated_node: cst.WithItem) -> cst.WithItem:
+        if id(original_node.item) not in self.entered:
+            return updated_node
+        self.note(self.context.edit("once", "only the main process's run is tracked"))
+        if original_node.asname is not None:
+            name = code(original_node.asname.name)
+            self.note(self.context.warn("tracker", f"{name} is None on the other processes"))
+        made = cst.parse_expression(f"{self.context.names['main_only']}(lambda: {code(updated_node.item)})")
+        return updated_node.with_changes(item=made)
+
+    def visit_ClassDef(self, node: cst.ClassDef) -> None:
+        self.callbacks.append(any(dotted(base.value).endswith("Callback") for base in node.bases))
+
+    def leave_ClassDef(self, original_node: cst.ClassDef, updated_node: cst.ClassDef) -> cst.BaseStatement:
+        self.callbacks.pop()
+        return updated_node
+
+    def leave_FunctionDef(self, original_node: cst.FunctionDef, updated_node: cst.FunctionDef) -> cst.BaseStatement:
+        super().leave_FunctionDef(original_node, updated_node)
+        if not (self.callbacks and self.callbacks[-1] and self.depth == 0 and decides(original_node)):
+            return updated_node
+        note = comment_line(self.context.edit("callback", "the main process decides for all: each has its own clock"))
+        decorator = cst.Decorator(cst.Name(self.context.names["shared_decision"]), leading_lines=[note])
+        return updated_node.with_changes(decorators=[decorator, *updated_node.decorators])
+
+    def _ask(self, call: cst.Call) -> cst.BaseExpression:
+        context = self.context
+        self.note(context.warn("input", "asks whoever starts the script; a launcher may leave nobody to answer"))
+        if context.on_one_process or self.depth:
+            return call
+        return cst.parse_expression(f"{context.names['from_main']}(lambda: {code(call)})")
+
+    def _ipython(self, magic: IPythonCall, call: cst.Call) -> cst.BaseExpression:
+        context = self.context
+        if magic.args[:1] in (("writefile",), ("file",)):
+            path = magic.args[1].replace("-a ", "").strip()
+            mode = "a" if magic.args[1].startswith("-a") else "w"
+            self.note(context.edit("shell", f"%%writefile {path}"))
+            text = as_python_string(magic.args[2], set())
+            return cst.parse_expression(f'open({as_python_string(path, context.bound)}, "{mode}").write({text})')
+        command, requirements = without_installs(magic.command)
+        context.requirements += requirements
+        if not command:
+            return call  # leave_Expr removes it
+        if magic.program:
+            self.note(context.edit("shell", f"a cell for {magic.program.split()[0]}"))
+            program = as_python_string(magic.program, context.bound)
+            body = as_python_string(magic.args[2], set())
+            return cst.parse_expression(f"{context.names['run_shell']}({body}, program={program})")
+        is_body = magic.method == "run_cell_magic"  # IPython leaves the braces and dollars of a body to the shell
+        text = as_python_string(command, set() if is_body else context.bound)
+        given = (
+            re.sub(r"^(-s|--no-raise-error)\b\s*", "", magic.args[1]) if is_body and magic.args[0] != "script" else ""
+        )
+        if given:
+            text += f", {as_python_string(given, context.bound)}"
+        if magic.method in ("getoutput", "sx"):
+            self.note(context.edit("shell", "what `!` gave back as lines"))
+            return cst.parse_expression(f"{context.names['shell_output']}({text})")
+        self.note(context.edit("shell", "a shell command of the notebook"))
+        return cst.parse_expression(f"{context.names['run_shell']}({text})")
+
+    def leave_Expr(
+        self, original_node: cst.Expr, updated_node: cst.Expr
+    ) -> cst.BaseSmallStatement | cst.RemovalSentinel:
+        command = command_of(original_node.value)
+        kept, requirements = without_installs(command)
+        if command and not kept:
+            self.context.requirements += requirements
+            self.note(self.context.edit("install", "install left out, see the requirements at the top"))
+            return cst.RemoveFromParent()
+        return updated_node
+
+    # Strings, await --------------------------------------------------------------------------------------------------
+
+    def leave_SimpleString(self, original_node: cst.SimpleString, updated_node: cst.SimpleString) -> cst.BaseExpression:
+        new = edit_device_string(updated_node, self.context)
+        if new is None:
+            return updated_node
+        self.note(self.context.edit("device", f"{updated_node.value} was one GPU for every process"))
+        return new
+
+    def visit_ConcatenatedString(self, node: cst.ConcatenatedString) -> bool:
+        return False
+
+    def visit_FormattedString(self, node: cst.FormattedString) -> bool:
+        self.formatted += 1
+        return "await" in code(node)  # strings in it are left: their quotes would end it
+
+    def leave_FormattedString(
+        self, original_node: cst.FormattedString, updated_node: cst.FormattedString
+    ) -> cst.BaseExpression:
+        self.formatted -= 1
+        return updated_node
+
+    def leave_Await(self, original_node: cst.Await, updated_node: cst.Await) -> cst.BaseExpression:
+        if self.depth:
+            return updated_node
+        self.note(self.context.edit("await", "a script has no running event loop"))
+        return cst.parse_expression(f"{self.context.names['run_async']}({code(updated_node.expression)})")
+
+    # Guards inside blocks --------------------------------------------------------------------------------------------
+
+    def visit_IndentedBlock(self, node: cst.IndentedBlock) -> None:
+        self.nested += 1
+
+    def leave_IndentedBlock(
+        self, original_node: cst.IndentedBlock, updated_node: cst.IndentedBlock
+    ) -> cst.IndentedBlock:
+        self.nested -= 1
+        return updated_node
+
+    def visit_If_body(self, node: cst.If) -> None:
+        self.dead += is_false(node.test)
+
+    def leave_If_body(self, node: cst.If) -> None:
+        self.dead -= is_false(node.test)
+
+    def finish_line(self, original: cst.SimpleStatementLine, line: cst.SimpleStatementLine) -> cst.BaseStatement:
+        """Guard a nested line that saves or runs a command, where the block around it runs on every process."""
+        if not self.nested or self.dead or self.context.on_one_process:
+            return line
+        if len(line.body) != 1 or not isinstance(line.body[0], cst.Expr | cst.Assign):
+            return line
+        names = self.context.names
+        if isinstance(line.body[0], cst.Assign):
+            return _guard(line, names["IS_MAIN"]) if tells_tracker(original.body[0], self.graph) else line
+        magic = ipython_call(original.body[0].value) if isinstance(original.body[0], cst.Expr) else None
+        if magic is not None:
+            return _guard(line, f"{names['LOCAL_RANK']} == 0") if magic.command and not self.depth else line
+        if tells_tracker(original.body[0], self.graph):
+            return _guard(line, names["IS_MAIN"])
+        if not self.guarded:
+            return line
+        return self._guarded(original, line)
+
+    def leave_With(self, original_node: cst.With, updated_node: cst.With) -> cst.BaseStatement:
+        """Guard a nested `with open(..., "w")` that leaves nothing behind but its file."""
+        if not self.nested or self.dead or self.context.on_one_process or self.trains:
+            return updated_node
+        usage = collect(original_node)
+        named = {code(item.asname.name) for item in original_node.items if item.asname is not None}
+        loops = {name for part in original_node.body.body if isinstance(part, cst.For) for name in collect(part).writes}
+        leaves = (usage.writes | usage.mutates) - named - loops
+        jumps = contains(
+            original_node, lambda part: isinstance(part, cst.Return | cst.Break | cst.Continue | cst.Yield)
+        )
+        return updated_node if leaves or jumps else self._guarded(original_node, updated_node)
+
+    def _reaches_memory(self, node: cst.BaseStatement) -> bool:
+        """Return whether a line writes into an object that the code made: a buffer, or a file opened outside the line."""
+        given = {arg.value.value for s in collect(node).calls for arg in s.node.args if isinstance(arg.value, cst.Name)}
+        return isinstance(node, cst.SimpleStatementLine) and bool(given & self.objects)
+
+    def _guarded(self, original: cst.BaseStatement, made: _Nested) -> cst.BaseStatement:
+        """Return a part of a block under the guard that its effects need, if any."""
+        effects = self.graph.effects_of(collect(original))
+        if not effects & self.guarded or effects & (SEEDS | {Effect.SYNC, Effect.STATE}):
+            return made
+        if not self.trains and effects - _ON_ONE - {Effect.PRINT}:
+            return made
+        if not self.trains and self._reaches_memory(original):
+            return made
+        on_node = not self.trains and Effect.SAVE not in effects
+        who = "one process on each node does this" if on_node else "only the main process does this"
+        what = (
+            "only the main process saves, inside a block that trains" if self.trains else f"{who}, inside what all run"
+        )
+        test = f"{self.context.names['LOCAL_RANK']} == 0" if on_node else self.context.names["IS_MAIN"]
+        return lead(_guard(made, test), [self.context.edit("save", what)])
+
+
+_Nested = cst.SimpleStatementLine | cst.With
+
+
+def _guard(line: _Nested, test: str) -> cst.If:
+    body = cst.IndentedBlock(body=[line.with_changes(leading_lines=[])])
+    return cst.If(test=cst.parse_expression(test), body=body, leading_lines=line.leading_lines)

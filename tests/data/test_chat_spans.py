@@ -10,7 +10,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from tests.data.test_tokenize import CHATML, IM, PLAIN, THINK, TOOL, TURNS, core, from_trl, make_tokenizer, supervised
-from unsloth_ddp.data.chat_spans import turn_span
+from unsloth_ddp.data.chat.turn_spans import turn_span
 from unsloth_ddp.data.chat_template import prints_date
 from unsloth_ddp.data.formats import to_example
 from unsloth_ddp.data.tokenize import EncodedRow, Encoder, stop_tokens
@@ -103,7 +103,7 @@ def test_tool_calls_of_templates_that_want_arguments_as_text_are_rendered(core: 
 
 def test_reasoning_in_the_content_does_not_follow_an_empty_block(core: Tokenizer) -> None:
     tokenizer = make_tokenizer(core, from_trl("qwen3_8"), "<|im_end|>", IM)
-    assert trained(tokenizer, {"messages": IN_CONTENT}) == ["<think>\nR1.\n</think>\n\nA1.<|im_end|>"]
+    assert trained(tokenizer, {"messages": IN_CONTENT}) == ["R1.\n</think>\n\nA1.<|im_end|>"]
 
 
 def test_keys_that_the_template_does_not_read_are_named(core: Tokenizer) -> None:

@@ -119,3 +119,109 @@ def test_keys_that_are_refused(row: dict[str, Any], sentence: str) -> None:
 )
 def test_columns_that_are_not_read_are_named(row: dict[str, Any], unread: list[str]) -> None:
     assert to_example(row).unread == unread
+
+
+@pytest.mark.parametrize("key", ["arguments", "parameters", "input", "args", "kwargs"])
+@pytest.mark.parametrize("given", [{"a": 2}, '{"a": 2}'])
+def test_arguments_are_read_under_every_known_key(key: str, given: Any) -> None:
+    flat, nested = {"name": "add", key: given}, {"function": {"name": "add", key: given}}
+    beside = {"function": {"name": "add"}, key: given}
+    expected = [ASK, {"role": "assistant", "content": "", "tool_calls": [CALL]}, ASK, ANSWER]
+    for call in (flat, nested, beside, {"type": "function", **nested}):
+        called = {"role": "assistant", "content": None, "tool_calls": [call]}
+        assert to_example({"messages": [ASK, called, ASK, ANSWER]}).messages == expected
+    legacy = {"role": "assistant", "content": None, "function_call": flat}
+    assert to_example({"messages": [ASK, legacy, ASK, ANSWER]}).messages == expected
+    turns = [{"from": "function_call", "value": json.dumps(flat)}, {"from": "human", "value": "Hi"}]
+    made = to_example({"conversations": [ASK, *turns, {"from": "gpt", "value": "Hello."}]})
+    assert made.messages == expected
+
+
+@pytest.mark.parametrize(
+    ("call", "sentence"),
+    [
+        ({"name": "add", "params": {"a": 2}}, "the call of add has params, but no arguments; rename params to arguments."),
+        ({"function": {"name": "add", "body": '{"a": 2}'}}, "the call of add has body, but no arguments; rename body to"),
+        ({"name": "add", "arguments": {"a": 2}, "input": {"a": 3}}, "has arguments and input, which differ; keep one of them."),
+        ({"name": "add", "arguments": [2, 3]}, "arguments of the call of add is a list, not an object; write"),
+        ({"name": "add", "parameters": "a=2"}, "the value of a tool call's parameters is text that is not JSON"),
+    ],
+)  # fmt: skip
+def test_arguments_that_are_not_known_are_refused(call: dict[str, Any], sentence: str) -> None:
+    assert sentence in refusal(
+        {"messages": [ASK, {"role": "assistant", "content": None, "tool_calls": [call]}, ANSWER]}
+    )
+
+
+def test_other_keys_of_calls_and_parts_are_named() -> None:
+    call = {"id": "c1", "name": "add", "arguments": {"a": 2}, "status": "done", "cost": 0, "note": None}
+    parts = [{"type": "text", "text": "Hi", "cache_control": {"type": "x"}, "train": True}]
+    called = {"role": "assistant", "content": None, "tool_calls": [call]}
+    example = to_example({"messages": [{"role": "user", "content": parts}, called, ASK, ANSWER]})
+    assert example.unread == ["cache_control of content parts", "cost of tool calls", "status of tool calls"]
+    assert example.messages[1]["tool_calls"] == [{"id": "c1", **CALL}]
+    assert to_example({"messages": [ASK, {**called, "tool_calls": [{"name": "add"}]}, ASK, ANSWER]}).unread == []
+
+
+@pytest.mark.parametrize(
+    "key",
+    ["weight", "weights", "loss_weight", "train", "training", "trainable", "isTrainable", "loss", "do_train", "learn"],
+)
+@pytest.mark.parametrize("value", [0, False, 0.0])
+def test_every_key_that_says_loss_leaves_a_message_out_of_it(key: str, value: Any) -> None:
+    assert to_example({"messages": [ASK, {**ANSWER, key: value}, ASK, {**ANSWER, key: 1}]}) == Example(
+        [ASK, ANSWER, ASK, ANSWER], left_out=[1]
+    )
+
+
+@pytest.mark.parametrize("key", ["loss_mask", "mask", "training_detail", "no_loss", "ignore", "ignore_loss"])
+@pytest.mark.parametrize("value", [0, True, [{"begin": 0}]])
+def test_keys_that_may_mean_the_opposite_or_a_part_are_refused(key: str, value: Any) -> None:
+    assert f"a message has {key}, which is not read; only whole" in refusal({"messages": [ASK, {**ANSWER, key: value}]})
+    assert to_example({"messages": [ASK, {**ANSWER, key: None}]}).messages[0] == ASK
+
+
+@pytest.mark.parametrize("flag", [{"train": False}, {"weight": 0}, {"training": 0}, {"mask": 1}])
+def test_content_parts_that_are_not_to_be_learned_are_refused(flag: dict[str, Any]) -> None:
+    parts = [{"type": "text", "text": "Hm."}, {"type": "text", "text": "Hello.", **flag}]
+    assert f"has {next(iter(flag))}" in refusal({"messages": [ASK, {"role": "assistant", "content": parts}]})
+
+
+def test_content_parts_are_kept_beside_their_text() -> None:
+    parts = [{"type": "text", "text": text} for text in ("Hm.", "Hello.")]
+    example = to_example({"messages": [ASK, {"role": "assistant", "content": parts}], "system": "Be brief."})
+    assert example.messages[-1]["content"] == "Hm.Hello."
+    assert example.parts == {"2": ["Hm.", "Hello."]}
+
+
+@pytest.mark.parametrize("thought", [" Hm.", "Hm.\n"])
+def test_reasoning_that_is_given_twice_is_read_once(thought: str) -> None:
+    twice = {**ANSWER, "reasoning": thought, "reasoning_content": "Hm."}
+    assert to_example({"messages": [ASK, twice]}).messages[1] == {**ANSWER, "reasoning_content": "Hm."}
+    block = {"role": "assistant", "content": "<think>\nHm.\n</think>\n\nHello."}
+    assert to_example({"messages": [ASK, {**block, "reasoning_content": thought}]}).messages[1] == block
+    other = {**ANSWER, "reasoning": "Oh.", "reasoning_content": "Hm."}
+    assert "a message has reasoning_content and reasoning, which differ; keep one" in refusal(
+        {"messages": [ASK, other]}
+    )
+
+
+@pytest.mark.parametrize("column", ["label", "kto_tag"])
+@pytest.mark.parametrize("value", [False, 0, 0.0, "False", "0"])
+def test_answers_that_preference_data_marks_as_bad_are_refused(column: str, value: Any) -> None:
+    assert f"the row has {column} " in refusal({"prompt": "a", "completion": "b", column: value})
+    assert f"the row has {column} " in refusal({"messages": [ASK, ANSWER], column: value})
+    assert to_example({"prompt": "a", "completion": "b", column: 1}).text == "ab"
+
+
+def test_the_number_of_a_class_beside_text_is_no_preference() -> None:
+    assert to_example({"text": "a", "label": 0}).unread == ["label"]
+
+
+@pytest.mark.parametrize(
+    ("instruction", "given", "question"),
+    [("", "Hi", "Hi"), ("Hi", "", "Hi"), ("Hi", " ", "Hi"), ("Say", "Hi", "Say\n\nHi"), ("", "", "")],
+)
+def test_an_empty_instruction_adds_no_blank_lines(instruction: str, given: str, question: str) -> None:
+    example = to_example({"instruction": instruction, "input": given, "output": "Hello."})
+    assert example.messages == [{"role": "user", "content": question}, ANSWER]

@@ -279,3 +279,16 @@ def test_any_bytes_are_rows_or_refused(tmp_path: Path, suffix: str, content: byt
         rows(path)
     except UserError as refused:
         assert str(path) in str(refused)
+
+
+@pytest.mark.parametrize("cell", ["nan", "NaN", "NULL", "null", "None", "<NA>"])
+def test_cells_that_stand_for_a_missing_value_are_null(tmp_path: Path, cell: str) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text(f"instruction,input,output\nHi,{cell},Hello.\n")
+    (row,) = read_rows(str(path), "train")
+    assert row.columns == {"instruction": "Hi", "input": None, "output": "Hello."}
+    path.write_text(f"instruction,input,output\nHi,,{cell}\n")
+    with pytest.raises(
+        UserError, match=f"a.csv:2: output is {cell}, which in a CSV file may be a missing value or text"
+    ):
+        list(read_rows(str(path), "train"))

@@ -127,7 +127,7 @@ LLAMA = "<|begin_of_text|> <|start_header_id|> <|end_header_id|> <|eot_id|>"
 ROLES = "<|system|> <|user|> <|assistant|> <|end|>"
 # template, EOS, special tokens, what is supervised of TURNS
 CASES = {
-    "qwen2_5": (from_trl("qwen2_5"), "<|im_end|>", IM, ["\n" + a + "<|im_end|>" for a in ANSWERS]),
+    "qwen2_5": (from_trl("qwen2_5"), "<|im_end|>", IM, [a + "<|im_end|>" for a in ANSWERS]),
     # Only the last turn has the block of reasoning, as at inference.
     "qwen3": (from_trl("qwen3"), "<|im_end|>", IM, [ANSWERS[0] + "<|im_end|>", THINK + ANSWERS[1] + "<|im_end|>"]),
     "llama3": (from_trl("llama3"), "<|eot_id|>", LLAMA, [a + "<|eot_id|>" for a in ANSWERS]),
@@ -173,9 +173,9 @@ def test_tool_calls_are_supervised_and_tool_results_are_not(core: Tokenizer, nam
     tokenizer = make_tokenizer(core, template, eos, special)
     tools: Any = json.dumps([TOOL]) if as_text else [TOOL]
     encoded = encode(tokenizer, {"messages": TOOL_TURNS, "tools": tools})
-    first, last = ("\n", "\n") if name == "qwen2_5" else ("", THINK)
+    last = "" if name == "qwen2_5" else THINK
     call = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 3}}\n</tool_call><|im_end|>'
-    assert supervised(tokenizer, encoded) == [first + call, last + "Five.<|im_end|>"]
+    assert supervised(tokenizer, encoded) == [call, last + "Five.<|im_end|>"]
     assert "Add." in tokenizer.decode(encoded["input_ids"])
 
 

@@ -17,7 +17,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
-from torch.utils.data import Sampler
 
 from unsloth_ddp.utils.errors import UserError
 from unsloth_ddp.utils.units import counted
@@ -87,7 +86,7 @@ def rows_at_once(rows: int, most: int, processes: int) -> int:
     return math.ceil(rows / (batches * processes)) if batches else most
 
 
-class RowOrder(Sampler[int]):
+class RowOrder:
     """Row indices of one epoch, padded with a filler index to a multiple of `multiple`.
 
     The filler index is `rows`; the data has a row without supervised tokens there. So every process gets the same number

@@ -14,6 +14,9 @@ from datetime import date, datetime, time
 from pathlib import Path
 from typing import Any
 
+from jinja2 import Environment, TemplateSyntaxError
+from jinja2.nodes import Template
+
 from unsloth_ddp.data.messages import Message
 from unsloth_ddp.data.render_limits import TemplateOverrun, check_length, limited_rendering, overrun_sentence
 from unsloth_ddp.utils.errors import UserError
@@ -24,6 +27,9 @@ TRAINING = "training"
 
 # Tags of Transformers' own extension, which plain Jinja does not know.
 GENERATION_TAGS = re.compile(r"{%[-+]?\s*(end)?generation\s*[-+]?%}")
+
+# Markup that a template looks for in texts has at least and at most so many characters; longer constants are prose.
+LEAST_MARKUP, MOST_MARKUP = 3, 60
 
 # (first, last + 1) character of a part of the rendered chat.
 Span = tuple[int, int]
@@ -49,21 +55,28 @@ def read_chat_template(wanted: str) -> str:
         raise UserError(f"chat_template {wanted[:200]} cannot be read: {reason}; give a Jinja file in UTF-8.") from None
 
 
+def parsed(source: str) -> Template:
+    """Return the syntax tree of a template.
+
+    Raises:
+        TemplateSyntaxError: it is not valid Jinja.
+    """
+    return Environment(extensions=["jinja2.ext.loopcontrols"], autoescape=True).parse(GENERATION_TAGS.sub("", source))
+
+
 def check_chat_template(wanted: str | None) -> None:
     """Refuse a --chat_template that cannot be read or is not Jinja, before rows and model are read.
 
     Raises:
         UserError: the file cannot be read (see read_chat_template), or it has a syntax error.
     """
-    from jinja2 import Environment, TemplateSyntaxError
-
     if wanted in (None, TRAINING):
         return
     source = read_chat_template(str(wanted))
     try:
         # What is nested too deeply for the parser is refused when the first row is rendered.
         with contextlib.suppress(RecursionError):
-            Environment(extensions=["jinja2.ext.loopcontrols"], autoescape=True).parse(GENERATION_TAGS.sub("", source))
+            parsed(source)
     except TemplateSyntaxError as error:
         reason = f"{error.message or 'syntax error'} (line {error.lineno})".replace("\n", " ")
         raise UserError(f"chat_template {str(wanted)[:200]} is not valid Jinja: {reason}; fix the file.") from None
@@ -106,9 +119,25 @@ class ChatTemplate:
         # Not apply_chat_template, which returns a token mask that is wrong if a span begins with trimmed white space.
         return self._render(messages, tools, False, marked=True)
 
-    def reads(self, key: str) -> bool:
-        """Return whether the template mentions a key of a message."""
-        return re.search(rf"\b{re.escape(key)}\b", self.source) is not None
+    def literals(self) -> set[str]:
+        """Return the markup that the template looks for in texts, such as </think>.
+
+        These are the constants that it tests with `in`, gives to a method (split, startswith) or a filter, or names. Words
+        and punctuation are left out, because they stand in every text.
+        """
+        from jinja2 import nodes
+
+        try:
+            tree = parsed(self.source)
+        except (TemplateSyntaxError, RecursionError):
+            return set()
+        found: list[nodes.Node] = [one.expr for one in tree.find_all(nodes.Compare)]
+        for call in tree.find_all((nodes.Call, nodes.Filter)):
+            assert isinstance(call, (nodes.Call, nodes.Filter))
+            found += call.args
+        found += [one.node for one in tree.find_all(nodes.Assign)]
+        texts = {one.value.strip() for one in found if isinstance(one, nodes.Const) and isinstance(one.value, str)}
+        return {text for text in texts if LEAST_MARKUP <= len(text) <= MOST_MARKUP and re.search(r"[^\w\s]", text)}
 
     def _render(
         self, messages: list[Message], tools: list[Any] | None, prompt: bool, *, marked: bool = False
@@ -146,7 +175,6 @@ def template_pair(tokenizer: Any, day: date, *, with_tools: bool) -> TemplatePai
     Raises:
         UserError: the template is not valid Jinja, or exceeds a limit of time or memory.
     """
-    from jinja2 import TemplateSyntaxError
     from trl.chat_template_utils import get_training_chat_template, has_generation_markers
 
     source = tokenizer.chat_template

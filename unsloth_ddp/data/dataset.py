@@ -21,7 +21,7 @@ import pyarrow.compute as pc
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.data.arrow_rows import ArrowRows, PackedRows
 from unsloth_ddp.data.batch_plan import BatchPlan
-from unsloth_ddp.data.chat_spans import NOTES
+from unsloth_ddp.data.chat.renderer import NOTES
 from unsloth_ddp.data.chat_template import prints_date
 from unsloth_ddp.data.formats import Example
 from unsloth_ddp.data.labels import IGNORED

@@ -19,8 +19,15 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
-from unsloth_ddp.data.messages import LOSS_FLAGS, Message, read_message, read_sharegpt_turn, takes_part_in_loss
-from unsloth_ddp.data.values import as_list, as_text, check_plain, is_missing, kind_of
+from unsloth_ddp.data.messages import (
+    JoinedText,
+    Message,
+    is_loss_flag,
+    read_message,
+    read_sharegpt_turn,
+    takes_part_in_loss,
+)
+from unsloth_ddp.data.values import as_list, as_text, check_plain, is_empty, is_missing, kind_of
 from unsloth_ddp.utils.errors import UserError
 
 ACCEPTED = "messages; conversations; instruction, output (and input); prompt, completion; or text"
@@ -44,7 +51,8 @@ class Example:
     """A row that is ready to be tokenized, with either `messages` or `text`; it can be written as JSON.
 
     The first `prompt_messages` messages, or the first `prompt_chars` characters of the text, are the prompt: they are
-    supervised only with --loss_on all. The messages with the indices `left_out` are never supervised. `unread` names
+    supervised only with --loss_on all. The messages with the indices `left_out` are never supervised. `parts` has the content
+    parts of the messages that have several, by the message's index. `unread` names
     the columns and keys of the row that were not read.
     """
 
@@ -54,6 +62,7 @@ class Example:
     text: str | None = None
     prompt_chars: int = 0
     left_out: list[int] = field(default_factory=list)
+    parts: dict[str, list[str]] = field(default_factory=dict, compare=False, repr=False)
     unread: list[str] = field(default_factory=list, compare=False, repr=False)
 
 
@@ -71,28 +80,38 @@ def to_example(row: Any) -> Example:
     given, row = row, {name: value for name, value in row.items() if not is_missing(value)}
     if media := next((name for name in MEDIA if row.get(name)), None):
         raise UserError(f"the row has a column {media}; this kit trains on text only.")
-    # A CSV file holds text.
-    if str(row.get("label")).lower() == "false":
-        raise UserError(
-            "the row has label false, which in KTO's format marks an answer not to learn; remove such rows, or the column."
-        )
     columns = next((columns for columns in FORMATS if all(name in row for name in columns)), None)
     if columns is None:
         raise UserError(_refusal(given, row))
+    _refuse_undesired(row, columns)
+    unread: list[str] = []
     if columns == ("messages",):
-        example = _chat(row, [], [read_message(m) for m in as_list(row["messages"], "messages")])
+        example = _chat(row, [], [read_message(m, unread) for m in as_list(row["messages"], "messages")])
     elif columns == ("conversations",):
         turns = as_list(row["conversations"], "conversations")
-        example = _chat(row, [], [read_sharegpt_turn(turn) for turn in turns])
+        example = _chat(row, [], [read_sharegpt_turn(turn, unread) for turn in turns])
     elif columns == ("instruction", "output"):
         example = _chat(row, [], _alpaca(row))
     elif columns == ("prompt", "completion"):
-        example = _prompt_and_completion(row)
+        example = _prompt_and_completion(row, unread)
     else:
         example = Example(text=as_text(row["text"], "text"))
     read = {*columns, *FORMATS[columns]} - ({"tools", "functions"} if example.text is not None else set())
-    example.unread += [str(name)[:100] for name, value in row.items() if name not in read and not _is_empty(value)]
+    example.unread += sorted(set(unread))
+    example.unread += [str(name)[:100] for name, value in row.items() if name not in read and not is_empty(value)]
     return example
+
+
+def _refuse_undesired(row: dict[str, Any], columns: tuple[str, ...]) -> None:
+    """Refuse an answer that preference data marks as not to learn, as KTO's label and LLaMA-Factory's kto_tag do."""
+    for name in ("label", "kto_tag"):
+        # A CSV file holds text. Beside plain text, 0 is the number of a class.
+        undesired = ("false",) if columns == ("text",) else ("false", "0", "0.0")
+        if str(row.get(name)).strip().lower() in undesired:
+            raise UserError(
+                f"the row has {name} {str(row[name]).lower()}, which in KTO's format marks an answer not to learn; remove such "
+                "rows, or the column."
+            )
 
 
 def _refusal(given: dict[str, Any], row: dict[str, Any]) -> str:
@@ -129,13 +148,10 @@ def _null_column(row: dict[str, Any]) -> str | None:
     return None
 
 
-def _is_empty(value: Any) -> bool:
-    return value is None or value in ("", [], {})
-
-
 def _alpaca(row: dict[str, Any]) -> list[Message]:
     context = as_text(row.get("input", ""), "input")
-    question = as_text(row["instruction"], "instruction") + (f"\n\n{context}" if context else "")
+    instruction = as_text(row["instruction"], "instruction")
+    question = "\n\n".join(text for text in (instruction, context) if text.strip()) or instruction
     turns = [*_history(row), (question, as_text(row["output"], "output"))]
     return [
         {"role": role, "content": content}
@@ -146,7 +162,7 @@ def _alpaca(row: dict[str, Any]) -> list[Message]:
 
 def _history(row: dict[str, Any]) -> list[tuple[str, str]]:
     """Return the earlier turns of an Alpaca row, as LLaMA-Factory has them."""
-    if _is_empty(row.get("history")):
+    if is_empty(row.get("history")):
         return []
     turns = as_list(row["history"], "history")
     if not all(isinstance(turn, list) and len(turn) == 2 for turn in turns):
@@ -154,7 +170,7 @@ def _history(row: dict[str, Any]) -> list[tuple[str, str]]:
     return [(as_text(question, "history"), as_text(answer, "history")) for question, answer in turns]
 
 
-def _prompt_and_completion(row: dict[str, Any]) -> Example:
+def _prompt_and_completion(row: dict[str, Any], unread: list[str]) -> Example:
     read = {name: _messages_or_text(row[name], name) for name in ("prompt", "completion")}
     lists = [name for name, value in read.items() if isinstance(value, list)]
     texts = [name for name, value in read.items() if isinstance(value, str) and value.strip() != "[]"]
@@ -165,8 +181,8 @@ def _prompt_and_completion(row: dict[str, Any]) -> Example:
             "as text can stand as the content of a message)."
         )
     if lists:
-        prompt = [read_message(m) for m in as_list(read["prompt"], "prompt")]
-        return _chat(row, prompt, [read_message(m) for m in as_list(read["completion"], "completion")])
+        prompt, completion = ([read_message(m, unread) for m in as_list(read[name], name)] for name in read)
+        return _chat(row, prompt, completion)
     system = _system(row)
     prompt_text = (f"{system}\n\n" if system else "") + as_text(row["prompt"], "prompt")
     return Example(text=prompt_text + as_text(row["completion"], "completion"), prompt_chars=len(prompt_text))
@@ -193,7 +209,7 @@ def _looks_like_message(item: Any) -> bool:
 
 def _system(row: dict[str, Any]) -> str:
     """Return the text of the system column, or "" without one."""
-    columns = [name for name in ("system", "system_prompt") if not _is_empty(row.get(name))]
+    columns = [name for name in ("system", "system_prompt") if not is_empty(row.get(name))]
     if len(columns) == 2 and row["system"] != row["system_prompt"]:
         raise UserError("the row has two different system prompts, in system and system_prompt; keep one of them.")
     return as_text(row[columns[0]], columns[0]) if columns else ""
@@ -203,7 +219,9 @@ def _chat(row: dict[str, Any], prompt: list[Message], rest: list[Message]) -> Ex
     messages = prompt + rest
     if not messages:
         raise UserError("the conversation is empty; remove the row.")
-    flagged = {message["role"] for message in messages if any(message.get(name) for name in LOSS_FLAGS)}
+    flagged = {
+        message["role"] for message in messages if any(value and is_loss_flag(name) for name, value in message.items())
+    }
     trained = [takes_part_in_loss(message) for message in messages]
     learned = [
         keep for message, keep in zip(rest, trained[len(prompt) :], strict=True) if message["role"] == "assistant"
@@ -219,7 +237,10 @@ def _chat(row: dict[str, Any], prompt: list[Message], rest: list[Message]) -> Ex
         messages, trained = [{"role": "system", "content": system}, *messages], [True, *trained]
         prompt = prompt and messages[: len(prompt) + 1]
     left_out = [i for i, message in enumerate(messages) if message["role"] == "assistant" and not trained[i]]
-    return Example(messages, _tools(row), len(prompt), left_out=left_out, unread=unread)
+    contents = [(str(i), message["content"]) for i, message in enumerate(messages)]
+    # JSON, in which examples are stored, has only texts as keys.
+    parts = {i: text.parts for i, text in contents if isinstance(text, JoinedText) and len(text.parts) > 1}
+    return Example(messages, _tools(row), len(prompt), left_out=left_out, parts=parts, unread=unread)
 
 
 def _tools(row: dict[str, Any]) -> list[Any] | None:

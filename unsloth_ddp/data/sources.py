@@ -31,6 +31,8 @@ MAGIC = {
 }
 # Matches files of other splits as Hub datasets name them: test-00000-of-00001.parquet, validation/0.jsonl.
 OTHER_SPLIT = re.compile(r"(?<![a-z])(?:test|testing|valid|validation|val|dev|eval|evaluation|held_?out)(?![a-z])")
+# What Python, pandas and databases write into a CSV cell for a missing value.
+NULL_CELLS = {"nan", "NaN", "null", "NULL", "None", "<NA>"}
 HUB_ADDRESS = re.compile(r"https?://huggingface\.co/datasets/([^/]+(?:/[^/]+)?)")
 SPACE = re.compile(r"[ \t\r\n]*")
 
@@ -281,9 +283,24 @@ def _csv_rows(path: Path) -> Iterator[SourceRow]:
                 raise UserError(
                     f"{location} has {len(cells)} cells where the header has {len(header)}; fix or remove it."
                 )
-            yield SourceRow(location, dict(zip(header, cells, strict=True)))
+            yield SourceRow(location, _without_nulls(dict(zip(header, cells, strict=True)), location))
     except csv.Error as error:
         raise UserError(f"{path}:{first} is not CSV ({error}); fix or remove it.") from None
+
+
+def _without_nulls(columns: dict[str, str], location: str) -> dict[str, str | None]:
+    """Return the cells of a row with null where a library wrote a missing value as text.
+
+    Raises:
+        UserError: such a cell stands where an answer belongs, which may be meant as text.
+    """
+    for name in ("output", "completion", "text"):
+        if columns.get(name) in NULL_CELLS:
+            raise UserError(
+                f"{location}: {name} is {columns[name]}, which in a CSV file may be a missing value or text; remove the row, or "
+                "write the table as JSONL if it is text."
+            )
+    return {name: None if cell in NULL_CELLS else cell for name, cell in columns.items()}
 
 
 def _parquet_rows(path: Path) -> Iterator[SourceRow]:

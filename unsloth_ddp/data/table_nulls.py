@@ -11,6 +11,8 @@ import json
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from unsloth_ddp.data.messages import ARGUMENT_KEYS
+
 TOOL_COLUMNS = ("tools", "functions")
 
 
@@ -47,7 +49,7 @@ def _value(value: Any, schemas: Mapping[str, Any]) -> Any:
     name = value.get("name")
     called = schemas.get(name) if isinstance(name, str) else None
     return {
-        key: _arguments(item, called or {}) if key == "arguments" else _value(item, schemas)
+        key: _arguments(item, called or {}) if isinstance(name, str) and key in ARGUMENT_KEYS else _value(item, schemas)
         for key, item in value.items()
         if item is not None
     }

@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 from datetime import date
 from typing import Any
 
-from unsloth_ddp.data.chat_spans import ChatRenderer
+from unsloth_ddp.data.chat.parts import THINK_END
+from unsloth_ddp.data.chat.renderer import ChatRenderer
 from unsloth_ddp.data.chat_template import TRAINING, Span, template_pair
 from unsloth_ddp.data.formats import Example
 from unsloth_ddp.data.labels import IGNORED
 from unsloth_ddp.data.render_limits import TemplateOverrun, overrun_sentence
-from unsloth_ddp.data.rendered_parts import THINK_END
 from unsloth_ddp.utils.errors import UserError
 
 
@@ -28,7 +28,7 @@ class EncodedRow:
         labels: the same ids, IGNORED where a token is not supervised.
         stop_tokens: special tokens that end the row's last answer, at which generation has to stop.
         overlong: whether the row was cut.
-        notes: keys of chat_spans.NOTES.
+        notes: keys of chat.renderer.NOTES.
         unread_keys: keys of messages that the chat template does not read.
     """
 

@@ -91,6 +91,11 @@ def is_missing(value: Any) -> bool:
     return value is None or (isinstance(value, float) and math.isnan(value))
 
 
+def is_empty(value: Any) -> bool:
+    """Return whether a value is null, or an empty text, list or object; 0 and false are not empty."""
+    return value is None or value in ("", [], {})
+
+
 def kind_of(value: Any) -> str:
     """Return the name of a value's JSON type."""
     names = {type(None): "missing", str: "text", bool: "a truth value", int: "a number", float: "a number"}

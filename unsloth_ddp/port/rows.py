@@ -13,10 +13,12 @@ from unsloth_ddp.utils.errors import UserError
 
 # Kinds of rows that the kit tells apart by the names of their columns.
 KNOWN_KINDS = ("alpaca", "chat_template", "sharegpt", "completion")
-KNOWN_COLUMNS = {"field_messages": ("messages", "conversations"), "field": ("text",), "text_column": ("text",)}
-KNOWN_PROPERTIES = ({"role": "role", "content": "content"}, {"role": "from", "content": "value"})
-NOT_NEEDED = ("path", "type", "split", "name", "data_files", "ds_type", "trust_remote_code", "conversation", "message_field_role",
-              "message_field_content", "message_property_mappings")  # fmt: skip
+TEXT_COLUMNS = ("field", "text_column")
+# Names of a message's role and text, and the columns in which the kit reads messages with these names.
+OPENAI, SHAREGPT = ("role", "content"), ("from", "value")
+CHAT_COLUMNS = {OPENAI: ("messages", "conversations"), SHAREGPT: ("conversations",)}
+NOT_NEEDED = ("path", "type", "split", "name", "data_files", "ds_type", "trust_remote_code", "conversation", "field_messages",
+              "message_field_role", "message_field_content", "message_property_mappings", *TEXT_COLUMNS)  # fmt: skip
 # Values that ask for what the kit does: it trains the assistant's turns, each with the token that ends it.
 AS_HERE = {
     "roles_to_train": (["assistant"], ["gpt"], ["gpt", "assistant"], ["assistant", "gpt"]),
@@ -85,19 +87,34 @@ def _note_columns(ported: Ported, name: str, entry: dict[str, Any]) -> None:
         ported.left_out[name] = "rows with instruction and output become chats in the model's template, not in Alpaca's"
     if base == "completion":
         ported.add({"loss_on": "all"}, name)
-    for key, known in KNOWN_COLUMNS.items():
-        if entry.get(key) and entry[key] not in known:
-            ported.to_do.append(f"{name} has its rows in the column {entry[key]}; rename it {known[0]}.")
-    properties = entry.get("message_property_mappings")
-    if properties and {**KNOWN_PROPERTIES[0], **properties} not in KNOWN_PROPERTIES:
-        ported.to_do.append(f"{name} has messages with other names than role and content; rename them.")
+    for key in TEXT_COLUMNS:
+        if entry.get(key) not in (None, "", "text"):
+            ported.to_do.append(f"{name} has its rows in the column {entry[key]}; rename it text.")
+    if base in ("chat_template", "sharegpt") and (renamed := _renamed(entry, base)):
+        ported.to_do.append(f"{name}: rename {renamed}.")
     others = [
-        key
-        for key, value in entry.items()
-        if value and key not in (*NOT_NEEDED, *KNOWN_COLUMNS) and value not in AS_HERE.get(key, ())
+        key for key, value in entry.items() if value and key not in NOT_NEEDED and value not in AS_HERE.get(key, ())
     ]
     if others:
         ported.left_out[f"{name}: {', '.join(others)}"] = "the kit has no such option for a dataset"
+
+
+def _renamed(entry: dict[str, Any], base: str) -> str:
+    """Return what to rename in a dataset of chats so that the kit reads it; "" where nothing has to be."""
+    mapped = entry.get("message_property_mappings")
+    mapped = mapped if isinstance(mapped, dict) else {}
+    usual = SHAREGPT if base == "sharegpt" else OPENAI
+    found = tuple(
+        str(mapped.get(part) or entry.get(f"message_field_{part}") or name)
+        for part, name in zip(OPENAI, usual, strict=True)
+    )
+    column = str(entry.get("field_messages") or CHAT_COLUMNS[usual][0])
+    names = found if found in CHAT_COLUMNS else OPENAI
+    changes = [f"{old} to {new}" for old, new in zip(found, names, strict=True) if old != new]
+    changes = [f"{' and '.join(changes)} in its messages"] if changes else []
+    if column not in CHAT_COLUMNS[names]:
+        changes.insert(0, f"the column {column} to {CHAT_COLUMNS[names][0]}")
+    return ", and ".join(changes)
 
 
 def port_names(ported: Ported, name: str, value: Any, option: str, folder: str | None) -> None:

@@ -1,0 +1,435 @@
+"""Rows of every kind under every chat template that TRL ships, and under templates that lose or move parts of them.
+
+Each text has words of its own at its start, in its middle and at its end. The decoded tokens have to hold every word once,
+or the row is refused, or it is told that an earlier turn lost its reasoning and is not supervised.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from collections import Counter
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer
+
+from tests.data.test_tokenize import TRL_TEMPLATES, core, from_trl, make_tokenizer
+from unsloth_ddp.data.formats import to_example
+from unsloth_ddp.data.tokenize import EncodedRow, Encoder
+from unsloth_ddp.utils.errors import UserError
+
+__all__ = ["core"]
+
+NAMES = sorted(path.stem for path in TRL_TEMPLATES.glob("*.jinja"))
+# They take nothing but lists of content parts.
+LISTS_ONLY = {"idefics3", "llava_next", "smolvlm"}
+MARKS = "<|im_start|> <|im_end|> <|eot_id|> <|start|> <|end|> <|return|> <|call|> <|channel|> <|message|>"
+# Some templates put one text directly behind another.
+WORD = re.compile(r"w[a-z]\d(?:start|middle|end)|w(?:call|tool)\dname|w(?:key|schema|v|t|a)\d[a-z]")
+
+
+def words_of(name: str) -> str:
+    return f"w{name}start is at w{name}middle of\n  this w{name}end"
+
+
+def ask(name: str) -> dict[str, Any]:
+    return {"role": "user", "content": words_of(name)}
+
+
+def say(content: str, **keys: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": content, **keys}
+
+
+def call(number: int, arguments: Any) -> dict[str, Any]:
+    function = {"name": f"wcall{number}name", "arguments": arguments}
+    return {"type": "function", "id": f"abcdefgh{number}", "function": function}
+
+
+def answer_of_tool(number: int, content: str) -> dict[str, Any]:
+    return {"role": "tool", "name": f"wcall{number}name", "tool_call_id": f"abcdefgh{number}", "content": content}
+
+
+SYSTEM = {"role": "system", "content": words_of("s1")}
+ANSWER = words_of("a1")
+TOOLS = [
+    {"type": "function", "function": {"name": f"wtool{number}name", "description": "Add.", "parameters": parameters}}
+    for number, parameters in enumerate(
+        [
+            {"type": "object", "properties": {"wschema0a": {"type": "string", "enum": ["x", "y"]}}, "required": []},
+            {"type": "object", "properties": {}},
+        ]
+    )
+]
+THINK = f"<think>\n{words_of('r1')}\n</think>\n\n"
+CALLED = {"wkey1a": words_of("v1"), "wkey2b": {"wkey3c": ["wv2a", 2.5]}, "wkey4d": 17}
+WITH_TOOLS = {"tools": TOOLS}
+KINDS: dict[str, dict[str, Any]] = {
+    "plain": {"messages": [ask("q1"), say(ANSWER)]},
+    "system": {"messages": [SYSTEM, ask("q1"), say(ANSWER)]},
+    "turns": {"messages": [ask("q1"), say(ANSWER), ask("q2"), say(words_of("a2"))]},
+    "space": {"messages": [{"role": "user", "content": f"\n {words_of('q1')} \n"}, say(f"\n\n  {ANSWER}\n")]},
+    "words of the scaffold": {"messages": [{"role": "user", "content": "user"}, say("assistant")]},
+    "reasoning": {"messages": [ask("q1"), say(ANSWER, reasoning_content=words_of("r1"))]},
+    "blank reasoning": {"messages": [ask("q1"), say(ANSWER, reasoning_content="\n")]},
+    "thinking": {"messages": [ask("q1"), say(ANSWER, thinking=words_of("r1"))]},
+    "block": {"messages": [ask("q1"), say(THINK + ANSWER)]},
+    "empty block": {"messages": [ask("q1"), say("<think>\n\n</think>\n\n" + ANSWER)]},
+    "blocks in turns": {
+        "messages": [
+            ask("q1"),
+            say(THINK + ANSWER),
+            ask("q2"),
+            say(f"<think>{words_of('r2')}</think>{words_of('a2')}"),
+        ]
+    },
+    "text before a block": {"messages": [ask("q1"), say(f"{words_of('i1')}\n{THINK}{ANSWER}")]},
+    "two blocks": {
+        "messages": [ask("q1"), say(f"{THINK}{ANSWER} <think>{words_of('r2')}</think> {words_of('a2')}")]
+    },
+    "block begun": {"messages": [ask("q1"), say(f"{words_of('i1')} <think> {ANSWER}")]},
+    "block ended": {"messages": [ask("q1"), say(f"{words_of('i1')} </think> {ANSWER}")]},
+    "block and reasoning": {"messages": [ask("q1"), say(THINK + ANSWER, reasoning_content=words_of("r2"))]},
+    "Gemma's block": {"messages": [ask("q1"), say(f"<|channel>thought\n{words_of('r1')}<channel|>{ANSWER}")]},
+    "Mistral's block": {"messages": [ask("q1"), say(f"[THINK]{words_of('r1')}[/THINK]{ANSWER}")]},
+    "call": {
+        "messages": [
+            ask("q1"),
+            say("", tool_calls=[call(1, CALLED)]),
+            answer_of_tool(1, f'{{"x": "{words_of("t1")}"}}\n'),
+            say(ANSWER),
+        ],
+        **WITH_TOOLS,
+    },
+    "call without arguments": {
+        "messages": [ask("q1"), say("", tool_calls=[call(1, {})]), answer_of_tool(1, "wt1a"), say(ANSWER)],
+        **WITH_TOOLS,
+    },
+    "call with blank text": {
+        "messages": [ask("q1"), say(" \n", tool_calls=[call(1, CALLED)]), answer_of_tool(1, "wt1a"), say(ANSWER)],
+    },
+    "call with text": {
+        "messages": [
+            ask("q1"),
+            say(words_of("c1"), tool_calls=[call(1, CALLED)]),
+            answer_of_tool(1, "wt1a"),
+            say(ANSWER),
+        ],
+    },
+    "call with reasoning": {
+        "messages": [
+            ask("q1"),
+            say("", reasoning_content=words_of("r1"), tool_calls=[call(1, CALLED)]),
+            answer_of_tool(1, "wt1a"),
+            say(ANSWER, reasoning_content=words_of("r2")),
+        ],
+    },
+    "two calls": {
+        "messages": [
+            ask("q1"),
+            say("", tool_calls=[call(1, CALLED), call(2, {"wkey5e": "wv5a"})]),
+            answer_of_tool(1, "wt1a"),
+            answer_of_tool(2, "wt2a"),
+            say(ANSWER),
+        ],
+    },
+    "call at the end": {"messages": [ask("q1"), say("", tool_calls=[call(1, CALLED)])], **WITH_TOOLS},
+    "two answers": {"messages": [ask("q1"), say(ANSWER), say(words_of("a2"))]},
+    "answer left out": {"messages": [ask("q1"), say(ANSWER, weight=0), ask("q2"), say(words_of("a2"))]},
+    "directive": {"messages": [{"role": "system", "content": f"{words_of('s1')} /no_think"}, ask("q1"), say(ANSWER)]},
+    "content parts": {
+        "messages": [
+            {"role": "user", "content": [{"type": "text", "text": words_of(f"p{number}")} for number in range(2)]},
+            say(ANSWER),
+        ]
+    },
+}  # fmt: skip
+
+
+def encoder_of(core: Tokenizer, template: str, **options: Any) -> Encoder:
+    return Encoder(make_tokenizer(core, template, "<eos>", MARKS), **({"supervise_all": False} | options))
+
+
+def result(encoder: Encoder, row: dict[str, Any]) -> EncodedRow | str:
+    try:
+        return encoder.encode(to_example(json.loads(json.dumps(row))))
+    except UserError as error:
+        return str(error)
+
+
+def told_words(value: Any) -> list[str]:
+    """Return the words of a row's messages, and the names of its tools."""
+    if isinstance(value, dict):
+        if "parameters" in value:
+            return [value["name"]]
+        return [word for key, item in value.items() if key != "name" or "arguments" in value for word in (*WORD.findall(key), *told_words(item))]  # fmt: skip
+    if isinstance(value, list):
+        return [word for item in value for word in told_words(item)]
+    return WORD.findall(value) if isinstance(value, str) else []
+
+
+def check_arrived(encoder: Encoder, row: dict[str, Any], encoded: EncodedRow) -> None:
+    """Check that every word of a row stands once in its tokens, and that only the assistant's are supervised."""
+    decode = encoder.tokenizer.decode
+    text, learned = decode(encoded.input_ids), decode([label for label in encoded.labels if label >= 0])
+    printed, supervised = Counter(WORD.findall(text)), set(WORD.findall(learned))
+    turns = [message for message in row["messages"] if message["role"] == "assistant"]
+    by_assistant = {word for turn in turns for word in told_words(turn)}
+    assert not {word for word in supervised if word not in by_assistant and "name" not in word}
+    names = {word for word in printed if "name" in word}
+    for number, message in enumerate([*row["messages"], {"tools": row.get("tools", [])}]):
+        expected = Counter(told_words(message))
+        lost = {word for word in expected if not printed[word]}
+        if lost:
+            # Only earlier turns may lose something, and then they are not supervised.
+            assert {"reasoning", "text"} & set(encoded.notes), lost
+            assert message["role"] == "assistant", lost
+            assert message is not turns[-1], lost
+            assert not supervised & set(expected), (number, lost)
+            continue
+        assert all(printed[word] == 1 for word in expected if word not in names), message
+        if message in turns and not message.get("weight", 1):
+            assert not supervised & set(expected)
+        elif message in turns:
+            assert set(expected) <= supervised
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_nothing_of_a_row_is_lost_whatever_row_came_before_it(core: Tokenizer, name: str) -> None:
+    rows = list(KINDS.items())
+    first: dict[str, EncodedRow | str] = {}
+    encoder = encoder_of(core, from_trl(name))
+    for kind, row in rows:
+        first[kind] = found = result(encoder, row)
+        if isinstance(found, EncodedRow):
+            check_arrived(encoder, row, found)
+    encoder = encoder_of(core, from_trl(name))
+    random.Random(name).shuffle(rows)
+    for kind, row in rows:
+        assert result(encoder, row) == first[kind], kind
+    if name.removesuffix("_training") not in LISTS_ONLY:
+        assert all(isinstance(first[kind], EncodedRow) for kind in ("plain", "turns", "space", "words of the scaffold"))
+
+
+OUTCOMES = {
+    "qwen3": {
+        "reasoning": (), "blank reasoning": (), "thinking": "leaves out the thinking of the answer; rename it to reasoning_content",
+        "block": (), "blocks in turns": ("reasoning", "own"), "text before a block": "leaves out 'wi1start is at wi1middle of this",
+        "call": ("own",), "two calls": ("own",), "call with text": ("own",), "Gemma's block": (),
+    },
+    "qwen2_5": {
+        "reasoning": "leaves out the reasoning_content of the answer; write it into", "block": (), "two blocks": (), "call": (),
+        "text before a block": (), "block and reasoning": "leaves out the reasoning_content of the answer, which has reasoning twice",
+    },
+    "llama3_1": {"call": (), "call with text": ("text",), "two calls": "only supports single tool-calls", "block": ()},
+    "gemma4_v5": {
+        "Gemma's block": "leaves out the reasoning in the answer ('thought wr1start is at wr1middle of this", "block": (), "call": (),
+    },
+    "deepseek_r1_distill": {
+        "plain": ("unprompted",), "block": ("training",), "reasoning": "leaves out the reasoning_content of the answer; write",
+    },
+    "gptoss": {"thinking": (), "call": (), "two calls": "leaves out tool call 2 of the 2"},
+    "qwen3_5_think": {"call": (), "two calls": (), "reasoning": (), "block": ()},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OUTCOMES)
+def test_what_is_trained_told_and_refused(core: Tokenizer, name: str) -> None:
+    encoder = encoder_of(core, from_trl(name))
+    for kind, expected in OUTCOMES[name].items():
+        found = result(encoder, KINDS[kind])
+        if isinstance(expected, str):
+            assert isinstance(found, str), kind
+            assert expected in found
+        else:
+            assert isinstance(found, EncodedRow), (kind, found)
+            assert found.notes == expected, kind
+
+
+# ---- templates that lose, move and repeat ----
+
+TURN = "<|im_start|>{{ m['role'] }}\n%s<|im_end|>\n"
+LOOP = "{%% for m in messages %%}%s{%% endfor %%}{%% if add_generation_prompt %%}<|im_start|>assistant\n{%% endif %%}"
+
+
+def template(content: str, turn: str = TURN) -> str:
+    return LOOP % (turn % content)
+
+
+LOSING = {
+    "the begin": "{{ m['content'][5:] }}",
+    "the end": "{{ m['content'][:-5] }}",
+    "the middle": "{{ m['content'][:8] + m['content'][-8:] }}",
+    "what is long": "{{ m['content'] | truncate(30, true) }}",
+    "all but the first line": "{{ m['content'].split('\n')[0] }}",
+    "all but the last block": "{{ m['content'].split('[/SCRATCH]')[-1] }}",
+    "a question that was asked": (
+        "{% if loop.first or loop.index < 3 or m['content'] != messages[0]['content'] %}{{ m['content'] }}{% endif %}"
+    ),
+    "case": "{{ m['content'] | lower }}",
+    "a question named user": "{% if m['content'] != 'user' %}{{ m['content'] }}{% endif %}",
+}
+LOST = {
+    "all but the last block": say(f"{words_of('r1')}[/SCRATCH]{ANSWER}"),
+    "case": say("Berlin"),
+}
+
+
+@pytest.mark.parametrize("loses", LOSING)
+def test_a_template_that_loses_a_part_is_refused(core: Tokenizer, loses: str) -> None:
+    answer = LOST.get(loses, say(ANSWER))
+    question = {"role": "user", "content": "user"} if loses == "a question named user" else ask("q1")
+    row = {"messages": [question, say("Yes."), question, answer]}
+    for before in ([], [KINDS["plain"], {"messages": [ask("q3"), say("ok"), ask("q4"), say("ok")]}]):
+        encoder = encoder_of(core, template(LOSING[loses]))
+        for other in before:
+            result(encoder, other)
+        found = result(encoder, row)
+        assert isinstance(found, str)
+        assert "leaves out" in found
+
+
+def test_a_template_that_repeats_a_text_is_refused(core: Tokenizer) -> None:
+    found = result(encoder_of(core, template("{{ m['content'] ~ '\n' ~ m['content'] }}")), KINDS["plain"])
+    assert isinstance(found, str)
+    assert "renders the content of message 1 more than once ('wq1start is at wq1middle of this wq1end')" in found
+
+
+MOVING = {
+    "white space": template("{{ m['content'] | trim }}"),
+    "JSON": template("{{ m['content'] | tojson }}"),
+    "JSON without other letters": template("{{ m['content'] | tojson(ensure_ascii=true) }}"),
+    "a directive": template("{{ m['content'].replace('/no_think', '') | trim }}"),
+    "reasoning behind the answer": template(
+        "{{ m['content'] }}{% if m.thinking %}<because>{{ m.thinking }}{% endif %}"
+    ),
+}
+
+
+@pytest.mark.parametrize("moves", MOVING)
+def test_a_template_that_moves_a_part_loses_nothing(core: Tokenizer, moves: str) -> None:
+    encoder = encoder_of(core, MOVING[moves])
+    texts = ["Stra\u00dfe \u2605", '"quoted"\t\\ ', "  a\nb  ", "user", "1", "/no_think 5"]
+    for text in texts:
+        row = {"messages": [{"role": "user", "content": text}, say(text + " wa1a", thinking="why")]}
+        found = result(encoder, row)
+        if moves == "reasoning behind the answer":
+            assert isinstance(found, EncodedRow), found
+            assert "<because>why" in encoder.tokenizer.decode(found.input_ids)
+        else:
+            assert found == "the chat template leaves out the thinking of the answer; write it into the content as <think>...</think>, or give a template that renders it with --chat_template."  # fmt: skip
+        row["messages"][1].pop("thinking")
+        assert isinstance(result(encoder, row), EncodedRow), text
+
+
+# ---- what generation has to produce ----
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if not name.endswith("_training") and name not in LISTS_ONLY])
+def test_what_is_supervised_follows_the_prompt(core: Tokenizer, name: str) -> None:
+    encoder = encoder_of(core, from_trl(name))
+    for turns in (KINDS["plain"]["messages"], KINDS["turns"]["messages"]):
+        prompt = encoder.tokenizer.apply_chat_template(turns[:-1], tokenize=False, add_generation_prompt=True)
+        encoded = result(encoder, {"messages": turns})
+        assert isinstance(encoded, EncodedRow)
+        learned = [label >= 0 for label in encoded.labels]
+        begins = [place for place, one in enumerate(learned) if one and not learned[place - 1]]
+        first = turns[-1]["content"].split()[0]
+        begin = max(place for place in begins if first in encoder.tokenizer.decode(encoded.input_ids[place:]))
+        before = encoder.tokenizer.decode(encoded.input_ids[:begin])
+        if "unprompted" in encoded.notes and not before.startswith(prompt):
+            # The prompt opens a block of reasoning that the answer does not have.
+            assert prompt.startswith(before)
+            assert prompt[len(before) :].strip() == "<think>"
+        else:
+            assert before.rstrip() == prompt.rstrip()
+
+
+@pytest.mark.parametrize("name", ["qwen2_5", "llama3", "gptoss"])
+def test_a_row_that_begins_with_the_assistant_has_a_prompt_too(core: Tokenizer, name: str) -> None:
+    encoder = encoder_of(core, from_trl(name))
+    encoded = result(encoder, {"messages": [say("Hello."), ask("q1"), say("Yes.")]})
+    assert isinstance(encoded, EncodedRow), encoded
+    learned = encoder.tokenizer.decode([label for label in encoded.labels if label >= 0])
+    assert learned.startswith("<|channel|>final<|message|>Hello." if name == "gptoss" else "Hello.")
+
+
+# ---- arguments, keys and content parts ----
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if not name.endswith("_training")])
+def test_arguments_are_json_or_it_is_told(core: Tokenizer, name: str) -> None:
+    encoder = encoder_of(core, from_trl(name))
+    arguments = {"a": None, "b": True, "c": ["x", False], "d": {"e": None}, "f": "it's None", "g": 1.5}
+    turns = [ask("q1"), say("", tool_calls=[call(1, arguments)]), answer_of_tool(1, "5"), say("Five.")]
+    encoded = result(encoder, {"messages": turns})
+    if isinstance(encoded, str):
+        return
+    text = encoder.tokenizer.decode(encoded.input_ids).replace("it's None", "")
+    by_python = "True" in text or "None" in text or "['" in text
+    assert by_python == ("python" in encoded.notes)
+    assert "python" not in encoded.notes or name.startswith("lfm2"), name
+
+
+@pytest.mark.parametrize("name", ["qwen2_5", "qwen3_5_think", "glm4moe", "gemma4_v5"])
+def test_a_text_argument_stays_text_where_others_are_written_as_json(core: Tokenizer, name: str) -> None:
+    encoder = encoder_of(core, from_trl(name))
+    for value in ("5", 5):
+        turns = [
+            ask("q1"),
+            say("", tool_calls=[call(1, {"a": value, "b": None})]),
+            answer_of_tool(1, "5"),
+            say("Five."),
+        ]
+        encoded = result(encoder, {"messages": turns})
+        assert isinstance(encoded, EncodedRow)
+        text = encoder.tokenizer.decode(encoded.input_ids)
+        assert "null" in text
+        assert ('"a": "5"' in text) == (name == "qwen2_5" and value == "5")
+
+
+def test_values_are_not_written_as_text_where_the_template_quotes_text(core: Tokenizer) -> None:
+    quoting = (
+        "{{ m['content'] }}{% for c in m.tool_calls or [] %}{{ c.function.name }}({% for k, v in c.function.arguments | items %}"
+        "{{ k }}={% if v is string %}'{{ v }}'{% else %}{{ v }}{% endif %}{% endfor %}){% endfor %}"
+    )
+    encoder = encoder_of(core, template(quoting))
+    turns = [ask("q1"), say("", tool_calls=[call(1, {"a": True})]), answer_of_tool(1, "5"), say("Five.")]
+    encoded = result(encoder, {"messages": turns})
+    assert isinstance(encoded, EncodedRow)
+    assert encoded.notes == ("python",)
+    assert "wcall1name(a=True)" in encoder.tokenizer.decode(encoded.input_ids)
+
+
+def test_only_reasoning_may_be_left_out_of_an_earlier_turn(core: Tokenizer) -> None:
+    earlier = KINDS["text before a block"]["messages"]
+    found = result(encoder_of(core, from_trl("qwen3")), {"messages": [*earlier, ask("q2"), say(words_of("a2"))]})
+    assert isinstance(found, str)
+    assert "leaves out 'wi1start is at wi1middle of this wi1end' in message 2 of the row" in found
+
+
+def test_the_name_of_a_tool_in_its_answer_is_not_called_unread(core: Tokenizer) -> None:
+    encoder = encoder_of(core, from_trl("qwen2_5"))
+    found = result(encoder, KINDS["call"])
+    assert isinstance(found, EncodedRow)
+    assert found.unread_keys == ()
+    turns = [{**ask("q1"), "name": "Ann", "trust": 0, "extra": []}, say("Yes.")]
+    found = result(encoder, {"messages": turns})
+    assert isinstance(found, EncodedRow)
+    assert found.unread_keys == ("name", "trust")
+
+
+def test_content_parts_are_joined_as_the_template_joins_them(core: Tokenizer) -> None:
+    spaced = (
+        "{% if m['content'] is string %}{{ m['content'] }}{% else %}{% for part in m['content'] %}"
+        "{{ part['text'] | trim }}{% if not loop.last %}{{ ' + ' }}{% endif %}{% endfor %}{% endif %}"
+    )
+    row = {
+        "messages": [{"role": "user", "content": [{"type": "text", "text": text} for text in (" A", "B ")]}, say("C")]
+    }
+    for content, expected in (("{{ m['content'] }}", "user\n A\nB <|im_end|>"), (spaced, "user\nA + B<|im_end|>")):
+        encoder = encoder_of(core, template(content))
+        found = result(encoder, row)
+        assert isinstance(found, EncodedRow)
+        assert expected in encoder.tokenizer.decode(found.input_ids)

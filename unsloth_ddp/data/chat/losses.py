@@ -1,0 +1,136 @@
+"""Judge the parts of a row that a template leaves out: refused, or accepted as at inference. Pure functions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import replace
+from typing import Any
+
+from unsloth_ddp.data.chat.parts import REQUIRED, THINK_END, Part, name_of
+from unsloth_ddp.data.formats import Example
+from unsloth_ddp.data.messages import REASONING_KEYS, Message
+from unsloth_ddp.utils.errors import UserError
+
+SHOWN = 60
+CALL_KINDS = ("tool call", "arguments", "argument")
+
+
+def turns_left_out(
+    example: Example, missing: Collection[Part], values: dict[Part, Any], loses: Callable[[Example], Collection[Part]]
+) -> list[int]:
+    """Return the earlier assistant turns whose reasoning, or text beside tool calls, the template leaves out.
+
+    Args:
+        missing: the required parts of the row that its rendered text lacks.
+        values: the texts of the parts, to show in the message.
+        loses: returns the missing parts of another row, to find a change that helps.
+
+    Raises:
+        UserError: another part is left out, or the reasoning of the last turn.
+    """
+    last = max((i for i, message in enumerate(example.messages) if message["role"] == "assistant"), default=-1)
+    lost: list[int] = []
+    for part in sorted(missing, key=lambda one: (REQUIRED.index(one.kind), one.number, one.call, str(one.place))):
+        kind, index = part.kind, part.number
+        if kind == "tool":
+            raise UserError(
+                f"the chat template does not render tools, so {name_of((example.tools or [])[index])[:100]} is not in the "
+                "rendered row; give one that does with --chat_template, or remove the row's tools."
+            )
+        message = example.messages[index]
+        if kind in CALL_KINDS:
+            raise UserError(_call_refusal(part, message, values))
+        if message["role"] != "assistant":
+            raise UserError(_text_refusal(part, message, values))
+        if kind == "reasoning" and index == last:
+            raise UserError(_reasoning_refusal(example, part, values, loses))
+        if kind == "content" and (index == last or not _is_left_out_at_inference(part, message, missing, values)):
+            raise UserError(_text_refusal(part, message, values))
+        lost.append(index)
+    return lost
+
+
+def refuse_repeated(repeated: Collection[Part], values: dict[Part, Any]) -> None:
+    """Refuse texts that the template renders more than once.
+
+    Raises:
+        UserError: there is one.
+    """
+    for part in sorted(repeated):
+        raise UserError(
+            f"the chat template renders the {part.kind} of message {part.number + 1} more than once "
+            f"({_shown(values[part])}); give a template that renders it once with --chat_template."
+        )
+
+
+def is_call_with_text(message: Message) -> bool:
+    """Return whether a message has tool calls, and text without reasoning beside them."""
+    return bool(message.get("tool_calls")) and THINK_END not in (message["content"] or "")
+
+
+def _is_left_out_at_inference(part: Part, message: Message, missing: Collection[Part], values: dict[Part, Any]) -> bool:
+    """Return whether all text beside tool calls is left out, as Llama 3.1's template does."""
+    texts = {one for one in values if one.kind == "content" and one.number == part.number}
+    return bool(message.get("tool_calls")) and texts <= set(missing)
+
+
+def _call_refusal(part: Part, message: Message, values: dict[Part, Any]) -> str:
+    calls = message["tool_calls"]
+    name = name_of(calls[part.call])[:100]
+    if part.kind == "tool call" and part.call:
+        return (
+            f"the chat template leaves out tool call {part.call + 1} of the {len(calls)} in message {part.number + 1}; write "
+            "each call as a message of its own, or give a template that renders all with --chat_template."
+        )
+    if part.kind == "tool call":
+        return (
+            f"the chat template does not render tools, so the call of {name} is not in the rendered row; give one that does "
+            "with --chat_template, or remove the row's tools."
+        )
+    what = "the arguments" if part.kind == "arguments" else f"{_shown(values[part])} in the arguments"
+    return (
+        f"the chat template leaves out {what} of the call of {name} in message {part.number + 1}; give a template that renders "
+        "all of the call with --chat_template, or change the call."
+    )
+
+
+def _text_refusal(part: Part, message: Message, values: dict[Part, Any]) -> str:
+    texts = [one for one in values if one.kind in ("content", "reasoning") and one.number == part.number]
+    if len(texts) == 1:
+        return (
+            f"the chat template leaves out message {part.number + 1} of the row, of role {message['role']}; give one that "
+            "renders it with --chat_template, or remove the message."
+        )
+    return (
+        f"the chat template leaves out {_shown(values[part])} in message {part.number + 1} of the row, of role "
+        f"{message['role']}, since it takes the message apart at its reasoning; move the text behind the reasoning, or give a "
+        "template that renders it with --chat_template."
+    )
+
+
+def _reasoning_refusal(
+    example: Example, part: Part, values: dict[Part, Any], loses: Callable[[Example], Collection[Part]]
+) -> str:
+    """Return the message for reasoning that is left out, with a change that makes the template render it."""
+    index, given = part.number, part.place[0]
+    message = example.messages[index]
+    reasons = {one.place[0] for one in values if one.kind == "reasoning" and one.number == index}
+    if len(reasons) > 1:
+        where = "the reasoning in the content" if given == "content" else f"the {given}"
+        what, fix = f"{where} of the answer, which has reasoning twice", "keep one of them"
+    elif given == "content":
+        what, fix = f"the reasoning in the answer ({_shown(values[part])})", "remove it"
+    else:
+        what, fix = f"the {given} of the answer", "write it into the content as <think>...</think>"
+        for key in REASONING_KEYS:
+            renamed = {**{name: value for name, value in message.items() if name != given}, key: message[given]}
+            candidate = replace(example, messages=[*example.messages[:index], renamed, *example.messages[index + 1 :]])
+            if key not in message and not any(one.number == index for one in loses(candidate)):
+                fix = f"rename it to {key}"
+                break
+    return f"the chat template leaves out {what}; {fix}, or give a template that renders it with --chat_template."
+
+
+def _shown(value: Any) -> str:
+    text = " ".join(str(value).split())
+    return repr(text if len(text) <= SHOWN else text[:SHOWN] + "...")

@@ -1,0 +1,340 @@
+"""Render an example, check that every part of the row arrives, and find what the assistant wrote.
+
+The tokenizer's own template is used wherever possible, because it renders chats at inference. TRL's training variant is used
+instead if the own template leaves out a part of the row that has to arrive, or rewrites earlier turns so that their spans
+cannot be found.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from unsloth_ddp.data.chat.losses import is_call_with_text, refuse_repeated, turns_left_out
+from unsloth_ddp.data.chat.parts import REPEATED, Markup, Part, StandIn, stand_in
+from unsloth_ddp.data.chat.scaffold import Places, Scaffold, Slot, not_found_in, places_in, scaffold_of
+from unsloth_ddp.data.chat.turn_spans import SpanFinder
+from unsloth_ddp.data.chat.variants import variants
+from unsloth_ddp.data.chat_template import ChatTemplate, Span, TemplatePair
+from unsloth_ddp.data.formats import Example
+from unsloth_ddp.data.messages import REASONING_KEYS, Message
+from unsloth_ddp.data.values import is_empty
+from unsloth_ddp.utils.errors import UserError
+
+# Remarks on how a row was rendered; see NOTES.
+Note = Literal[
+    "own",
+    "training",
+    "reasoning",
+    "reasoning supervised",
+    "text",
+    "text supervised",
+    "plain",
+    "empty",
+    "unprompted",
+    "python",
+]
+NOTES: dict[str, str] = {
+    "own": "TRL's training template would render them differently; the tokenizer's own chat template is used, as at "
+    "inference (--chat_template training takes TRL's)",
+    "training": "TRL's training template is used, because the tokenizer's own leaves out the reasoning of the answer or "
+    "rewrites earlier turns",
+    "reasoning": "the chat template leaves out the reasoning of earlier turns, as at inference, so these turns are not "
+    "supervised; to train them, end a row at each of them, or give --chat_template training",
+    "plain": "prompt and completion are texts, which are joined without the chat template and with nothing between them; "
+    "to use the template, give lists of messages, or instruction and output",
+    "empty": "an answer to learn is empty or only white space, so training teaches the model to answer nothing; remove such "
+    "rows unless that is meant",
+    "reasoning supervised": "the chat template leaves out the reasoning of earlier turns, as at inference",
+    "text": "the chat template leaves out the text of turns that call tools, so these turns are not supervised; to train "
+    "their calls, remove the text, or give a template that renders both",
+    "text supervised": "the chat template leaves out the text of turns that call tools",
+    "unprompted": "the generation prompt opens a block of reasoning, which these answers do not have, so generation never "
+    "begins as they do; give the answers their reasoning, or a template that does not open the block with --chat_template",
+    "python": "the chat template prints values in the arguments of tool calls as Python does (True, None), not as JSON; give "
+    "a template that uses tojson with --chat_template, or write these values as text",
+}
+# Keys of a message that the scaffold covers.
+OWN_KEYS = {"role", "content", "tool_calls", "tool_call_id", *REASONING_KEYS}
+# Matches the text of a template that expects reasoning in a separate key, if the content contains reasoning too.
+SECOND_BLOCK = re.compile(r"</think>\s*<think>")
+# Kinds of parts that a template may print as JSON.
+WHOLE = ("tool", "arguments")
+# Rows may be all different.
+MOST_PLANS = 2_000
+# (gap of the scaffold, characters from its start).
+Position = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class RenderedChat:
+    """The text of a chat, its supervised spans, notes on its rendering, and message keys that were not rendered."""
+
+    text: str
+    spans: list[Span]
+    notes: tuple[Note, ...] = ()
+    unread_keys: tuple[str, ...] = ()
+    # How many things another form of the row may render better.
+    faults: int = 0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a template does with all rows of one stand-in.
+
+    Args:
+        scaffold: the places of the parts.
+        spans: the supervised spans by their place in the scaffold; None if they have to be found in each row.
+        notes: remarks on the spans.
+        ending: the end of the last turn, which the template itself renders with the next turn.
+        unread_keys: keys of messages that do not change the text.
+        second_block: whether the text has two blocks of reasoning, one behind the other.
+    """
+
+    scaffold: Scaffold
+    spans: tuple[tuple[Position, Position], ...] | None = None
+    notes: tuple[Note, ...] = ()
+    ending: str = ""
+    unread_keys: tuple[str, ...] = ()
+    second_block: bool = False
+
+
+class RowReader:
+    """Render rows with one template, and find their parts and spans; rows with equal stand-ins share a plan."""
+
+    def __init__(
+        self, template: ChatTemplate, training: ChatTemplate | None, eos_token: str, supervise_all: bool
+    ) -> None:
+        self.template = template
+        self.markup = Markup(template.literals())
+        self.spans = SpanFinder(template, training, eos_token, supervise_all)
+        self._plans: dict[str, Plan | None] = {}
+        self._bare: bool | None = None
+
+    def read(self, example: Example) -> RenderedChat:
+        """Render a row.
+
+        Raises:
+            UserError: a part of the row is missing in the text, or the assistant's spans cannot be found.
+        """
+        text = self.template.render(example.messages, example.tools)
+        made, plan = self._plan_of(example)
+        places = places_in(text, plan.scaffold, made) if plan else None
+        if not places and (made.any_tools or made.any_arguments):
+            made, plan = self._planned(example, any_tools=False, any_arguments=False)
+            places = places_in(text, plan.scaffold, made) if plan else None
+        scaffold = plan.scaffold if plan else _unknown(made)
+        if any(isinstance(message["content"], list) for message in example.messages) and _prints_parts(scaffold):
+            raise ValueError("the template prints a list of content parts as Python does")
+        missing = scaffold.missing if places else not_found_in(text, scaffold, made)
+        lost = turns_left_out(example, missing, made.values, self._missing)
+        refuse_repeated(scaffold.repeated, made.values)
+        notes = self._notes_on(example, missing, lost)
+        if plan and places and plan.spans is not None:
+            text += plan.ending
+            spans = [(_at(begin, places, text), _at(end, places, text)) for begin, end in plan.spans]
+            notes += plan.notes
+        else:
+            text, found, more = self.spans.find(example, text, self._left_out(example, lost), {})
+            spans, notes = found, (*notes, *more)
+        python = places is not None and places.python
+        second_block = plan.second_block if plan else bool(SECOND_BLOCK.search(text))
+        notes += ("python",) if python else ()
+        return RenderedChat(text, spans, notes, plan.unread_keys if plan else (), python + second_block)
+
+    def prints_bare(self) -> bool:
+        """Return whether the template prints a text in a call's arguments as it prints a number, without quotation marks."""
+        if self._bare is None:
+            try:
+                self._bare = self._with_argument(731) == self._with_argument("731")
+            except Exception:
+                self._bare = False
+        return self._bare
+
+    def _with_argument(self, value: Any) -> str:
+        call = {"type": "function", "id": "Zq00000qZ", "function": {"name": "add", "arguments": {"a": value}}}
+        chat: list[Message] = [
+            {"role": "user", "content": "Hi"},
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+        ]
+        return self.template.render(chat, None)
+
+    def _missing(self, example: Example) -> frozenset[Part]:
+        """Return the parts of a row that the template leaves out; all of them if it cannot render the row."""
+        made, plan = self._plan_of(example)
+        return plan.scaffold.missing if plan else frozenset(made.values)
+
+    def _left_out(self, example: Example, lost: list[int]) -> set[int]:
+        return {*example.left_out, *(() if self.spans.supervise_all else lost)}
+
+    def _notes_on(self, example: Example, missing: frozenset[Part], lost: list[int]) -> tuple[Note, ...]:
+        contents = {part.number for part in missing if part.kind == "content"}
+        without_text = {i for i in lost if i in contents and is_call_with_text(example.messages[i])}
+        notes: list[Note] = []
+        if without_text:
+            notes.append("text supervised" if self.spans.supervise_all else "text")
+        if set(lost) - without_text:
+            notes.append("reasoning supervised" if self.spans.supervise_all else "reasoning")
+        return tuple(notes)
+
+    def _plan_of(self, example: Example) -> tuple[StandIn, Plan | None]:
+        """Return the stand-in of a row and its plan, which is None if the template cannot render the stand-in.
+
+        Whether tools and arguments are printed as JSON is found with one description and one argument for all.
+        """
+        made, plan = self._planned(example, any_tools=True, any_arguments=True)
+        styles = {slot.part: slot.style for slot in plan.scaffold.slots} if plan else {}
+        as_json = {
+            kind: all(styles.get(part) is not None for part in made.whole if part.kind == kind) for kind in WHOLE
+        }
+        if all(as_json.values()):
+            return made, plan
+        return self._planned(example, any_tools=as_json["tool"], any_arguments=as_json["arguments"])
+
+    def _planned(self, example: Example, *, any_tools: bool, any_arguments: bool) -> tuple[StandIn, Plan | None]:
+        made = stand_in(example, self.markup, any_tools=any_tools, any_arguments=any_arguments)
+        key = made.key
+        if key not in self._plans:
+            if len(self._plans) >= MOST_PLANS:
+                self._plans.clear()
+            self._plans[key] = self._plan(made)
+        return made, self._plans[key]
+
+    def _plan(self, made: StandIn) -> Plan | None:
+        example = made.example
+        try:
+            text = self.template.render(example.messages, example.tools)
+        except Exception:
+            return None
+        scaffold, places = scaffold_of(text, made)
+        plan = Plan(scaffold, unread_keys=self._unread(example, text), second_block=bool(SECOND_BLOCK.search(text)))
+        try:
+            lost = turns_left_out(example, scaffold.missing, made.values, lambda other: frozenset(made.values))
+            ended, spans, notes = self.spans.find(
+                example, text, self._left_out(example, lost), _begins(scaffold, places)
+            )
+        except Exception:
+            return plan
+        found = [(_position(begin, places, ended), _position(end, places, ended)) for begin, end in spans]
+        inside = tuple((begin, end) for begin, end in found if begin is not None and end is not None)
+        if len(inside) < len(found):
+            return plan
+        return replace(plan, spans=inside, notes=tuple(notes), ending=ended[len(text) :])
+
+    def _unread(self, example: Example, text: str) -> tuple[str, ...]:
+        """Return the keys of messages without which the text is the same."""
+        keys = {
+            key
+            for message in example.messages
+            for key, value in message.items()
+            if key not in OWN_KEYS and not is_empty(value) and not str(value).startswith(REPEATED)
+        }
+        return tuple(sorted(key for key in keys if self._same_without(key, example, text)))
+
+    def _same_without(self, key: str, example: Example, text: str) -> bool:
+        messages = [{name: value for name, value in message.items() if name != key} for message in example.messages]
+        try:
+            return self.template.render(messages, example.tools) == text
+        except Exception:
+            return False
+
+
+class ChatRenderer:
+    """Render examples with one pair of templates."""
+
+    def __init__(self, pair: TemplatePair, eos_token: str, *, supervise_all: bool, use_training: bool) -> None:
+        """Use TRL's variant for every row if `use_training` is set.
+
+        Raises:
+            UserError: `use_training` is set, the template marks no spans, and TRL has no variant of it.
+        """
+        if use_training and not pair.training and not pair.own.marked:
+            raise UserError(
+                "chat_template training: TRL has no training variant of this tokenizer's template; leave the option out."
+            )
+        own = pair.training if use_training and pair.training else pair.own
+        training = None if use_training else pair.training
+        self.own = RowReader(own, training, eos_token, supervise_all)
+        self.training = RowReader(training, None, eos_token, supervise_all) if training else None
+
+    def render(self, example: Example) -> RenderedChat:
+        """Render an example and find its supervised spans, or with `supervise_all` the spans to leave out.
+
+        Raises:
+            UserError: a part of the row is missing in the text, or the assistant's spans cannot be found.
+        """
+        try:
+            return _read_best(self.own, example)
+        except Exception as error:
+            if self.training is None:
+                raise
+            try:
+                rendered = _read_best(self.training, example)
+            except Exception:
+                raise error from None
+        return replace(rendered, notes=(*rendered.notes, "training"))
+
+
+def _read_best(reader: RowReader, example: Example) -> RenderedChat:
+    """Return the row in the first of its forms that the template renders without a fault, or else in the best one."""
+    read: list[RenderedChat] = []
+    errors: list[Exception] = []
+    tried: list[Example] = []
+    for variant in variants(example, reader.prints_bare):
+        if variant in tried:
+            continue
+        tried.append(variant)
+        try:
+            read.append(reader.read(variant))
+        except Exception as error:
+            errors.append(error)
+            continue
+        if not read[-1].faults:
+            return read[-1]
+    if read:
+        return min(read, key=lambda one: one.faults)
+    # That a template cannot take objects says nothing of the row.
+    raise next((error for error in errors if isinstance(error, UserError)), errors[0])
+
+
+def _prints_parts(scaffold: Scaffold) -> bool:
+    """Return whether content parts stand in a text as objects."""
+    return any(re.search(r"""['"]text['"]:\s*['"]$""", gap) for gap in scaffold.gaps)
+
+
+def _unknown(made: StandIn) -> Scaffold:
+    """Return the scaffold of a row whose stand-in cannot be rendered: its texts in order, with nothing known between them."""
+    texts = [part for part in made.values if part.kind in ("content", "reasoning", "tool call")]
+    return Scaffold(("",) * (len(texts) + 1), tuple(Slot(part) for part in texts), frozenset(), frozenset())
+
+
+def _begins(scaffold: Scaffold, places: Places) -> dict[int, int]:
+    """Return the first character of what each message wrote."""
+    written = ("content", "reasoning", "tool call", "arguments", "argument")
+    begins: dict[int, int] = {}
+    for slot, (start, _) in zip(scaffold.slots, places.slots, strict=True):
+        if slot.part.kind in written:
+            begins[slot.part.number] = min(start, begins.get(slot.part.number, start))
+    return begins
+
+
+def _region(gap: int, places: Places, text: str) -> Span:
+    """Return the characters between two slots."""
+    start = places.slots[gap - 1][1] if gap else 0
+    return start, places.slots[gap][0] if gap < len(places.slots) else len(text)
+
+
+def _position(character: int, places: Places, text: str) -> Position | None:
+    """Return the gap that a character stands in; None if it stands inside a slot."""
+    for gap, begin in enumerate(places.gaps):
+        start, end = _region(gap, places, text)
+        if start <= character <= end:
+            return gap, character - begin
+    return None
+
+
+def _at(position: Position, places: Places, text: str) -> int:
+    gap, offset = position
+    start, end = _region(gap, places, text)
+    return min(max(places.gaps[gap] + offset, start), end)

@@ -1,0 +1,200 @@
+"""Find the parts of a row in its rendered text. Pure functions.
+
+The rendered stand-in of a row (parts.py) shows the scaffold: the text between the parts, and which parts stand where. A row's
+own text that is this scaffold, filled with the row's parts, holds each of them exactly where it belongs. Searching for the
+parts alone would not show that, since an answer "assistant" also stands in the scaffold.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from unsloth_ddp.data.chat.parts import JSON_STYLES, REQUIRED, Part, StandIn, name_of
+from unsloth_ddp.data.chat_template import Span
+
+WORD = re.compile(r"Z[qn]\d{5,}qZ|(?<![\d.])731\d{5,}(?![\d.])")
+SPACE = re.compile(r"\s*")
+PYTHON = "as Python prints it"
+
+
+@dataclass(frozen=True)
+class Slot:
+    """The place of a part: `style` is an index of JSON_STYLES for a whole value, PYTHON, or None for text and scalars."""
+
+    part: Part
+    style: int | str | None = None
+
+
+@dataclass(frozen=True)
+class Scaffold:
+    """The text between the parts of a rendered row.
+
+    Args:
+        gaps: the text before each slot and behind the last one, without white space at its ends, since templates differ in
+            whether they keep the white space around a text.
+        slots: the parts, in the order of the text.
+        missing: the required parts that the text lacks.
+        repeated: the texts that it holds more than once.
+    """
+
+    gaps: tuple[str, ...]
+    slots: tuple[Slot, ...]
+    missing: frozenset[Part]
+    repeated: frozenset[Part]
+
+
+@dataclass(frozen=True)
+class Places:
+    """The places of a scaffold's parts in a text.
+
+    Args:
+        gaps: the first character of each gap.
+        slots: the characters of each slot.
+        python: whether a value of a tool call is printed as Python prints it, and not as JSON.
+    """
+
+    gaps: tuple[int, ...]
+    slots: tuple[Span, ...]
+    python: bool = False
+
+
+def scaffold_of(text: str, made: StandIn) -> tuple[Scaffold, Places]:
+    """Return the scaffold of a rendered stand-in, and where its parts stand."""
+    found = sorted(_slots(text, made), key=lambda one: one[0])
+    spans, slots = [span for span, _ in found], [slot for _, slot in found]
+    gaps, starts, end = [], [], 0
+    for start, following in [*spans, (len(text), len(text))]:
+        gap = text[end:start]
+        starts.append(_after_space(text, end) if gap.strip() else end)
+        gaps.append(gap.strip())
+        end = following
+    count = Counter(slot.part for slot in slots)
+    repeated = frozenset(part for part, times in count.items() if times > 1 and part.kind in ("content", "reasoning"))
+    scaffold = Scaffold(tuple(gaps), tuple(slots), frozenset(_missing(made, count)), repeated)
+    return scaffold, Places(tuple(starts), tuple(spans), any(slot.style == PYTHON for slot in slots))
+
+
+def _slots(text: str, made: StandIn) -> Iterator[tuple[Span, Slot]]:
+    taken: list[Span] = []
+    # The outer values come first: an object that is printed as JSON is one slot.
+    for part, value in sorted(made.whole.items(), key=lambda one: len(one[0].place)):
+        styles: list[tuple[int | str, str]] = [*_printed_as_json(value), (PYTHON, str(value))]
+        for style, printed in styles:
+            at = text.find(printed)
+            if at >= 0 and not _inside(at, taken):
+                while at >= 0:
+                    taken.append((at, at + len(printed)))
+                    yield (at, at + len(printed)), Slot(part, style)
+                    at = text.find(printed, at + len(printed))
+                break
+    taken.sort()
+    for match in WORD.finditer(text):
+        part_of_word = made.words.get(match[0])
+        if part_of_word is not None and not _inside(match.start(), taken):
+            yield match.span(), Slot(part_of_word)
+
+
+def _printed_as_json(value: Any) -> Iterator[tuple[int, str]]:
+    return ((number, json.dumps(value, ensure_ascii=False, **style)) for number, style in enumerate(JSON_STYLES))
+
+
+def _inside(at: int, spans: Iterable[Span]) -> bool:
+    return any(start <= at < end for start, end in spans)
+
+
+def _missing(made: StandIn, count: Counter[Part]) -> Iterator[Part]:
+    """Yield the required parts without a slot; arguments have one, or their keys and values have."""
+    inner = {(part.number, part.call) for part in made.values if part.kind == "argument"}
+    for part in made.values:
+        if part.kind not in REQUIRED or count[part]:
+            continue
+        if part.kind == "arguments" and (part.number, part.call) in inner:
+            continue
+        if part.kind == "argument" and _has_outer(part, made, count):
+            continue
+        yield part
+
+
+def _has_outer(part: Part, made: StandIn, count: Counter[Part]) -> bool:
+    """Return whether an object around a key or value has a slot, or it is itself an object, whose items are parts."""
+    outer = [part._replace(place=part.place[:depth]) for depth in range(1, len(part.place))]
+    call = Part("arguments", part.number, part.call)
+    return part in made.whole or any(count[one] for one in (call, *outer))
+
+
+def places_in(text: str, scaffold: Scaffold, made: StandIn) -> Places | None:
+    """Return the places of a row's parts in its text; None if the text is not the scaffold, filled with the parts."""
+    position, python = _after_space(text, 0), False
+    gaps: list[int] = []
+    slots: list[Span] = []
+    end = 0
+    for gap, slot in zip(scaffold.gaps, scaffold.slots, strict=False):
+        if not text.startswith(gap, position):
+            return None
+        gaps.append(position if gap else end)
+        position = _after_space(text, position + len(gap))
+        for printed, as_python in _printed(made.values[slot.part], slot.style):
+            if text.startswith(printed, position):
+                python |= as_python
+                break
+        else:
+            return None
+        end = position + len(printed)
+        slots.append((position, end))
+        position = _after_space(text, end)
+    if text[position:].rstrip() != scaffold.gaps[-1]:
+        return None
+    gaps.append(position if scaffold.gaps[-1] else end)
+    return Places(tuple(gaps), tuple(slots), python)
+
+
+def not_found_in(text: str, scaffold: Scaffold, made: StandIn) -> frozenset[Part]:
+    """Return the required parts that a text lacks, which is not the scaffold of its stand-in.
+
+    A part that also stands in the scaffold does not count as found.
+    """
+    missing, position = set(scaffold.missing), 0
+    for slot in scaffold.slots:
+        if slot.part.kind not in REQUIRED:
+            continue
+        printed = [one for one, _ in _printed(made.values[slot.part], slot.style)]
+        at = [(text.find(one, position), one) for one in printed if not any(one in gap for gap in scaffold.gaps)]
+        found = min((one for one in at if one[0] >= 0), default=None)
+        if found is None:
+            missing.add(slot.part)
+        else:
+            position = found[0] + len(found[1])
+    return frozenset(missing)
+
+
+def _printed(value: Any, style: int | str | None) -> Iterator[tuple[str, bool]]:
+    """Yield the ways in which a value may stand in a text, and whether it is as Python prints it."""
+    if isinstance(style, int):
+        yield json.dumps(value, ensure_ascii=False, **JSON_STYLES[style]), False
+        yield json.dumps(value, **JSON_STYLES[style]), False
+        yield str(value), True
+    elif style == PYTHON:
+        yield str(value), True
+    elif isinstance(value, dict):
+        # A tool that is not printed as JSON.
+        yield name_of(value), False
+    elif isinstance(value, str):
+        yield value.strip(), False
+        # Inside JSON.
+        yield json.dumps(value.strip(), ensure_ascii=False)[1:-1], False
+        yield json.dumps(value, ensure_ascii=False)[1:-1], False
+        yield json.dumps(value.strip())[1:-1], False
+    else:
+        yield json.dumps(value), False
+        yield str(value), True
+
+
+def _after_space(text: str, position: int) -> int:
+    match = SPACE.match(text, position)
+    assert match is not None
+    return match.end()

@@ -1,0 +1,86 @@
+"""Write a row in the forms that templates differ in: reasoning apart from the content, arguments as text. Pure functions."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+from unsloth_ddp.data.chat.parts import THINK_END, THINK_START
+from unsloth_ddp.data.formats import Example
+from unsloth_ddp.data.messages import REASONING_KEYS, Message
+
+
+def variants(example: Example, prints_bare: Callable[[], bool]) -> Iterator[Example]:
+    """Yield a row with its content parts, as it is, and then in the forms that may suit a template that cannot render it so.
+
+    Args:
+        prints_bare: whether the template prints a text in arguments without quotation marks, as it prints a number.
+    """
+    if example.parts:
+        yield _with_parts(example, lambda texts: [{"type": "text", "text": text} for text in texts])
+        # As servers join parts for templates that take only text.
+        example = _with_parts(example, "\n".join)
+    yield example
+    if any(THINK_END in message["content"] for message in example.messages):
+        yield _changed(example, _with_reasoning_key)
+    if any(message.get("tool_calls") for message in example.messages):
+        if prints_bare():
+            yield _changed(example, _with_values_as_text)
+        yield _changed(example, with_calls_as_text)
+        yield _changed(example, lambda message: {**with_calls_as_text(message), "content": message["content"]})
+
+
+def with_calls_as_text(message: Message) -> Message:
+    """Write tool calls in OpenAI's form, which some templates need: arguments as JSON text, empty content as null."""
+    return {**_with_arguments(message, as_json), "content": message["content"] or None} if _calls(message) else message
+
+
+def _with_parts(example: Example, content: Callable[[list[str]], Any]) -> Example:
+    """Write the content of messages that have several parts from these parts."""
+    parts = {int(index): content(texts) for index, texts in example.parts.items()}
+    messages = [{**m, "content": parts.get(index, m["content"])} for index, m in enumerate(example.messages)]
+    return replace(example, messages=messages, parts={})
+
+
+def as_json(value: Any) -> str:
+    """Return a value as JSON text."""
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _with_values_as_text(message: Message) -> Message:
+    """Write every argument that is not text as JSON text, for templates that would print it as Python does."""
+
+    def with_text(arguments: Any) -> Any:
+        if not isinstance(arguments, dict):
+            return arguments
+        return {name: value if isinstance(value, str) else as_json(value) for name, value in arguments.items()}
+
+    return _with_arguments(message, with_text)
+
+
+def _with_arguments(message: Message, change: Callable[[Any], Any]) -> Message:
+    if not _calls(message):
+        return message
+    calls = [
+        {**call, "function": {**call["function"], "arguments": change(call["function"]["arguments"])}}
+        for call in _calls(message)
+    ]
+    return {**message, "tool_calls": calls}
+
+
+def _with_reasoning_key(message: Message) -> Message:
+    reasoning, think, content = message["content"].partition(THINK_END)
+    before, _, thought = reasoning.rpartition(THINK_START)
+    if message["role"] != "assistant" or not think or before.strip() or any(message.get(key) for key in REASONING_KEYS):
+        return message
+    return {**message, "reasoning_content": thought.strip("\n"), "content": content.lstrip("\n")}
+
+
+def _calls(message: Message) -> list[dict[str, Any]]:
+    return message.get("tool_calls") or []
+
+
+def _changed(example: Example, change: Callable[[Message], Message]) -> Example:
+    return replace(example, messages=[change(message) for message in example.messages])

@@ -112,7 +112,7 @@ def test_4_bit_weights_are_unpacked_one_by_one(tmp_path, monkeypatch, double, st
     assert len(set(index.values())) > 2
     assert any(index[name] != index[name.partition(".weight.")[0] + ".weight"] for name in constants)
     plan = plan_merge(settings(base), adapter)
-    assert plan is not None and len(plan.changed) == 14
+    assert plan is not None and len(plan.changes) == 14
     save_merged(settings(base), adapter, tmp_path / "ours", [2, 7])
     monkeypatch.setattr(module, "plan_merge", lambda *_: None)
     save_merged(settings(base), adapter, tmp_path / "peft", [2, 7])
@@ -179,7 +179,7 @@ def test_a_base_whose_files_do_not_hold_the_adapted_weights_is_left_to_peft(tmp_
     adapter = make_adapter(base, tmp_path / "adapter")
     assert plan_merge(settings(base), adapter) is not None
     weights = load_file(base / "model.safetensors")
-    save_file({name.removeprefix("model."): tensor for name, tensor in weights.items()}, base / "model.safetensors")
+    save_file({f"other.{name}": tensor for name, tensor in weights.items()}, base / "model.safetensors")
     assert plan_merge(settings(base), adapter) is None
     (base / "model.safetensors").unlink()
     assert plan_merge(settings(base), adapter) is None

@@ -8,6 +8,8 @@ import re
 
 import pytest
 
+from tests.ranks import run_ranks, train
+from unsloth_ddp.training.callbacks import log_interval
 from unsloth_ddp.training.log_lines import LINES_A_HEADER, LogLines
 from unsloth_ddp.training.status import Status, TimeLeft, shown_clock, shown_number, sparkline
 
@@ -107,3 +109,22 @@ def test_numbers_and_durations_keep_their_width() -> None:
     assert [shown_clock(seconds) for seconds in (None, 5, 65.4, 3723, 2 * 86_400 + 11_045)] == [
         "-", "0:05", "1:05", "1:02:03", "2d 3h",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("steps", "interval"), [(1, 1), (8, 1), (20, 2), (49, 2), (50, 5), (99, 5), (100, 10), (10_000, 10)]
+)
+def test_short_runs_are_logged_more_often(steps: int, interval: int) -> None:
+    assert log_interval(steps) == interval
+
+
+@pytest.mark.parametrize(
+    ("options", "logged"), [("--max_steps 5", [1, 2, 3, 4, 5]), ("--max_steps 5 --logging_steps 3", [1, 3, 5])]
+)
+def test_the_last_step_is_logged(tiny_model, uneven_rows, tmp_path, options, logged):
+    argv = (
+        f"--model {tiny_model} --dataset {uneven_rows} --run_name r --max_length 64 --report_to none {options}".split()
+    )
+    run_ranks(2, train, argv, str(tmp_path), folder=tmp_path / "out").check()
+    state = json.loads((tmp_path / "outputs/r/trainer_state.json").read_text())
+    assert [entry["step"] for entry in state["log_history"] if "loss" in entry] == logged

@@ -4,31 +4,30 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import Any
 
 from unsloth_ddp.checkpoints import manifest
 from unsloth_ddp.checkpoints.shards import WEIGHTS, MissingTensor, Shards
+from unsloth_ddp.config.options import Settings
 from unsloth_ddp.utils.errors import UserError
 
 # What a checkpoint holds for its run only; the rest of its top folder belongs to the model.
 OF_THE_RUN = ("trainer_state.json", "training_args.bin", manifest.FILE_NAME, *manifest.READ_ON_RESUME)
 
 
-def assemble(checkpoint: Path, target: Path, *, trust_remote_code: bool = False) -> None:
+def assemble(settings: Settings, checkpoint: Path, target: Path) -> None:
     """Write the model whose weights `checkpoint` holds in shards to `target`, which exists or is made.
+
+    Args:
+        settings: of the run.
 
     Raises:
         UserError: the shards do not hold every weight of the model.
     """
-    import torch
-    import transformers
-
     from unsloth_ddp.checkpoints.sharded_state import named_tensors
+    from unsloth_ddp.model.stored_weights import empty_model, keep_what_is_not_modelled
     from unsloth_ddp.model.whole_weights import saved_tensors, write_model
 
-    config = transformers.AutoConfig.from_pretrained(checkpoint, trust_remote_code=trust_remote_code)
-    with torch.device("meta"):
-        model: Any = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    model = empty_model(checkpoint, settings)
     tensors = named_tensors(model)
     known: dict[int, str] = {}
     try:
@@ -46,3 +45,4 @@ def assemble(checkpoint: Path, target: Path, *, trust_remote_code: bool = False)
     for path in sorted(checkpoint.iterdir()):
         if path.is_file() and not any(path.match(pattern) for pattern in OF_THE_RUN):
             shutil.copyfile(path, target / path.name)
+    keep_what_is_not_modelled(settings, model, target)

@@ -9,12 +9,16 @@ from safetensors import SafetensorError
 
 from unsloth_ddp.export.assemble import assemble
 from unsloth_ddp.export.folder import whole_or_absent
+from unsloth_ddp.model import stored_weights
 from unsloth_ddp.model.load import describe_load_error, is_model_file_error
 from unsloth_ddp.model.merge import save_merged
+from unsloth_ddp.model.merge_check import check_merged
 from unsloth_ddp.model.trained import load_trained_tokenizer, stop_tokens
 from unsloth_ddp.run.result import RunResult
 from unsloth_ddp.utils.errors import UserError
 
+# With which a merged model is compared with its adapter.
+QUESTION = "Hello! Who are you, and what can you tell me about the weather in spring?"
 # Of the answer to the question that an export is asked, in tokens.
 ANSWER_LENGTH = 64
 
@@ -28,11 +32,13 @@ def write_merged(result: RunResult, target: Path) -> None:
         UserError: the base model, the adapter or the shards cannot be loaded.
     """
     if result.in_shards:
-        assemble(result.folder, target, trust_remote_code=result.settings.trust_remote_code)
+        assemble(result.settings, result.folder, target)
         return
     tokenizer = load_trained_tokenizer(result.settings, result.folder)
     try:
         save_merged(result.settings, result.folder, target, stop_tokens(result.settings, tokenizer))
+        rows = [tokenizer(text)["input_ids"] for text in (QUESTION, *_turns(tokenizer))]
+        check_merged(result.settings, result.folder, target, rows)
     except Exception as error:
         # What the system refuses, as a disk that is full, is told by the folder's own handler; errors of a missing file
         # of the model have no number.
@@ -42,19 +48,26 @@ def write_merged(result: RunResult, target: Path) -> None:
         raise UserError(f"The adapter in {result.folder} cannot be merged: {describe_load_error(error)}") from None
 
 
+def _turns(tokenizer: Any) -> list[str]:
+    """Return a chat as the template renders it; nothing without a template."""
+    if tokenizer.chat_template is None:
+        return []
+    return [tokenizer.apply_chat_template([{"role": "user", "content": QUESTION}], tokenize=False)]
+
+
 def ask_whole_model(result: RunResult, folder: Path, question: str, *, plain: bool) -> str:
     """Load a whole model with Transformers, on the CPU, and return its answer to the question, without sampling."""
-    import torch
-    import transformers
-
     from unsloth_ddp.run.generation import GenerationOptions, generate
 
     tokenizer = load_trained_tokenizer(result.settings, folder)
-    model: Any = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.bfloat16, device_map={"": "cpu"}, trust_remote_code=result.settings.trust_remote_code
-    )
     options = GenerationOptions(ANSWER_LENGTH, temperature=0, plain=plain)
-    return generate(model.eval(), tokenizer, [{"role": "user", "content": question}], options, lambda piece: None)
+    return generate(
+        stored_weights.whole_model(folder, result.settings),
+        tokenizer,
+        [{"role": "user", "content": question}],
+        options,
+        lambda piece: None,
+    )
 
 
 def export_merged(result: RunResult, target: Path, question: str, *, plain: bool) -> str:

@@ -23,18 +23,20 @@ def number_in(config: Any, names: tuple[str, ...]) -> int:
 def stacked_experts(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     """Return the stacked weights of all experts by their full names; empty for a model without experts.
 
-    Each has the shape (experts, out, in) or (experts, in, out). Convolutions have 3-dim weights too and are left out.
+    Each has the shape (experts, out, in) or (experts, in, out). Convolutions and the
+    positions of towers have 3-dim weights too and are left out.
     """
     config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    if not number_in(text, EXPERTS):
+    count = number_in(text, EXPERTS)
+    if not count:
         return {}
     return {
         f"{path}.{name}": parameter
         for path, module in model.named_modules()
         if not isinstance(module, _ConvNd)
         for name, parameter in module.named_parameters(recurse=False)
-        if len(full_shape(parameter)) == 3
+        if len(full_shape(parameter)) == 3 and full_shape(parameter)[0] == count
     }
 
 

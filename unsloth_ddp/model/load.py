@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import math
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from unsloth_ddp.data.chat_template import check_chat_template, set_chat_templat
 from unsloth_ddp.distributed.precision import AMPERE, check_full_weights
 from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.distributed.sharding import loads_in_shards
+from unsloth_ddp.model.classes import check_attends_backwards, class_name, model_class, read_config
 from unsloth_ddp.model.download import download_model
 from unsloth_ddp.model.experts import full_shape, stacked_experts
 from unsloth_ddp.model.files import is_folder, model_folder
@@ -29,6 +31,7 @@ from unsloth_ddp.model.fp8 import check_fp8, use_fp8
 from unsloth_ddp.model.gradient_checkpointing import UNSLOTH_NAMES, loaded_with
 from unsloth_ddp.model.lora import check_module_names, lora_config, target_modules, target_parameters
 from unsloth_ddp.model.modules import DTYPES
+from unsloth_ddp.model.parts import freeze_beside_text
 from unsloth_ddp.model.same_files import check_same_files
 from unsloth_ddp.model.source_check import check_source, read_model_file
 from unsloth_ddp.model.whole_model import short_of_memory, tried_in_shards
@@ -63,12 +66,16 @@ def check_model(settings: Settings, runtime: Runtime) -> None:
         )
 
 
-def load_model(settings: Settings, runtime: Runtime) -> tuple[Any, Any]:
+def load_model(settings: Settings, runtime: Runtime, also: Sequence[str] = ()) -> tuple[Any, Any]:
     """Return the model, on this process's device and ready for a trainer, and its tokenizer.
+
+    Args:
+        also: paths of modules that get an adapter beside those that the settings name; those that the model lacks do not matter.
 
     Raises:
         UserError: the model cannot be found or loaded.
     """
+    runtime.on_main(lambda: check_class(settings))
     download_model(settings, runtime)
     in_shards = loads_in_shards(
         runtime.sharding, runtime.backend, with_unsloth=unsloth_trains_shards(settings, runtime)
@@ -77,12 +84,27 @@ def load_model(settings: Settings, runtime: Runtime) -> tuple[Any, Any]:
     if in_shards or (runtime.sharding == "fsdp2" and runtime.broadcast_from_main(lambda: is_folder(settings))):
         check_same_files(settings, runtime)
     if not in_shards:
-        return _load(settings, runtime)
+        return _load(settings, runtime, also)
     from unsloth_ddp.model.sharded_load import shard_mesh
 
     # Creating the mesh is a collective, so it happens outside on_every_rank, where a rank may fail.
     mesh = shard_mesh(runtime)
-    return runtime.on_every_rank(lambda: _load(settings, runtime, mesh))
+    return runtime.on_every_rank(lambda: _load(settings, runtime, also, mesh))
+
+
+def check_class(settings: Settings) -> None:
+    """Refuse a model that is no causal language model, by its config.json; before its weights are downloaded.
+
+    Raises:
+        UserError: see model_class.
+    """
+    try:
+        config = read_config(settings)
+    except Exception as error:
+        if not is_model_file_error(error):
+            raise
+        return  # loading the model tells it
+    model_class(config, str(settings.model), trust_remote_code=settings.trust_remote_code)
 
 
 def unsloth_trains_shards(settings: Settings, runtime: Runtime) -> bool:
@@ -104,17 +126,18 @@ def unsloth_trains_shards(settings: Settings, runtime: Runtime) -> bool:
     return runtime.broadcast_from_main(tried)
 
 
-def _load(settings: Settings, runtime: Runtime, mesh: DeviceMesh | None = None) -> tuple[Any, Any]:
+def _load(settings: Settings, runtime: Runtime, also: Sequence[str], mesh: DeviceMesh | None = None) -> tuple[Any, Any]:
     """Load model and tokenizer, without collectives.
 
     Args:
+        also: see load_model.
         mesh: over which the weights are sharded while loading; None loads the whole model.
     """
     try:
         if runtime.backend == "unsloth":
-            model, tokenizer = _load_unsloth(settings, runtime, mesh)
+            model, tokenizer = _load_unsloth(settings, runtime, also, mesh)
         else:
-            model, tokenizer = _load_transformers(settings, runtime, mesh)
+            model, tokenizer = _load_transformers(settings, runtime, also, mesh)
     except Exception as error:
         if isinstance(error, UserError) or not is_model_file_error(error):
             raise
@@ -123,6 +146,8 @@ def _load(settings: Settings, runtime: Runtime, mesh: DeviceMesh | None = None) 
         ) from error
     _complete_tokenizer(settings, tokenizer)
     model.config.use_cache = False
+    if settings.method == "full" and not settings.train_towers:
+        freeze_beside_text(model)
     return model, tokenizer
 
 
@@ -198,7 +223,9 @@ def weights_dtype(settings: Settings, runtime: Runtime) -> torch.dtype:
     return DTYPES[runtime.precision]
 
 
-def _load_unsloth(settings: Settings, runtime: Runtime, mesh: DeviceMesh | None = None) -> tuple[Any, Any]:
+def _load_unsloth(
+    settings: Settings, runtime: Runtime, also: Sequence[str], mesh: DeviceMesh | None
+) -> tuple[Any, Any]:
     from unsloth import FastLanguageModel
 
     from unsloth_ddp.model import sharded_load, shards
@@ -224,15 +251,19 @@ def _load_unsloth(settings: Settings, runtime: Runtime, mesh: DeviceMesh | None 
             trust_remote_code=settings.trust_remote_code,
             use_safetensors=safetensors_only(settings),
         )
+    _check_class_of_unsloth(settings, model)
     if settings.method != "full":
         check_module_names(settings, model)
+        # For models without kernels of its own, Unsloth would take paths for leaf names unless every part may be adapted.
+        parts = {"finetune_vision_layers": True} if os.environ.get("UNSLOTH_USE_NEW_MODEL") == "1" else {}
         with shards.copied_with_modules():
             model = FastLanguageModel.get_peft_model(
                 model,
+                **parts,
                 r=settings.lora_r,
                 lora_alpha=settings.lora_alpha,
                 lora_dropout=settings.lora_dropout,
-                target_modules=target_modules(settings, model),
+                target_modules=target_modules(settings, model, also),
                 # With None, Unsloth would choose experts of an MoE model itself.
                 target_parameters=target_parameters(settings, model) or ([] if stacked_experts(model) else None),
                 modules_to_save=settings.lora_modules_to_save or None,
@@ -249,7 +280,19 @@ def _load_unsloth(settings: Settings, runtime: Runtime, mesh: DeviceMesh | None 
     return model, getattr(tokenizer, "tokenizer", tokenizer)
 
 
-def _load_transformers(settings: Settings, runtime: Runtime, mesh: DeviceMesh | None) -> tuple[Any, Any]:
+def _check_class_of_unsloth(settings: Settings, model: Any) -> None:
+    """Refuse another class than the transformers backend loads, as names of weights would differ."""
+    known = class_name(model.config, str(settings.model), trust_remote_code=settings.trust_remote_code)
+    if type(model).__name__ != known and not settings.trust_remote_code:
+        raise UserError(
+            f"Unsloth loads model {settings.model} as {type(model).__name__}, and its config.json names {known}; use --backend "
+            "transformers."
+        )
+
+
+def _load_transformers(
+    settings: Settings, runtime: Runtime, also: Sequence[str], mesh: DeviceMesh | None
+) -> tuple[Any, Any]:
     import transformers
     from peft import get_peft_model, prepare_model_for_kbit_training
 
@@ -268,8 +311,9 @@ def _load_transformers(settings: Settings, runtime: Runtime, mesh: DeviceMesh | 
             # FSDP2 shards floating-point tensors only, so the packed 4-bit weights are stored in such a dtype.
             bnb_4bit_quant_storage=DTYPES[runtime.precision] if runtime.sharding == "fsdp2" else torch.uint8,
         )
+    auto = model_class(read_config(settings), str(settings.model), trust_remote_code=settings.trust_remote_code)
     with contextlib.nullcontext() if mesh is None else sharded_load.reading_shards(mesh, str(settings.model)):
-        loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
+        loaded: Any = auto.from_pretrained(
             str(settings.model),
             dtype=weights_dtype(settings, runtime),
             device_map=runtime.device_map,
@@ -283,6 +327,8 @@ def _load_transformers(settings: Settings, runtime: Runtime, mesh: DeviceMesh | 
     # The check does not work with ZeRO-3, where every rank loads a part, and with 4-bit layers, which have extra tensors.
     if runtime.sharding != "zero3" and quantization is None:
         check_complete(str(settings.model), list(loading["missing_keys"]), list(loading["mismatched_keys"]))
+        if mesh is None:
+            check_attends_backwards(settings, model)
     checkpointing = loaded_with(runtime, settings) != "none"
     if quantization is not None:
         prepare = prepare_model_for_kbit_training if mesh is None else packed_shards.prepare_for_adapters
@@ -297,7 +343,7 @@ def _load_transformers(settings: Settings, runtime: Runtime, mesh: DeviceMesh | 
         # ZeRO-3 gathers small weights into buffers of one dtype, so with it adapters keep the dtype of the base model
         # (DeepSpeed issue 8072); its optimizer holds fp32 copies of them.
         with shards.copied_with_modules():
-            adapter = lora_config(settings, model)
+            adapter = lora_config(settings, model, also)
             model = get_peft_model(model, adapter, autocast_adapter_dtype=runtime.sharding != "zero3")
     if settings.fp8:
         use_fp8(model)

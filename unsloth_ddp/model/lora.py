@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.model.experts import full_shape, names_in_layers, stacked_experts
+from unsloth_ddp.model.modules import base_model
+from unsloth_ddp.model.parts import adaptable_layers, is_linear, parts_beside_text, path_in_class
 from unsloth_ddp.utils.errors import UserError
 
 # Name of an expert's linear layer -> name of the tensor in which Transformers stacks it. PEFT 0.21 maps names in the same
@@ -19,45 +22,87 @@ NAMES_OF_EXPERTS = {
 }  # fmt: skip
 # The name that PEFT takes for the layer that routes tokens to experts.
 ROUTER = "gate"
+ALL_LINEAR = "all-linear"
 
 
-def lora_config(settings: Settings, model: torch.nn.Module) -> Any:
+def lora_config(settings: Settings, model: torch.nn.Module, also: Sequence[str] = ()) -> Any:
     """Return PEFT's LoraConfig for this model.
 
+    Args:
+        also: see target_modules.
+
     Raises:
-        UserError: see target_parameters.
+        UserError: see target_modules and target_parameters.
     """
     from peft import LoraConfig
 
-    parameters = target_parameters(settings, model)
-    modules: Any = target_modules(settings, model)
-    if settings.lora_target_modules == ["all-linear"] and not stacked_experts(model):
-        # PEFT excludes the output head by its path; excluding its name could exclude other layers too.
-        modules = "all-linear"
     return LoraConfig(
         r=settings.lora_r,
         lora_alpha=settings.lora_alpha,
         lora_dropout=settings.lora_dropout,
-        target_modules=modules,
-        target_parameters=parameters or None,
+        target_modules=target_modules(settings, model, also),
+        target_parameters=target_parameters(settings, model) or None,
         modules_to_save=settings.lora_modules_to_save or None,
         use_rslora=settings.use_rslora,
         task_type="CAUSAL_LM",
     )
 
 
-def target_modules(settings: Settings, model: torch.nn.Module) -> list[str]:
-    """Return the module names to adapt; all-linear means every linear layer except the output head.
+def target_modules(settings: Settings, model: torch.nn.Module, also: Sequence[str] = ()) -> list[str]:
+    """Return the modules to adapt, as PEFT and Unsloth take them: leaf names where these match nothing else, else paths.
 
-    In MoE models PEFT takes some names for those of experts (see target_parameters), even if other layers, such as shared
-    experts, have these names too. all-linear leaves these names out.
+    Args:
+        also: paths of further modules; those that the model lacks do not matter.
+
+    Raises:
+        UserError: there is no module that all-linear could adapt.
     """
-    if settings.lora_target_modules != ["all-linear"]:
-        return [name for name in settings.lora_target_modules if not _tensors_called(name, model)]
-    head = model.get_output_embeddings()  # type: ignore[operator]
-    linear = (n for n, m in model.named_modules() if isinstance(m, torch.nn.Linear) and m is not head)
-    names = {name.rpartition(".")[2] for name in linear}
-    return sorted(names - NAMES_OF_EXPERTS.keys() - {ROUTER} if stacked_experts(model) else names)
+    paths = dict(base_model(model).named_modules()).keys()
+    chosen = adapted_paths(settings, model) | (paths & {path_in_class(path, model) for path in also})
+    if not chosen and not target_parameters(settings, model):
+        raise UserError(
+            f"lora_target_modules {ALL_LINEAR}: {settings.model} has no linear layer in its text decoder; name the modules."
+        )
+    of_leaf: dict[str, set[str]] = {}
+    for path in paths:
+        of_leaf.setdefault(path.rpartition(".")[2], set()).add(path)
+    leaves = {path.rpartition(".")[2] for path in chosen}
+    exact = {leaf for leaf in leaves if of_leaf[leaf] <= chosen}
+    return sorted(exact) + sorted(path for path in chosen if path.rpartition(".")[2] not in exact)
+
+
+def adapted_paths(settings: Settings, model: torch.nn.Module) -> set[str]:
+    """Return the paths of the modules to adapt.
+
+    all-linear and leaf names (q_proj) stand for layers that rows of text run through (see parts.adaptable_layers), a name with a
+    dot for every module whose path ends with it. In MoE models PEFT takes some names for those of experts (see
+    target_parameters), even if other layers, such as shared experts, have these names too. all-linear leaves these names out.
+    """
+    layers = adaptable_layers(model, towers=settings.train_towers)
+    names = [name for name in settings.lora_target_modules if not _tensors_called(name, model)]
+    chosen = {path for name in names for path in _paths_named(name, model, layers)}
+    if ALL_LINEAR in names:
+        others = NAMES_OF_EXPERTS.keys() | {ROUTER} if stacked_experts(model) else set()
+        chosen |= {path for path in layers if path.rpartition(".")[2] not in others}
+    return chosen
+
+
+def _paths_named(name: str, model: torch.nn.Module, layers: Mapping[str, Any]) -> list[str]:
+    """Return the paths that a name in lora_target_modules stands for.
+
+    Args:
+        layers: that all-linear stands for, by their paths.
+    """
+    modules = dict(base_model(model).named_modules())
+    for exact in (name, path_in_class(name, model)):
+        if exact in modules:
+            return [exact]
+    ending = [path for path in modules if path.endswith(f".{name}")]
+    if "." in name:
+        return ending
+    # Embeddings and convolutions of the text decoder can be named by their leaves too.
+    beside = tuple(f"{path}." for path in parts_beside_text(model))
+    return [p for p in ending if p in layers or not (is_linear(modules[p]) or p.startswith(beside))]
 
 
 def target_parameters(settings: Settings, model: torch.nn.Module) -> list[str]:
@@ -97,19 +142,31 @@ def check_module_names(settings: Settings, model: torch.nn.Module) -> None:
     """
     modules = [f".{name}" for name, _ in model.named_modules()]
     for option in ("lora_target_modules", "lora_modules_to_save"):
-        given = getattr(settings, option)
-        if option == "lora_target_modules" and given == ["all-linear"]:
-            continue
-        for name in given:
+        for name in getattr(settings, option):
+            if option == "lora_target_modules" and name == ALL_LINEAR:
+                continue
             matches = any(module.endswith(f".{name}") for module in modules)
             if not matches and not (option == "lora_target_modules" and _tensors_called(name, model)):
                 raise UserError(f"{option} {name[:100]} is not a module of {settings.model}; {_advice(name, model)}")
-            if option == "lora_target_modules" and _is_head(name, model):
-                raise UserError(
-                    f"lora_target_modules {name[:100]} is the output head of {settings.model}, whose weight the loss multiplies "
-                    f"directly, so an adapter on it would not be trained; leave it out, or give --lora_modules_to_save {name[:100]}."
-                )
+            if option == "lora_target_modules":
+                _check_target(name, settings, model)
     _check_parameter_names(settings, model)
+
+
+def _check_target(name: str, settings: Settings, model: torch.nn.Module) -> None:
+    """Refuse the output head, and a leaf name that stands for no layer which rows of text train."""
+    if _is_head(name, model):
+        raise UserError(
+            f"lora_target_modules {name[:100]} is the output head of {settings.model}, whose weight the loss multiplies "
+            f"directly, so an adapter on it would not be trained; leave it out, or give --lora_modules_to_save {name[:100]}."
+        )
+    if _tensors_called(name, model) or _paths_named(name, model, adaptable_layers(model, towers=settings.train_towers)):
+        return
+    path = next(path for path, _ in base_model(model).named_modules() if f".{path}".endswith(f".{name}"))
+    raise UserError(
+        f"lora_target_modules {name[:100]} is a tower, a router or another module of {settings.model} that rows of text do not train "
+        f"or should not; leave it out, or give its path to adapt it all the same ({path})."
+    )
 
 
 def _is_head(name: str, model: torch.nn.Module) -> bool:
@@ -157,8 +214,8 @@ def _advice(name: str, model: torch.nn.Module) -> str:
     """Return the advice at the end of the message that refuses a module name."""
     if "," in name:
         return f"separate names by spaces ({' '.join(name.replace(',', ' ').split())[:100]})."
-    if name == "all-linear":
-        return "all-linear is given alone, in lora_target_modules."
+    if name == ALL_LINEAR:
+        return f"{ALL_LINEAR} is for lora_target_modules."
     with_weights = sorted({path.split(".")[-2] for path, _ in model.named_parameters() if "." in path})
     similar = difflib.get_close_matches(name[:100], with_weights, n=1, cutoff=0.6)
     return f"did you mean {similar[0]}?" if similar else f"it has {', '.join(with_weights[:20])}."

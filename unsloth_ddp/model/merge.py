@@ -19,8 +19,18 @@ import torch
 from safetensors import safe_open
 
 from unsloth_ddp.config.options import Settings
+from unsloth_ddp.model.adapter_weights import PREFIX, A, B, adapted_modules, load_weights, read_weights
+from unsloth_ddp.model.classes import model_class, read_config
 from unsloth_ddp.model.files import model_folder, safetensors_files
 from unsloth_ddp.model.load import safetensors_only, stop_at
+from unsloth_ddp.model.parts import path_in_class
+from unsloth_ddp.model.stored_weights import (
+    copy_processor,
+    empty_model,
+    keep_what_is_not_modelled,
+    names_in_model,
+    tell_kept,
+)
 from unsloth_ddp.model.whole_weights import ADAPTER, describe_without_weights
 from unsloth_ddp.utils.tensor_files import ModelFiles
 
@@ -28,8 +38,6 @@ WEIGHT = ".weight"
 # bitsandbytes stores the constants of q_proj.weight as q_proj.weight.absmax and so on.
 PART = f"{WEIGHT}."
 QUANTIZED = ".quant_state."
-PREFIX = "base_model.model."
-A, B = ".lora_A.weight", ".lora_B.weight"
 # Transformers' conversion that reads a weight and its constants as one tensor.
 UNPACKS = "Bnb4bitDeserialize"
 # Options of a LoraConfig that are off where the change of a weight is scale * B @ A.
@@ -51,10 +59,16 @@ def save_merged(settings: Settings, adapter: Path, target: Path, stop_tokens: Se
 
     merge = plan_merge(settings, adapter)
     if merge is None:
-        _save_merged_by_peft(settings, adapter, target, stop_tokens)
+        model = _save_merged_by_peft(settings, adapter, target, stop_tokens)
+        keep_what_is_not_modelled(settings, model, target)
     else:
+        model = merge.model
         _save_merged_by_weight(merge, target, stop_tokens)
+        if (base := model_folder(settings)) is not None:
+            copy_processor(base, target)
+        tell_kept(settings, model, merge.not_modelled)
     transformers.AutoTokenizer.from_pretrained(adapter).save_pretrained(target)
+    del model, merge
     gc.collect()
 
 
@@ -68,27 +82,31 @@ class Merge:
     Args:
         files: weight files of the base model, in order, each with the names of its weights.
         constants: of each 4-bit weight, the names and files of its quantization constants.
-        adapter: file of the adapter.
-        changed: names of the weights that the adapter changes.
+        changes: of each weight that the adapter changes, the matrices A and B.
         scale: factor of B @ A.
         model: the base model on the meta device.
+        not_modelled: names of weights that its class does not have, which are copied too.
     """
 
     files: dict[Path, list[str]]
     constants: dict[str, dict[str, Path]]
-    adapter: Path
-    changed: frozenset[str]
+    changes: dict[str, tuple[torch.Tensor, torch.Tensor]]
     scale: float
     model: Any
+    not_modelled: list[str]
 
 
 def plan_merge(settings: Settings, adapter: Path) -> Merge | None:
-    """Return the plan of a merge weight by weight; None if the base or the adapter does not allow it."""
+    """Return the plan of a merge weight by weight; None if the base or the adapter does not allow it.
+
+    Raises:
+        UserError: the adapter changes modules that the base model does not have.
+    """
     base, file = model_folder(settings), adapter / f"{ADAPTER}.safetensors"
     config = json.loads((adapter / "adapter_config.json").read_text(encoding="utf-8"))
     if base is None or settings.trust_remote_code or not file.is_file() or not _is_plain(config):
         return None
-    model = _without_memory(base) if (paths := safetensors_files(base)) else None
+    model = _without_memory(base, settings) if (paths := safetensors_files(base)) else None
     if model is None:
         return None
     shapes: dict[str, list[int]] = {}
@@ -99,22 +117,24 @@ def plan_merge(settings: Settings, adapter: Path) -> Merge | None:
         shapes |= found
         stored |= dict.fromkeys(found, path)
     own = {name: list(parameter.shape) for name, parameter in model.named_parameters()}
+    known = names_in_model(model, stored)
     constants: dict[str, dict[str, Path]] = {}
     for name, path in stored.items():
-        if (weight := name.partition(PART)[0] + WEIGHT) in own and PART in name:
+        weight = name.partition(PART)[0] + WEIGHT
+        if PART in name and (packed := known.get(weight)) in own:
             constants.setdefault(weight, {})[name] = path
             # Its file holds packed bytes.
-            shapes[weight] = own[weight]
-    changed = _changed_weights(file, shapes)
-    if changed is None or not changed <= {name for name, shape in own.items() if len(shape) == 2}:
+            shapes[weight] = own[str(packed)]
+    changes = _changes(adapter, model, shapes, known)
+    if changes is None:
         return None
     inside = {name for names in constants.values() for name in names}
-    if any(QUANTIZED in name for name in stored) and not stored.keys() - inside <= own.keys():
+    if any(QUANTIZED in name for name in stored) and not {known[name] for name in stored.keys() - inside} <= own.keys():
         # Packed weights under other names than the model's, such as each expert of a stack.
         return None
     files = {path: [name for name, at in stored.items() if at == path and name not in inside] for path in paths}
     scale = config["lora_alpha"] / (math.sqrt(config["r"]) if config.get("use_rslora") else config["r"])
-    return Merge(files, constants, file, changed, scale, model)
+    return Merge(files, constants, changes, scale, model, sorted(name for name in stored if known[name] is None))
 
 
 def _is_plain(config: dict[str, Any]) -> bool:
@@ -124,37 +144,44 @@ def _is_plain(config: dict[str, Any]) -> bool:
     return config.get("bias", "none") == "none" and not any(config.get(name) for name in EXTENSIONS)
 
 
-def _without_memory(base: Path) -> Any:
-    """Return a folder's model on the meta device; None if its files store weights in another form than the model."""
+def _without_memory(base: Path, settings: Settings) -> Any:
+    """Return a folder's model on the meta device; None if its files are quantized in a form that only Transformers reads."""
     import transformers
 
-    config = transformers.AutoConfig.from_pretrained(base)
-    if (quantization := getattr(config, "quantization_config", None)) is not None:
-        if not quantization.get("load_in_4bit"):
-            return None
-        # The merged model has 16 bits.
-        del config.quantization_config
-    with torch.device("meta"):
-        model: Any = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    if getattr(model, "_keep_in_fp32_modules", None) or getattr(model, "_keep_in_fp32_modules_strict", None):
+    config = json.loads((base / "config.json").read_text(encoding="utf-8"))
+    # The merged model has 16 bits.
+    if (quantization := config.get("quantization_config")) is not None and not quantization.get("load_in_4bit"):
         return None
+    model = empty_model(base, settings)
     if (base / "generation_config.json").is_file():
         model.generation_config = transformers.GenerationConfig.from_pretrained(base)
     return model
 
 
-def _changed_weights(adapter: Path, shapes: dict[str, list[int]]) -> frozenset[str] | None:
-    """Return the weights that an adapter changes; None if it contains other tensors or does not fit the base's files."""
-    with safe_open(adapter, "pt") as file:
-        found = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
-    modules = {name.removeprefix(PREFIX).removesuffix(A) for name in found if name.endswith(A)}
-    if found.keys() != {f"{PREFIX}{module}{part}" for module in modules for part in (A, B)}:
+def _changes(
+    adapter: Path, model: Any, shapes: dict[str, list[int]], known: dict[str, str | None]
+) -> dict[str, tuple[torch.Tensor, torch.Tensor]] | None:
+    """Return the adapter's matrices by the stored name of the weight that they change; None if they do not fit the files.
+
+    Args:
+        shapes: of the stored weights.
+        known: the model's name of each.
+    """
+    weights = read_weights(adapter, model)
+    modules = {name.removeprefix(PREFIX).removesuffix(A) for name in weights if name.endswith(A)}
+    if weights.keys() != {f"{PREFIX}{module}{part}" for module in modules for part in (A, B)}:
         return None
+    by_name: dict[str | None, list[str]] = {}
+    for name, own in known.items():
+        by_name.setdefault(own, []).append(name)
+    changes = {}
     for module in modules:
-        change = [found[f"{PREFIX}{module}{B}"][0], found[f"{PREFIX}{module}{A}"][1]]
-        if shapes.get(f"{module}.weight") != change:
+        pair = weights[f"{PREFIX}{module}{A}"], weights[f"{PREFIX}{module}{B}"]
+        stored = by_name.get(f"{module}{WEIGHT}", [])
+        if len(stored) != 1 or shapes[stored[0]] != [pair[1].shape[0], pair[0].shape[1]]:
             return None
-    return frozenset(f"{module}.weight" for module in modules)
+        changes[stored[0]] = pair
+    return changes
 
 
 def _save_merged_by_weight(merge: Merge, target: Path, stop_tokens: Sequence[int]) -> None:
@@ -162,22 +189,35 @@ def _save_merged_by_weight(merge: Merge, target: Path, stop_tokens: Sequence[int
     stop_at(merge.model, stop_tokens)
     describe_without_weights(lambda state_dict: merge.model.save_pretrained(target, state_dict=state_dict), target)
     out = ModelFiles(target, [name for names in merge.files.values() for name in names])
+    sixteen_bit = _is_sixteen_bit(merge.files)
     try:
         for path, names in merge.files.items():
             # Opened again for each file, so that the pages read for the last one are released.
-            with safe_open(path, "pt") as weights, safe_open(merge.adapter, "pt") as adapter:
+            with safe_open(path, "pt") as weights:
                 for name in names:
                     weight = weights.get_tensor(name)
                     if name in merge.constants:
                         weight = _unpacked(weight, merge.constants[name])
-                    if name in merge.changed:
-                        module = f"{PREFIX}{name.removesuffix(WEIGHT)}"
-                        change = adapter.get_tensor(f"{module}{B}").float() @ adapter.get_tensor(f"{module}{A}").float()
-                        weight = weight.float().add_(change, alpha=merge.scale)
-                    out.add(name, weight.to(torch.bfloat16) if weight.is_floating_point() else weight)
+                    if name in merge.changes:
+                        first, second = merge.changes[name]
+                        weight = weight.float().add_(second.float() @ first.float(), alpha=merge.scale)
+                    # A 16-bit model keeps a few weights in fp32 on purpose.
+                    kept = sixteen_bit and weight.dtype == torch.float32 and name not in merge.changes
+                    out.add(name, weight if kept or not weight.is_floating_point() else weight.to(torch.bfloat16))
         out.close()
     finally:
         out.remove_unfinished()
+
+
+def _is_sixteen_bit(files: dict[Path, list[str]]) -> bool:
+    """Return whether most of the stored weights are of 16 bits, or packed."""
+    count = {True: 0, False: 0}
+    for path, names in files.items():
+        with safe_open(path, "pt") as weights:
+            for name in names:
+                part = weights.get_slice(name)
+                count[part.get_dtype() not in ("F32", "F64")] += math.prod(part.get_shape())
+    return count[True] > count[False]
 
 
 def _unpacked(packed: torch.Tensor, constants: dict[str, Path]) -> torch.Tensor:
@@ -199,28 +239,47 @@ def _unpacked(packed: torch.Tensor, constants: dict[str, Path]) -> torch.Tensor:
 # ---- by PEFT ----
 
 
-def _save_merged_by_peft(settings: Settings, adapter: Path, target: Path, stop_tokens: Sequence[int]) -> None:
+def _save_merged_by_peft(settings: Settings, adapter: Path, target: Path, stop_tokens: Sequence[int]) -> Any:
     """Load the base on the CPU in bf16 and merge there; 4-bit weights would round the adapter's changes away."""
-    import transformers
-    from peft import PeftModel
+    adapted = load_adapted(settings, adapter)
+    _untie_adapted_embedding(adapted)
+    merged = adapted.merge_and_unload()
+    merged.config.use_cache = True
+    stop_at(merged, stop_tokens)
+    merged.save_pretrained(target)
+    return merged
 
-    base: Any = transformers.AutoModelForCausalLM.from_pretrained(
+
+def load_adapted(settings: Settings, adapter: Path, dtype: torch.dtype = torch.bfloat16) -> Any:
+    """Return the base model with the adapter, on the CPU.
+
+    Raises:
+        UserError: a weight of the adapter is missing, or the base model does not have it.
+    """
+    from peft import PeftConfig, get_peft_model
+
+    auto = model_class(read_config(settings), str(settings.model), trust_remote_code=settings.trust_remote_code)
+    base: Any = auto.from_pretrained(
         str(settings.model),
         revision=settings.model_revision,
         trust_remote_code=settings.trust_remote_code,
         use_safetensors=safetensors_only(settings),
-        dtype=torch.bfloat16,
+        dtype=dtype,
         device_map={"": "cpu"},
     )
     if getattr(base, "quantization_method", None) is not None or "quantization_config" in base.config.to_dict():
         base = base.dequantize()
         _forget_packing(base)
-    adapted = PeftModel.from_pretrained(base, str(adapter))
-    _untie_adapted_embedding(base)
-    merged = adapted.merge_and_unload()
-    merged.config.use_cache = True
-    stop_at(merged, stop_tokens)
-    merged.save_pretrained(target)
+    config: Any = PeftConfig.from_pretrained(str(adapter))
+    if config.target_modules and not config.target_parameters and not config.trainable_token_indices:
+        # The modules of the file, under the names of this class; the names in the config could match modules of towers too.
+        paths = {path for path, _ in base.named_modules()}
+        named = {path_in_class(path, base) if path not in paths else path for path in adapted_modules(adapter)}
+        config.target_modules = (named & paths) or config.target_modules
+    config.inference_mode = False
+    adapted = get_peft_model(base, config)
+    load_weights(adapted, adapter, str(settings.model))
+    return adapted.eval()
 
 
 def _untie_adapted_embedding(model: Any) -> None:

@@ -1,4 +1,4 @@
-"""Name the dtypes of a model, unwrap it from PEFT, count a layer's weights, and switch it to evaluation or training for a block."""
+"""Name the dtypes of a model, unwrap it from PEFT, find its text decoder, count a layer's weights, and switch it to evaluation or training for a block."""
 
 from __future__ import annotations
 
@@ -18,10 +18,25 @@ def base_model(model: Any) -> Any:
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
+def text_decoder(model: Any) -> Any:
+    """Return the decoder that text runs through, without the output head: the part with the token embedding.
+
+    Some classes of Transformers return a model with its head (Llama 4), or another module (ModernBERT's decoder).
+    """
+    base = base_model(model)
+    embedding, head = base.get_input_embeddings(), base.get_output_embeddings()
+    found = base.get_decoder() if hasattr(base, "get_decoder") else base.base_model
+    while head is not None and hasattr(found, "get_decoder") and any(one is head for one in found.modules()):
+        inner = found.get_decoder()
+        if inner is found:
+            break
+        found = inner
+    return found if any(one is embedding for one in found.modules()) else base.base_model
+
+
 def weights_of_first_layer(model: Any) -> int:
     """Return the number of weights in the linear layers of a model's first decoder layer; 0 if it has none that is known."""
-    base = base_model(model)
-    layers = getattr(base.get_decoder(), "layers", []) if hasattr(base, "get_decoder") else []
+    layers = getattr(text_decoder(model), "layers", [])
     linear = (m for layer in layers[:1] for m in layer.modules() if isinstance(m, torch.nn.Linear | FrozenFP8Linear))
     return sum(module.in_features * module.out_features for module in linear)
 

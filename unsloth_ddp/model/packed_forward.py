@@ -21,7 +21,7 @@ from unsloth_ddp.data.fixed_shape import FixedShape, StepTensors
 from unsloth_ddp.model import varlen
 from unsloth_ddp.model.compile_options import repeatable_options
 from unsloth_ddp.model.head_loss import head_loss
-from unsloth_ddp.model.modules import base_model, kept_random_numbers
+from unsloth_ddp.model.modules import base_model, kept_random_numbers, text_decoder
 
 # The function that Unsloth's attention layers of every family call, by this name in the family's module.
 UNSLOTH_ATTENTION = "run_attention"
@@ -54,7 +54,7 @@ class PackedForward:
     def __init__(self, model: Any, shape: FixedShape, *, recompute: bool = False) -> None:
         self.recompute = recompute
         base = base_model(model)
-        self.decoder: Any = base.get_decoder()
+        self.decoder: Any = text_decoder(model)
         self.head: Any = base.get_output_embeddings()
         self.shape = shape
         self.layers: list[Any] = list(getattr(self.decoder, "layers", []))

@@ -17,7 +17,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.nn import Module, ModuleList, Parameter
 
-from unsloth_ddp.model.modules import base_model
+from unsloth_ddp.model.modules import text_decoder
 
 # Largest period after which layers of different kinds repeat (Gemma 3: five with a sliding window and one without).
 LONGEST_PERIOD = 8
@@ -36,7 +36,7 @@ def layers_of(model: Any) -> ModuleList:
     Raises:
         NoStandInError: the model does not have a list `layers`.
     """
-    layers = getattr(base_model(model).get_decoder(), "layers", None)
+    layers = getattr(text_decoder(model), "layers", None)
     if not isinstance(layers, ModuleList) or not len(layers):
         raise NoStandInError("its layers are not known")
     return layers

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from unsloth_ddp.data.labels import IGNORED, supervised_positions
-from unsloth_ddp.model.modules import base_model, evaluation_mode
+from unsloth_ddp.model.modules import base_model, evaluation_mode, text_decoder
 from unsloth_ddp.utils.errors import one_line
 
 logger = logging.getLogger("unsloth_ddp")
@@ -41,7 +41,7 @@ class SupervisedHead:
 
     def __init__(self, model: Any) -> None:
         self.positions: Tensor | None = None
-        base_model(model).get_decoder().register_forward_hook(self._select)
+        text_decoder(model).register_forward_hook(self._select)
 
     @contextmanager
     def at(self, positions: Tensor | None) -> Iterator[None]:

@@ -7,6 +7,7 @@ adapter's weights then replace those of the new one.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,6 +15,7 @@ from unsloth_ddp.config.options import Settings
 from unsloth_ddp.data.formats import Example
 from unsloth_ddp.data.tokenize import Encoder
 from unsloth_ddp.distributed.runtime import Runtime
+from unsloth_ddp.model.adapter_weights import adapted_modules, load_weights
 from unsloth_ddp.model.files_check import check_adapter_file, check_local_model
 from unsloth_ddp.model.load import is_model_file_error, load_model, stop_at
 from unsloth_ddp.utils.errors import UserError, one_line
@@ -70,26 +72,9 @@ def load_trained(settings: Settings, trained: Path, runtime: Runtime) -> Any:
             "method qlora needs a GPU for its 4-bit kernels, and none is used here; use a machine with a GPU, or export "
             "the run with --to merged and load that model."
         )
-    model = _load(settings, runtime)
-    from peft import load_peft_weights, set_peft_model_state_dict
-
-    try:
-        read: Any = set_peft_model_state_dict(model, load_peft_weights(str(trained), device="cpu"))
-    except Exception as error:
-        if not is_model_file_error(error) and not isinstance(error, RuntimeError):
-            raise
-        raise UserError(f"The adapter in {trained} cannot be loaded: {one_line(error)}.") from None
-    if read.unexpected_keys:
-        raise UserError(
-            f"The adapter in {trained} holds {read.unexpected_keys[0]}, which its base model {settings.model} does not have; check "
-            "whether the base model was replaced."
-        )
-    trained_names = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    if absent := sorted(trained_names.intersection(read.missing_keys)):
-        raise UserError(
-            f"The adapter in {trained} lacks {len(absent)} of its {len(trained_names)} weights (the first: {absent[0]}); check "
-            "whether its file was replaced or settings.yaml was edited."
-        )
+    # Earlier versions of the kit adapted more modules with the same settings.
+    model = _load(settings, runtime, adapted_modules(trained))
+    load_weights(model, trained, str(settings.model))
     return _ready(model, runtime)
 
 
@@ -102,8 +87,12 @@ def load_base(settings: Settings, runtime: Runtime) -> Any:
     return _ready(_load(settings, runtime), runtime)
 
 
-def _load(settings: Settings, runtime: Runtime) -> Any:
-    """Return the model of `settings` as for training: with a new adapter unless the method is full."""
+def _load(settings: Settings, runtime: Runtime, also: Sequence[str] = ()) -> Any:
+    """Return the model of `settings` as for training: with a new adapter unless the method is full.
+
+    Args:
+        also: further modules with an adapter.
+    """
     weights: Literal["fp32", "bf16"] = "fp32" if runtime.precision == "fp32" else "bf16"
     # The run's folder has the tokenizer with its template, so the template's file may be gone.
     settings = dataclasses.replace(settings, gradient_checkpointing="none", chat_template=None, full_weights=weights)
@@ -112,7 +101,7 @@ def _load(settings: Settings, runtime: Runtime) -> Any:
     if runtime.device_type == "cpu":
         # The run's attention kernel may need a GPU.
         settings.attn_implementation = None
-    return load_model(settings, runtime)[0]
+    return load_model(settings, runtime, also)[0]
 
 
 def _ready(model: Any, runtime: Runtime) -> Any:

@@ -15,17 +15,15 @@ from unsloth_ddp.plan.rows import RowLengths
 from unsloth_ddp.plan.shape import ModelShape
 from unsloth_ddp.plan.step import backend_of, planned_packing, precision_of
 from unsloth_ddp.training.step_choice import StepChoice
-from unsloth_ddp.utils.tables import Column, output_width, render_pairs, render_table, wrap_text
+from unsloth_ddp.utils.tables import Column, fit_text, output_width, render_pairs, render_table, wrap_text
 from unsloth_ddp.utils.units import GIB, MIB, counted, shown_bandwidth, shown_bytes, shown_seconds
 
-HOW_TO_CALIBRATE = (
-    "To write one, train the same model and rows for about 50 steps on one GPU of the kind that you will rent (--max_steps "
-    "50 --logging_steps 5), then run this command with --calibrate outputs/RUN --calibration FILE. --calibration h200 is "
-    "shipped (LoRA, QLoRA and full on H200s)."
-)
-NO_CALIBRATION = (
-    f"Time and efficiency are left out: they need measured speeds, which --calibration FILE gives. {HOW_TO_CALIBRATE}"
-)
+HOW_TO_CALIBRATE = "Give --calibration h200, or measure your own GPU (docs/plan.md#time)."
+NO_CALIBRATION = f"Time and efficiency are left out, because they need measured speeds. {HOW_TO_CALIBRATE}"
+# Columns of the table of memory that a narrow terminal leaves out; the JSON file has them.
+NOT_IN_NARROW = ("optimizer", "working", "loading")
+# The table of scaling shows up to this many times the GPUs of the run; the JSON file has more.
+SHOWN_GROWTH = 4
 COLOURS = {"fits": "green", "tight": "yellow", "unknown": "yellow", "does not fit": "bold red"}
 
 
@@ -57,7 +55,7 @@ def render_plan(report: PlanReport, *, width: int | None = None, colour: bool = 
         *_sharded_network(settings, hardware, plan, width, machines),
         ("Scaling, as far as links and uneven rows decide it", _scale_table(hardware, plan, width)),
     ]
-    parts = [f"{title}\n{table}" for title, table in tables]
+    parts = [f"{fit_text(title, width)}\n{table}" for title, table in tables]
     parts[1] += "\n" + "\n".join(wrap_text(verdict_sentence(report), width))
     lines = [line for text in notes(report) for line in _bullet(text, width)]
     return "\n\n".join([*parts, "\n".join(lines)])
@@ -108,7 +106,8 @@ def _memory_title(plan: Plan, of_gpu: str) -> str:
 def _memory_table(settings: Settings, plan: Plan, width: int, colour: bool) -> str:
     unit = _memory_unit(plan)[1]
     numbers = ("weights", "gradients", "optimizer", "working", "loading", "peak")
-    columns = [Column("method"), Column("sharding"), Column("recompute"), *(Column(n, "right") for n in numbers)]
+    columns = [Column("method"), Column("sharding"), Column("recompute")]
+    columns += [Column(name, "right", optional=name in NOT_IN_NARROW) for name in numbers]
     rows = []
     for one in plan.memory:
         memory = one.memory
@@ -169,7 +168,8 @@ def _scale_table(hardware: Hardware, plan: Plan, width: int) -> str:
     if plan.speed is not None:
         columns += ["same work", "same batch", "run", "GPU-hours"]
     rows = []
-    for one in plan.scale:
+    most = max(SHOWN_GROWTH * hardware.processes, plan.scale[0].gpus)
+    for one in (one for one in plan.scale if one.gpus <= most):
         for index, network in enumerate(hardware.networks):
             # Machines are not joined by a network where there is one, so its lines would be the same.
             if index and one.nodes == 1:
@@ -228,11 +228,8 @@ def notes(report: PlanReport) -> list[str]:
     """Return the sentences on what the tables rest on, and what they leave out."""
     hardware, plan, calibration = report.hardware, report.plan, report.calibration
     said = [
-        "Memory: recompute is the kind of gradient_checkpointing, working is activations, 16-bit copies of weights, and buffers; peak is the highest of the backward pass, "
-        f"the optimizer step and loading. A peak up to {RESERVE:.0%} of a GPU counts as a fit; the rest is for the driver, "
-        "NCCL and fragmentation. DDP is within 8 % of runs on H200s, LoRA with ZeRO-2 and FSDP2, LoRA "
-        "with ZeRO-3 and torch, and full with ZeRO-2 within 10 %, and so are models that FSDP2 loads in shards: where a whole one does not fit on a GPU, or with --backend "
-        "transformers. The other rows are lower bounds, and runs took up to twice as much: their verdict is unknown (docs/plan.md)."
+        "Memory: peak is the highest of the backward pass, the optimizer step and loading. Up to "
+        f"{RESERVE:.0%} of a GPU counts as a fit. Runs took up to twice as much as a lower bound (docs/plan.md#memory)."
     ]
     if offloaded := [row for row in plan.memory if row.offload != "none" and row.verdict != "does not fit"]:
         kept = ", ".join(
@@ -288,7 +285,7 @@ def _describe_scaling(plan: Plan) -> list[str]:
     if plan.speed is None:
         return [
             "Scaling: all-reduce is the time to average the gradients of a step; even rows is the efficiency that uneven "
-            "rows allow, as a step lasts as long as its GPU with the most tokens."
+            "rows allow."
         ]
     others = [count for count in GUIDE if count > 4]
     ring = ring_fit(GUIDE[4], 4 // GUIDE_GPUS_A_NODE, [count // GUIDE_GPUS_A_NODE for count in others])

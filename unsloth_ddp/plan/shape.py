@@ -13,8 +13,9 @@ from typing import Any
 import torch
 
 from unsloth_ddp.config.options import Settings
+from unsloth_ddp.model.classes import model_class, read_config
 from unsloth_ddp.model.experts import EXPERTS, EXPERTS_A_TOKEN, adapted_parameters, number_in, stacked_experts
-from unsloth_ddp.model.modules import weights_of_first_layer
+from unsloth_ddp.model.modules import text_decoder, weights_of_first_layer
 from unsloth_ddp.utils.errors import UserError, one_line
 
 # Tokens of that forward pass; the result is per token.
@@ -97,21 +98,19 @@ def read_model_shape(settings: Settings) -> ModelShape:
     Raises:
         UserError: the config cannot be read or downloaded, or its model cannot be built.
     """
-    import transformers
     from accelerate import init_empty_weights
 
     from unsloth_ddp.model.load import describe_load_error
 
     try:
-        config = transformers.AutoConfig.from_pretrained(
-            str(settings.model), revision=settings.model_revision, trust_remote_code=settings.trust_remote_code
-        )
+        config = read_config(settings)
         # The empty model is built of plain linear layers, also for a quantized checkpoint.
         quantized = hasattr(config, "quantization_config")
         if quantized:
             del config.quantization_config
         with init_empty_weights():
-            model: Any = transformers.AutoModelForCausalLM.from_config(
+            auto = model_class(config, str(settings.model), trust_remote_code=settings.trust_remote_code)
+            model: Any = auto.from_config(
                 config,
                 dtype=torch.bfloat16,
                 attn_implementation=_without_scores(),
@@ -241,7 +240,7 @@ def _kept(model: Any, blocks: list[Any]) -> tuple[float, float, float]:
     model.train()
     try:
         with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-            model.get_decoder()(input_ids=ids, attention_mask=mask, use_cache=False)
+            text_decoder(model)(input_ids=ids, attention_mask=mask, use_cache=False)
     finally:
         for handle in handles:
             handle.remove()

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, Literal
 
+import torch
 from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
+from transformers.trainer_utils import IntervalStrategy
 
 from unsloth_ddp.distributed.drift import DriftCheck
 from unsloth_ddp.distributed.progress import Progress
+from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.distributed.signals import StopRequest
+from unsloth_ddp.training.broken_weights import own_part
 from unsloth_ddp.training.meter import Totals
 from unsloth_ddp.utils.units import counted
 
@@ -40,6 +44,32 @@ class SavedTotals(TrainerCallback, ExportableState):
         """Return the state that Transformers writes to trainer_state.json and passes to __init__ on a resume."""
         saved = {"totals": dataclasses.asdict(self.totals), "pending": self.pending, "stream": self.stream}
         return {"args": saved, "attributes": {}}
+
+
+# Steps between two log lines; of them the first is taken that gives a run LEAST_LINES lines.
+LOG_INTERVALS, LEAST_LINES = (10, 5, 2, 1), 10
+
+
+def log_interval(steps: int) -> int:
+    """Return the steps between two log lines of a run of `steps` steps."""
+    return next((interval for interval in LOG_INTERVALS if steps >= LEAST_LINES * interval), LOG_INTERVALS[-1])
+
+
+class LogSteps(TrainerCallback):
+    """Log the last step of every run, and with `logging_steps` auto a short run more often."""
+
+    def __init__(self, logging_steps: int | Literal["auto"]) -> None:
+        self.logging_steps = logging_steps
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Set the steps between two log lines."""
+        if self.logging_steps == "auto":
+            state.logging_steps = log_interval(state.max_steps)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Log the last step, which upstream does only if the interval divides it."""
+        if args.logging_strategy == IntervalStrategy.STEPS and state.global_step >= state.max_steps:
+            control.should_log = True
 
 
 class ReportProgress(TrainerCallback):
@@ -101,6 +131,38 @@ class CompareWeights(TrainerCallback):
         """Compare the weights after the step if a comparison is due."""
         if self.drift.due(state.global_step):
             self.drift.check(state.global_step)
+
+
+class NameUntrained(TrainerCallback):
+    """Print once, after the first steps, which adapters have not changed on any rank: their B is still zero.
+
+    Args:
+        model: in PEFT's wrapper or not.
+    """
+
+    # Warm-up may begin with a learning rate of 0.
+    AFTER_STEPS = 5
+
+    def __init__(self, model: Any, runtime: Runtime) -> None:
+        self.model = model
+        self.runtime = runtime
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Look at the adapters, once."""
+        if state.global_step != min(self.AFTER_STEPS, state.max_steps):
+            return
+        second = {name: weight for name, weight in self.model.named_parameters() if ".lora_B." in name}
+        mine = [own_part(weight, self.runtime.ranks.rank) for weight in second.values()]
+        changed = torch.stack([part.any().to(mine[0].device) for part in mine]).tolist() if mine else []
+        unchanged = [name for name, has_changed in zip(second, changed, strict=True) if not has_changed]
+        zero = sorted(set.intersection(*map(set, self.runtime.gather(unchanged))))
+        if zero and len(zero) < len(second) and self.runtime.ranks.is_main:
+            first = zero[0].partition(".lora_B.")[0].removeprefix("base_model.model.")
+            print(
+                f"{counted(len(zero), 'adapter')} of {len(second)} did not change in the first {counted(state.global_step, 'step')} "
+                f"(the first: {first}), because the rows do not reach the layer; name other layers in --lora_target_modules.",
+                flush=True,
+            )
 
 
 class StopTogether(TrainerCallback):

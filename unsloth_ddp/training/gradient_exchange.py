@@ -23,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.distributed.runtime import Runtime
+from unsloth_ddp.model.parts import sometimes_unused
 
 # The default of DistributedDataParallel.
 BUCKET_BYTES = 25 * 2**20
@@ -94,10 +95,19 @@ class GradientExchange:
         parameters: all trained parameters, in the same order on every rank.
         world_size: number of ranks.
         bucket_mb: maximum size of a bucket in MiB (ddp_bucket_cap_mb).
+        sometimes_unused: parameters that a step may leave without a gradient on all ranks, such as those of towers.
     """
 
-    def __init__(self, parameters: Iterable[Parameter], world_size: int, bucket_mb: int | None = None) -> None:
+    def __init__(
+        self,
+        parameters: Iterable[Parameter],
+        world_size: int,
+        bucket_mb: int | None = None,
+        sometimes_unused: Iterable[Parameter] = (),
+    ) -> None:
         self.world_size = world_size
+        self.sometimes_unused = list(sometimes_unused)
+        self.used: set[Parameter] = set()
         self.buffers = GradientBuffers(parameters, bucket_mb)
         self.buckets = self.buffers.buckets
         self.bucket_of = {p: index for index, bucket in enumerate(self.buckets) for p in bucket}
@@ -124,8 +134,9 @@ class GradientExchange:
     def last_pass(self, model: DistributedDataParallel) -> Iterator[None]:
         """Average gradients around the last forward and backward pass of a step.
 
-        Afterwards every gradient is the mean over ranks; a missing gradient counts as zeros. To repeat the step after an
-        error, set the gradients to None first.
+        Afterwards every gradient is the mean over ranks. A gradient that a rank lacks counts as zeros; one that all ranks
+        lack is None, as on one process, so that the optimizer leaves the weight as it is. To repeat the step after an error,
+        set the gradients to None first.
         """
         self.missing = [set(bucket) for bucket in self.buckets]
         try:
@@ -137,6 +148,7 @@ class GradientExchange:
 
     def _complete(self, parameter: Tensor) -> None:
         assert isinstance(parameter, Parameter)
+        self.used.add(parameter)
         index = self.bucket_of[parameter]
         if self.missing is not None:
             if parameter not in self.missing[index]:
@@ -166,6 +178,19 @@ class GradientExchange:
             work.wait()
         self.buffers.attach()
         self.sent.clear()
+        self._drop_unused()
+        self.used.clear()
+
+    def _drop_unused(self) -> None:
+        """Set the gradients that no rank has computed in this step to None."""
+        if not self.sometimes_unused:
+            return
+        device = self.sometimes_unused[0].device
+        used = torch.tensor([p in self.used for p in self.sometimes_unused], dtype=torch.uint8, device=device)
+        dist.all_reduce(used, op=dist.ReduceOp.MAX)
+        for parameter, anywhere in zip(self.sometimes_unused, used.tolist(), strict=True):
+            if not anywhere:
+                parameter.grad = None
 
 
 def make_exchange(
@@ -188,8 +213,9 @@ def make_exchange(
         # All ranks loaded the same buffers. DDP would broadcast them in every forward pass, but the ranks may run different
         # numbers of forward passes: one may repeat a step, or replay a CUDA graph.
         ddp_handler.broadcast_buffers = False
-    trained = (p for p in model.parameters() if p.requires_grad)
-    return GradientExchange(trained, runtime.ranks.world_size, config.ddp_bucket_cap_mb)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    unused = [p for p in sometimes_unused(model) if p.requires_grad]
+    return GradientExchange(trained, runtime.ranks.world_size, config.ddp_bucket_cap_mb, unused)
 
 
 def leave_gradients_to_the_kit(model: Module) -> None:

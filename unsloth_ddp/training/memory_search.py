@@ -192,7 +192,7 @@ class MemorySearch:
         if self.settings.gradient_checkpointing != "auto" and len(allowed) == 1:
             return MicroBatchDecision(kinds[0], sizes[0], "as set")
         if self.runtime.device_type == "cpu":
-            return MicroBatchDecision(kinds[0], sizes[0], "not tried on a CPU")
+            return MicroBatchDecision(kinds[0], sizes[0], "the default on a CPU")
         return self._choose(kinds, sizes, before)
 
     def _tokens(self, size: int) -> int:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from accelerate import DistributedType, FullyShardedDataParallelPlugin, ParallelismConfig
+from peft import PeftModel
 from torch.distributed.fsdp import FSDPModule
 from transformers import Trainer, set_seed
 from transformers.trainer_utils import IntervalStrategy
@@ -27,6 +28,7 @@ from unsloth_ddp.checkpoints.writer import Checkpoints
 from unsloth_ddp.data.batch_plan import BatchPlan
 from unsloth_ddp.distributed.drift import REPLICATED
 from unsloth_ddp.distributed.runtime import Runtime
+from unsloth_ddp.model.adapter_weights import load_weights
 from unsloth_ddp.training.broken_weights import check_weights
 from unsloth_ddp.training.callbacks import SavedTotals
 from unsloth_ddp.training.deepspeed_precision import gather_fp32_weights, name_fp32_in_config, replace_weights
@@ -270,12 +272,15 @@ class ResumableTrainer(SFTTrainer):
 
     # ---- resuming ----
 
-    # Upstream looks for the file names of its own FSDP checkpoints, which gather all weights on rank 0.
+    # Upstream looks for the file names of its own FSDP checkpoints, which gather all weights on rank 0, and only warns if an
+    # adapter's file does not fit the model.
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         folder = Path(resume_from_checkpoint)
         if has_shards(folder):
             self.sharded.load_weights(folder, self.model if model is None else model)
+        elif isinstance(self.model, PeftModel) and not self.is_deepspeed_enabled:
+            load_weights(self.model, folder, str(self.model.config.name_or_path))
         else:
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 

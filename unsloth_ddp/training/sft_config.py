@@ -126,6 +126,8 @@ def _chosen(settings: Settings, runtime: Runtime, plan: BatchPlan, run_folder: P
         "remove_unused_columns": False,
         # Reading every loss to look for NaN would make each micro-batch wait for the device.
         "logging_nan_inf_filter": False,
+        # With auto the callback LogSteps sets them once the number of steps is known.
+        "logging_steps": 1 if settings.logging_steps == "auto" else settings.logging_steps,
         "logging_first_step": True,
         "restore_callback_states_from_checkpoint": True,
         "trust_remote_code": settings.trust_remote_code,

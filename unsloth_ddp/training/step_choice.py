@@ -164,7 +164,7 @@ def busy_without(
 ) -> str | None:
     """Return why CUDA graphs would save no time: micro-batches already keep the GPU busy; None if they may save time.
 
-    Unsloth compiles whole layers for --method full; measured on an H200 (docs/speed.md). A replayed micro-batch also computes
+    Unsloth compiles whole layers for --method full; measured on an H200 (benchmarks/speed.md). A replayed micro-batch also computes
     its padding. The backend computes a step's rows, or waits for the host.
 
     Args:

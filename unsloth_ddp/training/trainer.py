@@ -24,7 +24,7 @@ from unsloth_ddp.checkpoints.identity import batch_identity
 from unsloth_ddp.checkpoints.resume_point import ResumePoint, make_cpu_checkpoints_readable
 from unsloth_ddp.checkpoints.writer import Checkpoints
 from unsloth_ddp.config.options import Settings
-from unsloth_ddp.data.batch_plan import BalancedOrder, rows_at_once
+from unsloth_ddp.data.batch_plan import rows_at_once
 from unsloth_ddp.data.collate import Collate, Flatten, PadRight
 from unsloth_ddp.data.training_data import TrainingData
 from unsloth_ddp.distributed.drift import DriftCheck
@@ -35,8 +35,16 @@ from unsloth_ddp.model.attention import keys_for_packs, prepare_for_packs
 from unsloth_ddp.model.gradient_checkpointing import GradientCheckpointing
 from unsloth_ddp.model.modules import evaluation_mode
 from unsloth_ddp.model.sharded_load import mixed_precision_policy, trained_by_unsloth
+from unsloth_ddp.model.stored_weights import complete_result
 from unsloth_ddp.model.supervised_head import fits_fused_head
-from unsloth_ddp.training.callbacks import CompareWeights, CountOverflows, ReportProgress, StopTogether
+from unsloth_ddp.training.callbacks import (
+    CompareWeights,
+    CountOverflows,
+    LogSteps,
+    NameUntrained,
+    ReportProgress,
+    StopTogether,
+)
 from unsloth_ddp.training.cuda_graphs import CudaGraphs
 from unsloth_ddp.training.deepspeed_precision import reduce_in_fp32
 from unsloth_ddp.training.display import ShowTraining, choose_view, without_bars
@@ -113,7 +121,7 @@ class DDPTrainer(ResumableTrainer):
                 eval_dataset=evaluation.dataset if evaluation else None,
                 processing_class=tokenizer,
                 data_collator=self.collate,
-                callbacks=[ReportProgress(runtime.progress), StopTogether(stop)],
+                callbacks=[ReportProgress(runtime.progress), LogSteps(settings.logging_steps), StopTogether(stop)],
             )
         # Unsloth's __init__ drops rows without supervised tokens, among them the filler row, and does not know packs.
         self.train_dataset, self.eval_dataset = data.train.examples, evaluation.examples if evaluation else None
@@ -127,6 +135,7 @@ class DDPTrainer(ResumableTrainer):
         self._set_callbacks()
         self._set_gradient_precision()
         self.add_callback(CompareWeights(DriftCheck(self.model, runtime, settings.drift_check_steps)))
+        self.add_callback(NameUntrained(self.model, runtime))
         if runtime.precision == "fp16":
             self.add_callback(CountOverflows(self.accelerator, speaks=runtime.ranks.is_main))
         self.exchange = make_exchange(self.model, settings, runtime, self.args, self.accelerator.ddp_handler)
@@ -214,10 +223,10 @@ class DDPTrainer(ResumableTrainer):
             return super().get_train_dataloader()
         return self.feed.streamed_loader(self.plan, self.data_collator, pinned=self.args.dataloader_pin_memory)
 
-    def _get_train_sampler(self, train_dataset: Any = None) -> BalancedOrder:
+    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
         return self.feed.train_order(self.plan)
 
-    def _get_eval_sampler(self, eval_dataset: Any) -> BalancedOrder:
+    def _get_eval_sampler(self, eval_dataset: Any) -> Any:
         assert self.data.evaluation is not None
         return self.feed.eval_order(self.data.evaluation, self.args.per_device_eval_batch_size)
 
@@ -396,3 +405,4 @@ class DDPTrainer(ResumableTrainer):
         self.save_model(str(folder))
         if self.args.should_save:
             self.state.save_to_json(str(folder / "trainer_state.json"))
+            complete_result(self.settings, self.accelerator.unwrap_model(self.model), folder)

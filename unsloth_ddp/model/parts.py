@@ -1,0 +1,218 @@
+"""Find the parts of a model: its text decoder, the towers and projectors beside it, and the layers that an adapter may change.
+
+Everything is found from the modules of the model, so that it holds for architectures of which nothing is known here.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn import Linear, Module, ModuleList, Parameter
+from torch.nn.modules.conv import _ConvNd
+
+from unsloth_ddp.model.experts import EXPERTS, full_shape, number_in
+from unsloth_ddp.model.modules import base_model, text_decoder
+
+# Transformers' names for classes that choose: experts for a token, or tokens for attention. A loss on text reaches the second
+# not at all, and changes of the first undo the balance of the experts.
+CHOOSING = re.compile(r"Router|Indexer|TopKGat|MoEGate")
+# Names of attention to the output of a tower or an encoder, which rows of text leave out.
+CROSS_ATTENTION = re.compile(r"cross_?att|encoder_att", re.IGNORECASE)
+# A weight that is passed on as a whole; a look at its type or at a part of it is none.
+READ_WEIGHT = re.compile(r"self\.(\w+)\.weight\b(?!\[|\.dtype|\.device|\.shape)")
+# Modules of Transformers and of models' own code, whose linear layers may compute something else.
+MODELING = ("transformers.models.", "transformers_modules.")
+
+
+def parts_beside_text(model: Any) -> dict[str, Module]:
+    """Return the towers and projectors of a model by their paths: the largest modules without a part of the text decoder."""
+    base = base_model(model)
+    own = {id(one) for one in (*text_decoder(model).modules(), base.get_output_embeddings())}
+    ancestors = {id(one) for one in base.modules() if any(id(inner) in own for inner in one.modules())}
+    found: dict[str, Module] = {}
+    for path, module in base.named_modules():
+        inside = any(path.startswith(f"{known}.") for known in found)
+        if path and not inside and id(module) not in ancestors and any(True for _ in module.parameters()):
+            found[path] = module
+    return found | _towers_within(base, text_decoder(model))
+
+
+def _towers_within(base: Any, decoder: Any) -> dict[str, Module]:
+    """Return modules in the decoder with a model of another config, such as a tower and its projector (Phi-4 multimodal)."""
+    start = _path_of(base, decoder)
+    kind, embedding = type(getattr(decoder, "config", None)), base.get_input_embeddings()
+    found: dict[str, Module] = {}
+    for path, module in decoder.named_modules():
+        config = getattr(module, "config", None)
+        if not path or config is None or type(config) is kind or not hasattr(module, "_no_split_modules"):
+            continue
+        while "." in path and not any(
+            one is embedding for one in decoder.get_submodule(path.rpartition(".")[0]).modules()
+        ):
+            path = path.rpartition(".")[0]
+        found[f"{start}.{path}" if start else path] = decoder.get_submodule(path)
+    return found
+
+
+def path_in_class(path: str, model: Any) -> str:
+    """Return the path of a module in this class, given its path in the text class of the same model.
+
+    Earlier versions of the kit trained the text decoder of some image-text models (Qwen3.5) in a class of its own, where it is
+    `model` and not, as here, `model.language_model`.
+    """
+    start = _path_of(base_model(model), text_decoder(model))
+    inner = path.removeprefix("model.")
+    return f"{start}.{inner}" if inner != path and start and not path.startswith(f"{start}.") else path
+
+
+def _path_of(base: Any, wanted: Any) -> str:
+    return next(path for path, module in base.named_modules() if module is wanted)
+
+
+def adaptable_layers(model: Any, *, towers: bool = False) -> dict[str, Module]:
+    """Return the linear layers that all-linear and leaf names adapt, by their paths in the Transformers model.
+
+    These are the layers of the text decoder that rows of text run through, except the output head, and except:
+    routers, gates of shared experts and indexers; layers whose weight their parent reads without calling the layer, as
+    fused kernels do; and layers that compute another product than torch's Linear.
+
+    Args:
+        towers: take those of towers and projectors too.
+    """
+    base = base_model(model)
+    head, modules = base.get_output_embeddings(), dict(base.named_modules())
+    beside = tuple(f"{path}." for path in parts_beside_text(model))
+    start = _path_of(base, text_decoder(model))
+    within = (f"{start}." if start else "", *(beside if towers else ()))
+    without = () if towers else beside
+    experts = _numbers_of_experts(base.config)
+    return {
+        path: module
+        for path, module in modules.items()
+        if is_linear(module)
+        and module is not head
+        and path.startswith(within)
+        and not f"{path}.".startswith(without)
+        and not _chooses(path, modules, experts)
+        and not _is_bypassed(path, modules)
+        and _is_plain(module)
+    }
+
+
+def is_linear(module: Module) -> bool:
+    """Return whether a module is a linear layer: torch's, one that quantizes it, or GPT-2's with a transposed weight."""
+    return isinstance(module, Linear) or type(module).__name__ == "Conv1D"
+
+
+def freeze_beside_text(model: Any) -> None:
+    """Freeze every weight that is in neither the text decoder nor the output head."""
+    base = base_model(model)
+    head = base.get_output_embeddings()
+    trained = {id(p) for module in (text_decoder(model), head) if module is not None for p in module.parameters()}
+    towers = {id(p) for module in parts_beside_text(model).values() for p in module.parameters()}
+    for parameter in base.parameters():
+        if id(parameter) not in trained or id(parameter) in towers:
+            parameter.requires_grad_(False)
+
+
+def sometimes_unused(model: Any) -> list[Parameter]:
+    """Return the weights that a step can leave without a gradient: those beside the text, and experts that are modules each."""
+    found = {id(p): p for module in parts_beside_text(model).values() for p in module.parameters()}
+    for path, module in base_model(model).named_modules():
+        if isinstance(module, ModuleList) and path.endswith("experts"):
+            found |= {id(p): p for p in module.parameters()}
+    return list(found.values())
+
+
+def describe_beside_text(model: Any) -> str | None:
+    """Return which parts beside the text decoder a run trains, for the table before step 1; None if there are none."""
+    parts = parts_beside_text(model)
+    if not parts:
+        return None
+    weights = [p for module in parts.values() for p in module.parameters()]
+    count = sum(math.prod(full_shape(p)) for p in weights)
+    trained = "trained" if any(p.requires_grad for p in weights) else "frozen; --train_towers trains them"
+    return f"{', '.join(parts)} ({count:,} parameters): {trained}"
+
+
+def _numbers_of_experts(config: Any) -> set[int]:
+    """Return the numbers of outputs that a router or the gate of shared experts has."""
+    text = config.get_text_config()
+    experts = number_in(text, EXPERTS)
+    return {1, experts, experts + (getattr(text, "zero_expert_num", None) or 0)} if experts else set()
+
+
+def _ancestors(path: str, modules: dict[str, Module]) -> Iterator[Module]:
+    """Yield a module and what it is in, from the inside out."""
+    while path:
+        yield modules[path]
+        path = path.rpartition(".")[0]
+
+
+def _chooses(path: str, modules: dict[str, Module], experts: set[int]) -> bool:
+    around = list(_ancestors(path, modules))
+    kinds = [type(one).__name__ for one in around]
+    if any(CHOOSING.search(kind) or CROSS_ATTENTION.search(kind) for kind in kinds) or CROSS_ATTENTION.search(path):
+        return True
+    layer: Any = around[0]
+    return getattr(layer, "out_features", 0) in experts and any(_holds_experts(one) for one in around[1:3])
+
+
+def _holds_experts(module: Module) -> bool:
+    """Return whether experts are direct parts of a module: their stacked weights, or a list of them."""
+    return any(
+        "Expert" in type(child).__name__
+        or name == "experts"
+        or (
+            not isinstance(child, _ConvNd) and any(len(full_shape(one)) == 3 for one in child.parameters(recurse=False))
+        )
+        for name, child in module.named_children()
+    )
+
+
+def _is_bypassed(path: str, modules: dict[str, Module]) -> bool:
+    """Return whether the code around a layer reads its weight instead of calling it, so an adapter would not be used."""
+    parent, _, name = path.rpartition(".")
+    kind: Any = type(modules[parent])
+    return name in _weights_read(kind)
+
+
+@functools.cache
+def _weights_read(kind: Any) -> frozenset[str]:
+    """Return the layers whose weights the methods of a class read as self.NAME.weight."""
+    return frozenset(READ_WEIGHT.findall(_source_of(kind)))
+
+
+def _source_of(kind: type[Module]) -> str:
+    """Return the source text of a class; of one that Unsloth replaced by a compiled one, that of Transformers."""
+    # The replacement has the name and the module of the original.
+    file = getattr(sys.modules.get(kind.__module__), "__file__", None)
+    text = Path(file).read_text(encoding="utf-8") if file and kind.__module__.startswith(MODELING) else ""
+    if found := re.search(rf"^class {kind.__name__}\b.*?(?=^\S)", f"{text}\n#", re.MULTILINE | re.DOTALL):
+        return found[0]
+    try:
+        return inspect.getsource(kind)
+    except (OSError, TypeError):
+        return ""
+
+
+def _is_plain(layer: Any) -> bool:
+    """Return whether a layer maps (..., in) to (..., out), which a class of its own need not do."""
+    kind = type(layer)
+    if kind is Linear or kind.forward is Linear.forward or not kind.__module__.startswith(MODELING):
+        return True
+    try:
+        inputs = torch.zeros(1, 1, layer.in_features, dtype=layer.weight.dtype, device=layer.weight.device)
+        with torch.no_grad():
+            output = layer(inputs)
+    except (RuntimeError, ValueError, TypeError):
+        return False
+    return isinstance(output, torch.Tensor) and output.shape == (1, 1, layer.out_features)

@@ -1,7 +1,7 @@
 """Fine-tune a language model with LoRA, QLoRA or full parameters, on one process or many.
 
 The demo, on any machine:
-    uv run accelerate launch train_ddp.py
+    uv run python train_ddp.py
 All GPUs of one node:
     uv run accelerate launch --config_file accelerate_configs/ddp.yaml train_ddp.py \\
         --config recipes/qwen3_8b_lora.yaml --dataset my_chats.jsonl

@@ -103,7 +103,11 @@ CALLED = {
 # Attributes and module variables that are read or set, by the file that has to name them.
 NAMES = {
     "transformers/trainer.py": ["is_fsdp_enabled", "is_deepspeed_enabled", "model_accepts_loss_kwargs"],
-    "transformers/integrations/integration_utils.py": ["tb_writer", "TENSORBOARD_LOGGING_DIR"],
+    "transformers/integrations/integration_utils.py": [
+        "tb_writer",
+        "TENSORBOARD_LOGGING_DIR",
+        "get_available_reporting_integrations",
+    ],
     "transformers/modeling_utils.py": [
         "_supports_attention_backend",
         "_supports_flash_attn",

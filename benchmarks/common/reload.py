@@ -8,11 +8,18 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
+import transformers
 import yaml
 from peft import PeftModel
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer
+
+
+def hub_class(model: str) -> Any:
+    """Return the class that a model's config.json names, as the Hub and vLLM take it."""
+    return getattr(transformers, AutoConfig.from_pretrained(model).architectures[0])
 
 
 def main(run: Path) -> None:
@@ -33,12 +40,12 @@ def main(run: Path) -> None:
                 bnb_4bit_use_double_quant=True,
                 bnb_4bit_compute_dtype=dtype,
             )
-        base = AutoModelForCausalLM.from_pretrained(
+        base = hub_class(settings["model"]).from_pretrained(
             settings["model"], dtype=dtype, device_map={"": device}, quantization_config=quantization
         )
         model = PeftModel.from_pretrained(base, run)
     else:
-        model = AutoModelForCausalLM.from_pretrained(run, dtype=dtype, device_map={"": device})
+        model = hub_class(str(run)).from_pretrained(run, dtype=dtype, device_map={"": device})
     model.eval()
     total, count = 0.0, 0
     with torch.no_grad(), torch.autocast(device, dtype=dtype, enabled=precision != "fp32"):

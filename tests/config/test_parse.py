@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from unsloth_ddp.config.command_line import make_command_parser, make_parser
 from unsloth_ddp.config.options import OPTIONS, TOPICS, Settings
 from unsloth_ddp.config.parse import DEMO_RECIPE, parse_settings, read_config
-from unsloth_ddp.config.upstream_names import known_names
+from unsloth_ddp.config.upstream_names import installed_trackers, known_names
 from unsloth_ddp.config.values import convert_value
 from unsloth_ddp.utils.errors import UserError
 
@@ -165,6 +165,16 @@ def test_a_missing_file_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("flag", "value"),
+    [("gradient-checkpointing", "auto"), ("resume", "auto"), ("packing", "on"), ("cuda_graphs", "on")],
+)
+@pytest.mark.parametrize("after", [[], ["--merge"], ["--seed", "1"]])
+def test_flags_of_other_tools_work_without_a_value(flag: str, value: str, after: list[str]) -> None:
+    settings = parse_settings([*GIVEN, f"--{flag}", *after])
+    assert getattr(settings, flag.replace("-", "_")) == value
+
+
+@pytest.mark.parametrize(
     ("words", "sentence"),
     [
         (["--lora-rank", "8"], "command line: there is no option lora_rank; here it is lora_r."),
@@ -176,7 +186,17 @@ def test_a_missing_file_is_refused(tmp_path: Path) -> None:
         (["--nodez", "3"], "there is no option nodez; train_ddp.py --help lists them all."),
         (["rows.jsonl"], "command line: rows.jsonl belongs to no option; write --dataset rows.jsonl."),
         (["--merge", "rows.jsonl"], "command line: merge is 'rows.jsonl', but it takes true or false."),
-        (["--lora_r"], "command line: argument --lora_r: expected one argument."),
+        (["--lora_r"], "command line: no value is given for lora_r; lora_r takes a whole number."),
+        (["--config"], "command line: no value is given for config; config takes text."),
+        (
+            ["--resume", "--eval-dataset", "--seed"],
+            "no value is given for eval_dataset and seed; eval_dataset takes text,",
+        ),
+        (
+            ["--bf16", "--gradient_checkpointing", "--lora_r", "--use_peft", "--resume"],
+            "2 options do not exist: bf16 (give --precision bf16), use_peft (give --method lora); train_ddp.py --help lists "
+            "those that do; lora_r needs a value.",
+        ),
         (["--lora_r", "x"], "command line: lora_r is 'x', but it takes a whole number."),
         (["--trainer_args", "{"], "command line: trainer_args is '{', but it takes a mapping"),
         (
@@ -341,9 +361,12 @@ def test_reading_settings_imports_nothing_heavy() -> None:
         ("--model {0} --dataset nowhere.jsonl", "nowhere.jsonl: there is no such file in"),
         ("--model {0} --dataset {0} --streaming --max_steps 1", "is a folder without a .jsonl, .parquet, .csv file;"),
         ("--model ./nowhere --dataset {0}/train.jsonl", "nowhere: there is no such folder; give"),
+        ("--model {0} --dataset {0}/../make_demo.py", "make_demo.py is not a .jsonl"),
+        ("--model {0} --dataset {0}/train.jsonl --report_to wandb", "uv pip install wandb"),
+        ("--model {0} --dataset {0}/train.jsonl --resume nope", "resume nope: there is no such folder"),
     ],
 )
-def test_a_path_that_leads_nowhere_is_told_before_torch_is_loaded(options: str, said: str) -> None:
+def test_what_files_show_to_be_wrong_is_told_before_torch_is_loaded(options: str, said: str) -> None:
     code = (
         "import sys\n"
         "from train_ddp import Ranks, UserError, open_run, parse_settings\n"
@@ -410,6 +433,15 @@ def test_the_names_are_those_of_the_installed_transformers() -> None:
     assert set(known_names("lr_scheduler_type")) == {str(one.value) for one in SchedulerType}
     assert set(known_names("optim")) == {str(one.value) for one in OptimizerNames}
     assert set(known_names("report_to")) == set(INTEGRATION_TO_CALLBACK)
+
+
+def test_trackers_without_their_package_are_found_without_importing_transformers() -> None:
+    from transformers.integrations import get_available_reporting_integrations
+
+    available = set(get_available_reporting_integrations())
+    assert available <= installed_trackers()
+    # What the source does not tell: these are decided by variables, or by the environment.
+    assert installed_trackers() - available <= {"comet_ml", "neptune", "kubeflow", "flyte"}
 
 
 def test_a_few_lines_that_stand_for_more_values_than_memory_holds_are_refused(config: Any) -> None:

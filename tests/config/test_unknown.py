@@ -43,7 +43,7 @@ def test_an_alias_leads_to_an_option_that_there_is_and_a_value_that_it_takes(nam
         ("--micro_batch_size 4", "there is no option micro_batch_size; here it is per_device_train_batch_size."),
         ("--load_in_4bit True", "there is no option load_in_4bit; give --method qlora."),
         ("--load_in_4bit=true", "there is no option load_in_4bit; give --method qlora."),
-        ("--load_in_4bit", "there is no option load_in_4bit; give method qlora."),
+        ("--load_in_4bit", "there is no option load_in_4bit; give --method qlora."),
         (
             "--num_processes 2",
             "there is no option num_processes; give it to the launcher, before the name of the script.",
@@ -94,11 +94,18 @@ def test_all_unknown_names_of_a_file_are_told_at_once_with_the_command_that_port
     path = config("base_model: m\nsequence_len: 512\nmicro_batch_size: 2\nload_in_4bit: true\nlora_r: 8\nxyzzy: 1\n")
     message = refusal("--config", str(path))
     assert message == (
-        f"{path}: 5 options do not exist: base_model (here it is model), sequence_len (here it is max_length), "
+        f"{path}: `uv run python -m unsloth_ddp.port {path}` turns this file of axolotl into one of this kit; 5 options do not "
+        "exist: base_model (here it is model), sequence_len (here it is max_length), "
         "micro_batch_size (here it is per_device_train_batch_size), load_in_4bit (give method: qlora), xyzzy; "
-        f"train_ddp.py --help lists those that do. python -m unsloth_ddp.port {path} turns a file of axolotl into one of "
-        "this kit."
+        "train_ddp.py --help lists those that do."
     )
+
+
+def test_a_file_of_another_tool_is_answered_shortly(config: Any) -> None:
+    names = [name for name, alias in ALIASES.items() if "A" in alias.tools][:40]
+    message = refusal("--config", str(config("".join(f"{name}: 1\n" for name in names))))
+    assert "turns this file of axolotl into one of this kit; 40 options do not exist: " in message
+    assert ", and 35 more; " in message and len(message) < 800
 
 
 def test_a_long_list_of_unknown_names_is_cut() -> None:

@@ -21,13 +21,21 @@ from unsloth_ddp.utils.error_table import KNOWN_ERRORS
 
 DOCS = REPO / "docs"
 PAGES = sorted(DOCS.glob("*.md"))
-TEXTS = [REPO / "README.md", REPO / "CONTRIBUTING.md", REPO / "CHANGELOG.md", REPO / "benchmarks/README.md", *PAGES]
+TEXTS = [
+    REPO / "README.md",
+    REPO / "CONTRIBUTING.md",
+    REPO / "CHANGELOG.md",
+    *sorted((REPO / "benchmarks").glob("*.md")),
+    *PAGES,
+]
 OF_OTHERS = {
     "accelerate and torchrun": {
         "--config_file",
         "--rdzv_conf",
         "--main_process_port",
+        "--num_processes",
         "--master_port",
+        "--num_cpu_threads_per_process",
         "--nproc_per_node",
     },
     "Slurm": {"--nodes", "--gpus-per-node", "--cpus-per-task", "--time", "--signal"},
@@ -37,6 +45,7 @@ OF_OTHERS = {
     "hf": {"--force-download"},
     "accelerate": {"--quiet", "--parallelism_config_dp_replicate_size"},
     "torchrun": {"--standalone", "--nnodes", "--node-rank", "--nproc-per-node", "--master-addr", "--master-port"},
+    "rsync": {"--exclude"},
     "nbconvert": {"--to"},
     "lm_eval": {"--with", "--model_args", "--apply_chat_template", "--include_path", "--tasks", "--limit", "--device"},
     "vLLM": {"--enable-lora", "--lora-modules", "--max-lora-rank", "--chat-template", "--generation-config"},

@@ -32,7 +32,7 @@ COMMANDS = commands_of(TEXT)
 # cluster/test_nodes.py (with names and addresses of its own), by parity/test_command.py (with real launchers), and by
 # demo/test_after.py.
 ELSEWHERE = {
-    "uv run accelerate launch train_ddp.py",
+    "uv run python train_ddp.py",
     "uv run pytest",
     "uv run notebook_to_script.py input.ipynb output.py",
     "uv run accelerate launch output.py",
@@ -97,6 +97,10 @@ PAGES = {
     for command in commands_of(page.read_text())
     if not {"...", "mine.yaml"} & set(command.split())
 }
+
+
+def test_every_command_of_the_readme_begins_with_uv_run():
+    assert re.findall(r"(?<!uv run )python -m unsloth_ddp\.\w+", TEXT) == []
 
 
 @pytest.mark.parametrize("option", sorted(set(re.findall(r"--[a-z_]{3,}", TEXT))))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import yaml
 
 from unsloth_ddp.config.aliases import ALIASES
 from unsloth_ddp.config.parse import parse_settings
+from unsloth_ddp.data.formats import to_example
 from unsloth_ddp.distributed.sharding import check_sharding
 from unsloth_ddp.port.__main__ import main, render
 from unsloth_ddp.port.convert import AXOLOTL, LLAMA_FACTORY, RULES, TRL, detect_tool, port
@@ -190,9 +192,17 @@ def test_a_file_that_asks_for_something_else_is_refused(line: str, said: str) ->
         ("{path: json, data_files: [./a.jsonl, b.jsonl], type: chat_template}", {"dataset": ["a.jsonl", "b.jsonl"]}, ""),
         ("{path: o/r, type: completion, name: en}", {"dataset": ["o/r"], "dataset_config": "en", "loss_on": "all"}, ""),
         ("{path: o/r, type: context_qa.load_v2}", {"dataset": ["o/r"]}, "is of type context_qa, which the kit does not know"),
-        ("{path: o/r, field_messages: chat}", {"dataset": ["o/r"]}, "has its rows in the column chat; rename it messages"),
-        ("{path: o/r, message_property_mappings: {role: who, content: what}}", {"dataset": ["o/r"]}, "other names than role"),
-        ("{path: o/r, message_property_mappings: {role: from, content: value}}", {"dataset": ["o/r"]}, ""),
+        ("{path: o/r, field_messages: chat}", {"dataset": ["o/r"]}, ": rename the column chat to messages."),
+        ("{path: o/r, message_property_mappings: {role: who, content: what}}", {"dataset": ["o/r"]}, "rename who to role and what to content in its messages."),
+        ("{path: o/r, message_property_mappings: {role: from, content: value}}", {"dataset": ["o/r"]},
+         "rename the column messages to conversations."),
+        ("{path: o/r, field_messages: conversations, message_property_mappings: {role: from, content: value}}", {"dataset": ["o/r"]}, ""),
+        ("{path: o/r, field_messages: c, message_field_role: from, message_field_content: value}", {"dataset": ["o/r"]},
+         "rename the column c to conversations."),
+        ("{path: o/r, field_messages: c, message_property_mappings: {role: from}}", {"dataset": ["o/r"]},
+         "rename the column c to messages, and from to role in its messages."),
+        ("{path: o/r, type: sharegpt}", {"dataset": ["o/r"]}, ""),
+        ("{path: o/r, type: completion, field: body}", {"dataset": ["o/r"]}, "in the column body; rename it text."),
     ],
 )  # fmt: skip
 def test_data_sets_of_axolotl(entry: str, options: dict[str, Any], to_do: str) -> None:
@@ -309,3 +319,50 @@ def test_a_field_that_would_do_nothing_here_is_left_out_with_the_reason(tmp_path
     assert result.options["trainer_args"] == {"adam_beta2": 0.95}
     assert result.left_out["dataloader_persistent_workers"].startswith("true does nothing: no processes load rows")
     assert "there are no evaluation rows" in result.left_out["metric_for_best_model"]
+
+
+@pytest.mark.parametrize("column", ["messages", "conversations", "dialog"])
+@pytest.mark.parametrize("role", ["role", "from", "speaker"])
+@pytest.mark.parametrize("content", ["content", "value", "text"])
+def test_rows_of_axolotl_are_read_once_the_advice_is_followed(column: str, role: str, content: str) -> None:
+    entry = {
+        "path": "o/r", "field_messages": column, "message_property_mappings": {"role": role, "content": content},
+    }  # fmt: skip
+    to_do = "".join(port({"base_model": "m", "datasets": [entry]}, AXOLOTL, Path()).to_do)
+    renamed = dict(re.findall(r"(\w+) to (\w+)", to_do))
+    turns = [{role: "user", content: "Who?"}, {role: "assistant", content: "I."}]
+    turns = [{renamed.get(name, name): text for name, text in turn.items()} for turn in turns]
+    example = to_example({renamed.get(column, column): turns})
+    assert [message["content"] for message in example.messages or []] == ["Who?", "I."]
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (
+            {"precompute_ref_log_probs": True, "sync_ref_model": True},
+            "precompute_ref_log_probs, sync_ref_model are for TRL's",
+        ),
+        (
+            {"num_generations": 8, "beta": 0.0},
+            "beta, num_generations are for TRL's GRPOConfig, RLOOConfig, and the kit does",
+        ),
+        (
+            {"desirable_weight": 1.0},
+            "desirable_weight is for TRL's KTOConfig, and the kit does supervised fine-tuning only",
+        ),
+        ({"loss_type": "sigmoid"}, "loss_type sigmoid is for another trainer of TRL"),
+    ],
+)
+def test_files_of_other_trainers_of_trl_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], given: dict[str, Any], said: str
+) -> None:
+    file = tmp_path / "trl.yaml"
+    file.write_text(TRL_FILE + yaml.safe_dump(given))
+    assert main([str(file)]) == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("loss", ["nll", "dft"])
+def test_files_of_supervised_fine_tuning_say_that_they_are_taken_for_it(loss: str) -> None:
+    assert "trl sft" in ported(TRL_FILE + f"loss_type: {loss}\n", TRL).left_out["the trainer"]

@@ -95,9 +95,9 @@ def make_run(
     described = Manifest(step, {"data": f"rows of {folder.name}"}, {}, manifest.describe_files(checkpoint))
     (checkpoint / manifest.FILE_NAME).write_text(described.to_text())
     if state == "stopped":
-        end_record(folder, step=step, cause="SIGTERM")
+        end_record(folder, step=step, seconds=20.0, cause="SIGTERM")
     if state == "finished":
-        end_record(folder, step=step, answers=ANSWERS if answers is None else answers)
+        end_record(folder, step=step, seconds=30.0, answers=ANSWERS if answers is None else answers)
         (folder / "trainer_state.json").write_text(json.dumps(trainer_state))
         (folder / "summary.json").write_text(json.dumps(SUMMARY if summary is None else summary))
     return folder

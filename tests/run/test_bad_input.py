@@ -95,13 +95,13 @@ MISTAKES = {
     "nothing to resume": (f"{GOOD} --resume fresh/checkpoint-2", "resume .*checkpoint-2: there is no such folder"),
     "half a checkpoint": (f"{GOOD} --resume checkpoint-4", "not a complete checkpoint: it has no manifest.json"),
     "no time": (f"{GOOD} --max_time soon", "max_time is 'soon', but it takes a time"),
-    # What only the libraries know is tried before the broken row is read.
+    # What only the libraries know is tried before the model is loaded and rows are tokenized.
     "arguments of the optimizer": (
-        f'--model {DEMO_MODEL} --dataset broken.jsonl --optim sgd --trainer_args {{"adam_beta1":0.5}}',
+        f'--model {DEMO_MODEL} --dataset late.jsonl --max_length 64 --optim sgd --trainer_args {{"adam_beta1":0.5}}',
         "adam_beta1 has no effect on optim sgd; remove it",
     ),
     "unknown compiler": (
-        f'--model {DEMO_MODEL} --dataset broken.jsonl --trainer_args {{"torch_compile_backend":"inducter"}}',
+        f'--model {DEMO_MODEL} --dataset late.jsonl --max_length 64 --trainer_args {{"torch_compile_backend":"inducter"}}',
         "torch_compile_backend is 'inducter', but torch and accelerate know .*inductor",
     ),
 }

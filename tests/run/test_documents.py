@@ -106,14 +106,14 @@ def test_a_document_that_cannot_be_written_costs_one_sentence(trainer, monkeypat
 
 
 def test_a_removed_folder_costs_a_sentence(trainer, tmp_path, capsys, runtime):
-    documents.stopped(runtime, trainer, tmp_path / "gone", "SIGTERM")
+    documents.stopped(runtime, trainer, tmp_path / "gone", "SIGTERM", 1.0)
     assert capsys.readouterr().out.count("is not written: ") == 2
 
 
 def test_other_ranks_write_nothing(trainer):
     (trainer.folder / "record.json").unlink()
     documents.stopped(
-        Runtime(Ranks(rank=1, world_size=2), "transformers", "cpu", "fp32", "CPU"), trainer, trainer.folder, "x"
+        Runtime(Ranks(rank=1, world_size=2), "transformers", "cpu", "fp32", "CPU"), trainer, trainer.folder, "x", 1.0
     )
     assert not (trainer.folder / "report.html").exists()
 

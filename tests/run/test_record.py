@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from tests.run.run_folders import FACTS, PART, make_run
+from tests.run.run_folders import FACTS, PART, SUMMARY, make_run
 from unsloth_ddp.run.record import begin_record, end_record, find_runs, read_run
 from unsloth_ddp.utils.errors import UserError
 
@@ -44,7 +44,7 @@ def test_parts_are_kept_over_a_resume_and_a_new_run_begins_again(tmp_path):
     assert [part["first_step"] for part in read_run(folder).parts] == [0, 10]
     # The newest part has no cause yet.
     assert read_run(folder).state == "unfinished"
-    end_record(folder, step=20)
+    end_record(folder, step=20, seconds=5.0)
     assert [part["last_step"] for part in read_run(folder).parts] == [10, 20]
     begin_record(folder, FACTS, PART, continued=False)
     assert len(read_run(folder).parts) == 1
@@ -53,14 +53,12 @@ def test_parts_are_kept_over_a_resume_and_a_new_run_begins_again(tmp_path):
 def test_seconds_are_those_of_the_parts_and_not_of_the_pause_between(tmp_path):
     folder = make_run(tmp_path / "r")
     record = json.loads((folder / "record.json").read_text())
-    days = [
-        ("2026-01-01T00:00:00+00:00", "2026-01-01T00:01:00+00:00"),
-        ("2026-01-09T00:00:00+00:00", "2026-01-09T00:00:30+00:00"),
-    ]
-    record["parts"] = [{**PART, "began": began, "ended": ended} for began, ended in days]
-    record["parts"].append({**PART, "began": "2026-01-10T00:00:00+00:00"})
+    killed = {**PART, "began": "2026-01-10T00:00:00+00:00"}
+    record["parts"] = [{**PART, "seconds": 60.0}, killed, {**PART, "seconds": 30.0}]
     (folder / "record.json").write_text(json.dumps(record))
     assert read_run(folder).seconds == 90
+    (folder / "record.json").unlink()
+    assert read_run(folder).seconds == SUMMARY["train_seconds"]
 
 
 def test_values_that_are_no_numbers_are_left_out_of_a_series(tmp_path):

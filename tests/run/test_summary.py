@@ -46,7 +46,7 @@ def test_the_summary_is_written_and_nothing_uploaded_unasked(tmp_path, hub, caps
     summary.finish(Settings(run_name="r"), tmp_path, SUMMARY)
     assert json.loads((tmp_path / "summary.json").read_text()) == SUMMARY
     assert [p.name for p in tmp_path.iterdir()] == ["summary.json"]
-    assert "3 steps in 1 s, train_loss 2.0000, 10 tokens/s" in capsys.readouterr().out
+    assert "3 steps in 1.0 s, train_loss 2.0000, 10 tokens/s" in capsys.readouterr().out
     assert hub == []
 
 

@@ -13,7 +13,7 @@ from tests.conftest import REPO
 from tests.run.run_folders import FACTS, PART, SUMMARY, TOKEN, log_entries, make_run
 from unsloth_ddp.run.record import read_run
 from unsloth_ddp.runs.__main__ import main
-from unsloth_ddp.runs.compare import aligned, compare_runs
+from unsloth_ddp.runs.compare import compare_runs
 from unsloth_ddp.runs.table import is_locked
 
 
@@ -97,7 +97,7 @@ def test_two_runs_are_compared_in_settings_data_machine_results_and_curves(tmp_p
     assert compared.settings == {"learning_rate": [1e-4, 2e-4]}
     assert compared.data == {"rows": [60, 90], "checksum of the rows": ["rows of a", "rows of b"]}
     assert compared.machine == {"world_size": [2, 4], "torch version": ["2.14.0", "2.15.0"]}
-    assert [step for step, _, _ in compared.losses] == [1, 5, 9, 12, 16, 20]
+    assert [step for step, _, _ in compared.losses] == list(range(1, 21))
     assert all(b - a == pytest.approx(0.05 * step) for step, a, b in compared.losses)
     assert [step for step, _, _ in compared.evaluations] == [10, 20]
     assert main(["--compare", str(first), str(second), "--json", str(tmp_path / "c.json")]) == 0
@@ -107,6 +107,41 @@ def test_two_runs_are_compared_in_settings_data_machine_results_and_curves(tmp_p
     assert "learning_rate 0.0001 0.0002" in lines and "tokens/s 400 800 +100.0%" in lines
     assert "step 20 0.0000 1.0000 +1.0000" in lines
     assert json.loads((tmp_path / "c.json").read_text())["settings"] == {"learning_rate": [1e-4, 2e-4]}
+
+
+@pytest.mark.parametrize("words", ["{0} --compare a b", "{0} --compare {0}/a b", "--compare {0}/a {0}/b"])
+def test_runs_are_named_by_path_or_by_their_name_in_the_folder(tmp_path, capsys, words):
+    for name in ("a", "b"):
+        make_run(tmp_path / "runs" / name)
+    assert main(words.format(tmp_path / "runs").split()) == 0
+    assert capsys.readouterr().out.startswith("A  a\nB  b\n")
+    assert main([str(tmp_path / "runs"), "--report", "b"]) == 0
+    assert (tmp_path / "runs/b/report.html").exists()
+
+
+def test_a_long_curve_is_shown_in_part_and_written_whole(tmp_path, capsys):
+    for name in ("a", "b"):
+        make_run(tmp_path / name, history=log_entries(300))
+    file = tmp_path / "c.json"
+    assert main([str(tmp_path), "--compare", "a", "b", "--json", str(file)]) == 0
+    out = capsys.readouterr().out
+    assert "20 of the 300 steps that both runs logged; --json FILE writes all." in out
+    assert "step 1 " in out and "step 300 " in out
+    assert len(json.loads(file.read_text())["losses"]) == 300
+
+
+def test_long_names_stay_whole_on_eighty_columns(tmp_path, capsys, monkeypatch):
+    names = [f"Qwen3-8B-Instruct-lora-20261123-23130{i}" for i in (1, 2)]
+    for name in names:
+        make_run(tmp_path / name)
+    monkeypatch.setattr("unsloth_ddp.utils.tables.output_width", lambda: 80)
+    main([str(tmp_path)])
+    main([str(tmp_path), "--compare", *names])
+    out = capsys.readouterr().out
+    # Between them stands the table of the rows, which hold the name in these runs.
+    shown = out.partition("Settings:")[0] + out.partition("Results")[2]
+    assert max(map(len, shown.splitlines())) <= 80
+    assert all(out.count(name) >= 2 for name in names)
 
 
 def test_runs_that_do_not_differ_say_so(tmp_path, capsys):
@@ -130,20 +165,15 @@ def test_unfinished_and_older_runs_are_compared_with_a_sentence(outputs, capsys)
 
 
 @pytest.mark.parametrize(
-    "first, second, steps, values, interpolated",
-    [
-        ([(1, 4.0), (5, 0.0)], [(1, 2.0), (5, 1.0)], [1, 5], [(4.0, 2.0), (0.0, 1.0)], False),
-        ([(0, 0.0), (10, 10.0)], [(5, 1.0), (15, 1.0)], [5, 6, 7, 8, 9, 10], [(5.0, 1.0), (10.0, 1.0)], True),
-        ([(1, 1.0)], [(1, 2.0)], [1], [(1.0, 2.0)], False),
-        ([(1, 1.0), (2, 1.0)], [(5, 2.0), (6, 2.0)], [], [], False),
-        ([], [(1, 2.0)], [], [], False),
-    ],
+    "first, second, steps",
+    [([1, 5, 9], [1, 3, 9], [1, 9]), ([1, 2], [5, 6], []), ([], [1], [])],
 )
-def test_losses_are_aligned_by_step(first, second, steps, values, interpolated):
-    found, guessed = aligned(first, second)
-    assert [step for step, _, _ in found] == steps and guessed == interpolated
-    if values:
-        assert [found[0][1:], found[-1][1:]] == [values[0], values[-1]]
+def test_losses_are_compared_at_the_steps_that_both_logged(tmp_path, capsys, first, second, steps):
+    for name, logged in (("a", first), ("b", second)):
+        make_run(tmp_path / name, history=[{"step": step, "loss": 1.0} for step in logged])
+    assert [step for step, *_ in compare_runs(read_run(tmp_path / "a"), read_run(tmp_path / "b")).losses] == steps
+    assert main([str(tmp_path), "--compare", "a", "b"]) == 0
+    assert ("Loss: no step was logged by both runs." in capsys.readouterr().out) == (steps == [])
 
 
 def test_the_report_of_a_killed_run_is_written_on_request(outputs, capsys):
@@ -161,7 +191,12 @@ def test_the_report_of_a_killed_run_is_written_on_request(outputs, capsys):
         (["--report", "empty"], "empty is not a run of this kit: it holds no settings.yaml"),
         (["--compare", "outputs/done", "empty"], "empty is not a run of this kit"),
         (["--compare", "outputs/done", "outputs/done"], "names one run twice; name two"),
-        (["outputs", "--report", "outputs/done"], "give one of them"),
+        (["--compare", "done", "halted", "--report", "outputs/done"], "give one of them"),
+        (
+            ["outputs", "--compare", "done", "haltd"],
+            "there is no run haltd, here or in outputs; did you mean outputs/halted?",
+        ),
+        (["--report", "nope"], "there is no run nope, here or in outputs; python -m unsloth_ddp.runs outputs lists"),
         (["--report", "outputs/done", "--json", "x"], "--json writes the table or the comparison"),
         (["outputs", "--json", "outputs/done/settings.yaml/x"], "cannot be written"),
         (["--compare", "outputs/done"], "expected 2 arguments"),

@@ -44,6 +44,21 @@ def test_narrow_columns_keep_their_width_and_wide_ones_share_the_rest() -> None:
     assert column_widths([["a" * 20, "b" * 20]], 30) == [20, 20]
 
 
+def test_a_path_is_whole_beside_a_name_and_in_a_sentence_and_broken_in_a_table_only() -> None:
+    path = "/scratch/users/somebody/experiments/Qwen3-8B-lora-20261123-231301"
+    assert render_pairs({"written to": path}, width=60).splitlines() == [f"written to  {path}"]
+    assert fit_text(f"It is in {path} now.", width=40).splitlines() == ["It is in", path, "now."]
+    lines = render_table(["row", "found"], [["output folder", path]], width=60).splitlines()
+    assert max(map(len, lines)) <= 60 and lines[-1].strip() == "Qwen3-8B-lora-20261123-231301"
+
+
+def test_an_optional_column_is_left_out_of_a_narrow_table() -> None:
+    columns = [Column("a"), Column("b", optional=True), Column("c", optional=True), Column("d")]
+    rows = [["x" * 10, "y" * 10, "z" * 10, "w" * 10]]
+    headers = [render_table(columns, rows, width=width).splitlines()[0].split() for width in (46, 45, 34, 33)]
+    assert headers == [["a", "b", "c", "d"], ["a", "b", "d"], ["a", "b", "d"], ["a", "d"]]
+
+
 def test_only_a_long_word_is_broken_and_after_a_separator() -> None:
     path = "/a/folder/with/a/long/name/that/does/not/fit"
     assert len(path) > LONGEST_WORD

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import sys
 import typing
 from collections.abc import Callable
@@ -12,6 +13,9 @@ from typing import Any, Literal, NoReturn
 from unsloth_ddp.config.options import OPTIONS, TOPICS, TYPES, Settings
 from unsloth_ddp.config.unknown import Command, unknown_options, unknown_words
 from unsloth_ddp.utils.errors import UserError
+
+# Stands for the value of an option that was given none; no word of a command line can hold it.
+NO_VALUE = "\0"
 
 
 class Parser(argparse.ArgumentParser):
@@ -71,9 +75,32 @@ def run_command(name: str, work: Callable[[list[str]], None], argv: list[str]) -
     return 0
 
 
+class SettingsParser(Parser):
+    """Read an option that is given without a value as Option.bare, or as NO_VALUE, so that all mistakes are told at once."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse as Parser does."""
+        words = sys.argv[1:] if args is None else args
+        return super().parse_known_args(
+            [_with_value(*pair) for pair in itertools.zip_longest(words, words[1:])], namespace
+        )
+
+
+def _with_value(word: str, following: str | None) -> str:
+    """Return a word of the command line, with a value if it is an option that needs one and none follows."""
+    name = word.removeprefix("--").replace("-", "_")
+    needs_one = word.startswith("--") and (name == "config" or TYPES.get(name, bool) is not bool)
+    if not needs_one or (following is not None and not following.startswith("--")):
+        return word
+    bare = OPTIONS[name].bare if name in OPTIONS else None
+    return f"{word}={bare or NO_VALUE}"
+
+
 def make_parser(description: str) -> Parser:
     """Return the parser of train_ddp.py's options, each as text that convert_value reads."""
-    parser = Parser("train_ddp.py", description, argument_default=argparse.SUPPRESS)
+    # The list of all options by topic follows; their usage alone would fill a screen.
+    usage = "train_ddp.py [--config FILE] [--OPTION VALUE ...]"
+    parser = SettingsParser("train_ddp.py", description, usage=usage, argument_default=argparse.SUPPRESS)
     parser.add_argument("--config", metavar="FILE", help="YAML file of options; the command line takes precedence.")
     defaults = Settings()
     for topic in TOPICS:

@@ -56,6 +56,7 @@ class Option(Bounds):
         path: read: a file or folder that the run reads; a relative path in a config file may be relative to that file.
             written: a folder that the run writes, relative to the working directory.
         words: Values of a path option that are no paths, such as auto.
+        bare: Value on a command line that gives none, for options that are flags in other tools.
     """
 
     help: str
@@ -65,6 +66,7 @@ class Option(Bounds):
     new_run: bool = True
     path: Literal["read", "written"] | None = None
     words: tuple[str, ...] = ()
+    bare: str | None = None
 
 
 def option(default: Any, help: str, **declared: Any) -> Any:

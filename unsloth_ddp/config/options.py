@@ -53,6 +53,12 @@ class ModelSettings:
         on_resume="refuse",
         summary=False,
     )
+    train_towers: bool = option(
+        False,
+        "Train the towers and projectors of an image-text model too; rows of text do not reach them.",
+        on_resume="refuse",
+        summary=False,
+    )
     attn_implementation: str | None = option(
         None,
         "Attention implementation of the transformers backend (sdpa, eager, ...).",
@@ -78,7 +84,8 @@ class LoraSettings:
     )
     lora_target_modules: list[str] = option(
         ["all-linear"],
-        "Modules that get an adapter; all-linear: every linear layer.",
+        "Modules that get an adapter; all-linear: every linear layer of the text decoder, except routers. A leaf name (q_proj) "
+        "reaches the same layers, a name with a dot any module whose path ends with it.",
         on_resume="refuse",
         summary=False,
     )
@@ -152,6 +159,7 @@ class DataSettings:
         "auto",
         "Pack rows into sequences of up to max_length tokens without changing the loss of a row; auto: if attention has "
         "a kernel for it. Otherwise rows are padded and grouped by length.",
+        bare="on",
         on_resume="refuse",
         resolved=True,
         summary=False,  # shown as resolved
@@ -278,6 +286,7 @@ class TrainingSettings:
         "Recompute activations in the backward pass: none is fastest, torch saves memory, unsloth also offloads them "
         "(unsloth backend); auto: the first that fits in a trial before step 1, and the next one if memory runs out "
         "later (with ZeRO or FSDP2 by an estimate, none or torch; on a CPU without a trial).",
+        bare="auto",
         on_resume="report",
         summary=True,
     )
@@ -286,6 +295,7 @@ class TrainingSettings:
         "Compile the layers and replay each micro-batch as one CUDA graph, which removes kernel launch overhead; auto: "
         "with packed rows in bf16 and gradient checkpointing none or torch, if a trial gives the same loss and gradients "
         "and the run is long enough.",
+        bare="on",
         on_resume="report",
         resolved=True,
         summary=False,  # shown as resolved
@@ -361,6 +371,7 @@ class OutputSettings:
         "run only with --overwrite); or a checkpoint folder.",
         path="read",
         words=("auto", "no"),
+        bare="auto",
         new_run=False,
         on_resume="allow",
         summary=False,
@@ -387,7 +398,13 @@ class OutputSettings:
         on_resume="allow",
         summary=False,
     )
-    logging_steps: int = option(10, "Steps between two log lines.", above=0, on_resume="allow", summary=False)
+    logging_steps: int | Literal["auto"] = option(
+        "auto",
+        "Steps between two log lines; auto: 10, less in runs of under 100 steps. The first and the last step are always logged.",
+        above=0,
+        on_resume="allow",
+        summary=False,
+    )
     eval_strategy: Literal["auto", "no", "steps", "epoch"] = option(
         "auto",
         "When to evaluate; auto: at the end of each epoch; no: only the trained model, at the end.",

@@ -15,7 +15,8 @@ from unsloth_ddp.config.trainer_args import OWNED_ARGS
 from unsloth_ddp.config.upstream_names import sft_config_fields
 from unsloth_ddp.utils.errors import UserError
 
-SHOWN = 25
+# Names that are shown, fewer where the file is to be ported.
+SHOWN, FEW = 25, 5
 LONGEST_NAME = 60
 # From this many names of another tool on, a file is taken for one of that tool's.
 MANY = 3
@@ -44,13 +45,16 @@ class Command(NamedTuple):
     takes_settings: bool
 
 
-def unknown_options(given: Mapping[str, Any], source: str | Path, command: Command | None = None) -> UserError:
+def unknown_options(
+    given: Mapping[str, Any], source: str | Path, command: Command | None = None, empty: Sequence[str] = ()
+) -> UserError:
     """Return the refusal of all options of a file or command line that do not exist.
 
     Args:
-        given: Their values by name; None where the value is not known.
+        given: Their values by name.
         source: The file, or "command line".
         command: Whose command line it is, if it is not train_ddp.py's.
+        empty: Options that exist, but were given without a value.
     """
     of_command_line = not isinstance(source, Path)
     own = command.own if command else ()
@@ -60,21 +64,25 @@ def unknown_options(given: Mapping[str, Any], source: str | Path, command: Comma
     else:
         hints = {name: _hint(name, value, own, of_command_line) for name, value in given.items()}
         lists = f"{command.prog} --help and train_ddp.py --help list" if command else "train_ddp.py --help lists"
+    tool = None if of_command_line else _tool_of(list(given))
+    ported = (
+        f"`uv run python -m unsloth_ddp.port {source}` turns this file of {tool} into one of this kit; " if tool else ""
+    )
     if len(given) == 1:
         name, hint = next(iter(hints.items()))
         said = f"there is no option {name[:LONGEST_NAME]}; {hint or f'{lists} them all'}"
     else:
+        most = FEW if tool else SHOWN
         shown = [f"{name[:LONGEST_NAME]} ({hint})" if hint else name[:LONGEST_NAME] for name, hint in hints.items()]
-        more = f", and {len(shown) - SHOWN} more" if len(shown) > SHOWN else ""
-        said = f"{len(given)} options do not exist: {', '.join(shown[:SHOWN])}{more}; {lists} those that do"
-    tool = _tool_of(list(given))
-    if tool and not of_command_line:
-        said += f". python -m unsloth_ddp.port {source} turns a file of {tool} into one of this kit"
+        more = f", and {len(shown) - most} more" if len(shown) > most else ""
+        said = f"{ported}{len(given)} options do not exist: {', '.join(shown[:most])}{more}; {lists} those that do"
+    if empty:
+        said += f"; {', '.join(empty)} {'needs' if len(empty) == 1 else 'need'} a value"
     return UserError(f"{source}: {said}{'' if said.endswith('?') else '.'}")
 
 
-def unknown_words(words: list[str]) -> dict[str, str | None]:
-    """Return the options among words that argparse left, with their values.
+def unknown_words(words: list[str]) -> dict[str, str]:
+    """Return the options among words that argparse left, with their values; one without a value is taken for a flag.
 
     Raises:
         UserError: a value stands without an option before it.
@@ -91,7 +99,7 @@ def unknown_words(words: list[str]) -> dict[str, str | None]:
             raise UserError(f"command line: {word} belongs to no option; {fix}.")
         else:
             found[name] = found[name] or word
-    return found
+    return {name: "true" if value is None else value for name, value in found.items()}
 
 
 def _own_hint(name: str, own: Sequence[str]) -> str:

@@ -21,6 +21,8 @@ NAMES = {
     "lr_scheduler_type": ("trainer_utils.py", "SchedulerType"),
     "report_to": ("integrations/integration_utils.py", "INTEGRATION_TO_CALLBACK"),
 }
+# The function that lists the trackers whose packages are installed.
+INSTALLED_TRACKERS = "get_available_reporting_integrations"
 # The types that JSON and YAML have, as a user would call them.
 KINDS = {
     "bool": "true or false",
@@ -41,8 +43,8 @@ SFT_CONFIG = (
 @functools.cache
 def known_names(option: str) -> tuple[str, ...]:
     """Return the names that the installed Transformers takes for an option; none where they are defined elsewhere."""
-    texts = [n.value for n in _defined("transformers", *NAMES[option]) if isinstance(n, ast.Constant)]
-    return tuple(text for text in texts if isinstance(text, str) and text.isidentifier())
+    texts = [_text(node) for node in _defined("transformers", *NAMES[option])]
+    return tuple(text for text in texts if text.isidentifier())
 
 
 @functools.cache
@@ -57,6 +59,42 @@ def sft_config_fields() -> dict[str, frozenset[str]]:
         for node in nodes
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
     }
+
+
+@functools.cache
+def installed_trackers() -> frozenset[str]:
+    """Return the known trackers without those whose package the installed Transformers looks for and does not find."""
+    file = NAMES["report_to"][0]
+    missing: set[str] = set()
+    for listed in (node for node in _defined("transformers", file, INSTALLED_TRACKERS) if isinstance(node, ast.If)):
+        # if is_wandb_available(): integrations.append("wandb")
+        condition = next(
+            n.func.id for n in ast.walk(listed.test) if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)
+        )
+        packages = _searched_packages(_defined("transformers", file, condition))
+        if packages and not any(map(importlib.util.find_spec, packages)):
+            missing |= {text for node in listed.body for n in ast.walk(node) if (text := _text(n))}
+    return frozenset(known_names("report_to")) - missing
+
+
+def _searched_packages(nodes: Sequence[ast.AST]) -> set[str]:
+    """Return the packages whose spec these nodes look for, without their modules."""
+    calls = [node for node in nodes if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("find_spec")]
+    return {text.partition(".")[0] for call in calls if (text := _text(call.args[0]))}
+
+
+@functools.cache
+def other_trl_configs() -> dict[str, frozenset[str]]:
+    """Return the fields that only configs of other trainers of the installed TRL have, by the config's name."""
+    spec = importlib.util.find_spec("trl")
+    files = sorted((Path(spec.origin).parent / "trainer").glob("*_config.py")) if spec and spec.origin else []
+    classes = [node for file in files for node in _parsed(file).body if isinstance(node, ast.ClassDef)]
+    fields = {
+        node.name: {n.target.id for n in node.body if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)}
+        for node in classes
+    }
+    shared = fields.pop("ModelConfig", set()) | sft_config_fields().keys()
+    return {name: frozenset(own - shared) for name, own in fields.items() if own - shared}
 
 
 def _kinds(annotation: ast.expr) -> frozenset[str]:
@@ -78,15 +116,28 @@ def _named_types(node: ast.expr) -> set[str]:
     return {ast.unparse(node)}
 
 
+def _text(node: ast.AST) -> str:
+    return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
+
+
+@functools.cache
+def _parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
 def _defined(package: str, file: str, name: str) -> list[ast.AST]:
-    """Return the syntax nodes of the class or dict `name` in a package's file; none where it is not there."""
+    """Return the syntax nodes of the class, function or dict `name` in a package's file; none where it is not there."""
     spec = importlib.util.find_spec(package)
     path = Path(spec.origin).parent / file if spec and spec.origin else None
     if path is None or not path.is_file():
         return []
-    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+    for node in _parsed(path).body:
         targets = node.targets if isinstance(node, ast.Assign) else []
-        names = [node.name] if isinstance(node, ast.ClassDef) else [t.id for t in targets if isinstance(t, ast.Name)]
+        names = (
+            [node.name]
+            if isinstance(node, (ast.ClassDef, ast.FunctionDef))
+            else [t.id for t in targets if isinstance(t, ast.Name)]
+        )
         if name in names:
             return [*ast.walk(node)]
     return []
@@ -128,7 +179,7 @@ def choose_trackers(asked: Sequence[str], known: Collection[str], installed: Col
             )
         if name not in installed:
             raise UserError(
-                f"report_to {name}: its package is not installed; install it with uv pip install, or give tensorboard."
+                f"report_to {name}: its package is not installed; install it with uv pip install {name}, or give tensorboard."
             )
     return list(asked)
 

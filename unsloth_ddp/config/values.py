@@ -34,7 +34,7 @@ def convert_value(name: str, value: Any, source: str) -> Any:
     try:
         return _as_type(TYPES[name], value)
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
-        takes = _accepted(TYPES[name])
+        takes = _described(TYPES[name])
         if isinstance(value, (str, bool)) and (here := OTHER_VALUES.get(name, {}).get(str(value).lower())):
             raise UserError(f"{source}: {name} is {_shortened(value)}, but it takes {takes}; give {here}.") from None
         if value is None:
@@ -42,6 +42,11 @@ def convert_value(name: str, value: Any, source: str) -> Any:
         hint = "; put it in quotes" if "text" in takes and not isinstance(value, (str, list, dict)) else ""
         hint = f"; {error}" if isinstance(error, Refused) else hint
         raise UserError(f"{source}: {name} is {_shortened(value)}, but it takes {takes}{hint}.") from None
+
+
+def accepted_values(name: str) -> str:
+    """Return what option `name` takes, in words."""
+    return _described(TYPES.get(name, str))
 
 
 def _shortened(value: Any) -> str:
@@ -134,10 +139,10 @@ def _refuse() -> NoReturn:
     raise ValueError
 
 
-def _accepted(wanted: Any) -> str:
+def _described(wanted: Any) -> str:
     """Return what an option takes, in words."""
     if typing.get_origin(wanted) in UNIONS:
-        return " or ".join("none" if t is type(None) else _accepted(t) for t in typing.get_args(wanted))
+        return " or ".join("none" if t is type(None) else _described(t) for t in typing.get_args(wanted))
     if typing.get_origin(wanted) is Literal:
         *most, last = typing.get_args(wanted)
         return f"{', '.join(most)} or {last}" if most else last

@@ -26,7 +26,7 @@ from unsloth_ddp.distributed.exit_codes import EXIT_USER_ERROR
 from unsloth_ddp.distributed.missing_gpu import check_cpu_is_meant
 from unsloth_ddp.distributed.runtime import asks_for_cpu, choose_backend
 from unsloth_ddp.distributed.sharding import sharding_from_environment, unsupported_by_unsloth
-from unsloth_ddp.parity.comparison import TOLERANCES, LaunchComparison, Tolerance, overall_verdict
+from unsloth_ddp.parity.comparison import LaunchComparison, Tolerance, choose_tolerance, overall_verdict
 from unsloth_ddp.parity.launches import LEARNING_RATE, choose_precision, describe_omissions, plan_launches, visible_gpus
 from unsloth_ddp.parity.processes import StoppedBySignal, stopped_by_signals
 from unsloth_ddp.parity.report import render_comparisons, write_result
@@ -96,7 +96,7 @@ def read_command_line(argv: list[str]) -> tuple[ParityCheck, argparse.Namespace]
     if min(sizes) <= 0:
         raise UserError(f"--micro_batches holds {min(sizes)}, but every number of rows has to be above 0.")
     launches = plan_launches(processes, sizes)
-    tolerance = TOLERANCES[backend, precision]
+    tolerance = choose_tolerance(backend, precision)
     if given.tolerance:
         tolerance = Tolerance(given.tolerance, "given on the command line")
     return ParityCheck(
@@ -137,7 +137,7 @@ def main(argv: list[str]) -> int:
         for text in errors:
             print(f"\n{text}\n")
         print(fit_text(sentence))
-        print(fit_text(f"Tolerance: {tolerance.value:.1e} ({tolerance.reason})."))
+        print(fit_text(f"Tolerance {tolerance.value:.1e}: {tolerance.reason}."))
         if given.json:
             write_result(given.json, rows, check, tolerance, agree, errors)
     except UserError as error:

@@ -12,7 +12,7 @@ from unsloth_ddp.config.aliases import ALIASES, OTHER_VALUES, TOOLS
 from unsloth_ddp.config.ignored import ADAPTER
 from unsloth_ddp.config.options import OPTIONS, Settings
 from unsloth_ddp.config.trainer_args import OWNED_ARGS, RefusedField, check_trainer_args
-from unsloth_ddp.config.upstream_names import known_names, sft_config_fields
+from unsloth_ddp.config.upstream_names import known_names, other_trl_configs, sft_config_fields
 from unsloth_ddp.port.ported import Ported
 from unsloth_ddp.port.rows import plain_path, port_mappings, port_names
 from unsloth_ddp.utils.errors import UserError
@@ -36,6 +36,8 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "num_train_epochs": 3.0, "learning_rate": 2e-5, "lora_alpha": 32, "lora_dropout": 0.05,
     },
 }  # fmt: skip
+# The losses of TRL's supervised fine-tuning; its other trainers have others.
+SFT_LOSSES = ("nll", "chunked_nll", "dft")
 # A file with one of these asks for something else than supervised fine-tuning of all weights, LoRA or QLoRA.
 REFUSED = ("stage", "rl", "adapter", "finetuning_type", "reward_model", "pretraining_dataset", "relora")
 
@@ -67,6 +69,9 @@ def port(content: Mapping[str, Any], tool: str, folder: Path) -> Ported:
         for key, value in content.items()
         if value is not None and value != "" and value != [] and value != {}
     }
+    if tool == TRL:
+        _refuse_other_trainers(given)
+        ported.left_out["the trainer"] = "TRL's files do not name it; this is the run of trl sft"
     for key, value in given.items():
         rule = RULES.get(key)
         if rule:
@@ -85,6 +90,28 @@ def port(content: Mapping[str, Any], tool: str, folder: Path) -> Ported:
     _complete(ported, given)
     _leave_out_refused(ported)
     return ported
+
+
+def _refuse_other_trainers(given: Mapping[str, Any]) -> None:
+    """Refuse a file of TRL that has keys or a loss of another trainer than SFTTrainer.
+
+    Raises:
+        UserError: naming the keys and the trainers' configs that have the most of them.
+    """
+    own = {name: [key for key in given if key in fields] for name, fields in other_trl_configs().items()}
+    most = max(map(len, own.values()), default=0)
+    if most:
+        keys = next(keys for keys in own.values() if len(keys) == most)
+        configs = [name for name, found in own.items() if len(found) == most]
+        raise UserError(
+            f"{', '.join(keys)} {'is' if most == 1 else 'are'} for TRL's {', '.join(configs)}, and the kit does supervised "
+            "fine-tuning only; port a file for SFTConfig."
+        )
+    if (loss := given.get("loss_type", SFT_LOSSES[0])) not in SFT_LOSSES:
+        raise UserError(
+            f"loss_type {str(loss)[:100]} is for another trainer of TRL, and the kit does supervised fine-tuning only; port a "
+            "file for SFTConfig."
+        )
 
 
 def _leave_out_refused(ported: Ported) -> None:

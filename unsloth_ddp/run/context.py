@@ -11,12 +11,11 @@ from typing import Any
 
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.data.hub import use_cache_if_hub_is_unreachable
-from unsloth_ddp.data.revisions import dataset_revisions, pin_revisions
-from unsloth_ddp.data.sources import checked_files
+from unsloth_ddp.data.revisions import pin_revisions
 from unsloth_ddp.distributed.ranks import Ranks
 from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.distributed.signals import StopRequest
-from unsloth_ddp.model.files_check import check_local_model
+from unsloth_ddp.run.file_checks import check_files
 from unsloth_ddp.run.outcomes import RunEnd
 
 
@@ -59,11 +58,7 @@ def open_run(settings: Settings, ranks: Ranks) -> Iterator[Run]:
     stop = StopRequest(ranks.is_main)
     stop.listen(settings.max_time)
     if ranks.nodes == 1:
-        # Of several nodes, each may lack something else: that is raised on all of them once they have met.
-        check_local_model(str(settings.model), safetensors_only=settings.use_safetensors)
-        checked_files(settings.dataset, streaming=settings.streaming)
-        checked_files(settings.eval_dataset)
-        dataset_revisions(settings)
+        check_files(settings, ranks.world_size)
     use_cache_if_hub_is_unreachable(settings)
     # Imported here, so that a mistake above is reported before the seconds that torch takes to load.
     from unsloth_ddp.data.node_folder import node_folder
@@ -76,6 +71,9 @@ def open_run(settings: Settings, ranks: Ranks) -> Iterator[Run]:
     ended: RunEnd | None = None
     with started(settings, ranks) as runtime, watched(settings, runtime) as end_process, node_folder(runtime) as shared:
         stop.end_with(end_process)
+        if ranks.nodes > 1:
+            # Each node may lack something else, which is raised on all of them.
+            runtime.on_every_rank(lambda: check_files(settings, ranks.world_size))
         choose_backend_by_size(settings, runtime)
         # Before the folder is chosen: its settings name the commits that the run there was made with.
         pin_revisions(settings, runtime)

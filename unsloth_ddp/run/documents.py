@@ -50,9 +50,10 @@ def begin(
     _write(runtime, folder / RECORD_FILE, write)
 
 
-def stopped(runtime: Runtime, trainer: DDPTrainer, folder: Path, cause: str) -> None:
-    """Write the report of a run that the ranks stopped together."""
-    _write(runtime, folder / RECORD_FILE, lambda: end_record(folder, step=trainer.state.global_step, cause=cause))
+def stopped(runtime: Runtime, trainer: DDPTrainer, folder: Path, cause: str, seconds: float) -> None:
+    """Write the report of a run that the ranks stopped together after so many seconds of training."""
+    step = trainer.state.global_step
+    _write(runtime, folder / RECORD_FILE, lambda: end_record(folder, step=step, seconds=seconds, cause=cause))
     _write(runtime, folder / REPORT_FILE, lambda: write_report(_run_of(trainer, folder)))
 
 
@@ -65,7 +66,8 @@ def finished(
         summary: content of summary.json, which is written after this: it says that the run is finished.
         answers: the compared answers (see facts.answer_facts).
     """
-    _write(runtime, folder / RECORD_FILE, lambda: end_record(folder, step=trainer.state.global_step, answers=answers))
+    step, seconds = trainer.state.global_step, summary["train_seconds"]
+    _write(runtime, folder / RECORD_FILE, lambda: end_record(folder, step=step, seconds=seconds, answers=answers))
     _write(runtime, folder / CARD_FILE, lambda: write_card(_run_of(trainer, folder, summary)))
     _write(runtime, folder / REPORT_FILE, lambda: write_report(_run_of(trainer, folder, summary)))
 

@@ -161,7 +161,7 @@ def _results(run: RunRecord) -> list[tuple[str, str]]:
         found.append(("trained on", f"{run.fact('world_size')} x {plain(run.fact('device'))}, {run.fact('precision')}"))
     if is_number(run.summary.get("train_seconds")):
         speed, memory = run.summary.get("tokens_per_second"), run.summary.get("peak_memory_bytes")
-        found.append(("training time", shown_seconds(run.summary["train_seconds"])))
+        found.append(("training time", shown_seconds(run.seconds or run.summary["train_seconds"])))
         if is_number(speed):
             found.append(("tokens a second", f"{speed:,.0f}"))
         if is_number(memory):

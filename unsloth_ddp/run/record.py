@@ -55,9 +55,12 @@ def begin_record(folder: Path, facts: dict[str, Any], part: dict[str, Any], *, c
 
 
 def end_record(
-    folder: Path, *, step: int, cause: str | None = None, answers: list[dict[str, Any]] | None = None
+    folder: Path, *, step: int, seconds: float, cause: str | None = None, answers: list[dict[str, Any]] | None = None
 ) -> None:
     """Record the end of the current part: its step, the cause if it was stopped, and the compared answers.
+
+    Args:
+        seconds: that its training took, evaluations and checkpoints included.
 
     Raises:
         OSError: it cannot be written.
@@ -66,7 +69,7 @@ def end_record(
     record = _read_record(folder)
     parts = _list_of_dicts(record.get("parts"))
     if parts:
-        parts[-1] |= {"ended": now(), "last_step": step, "cause": cause}
+        parts[-1] |= {"ended": now(), "seconds": round(seconds, 1), "last_step": step, "cause": cause}
     write_json(folder / RECORD_FILE, {**record, "parts": parts, "answers": answers or []})
 
 
@@ -110,13 +113,9 @@ class RunRecord:
 
     @property
     def seconds(self) -> float | None:
-        """Seconds of all parts whose end is known; None if none is."""
-        known = [
-            (datetime.fromisoformat(part["ended"]) - datetime.fromisoformat(part["began"])).total_seconds()
-            for part in self.parts
-            if _is_time(part.get("began")) and _is_time(part.get("ended"))
-        ]
-        return sum(known) if known else self.summary.get("wall_time_seconds")
+        """Return the seconds that training took in all parts whose end is known; None if none is."""
+        known = [part["seconds"] for part in self.parts if is_number(part.get("seconds"))]
+        return sum(known) if known else self.summary.get("train_seconds")
 
     def series(self, name: str, *, gaps: bool = False) -> list[tuple[float, float]]:
         """Return step and value of every log entry that has a finite number of this name.
@@ -274,11 +273,3 @@ def _value(value: Any) -> float | None:
 
 def _list_of_dicts(value: Any) -> list[dict[str, Any]]:
     return [each for each in value if isinstance(each, dict)] if isinstance(value, list) else []
-
-
-def _is_time(value: Any) -> bool:
-    try:
-        datetime.fromisoformat(value)
-    except (TypeError, ValueError):
-        return False
-    return True

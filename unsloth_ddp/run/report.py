@@ -177,7 +177,7 @@ def _tiles(run: RunRecord) -> list[dict[str, str]]:
     add("exact answers", after, "{:.1%}".format, f"{before:.1%} before" if is_number(before) else "")
     add("tokens/s", run.tokens_per_second, "{:,.0f}".format)
     add("peak memory", run.summary.get("peak_memory_bytes"), shown_bytes, "of the fullest rank")
-    add("duration", run.seconds, shown_seconds, f"in {len(run.parts)} parts" if len(run.parts) > 1 else "")
+    add("training time", run.seconds, shown_seconds, f"in {len(run.parts)} parts" if len(run.parts) > 1 else "")
     return tiles
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from unsloth_ddp.checkpoints import resume_point
@@ -23,7 +24,7 @@ from unsloth_ddp.data.preview import preview_first_row
 from unsloth_ddp.data.revisions import ignored_hub_options
 from unsloth_ddp.data.training_data import TrainingData
 from unsloth_ddp.distributed import backend, sharding
-from unsloth_ddp.model import load, merge
+from unsloth_ddp.model import load, merge, merge_check
 from unsloth_ddp.model.attention import choose_packing
 from unsloth_ddp.run import answers, documents
 from unsloth_ddp.run import summary as summary_file
@@ -191,7 +192,7 @@ def train_from(run: Run, trainer: DDPTrainer, resume: ResumePoint | None) -> dic
     seconds = trainer.train_from(resume)
     if trainer.stopped:
         cause, checkpoints = str(run.stop.agreed_cause), trainer.checkpoints
-        documents.stopped(run.runtime, trainer, run.folder, cause)
+        documents.stopped(run.runtime, trainer, run.folder, cause, seconds)
         if checkpoints.last is None:
             raise StopNotSaved(cause, checkpoints.failed)
         raise RunStopped(cause, checkpoints.last, named=run.named)
@@ -211,10 +212,7 @@ def finish(run: Run, trainer: DDPTrainer, answered: AnsweredQuestions, summary: 
     if problem := checkpoints.save_final(trainer.write_final):
         raise ResultNotSaved(run.folder, problem, checkpoints.last)
     if settings.merge:
-        stop_tokens = trainer.data.train.stop_tokens
-        problem = checkpoints.save_folder(
-            "merged", lambda aside: merge.save_merged(settings, run.folder, aside, stop_tokens)
-        )
+        problem = checkpoints.save_folder("merged", lambda aside: _merge(run, trainer, aside))
         if problem:
             raise RunNotFinished(run.folder, "the merged model", problem, checkpoints.last)
     if answered.questions:
@@ -228,6 +226,14 @@ def finish(run: Run, trainer: DDPTrainer, answered: AnsweredQuestions, summary: 
         raise FolderRemoved(run.folder)
     if checkpoints.failed is not None and not checkpoints.written:
         raise NoCheckpointWritten(checkpoints.failed)
+
+
+def _merge(run: Run, trainer: DDPTrainer, folder: Path) -> None:
+    """Write the merged model into `folder`, and compare it with the adapter on the first rows."""
+    rows = trainer.data.train
+    merge.save_merged(run.settings, run.folder, folder, rows.stop_tokens)
+    first = [rows.examples[index]["input_ids"].tolist() for index in range(min(merge_check.ROWS, len(rows.examples)))]
+    merge_check.check_merged(run.settings, run.folder, folder, first)
 
 
 def _request(run: Run) -> BatchRequest:

@@ -15,14 +15,17 @@ from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.distributed.sharding import describe_sharding
 from unsloth_ddp.model.experts import describe_experts
 from unsloth_ddp.model.load import parameter_counts
+from unsloth_ddp.model.parts import describe_beside_text
 from unsloth_ddp.run.files import LOCK_FILE, SUMMARY_FILE
 from unsloth_ddp.run.next_steps import chat_command
+from unsloth_ddp.run.record import read_run
 from unsloth_ddp.run.upload import upload
 from unsloth_ddp.training.memory_search import MicroBatchDecision, with_micro_batch
 from unsloth_ddp.training.step_choice import StepChoice
+from unsloth_ddp.utils.errors import UserError
 from unsloth_ddp.utils.json_file import write_json
 from unsloth_ddp.utils.tables import render_pairs
-from unsloth_ddp.utils.units import counted
+from unsloth_ddp.utils.units import counted, shown_seconds
 from unsloth_ddp.utils.versions import versions
 
 if TYPE_CHECKING:
@@ -43,7 +46,7 @@ def describe_run(
 ) -> str:
     """Return the table that the main process prints before step 1."""
     total, trainable = parameter_counts(model)
-    experts = describe_experts(model)
+    experts, beside_text = describe_experts(model), describe_beside_text(model)
     beside = "" if settings.method == "full" else ", adapter included"
     cuda = runtime.device_type == "cuda"
     described = describe_sharding(runtime.sharding, runtime.offload, runtime.copies, runtime.ranks.world_size)
@@ -57,6 +60,7 @@ def describe_run(
             "precision": runtime.precision + (", products with frozen weights in FP8" if settings.fp8 else ""),
             "model": f"{settings.model} ({total:,} parameters{beside})",
             "method": f"{settings.method} ({trainable:,} trainable parameters, {trainable / total:.2%})",
+            **({"beside the text": beside_text} if beside_text else {}),
             **({"experts": experts} if experts else {}),
             **describe_rows(settings, data, head_chooses=head_chooses),
             "optimizer": describe_optimizer(settings, runtime),
@@ -193,16 +197,24 @@ def _final_eval_loss(trainer: DDPTrainer) -> float | None:
     return trainer.evaluate()["eval_loss"]
 
 
+def _seconds_of_all_parts(folder: Path, summary: dict[str, Any]) -> float:
+    """Return the training time that the report and the table of runs show; this part's where the record is damaged."""
+    try:
+        return read_run(folder).seconds or summary["train_seconds"]
+    except UserError:
+        return summary["train_seconds"]
+
+
 def finish(settings: Settings, folder: Path, summary: dict[str, Any]) -> None:
     """Write summary.json, print the result, and upload it if asked to."""
     write_json(folder / SUMMARY_FILE, summary)
     (folder / LOCK_FILE).unlink(missing_ok=True)
     losses = [f"{name} {summary[name]:.4f}" for name in ("train_loss", "eval_loss") if summary[name] is not None]
-    print(
-        f"Done: {counted(summary['steps'], 'step')} in {summary['train_seconds']:.0f} s, {', '.join(losses)}, "
-        f"{summary['tokens_per_second']:,.0f} tokens/s. Everything is in {folder}",
-        flush=True,
-    )
-    print(f"To talk to it: {chat_command(folder, trust=settings.trust_remote_code)}", flush=True)
+    took = shown_seconds(_seconds_of_all_parts(folder, summary))
+    speed = f"{summary['tokens_per_second']:,.0f} tokens/s"
+    print(f"Done: {counted(summary['steps'], 'step')} in {took}, {', '.join(losses)}, {speed}.")
+    # On lines of their own, to be copied whole from a narrow terminal.
+    print(f"Everything is in:\n  {folder}")
+    print(f"To talk to it:\n  {chat_command(folder, trust=settings.trust_remote_code)}", flush=True)
     if settings.push_to_hub:
         print(f"Uploaded to {upload(settings, folder)}", flush=True)

@@ -1,8 +1,10 @@
 """List the runs of a folder, compare two of them, or write the report of one again.
 
     uv run python -m unsloth_ddp.runs outputs
-    uv run python -m unsloth_ddp.runs --compare outputs/RUN outputs/OTHER
-    uv run python -m unsloth_ddp.runs --report outputs/RUN
+    uv run python -m unsloth_ddp.runs outputs --compare RUN OTHER
+    uv run python -m unsloth_ddp.runs outputs --report RUN
+
+A run is named by its name in the folder of the runs, or by its path.
 
 Reads what the runs left on the disk; no model is loaded and no GPU is needed.
 """
@@ -19,12 +21,13 @@ import jinja2
 
 from unsloth_ddp.config.command_line import Parser, run_command
 from unsloth_ddp.run.files import RECORD_FILE, STATE_FILE, SUMMARY_FILE
-from unsloth_ddp.run.record import find_runs, read_run
+from unsloth_ddp.run.record import find_runs, is_run, read_run
 from unsloth_ddp.run.report import write_report
 from unsloth_ddp.runs.compare import compare_runs, render_comparison
 from unsloth_ddp.runs.table import describe_run, render_runs
 from unsloth_ddp.utils.errors import UserError, one_line, os_reason
 from unsloth_ddp.utils.json_file import write_as_asked
+from unsloth_ddp.utils.missing_files import similar_path
 from unsloth_ddp.utils.streams import protect_streams
 
 
@@ -49,21 +52,22 @@ def show_runs(argv: list[str]) -> None:
         UserError: a mistake in the options, or a folder that holds no readable run.
     """
     given = make_parser().parse_args(argv)
-    if sum(value is not None for value in (given.outputs, given.compare, given.report)) > 1:
-        raise UserError("FOLDER, --compare and --report are three uses of this command; give one of them.")
+    if given.compare and given.report:
+        raise UserError("--compare and --report are two uses of this command; give one of them.")
+    outputs = given.outputs or Path("outputs")
     if given.report is not None:
         if given.json:
             raise UserError("--json writes the table or the comparison, and --report has neither; leave it out.")
-        _report(given.report)
+        _report(find_run(outputs, given.report))
     elif given.compare is not None:
-        first, second = (read_run(folder) for folder in given.compare)
+        first, second = (read_run(find_run(outputs, run)) for run in given.compare)
         with _named(f"{first.folder} and {second.folder}"):
             compared = compare_runs(first, second)
             print(render_comparison(compared), flush=True)
         if given.json:
             write_as_asked("--json", given.json, dataclasses.asdict(compared))
     else:
-        runs, problems = find_runs(given.outputs or Path("outputs"))
+        runs, problems = find_runs(outputs)
         described = []
         for run in runs:
             try:
@@ -77,6 +81,21 @@ def show_runs(argv: list[str]) -> None:
             print(problem, flush=True)
         if given.json:
             write_as_asked("--json", given.json, {"runs": described, "problems": problems})
+
+
+def find_run(outputs: Path, named: Path) -> Path:
+    """Return the folder of a run that is named by its path, or by its name in the folder of the runs.
+
+    Raises:
+        UserError: there is neither.
+    """
+    inside = outputs / named
+    found = next((path for path in (named, inside) if is_run(path)), None)
+    if found is None and not named.exists() and not inside.exists():
+        near = similar_path(inside, is_run) or similar_path(named, is_run)
+        hint = f"did you mean {near}?" if near else f"python -m unsloth_ddp.runs {outputs} lists those there are."
+        raise UserError(f"there is no run {named}, here or in {outputs}; {hint}")
+    return found or (inside if inside.exists() else named)
 
 
 def _report(folder: Path) -> None:

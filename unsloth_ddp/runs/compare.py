@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +13,7 @@ from unsloth_ddp.run.report import gaps, show
 from unsloth_ddp.runs.table import describe_run
 from unsloth_ddp.utils.errors import UserError
 from unsloth_ddp.utils.redaction import hide, printable
-from unsloth_ddp.utils.tables import Column, render_table
+from unsloth_ddp.utils.tables import Column, fit_text, render_pairs, render_table
 from unsloth_ddp.utils.units import shown_bytes, shown_seconds
 
 # Where the run is written says nothing about it.
@@ -27,7 +26,10 @@ RESULTS = {
     "steps": "{:,.0f}", "loss": "{:.4f}", "mean training loss": "{:.4f}", "evaluation loss": "{:.4f}",
     "exact answers": "{:.1%}", "tokens seen": "{:,.0f}", "tokens/s": "{:,.0f}", "peak memory": "", "time": "",
 }  # fmt: skip
-ALIGNED_STEPS = 6
+# How the tables call the two runs, whose names may be as wide as a terminal.
+LETTERS = ("A", "B")
+# Steps of a curve that the tables show; the JSON file has all that both runs logged.
+SHOWN_STEPS = 20
 Point = tuple[float, float]
 
 
@@ -60,12 +62,7 @@ def compare_runs(first: RunRecord, second: RunRecord) -> Comparison:
             f"{first.folder.resolve().parent.name}/{first.name}",
             f"{second.folder.resolve().parent.name}/{second.name}",
         )
-    losses, interpolated = aligned(first.series("loss"), second.series("loss"))
     notes = [note for run, name in zip(runs, names, strict=True) for note in _notes(run, name)]
-    if interpolated:
-        notes.append(
-            "The runs logged their losses at different steps, so losses between two log lines are interpolated."
-        )
     return Comparison(
         names=names,
         notes=notes,
@@ -73,66 +70,51 @@ def compare_runs(first: RunRecord, second: RunRecord) -> Comparison:
         data=_differences(*map(_data, runs)),
         machine=_differences(*map(_machine, runs)),
         results={k: [a, b] for k, (a, b) in _both(*map(_results, runs)).items() if a is not None or b is not None},
-        losses=losses,
+        losses=_common(first.series("loss"), second.series("loss")),
         evaluations=_common(first.series("eval_loss"), second.series("eval_loss")),
     )
 
 
 def render_comparison(compared: Comparison) -> str:
     """Return the comparison as text, with a table for each part that differs."""
-    parts = [_clean(note) for note in compared.notes]
+    named = render_pairs({letter: _clean(name) for letter, name in zip(LETTERS, compared.names, strict=True)})
+    parts = [named, *(fit_text(_clean(note)) for note in compared.notes)]
     for title, differing in (("Settings", compared.settings), ("Data", compared.data), ("Machine", compared.machine)):
         if differing:
             rows = [[_clean(name), *(_clean(_value(value)) for value in pair)] for name, pair in differing.items()]
-            parts.append(_table(title, compared.names, rows))
+            parts.append(_table(title, rows))
         else:
             parts.append(f"{title}: no difference.")
     rows = []
     for name, pair in compared.results.items():
         shown = [_result(name, value) for value in pair]
         rows.append([name, *shown, _change(name, pair)])
-    parts.append(_table("Results", compared.names, rows, right=True, change=True))
+    parts.append(_table("Results", rows, right=True, change=True))
     for title, points in (("Loss", compared.losses), ("Evaluation loss", compared.evaluations)):
         if points:
-            table = [[f"step {step:,.0f}", f"{a:.4f}", f"{b:.4f}", f"{b - a:+.4f}"] for step, a, b in points]
-            parts.append(_table(title, compared.names, table, right=True, change=True))
+            spread = _spread(points, SHOWN_STEPS)
+            table = [[f"step {step:,.0f}", f"{a:.4f}", f"{b:.4f}", f"{b - a:+.4f}"] for step, a, b in spread]
+            parts.append(_table(title, table, right=True, change=True))
+            if len(spread) < len(points):
+                parts[-1] += (
+                    f"\n{len(spread)} of the {len(points):,} steps that both runs logged; --json FILE writes all."
+                )
     if not compared.losses:
-        parts.append("Loss: the runs have no common stretch of logged steps.")
+        parts.append("Loss: no step was logged by both runs.")
     return "\n\n".join(parts)
 
 
-def aligned(first: Sequence[Point], second: Sequence[Point]) -> tuple[list[tuple[float, float, float]], bool]:
-    """Return step and both values at up to ALIGNED_STEPS steps, evenly spread, and whether values were interpolated.
-
-    Steps that both have logged are taken; with fewer than two of them, steps of the common stretch.
-    """
-    both = _common(first, second)
-    if len(both) >= 2:
-        if len(both) <= ALIGNED_STEPS:
-            return both, False
-        return [both[round(i * (len(both) - 1) / (ALIGNED_STEPS - 1))] for i in range(ALIGNED_STEPS)], False
-    if not first or not second:
-        return both, False
-    low, high = max(first[0][0], second[0][0]), min(first[-1][0], second[-1][0])
-    if low >= high:
-        return both, False
-    steps = sorted({float(round(low + (high - low) * i / (ALIGNED_STEPS - 1))) for i in range(ALIGNED_STEPS)})
-    return [(s, _interpolated(first, s), _interpolated(second, s)) for s in steps if low <= s <= high], True
+def _spread(points: Sequence[Any], most: int) -> list[Any]:
+    """Return at most so many points, evenly spread, the first and the last among them."""
+    if len(points) <= most:
+        return list(points)
+    return [points[round(i * (len(points) - 1) / (most - 1))] for i in range(most)]
 
 
 def _common(first: Sequence[Point], second: Sequence[Point]) -> list[tuple[float, float, float]]:
     # A step that a resumed run evaluated twice keeps the later value.
     others = dict(second)
     return [(step, value, others[step]) for step, value in dict(first).items() if step in others]
-
-
-def _interpolated(points: Sequence[Point], step: float) -> float:
-    after = bisect_left(points, step, key=lambda point: point[0])
-    x1, y1 = points[min(after, len(points) - 1)]
-    if x1 == step or after == 0:
-        return y1
-    x0, y0 = points[after - 1]
-    return y0 + (y1 - y0) * (step - x0) / (x1 - x0)
 
 
 def _notes(run: RunRecord, name: str) -> list[str]:
@@ -220,11 +202,9 @@ def _clean(text: str) -> str:
     return hide(printable(text))
 
 
-def _table(
-    title: str, names: tuple[str, str], rows: list[list[str]], *, right: bool = False, change: bool = False
-) -> str:
+def _table(title: str, rows: list[list[str]], *, right: bool = False, change: bool = False) -> str:
     align: Any = "right" if right else "left"
-    columns = [Column(title), *(Column(_clean(name), align) for name in names)]
+    columns = [Column(title), *(Column(letter, align) for letter in LETTERS)]
     if change:
         columns.append(Column("change", "right"))
     return render_table(columns, rows)

@@ -43,7 +43,7 @@ def render_runs(described: list[dict[str, Any]]) -> str:
     """Return the table of described runs."""
     columns: list[Column | str] = [
         "run", Column("state", styles=STYLES), Column("steps", "right"), Column("loss", "right"), Column("eval", "right"),
-        Column("tokens/s", "right"), Column("on"), Column("time", "right"),
+        Column("tokens/s", "right", optional=True), Column("on", optional=True), Column("time", "right"),
     ]  # fmt: skip
     rows = [
         [

@@ -1,20 +1,29 @@
-"""Say where a missing file was looked for, or which file in its folder has a similar name."""
+"""Say where a missing file was looked for, or which file or folder has a similar name."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 
 def similar_file(path: Path, suffixes: Collection[str]) -> Path | None:
-    """Return the file with one of `suffixes` (lower case) in the folder of `path` whose name is the most similar to its name."""
+    """Return the file with one of `suffixes` (lower case) whose path is `path` but for one misspelt part; None without one."""
+    return similar_path(path, lambda near: near.suffix.lower() in suffixes and near.is_file())
+
+
+def similar_path(path: Path, accept: Callable[[Path], bool]) -> Path | None:
+    """Return the most similar path that `accept` takes, with the first part of `path` that is missing replaced."""
     try:
-        names = [file.name for file in path.parent.iterdir() if file.suffix.lower() in suffixes and file.is_file()]
+        missing = next((part for part in reversed([path, *path.parents]) if not part.exists()), None)
+        if missing is None:
+            return None
+        rest = path.relative_to(missing)
+        found = {other.name: other / rest for other in missing.parent.iterdir() if accept(other / rest)}
     except (OSError, ValueError):
         return None
-    near = difflib.get_close_matches(path.name, names, 1, 0.8)
-    return path.parent / near[0] if near else None
+    near = difflib.get_close_matches(missing.name, found, 1, 0.8)
+    return found[near[0]] if near else None
 
 
 def looked_in(path: Path) -> str:

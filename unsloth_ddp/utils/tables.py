@@ -20,18 +20,25 @@ from rich.text import Text
 FILE_WIDTH = 100
 LEAST_WIDTH = 80
 GAP = 2
-# A longer word (a path, a list of flags) may be broken after one of these characters.
-LONGEST_WORD = 28
-BREAK_AFTER = re.compile(r"(?<=[/\\,=:;_-])")
+# In a column of a table a longer word (a path, a list of flags) may be broken after one of these characters, and anywhere
+# in a part that is still longer than LONGEST_PART.
+LONGEST_WORD, LONGEST_PART = 28, 40
+BREAK_AFTER = re.compile(r"(?<=[/\\,])")
 
 
 @dataclass(frozen=True)
 class Column:
-    """A table's column; `styles` maps a cell's text to a rich style, which only colours it."""
+    """A table's column.
+
+    Args:
+        styles: of cells by their text; a rich style, which only colours.
+        optional: leave the column out of a table that is too wide with it.
+    """
 
     name: str
     align: Literal["left", "right"] = "left"
     styles: Mapping[str, str] | None = None
+    optional: bool = False
 
 
 def output_width() -> int:
@@ -61,8 +68,14 @@ def render_table(
         rules: draw a rule between rows where one of them has several lines.
     """
     made = [column if isinstance(column, Column) else Column(column) for column in columns]
+    width = width or output_width()
+    while (extra := next((i for i in reversed(range(len(made))) if made[i].optional), None)) is not None:
+        if sum(_least_widths([[column.name for column in made], *rows])) + GAP * (len(made) - 1) <= width:
+            break
+        made = made[:extra] + made[extra + 1 :]
+        rows = [[*cells[:extra], *cells[extra + 1 :]] for cells in rows]
     texts = [[column.name for column in made], *rows]
-    widths = column_widths(texts, (width or output_width()) - GAP * (len(made) - 1))
+    widths = column_widths(texts, width - GAP * (len(made) - 1))
     show_header = any(column.name for column in made)
     table = Table(
         box=box.HORIZONTALS if rules else box.SIMPLE_HEAD,
@@ -95,8 +108,13 @@ def render_table(
 
 
 def render_pairs(pairs: Mapping[str, str], *, width: int | None = None) -> str:
-    """Return names and values as two aligned columns, long values wrapped."""
-    return render_table(["", ""], list(pairs.items()), width=width)
+    """Return names and values as two aligned columns, long values wrapped between words: a path can be copied whole."""
+    indent = max(map(cell_len, pairs)) + GAP
+    lines = []
+    for name, value in pairs.items():
+        first, *others = wrap_text(value, (width or output_width()) - indent, whole=True)
+        lines += [f"{name:<{indent}}{first}", *(" " * indent + line for line in others)]
+    return "\n".join(line.rstrip() for line in lines)
 
 
 def column_widths(rows: Sequence[Sequence[str]], available: int) -> list[int]:
@@ -104,12 +122,7 @@ def column_widths(rows: Sequence[Sequence[str]], available: int) -> list[int]:
 
     Narrow columns get their full width first; the wide ones share the rest equally.
     """
-    natural, least = [], []
-    for cells in zip(*rows, strict=True):
-        lines = [line for cell in cells for line in cell.splitlines() or [""]]
-        natural.append(max(map(cell_len, lines)))
-        pieces = [piece for line in lines for word in line.split() for piece in _pieces(word)]
-        least.append(max(map(cell_len, pieces), default=0))
+    natural, least = _natural_widths(rows), _least_widths(rows)
     widths = list(least)
     room = available - sum(least)
     order = sorted(range(len(widths)), key=natural.__getitem__)
@@ -120,8 +133,22 @@ def column_widths(rows: Sequence[Sequence[str]], available: int) -> list[int]:
     return widths
 
 
-def wrap_text(text: str, width: int) -> list[str]:
-    """Return the lines of `text`, wrapped between words; only words over LONGEST_WORD may be broken."""
+def _natural_widths(rows: Sequence[Sequence[str]]) -> list[int]:
+    return [
+        max(cell_len(line) for cell in cells for line in cell.splitlines() or [""]) for cells in zip(*rows, strict=True)
+    ]
+
+
+def _least_widths(rows: Sequence[Sequence[str]]) -> list[int]:
+    """Return the width of the longest word that is not broken, for each column."""
+    columns = zip(*rows, strict=True)
+    return [
+        max((cell_len(p) for cell in cells for w in cell.split() for p in _pieces(w)), default=0) for cells in columns
+    ]
+
+
+def wrap_text(text: str, width: int, *, whole: bool = False) -> list[str]:
+    """Return the lines of `text`, wrapped between words; only words over LONGEST_WORD may be broken, with `whole` none."""
     lines = []
     for line in text.splitlines() or [""]:
         current = ""
@@ -130,13 +157,13 @@ def wrap_text(text: str, width: int) -> list[str]:
             if cell_len(joined) <= width:
                 current = joined
                 continue
-            if current and cell_len(word) <= width:
+            if current and (whole or cell_len(word) <= width):
                 lines.append(current)
                 current = word
                 continue
             # Fill the current line with as many pieces of the long word as fit.
             current = f"{current} " if current else ""
-            for piece in _pieces(word):
+            for piece in [word] if whole else _pieces(word):
                 if current.strip() and cell_len(current + piece) > width:
                     lines.append(current.rstrip())
                     current = ""
@@ -152,7 +179,9 @@ def fit_text(text: str, width: int | None = None) -> str:
         width: [output_width()]
     """
     columns = width or output_width()
-    lines = [[line] if cell_len(line) <= columns else wrap_text(line, columns) for line in text.splitlines()]
+    lines = [
+        [line] if cell_len(line) <= columns else wrap_text(line, columns, whole=True) for line in text.splitlines()
+    ]
     return "\n".join(part for parts in lines for part in parts)
 
 
@@ -162,5 +191,6 @@ def _pieces(word: str) -> list[str]:
         return [word]
     pieces: list[str] = []
     for part in BREAK_AFTER.split(word):
-        pieces += [part[i : i + LONGEST_WORD] for i in range(0, len(part), LONGEST_WORD)]
+        size = LONGEST_PART if cell_len(part) <= LONGEST_PART else LONGEST_WORD
+        pieces += [part[i : i + size] for i in range(0, len(part), size)]
     return [piece for piece in pieces if piece]

@@ -1,0 +1,94 @@
+"""Mistakes that options and files show are refused before anything slow is imported."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import DEMO_MODEL, REPO, write_jsonl
+from unsloth_ddp.config.options import Settings
+from unsloth_ddp.data import checked_rows
+from unsloth_ddp.run import file_checks
+from unsloth_ddp.run.file_checks import check_files
+from unsloth_ddp.utils.errors import UserError
+
+CHAT = {"messages": [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "I."}]}
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> str:
+    """A file of good rows."""
+    return str(write_jsonl(tmp_path / "rows.jsonl", [CHAT] * 4))
+
+
+def settings(rows: str, **given: Any) -> Settings:
+    """Settings of a run that check_files takes, but for what is given."""
+    return Settings(**{"model": str(DEMO_MODEL), "dataset": [rows], **given})
+
+
+@pytest.mark.parametrize(
+    ("given", "processes", "said"),
+    [
+        ({"global_batch_size": 6}, 4, "global_batch_size 6 does not divide into 1 row a device x 4 processes"),
+        ({"resume": "nope"}, 1, "resume nope: there is no such folder"),
+        ({"report_to": ["dvclive"]}, 1, "uv pip install dvclive"),
+        ({"chat_template": "nope.jinja"}, 1, "chat_template nope.jinja: there is no such file"),
+        ({"dataset_revision": ["main"]}, 1, "name 0 Hub datasets"),
+    ],
+)
+def test_a_mistake_is_refused(rows: str, given: dict[str, Any], processes: int, said: str) -> None:
+    check_files(settings(rows), processes)
+    with pytest.raises(UserError, match=said):
+        check_files(settings(rows, **given), processes)
+
+
+def test_a_bad_row_of_any_file_is_refused_by_its_line(rows: str, tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "bad.jsonl", [CHAT, {"messages": [{"role": "robot", "content": "beep"}]}])
+    for given in ({"dataset": [rows, str(tmp_path / "bad.jsonl")]}, {"eval_dataset": [str(tmp_path / "bad.jsonl")]}):
+        with pytest.raises(UserError, match=r"bad\.jsonl:2: .*robot"):
+            check_files(settings(rows, **given), 1)
+
+
+def test_a_large_json_list_is_left_to_the_run(rows: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "list.json").write_text("[1]")
+    with pytest.raises(UserError, match=r"list\.json"):
+        check_files(settings(str(tmp_path / "list.json")), 1)
+    monkeypatch.setattr(checked_rows, "LARGEST_LIST", 2)
+    check_files(settings(str(tmp_path / "list.json")), 1)
+
+
+@pytest.mark.parametrize("name", ["models/tinny", "./models/tinny", "modles/tiny", "{0}/models/tinyy"])
+def test_a_mistyped_model_folder_is_answered_with_the_folder(
+    rows: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    (tmp_path / "models/tiny").mkdir(parents=True)
+    (tmp_path / "models/tinier").mkdir()
+    (tmp_path / "models/tiny/config.json").write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(file_checks, "_is_on_hub", lambda name: False)
+    with pytest.raises(UserError, match=r"no such folder or Hub id; did you mean .*models/tiny\?"):
+        check_files(settings(rows, model=name.format(tmp_path)), 1)
+
+
+def test_a_model_of_the_hub_is_not_taken_for_a_similar_folder(
+    rows: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "Qwen/Qwen3-4B").mkdir(parents=True)
+    (tmp_path / "Qwen/Qwen3-4B/config.json").write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(file_checks, "_is_on_hub", lambda name: name == "Qwen/Qwen3-8B")
+    check_files(settings(rows, model="Qwen/Qwen3-8B"), 1)
+
+
+def test_nothing_slow_is_imported() -> None:
+    code = (
+        "import sys\nfrom train_ddp import parse_settings\nfrom unsloth_ddp.run.file_checks import check_files\n"
+        "check_files(parse_settings([]), 2)\n"
+        "print(sorted({'torch', 'transformers', 'datasets', 'accelerate', 'pandas'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=REPO)
+    assert done.stdout == "[]\n"

@@ -1,0 +1,67 @@
+"""Refuse what a run's options and the files of this machine show to be wrong, without importing torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from unsloth_ddp.checkpoints.resume_point import named_folder
+from unsloth_ddp.config.options import Settings
+from unsloth_ddp.config.upstream_names import choose_trackers, installed_trackers, known_names
+from unsloth_ddp.data.chat_template import check_chat_template
+from unsloth_ddp.data.checked_rows import check_first_rows
+from unsloth_ddp.data.packing import BatchRequest
+from unsloth_ddp.data.revisions import dataset_revisions
+from unsloth_ddp.data.sources import checked_files
+from unsloth_ddp.model.files import model_folder
+from unsloth_ddp.model.files_check import check_local_model
+from unsloth_ddp.model.source_check import ADAPTER_FILE
+from unsloth_ddp.utils.errors import UserError
+from unsloth_ddp.utils.missing_files import similar_path
+
+# Rows that are checked before torch is imported, over all files; all rows are checked when they are read.
+FIRST_ROWS = 10_000
+
+
+def check_files(settings: Settings, processes: int) -> None:
+    """Refuse a run that its options, or this machine's files and packages, show to be impossible.
+
+    Every rank calls this. Nothing slow is imported, so a mistake is reported within seconds.
+
+    Args:
+        processes: of the job.
+
+    Raises:
+        UserError: naming the option or file and the fix.
+    """
+    # Divides or not on any device: what is computed from it later only makes more micro-batches of it.
+    _ = BatchRequest.of(settings, processes).plan
+    named_folder(settings.resume)
+    _check_model_name(settings)
+    check_local_model(str(settings.model), safetensors_only=settings.use_safetensors)
+    check_chat_template(settings.chat_template)
+    if known := known_names("report_to"):
+        choose_trackers(settings.report_to, known, installed_trackers())
+    dataset_revisions(settings)
+    files = [*checked_files(settings.dataset, streaming=settings.streaming), *checked_files(settings.eval_dataset)]
+    check_first_rows(settings, max(1, FIRST_ROWS // len(files)))
+
+
+def _check_model_name(settings: Settings) -> None:
+    """Refuse a mistyped folder; what may be a Hub id is refused only if neither the Hub nor its cache has it."""
+    path = Path(str(settings.model)).expanduser()
+    near = None if path.exists() else similar_path(path, _holds_model)
+    if near is not None and model_folder(settings) is None and not _is_on_hub(str(settings.model)):
+        raise UserError(f"model {settings.model}: there is no such folder or Hub id; did you mean {near}?")
+
+
+def _holds_model(path: Path) -> bool:
+    return any((path / name).is_file() for name in ("config.json", ADAPTER_FILE))
+
+
+def _is_on_hub(name: str) -> bool:
+    from huggingface_hub import HfApi
+
+    try:
+        return HfApi().repo_exists(name)
+    except Exception:  # not a valid id, no network, or an error of the HTTP client, which have no common class
+        return False

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -196,3 +197,16 @@ def save_tiny(
             json.dumps({"do_resize": True, "size": {"height": 28, "width": 28}})
         )
     return model
+
+
+def model_of_layers(layers: list[torch.nn.Module]) -> Any:
+    """Return what the kit asks of a model whose text decoder has these layers: the decoder, its embedding and no head."""
+    decoder = torch.nn.Module()
+    decoder.embed_tokens = torch.nn.Embedding(1, 1, device="meta")
+    decoder.layers = torch.nn.ModuleList(layers)
+    return SimpleNamespace(
+        base_model=decoder,
+        get_decoder=lambda: decoder,
+        get_input_embeddings=lambda: decoder.embed_tokens,
+        get_output_embeddings=lambda: None,
+    )

@@ -24,26 +24,22 @@ import json, os
 CACHE = os.environ["UNSLOTH_COMPILE_LOCATION"]
 FILES = sorted(os.listdir(CACHE))
 
-class Model:
-    def named_modules(self):
-        import torch
-        return [("layer.q_proj", torch.nn.Linear(1, 1)), ("layer.norm", torch.nn.LayerNorm(1))]
-    def named_parameters(self):
-        return [(f"{path}.weight", module.weight) for path, module in self.named_modules()]
-    def get_output_embeddings(self):
-        return None
-
 class FastLanguageModel:
     calls = []
     @classmethod
     def from_pretrained(cls, **given):
+        from transformers import LlamaConfig, LlamaForCausalLM
         cls.calls.append(given)
-        return Model(), object()
+        sizes = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 1, "num_key_value_heads": 1}
+        config = LlamaConfig(vocab_size=8, num_hidden_layers=1, architectures=["LlamaForCausalLM"], **sizes)
+        return LlamaForCausalLM(config), object()
     @classmethod
     def get_peft_model(cls, model, **given):
         cls.calls.append(given)
         return model
 """
+
+LLAMA_LAYERS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
 def test_plain_python_is_one_process():
@@ -204,7 +200,7 @@ def test_unsloth_loads_the_whole_model_on_the_local_rank(fake_unsloth, method, m
     from unsloth_ddp.model.load import _load_unsloth
 
     settings = Settings(model="m", method=method, gradient_checkpointing="unsloth", full_weights="bf16")
-    _load_unsloth(settings, fake_unsloth)
+    _load_unsloth(settings, fake_unsloth, (), None)
     load, *adapter = sys.modules["unsloth"].FastLanguageModel.calls
     assert load["device_map"] == {"": 1}
     assert load["offload_embedding"] is False
@@ -213,5 +209,5 @@ def test_unsloth_loads_the_whole_model_on_the_local_rank(fake_unsloth, method, m
     assert load["float32_mixed_precision"] is (False if method == "full" else None)
     assert bool(adapter) is (method != "full")
     if adapter:
-        assert adapter[0]["target_modules"] == ["q_proj"]
+        assert sorted(adapter[0]["target_modules"]) == sorted(LLAMA_LAYERS)
         assert adapter[0]["use_gradient_checkpointing"] == "unsloth"

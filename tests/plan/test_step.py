@@ -18,6 +18,7 @@ from transformers import AutoTokenizer
 from benchmarks.common.rows import chat_rows
 from tests.conftest import REPO
 from tests.plan.conftest import SHAPE
+from tests.tiny_models import model_of_layers
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.data.batch_plan import BatchPlan
 from unsloth_ddp.data.dataset import Counts, TokenizedRows
@@ -170,7 +171,7 @@ def choice_of_run(
         gather=lambda one: [one],
     )
     layer = torch.nn.Linear(weights, 1, bias=False, device="meta")
-    model: Any = SimpleNamespace(get_decoder=lambda: SimpleNamespace(layers=[layer]))
+    model = model_of_layers([layer])
     collate: Any = SimpleNamespace(pad_to_shape=lambda shape: None)
     steps = CudaGraphs(
         settings, runtime, TrainingData(train, None, plan, decision), collate, torch.device("cpu"), model

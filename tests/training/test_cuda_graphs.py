@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.tiny_models import model_of_layers
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.data.batch_plan import BatchPlan
 from unsloth_ddp.data.fixed_shape import FixedShape
@@ -244,17 +245,16 @@ def test_a_large_model_keeps_the_gpu_busy_with_fewer_tokens(while_launching: flo
 def test_tokens_while_launching_follow_the_size_of_a_layer() -> None:
     def model(width: int) -> Any:
         layer = torch.nn.ModuleList([torch.nn.Linear(width, width, device="meta") for _ in range(3)])
-        return SimpleNamespace(get_decoder=lambda: SimpleNamespace(layers=[layer] * 2))
+        return model_of_layers([layer] * 2)
 
     def tokens(model: Any) -> float:
         return tokens_while_launching(weights_of_first_layer(model))
 
     assert tokens(model(4096)) == pytest.approx(ENOUGH_TOKENS)
     assert tokens(model(8192)) == pytest.approx(ENOUGH_TOKENS / 4)
-    unknown = SimpleNamespace(get_decoder=lambda: SimpleNamespace(layers=[]))
-    assert tokens(unknown) == tokens(SimpleNamespace()) == ENOUGH_TOKENS
+    assert tokens(model_of_layers([])) == ENOUGH_TOKENS
     frozen = FrozenFP8Linear(torch.nn.Linear(4096, 4096, device="meta").requires_grad_(False))
-    quantized = SimpleNamespace(get_decoder=lambda: SimpleNamespace(layers=[torch.nn.ModuleList([frozen] * 3)]))
+    quantized = model_of_layers([torch.nn.ModuleList([frozen] * 3)])
     assert tokens(quantized) == pytest.approx(3 * ENOUGH_TOKENS)
 
 
@@ -321,7 +321,7 @@ def test_a_trial_decides_for_every_rank_and_captures_all_sizes(
     settings = Settings(model="m", dataset=["d"], max_length=512, per_device_train_batch_size=2, **options)
     plan = BatchPlan(2, 1, 1)
     data: Any = SimpleNamespace(train=train, plan=plan)
-    steps = cuda_graphs.CudaGraphs(settings, runtime, data, collate, torch.device("cpu"), SimpleNamespace())
+    steps = cuda_graphs.CudaGraphs(settings, runtime, data, collate, torch.device("cpu"), model_of_layers([]))
     runner: Any = SimpleNamespace(model=None, batch_of=lambda rows: rows, loss_sum=None)
     steps.prepare(runner, MicroBatchDecision("none", 2, "as set"), plan, nullcontext)
     assert steps.choice == StepChoice(other_rank is None, reason)

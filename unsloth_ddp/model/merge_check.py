@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +42,16 @@ def check_merged(settings: Settings, adapter: Path, merged: Path, rows: Sequence
     Raises:
         UserError: the adapter's change is not in the merged model.
     """
+    first = [list(row[:TOKENS]) for row in rows[:ROWS] if len(row)]
+    if "unsloth" not in sys.modules:
+        _check(settings, adapter, merged, first)
+        return
+    # Unsloth replaces functions of Transformers by kernels that run on GPUs only.
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as without_unsloth:
+        without_unsloth.submit(_check, settings, adapter, merged, first).result()
+
+
+def _check(settings: Settings, adapter: Path, merged: Path, rows: list[list[int]]) -> None:
     needed, free = int(ROOM * weight_bytes(merged)), psutil.virtual_memory().available
     if needed > free:
         print(
@@ -48,7 +61,7 @@ def check_merged(settings: Settings, adapter: Path, merged: Path, rows: Sequence
         )
         return
     dtype = torch.float32 if 2 * needed <= free else torch.bfloat16
-    given = [torch.tensor([list(row[:TOKENS])]) for row in rows[:ROWS] if len(row)]
+    given = [torch.tensor([row]) for row in rows]
     model = load_adapted(settings, adapter, dtype)
     expected = _logits(model, given)
     with model.disable_adapter():

@@ -189,4 +189,5 @@ def planned_packing(settings: Settings, capability: tuple[int, int] = AMPERE) ->
     place = describe_backend(backend, precision, settings)
     if older:
         place += describe_older_gpu("a GPU", capability)
-    return decide_packing(settings.packing, place, kernel, wrong=None, doubtful=None)
+    missing = f"{place} has no attention kernel for packed rows"
+    return decide_packing(settings.packing, missing, kernel, wrong=None, doubtful=None)

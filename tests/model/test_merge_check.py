@@ -51,6 +51,19 @@ def test_beside_unsloth_it_is_compared_in_a_process_without_it(
         merge_check.check_merged(settings(base), adapter, base, ROWS)
 
 
+def test_a_model_that_a_cpu_cannot_compute_is_kept(
+    made: tuple[Path, Path, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    base, adapter, merged = made
+
+    def fails(*given: object, **named: object) -> torch.Tensor:
+        raise RuntimeError("no kernel for the CPU")
+
+    monkeypatch.setattr(LlamaForCausalLM, "forward", fails)
+    merge_check.check_merged(settings(base), adapter, merged, ROWS)
+    assert "was not compared with the adapter on rows: no kernel for the CPU." in capsys.readouterr().out
+
+
 def test_a_model_larger_than_the_free_memory_is_not_compared(
     made: tuple[Path, Path, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, tmp_path: Path
 ) -> None:

@@ -152,6 +152,21 @@ class PackingDecision:
     reason: str
 
 
+@dataclass(frozen=True)
+class PackingObstacles:
+    """What in a model is against packed rows.
+
+    Args:
+        wrong: the reason why packed rows would influence each other, if there is one.
+        doubtful: the reason why packing has not been tested with this model, if there is one.
+        no_kernel: the reason why a GPU has no attention kernel for it, if there is one.
+    """
+
+    wrong: str | None = None
+    doubtful: str | None = None
+    no_kernel: str | None = None
+
+
 def decide_packing(
     wanted: str, missing: str, kernel: str | None, wrong: str | None, doubtful: str | None
 ) -> PackingDecision:

@@ -13,7 +13,13 @@ from typing import Any, Literal
 import torch
 
 from unsloth_ddp.config.options import Settings
-from unsloth_ddp.data.packing import PackingDecision, decide_packing, describe_backend, describe_older_gpu
+from unsloth_ddp.data.packing import (
+    PackingDecision,
+    PackingObstacles,
+    decide_packing,
+    describe_backend,
+    describe_older_gpu,
+)
 from unsloth_ddp.distributed.precision import AMPERE
 from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.model import varlen
@@ -107,6 +113,22 @@ def _why_no_kernel(setup: AttentionSetup | None) -> str | None:
             f"{LARGEST_HEAD}"
         )
     return setup.obstacle
+
+
+def packing_obstacles(model: Any, *, unsloth_attention: bool) -> PackingObstacles:
+    """Return what in a model, which may be empty, is against packing its rows on a GPU in 16 bit.
+
+    Args:
+        unsloth_attention: whether Unsloth will have replaced the model's attention layers.
+    """
+    base = base_model(model)
+    setup = AttentionSetup(
+        "cuda",
+        sixteen_bit=True,
+        head_dim=_largest_head(base.config.get_text_config()),
+        obstacle=None if unsloth_attention else varlen.obstacle(base),
+    )
+    return PackingObstacles(mixing_reason(model), untested_reason(model), _why_no_kernel(setup))
 
 
 def _place(settings: Settings, runtime: Runtime) -> str:

@@ -110,7 +110,7 @@ def plan(argv: list[str]) -> None:
                 flush=True,
             )
     rows = tokenize_rows(settings)
-    batch, packing, _ = plan_step(request, rows.each, planned_packing(settings, capability))
+    batch, packing, _ = plan_step(request, rows.each, planned_packing(settings, shape, capability))
     if given.calibrate:
         found = [measure_run(run, settings.model, shape, rows) for run in given.calibrate]
         if len({gpu for gpu, _ in found}) > 1:

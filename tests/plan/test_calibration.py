@@ -18,7 +18,10 @@ from unsloth_ddp.plan.rows import RowLengths
 from unsloth_ddp.utils.errors import UserError
 
 SPEEDS = [1, 50, 100, 300, 200]
-WANTED = SpeedQuery("lora", "unsloth", "bf16", "none", "full", 16384, 3e10)
+WANTED = SpeedQuery(
+    method="lora", backend="unsloth", precision="bf16", gradient_checkpointing="none", rows="full",
+    tokens_a_micro_batch=16384, flops_a_token=3e10,
+)  # fmt: skip
 
 
 def measurement(name: str, flops: float, speed: float, **changed) -> Measurement:
@@ -29,13 +32,8 @@ def measurement(name: str, flops: float, speed: float, **changed) -> Measurement
 def test_speed_follows_the_work_of_a_token():
     one = measurement("one", 1e10, 40_000)
     found = estimate_speed(Calibration("gpu", "", [one]), dataclasses.replace(WANTED, flops_a_token=2e10))
-    assert (found.tokens_per_second, found.sources, found.differences) == (20_000, ["one"], [])
+    assert (found.tokens_per_second, found.source, found.differences) == (20_000, "one", [])
     large = measurement("large", 4e10, 20_000)
-    between = dataclasses.replace(WANTED, flops_a_token=2e10)
-    found = estimate_speed(Calibration("gpu", "", [large, one]), between)
-    # Half way between 4e14 and 8e14 on a logarithmic scale of work a token.
-    assert found.tokens_per_second == pytest.approx(6e14 / 2e10)
-    assert found.sources == ["one", "large"]
     beyond = dataclasses.replace(WANTED, flops_a_token=8e10)
     assert estimate_speed(Calibration("gpu", "", [large, one]), beyond).tokens_per_second == 10_000
     # Nobody measured anything like it.
@@ -59,10 +57,10 @@ def test_the_nearest_circumstances_are_taken_and_their_differences_told():
 def test_a_run_is_timed_by_what_was_measured_nearest():
     padded = dataclasses.replace(WANTED, rows="padded", gradient_checkpointing="torch", tokens_a_micro_batch=578)
     found = estimate_speed(load_calibration("h200"), padded)
-    assert found.sources == ["Qwen3-1.7B, TRL, checkpointing, 8 chat rows"]
+    assert found.source == "Qwen3-1.7B, TRL, checkpointing, 8 chat rows"
     assert found.tokens_per_second == pytest.approx(4000 * 6_986_399_744 / 3e10)
     offloading = dataclasses.replace(padded, gradient_checkpointing="unsloth")
-    assert estimate_speed(load_calibration("h200"), offloading).sources[0].startswith("Qwen3-1.7B, Unsloth, offloaded")
+    assert estimate_speed(load_calibration("h200"), offloading).source.startswith("Qwen3-1.7B, Unsloth, offloaded")
 
 
 def test_the_shipped_calibration_says_where_it_is_from():

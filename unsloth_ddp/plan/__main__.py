@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import importlib.util
 import re
 import sys
 from pathlib import Path
@@ -25,8 +24,7 @@ from unsloth_ddp.distributed.runtime import quiet_imports
 from unsloth_ddp.utils.errors import UserError
 from unsloth_ddp.utils.json_file import write_as_asked
 from unsloth_ddp.utils.streams import protect_streams
-from unsloth_ddp.utils.tables import fit_text
-from unsloth_ddp.utils.units import parse_bandwidth, parse_memory, shown_bytes
+from unsloth_ddp.utils.units import parse_bandwidth, parse_memory
 
 
 def make_parser() -> Parser:
@@ -56,12 +54,6 @@ def make_parser() -> Parser:
         help="first write the speeds of these finished runs to --calibration; give their model and rows as options",
     )  # fmt: skip
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the plan to FILE as JSON")
-    parser.add_argument(
-        "--picture",
-        type=Path,
-        metavar="FILE",
-        help="also draw the efficiency over the number of GPUs (needs matplotlib)",
-    )
     return parser
 
 
@@ -84,8 +76,7 @@ def plan(argv: list[str]) -> None:
     # Imported here, so that mistakes in the options are reported before torch is loaded, which takes seconds.
     from unsloth_ddp.data.packing import BatchRequest, plan_step
     from unsloth_ddp.plan.calibration import Calibration, load_calibration, measure_run, save_calibration
-    from unsloth_ddp.plan.compute import Hardware, find_least_memory, make_plan
-    from unsloth_ddp.plan.picture import draw_efficiency
+    from unsloth_ddp.plan.compute import Hardware, make_plan
     from unsloth_ddp.plan.report import PlanReport, plan_as_json, render_plan
     from unsloth_ddp.plan.rows import tokenize_rows
     from unsloth_ddp.plan.shape import read_model_shape
@@ -98,17 +89,6 @@ def plan(argv: list[str]) -> None:
     hardware = Hardware(given.nodes, given.gpus_per_node, networks, inside, gpu_memory, capability)
     check_training_arguments(settings)
     shape = read_model_shape(settings)
-    if gpu_memory:
-        least = find_least_memory(settings, shape, hardware.processes)
-        if least.memory.total > gpu_memory:
-            # Said before the rows are downloaded and tokenized.
-            print(
-                fit_text(
-                    f"plan: {settings.model} does not fit this GPU in any way: even method {least.method} with sharding "
-                    f"{least.config} needs at least {shown_bytes(least.memory.total)}, and a GPU has {shown_bytes(gpu_memory)}."
-                ),
-                flush=True,
-            )
     rows = tokenize_rows(settings)
     batch, packing, _ = plan_step(request, rows.each, planned_packing(settings, capability))
     if given.calibrate:
@@ -123,8 +103,6 @@ def plan(argv: list[str]) -> None:
     print(render_plan(made, colour=sys.stdout.isatty()), flush=True)
     if given.json:
         write_as_asked("--json", given.json, plan_as_json(made))
-    if given.picture:
-        draw_efficiency(given.picture, hardware, computed)
 
 
 def _check_options(given: argparse.Namespace) -> None:
@@ -138,8 +116,6 @@ def _check_options(given: argparse.Namespace) -> None:
             raise UserError(
                 f"--calibrate {run} is not the folder of a finished run (it has no summary.json); give outputs/RUN."
             )
-    if given.picture and importlib.util.find_spec("matplotlib") is None:
-        raise UserError("--picture needs matplotlib, which is not installed; run with uv run --group bench.")
 
 
 def _parse_capability(text: str | None) -> tuple[int, int]:

@@ -36,11 +36,10 @@ FULL = 0.9
 TOO_FAR = 5
 
 
-@dataclass(frozen=True)
-class Measurement:
-    """One measured speed; `tokens_a_micro_batch` is None where the result does not state it."""
+@dataclass(frozen=True, kw_only=True)
+class SpeedQuery:
+    """The run whose speed is estimated; `tokens_a_micro_batch` is None where a measurement does not state it."""
 
-    name: str
     method: str
     backend: str
     precision: str
@@ -48,24 +47,14 @@ class Measurement:
     rows: str
     tokens_a_micro_batch: float | None
     flops_a_token: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurement(SpeedQuery):
+    """The measured speed of one run."""
+
+    name: str
     tokens_per_second_per_gpu: float
-
-    @property
-    def flops_a_second(self) -> float:
-        """Model FLOP per second."""
-        return self.flops_a_token * self.tokens_per_second_per_gpu
-
-    @property
-    def circumstances(self) -> tuple[Any, ...]:
-        """Everything but the model: measurements that agree here differ only in the model's size."""
-        return (
-            self.method,
-            self.backend,
-            self.precision,
-            self.gradient_checkpointing,
-            self.rows,
-            self.tokens_a_micro_batch,
-        )
 
 
 @dataclass(frozen=True)
@@ -78,24 +67,11 @@ class Calibration:
 
 
 @dataclass(frozen=True)
-class SpeedQuery:
-    """The run whose speed is estimated, in the terms of a Measurement."""
-
-    method: str
-    backend: str
-    precision: str
-    gradient_checkpointing: str
-    rows: str
-    tokens_a_micro_batch: float
-    flops_a_token: float
-
-
-@dataclass(frozen=True)
 class SpeedEstimate:
-    """Estimated tokens per second of one GPU, the measurements used, and how they differ from the planned run."""
+    """Estimated tokens per second of one GPU, the measurement used, and how it differs from the planned run."""
 
     tokens_per_second: float
-    sources: list[str]
+    source: str
     differences: list[str]
 
 
@@ -150,42 +126,41 @@ def kind_of_rows(mean: float, max_length: int) -> str:
 def estimate_speed(calibration: Calibration, wanted: SpeedQuery) -> SpeedEstimate | None:
     """Estimate the speed of a model of another size from its work per token; None without a similar measurement.
 
-    The measurements with the nearest circumstances are used. Between two model sizes the work per second is interpolated
-    over the logarithm of the work per token; beyond them, and with one alone, it is taken as constant. Measurements
+    The measurement with the nearest circumstances is used, and its work per second taken as that of the run. Measurements
     TOO_FAR from the run are not used.
     """
-    same = [m for m in calibration.measurements if _is_alike(m, wanted)]
-    if not same:
+    alike = [one for one in calibration.measurements if _is_alike(one, wanted)]
+    if not alike:
         return None
-    nearest = min(same, key=lambda m: _distance(m, wanted))
-    alike = sorted((m for m in same if m.circumstances == nearest.circumstances), key=lambda m: m.flops_a_token)
-    below = [m for m in alike if m.flops_a_token <= wanted.flops_a_token][-1:]
-    above = [m for m in alike if m.flops_a_token > wanted.flops_a_token][:1]
-    sources = [*below, *above]
-    reached = sources[0].flops_a_second
-    if below and above:
-        low, high = below[0], above[0]
-        part = math.log(wanted.flops_a_token / low.flops_a_token) / math.log(high.flops_a_token / low.flops_a_token)
-        reached = low.flops_a_second + part * (high.flops_a_second - low.flops_a_second)
-    return SpeedEstimate(reached / wanted.flops_a_token, [m.name for m in sources], _differences(nearest, wanted))
+    nearest = min(alike, key=lambda one: _distance(one, wanted))
+    speed = nearest.tokens_per_second_per_gpu * nearest.flops_a_token / wanted.flops_a_token
+    return SpeedEstimate(speed, nearest.name, _differences(nearest, wanted))
 
 
 def _is_alike(one: Measurement, wanted: SpeedQuery) -> bool:
-    ratios = [wanted.flops_a_token / one.flops_a_token]
-    if one.tokens_a_micro_batch:
-        ratios.append(wanted.tokens_a_micro_batch / one.tokens_a_micro_batch)
-    near = all(1 / TOO_FAR <= ratio <= TOO_FAR for ratio in ratios)
+    near = all(1 / TOO_FAR <= ratio <= TOO_FAR for ratio in (_times_tokens(one, wanted) or 1, _times_work(one, wanted)))
     # The measured speeds of padded and packed rows of the same model are 24 times apart.
     return near and (one.method, one.precision, one.rows) == (wanted.method, wanted.precision, wanted.rows)
 
 
+def _times_tokens(one: Measurement, wanted: SpeedQuery) -> float | None:
+    """Return how many times the tokens of a measured micro-batch the wanted one has; None if it is not known."""
+    if not one.tokens_a_micro_batch or not wanted.tokens_a_micro_batch:
+        return None
+    return wanted.tokens_a_micro_batch / one.tokens_a_micro_batch
+
+
+def _times_work(one: Measurement, wanted: SpeedQuery) -> float:
+    return wanted.flops_a_token / one.flops_a_token
+
+
 def _distance(one: Measurement, wanted: SpeedQuery) -> tuple[float, ...]:
-    tokens = abs(math.log(one.tokens_a_micro_batch / wanted.tokens_a_micro_batch)) if one.tokens_a_micro_batch else 10.0
+    tokens = _times_tokens(one, wanted)
     return (
         one.gradient_checkpointing != wanted.gradient_checkpointing,
         one.backend != wanted.backend,
-        tokens,
-        abs(math.log(one.flops_a_token / wanted.flops_a_token)),
+        abs(math.log(tokens)) if tokens else math.inf,
+        abs(math.log(_times_work(one, wanted))),
     )
 
 
@@ -195,19 +170,14 @@ def _differences(one: Measurement, wanted: SpeedQuery) -> list[str]:
         for name in ("gradient_checkpointing", "backend")
         if getattr(one, name) != getattr(wanted, name)
     ]
-    measured = one.tokens_a_micro_batch
-    if measured is None:
+    tokens, work = _times_tokens(one, wanted), _times_work(one, wanted)
+    if tokens is None:
         found.append("size of the micro-batch unknown")
-    elif not 0.5 <= measured / wanted.tokens_a_micro_batch <= 2:
-        found.append(f"{measured:,.0f} tokens per micro-batch, not {wanted.tokens_a_micro_batch:,.0f}")
-    ratio = wanted.flops_a_token / one.flops_a_token
-    if not 0.5 <= ratio <= 2:
-        found.append(f"a model with {1 / ratio:.2g} times the work per token")
+    elif not 0.5 <= tokens <= 2:
+        found.append(f"{one.tokens_a_micro_batch:,.0f} tokens per micro-batch, not {wanted.tokens_a_micro_batch:,.0f}")
+    if not 0.5 <= work <= 2:
+        found.append(f"a model with {1 / work:.2g} times the work per token")
     return found
-
-
-def _same_model(one: str | None, other: str | None) -> bool:
-    return one == other or os.path.realpath(str(one)) == os.path.realpath(str(other))
 
 
 def measure_run(folder: Path, model: str | None, shape: ModelShape, rows: RowLengths) -> tuple[str, Measurement]:
@@ -227,7 +197,7 @@ def measure_run(folder: Path, model: str | None, shape: ModelShape, rows: RowLen
         summary: dict[str, Any] = json.loads((folder / "summary.json").read_text())
         history = json.loads((folder / "trainer_state.json").read_text())["log_history"]
         settings = summary["settings"]
-        if not _same_model(settings["model"], model):
+        if os.path.realpath(settings["model"]) != os.path.realpath(str(model)):
             raise UserError(
                 f"--calibrate {folder}: this run trained {settings['model']}, not {model}; write the file with --model "
                 f"{settings['model']}, then plan for {model} with that file."

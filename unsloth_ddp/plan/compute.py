@@ -9,7 +9,7 @@ from typing import get_args
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.data.batch_plan import BatchPlan
 from unsloth_ddp.distributed.precision import AMPERE
-from unsloth_ddp.distributed.sharding import Offload, Sharding, unsupported_by_unsloth
+from unsloth_ddp.distributed.sharding import Offload, Sharding
 from unsloth_ddp.plan.calibration import Calibration, SpeedEstimate, SpeedQuery, estimate_speed, kind_of_rows
 from unsloth_ddp.plan.memory import (
     Checkpointing,
@@ -26,7 +26,6 @@ from unsloth_ddp.plan.network import (
     StepWork,
     all_reduce_seconds,
     balance_efficiency,
-    gpu_counts,
     scaling_efficiency,
     sharded_seconds,
 )
@@ -41,9 +40,7 @@ from unsloth_ddp.plan.step import (
     is_chosen,
     make_workload,
     precision_of,
-    unsloth_in_shards,
 )
-from unsloth_ddp.training.memory_search import divisors, sizes_of
 from unsloth_ddp.training.step_choice import StepChoice
 
 # The shardings with parts in host memory that accelerate_configs/ has.
@@ -92,7 +89,7 @@ class MemoryRow:
 
 @dataclass(frozen=True)
 class NetworkRow:
-    """The communication of a step with sharded weights: bytes of gathered weights and gradients, seconds a network."""
+    """What a GPU sends in a step: bytes of gathered weights and of gradients, and seconds with each network."""
 
     method: Method
     config: str
@@ -102,29 +99,22 @@ class NetworkRow:
 
 
 @dataclass(frozen=True)
-class ScaleRow:
-    """The efficiency of a number of GPUs.
+class Duration:
+    """The time of the run with DDP over one network: efficiency is a GPU's speed relative to one alone."""
 
-    Args:
-        even: efficiency that uneven rows allow (None: less than a full step of rows).
-        all_reduce: seconds per step, for each network.
-        same_work: efficiency if each GPU keeps its accumulation, for each network; None without a speed.
-        same_batch: efficiency if the global batch stays the same; None also where it does not divide.
-        hours: duration of the run with the same global batch, for each network.
-    """
-
-    gpus: int
-    nodes: int
-    even: float | None
-    all_reduce: list[float]
-    same_work: list[float] | None
-    same_batch: list[float] | None
-    hours: list[float] | None
+    network: float
+    efficiency: float
+    hours: float
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The result of planning: everything that the command prints."""
+    """The result of planning: everything that the command prints.
+
+    Args:
+        even: efficiency that uneven rows allow (None: less than a full step of rows).
+        durations: for each network; none without a measured speed.
+    """
 
     batch: BatchPlan
     steps: int
@@ -133,10 +123,10 @@ class Plan:
     micro_batch: int
     graphs: StepChoice
     memory: list[MemoryRow]
-    sharded: list[NetworkRow]
-    gradients: dict[Method, float]
+    network: list[NetworkRow]
+    even: float | None
     speed: SpeedEstimate | None
-    scale: list[ScaleRow]
+    durations: list[Duration]
 
 
 def make_memory_row(
@@ -155,14 +145,14 @@ def make_memory_row(
 
 
 def make_network_row(shape: ModelShape, row: MemoryRow, work: Workload, hardware: Hardware) -> NetworkRow:
-    """Estimate what a step with FSDP2 sends, whose weights are gathered for the forward and the backward pass."""
-    weights, gradients = sharded_bytes(shape, row.method, work)
-    count, hybrid = work.accumulation, row.copies > 1
+    """Estimate what a step sends: with FSDP2 also the weights, gathered for the forward and the backward pass."""
+    nodes, gpus, count, hybrid = hardware.nodes, hardware.gpus_per_node, work.accumulation, row.copies > 1
     links = [Links(network, hardware.inside) for network in hardware.networks]
-    seconds = [
-        sharded_seconds(weights, gradients, count, hardware.nodes, hardware.gpus_per_node, link, hybrid=hybrid)
-        for link in links
-    ]
+    if row.sharding == "none":
+        size = ddp_gradient_bytes(shape, row.method, work.master)
+        return NetworkRow(row.method, "ddp", 0.0, size, [all_reduce_seconds(size, nodes, gpus, link) for link in links])
+    weights, gradients = sharded_bytes(shape, row.method, work)
+    seconds = [sharded_seconds(weights, gradients, count, nodes, gpus, link, hybrid=hybrid) for link in links]
     return NetworkRow(row.method, row.config, weights * 2 * count, gradients * count, seconds)
 
 
@@ -173,31 +163,6 @@ def shardings_for(method: Method, processes: int) -> list[tuple[Sharding, Offloa
     # DeepSpeed works on one GPU too.
     offloading = [pair for pair in OFFLOADS if pair[0] != "fsdp2" or processes > 1]
     return [pair for pair in [*several, *offloading] if is_supported(method, *pair)]
-
-
-def find_least_memory(settings: Settings, shape: ModelShape, processes: int) -> MemoryRow:
-    """Return the way to train that needs least memory, with one token in a micro-batch and all checkpointing."""
-    ways = []
-    for method in get_args(Method):
-        for sharding, offload in shardings_for(method, processes):
-            of_method = dataclasses.replace(settings, method=method)
-            # Unsloth loads few models in shards.
-            in_shards = sharding == "fsdp2" and settings.backend == "auto"
-            other = in_shards or unsupported_by_unsloth(of_method, sharding, offload)
-            work = Workload(
-                tokens=1,
-                precision=NUMBER_BYTES[precision_of(settings)],
-                master=NUMBER_BYTES[settings.full_weights],
-                optimizer=settings.optim,
-                checkpointing="torch",
-                processes=processes,
-                backend="transformers" if other else backend_of(settings),
-                offload=offload,
-                in_shards=unsloth_in_shards(of_method, shape),
-            )
-            found = estimate_memory(shape, method, sharding, work)
-            ways.append(MemoryRow(method, sharding, "torch", found, "-", offload))
-    return min(ways, key=lambda way: way.memory.total)
 
 
 def make_speed_query(
@@ -231,16 +196,17 @@ def make_plan(
     steps = batch.steps(count, settings.num_train_epochs, settings.max_steps)
     tokens_a_step = rows.mean * batch.global_batch if rows.streamed else rows.tokens / batch.steps_per_epoch(count)
     memory: list[MemoryRow] = []
-    sharded: list[NetworkRow] = []
+    network: list[NetworkRow] = []
 
-    def add(method: Method, sharding: Sharding, offload: Offload, copies: int = 1) -> Workload:
+    def add(method: Method, sharding: Sharding, offload: Offload, copies: int = 1) -> None:
         of_method = dataclasses.replace(settings, method=method)
         chosen = choose_step(of_method, shape, rows, asked, gpu_memory, sharding, offload, copies)
         work = make_workload(of_method, rows, chosen.tokens, hardware.processes, chosen.batch.accumulation)
         work = dataclasses.replace(work, offload=offload, copies=copies)
         as_chosen = dataclasses.replace(settings, gradient_checkpointing=chosen.checkpointing)
         memory.append(make_memory_row(as_chosen, shape, method, sharding, work, gpu_memory))
-        return work
+        if sharding == "none" or (sharding == "fsdp2" and offload == "none" and hardware.nodes > 1):
+            network.append(make_network_row(shape, memory[-1], work, hardware))
 
     for method in get_args(Method):
         without: set[str] = set()
@@ -248,65 +214,33 @@ def make_plan(
             # Host memory is slow: it is offered where the GPUs' does not do.
             if offload != "none" and (not gpu_memory or {"fits", "tight"} & without):
                 continue
-            work = add(method, sharding, offload)
+            add(method, sharding, offload)
             if offload == "none":
                 without.add(memory[-1].verdict)
-            if (sharding, offload) == ("fsdp2", "none") and hardware.nodes > 1:
-                sharded.append(make_network_row(shape, memory[-1], work, hardware))
-                if hardware.gpus_per_node > 1:
-                    work = add(method, sharding, offload, hardware.nodes)
-                    sharded.append(make_network_row(shape, memory[-1], work, hardware))
+            if (sharding, offload) == ("fsdp2", "none") and hardware.nodes > 1 and hardware.gpus_per_node > 1:
+                add(method, sharding, offload, hardware.nodes)
     wanted = make_speed_query(settings, shape, rows, batch, step.checkpointing)
     speed = estimate_speed(calibration, wanted) if calibration else None
-    gradients: dict[Method, float] = {m: count_gradient_bytes(shape, m, settings) for m in get_args(Method)}
-    share = shape.backward_share(settings.method, step.checkpointing != "none")
-    tokens = tokens_a_step * steps
-    plan = Plan(batch, steps, tokens_a_step, tokens, step.tokens, step.graphs, memory, sharded, gradients, speed, [])
-    ordered = in_order(rows.each, settings.seed)
-    chosen = len(sizes_of(settings, asked)) > 1
-    for gpus in gpu_counts(hardware.gpus_per_node):
-        plan.scale.append(
-            make_scale_row(plan, gpus, hardware, gradients[settings.method], share, list(ordered), chosen)
+    ordered = list(in_order(rows.each, settings.seed))
+    even = balance_efficiency(ordered, batch.per_device, batch.accumulation, hardware.processes)
+    durations = []
+    if speed is not None:
+        work = StepWork(
+            compute=tokens_a_step / hardware.processes / speed.tokens_per_second,
+            accumulation=batch.accumulation,
+            backward_share=shape.backward_share(settings.method, step.checkpointing != "none"),
+            gradients=ddp_gradient_bytes(shape, settings.method, NUMBER_BYTES[settings.full_weights]),
         )
-    return plan
+        for rate in hardware.networks:
+            link = Links(rate, hardware.inside)
+            efficiency = scaling_efficiency(work, hardware.nodes, hardware.gpus_per_node, link, even or 1.0)
+            hours = tokens_a_step * steps / (speed.tokens_per_second * hardware.processes * efficiency) / 3600
+            durations.append(Duration(rate, efficiency, hours))
+    return Plan(
+        batch, steps, tokens_a_step, tokens_a_step * steps, step.tokens, step.graphs, memory, network, even, speed, durations
+    )  # fmt: skip
 
 
-def count_gradient_bytes(shape: ModelShape, method: Method, settings: Settings) -> float:
-    """Return the bytes that DDP averages in a step: gradients have the type of the trained weights."""
-    return shape.trained(method) * (NUMBER_BYTES[settings.full_weights] if method == "full" else 4)
-
-
-def make_scale_row(
-    plan: Plan,
-    gpus: int,
-    hardware: Hardware,
-    gradients: float,
-    backward_share: float,
-    ordered: list[int],
-    micro_batch_is_chosen: bool,
-) -> ScaleRow:
-    """Estimate the efficiency of a number of GPUs; a smaller share of the global batch may mean a smaller micro-batch."""
-    nodes, inside = max(1, gpus // hardware.gpus_per_node), min(gpus, hardware.gpus_per_node)
-    links = [Links(network, hardware.inside) for network in hardware.networks]
-    all_reduce = [all_reduce_seconds(gradients, nodes, inside, link) for link in links]
-    per_device, accumulation = plan.batch.per_device, plan.batch.accumulation
-    even = balance_efficiency(ordered, per_device, accumulation, gpus)
-    if plan.speed is None:
-        return ScaleRow(gpus, nodes, even, all_reduce, None, None, None)
-
-    def efficiencies(at_once: int, steps: int, left: float) -> list[float]:
-        tokens = plan.tokens_a_step / plan.batch.global_batch * at_once * steps
-        step = StepWork(tokens / plan.speed.tokens_per_second, steps, backward_share, gradients)  # type: ignore[union-attr]
-        return [scaling_efficiency(step, nodes, inside, link, left) for link in links]
-
-    same_batch = hours = None
-    share, left_over = divmod(plan.batch.global_batch, gpus)
-    at_once = per_device
-    if micro_batch_is_chosen and share:
-        at_once = max(size for size in divisors(share) if size <= per_device)
-    if not left_over and share % at_once == 0:
-        steps = share // at_once
-        same_batch = efficiencies(at_once, steps, balance_efficiency(ordered, at_once, steps, gpus) or 1.0)
-        hours = [plan.tokens / (plan.speed.tokens_per_second * gpus * e) / 3600 for e in same_batch]
-    same_work = efficiencies(per_device, accumulation, even or 1.0)
-    return ScaleRow(gpus, nodes, even, all_reduce, same_work, same_batch, hours)
+def ddp_gradient_bytes(shape: ModelShape, method: Method, master: int) -> float:
+    """Return the bytes that DDP averages in a step: gradients have the type of the trained weights, adapters fp32."""
+    return shape.trained(method) * (master if method == "full" else 4)

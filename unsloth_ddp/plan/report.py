@@ -1,4 +1,4 @@
-"""Write a plan as tables, JSON and a picture."""
+"""Write a plan as tables and JSON."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from unsloth_ddp.config.options import Settings
 from unsloth_ddp.plan.calibration import TOO_FAR, Calibration
 from unsloth_ddp.plan.compute import Hardware, MemoryRow, Plan
 from unsloth_ddp.plan.memory import RESERVE
-from unsloth_ddp.plan.network import GUIDE, GUIDE_GPUS_A_NODE, Links, all_reduce_seconds, ring_fit
 from unsloth_ddp.plan.rows import RowLengths
 from unsloth_ddp.plan.shape import ModelShape
 from unsloth_ddp.plan.step import backend_of, planned_packing, precision_of
@@ -22,8 +21,6 @@ HOW_TO_CALIBRATE = "Give --calibration h200, or measure your own GPU (docs/plan.
 NO_CALIBRATION = f"Time and efficiency are left out, because they need measured speeds. {HOW_TO_CALIBRATE}"
 # Columns of the table of memory that a narrow terminal leaves out; the JSON file has them.
 NOT_IN_NARROW = ("optimizer", "working", "loading")
-# The table of scaling shows up to this many times the GPUs of the run; the JSON file has more.
-SHOWN_GROWTH = 4
 COLOURS = {"fits": "green", "tight": "yellow", "unknown": "yellow", "does not fit": "bold red"}
 
 
@@ -49,11 +46,10 @@ def render_plan(report: PlanReport, *, width: int | None = None, colour: bool = 
         ("Run", render_pairs(dict(_run_rows(report)), width=width)),
         (_memory_title(plan, of_gpu), _memory_table(settings, plan, width, colour)),
         (
-            f"Seconds to average the gradients of one step with DDP over {machines}",
+            f"Bytes that a GPU sends in a step over {machines}, and seconds for them",
             _network_table(settings, hardware, plan, width),
         ),
-        *_sharded_network(settings, hardware, plan, width, machines),
-        ("Scaling, as far as links and uneven rows decide it", _scale_table(hardware, plan, width)),
+        *_time_table(hardware, plan, width),
     ]
     parts = [f"{fit_text(title, width)}\n{table}" for title, table in tables]
     parts[1] += "\n" + "\n".join(wrap_text(verdict_sentence(report), width))
@@ -130,59 +126,32 @@ def _is_chosen(settings: Settings, row: MemoryRow) -> bool:
 
 
 def _network_table(settings: Settings, hardware: Hardware, plan: Plan, width: int) -> str:
-    columns = ["method", "gradients", *(f"at {shown_bandwidth(network)}" for network in hardware.networks)]
+    columns = [Column("method"), Column("sharding")]
+    columns += [Column(name, "right") for name in ("weights", "gradients", *_network_names(hardware))]
     rows = []
-    for method, size in plan.gradients.items():
-        times = [
-            all_reduce_seconds(size, hardware.nodes, hardware.gpus_per_node, Links(network, hardware.inside))
-            for network in hardware.networks
-        ]
-        rows.append([method + ("*" if method == settings.method else ""), shown_bytes(size), *map(_show_time, times)])
-    return render_table([columns[0], *(Column(name, "right") for name in columns[1:])], rows, width=width)
+    for one in plan.network:
+        chosen = "*" if (one.method, one.config) == (settings.method, "ddp") else ""
+        sizes = [shown_bytes(size) if size else "-" for size in (one.weights, one.gradients)]
+        times = [shown_seconds(seconds) if seconds else "-" for seconds in one.seconds]
+        rows.append([one.method + chosen, one.config, *sizes, *times])
+    return render_table(columns, rows, width=width)
 
 
-def _sharded_network(
-    settings: Settings, hardware: Hardware, plan: Plan, width: int, machines: str
-) -> list[tuple[str, str]]:
-    """Return title and table of what a step with sharded weights sends; nothing on one node."""
-    if not plan.sharded:
-        return []
-    columns = ["method", "sharding", "weights", "gradients", *(f"at {shown_bandwidth(n)}" for n in hardware.networks)]
+def _network_names(hardware: Hardware) -> list[str]:
+    return [f"at {shown_bandwidth(network)}" for network in hardware.networks]
+
+
+def _time_table(hardware: Hardware, plan: Plan, width: int) -> list[tuple[str, str]]:
+    """Return title and table of the duration of the run over each network; nothing without a measured speed."""
+    # Machines are not joined by a network where there is one, so its lines would be the same.
+    shown = plan.durations if hardware.nodes > 1 else plan.durations[:1]
+    columns = [Column("network"), *(Column(name, "right") for name in ("even rows", "efficiency", "run", "GPU-hours"))]
     rows = [
-        [one.method + "*" * (one.method == settings.method), one.config, shown_bytes(one.weights),
-         shown_bytes(one.gradients), *map(_show_time, one.seconds)]
-        for one in plan.sharded
+        [shown_bandwidth(one.network) if hardware.nodes > 1 else "-",
+         _percent(plan.even), _percent(one.efficiency), _show_duration(one.hours), _show_gpu_hours(one.hours * hardware.processes)]
+        for one in shown
     ]  # fmt: skip
-    numbers = [Column(name, "right") for name in columns[2:]]
-    title = f"Seconds to send the weights and gradients of one step with FSDP2 over {machines}"
-    return [(title, render_table([*columns[:2], *numbers], rows, width=width))]
-
-
-def _show_time(seconds: float) -> str:
-    return shown_seconds(seconds) if seconds else "-"
-
-
-def _scale_table(hardware: Hardware, plan: Plan, width: int) -> str:
-    """Return one line per number of GPUs and network; efficiencies and times only with a measured speed."""
-    columns = ["GPUs", "nodes", "network", "all-reduce", "even rows"]
-    if plan.speed is not None:
-        columns += ["same work", "same batch", "run", "GPU-hours"]
-    rows = []
-    most = max(SHOWN_GROWTH * hardware.processes, plan.scale[0].gpus)
-    for one in (one for one in plan.scale if one.gpus <= most):
-        for index, network in enumerate(hardware.networks):
-            # Machines are not joined by a network where there is one, so its lines would be the same.
-            if index and one.nodes == 1:
-                continue
-            cells = [str(one.gpus), str(one.nodes)] if not index else ["", ""]
-            cells += [shown_bandwidth(network) if one.nodes > 1 else "-", _show_time(one.all_reduce[index])]
-            cells += [_percent(one.even) if not index else ""]
-            if plan.speed is not None:
-                cells += [_percent(values[index] if values else None) for values in (one.same_work, one.same_batch)]
-                hours = one.hours[index] if one.hours else None
-                cells += ["-", "-"] if hours is None else [_show_duration(hours), _show_gpu_hours(hours * one.gpus)]
-            rows.append(cells)
-    return render_table([Column(name, "right") for name in columns], rows, width=width)
+    return [("Time of the run with DDP", render_table(columns, rows, width=width))] if rows else []
 
 
 def _show_duration(hours: float) -> str:
@@ -258,8 +227,14 @@ def notes(report: PlanReport) -> list[str]:
             f"tokens. {HOW_TO_CALIBRATE}"
         )
     else:
-        named = "; ".join(plan.speed.sources)
-        said.append(f"Speed: {plan.speed.tokens_per_second:,.0f} tokens/s per GPU, from {calibration.gpu}: {named}.")
+        said.append(
+            f"Speed: {plan.speed.tokens_per_second:,.0f} tokens/s per GPU, from {calibration.gpu}: {plan.speed.source}."
+        )
+        said.append(
+            "Time: efficiency is a GPU's speed relative to one alone; even rows is the part that uneven rows allow, as a step "
+            "lasts as long as its GPU with the most tokens. Start-up, evaluation, saving, congestion and slow machines come "
+            "on top (docs/plan.md#time)."
+        )
         if plan.speed.differences:
             said.append(
                 "The measured run differs from this one, so take its speed as an order of magnitude: "
@@ -278,24 +253,7 @@ def notes(report: PlanReport) -> list[str]:
         if not decision.packed:
             planned = f"padded rows, because {decision.reason}; --packing on plans packs"
         said.append(f"packing auto is planned as {planned}.")
-    return [*said, *_describe_auto_options(report), *_describe_scaling(plan)]
-
-
-def _describe_scaling(plan: Plan) -> list[str]:
-    if plan.speed is None:
-        return [
-            "Scaling: all-reduce is the time to average the gradients of a step; even rows is the efficiency that uneven "
-            "rows allow."
-        ]
-    others = [count for count in GUIDE if count > 4]
-    ring = ring_fit(GUIDE[4], 4 // GUIDE_GPUS_A_NODE, [count // GUIDE_GPUS_A_NODE for count in others])
-    fitted = ", ".join(f"{r:.0%} at {c} GPUs (published: {GUIDE[c]:.0%})" for r, c in zip(ring, others, strict=True))
-    return [
-        "Scaling: efficiency is a GPU's speed relative to one alone, with the same work per GPU or with the same global "
-        "batch; even rows is the part that uneven rows allow, as a step lasts as long as its GPU with the most tokens. run "
-        "and GPU-hours are for the same global batch. Start-up, evaluation, saving, congestion and slow machines come on "
-        f"top: fitted to the published {GUIDE[4]:.0%} on 2 nodes x 2 A100s, this model gives {fitted}."
-    ]
+    return [*said, *_describe_auto_options(report)]
 
 
 def _describe_auto_options(report: PlanReport) -> list[str]:

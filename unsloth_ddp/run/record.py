@@ -1,7 +1,7 @@
 """Keep record.json beside a run, and read a run back from its folder; neither needs torch.
 
 record.json holds what the report needs and no other file has: when each part of the run began and ended and on what,
-the rows with a histogram of their lengths, and the compared answers. Losses and speeds come from trainer_state.json of
+counts of the rows, and the compared answers. Losses and speeds come from trainer_state.json of
 the result, or of the newest checkpoint of an unfinished run.
 """
 

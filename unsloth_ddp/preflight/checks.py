@@ -1,12 +1,18 @@
-"""Define the rows of preflight's table, merge them over nodes, and derive the exit code."""
+"""Run checks with a time limit, define the rows of preflight's table, and merge them over nodes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import threading
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeVar
 
+from unsloth_ddp.utils.errors import one_line
 from unsloth_ddp.utils.units import counted
+
+T = TypeVar("T")
+
+CHECK_SECONDS = 20
 
 Verdict = Literal["ok", "warning", "failure"]
 SEVERITY: dict[Verdict, int] = {"ok": 0, "warning": 1, "failure": 2}
@@ -20,6 +26,37 @@ class Check:
     values: dict[int, str]
     verdict: Verdict = "ok"
     remedy: str = ""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What a check found on one node: the value shown, the verdict and the remedy."""
+
+    shown: str
+    verdict: Verdict = "ok"
+    remedy: str = ""
+
+    def row(self, name: str, node: int) -> Check:
+        """Return the row of the table for this node."""
+        return Check(name, {node: self.shown}, self.verdict, self.remedy)
+
+
+def failure(shown: str, remedy: str) -> Finding:
+    """Return a finding that prevents training."""
+    return Finding(shown, "failure", remedy)
+
+
+def warning(shown: str, remedy: str) -> Finding:
+    """Return a finding that the user decides about."""
+    return Finding(shown, "warning", remedy)
+
+
+def run_check(name: str, node: int, check: Callable[[], Finding], seconds: float = CHECK_SECONDS) -> Check:
+    """Run a check of one node with a time limit; an error or a timeout becomes a warning."""
+    try:
+        return run_with_limit(check, seconds).row(name, node)
+    except Exception as error:
+        return not_checked(f"{type(error).__name__}: {one_line(error)}").row(name, node)
 
 
 def worst_verdict(verdicts: Iterable[Verdict]) -> Verdict:
@@ -64,9 +101,9 @@ def name_nodes(nodes: Iterable[int]) -> str:
     return f"node {text}" if len(numbers) == 1 else f"nodes {text}"
 
 
-def not_checked(name: str, node: int, reason: str) -> Check:
+def not_checked(reason: str) -> Finding:
     """Return a warning for a check that could not run; it says nothing about the node."""
-    return Check(name, {node: f"not checked: {reason}"}, "warning", "Preflight could not check this; check it by hand.")
+    return warning(f"not checked: {reason}", "Preflight could not check this; check it by hand.")
 
 
 def summarize_checks(checks: Sequence[Check]) -> str:
@@ -77,3 +114,36 @@ def summarize_checks(checks: Sequence[Check]) -> str:
         if names:
             parts.append(f"{counted(len(names), verdict)} ({', '.join(names)})")
     return " and ".join(parts) or "all ok"
+
+
+def run_with_limit(work: Callable[[], T], seconds: float) -> T:
+    """Return the result of `work`, which may hang (a dead file system, a stuck driver), run in a thread of its own.
+
+    Raises:
+        TimeoutError: `work` did not end in time. Its thread is abandoned and does not keep the process alive.
+    """
+    results: list[T] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            results.append(work())
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if errors:
+        raise errors[0]
+    if not results:
+        raise TimeoutError(f"no answer within {seconds:.0f} s")
+    return results[0]
+
+
+def run_or_none(work: Callable[[], T], seconds: float) -> T | None:
+    """Return the result of `work`, or None after the limit, as on a network file system whose server is gone."""
+    try:
+        return run_with_limit(work, seconds)
+    except TimeoutError:
+        return None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import os
 import socket
 from collections.abc import Mapping, Sequence
@@ -15,22 +14,26 @@ from unsloth_ddp.config.options import Settings
 from unsloth_ddp.distributed.missing_gpu import has_nvidia
 from unsloth_ddp.distributed.runtime import asks_for_cpu
 from unsloth_ddp.distributed.sharding import sharding_from_environment
-from unsloth_ddp.preflight import bandwidth, clock_skew, environment, node_checks, shared_folder
+from unsloth_ddp.preflight import background, bandwidth, disks, job
 from unsloth_ddp.preflight.arrivals import missing_answers
-from unsloth_ddp.preflight.bandwidth import CollectiveTiming
-from unsloth_ddp.preflight.checks import Check, merge_checks, summarize_checks
-from unsloth_ddp.preflight.collectives import CollectiveBenchmark
-from unsloth_ddp.preflight.doctor import DOCTOR_SECONDS, Doctor
-from unsloth_ddp.preflight.folders import NodeFolders, output_folder
+from unsloth_ddp.preflight.background import Doctor, TrainingArguments
+from unsloth_ddp.preflight.bandwidth import CollectiveBenchmark, CollectiveTiming
+from unsloth_ddp.preflight.checks import (
+    Check,
+    merge_checks,
+    run_check,
+    run_or_none,
+    run_with_limit,
+    summarize_checks,
+)
+from unsloth_ddp.preflight.cross_node import Reports, compare_reports
 from unsloth_ddp.preflight.identity import collect_identity
-from unsloth_ddp.preflight.machine_facts import read_gpus
-from unsloth_ddp.preflight.network_facts import is_here, read_infiniband_ports, resolve_name
-from unsloth_ddp.preflight.node_reports import Reports, compare_reports
+from unsloth_ddp.preflight.job import ProcessInfo, is_launched, read_process_info
+from unsloth_ddp.preflight.machine import read_gpus
+from unsloth_ddp.preflight.network import is_here, read_infiniband_ports, resolve_name
+from unsloth_ddp.preflight.node_checks import MachineChecks, network_checks
 from unsloth_ddp.preflight.output import print_message, show_checks
-from unsloth_ddp.preflight.process_info import ProcessInfo, is_launched, read_process_info
 from unsloth_ddp.preflight.rendezvous import Rendezvous, RendezvousError, join_rendezvous
-from unsloth_ddp.preflight.time_limit import run_or_none, run_with_limit
-from unsloth_ddp.preflight.training_arguments import LIMIT_SECONDS, NAME, TrainingArguments
 from unsloth_ddp.utils.errors import one_line
 from unsloth_ddp.utils.units import counted
 
@@ -40,12 +43,10 @@ REPORT_SECONDS = 240
 # The measurement has its own limits inside.
 MEASURE_SECONDS = 150
 SPARE_SECONDS = 20
-# Node 0 answers the others' questions for the time one by one.
-CLOCKS_SECONDS = 60
 # Node 0 needs its own report and that of the slowest node before it starts the measurement.
-START_SECONDS = CLOCKS_SECONDS + 2 * REPORT_SECONDS + SPARE_SECONDS
+START_SECONDS = 2 * REPORT_SECONDS + SPARE_SECONDS
 # Longer than a node looks for node 0's file in the output folder.
-FOLDER_SECONDS = 3 * shared_folder.TOKEN_SECONDS
+FOLDER_SECONDS = 3 * disks.TOKEN_SECONDS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +69,7 @@ def run_preflight(options: PreflightOptions, settings: Settings, environ: Mappin
         UserError: the launcher asks for a sharding that the kit does not support.
     """
     number = int(environ["NODE_RANK"]) if environ.get("NODE_RANK", "").isdecimal() else 0
-    first = environment.check_environment(number, environ, is_launched(environ))
+    first = run_check("environment", number, lambda: job.check_environment(environ, is_launched(environ)))
     if first.verdict == "failure" and not _can_place_process(environ):
         if environ.get("LOCAL_RANK", "0") == "0":
             hosts = {number: socket.gethostname()}
@@ -81,7 +82,7 @@ def run_preflight(options: PreflightOptions, settings: Settings, environ: Mappin
 def _can_place_process(environ: Mapping[str, str]) -> bool:
     """Return whether the variables give this process a position, even if some of them contradict each other."""
     if not is_launched(environ):
-        return not environment.node_problems(environ)
+        return not job.node_problems(environ)
     try:
         ranks = read_process_info(environ).ranks
     except (KeyError, ValueError, ZeroDivisionError):
@@ -99,7 +100,7 @@ class Preflight:
         self.settings = settings
         self.environ = environ
         self.process = process
-        self.folders = NodeFolders()
+        self.folders = disks.NodeFolders()
         self.doctor: Doctor | None = None
         self.arguments: TrainingArguments | None = None
         self.cpu = asks_for_cpu(settings, environ)
@@ -128,23 +129,17 @@ class Preflight:
 
     def _check_node(self) -> list[Check]:
         process, environ = self.process, self.environ
-        return [
-            environment.check_environment(process.node_rank, environ, process.launched),
-            *node_checks.check_network(process, environ),
-            *node_checks.MachineChecks(
-                process, self.settings, environ, self.folders, self.devices, self.no_gpu_reason
-            ).run(),
-        ]
+        environment = run_check(
+            "environment", process.node_rank, lambda: job.check_environment(environ, process.launched)
+        )
+        machine = MachineChecks(process, self.settings, environ, self.folders, self.devices, self.no_gpu_reason)
+        return [environment, *network_checks(process, environ), *machine.run()]
 
     def _background_checks(self) -> list[Check]:
         """Wait for the checks that run beside the others."""
-        number = self.process.node_rank
-        running = [(NAME, self.arguments, LIMIT_SECONDS), ("unsloth doctor --gpus", self.doctor, DOCTOR_SECONDS)]
-        return [
-            node_checks.run_check(name, number, functools.partial(one.check, number), seconds + SPARE_SECONDS)
-            for name, one, seconds in running
-            if one is not None
-        ]
+        running = [one for one in (self.arguments, self.doctor) if one is not None]
+        seconds = background.LIMIT_SECONDS + SPARE_SECONDS
+        return [run_check(one.name, self.process.node_rank, one.check, seconds) for one in running]
 
     def _finish_single_process(self, checks: list[Check]) -> int:
         """Show one process's own facts; there is nothing to compare them with."""
@@ -152,7 +147,7 @@ class Preflight:
         rows.append(bandwidth.not_measured("one process", "", [0], "ok"))
         return self._show(rows, "Preflight of this node", {0: self.process.host}, [])
 
-    def _report(self, checks: list[Check], shared: bool | None, skew: Any = None) -> dict[str, Any]:
+    def _report(self, checks: list[Check], shared: bool | None) -> dict[str, Any]:
         """Return everything that this node sends to node 0, ready for JSON."""
         identity = collect_identity(self.settings, self.environ, self.devices, IDENTITY_SECONDS)
         checks = [*checks, *self._background_checks()]
@@ -162,7 +157,6 @@ class Preflight:
             "identity": identity,
             "fast_ports": any("ACTIVE" in port["state"] for port in read_infiniband_ports()),
             "shared": shared,
-            "skew": skew,
         }
 
     def _own_gpu(self) -> str:
@@ -241,21 +235,17 @@ class Preflight:
         return int(result["code"])
 
     def _report_of_node(self, meeting: Rendezvous, checks: list[Check]) -> dict[str, Any]:
-        skew = clock_skew.measure_clock_skew(meeting, CLOCKS_SECONDS)
-        report = self._report(checks, None, skew)
+        report = self._report(checks, None)
         token = meeting.get("token", REPORT_SECONDS)
         if token is not None:
-            folder = output_folder(self.settings)
-            report["shared"] = run_or_none(lambda: shared_folder.find_token(folder, *token), FOLDER_SECONDS)
+            folder = disks.output_folder(self.settings)
+            report["shared"] = run_or_none(lambda: disks.find_token(folder, *token), FOLDER_SECONDS)
         return report
 
     def _report_of_main(self, meeting: Rendezvous, checks: list[Check]) -> tuple[dict[str, Any], Path | None]:
-        ranks = self.process.ranks
-        folder = output_folder(self.settings)
-        token = run_or_none(lambda: shared_folder.write_token(folder), FOLDER_SECONDS)
+        folder = disks.output_folder(self.settings)
+        token = run_or_none(lambda: disks.write_token(folder), FOLDER_SECONDS)
         meeting.put("token", None if token is None else [token[0].name, token[1]])
-        others = range(ranks.local_world_size, ranks.world_size, ranks.local_world_size)
-        clock_skew.answer_clock_questions(meeting, others)
         return self._report(checks, True), None if token is None else token[0]
 
     # ---- rank 0 ----

@@ -10,7 +10,6 @@ from unsloth_ddp.config.options import Settings
 from unsloth_ddp.data.batch_plan import BatchPlan
 from unsloth_ddp.distributed.precision import AMPERE
 from unsloth_ddp.distributed.sharding import Offload, Sharding
-from unsloth_ddp.plan.calibration import Calibration, SpeedEstimate, SpeedQuery, estimate_speed, kind_of_rows
 from unsloth_ddp.plan.memory import (
     Checkpointing,
     MemoryEstimate,
@@ -34,12 +33,10 @@ from unsloth_ddp.plan.shape import ModelShape
 from unsloth_ddp.plan.step import (
     NUMBER_BYTES,
     as_loaded,
-    backend_of,
     checkpointing_kinds,
     choose_step,
     is_chosen,
     make_workload,
-    precision_of,
 )
 from unsloth_ddp.training.step_choice import StepChoice
 
@@ -53,7 +50,7 @@ OFFLOADS: tuple[tuple[Sharding, Offload], ...] = (
 class Hardware:
     """The machines to rent; `gpu_memory` (bytes) and `inside` (bytes per second) are None where not given.
 
-    `capability` is the compute capability of the GPUs.
+    `capability` is the compute capability of the GPUs, and `speed` the measured tokens per second of one alone.
     """
 
     nodes: int
@@ -62,6 +59,7 @@ class Hardware:
     inside: float | None = None
     gpu_memory: float | None = None
     capability: tuple[int, int] = AMPERE
+    speed: float | None = None
 
     @property
     def processes(self) -> int:
@@ -125,7 +123,6 @@ class Plan:
     memory: list[MemoryRow]
     network: list[NetworkRow]
     even: float | None
-    speed: SpeedEstimate | None
     durations: list[Duration]
 
 
@@ -165,29 +162,7 @@ def shardings_for(method: Method, processes: int) -> list[tuple[Sharding, Offloa
     return [pair for pair in [*several, *offloading] if is_supported(method, *pair)]
 
 
-def make_speed_query(
-    settings: Settings, shape: ModelShape, rows: RowLengths, batch: BatchPlan, checkpointing: Checkpointing
-) -> SpeedQuery:
-    """Describe the run in the terms of a calibration."""
-    return SpeedQuery(
-        method=settings.method,
-        backend=backend_of(settings),
-        precision=precision_of(settings),
-        gradient_checkpointing=checkpointing,
-        rows="packed" if rows.packing is not None else kind_of_rows(rows.mean, settings.max_length),
-        tokens_a_micro_batch=batch.per_device * rows.mean,
-        flops_a_token=shape.flops_a_token(settings.method),
-    )
-
-
-def make_plan(
-    settings: Settings,
-    shape: ModelShape,
-    rows: RowLengths,
-    batch: BatchPlan,
-    hardware: Hardware,
-    calibration: Calibration | None,
-) -> Plan:
+def make_plan(settings: Settings, shape: ModelShape, rows: RowLengths, batch: BatchPlan, hardware: Hardware) -> Plan:
     """Compute the plan of a run."""
     asked, gpu_memory = batch, hardware.gpu_memory
     step = choose_step(settings, shape, rows, asked, gpu_memory)
@@ -219,25 +194,22 @@ def make_plan(
                 without.add(memory[-1].verdict)
             if (sharding, offload) == ("fsdp2", "none") and hardware.nodes > 1 and hardware.gpus_per_node > 1:
                 add(method, sharding, offload, hardware.nodes)
-    wanted = make_speed_query(settings, shape, rows, batch, step.checkpointing)
-    speed = estimate_speed(calibration, wanted) if calibration else None
     ordered = list(in_order(rows.each, settings.seed))
     even = balance_efficiency(ordered, batch.per_device, batch.accumulation, hardware.processes)
-    durations = []
-    if speed is not None:
+    durations, speed = [], hardware.speed or 0.0
+    for rate in hardware.networks if speed else []:
         work = StepWork(
-            compute=tokens_a_step / hardware.processes / speed.tokens_per_second,
+            compute=tokens_a_step / hardware.processes / speed,
             accumulation=batch.accumulation,
             backward_share=shape.backward_share(settings.method, step.checkpointing != "none"),
             gradients=ddp_gradient_bytes(shape, settings.method, NUMBER_BYTES[settings.full_weights]),
         )
-        for rate in hardware.networks:
-            link = Links(rate, hardware.inside)
-            efficiency = scaling_efficiency(work, hardware.nodes, hardware.gpus_per_node, link, even or 1.0)
-            hours = tokens_a_step * steps / (speed.tokens_per_second * hardware.processes * efficiency) / 3600
-            durations.append(Duration(rate, efficiency, hours))
+        link = Links(rate, hardware.inside)
+        efficiency = scaling_efficiency(work, hardware.nodes, hardware.gpus_per_node, link, even or 1.0)
+        hours = tokens_a_step * steps / (speed * hardware.processes * efficiency) / 3600
+        durations.append(Duration(rate, efficiency, hours))
     return Plan(
-        batch, steps, tokens_a_step, tokens_a_step * steps, step.tokens, step.graphs, memory, network, even, speed, durations
+        batch, steps, tokens_a_step, tokens_a_step * steps, step.tokens, step.graphs, memory, network, even, durations
     )  # fmt: skip
 
 

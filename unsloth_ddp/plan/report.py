@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from unsloth_ddp.config.options import Settings
-from unsloth_ddp.plan.calibration import TOO_FAR, Calibration
 from unsloth_ddp.plan.compute import Hardware, MemoryRow, Plan
 from unsloth_ddp.plan.memory import RESERVE
 from unsloth_ddp.plan.rows import RowLengths
@@ -17,8 +16,9 @@ from unsloth_ddp.training.step_choice import StepChoice
 from unsloth_ddp.utils.tables import Column, fit_text, output_width, render_pairs, render_table, wrap_text
 from unsloth_ddp.utils.units import GIB, MIB, counted, shown_bandwidth, shown_bytes, shown_seconds
 
-HOW_TO_CALIBRATE = "Give --calibration h200, or measure your own GPU (docs/plan.md#time)."
-NO_CALIBRATION = f"Time and efficiency are left out, because they need measured speeds. {HOW_TO_CALIBRATE}"
+NO_SPEED = (
+    "Time and efficiency are left out: give --tokens_per_second, the measured speed of one GPU (docs/plan.md#time)."
+)
 # Columns of the table of memory that a narrow terminal leaves out; the JSON file has them.
 NOT_IN_NARROW = ("optimizer", "working", "loading")
 COLOURS = {"fits": "green", "tight": "yellow", "unknown": "yellow", "does not fit": "bold red"}
@@ -33,7 +33,6 @@ class PlanReport:
     rows: RowLengths
     hardware: Hardware
     plan: Plan
-    calibration: Calibration | None
 
 
 def render_plan(report: PlanReport, *, width: int | None = None, colour: bool = False) -> str:
@@ -195,7 +194,7 @@ def verdict_sentence(report: PlanReport) -> str:
 
 def notes(report: PlanReport) -> list[str]:
     """Return the sentences on what the tables rest on, and what they leave out."""
-    hardware, plan, calibration = report.hardware, report.plan, report.calibration
+    hardware, plan = report.hardware, report.plan
     said = [
         "Memory: peak is the highest of the backward pass, the optimizer step and loading. Up to "
         f"{RESERVE:.0%} of a GPU counts as a fit. Runs took up to twice as much as a lower bound (docs/plan.md#memory)."
@@ -214,32 +213,16 @@ def notes(report: PlanReport) -> list[str]:
             "Mixture of experts: only one was measured, with FSDP2 (docs/sharding.md), so take every figure of memory as a lower bound."
             + (" With the transformers backend QLoRA leaves the experts in 16 bit." if report.shape.experts else "")
         )
-    if report.shape.all_experts:
-        said.append("Every expert is counted as if each token used all of them, so time is too high.")
     if hardware.inside is None and hardware.gpus_per_node > 1:
         said.append("The links inside a node are not counted: give --node_bandwidth (preflight measures it).")
-    if calibration is None:
-        said.append(NO_CALIBRATION)
-    elif plan.speed is None:
-        said.append(
-            f"Time and efficiency are left out: the calibration of {calibration.gpu} has no measurement of this method, "
-            f"precision and kind of rows within a factor of {TOO_FAR} of this model's work per token and this micro-batch's "
-            f"tokens. {HOW_TO_CALIBRATE}"
-        )
-    else:
-        said.append(
-            f"Speed: {plan.speed.tokens_per_second:,.0f} tokens/s per GPU, from {calibration.gpu}: {plan.speed.source}."
-        )
+    if plan.durations:
         said.append(
             "Time: efficiency is a GPU's speed relative to one alone; even rows is the part that uneven rows allow, as a step "
             "lasts as long as its GPU with the most tokens. Start-up, evaluation, saving, congestion and slow machines come "
             "on top (docs/plan.md#time)."
         )
-        if plan.speed.differences:
-            said.append(
-                "The measured run differs from this one, so take its speed as an order of magnitude: "
-                f"{'; '.join(plan.speed.differences)}."
-            )
+    else:
+        said.append(NO_SPEED)
     if report.rows.streamed:
         unit = report.rows.unit.removesuffix("s")
         said.append(
@@ -278,7 +261,7 @@ def _describe_auto_options(report: PlanReport) -> list[str]:
 
 def plan_as_json(report: PlanReport) -> dict[str, Any]:
     """Return everything that was computed, in bytes and seconds."""
-    plan, rows, calibration = report.plan, report.rows, report.calibration
+    plan, rows = report.plan, report.rows
     memory = [
         {
             "method": m.method,
@@ -303,7 +286,6 @@ def plan_as_json(report: PlanReport) -> dict[str, Any]:
             "supervised": rows.supervised,
         },
         "hardware": dataclasses.asdict(report.hardware),
-        "calibration": calibration and {"gpu": calibration.gpu, "source": calibration.source},
         "plan": {**dataclasses.asdict(plan), "memory": memory},
         "notes": [verdict_sentence(report), *notes(report)],
     }

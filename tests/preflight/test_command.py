@@ -15,7 +15,7 @@ import pytest
 from tests.conftest import DEMO_MODEL, REPO
 from tests.preflight.rows import documented, undocumented
 from unsloth_ddp.config.options import Settings
-from unsloth_ddp.preflight import background, disks, machine, node_checks, output
+from unsloth_ddp.preflight import disks, machine, node_checks, output, training_arguments
 from unsloth_ddp.preflight.__main__ import parse
 from unsloth_ddp.preflight.checks import Check
 from unsloth_ddp.preflight.job import read_process_info
@@ -149,26 +149,25 @@ def test_variables_that_cannot_be_read_are_a_row_too(tmp_path):
     assert (done.returncode, report["exit_code"], report["checks"][0]["name"]) == (1, 1, "environment")
 
 
-def test_training_arguments_are_checked_only_where_they_are_not_the_defaults():
-    assert not background.needs_check(Settings(model="m", dataset=["d"], learning_rate=1.0))
+def test_training_arguments_are_checked_only_where_they_are_not_the_defaults(monkeypatch):
+    monkeypatch.setattr(training_arguments, "run_and_judge", lambda words: "checked")
+    unchanged = Settings(model="m", dataset=["d"], learning_rate=1.0)
+    assert training_arguments.check_in_process(unchanged).shown == "defaults"
     for changed in ({"optim": "sgd"}, {"lr_scheduler_type": "cosine"}, {"trainer_args": {"adam_beta2": 0.9}}):
-        assert background.needs_check(Settings(model="m", dataset=["d"], **changed))
-    checked = background.TrainingArguments(Settings(model="m", dataset=["d"]))
-    assert checked.check().shown == "defaults"
-    checked.end()
+        assert training_arguments.check_in_process(Settings(model="m", dataset=["d"], **changed)) == "checked"
 
 
 def test_training_arguments_are_refused_as_a_run_refuses_them(tmp_path, capsys):
     path = tmp_path / "settings.yaml"
     Settings(model="m", dataset=["d"], lr_scheduler_type="cosine_with_min_lr").save(path)
-    assert background.main(path) == 2
+    assert training_arguments.main(path) == 2
     assert capsys.readouterr().out.startswith("lr_scheduler_type cosine_with_min_lr does not work with")
     Settings(model="m", dataset=["d"], trainer_args={"torch_compile_backend": "inducter"}).save(path)
-    assert background.main(path) == 2
+    assert training_arguments.main(path) == 2
     assert "inducter" in capsys.readouterr().out
     # A GPU may do what this process, on the CPU, cannot.
     Settings(model="m", dataset=["d"], trainer_args={"tf32": True}, precision="bf16").save(path)
-    assert background.main(path) == 0
+    assert training_arguments.main(path) == 0
 
 
 @pytest.mark.parametrize(
@@ -181,10 +180,8 @@ def test_training_arguments_are_refused_as_a_run_refuses_them(tmp_path, capsys):
     ],
 )
 def test_the_check_of_training_arguments_has_a_row(script, verdict, value, monkeypatch):
-    checked = background.TrainingArguments.__new__(background.TrainingArguments)
-    checked.command = background.BackgroundCommand([sys.executable, "-c", script])
-    monkeypatch.setattr(background, "LIMIT_SECONDS", 1 if "sleep" in script else 60)
-    found = checked.check()
+    monkeypatch.setattr(training_arguments, "LIMIT_SECONDS", 1 if "sleep" in script else 60)
+    found = training_arguments.run_and_judge([sys.executable, "-c", script])
     assert (found.verdict, found.shown) == (verdict, value)
     assert verdict != "failure" or found.remedy == "optim x is refused"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from unsloth_ddp.distributed.missing_gpu import MissingGpu
-from unsloth_ddp.preflight import background, checks, disks, job, machine, network
+from unsloth_ddp.preflight import checks, disks, job, machine, network
 from unsloth_ddp.preflight.checks import Check
 from unsloth_ddp.preflight.disks import Folder
 from unsloth_ddp.preflight.network import Interface
@@ -276,15 +276,6 @@ def test_gpus_are_listed_by_kind():
 def test_the_driver_can_run_what_torch_was_built_for(driver_cuda, torch_cuda, verdict, says):
     found = machine.check_driver("580.1", driver_cuda, torch_cuda)
     assert (found.verdict, says in found.remedy) == (verdict, True)
-
-
-def test_the_doctors_report():
-    bad = "=== Versions ===\ntorch 2.14\n\n=== Verdict: PROBLEMS FOUND ===\n- Set NCCL_P2P_DISABLE=1.\n- Look.\n"
-    assert background.check_doctor(0, "=== Verdict: OK ===\n").verdict == "ok"
-    found = background.check_doctor(1, bad)
-    assert (found.verdict, found.remedy) == ("failure", "Set NCCL_P2P_DISABLE=1. Look.")
-    assert background.check_doctor(None, "did not end within 150 s").verdict == "warning"
-    assert background.check_doctor(2, "Traceback\nNotImplementedError: no").shown == "exit 2: NotImplementedError: no"
 
 
 @pytest.mark.parametrize(

@@ -14,9 +14,8 @@ import pytest
 from safetensors.torch import load_file
 
 from tests.conftest import DEMO_MODEL
-from tests.waiting import is_running, wait_until
 from unsloth_ddp.config.options import Settings
-from unsloth_ddp.preflight import background, bandwidth, disks, identity, machine, network
+from unsloth_ddp.preflight import bandwidth, disks, identity, machine, network
 from unsloth_ddp.preflight.checks import Finding, run_check, run_or_none, run_with_limit
 
 CONFIG = {
@@ -250,27 +249,3 @@ def test_a_stuck_driver_is_not_waited_for(monkeypatch, stuck):
 )
 def test_what_is_measured(world, per_node, expected):
     assert dict(bandwidth.scopes(world, per_node)) == expected
-
-
-def test_the_doctor_is_stopped_with_all_it_started(monkeypatch, tmp_path):
-    fake = tmp_path / "unsloth_cli"
-    fake.mkdir()
-    (fake / "__init__.py").write_text(
-        "import os, subprocess, sys, time\n"
-        "def app():\n"
-        "    child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
-        "    print('RANK' in os.environ, sys.argv[1:], flush=True)\n"
-        f"    open({str(tmp_path / 'child')!r}, 'w').write(str(child.pid))\n"
-        "    time.sleep(600)\n"
-    )
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setenv("RANK", "0")
-    started_doctor = background.Doctor()
-    started = tmp_path / "child"
-    wait_until(lambda: started.exists() and started.read_text() != "", 120, "the doctor's child")
-    monkeypatch.setattr(background, "LIMIT_SECONDS", 0)
-    found = started_doctor.check()
-    assert (found.verdict, "did not end" in found.shown) == ("warning", True)
-    wait_until(lambda: not is_running(int(started.read_text())), 30, "the end of the doctor's child")
-    # Nothing of the launcher's reached it.
-    assert started_doctor.command.output.startswith("False ['doctor', '--gpus']")

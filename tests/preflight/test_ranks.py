@@ -33,11 +33,11 @@ def as_nodes(per_node: int, ranks: int):
 
 def preflight(cwd: str, argv: list[str], changed: dict[int, list[Any]]) -> None:
     """`python -m unsloth_ddp.preflight`; rank N with the options `changed[N]`, or first changed by a function in it."""
-    from unsloth_ddp.preflight import __main__
-    from unsloth_ddp.preflight import run as runs
+    from unsloth_ddp.preflight import __main__, training_arguments
+    from unsloth_ddp.preflight.checks import Finding
 
     # The libraries that it imports take longer than everything else here.
-    runs.TrainingArguments = AcceptedArguments
+    training_arguments.check_in_process = lambda settings: Finding("accepted")
     os.chdir(cwd)
     for change in changed.get(int(os.environ["RANK"]), []):
         if callable(change):
@@ -56,45 +56,12 @@ def another_trl() -> None:
     identity.read_versions = lambda: found
 
 
-class AcceptedArguments:
-    """The check of training arguments that a run accepts."""
-
-    def __init__(self, settings: Any) -> None:
-        pass
-
-    name = "training arguments"
-
-    def check(self) -> Any:
-        from unsloth_ddp.preflight.checks import Finding
-
-        return Finding("accepted")
-
-    def end(self) -> None:
-        pass
-
-
-class ContentDoctor:
-    """`unsloth doctor --gpus` on a machine where all is well; on this one it looks for GPUs that are not there."""
-
-    name = "unsloth doctor --gpus"
-
-    def check(self) -> Any:
-        from unsloth_ddp.preflight.background import check_doctor
-
-        return check_doctor(0, "")
-
-    def end(self) -> None:
-        pass
-
-
 def the_same_gpu() -> None:
     """This rank's node has one GPU, the very same as the other node's."""
     from unsloth_ddp.preflight import machine
-    from unsloth_ddp.preflight import run as runs
 
     gpu = {"name": "GPU", "memory": 2**34, "capability": "9.0", "uuid": "same"}
     machine.query_gpus = lambda: ([gpu], "")
-    runs.Doctor = ContentDoctor
 
 
 def wrong_sums() -> None:

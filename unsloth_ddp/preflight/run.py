@@ -11,12 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from unsloth_ddp.config.options import Settings
-from unsloth_ddp.distributed.missing_gpu import has_nvidia
 from unsloth_ddp.distributed.runtime import asks_for_cpu
 from unsloth_ddp.distributed.sharding import sharding_from_environment
-from unsloth_ddp.preflight import background, bandwidth, disks, job
+from unsloth_ddp.preflight import bandwidth, disks, job
 from unsloth_ddp.preflight.arrivals import missing_answers
-from unsloth_ddp.preflight.background import Doctor, TrainingArguments
 from unsloth_ddp.preflight.bandwidth import CollectiveBenchmark, CollectiveTiming
 from unsloth_ddp.preflight.checks import (
     Check,
@@ -37,7 +35,7 @@ from unsloth_ddp.preflight.rendezvous import Rendezvous, RendezvousError, join_r
 from unsloth_ddp.utils.errors import one_line
 from unsloth_ddp.utils.units import counted
 
-# Hashing the data, with unsloth doctor beside it, takes its time.
+# Hashing the data takes its time.
 IDENTITY_SECONDS = 200
 REPORT_SECONDS = 240
 # The measurement has its own limits inside.
@@ -101,8 +99,6 @@ class Preflight:
         self.environ = environ
         self.process = process
         self.folders = disks.NodeFolders()
-        self.doctor: Doctor | None = None
-        self.arguments: TrainingArguments | None = None
         self.cpu = asks_for_cpu(settings, environ)
         self.sharded = sharding_from_environment(environ) != "none"
         self.devices: list[dict[str, Any]] = []
@@ -114,12 +110,6 @@ class Preflight:
         with contextlib.ExitStack() as cleanup:
             cleanup.callback(self.folders.remove)
             self.devices, self.no_gpu_reason = read_gpus(self.cpu)
-            if reports_node and not self.cpu and (self.devices or has_nvidia()):
-                self.doctor = Doctor()
-                cleanup.callback(self.doctor.end)
-            if reports_node:
-                self.arguments = TrainingArguments(self.settings)
-                cleanup.callback(self.arguments.end)
             checks = self._check_node() if reports_node else []
             if self.process.ranks.world_size == 1:
                 return self._finish_single_process(checks)
@@ -135,12 +125,6 @@ class Preflight:
         machine = MachineChecks(process, self.settings, environ, self.folders, self.devices, self.no_gpu_reason)
         return [environment, *network_checks(process, environ), *machine.run()]
 
-    def _background_checks(self) -> list[Check]:
-        """Wait for the checks that run beside the others."""
-        running = [one for one in (self.arguments, self.doctor) if one is not None]
-        seconds = background.LIMIT_SECONDS + SPARE_SECONDS
-        return [run_check(one.name, self.process.node_rank, one.check, seconds) for one in running]
-
     def _finish_single_process(self, checks: list[Check]) -> int:
         """Show one process's own facts; there is nothing to compare them with."""
         rows = self._compare({0: self._report(checks, None)}, {0: self._own_gpu()})
@@ -150,7 +134,6 @@ class Preflight:
     def _report(self, checks: list[Check], shared: bool | None) -> dict[str, Any]:
         """Return everything that this node sends to node 0, ready for JSON."""
         identity = collect_identity(self.settings, self.environ, self.devices, IDENTITY_SECONDS)
-        checks = [*checks, *self._background_checks()]
         return {
             "host": self.process.host,
             "checks": [dataclasses.asdict(check) for check in checks],
@@ -193,9 +176,7 @@ class Preflight:
         """Show this node's own checks, and which processes are missing."""
         if not self.process.ranks.is_local_main:
             return 1
-        checks = [*checks, *arrived]
-        checks += self._background_checks()
-        code = self._show_alone(checks, "the nodes did not come together")
+        code = self._show_alone([*checks, *arrived], "the nodes did not come together")
         for check in arrived:
             if check.verdict == "failure":
                 print_message(check.remedy)

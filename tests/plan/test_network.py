@@ -13,7 +13,6 @@ from unsloth_ddp.plan.network import (
     balance_efficiency,
     exposed_seconds,
     scaling_efficiency,
-    sharded_seconds,
 )
 from unsloth_ddp.utils.errors import UserError
 from unsloth_ddp.utils.units import parse_bandwidth, parse_memory, shown_bytes, shown_seconds
@@ -88,11 +87,3 @@ def test_efficiency_falls_with_nodes_and_rises_with_bandwidth_and_work():
     assert scaling_efficiency(step, 2, 1, slow) == pytest.approx(1 / (1 + 1 - 0.125))
     assert scaling_efficiency(step, 1, 1, slow, even=0.8) == pytest.approx(0.8)
     assert scaling_efficiency(dataclasses.replace(step, compute=4.0), 2, 8, slow) > scaling_efficiency(step, 2, 8, slow)
-
-
-def test_hybrid_sharding_sends_gradients_between_nodes_once_a_step():
-    links = Links(1e9, inside=100e9)
-    # Two nodes of four GPUs, four micro-batches: 10 GB of weights twice and 2 GB of gradients each.
-    plain = sharded_seconds(10e9, 2e9, 4, 2, 4, links, hybrid=False)
-    assert plain == pytest.approx(7 / 8 * 88 / 100 + 1 / 2 * 88)
-    assert sharded_seconds(10e9, 2e9, 4, 2, 4, links, hybrid=True) == pytest.approx(3 / 4 * 88 / 100 + 1 / 2 * 4)

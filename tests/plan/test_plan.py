@@ -216,13 +216,6 @@ def test_the_demo_without_a_speed_says_what_is_missing(capsys, tmp_path):
         ("qlora", "fsdp2"),
         ("full", "zero3"),
     }
-    lora = {row["config"]: row for row in found["plan"]["network"] if row["method"] == "lora"}
-    assert (lora["ddp"]["weights"], lora["ddp"]["gradients"]) == (0, 163_840 * 4)
-    # A micro-batch a step in bf16: two passes over 1,129,984 weights.
-    assert lora["fsdp2"]["weights"] == lora["fsdp2_hybrid"]["weights"] == 2 * 2 * 1_129_984
-    # Half of what is needed comes from the other node: weights and gradients, or gradients only and there and back.
-    seconds = [lora[kind]["seconds"][0] for kind in ("fsdp2", "fsdp2_hybrid")]
-    assert seconds[1] / seconds[0] == pytest.approx(2 * 655_360 / (2 * 2 * 1_129_984 + 655_360))
     held = {
         row["model_copies"]: row
         for row in found["plan"]["memory"]
@@ -235,7 +228,6 @@ def test_on_one_node_there_is_no_copy_to_plan(tmp_path):
     path = tmp_path / "plan.json"
     assert plan("--gpus_per_node", "2", "--packing", "off", "--json", str(path)) == 0
     found = json.loads(path.read_text())["plan"]
-    assert {row["config"] for row in found["network"]} == {"ddp"}
     assert {row["model_copies"] for row in found["memory"]} == {1}
 
 
@@ -249,6 +241,7 @@ def test_the_demo_with_a_speed_has_hours(capsys, tmp_path):
     assert "< 1 min < 0.1" in printed
     content = json.loads(path.read_text())["plan"]
     assert content["tokens"] == pytest.approx(3 * 18_040)
+    assert content["durations"][0]["all_reduce"] == 0  # the links inside a node are not given
     (one,) = content["durations"]
     # 54,120 tokens at 1,000 a second on each of four GPUs, which wait for the one with the longest row.
     assert one["efficiency"] == pytest.approx(content["even"], rel=0.01) and 0.5 < content["even"] < 1

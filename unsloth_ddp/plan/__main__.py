@@ -1,4 +1,4 @@
-"""Estimate memory, steps, time and network load of a run before renting GPUs.
+"""Estimate memory, steps and time of a run before renting GPUs.
 
     uv run python -m unsloth_ddp.plan --config recipes/qwen3_8b_lora.yaml --dataset my_chats.jsonl \\
         --nodes 4 --gpus_per_node 8 --bandwidth 25Gbps --gpu_memory 80GB

@@ -18,7 +18,6 @@ from unsloth_ddp.plan.memory import (
     estimate_memory,
     is_supported,
     judge_fit,
-    sharded_bytes,
 )
 from unsloth_ddp.plan.network import (
     Links,
@@ -26,7 +25,6 @@ from unsloth_ddp.plan.network import (
     all_reduce_seconds,
     balance_efficiency,
     scaling_efficiency,
-    sharded_seconds,
 )
 from unsloth_ddp.plan.rows import RowLengths, in_order
 from unsloth_ddp.plan.shape import ModelShape
@@ -86,21 +84,17 @@ class MemoryRow:
 
 
 @dataclass(frozen=True)
-class NetworkRow:
-    """What a GPU sends in a step: bytes of gathered weights and of gradients, and seconds with each network."""
-
-    method: Method
-    config: str
-    weights: float
-    gradients: float
-    seconds: list[float]
-
-
-@dataclass(frozen=True)
 class Duration:
-    """The time of the run with DDP over one network: efficiency is a GPU's speed relative to one alone."""
+    """The time of the run with DDP over one network.
+
+    Args:
+        network: bytes per second.
+        all_reduce: seconds to average the gradients of a step.
+        efficiency: a GPU's speed relative to one alone.
+    """
 
     network: float
+    all_reduce: float
     efficiency: float
     hours: float
 
@@ -121,7 +115,6 @@ class Plan:
     micro_batch: int
     graphs: StepChoice
     memory: list[MemoryRow]
-    network: list[NetworkRow]
     even: float | None
     durations: list[Duration]
 
@@ -139,18 +132,6 @@ def make_memory_row(
         if verdict in ("fits", "unknown", "-") and chosen:
             break
     return MemoryRow(method, sharding, kind, found, verdict, work.offload, work.copies)
-
-
-def make_network_row(shape: ModelShape, row: MemoryRow, work: Workload, hardware: Hardware) -> NetworkRow:
-    """Estimate what a step sends: with FSDP2 also the weights, gathered for the forward and the backward pass."""
-    nodes, gpus, count, hybrid = hardware.nodes, hardware.gpus_per_node, work.accumulation, row.copies > 1
-    links = [Links(network, hardware.inside) for network in hardware.networks]
-    if row.sharding == "none":
-        size = ddp_gradient_bytes(shape, row.method, work.master)
-        return NetworkRow(row.method, "ddp", 0.0, size, [all_reduce_seconds(size, nodes, gpus, link) for link in links])
-    weights, gradients = sharded_bytes(shape, row.method, work)
-    seconds = [sharded_seconds(weights, gradients, count, nodes, gpus, link, hybrid=hybrid) for link in links]
-    return NetworkRow(row.method, row.config, weights * 2 * count, gradients * count, seconds)
 
 
 def shardings_for(method: Method, processes: int) -> list[tuple[Sharding, Offload]]:
@@ -171,7 +152,6 @@ def make_plan(settings: Settings, shape: ModelShape, rows: RowLengths, batch: Ba
     steps = batch.steps(count, settings.num_train_epochs, settings.max_steps)
     tokens_a_step = rows.mean * batch.global_batch if rows.streamed else rows.tokens / batch.steps_per_epoch(count)
     memory: list[MemoryRow] = []
-    network: list[NetworkRow] = []
 
     def add(method: Method, sharding: Sharding, offload: Offload, copies: int = 1) -> None:
         of_method = dataclasses.replace(settings, method=method)
@@ -180,8 +160,6 @@ def make_plan(settings: Settings, shape: ModelShape, rows: RowLengths, batch: Ba
         work = dataclasses.replace(work, offload=offload, copies=copies)
         as_chosen = dataclasses.replace(settings, gradient_checkpointing=chosen.checkpointing)
         memory.append(make_memory_row(as_chosen, shape, method, sharding, work, gpu_memory))
-        if sharding == "none" or (sharding == "fsdp2" and offload == "none" and hardware.nodes > 1):
-            network.append(make_network_row(shape, memory[-1], work, hardware))
 
     for method in get_args(Method):
         without: set[str] = set()
@@ -197,22 +175,20 @@ def make_plan(settings: Settings, shape: ModelShape, rows: RowLengths, batch: Ba
     ordered = list(in_order(rows.each, settings.seed))
     even = balance_efficiency(ordered, batch.per_device, batch.accumulation, hardware.processes)
     durations, speed = [], hardware.speed or 0.0
+    # Adapters are trained in fp32.
+    master_bytes = NUMBER_BYTES[settings.full_weights] if settings.method == "full" else 4
     for rate in hardware.networks if speed else []:
         work = StepWork(
             compute=tokens_a_step / hardware.processes / speed,
             accumulation=batch.accumulation,
             backward_share=shape.backward_share(settings.method, step.checkpointing != "none"),
-            gradients=ddp_gradient_bytes(shape, settings.method, NUMBER_BYTES[settings.full_weights]),
+            gradients=shape.trained(settings.method) * master_bytes,
         )
         link = Links(rate, hardware.inside)
+        all_reduce = all_reduce_seconds(work.gradients, hardware.nodes, hardware.gpus_per_node, link)
         efficiency = scaling_efficiency(work, hardware.nodes, hardware.gpus_per_node, link, even or 1.0)
         hours = tokens_a_step * steps / (speed * hardware.processes * efficiency) / 3600
-        durations.append(Duration(rate, efficiency, hours))
+        durations.append(Duration(rate, all_reduce, efficiency, hours))
     return Plan(
-        batch, steps, tokens_a_step, tokens_a_step * steps, step.tokens, step.graphs, memory, network, even, durations
+        batch, steps, tokens_a_step, tokens_a_step * steps, step.tokens, step.graphs, memory, even, durations
     )  # fmt: skip
-
-
-def ddp_gradient_bytes(shape: ModelShape, method: Method, master: int) -> float:
-    """Return the bytes that DDP averages in a step: gradients have the type of the trained weights, adapters fp32."""
-    return shape.trained(method) * (master if method == "full" else 4)

@@ -40,26 +40,6 @@ def all_reduce_seconds(size: float, nodes: int, gpus: int, links: Links) -> floa
     return inside + between
 
 
-def sharded_seconds(
-    weights: float, gradients: float, micro_batches: int, nodes: int, gpus: int, links: Links, *, hybrid: bool
-) -> float:
-    """Return the seconds that FSDP2 sends in a step over `nodes` machines of `gpus` GPUs each.
-
-    It gathers the weights for every forward and backward pass, and averages gradients after every backward pass.
-
-    Args:
-        weights: bytes of all weights, as they are gathered.
-        gradients: bytes of all gradients, as they are averaged.
-        micro_batches: in a step.
-        hybrid: each machine holds a copy of the model, so that only gradients cross the network, once a step.
-    """
-    sharing = gpus if hybrid else nodes * gpus
-    sent = (2 * weights + gradients) * micro_batches
-    inside = (sharing - 1) / sharing * sent / links.inside if links.inside else 0.0
-    between = (nodes - 1) / nodes * (2 * gradients if hybrid else sent) / links.network
-    return inside + between
-
-
 def exposed_seconds(size: float, all_reduce: float, backward: float) -> float:
     """Return the seconds of an all-reduce that do not overlap with the backward pass.
 

@@ -40,14 +40,9 @@ def render_plan(report: PlanReport, *, width: int | None = None, colour: bool = 
     settings, hardware, plan = report.settings, report.hardware, report.plan
     width = width or output_width()
     of_gpu = f" (of {shown_bytes(hardware.gpu_memory)})" if hardware.gpu_memory else ""
-    machines = f"{counted(hardware.nodes, 'node')} of {counted(hardware.gpus_per_node, 'GPU')}"
     tables = [
         ("Run", render_pairs(dict(_run_rows(report)), width=width)),
         (_memory_title(plan, of_gpu), _memory_table(settings, plan, width, colour)),
-        (
-            f"Bytes that a GPU sends in a step over {machines}, and seconds for them",
-            _network_table(settings, hardware, plan, width),
-        ),
         *_time_table(hardware, plan, width),
     ]
     parts = [f"{fit_text(title, width)}\n{table}" for title, table in tables]
@@ -124,30 +119,17 @@ def _is_chosen(settings: Settings, row: MemoryRow) -> bool:
     return row.method == settings.method and row.sharding == "none"
 
 
-def _network_table(settings: Settings, hardware: Hardware, plan: Plan, width: int) -> str:
-    columns = [Column("method"), Column("sharding")]
-    columns += [Column(name, "right") for name in ("weights", "gradients", *_network_names(hardware))]
-    rows = []
-    for one in plan.network:
-        chosen = "*" if (one.method, one.config) == (settings.method, "ddp") else ""
-        sizes = [shown_bytes(size) if size else "-" for size in (one.weights, one.gradients)]
-        times = [shown_seconds(seconds) if seconds else "-" for seconds in one.seconds]
-        rows.append([one.method + chosen, one.config, *sizes, *times])
-    return render_table(columns, rows, width=width)
-
-
-def _network_names(hardware: Hardware) -> list[str]:
-    return [f"at {shown_bandwidth(network)}" for network in hardware.networks]
-
-
 def _time_table(hardware: Hardware, plan: Plan, width: int) -> list[tuple[str, str]]:
     """Return title and table of the duration of the run over each network; nothing without a measured speed."""
     # Machines are not joined by a network where there is one, so its lines would be the same.
     shown = plan.durations if hardware.nodes > 1 else plan.durations[:1]
-    columns = [Column("network"), *(Column(name, "right") for name in ("even rows", "efficiency", "run", "GPU-hours"))]
+    columns = [
+        Column("network"),
+        *(Column(name, "right") for name in ("all-reduce", "even rows", "efficiency", "run", "GPU-hours")),
+    ]
     rows = [
         [shown_bandwidth(one.network) if hardware.nodes > 1 else "-",
-         _percent(plan.even), _percent(one.efficiency), _show_duration(one.hours), _show_gpu_hours(one.hours * hardware.processes)]
+         shown_seconds(one.all_reduce), _percent(plan.even), _percent(one.efficiency), _show_duration(one.hours), _show_gpu_hours(one.hours * hardware.processes)]
         for one in shown
     ]  # fmt: skip
     return [("Time of the run with DDP", render_table(columns, rows, width=width))] if rows else []
@@ -217,7 +199,7 @@ def notes(report: PlanReport) -> list[str]:
         said.append("The links inside a node are not counted: give --node_bandwidth (preflight measures it).")
     if plan.durations:
         said.append(
-            "Time: efficiency is a GPU's speed relative to one alone; even rows is the part that uneven rows allow, as a step "
+            "Time: all-reduce averages the gradients of a step; efficiency is a GPU's speed relative to one alone; even rows is the part that uneven rows allow, as a step "
             "lasts as long as its GPU with the most tokens. Start-up, evaluation, saving, congestion and slow machines come "
             "on top (docs/plan.md#time)."
         )

@@ -213,7 +213,7 @@ def test_a_run_that_logged_nothing_says_so(tmp_path):
 
 def test_many_ranks_are_cut_to_the_slowest(tmp_path):
     page = page_of(make_run(tmp_path / "r", history=log_entries(5, ranks=100)))
-    assert "The 32 slowest of 100 ranks." in words(page, "ranks")
+    assert "The table has the first 32 of 100 ranks." in words(page, "ranks")
     assert "rank own seconds a step memory at the end 99 " in words(page, "ranks")
 
 
@@ -223,7 +223,7 @@ def test_sharded_ranks_have_memory_but_no_seconds(tmp_path):
         del entry["ranks"]["seconds"]
     part, summary = {**PART, "sharding": "zero3"}, {**SUMMARY, "sharding": "zero3"}
     ranks = words(page_of(make_run(tmp_path / "r", history=history, part=part, summary=summary)), "ranks")
-    assert "own seconds are not measured" in ranks and "0 1.0 GiB 1 2.0 GiB" in ranks
+    assert "Own seconds were not measured" in ranks and "0 - 1.0 GiB 1 - 2.0 GiB" in ranks
 
 
 def test_a_report_is_whole_or_as_before(tmp_path, monkeypatch):

@@ -151,40 +151,28 @@ def _per_rank(entry: dict[str, Any], name: str) -> list[float]:
 
 
 def _ranks(run: RunRecord) -> dict[str, Any] | None:
-    """Return each rank's mean own seconds a step and last memory, of the entries with as many ranks as the last."""
+    """Return the mean own seconds a step and the last memory of the slowest ranks; None for one process."""
     entries = [entry for entry in run.history if _per_rank(entry, "memory_bytes")]
-    if not entries:
+    memory = _per_rank(entries[-1], "memory_bytes") if entries else []
+    if len(memory) < 2:
         return None
-    memory = _per_rank(entries[-1], "memory_bytes")
-    count = len(memory)
-    if count < 2:
-        return None
-    timed = [s for entry in entries if len(s := _per_rank(entry, "seconds")) == count]
-    means = [sum(values) / len(timed) for values in zip(*timed, strict=True)] if timed else []
-    order = sorted(range(count), key=lambda rank: -means[rank] if means else rank)
-    rows = [
-        {
-            "rank": str(rank),
-            "seconds": f"{means[rank]:.4f}" if means else "",
-            "percent": round(100 * means[rank] / max(means), 1) if means and max(means) else 0,
-            "memory": shown_bytes(memory[rank]),
-        }
-        for rank in order[:MOST_RANKS]
-    ]
-    sentence = "With sharded weights every forward pass waits for other ranks, so own seconds are not measured."
+    timed = [s for entry in entries if len(s := _per_rank(entry, "seconds")) == len(memory)]
+    means = [sum(values) / len(timed) for values in zip(*timed, strict=True)]
+    order = sorted(range(len(memory)), key=lambda rank: -means[rank] if means else rank)
+    sentence = "Own seconds were not measured: with sharded weights every forward pass waits for other ranks."
     if means:
         sentence = (
             "Own seconds are those of a step in which a rank waits for no other: reading its rows, and its forward and "
             "backward passes without the last backward pass, in which gradients are exchanged. The slowest rank makes all "
             "others wait."
         )
-    elif run.fact("sharding") in (None, "none"):
-        sentence = "Own seconds were not measured."
+    if len(memory) > MOST_RANKS:
+        sentence += f" The table has the first {MOST_RANKS} of {len(memory)} ranks."
     return {
-        "timed": bool(means),
-        "rows": rows,
+        "rows": [
+            (rank, f"{means[rank]:.4f}" if means else "-", shown_bytes(memory[rank])) for rank in order[:MOST_RANKS]
+        ],
         "sentence": sentence,
-        "left_out": f"The {MOST_RANKS} slowest of {count} ranks." if count > MOST_RANKS else "",
     }
 
 

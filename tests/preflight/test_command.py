@@ -15,7 +15,7 @@ import pytest
 from tests.conftest import DEMO_MODEL, REPO
 from tests.preflight.rows import documented, undocumented
 from unsloth_ddp.config.options import Settings
-from unsloth_ddp.preflight import disks, machine, node_checks, output, training_arguments
+from unsloth_ddp.preflight import checks, disks, machine, node_checks, training_arguments
 from unsloth_ddp.preflight.__main__ import parse
 from unsloth_ddp.preflight.checks import Check
 from unsloth_ddp.preflight.job import read_process_info
@@ -23,9 +23,9 @@ from unsloth_ddp.utils.errors import UserError
 
 
 def test_the_table_shows_nodes_that_saw_the_same_in_one_line():
-    assert output.merge_values({0: "a", 1: "a"}) == "a"
-    assert output.merge_values({0: "a", 1: "b", 2: "a"}) == "nodes 0, 2: a\nnode 1: b"
-    text = output.render_checks([Check("disk", {0: "full [1]"}, "failure", "Free some.")], "Preflight", width=100)
+    assert checks.merge_values({0: "a", 1: "a"}) == "a"
+    assert checks.merge_values({0: "a", 1: "b", 2: "a"}) == "nodes 0, 2: a\nnode 1: b"
+    text = checks.render_checks([Check("disk", {0: "full [1]"}, "failure", "Free some.")], "Preflight", width=100)
     assert all(part in text for part in ("Preflight", "disk", "full [1]", "failure", "Free some."))
     assert max(map(len, text.splitlines())) <= 100
 

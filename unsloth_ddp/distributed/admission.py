@@ -1,20 +1,24 @@
-"""Accept connections from the ranks of a run, and from nobody else.
+"""Accept connections from the ranks of a run, and from nobody else, however slow or many the strangers are.
 
 Both sides prove that they hold the same key: each sends a random text and answers the other's with a keyed hash of it,
-so that the key itself never travels. A caller that says nothing is sent away after GUEST_SECONDS; ranks call again.
+so that the key itself never travels. Every caller has a thread, and one deadline.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import hmac
+import queue
 import secrets
 import socket
+import threading
 import time
 from collections.abc import Collection
 
 # For all that a caller has to say: ranks answer in milliseconds.
-GUEST_SECONDS = 1.0
+GUEST_SECONDS = 5.0
+POLL_SECONDS = 0.05
 MAX_LINE = 256
 RETRY_SECONDS = 0.1
 
@@ -34,19 +38,25 @@ def accept_ranks(
     """
     deadline = time.monotonic() + seconds
     admitted: dict[int, socket.socket] = {}
+    proved: queue.SimpleQueue[tuple[int, socket.socket]] = queue.SimpleQueue()
+    listener.settimeout(POLL_SECONDS)
     while len(admitted) < len(expected):
-        listener.settimeout(max(0.001, deadline - time.monotonic()))
-        try:
-            one, _ = listener.accept()
-        except TimeoutError:
-            for admitted_one in admitted.values():
-                admitted_one.close()
-            raise TimeoutError(f"{len(expected) - len(admitted)} of {len(expected)} ranks did not connect") from None
-        rank = _rank_of(one, key, min(deadline, time.monotonic() + GUEST_SECONDS))
-        if rank in expected and rank not in admitted:
-            admitted[rank] = one
-        else:
-            one.close()
+        if time.monotonic() >= deadline:
+            for one in admitted.values():
+                one.close()
+            raise TimeoutError(f"{len(expected) - len(admitted)} of {len(expected)} ranks did not connect")
+        with contextlib.suppress(TimeoutError):
+            guest, _ = listener.accept()
+            until = min(deadline, time.monotonic() + GUEST_SECONDS)
+            threading.Thread(
+                target=lambda one=guest, until=until: proved.put((_rank_of(one, key, until), one)), daemon=True
+            ).start()
+        while not proved.empty():
+            rank, one = proved.get()
+            if rank in expected and rank not in admitted:
+                admitted[rank] = one
+            else:
+                one.close()
     return admitted
 
 

@@ -64,7 +64,7 @@ def _run_rows(report: PlanReport) -> list[tuple[str, str]]:
     return [
         ("model", f"{settings.model} ({shape.parameters:,} parameters; LoRA trains {shape.trained('lora'):,})"),
         ("training", f"method {settings.method}, {precision_of(settings)}, backend {backend_of(settings)}, "
-                     f"gradient_checkpointing {settings.gradient_checkpointing}, {settings.optim}"),
+                     f"gradient_checkpointing {_chosen(report).checkpointing}, {settings.optim}"),
         ("hardware", f"{counted(hardware.nodes, 'node')} x {counted(hardware.gpus_per_node, 'GPU')}"),
         (rows.unit, f"{amount} ({counted(rows.tokens, 'token')}, mean {rows.mean:,.0f}, longest {rows.longest:,})"),
         ("global batch", f"{counted(batch.per_device, unit)} per device x {batch.accumulation} accumulation x "
@@ -119,6 +119,10 @@ def _is_chosen(settings: Settings, row: MemoryRow) -> bool:
     return row.method == settings.method and row.sharding == "none"
 
 
+def _chosen(report: PlanReport) -> MemoryRow:
+    return next(row for row in report.plan.memory if _is_chosen(report.settings, row))
+
+
 def _time_table(hardware: Hardware, plan: Plan, width: int) -> list[tuple[str, str]]:
     """Return title and table of the duration of the run over each network; nothing without a measured speed."""
     # Machines are not joined by a network where there is one, so its lines would be the same.
@@ -152,8 +156,8 @@ def verdict_sentence(report: PlanReport) -> str:
     """Return the answer to "does it fit?" for the run as set."""
     settings, plan, limit = report.settings, report.plan, report.hardware.gpu_memory
     if not limit:
-        return "Give --gpu_memory, such as 80GB, to learn what fits."
-    mine = next(row for row in plan.memory if _is_chosen(settings, row))
+        return "Give --gpu_memory, such as 80GB, to learn what fits; without it everything is taken to fit."
+    mine = _chosen(report)
     gpu = f"a GPU of {shown_bytes(limit)}"
     needed = f"needs about {shown_bytes(mine.memory.total)} at its peak"
     if mine.verdict == "fits":
@@ -218,26 +222,6 @@ def notes(report: PlanReport) -> list[str]:
         if not decision.packed:
             planned = f"padded rows, because {decision.reason}; --packing on plans packs"
         said.append(f"packing auto is planned as {planned}.")
-    return [*said, *_describe_auto_options(report)]
-
-
-def _describe_auto_options(report: PlanReport) -> list[str]:
-    """Return a sentence for each auto option, with the value that is planned."""
-    settings, plan, limit = report.settings, report.plan, report.hardware.gpu_memory
-    nothing = any(_is_chosen(settings, row) and row.verdict == "does not fit" for row in plan.memory)
-    said = []
-    if settings.per_device_train_batch_size == "auto":
-        why = (
-            "the most that fits, makes a step faster, and keeps the global batch"
-            if limit
-            else "the most that makes a step faster and keeps the global batch; without --gpu_memory everything is taken to fit"
-        )
-        why = "though not even that fits" if nothing else why
-        said.append(f"per_device_train_batch_size auto is planned as {plan.batch.per_device}, {why}.")
-    if settings.gradient_checkpointing == "auto":
-        why = "" if limit else ": none, because --gpu_memory is not given"
-        kind = "kind that needs least memory, as none fits" if nothing else "first kind that fits"
-        said.append(f"gradient_checkpointing auto is planned as the {kind}{why}.")
     return said
 
 

@@ -19,9 +19,11 @@ from unsloth_ddp.preflight.bandwidth import CollectiveBenchmark, CollectiveTimin
 from unsloth_ddp.preflight.checks import (
     Check,
     merge_checks,
+    print_message,
     run_check,
     run_or_none,
     run_with_limit,
+    show_checks,
     summarize_checks,
 )
 from unsloth_ddp.preflight.cross_node import Reports, compare_reports
@@ -30,7 +32,6 @@ from unsloth_ddp.preflight.job import ProcessInfo, is_launched, read_process_inf
 from unsloth_ddp.preflight.machine import read_gpus
 from unsloth_ddp.preflight.network import is_here, read_infiniband_ports, resolve_name
 from unsloth_ddp.preflight.node_checks import MachineChecks, network_checks
-from unsloth_ddp.preflight.output import print_message, show_checks
 from unsloth_ddp.preflight.rendezvous import Rendezvous, RendezvousError, join_rendezvous
 from unsloth_ddp.utils.errors import one_line
 from unsloth_ddp.utils.units import counted
@@ -304,5 +305,6 @@ class Preflight:
     def _show(
         self, checks: Sequence[Check], title: str, hosts: Mapping[int, str], timings: Sequence[CollectiveTiming]
     ) -> int:
+        figures = [{**dataclasses.asdict(timing), "bus_gbit_per_second": timing.gbit} for timing in timings]
         writes = self.process.node_rank == 0
-        return show_checks(merge_checks(checks), title, hosts, timings, json_file=self.options.json, writes=writes)
+        return show_checks(merge_checks(checks), title, hosts, figures, json_file=self.options.json, writes=writes)

@@ -12,7 +12,7 @@ from typing import Any
 
 import jinja2
 
-from unsloth_ddp.config.ignored import ADAPTER
+from unsloth_ddp.config.questionable import ADAPTER
 from unsloth_ddp.run.described import describe_data, describe_method, results, show, show_result
 from unsloth_ddp.run.files import CARD_FILE, CURVES_FILE
 from unsloth_ddp.run.record import RunRecord

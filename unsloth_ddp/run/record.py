@@ -16,7 +16,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from unsloth_ddp.checkpoints.folders import is_whole, step_folders
+from unsloth_ddp.checkpoints.manifest import is_whole, step_folders
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.config.yaml_file import Unreadable, read_yaml
 from unsloth_ddp.run.files import RECORD_FILE, SETTINGS_FILE, STATE_FILE, SUMMARY_FILE

@@ -71,7 +71,15 @@ def test_the_code_is_python_that_names_the_run(tmp_path, method):
     for block in blocks:
         assert "r" in {node.value for node in ast.walk(ast.parse(block)) if isinstance(node, ast.Constant)}
     assert ("load_in_4bit=True" in text) == (method == "qlora")
-    assert ("AutoPeftModelForCausalLM" in text) == (method != "full")
+    assert ("PeftModel.from_pretrained(model, name)" in text) == (method != "full")
+
+
+def test_an_image_text_model_is_loaded_in_its_class(tmp_path):
+    folder = make_run(tmp_path / "r", facts=facts_with(auto_class="AutoModelForImageTextToText"))
+    for adapter in (True, False):
+        card = card_of(folder, adapter=adapter)
+        assert "AutoModelForImageTextToText.from_pretrained" in card.text and "ForCausalLM" not in card.text
+        assert card.data.pipeline_tag == "image-text-to-text"
 
 
 def test_the_code_names_the_place_of_the_upload(tmp_path):

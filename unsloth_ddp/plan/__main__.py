@@ -88,7 +88,7 @@ def plan(argv: list[str]) -> None:
     check_training_arguments(settings)
     shape = read_model_shape(settings)
     rows = tokenize_rows(settings)
-    batch, packing, _ = plan_step(request, rows.each, planned_packing(settings, capability))
+    batch, packing, _ = plan_step(request, rows.each, planned_packing(settings, shape, capability))
     rows = rows.packed(packing)
     computed = make_plan(settings, shape, rows, batch, hardware)
     made = PlanReport(settings, shape, rows, hardware, computed)

@@ -159,7 +159,7 @@ def _in_host_memory(
 
 def _frozen_bytes(shape: ModelShape, method: Method, work: Workload) -> float:
     if method == "full":
-        return 0.0
+        return float(shape.towers * work.precision)
     if method == "qlora":
         # bitsandbytes packs linear layers; Unsloth has it pack stacked experts too.
         packed = shape.linear + (shape.experts if work.backend == "unsloth" else 0)

@@ -217,8 +217,8 @@ def notes(report: PlanReport) -> list[str]:
             + (" As in a run, CUDA graphs are assumed however much is padded." if plan.graphs.uses_graphs else "")
         )
     if report.settings.packing == "auto":
-        decision = planned_packing(report.settings, report.hardware.capability)
-        planned = "packed rows, for which most models have a kernel with torch 2.12 on"
+        decision = planned_packing(report.settings, report.shape, report.hardware.capability)
+        planned = "packed rows, for which this model has a kernel with torch 2.12 on"
         if not decision.packed:
             planned = f"padded rows, because {decision.reason}; --packing on plans packs"
         said.append(f"packing auto is planned as {planned}.")

@@ -15,7 +15,9 @@ from unsloth_ddp.config.options import Settings
 from unsloth_ddp.data.dataset import TokenizedRows
 from unsloth_ddp.data.sources import is_file
 from unsloth_ddp.distributed.runtime import Runtime
+from unsloth_ddp.model.classes import model_class
 from unsloth_ddp.model.load import parameter_counts
+from unsloth_ddp.model.modules import base_model
 from unsloth_ddp.run.answers import Question, is_exact
 from unsloth_ddp.utils.redaction import hide
 from unsloth_ddp.utils.versions import versions
@@ -32,15 +34,18 @@ def run_facts(settings: Settings, trainer: DDPTrainer) -> dict[str, Any]:
     """Return what is known of the model, the rows and the steps of a run, in plain values."""
     data = trainer.data
     total, trainable = parameter_counts(trainer.model)
+    config, name = base_model(trainer.model).config, str(settings.model)
     plan, units = trainer.plan, data.train.units
     return {
         "model": {
             "parameters": total,
             "trainable": trainable,
-            "local": is_file(str(settings.model)),
+            "local": is_file(name),
+            # Of Transformers, to load the model with.
+            "auto_class": model_class(config, name, trust_remote_code=settings.trust_remote_code).__name__,
             # What chat and export compare the base model with.
             "weights": trainer.checkpoints.identity.get("model_weights"),
-            "license": base_license(str(settings.model), settings.model_revision),
+            "license": base_license(name, settings.model_revision),
         },
         "data": {
             "hub": [name for name in settings.dataset if not is_file(name)],

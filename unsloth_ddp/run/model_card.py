@@ -132,7 +132,7 @@ def _metadata(run: RunRecord, *, adapter: bool) -> str:
         # The Hub takes repository ids only.
         base_model=None if _is_local(run) else hide(str(run.settings["model"])),
         library_name="peft" if adapter else "transformers",
-        pipeline_tag="text-generation",
+        pipeline_tag="image-text-to-text" if _auto_class(run) == "AutoModelForImageTextToText" else "text-generation",
         tags=tags,
         datasets=run.record.get("data", {}).get("hub") or None,
         **licence,
@@ -181,18 +181,17 @@ def _loaders(run: RunRecord, *, adapter: bool) -> list[dict[str, str]]:
     settings = run.settings
     name, length = json.dumps(_uploaded_name(run)), settings.get("max_length") or 2048
     quantized = adapter and settings.get("method") == "qlora"
-    load = f'model = {"AutoPeftModelForCausalLM" if adapter else "AutoModelForCausalLM"}.from_pretrained(name, dtype="auto", device_map="auto")'
-    if quantized:
-        load = (
-            'quantized = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype="bfloat16")\n'
-            'model = AutoPeftModelForCausalLM.from_pretrained(name, quantization_config=quantized, device_map="auto")'
-        )
-    extra = ", BitsAndBytesConfig" if quantized else ""
-    imports = (
-        f"from peft import AutoPeftModelForCausalLM\nfrom transformers import AutoTokenizer{extra}"
-        if adapter
-        else "from transformers import AutoModelForCausalLM, AutoTokenizer"
-    )
+    auto = _auto_class(run)
+    imports = f"from transformers import {auto}, AutoTokenizer{', BitsAndBytesConfig' if quantized else ''}"
+    load = f'model = {auto}.from_pretrained(name, dtype="auto", device_map="auto")'
+    if adapter:
+        imports = f"from peft import PeftConfig, PeftModel\n{imports}"
+        how = 'dtype="auto"'
+        load = "base = PeftConfig.from_pretrained(name).base_model_name_or_path\n"
+        if quantized:
+            how = "quantization_config=quantized"
+            load += 'quantized = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype="bfloat16")\n'
+        load += f'model = {auto}.from_pretrained(base, {how}, device_map="auto")\nmodel = PeftModel.from_pretrained(model, name)'
     return [
         {
             "text": f"With {'PEFT' if adapter else 'Transformers'}, where `name` is this folder or its name on the Hub:",
@@ -214,6 +213,11 @@ model, tokenizer = FastLanguageModel.from_pretrained({name}, max_seq_length={int
 FastLanguageModel.for_inference(model)""",
         },
     ]
+
+
+def _auto_class(run: RunRecord) -> str:
+    """Return the class of Transformers that loads the model; records of earlier versions name none."""
+    return str(run.record.get("model", {}).get("auto_class", "AutoModelForCausalLM"))
 
 
 def _uploaded_name(run: RunRecord) -> str:

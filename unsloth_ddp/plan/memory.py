@@ -182,12 +182,6 @@ def _with_ddp(shape: ModelShape, method: Method, work: Workload, frozen: float, 
     return MemoryEstimate(held, trained * master, states, buckets + cast, activations, loading=held)
 
 
-def sharded_bytes(shape: ModelShape, method: Method, work: Workload) -> tuple[float, float]:
-    """Return the bytes of all weights as FSDP2 gathers them, and of all gradients as it averages them, in fp32."""
-    trained = shape.trained(method)
-    return _frozen_bytes(shape, method, work) + trained * work.precision, trained * 4.0
-
-
 def _gathered_bytes(shape: ModelShape, method: Method, work: Workload, frozen: float) -> float:
     """Return the bytes of gathered weights: embedding, head, and two blocks, as one is gathered ahead."""
     outside = (shape.parameters - shape.linear - shape.experts) * work.precision

@@ -44,10 +44,9 @@ class ModelShape:
     layer_kept       bytes per token that a block keeps for its backward pass, in 16 bit, without attention scores
     outside_kept     bytes per token kept outside the blocks
     experts          parameters of experts that are stacked in one tensor, which is not a linear layer: Unsloth's QLoRA packs them, Transformers' does not
-    active_experts   of those, the ones that a token is multiplied with
+    active_experts   of those, the ones that a token is multiplied with; all where the config does not say how many
     adapted_experts  of those, the ones that the adapter changes
     has_experts      the model is a mixture of experts
-    all_experts      the config does not say how many experts a token is routed to, so all count as active
     model_type       of config.json
     quantized        the model's files are quantized
     layer_weights    in linear layers of the first block, those of the adapter included; 0 if it is not known
@@ -70,7 +69,6 @@ class ModelShape:
     active_experts: int = 0
     adapted_experts: int = 0
     has_experts: bool = False
-    all_experts: bool = False
     model_type: str = ""
     quantized: bool = False
     layer_weights: int = 0
@@ -184,7 +182,6 @@ def count_shape(model: Any, settings: Settings) -> ModelShape:
         active_experts=experts * used // known if counted and known else experts,
         adapted_experts=with_adapter,
         has_experts=known > 0,
-        all_experts=not counted,
         model_type=model.config.model_type,
         layer_weights=weights_of_first_layer(adapted),
         towers=0 if settings.train_towers else sum(p.numel() for p in towers.values()),

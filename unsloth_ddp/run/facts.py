@@ -1,4 +1,4 @@
-"""Collect what record.json keeps of a run: its model, its rows with their lengths, its steps, and what it runs on."""
+"""Collect what record.json keeps of a run: its model, its rows, its steps, and what it runs on."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
 from unsloth_ddp.checkpoints.identity import batch_identity
 from unsloth_ddp.config.options import Settings
-from unsloth_ddp.data.dataset import TokenizedRows, row_lengths
+from unsloth_ddp.data.dataset import TokenizedRows
 from unsloth_ddp.data.sources import is_file
 from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.model.classes import model_class
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
     # Importing it imports Transformers, which has to wait for Unsloth.
     from unsloth_ddp.training.trainer import DDPTrainer
 
-BINS = 24
 # Compared answers that are kept, and characters of each text.
 MOST_ANSWERS, LONGEST_ANSWER = 200, 4000
 
@@ -53,7 +51,6 @@ def run_facts(settings: Settings, trainer: DDPTrainer) -> dict[str, Any]:
             "hub": [name for name in settings.dataset if not is_file(name)],
             "train": _counts(data.train),
             "evaluation": _counts(data.evaluation) if data.evaluation else None,
-            "lengths": length_histogram(data.train),
             "packing": data.packing.reason if data.train.packing is not None else None,
             "packs": len(data.train.packing) if data.train.packing is not None else None,
             "streamed": data.train.streamed,
@@ -79,17 +76,6 @@ def part_facts(runtime: Runtime, trainer: DDPTrainer, first_step: int) -> dict[s
         "versions": versions(),
         "hardware": hardware,
     }
-
-
-def length_histogram(rows: TokenizedRows) -> dict[str, list[int]]:
-    """Return the edges of equal intervals of tokens (BINS + 1,) and the number of rows in each (BINS,)."""
-    lengths = row_lengths(rows.dataset)[: rows.counts.rows]
-    least, most = int(lengths.min()), int(lengths.max())
-    # Whole tokens, so that no interval can hold one length more than another.
-    width = max(1, -(-(most - least + 1) // BINS))
-    edges = np.arange(least, most + width + 1, width)
-    counted, _ = np.histogram(lengths, edges)
-    return {"edges": edges.tolist(), "rows": counted.tolist()}
 
 
 def base_license(model: str, revision: str | None) -> dict[str, str] | None:

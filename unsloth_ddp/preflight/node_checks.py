@@ -22,7 +22,7 @@ from unsloth_ddp.distributed.sharding import (
     sharding_from_environment,
     unsupported_by_unsloth,
 )
-from unsloth_ddp.preflight import disks, machine, network, training_arguments
+from unsloth_ddp.preflight import disks, machine, network
 from unsloth_ddp.preflight.checks import CHECK_SECONDS, Check, Finding, failure, run_check
 from unsloth_ddp.preflight.job import ProcessInfo, check_node_rank
 from unsloth_ddp.utils.errors import UserError
@@ -31,7 +31,7 @@ from unsloth_ddp.utils.units import counted
 # Rows of every file that are read; a .json file has to be read to its end for them.
 FIRST_ROWS = 100
 # Of checks that may take longer than others.
-SECONDS = {"rows": 60, "driver and CUDA": 60, "training arguments": training_arguments.LIMIT_SECONDS + 10}
+SECONDS = {"rows": 60, "driver and CUDA": 60}
 
 
 def network_checks(process: ProcessInfo, environ: Mapping[str, str]) -> list[Check]:
@@ -105,7 +105,6 @@ class MachineChecks:
             "GPUs": self._gpus,
             "precision": self._precision,
             "sharding": self._sharding,
-            "training arguments": lambda: training_arguments.check_in_process(self.settings),
             "driver and CUDA": self._driver,
         }
         if self.cpu or not (self.devices or has_nvidia()):

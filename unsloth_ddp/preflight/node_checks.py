@@ -79,7 +79,6 @@ class MachineChecks:
     process: ProcessInfo
     settings: Settings
     environ: Mapping[str, str]
-    folders: disks.NodeFolders
     devices: Sequence[Mapping[str, Any]]
     reason: str
 
@@ -117,18 +116,18 @@ class MachineChecks:
         # The other nodes write logs only, unless every rank writes its part of a checkpoint.
         whole = self.process.node_rank == 0 or sharding_from_environment(self.environ) != "none"
         needed = disks.estimate_run_bytes(self.settings, config, weights) if whole else disks.LOGS_WANTED
-        folder = self.folders.probe(disks.output_folder(self.settings))
+        folder = disks.probe(disks.output_folder(self.settings))
         return disks.check_folder(folder, needed, "checkpoints and the result", "--output_dir")
 
     def _temporary(self) -> Finding:
         path = self.settings.compiled_cache_dir or self.environ.get("UNSLOTH_COMPILE_LOCATION") or tempfile.gettempdir()
-        folder = self.folders.probe(Path(path).expanduser())
+        folder = disks.probe(Path(path).expanduser())
         wanted = disks.LOGS_WANTED if self.cpu else disks.CACHE_WANTED
         return disks.check_folder(folder, wanted, "compiled modules", "--compiled_cache_dir or TMPDIR")
 
     def _cache(self) -> Finding:
         needed = disks.estimate_cache_bytes(sum(disks.read_data_sizes(self.settings)))
-        folder = self.folders.probe(disks.find_datasets_cache(self.environ))
+        folder = disks.probe(disks.find_datasets_cache(self.environ))
         return disks.check_folder(folder, needed, "tokenized rows", "HF_HOME or HF_DATASETS_CACHE")
 
     def _memory(self) -> Finding:

@@ -99,7 +99,6 @@ class Preflight:
         self.settings = settings
         self.environ = environ
         self.process = process
-        self.folders = disks.NodeFolders()
         self.cpu = asks_for_cpu(settings, environ)
         self.sharded = sharding_from_environment(environ) != "none"
         self.devices: list[dict[str, Any]] = []
@@ -108,13 +107,11 @@ class Preflight:
     def run(self) -> int:
         """Check, print and return the exit code."""
         reports_node = self.process.ranks.is_local_main
-        with contextlib.ExitStack() as cleanup:
-            cleanup.callback(self.folders.remove)
-            self.devices, self.no_gpu_reason = read_gpus(self.cpu)
-            checks = self._check_node() if reports_node else []
-            if self.process.ranks.world_size == 1:
-                return self._finish_single_process(checks)
-            return self._run_with_others(checks)
+        self.devices, self.no_gpu_reason = read_gpus(self.cpu)
+        checks = self._check_node() if reports_node else []
+        if self.process.ranks.world_size == 1:
+            return self._finish_single_process(checks)
+        return self._run_with_others(checks)
 
     # ---- this node ----
 
@@ -123,7 +120,7 @@ class Preflight:
         environment = run_check(
             "environment", process.node_rank, lambda: job.check_environment(environ, process.launched)
         )
-        machine = MachineChecks(process, self.settings, environ, self.folders, self.devices, self.no_gpu_reason)
+        machine = MachineChecks(process, self.settings, environ, self.devices, self.no_gpu_reason)
         return [environment, *network_checks(process, environ), *machine.run()]
 
     def _finish_single_process(self, checks: list[Check]) -> int:

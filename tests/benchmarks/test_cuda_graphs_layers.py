@@ -30,7 +30,7 @@ from benchmarks.speed.cuda_graphs_layers import (
 )
 from tests.training.test_captured_step import model_of
 from unsloth_ddp.config.parse import parse_settings
-from unsloth_ddp.training import step_choice
+from unsloth_ddp.sizing import graphs
 from unsloth_ddp.training.adapter_copies import AdapterCopies
 
 CHAT = VARIANTS["8b_chat"]
@@ -64,13 +64,13 @@ def test_models_are_cut_to_a_few_layers() -> None:
 
 def test_what_a_variant_names_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(cuda_graphs_layers.NORM_SWITCH, "1")
-    monkeypatch.setattr(step_choice, "are_single_rows", lambda train: True)
+    monkeypatch.setattr(graphs, "are_single_rows", lambda train: True)
     train: Any = None
 
     def found(variant: Variant) -> tuple[bool, bool, str | None]:
         with left_out(variant):
             copied = bool(AdapterCopies(model_of("lora"), torch.bfloat16).layers)
-            return copied, step_choice.are_single_rows(train), os.environ.get(cuda_graphs_layers.NORM_SWITCH)
+            return copied, graphs.are_single_rows(train), os.environ.get(cuda_graphs_layers.NORM_SWITCH)
 
     assert found(VARIANTS["8b_chat_neither"]) == (False, True, "0")
     assert found(VARIANTS["8b_full_varlen"]) == (True, False, None)

@@ -31,7 +31,7 @@ from unsloth_ddp.model.load import (
     unsloth_trains_shards,
 )
 from unsloth_ddp.model.lora import check_module_names
-from unsloth_ddp.plan.shape import read_model_shape
+from unsloth_ddp.sizing.count import read_model_shape
 from unsloth_ddp.utils.errors import UserError
 
 CPU = cpu_runtime()

@@ -10,6 +10,7 @@ import contextlib
 import functools
 import multiprocessing
 import os
+import runpy
 import socket
 import sys
 import time
@@ -153,3 +154,9 @@ def train(argv: list[str], cwd: str) -> None:
     os.chdir(cwd)
     sys.argv = ["train_ddp.py", *argv]
     train_ddp.main()
+
+
+def run_file(path: Path) -> None:
+    """A Python file as the main program, in its own folder."""
+    os.chdir(path.parent)
+    runpy.run_path(path.name, run_name="__main__")

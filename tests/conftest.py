@@ -6,6 +6,7 @@ import functools
 import json
 import os
 import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,14 @@ hypothesis.settings.register_profile("no_deadline", deadline=None)
 hypothesis.settings.load_profile("no_deadline")
 
 REPO = Path(__file__).resolve().parent.parent
+
+# Images of containers set PYTHONDONTWRITEBYTECODE, and then each process that a test starts compiles torch and
+# Transformers again, which takes ten seconds. They share a cache that is not in the way of what set the variable.
+if sys.dont_write_bytecode:
+    sys.dont_write_bytecode = False
+    sys.pycache_prefix = os.environ["PYTHONPYCACHEPREFIX"] = str(REPO / ".pytest_cache" / "bytecode")
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
 DEMO_MODEL = REPO / "demo" / "model"
 
 

@@ -21,7 +21,10 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
-PRELOAD = ["torch", "accelerate", "datasets", "peft", "transformers", "unsloth_ddp.training.trainer", "train_ddp"]
+PRELOAD = [
+    "torch", "accelerate", "datasets", "peft", "transformers", "unsloth_ddp.training.trainer", "train_ddp",
+    "unsloth_ddp.run.stages", "transformers.models.llama.modeling_llama", "tests.frozen",
+]  # fmt: skip
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(PRELOAD)
 

@@ -80,7 +80,6 @@ CALLED = {
     f"{TRAINER}._evaluate": "self trial ignore_keys_for_eval skip_scheduler",
     f"{TRAINER}._prepare_inputs": "self inputs",
     f"{TRAINER}.compute_loss_context_manager": "self",
-    "transformers/integrations/integration_utils.py:TensorBoardCallback._init_summary_writer": "self args",
     "transformers/trainer_callback.py:TrainerState.compute_steps": "self args max_steps",
     "transformers/modeling_utils.py:PreTrainedModel._can_set_attn_implementation": "cls",
     "transformers/masking_utils.py:sdpa_mask": "batch_size q_length kv_length q_offset kv_offset mask_function "

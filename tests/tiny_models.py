@@ -62,6 +62,7 @@ OWN: dict[str, dict[str, Any]] = {
     "qwen2_5_vl_text": {"hidden_size": 256, "num_attention_heads": 2, "num_key_value_heads": 1},
     "qwen2_vl_vision": {"hidden_size": 256},
     "qwen2_5_vl_vision": {"out_hidden_size": 256},
+    "gemma4_vision": {"use_clipped_linears": True}, "gemma4_audio": {"use_clipped_linears": True},
     # Without what is random in training.
     "phimoe": {"router_jitter_noise": 0.0, "input_jitter_noise": 0.0},
     "gpt2": {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
@@ -77,7 +78,9 @@ def tiny_config(model_type: str, vocabulary: int = 256, sizes: dict[str, int] | 
     from transformers import CONFIG_MAPPING
 
     kind = CONFIG_MAPPING[model_type]
-    fields = _shrunk(kind().to_dict(), vocabulary, SIZES | (sizes or {}))
+    # Towers that an empty config leaves out, and every checkpoint has (Gemma 4).
+    absent = {name: part() for name, part in kind.sub_configs.items() if getattr(kind(), name, None) is None}
+    fields = _shrunk(kind(**absent).to_dict(), vocabulary, SIZES | (sizes or {}))
     fields.pop("transformers_version", None)
     return kind.from_dict(fields)
 

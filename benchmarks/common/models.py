@@ -36,6 +36,28 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
         "head_dim": 128, "intermediate_size": 6144, "moe_intermediate_size": 768, "num_experts": 128,
         "num_experts_per_tok": 8, "norm_topk_prob": True, "vocab_size": 151936, "max_position_embeddings": 40960,
     }),
+    # The values that Transformers has without a config.json.
+    "qwen3.5_9b": ("Qwen3_5Config", {"architectures": ["Qwen3_5ForConditionalGeneration"]}),
+    "ministral_3_8b_instruct_2512": ("Mistral3Config", {
+        "architectures": ["Mistral3ForConditionalGeneration"], "text_config": {"model_type": "ministral3"},
+    }),
+    "gpt_oss_20b_bf16": ("GptOssConfig", {
+        "architectures": ["GptOssForCausalLM"], "num_hidden_layers": 24, "num_local_experts": 32,
+    }),
+    "lfm2_1.2b": ("Lfm2Config", {
+        "architectures": ["Lfm2ForCausalLM"], "hidden_size": 2048, "num_hidden_layers": 16,
+        "full_attn_idxs": [2, 5, 8, 10, 12, 14], "tie_word_embeddings": True,
+    }),
+    # docs.nvidia.com/nemo/megatron-bridge, Gemma 4 recipes; the towers are those of Transformers.
+    "gemma_4_e4b_it": ("Gemma4Config", {
+        "architectures": ["Gemma4ForConditionalGeneration"], "tie_word_embeddings": True,
+        "vision_config": {"model_type": "gemma4_vision"}, "audio_config": {"model_type": "gemma4_audio"},
+        "text_config": {
+            "model_type": "gemma4_text", "hidden_size": 2560, "num_hidden_layers": 42, "intermediate_size": 10240,
+            "num_attention_heads": 8, "num_key_value_heads": 2, "num_kv_shared_layers": 18,
+            "hidden_size_per_layer_input": 256, "sliding_window": 512,
+        },
+    }),
 }  # fmt: skip
 
 
@@ -47,7 +69,7 @@ def make_config(shape: str, layers: int | None = None) -> Any:
     if shape in OTHERS:
         kind, values = OTHERS[shape]
         values = values | ({"num_hidden_layers": layers} if layers else {})
-        return getattr(transformers, kind)(**values, tie_word_embeddings=False, dtype="bfloat16")
+        return getattr(transformers, kind)(**({"tie_word_embeddings": False, "dtype": "bfloat16"} | values))
     hidden, all_layers, heads, kv_heads, intermediate, vocabulary = SHAPES[shape]
     return Qwen3Config(
         hidden_size=hidden,

@@ -61,9 +61,9 @@ def offered(peer: str, run: Path) -> Path | None:
 
         last = get_last_checkpoint(str(run)) if run.is_dir() else None
         return Path(last) if last else None
-    from unsloth_ddp.checkpoints import folders, manifest
+    from unsloth_ddp.checkpoints import manifest
 
-    newest, _ = manifest.newest(folders.step_folders(run), manifest.verify)
+    newest, _ = manifest.newest(manifest.step_folders(run), manifest.verify)
     return newest and newest[0]
 
 

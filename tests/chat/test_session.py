@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 
-from unsloth_ddp.chat import speakers as speakers_module
+from unsloth_ddp.chat import session
 from unsloth_ddp.chat.__main__ import main
-from unsloth_ddp.chat.session import COMMANDS, answer_once, converse, write_piece
-from unsloth_ddp.chat.speakers import Speaker
+from unsloth_ddp.chat.session import COMMANDS, Speaker, answer_once, converse, write_piece
 from unsloth_ddp.run.generation import GenerationOptions
 from unsloth_ddp.utils.errors import UserError
 
@@ -31,7 +30,7 @@ def echo(monkeypatch: pytest.MonkeyPatch) -> None:
             raise KeyboardInterrupt
         return text
 
-    monkeypatch.setattr(speakers_module, "generate", generate)
+    monkeypatch.setattr(session, "generate", generate)
 
 
 def speaker(label: str = "", model: str = "", *, plain: bool = False) -> Speaker:

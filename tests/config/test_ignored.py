@@ -7,9 +7,9 @@ import dataclasses
 import pytest
 
 from tests.conftest import REPO
-from unsloth_ddp.config.ignored import ADAPTER, ignored_settings
 from unsloth_ddp.config.options import OPTIONS, Settings
 from unsloth_ddp.config.parse import parse_settings
+from unsloth_ddp.config.questionable import ADAPTER, ignored_settings
 
 GIVEN = Settings(model="m", dataset=["d"])
 

@@ -81,19 +81,11 @@ def test_a_name_of_another_tool_is_refused_with_the_option() -> None:
         ("metric_for_best_model", "accuracy", "but it takes loss, eval_loss."),
         ("liger_kernel_config", "x", "but it takes a mapping."),
         ("gradient_checkpointing_kwargs", 5, "but it takes a mapping."),
-        ("gradient_checkpointing_kwargs", {"use_reentrent": True}, "did you mean use_reentrant?"),
-        (
-            "gradient_checkpointing_kwargs",
-            {"use_reentrant": "maybe"},
-            "use_reentrant is 'maybe', but it takes true or false.",
-        ),
-        ("gradient_checkpointing_kwargs", {"determinism_check": True}, "but it takes default or none."),
         ("activation_offloading", "no", "but it takes true or false."),
         ("log_level", "loud", "but it takes detail, debug,"),
         ("logging_strategy", "never", "but it takes no, steps, epoch."),
         ("debug", "everything", "but it takes underflow_overflow."),
         ("torch_compile_mode", "fastest", "but it takes default, reduce-overhead,"),
-        ("include_num_input_tokens_seen", "some", "but it takes all, non_padding, no."),
         ("greater_is_better", True, "keeps the checkpoint with the highest loss"),
         ("nonsense", 1, "SFTConfig has no field nonsense; the documentation of TRL lists them."),
         ("neftune_noise_alfa", 1, "did you mean neftune_noise_alpha?"),
@@ -104,31 +96,6 @@ def test_a_value_that_a_field_does_not_take_is_refused_with_the_settings(name: s
         check({name: value}, gradient_checkpointing="torch", eval_fraction=0.1)
     assert str(refused.value).startswith("trainer_args: ") and takes in str(refused.value)
     assert name in str(refused.value)
-
-
-@pytest.mark.parametrize(
-    ("given", "instead"),
-    [
-        ({"dataloader_persistent_workers": True}, "give dataloader_num_workers too"),
-        ({"dataloader_prefetch_factor": 2}, "give dataloader_num_workers too"),
-        ({"liger_kernel_config": {"rope": True}}, "give use_liger_kernel too"),
-        ({"eval_on_start": True}, "give --eval_dataset or --eval_fraction"),
-        ({"load_best_model_at_end": True}, "give --eval_dataset or --eval_fraction"),
-        ({"trackio_space_id": "me/space"}, "give --report_to trackio too"),
-        ({"gradient_checkpointing_kwargs": {"use_reentrant": True}}, "give --gradient_checkpointing torch or unsloth"),
-        ({"torch_compile": False, "torch_compile_backend": "eager"}, "keep one or the other"),
-    ],
-)
-def test_a_field_that_would_do_nothing_by_itself_is_refused(given: dict[str, Any], instead: str) -> None:
-    with pytest.raises(UserError, match=instead):
-        check(given)
-
-
-def test_a_field_beside_the_one_that_it_needs_is_accepted() -> None:
-    check({"dataloader_num_workers": 2, "dataloader_persistent_workers": True, "dataloader_prefetch_factor": 2})
-    check({"load_best_model_at_end": True, "metric_for_best_model": "eval_loss"}, eval_fraction=0.1)
-    check({"gradient_checkpointing_kwargs": {"use_reentrant": False}}, gradient_checkpointing="torch")
-    check({"trackio_space_id": "me/space"}, report_to=["trackio"])
 
 
 def test_a_package_that_a_field_needs_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:

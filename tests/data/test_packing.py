@@ -231,14 +231,14 @@ def test_a_batch_in_tokens_without_packing_is_refused_with_the_reason() -> None:
             None,
             None,
             True,
-            "--packing on; a CPU has no attention kernel for it, so a mask keeps rows apart",
+            "--packing on; a CPU has no attention kernel for packed rows, so a mask keeps rows apart",
         ),
         ("off", "xformers", None, None, False, "--packing off"),
         ("off", "xformers", "it remembers", None, False, "--packing off"),
     ],
 )
 def test_the_choice_and_its_reason(wanted, kernel, wrong, doubtful, packed, reason) -> None:
-    choice = decide_packing(wanted, "a CPU", kernel, wrong, doubtful)
+    choice = decide_packing(wanted, "a CPU has no attention kernel for packed rows", kernel, wrong, doubtful)
     assert choice.packed == packed
     assert choice.reason.startswith(reason)
 
@@ -295,7 +295,7 @@ def make(name: str, **config: Any) -> Any:
 @pytest.mark.parametrize(
     ("name", "config", "reason"),
     [
-        ("Mamba", {"state_size": 4}, "takes no position_ids"),
+        ("Mamba", {"state_size": 4}, "MambaBlock layers carry a state"),
         ("Bloom", {}, "ALiBi"),
         ("Falcon", {"alibi": True}, "ALiBi"),
         ("Lfm2", {**KV, "layer_types": ["conv", "full_attention"]}, "Lfm2ShortConv layers carry a state"),

@@ -59,7 +59,13 @@ def test_the_folder_holds_logs_settings_and_curves(demo):
     again = parse_settings(["--config", str(demo.folder / "settings.yaml")])
     assert (again.run_name, again.merge, again.learning_rate) == ("demo", True, 1e-3)
     events = EventAccumulator(str(demo.folder / "tensorboard")).Reload()
-    wanted = {"train/loss", "train/learning_rate", "train/grad_norm", "speed/tokens_per_second", "ranks/loss_spread"}
+    wanted = {
+        "train/loss",
+        "train/learning_rate",
+        "train/grad_norm",
+        "train/tokens_per_second",
+        "train/rank_loss_spread",
+    }
     assert set(events.Tags()["scalars"]) >= wanted | {"eval/loss"}
     losses = [point.value for point in events.Scalars("train/loss")]
     assert losses[-1] < 0.1 < losses[0]

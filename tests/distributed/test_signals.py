@@ -192,8 +192,7 @@ def test_a_killed_launcher_is_a_request_to_its_ranks():
     with subprocess.Popen([sys.executable, "-c", LAUNCHER, rank], stdout=subprocess.PIPE, text=True) as launcher:
         assert launcher.stdout.readline().startswith("ready")
         launcher.kill()
-        # By two threads, in any order.
-        assert sorted(launcher.stdout.readline() for _ in range(2)) == [
-            "SIGTERM\n",
-            "SIGTERM: saving a checkpoint after this step; a second signal ends it at once.\n",
-        ]
+        # By two threads, in any order, and the second may end the process before the first has ended its line.
+        said = launcher.stdout.read()
+        notice = "SIGTERM: saving a checkpoint after this step; a second signal ends it at once."
+        assert notice in said and said.replace(notice, "").strip() == "SIGTERM"

@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 
 from tests.conftest import DEMO_MODEL
 from unsloth_ddp.data.chat_template import read_chat_template
-from unsloth_ddp.export.modelfile import ollama_template, render_modelfile
+from unsloth_ddp.export.gguf import ollama_template, render_modelfile
 
 LOOP = "{% for m in messages %}"
 END = "{% endfor %}{% if add_generation_prompt %}"

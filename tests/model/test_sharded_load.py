@@ -78,7 +78,7 @@ def bits(tensor: Any) -> torch.Tensor:
 
 def sgd_steps(model: Any, *, average: bool) -> list[float]:
     # The trial of packed rows comes before the first step, which has to be the first use of a sharded model.
-    assert average or varlen.can_replace(base_model(model))
+    assert average or varlen.obstacle(base_model(model)) is None
     model.train()
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.SGD(trained, lr=0.1)

@@ -71,7 +71,7 @@ def test_every_token_loss_is_the_same_packed_or_padded(name: str, config: dict[s
     model = make(name, **config)
     _, _, padded, _ = both_ways()
     expected = token_losses(model, padded)
-    assert varlen.can_replace(model)
+    assert varlen.obstacle(model) is None
     varlen.use(model)
     packed = packed_for_flash()
     torch.testing.assert_close(token_losses(model, packed), expected, rtol=2e-6, atol=1e-6)
@@ -173,24 +173,25 @@ def test_under_autocast_the_kernel_gets_16_bits(calls: list[Any], monkeypatch: p
 
 
 @pytest.mark.parametrize(
-    ("name", "config"),
+    ("name", "config", "said"),
     [
-        ("Llama", {**KV, "attention_dropout": 0.1}),
+        ("Llama", {**KV, "attention_dropout": 0.1}, "has dropout"),
         # Its dropout has another name.
-        ("GPT2", {}),
-        # Capped scores; sinks; another kind of positions.
-        ("Gemma2", {**KV, "head_dim": 16}),
-        ("GptOss", {**KV, "head_dim": 16, "num_local_experts": 2, "num_experts_per_tok": 1}),
-        ("Bloom", {"hidden_size": 32, "n_head": 2}),
+        ("GPT2", {}, "has dropout"),
+        ("Gemma2", {**KV, "head_dim": 16}, "has a softcap"),
+        ("GptOss", {**KV, "head_dim": 16, "num_local_experts": 2, "num_experts_per_tok": 1}, "has attention sinks"),
+        ("Bloom", {"hidden_size": 32, "n_head": 2}, "does not let other attention"),
         # Its layers do not pass row boundaries on.
-        ("Nemotron", KV),
+        ("Nemotron", KV, "does not pass the boundaries"),
         # Its window is in the mask only.
-        ("Phimoe", {**KV, "num_local_experts": 2, "num_experts_per_tok": 1, "sliding_window": 8}),
-        ("DeepseekV3", {"q_lora_rank": None, "kv_lora_rank": 16, "n_routed_experts": 4, "n_group": 1, "topk_group": 1}),
+        ("Phimoe", {**KV, "num_local_experts": 2, "num_experts_per_tok": 1, "sliding_window": 8}, "does not pass its sliding window"),
+        ("DeepseekV3", {"q_lora_rank": None, "kv_lora_rank": 16, "n_routed_experts": 4, "n_group": 1, "topk_group": 1}, "sizes"),
     ],
-)
-def test_models_with_other_attention_arguments_keep_their_attention(name: str, config: dict[str, Any]) -> None:
-    assert not varlen.can_replace(make(name, **config))
+)  # fmt: skip
+def test_models_with_other_attention_arguments_keep_their_attention(
+    name: str, config: dict[str, Any], said: str
+) -> None:
+    assert said in str(varlen.obstacle(make(name, **config)))
 
 
 CALL = {"cu_seq_lens_q": torch.tensor([0, 4, 6]), "max_length_q": 4, "same_shapes": True, "is_causal": True}
@@ -207,7 +208,7 @@ CALL = {"cu_seq_lens_q": torch.tensor([0, 4, 6]), "max_length_q": 4, "same_shape
     ],
 )  # fmt: skip
 def test_a_call_is_supported_with_every_needed_argument_and_no_other(changed: dict[str, Any], supported: bool) -> None:
-    assert varlen._is_supported(CALL | changed) is supported
+    assert (varlen._obstacle_in(CALL | changed) is None) is supported
 
 
 @pytest.mark.parametrize(
@@ -227,7 +228,7 @@ def test_a_config_tells_if_there_is_a_window(config: dict[str, Any], window: boo
 def test_a_model_that_does_not_support_it_keeps_its_attention(flag: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = make("Llama", **KV)
     monkeypatch.setattr(model, flag, False)
-    assert not varlen.can_replace(model)
+    assert varlen.obstacle(model)
 
 
 def test_a_trial_that_fails_is_reported(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -238,7 +239,7 @@ def test_a_trial_that_fails_is_reported(monkeypatch: pytest.MonkeyPatch, caplog:
 
     model.model.embed_tokens.register_forward_hook(fail)
     with caplog.at_level(logging.WARNING):
-        assert not varlen.can_replace(model)
+        assert varlen.obstacle(model)
     assert (
         "packed rows use the attention of Transformers, because a trial forward pass failed: no embedding"
         in caplog.text
@@ -271,7 +272,7 @@ def test_a_trial_leaves_the_model_as_it_was() -> None:
     model.lm_head = torch.nn.Sequential(torch.nn.Dropout(0.5), model.lm_head)
     weights = {name: value.clone() for name, value in model.state_dict().items()}
     draws = torch.get_rng_state()
-    assert varlen.can_replace(model)
+    assert varlen.obstacle(model) is None
     assert torch.equal(torch.get_rng_state(), draws)
     assert model.training and model.config._attn_implementation == "eager"
     assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
@@ -282,7 +283,7 @@ def test_sharded_weights_are_not_needed() -> None:
     for one in (model, mixing):
         for parameter in one.parameters():
             parameter.ds_id, parameter.data = 0, torch.empty(0)
-    assert varlen.can_replace(model) and not varlen.can_replace(mixing)
+    assert varlen.obstacle(model) is None and varlen.obstacle(mixing)
 
 
 def test_32_bits_are_left_to_sdpa() -> None:

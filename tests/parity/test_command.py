@@ -43,17 +43,6 @@ def test_the_reference_is_first_and_every_launcher_takes_the_same_global_batch()
         assert len({count * rows * steps for _, count, rows, steps in layouts(processes, sizes)}) == 1
 
 
-def test_launches_share_no_gpu_and_a_cpu_runs_one_at_a_time():
-    planned = launches.plan_launches(2, [1, 4])
-    found = [
-        [(launch.processes, gpus) for launch, gpus in wave] for wave in launches.schedule_launches(planned, ["0", "3"])
-    ]
-    assert found == [[(1, ["0"]), (1, ["3"])], [(1, ["0"])], [(2, ["0", "3"])], [(2, ["0", "3"])]]
-    assert [[launch for launch, _ in wave] for wave in launches.schedule_launches(planned, [])] == [
-        [one] for one in planned
-    ]
-
-
 def test_gpus_are_named_as_the_user_chose_them():
     assert launches.visible_gpus({"CUDA_VISIBLE_DEVICES": "2, 5"}, 2) == ["2", "5"]
     assert launches.visible_gpus({}, 2) == ["0", "1"]
@@ -207,7 +196,7 @@ def run_script(script: str, config: str) -> None:
 
 @pytest.mark.slow
 def test_the_verdict_turns_where_nothing_is_averaged(options, tmp_path, capsys, monkeypatch):
-    def run_launch(launch, script, config, output, gpus, timeout, running):
+    def run_launch(launch, script, config, output, gpus, timeout):
         folder = output / f"{launch.name}.out"
         done = run_ranks(launch.processes, run_script, str(script), str(config), folder=folder).check()
         return run.read_outcome(launch, done.seconds, output / launch.name, "", done.output)

@@ -15,7 +15,7 @@ from tests.conftest import REPO
 from tests.waiting import is_running, wait_until
 from unsloth_ddp.parity import __main__ as parity
 from unsloth_ddp.parity.launches import Launch, launch_command
-from unsloth_ddp.parity.processes import RunningLaunches
+from unsloth_ddp.parity.processes import StoppedBySignal, run_launcher, stopped_by_signals
 
 # Says which process it is, and never ends by itself.
 RANK = """
@@ -55,25 +55,24 @@ def begun(folder: Path) -> list[int]:
 
 def test_the_ranks_of_accelerate_end_with_their_launch(pids: Path, tmp_path: Path) -> None:
     words = launch_command(Launch("accelerate", 2, 1, 1), tmp_path / "rank.py", tmp_path / "none.yaml", cpu=True)
-    running, codes = RunningLaunches(), []
     log = tmp_path / "log"
-    thread = threading.Thread(target=lambda: codes.append(running.run(words, os.environ, log, timeout=300)))
-    thread.start()
-    try:
+
+    def strike() -> None:
         wait_until(lambda: len(begun(pids)) == 2, 200, f"two ranks; {log}")
-    finally:
-        running.end_all()
-        thread.join(60)
-    assert codes == [-signal.SIGKILL]
-    assert not any(is_running(pid) for pid in begun(pids))
-    with pytest.raises(RuntimeError, match="has ended"):
-        running.run(words, os.environ, log, timeout=300)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    striking = threading.Thread(target=strike)
+    striking.start()
+    with pytest.raises(StoppedBySignal), stopped_by_signals():
+        run_launcher(words, os.environ, log, timeout=300)
+    striking.join(60)
+    assert len(begun(pids)) == 2 and not any(is_running(pid) for pid in begun(pids))
 
 
 @pytest.mark.slow
 def test_a_launch_over_its_time_leaves_no_rank(pids: Path, tmp_path: Path) -> None:
     words = [sys.executable, str(tmp_path / "launcher.py")]
-    assert RunningLaunches().run(words, os.environ, tmp_path / "log", timeout=10) is None
+    assert run_launcher(words, os.environ, tmp_path / "log", timeout=10) is None
     assert len(begun(pids)) == 1 and not is_running(begun(pids)[0])
 
 

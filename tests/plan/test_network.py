@@ -6,16 +6,13 @@ import dataclasses
 
 import pytest
 
-from unsloth_ddp.plan import network
 from unsloth_ddp.plan.network import (
     Links,
     StepWork,
     all_reduce_seconds,
     balance_efficiency,
     exposed_seconds,
-    gpu_counts,
     scaling_efficiency,
-    sharded_seconds,
 )
 from unsloth_ddp.utils.errors import UserError
 from unsloth_ddp.utils.units import parse_bandwidth, parse_memory, shown_bytes, shown_seconds
@@ -90,24 +87,3 @@ def test_efficiency_falls_with_nodes_and_rises_with_bandwidth_and_work():
     assert scaling_efficiency(step, 2, 1, slow) == pytest.approx(1 / (1 + 1 - 0.125))
     assert scaling_efficiency(step, 1, 1, slow, even=0.8) == pytest.approx(0.8)
     assert scaling_efficiency(dataclasses.replace(step, compute=4.0), 2, 8, slow) > scaling_efficiency(step, 2, 8, slow)
-
-
-def test_gpu_counts_fill_a_node_first():
-    assert gpu_counts(4, 64) == [1, 2, 4, 8, 16, 32, 64]
-    assert gpu_counts(6, 30) == [1, 2, 4, 6, 12, 24]
-    assert gpu_counts(1)[-1] == 1024
-
-
-def test_the_ring_alone_is_above_the_published_table():
-    at_8, at_16 = network.ring_fit(network.GUIDE[4], 2, [4, 8])
-    assert at_8 == pytest.approx(0.927, abs=1e-3) and at_16 == pytest.approx(0.916, abs=1e-3)
-    assert at_8 - network.GUIDE[8] == pytest.approx(0.047, abs=1e-3)
-    assert at_16 - network.GUIDE[16] == pytest.approx(0.116, abs=1e-3)
-
-
-def test_hybrid_sharding_sends_gradients_between_nodes_once_a_step():
-    links = Links(1e9, inside=100e9)
-    # Two nodes of four GPUs, four micro-batches: 10 GB of weights twice and 2 GB of gradients each.
-    plain = sharded_seconds(10e9, 2e9, 4, 2, 4, links, hybrid=False)
-    assert plain == pytest.approx(7 / 8 * 88 / 100 + 1 / 2 * 88)
-    assert sharded_seconds(10e9, 2e9, 4, 2, 4, links, hybrid=True) == pytest.approx(3 / 4 * 88 / 100 + 1 / 2 * 4)

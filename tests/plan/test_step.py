@@ -99,7 +99,7 @@ def test_the_step_of_a_measured_run_is_planned(
     assert (rows.units, asked.global_batch) == (taken["packs"], taken["global_batch_size"])
     shape = measured_job[0][cell["shape"]]
     hardware = Hardware(1, 1, [1e9], gpu_memory=139 * 2**30)
-    made = make_plan(settings, shape, rows, asked, hardware, None)
+    made = make_plan(settings, shape, rows, asked, hardware)
     assert made.batch.per_device == taken["per_device_train_batch_size"]
     assert made.graphs.uses_graphs == (made.batch.per_device * work["max_length"] == 8192)
     chosen = next(row for row in made.memory if (row.method, row.sharding) == (settings.method, "none"))
@@ -140,7 +140,7 @@ def test_what_does_not_fit_has_the_memory_of_the_trial(
     shape, hardware = measured_job[0]["qwen3_8b"], Hardware(1, 1, [1e9], gpu_memory=gib * 2**30)
     planned = choose_step(settings, shape, rows, asked, gib * 2**30)
     assert (planned.batch.per_device, planned.checkpointing) == (size, kind)
-    made = make_plan(settings, shape, rows, asked, hardware, None)
+    made = make_plan(settings, shape, rows, asked, hardware)
     row = next(row for row in made.memory if (row.method, row.sharding) == ("lora", "none"))
     assert (row.checkpointing, made.micro_batch) == (kind, planned.tokens)
     assert row.verdict == ("fits" if gib > 10 else "does not fit")
@@ -263,7 +263,7 @@ def test_the_plan_says_whether_it_assumes_cuda_graphs_and_why_not(
         rows, asked = RowLengths(chat_lengths, supervised=1), BatchPlan(1, 16, 1)
     rows = dataclasses.replace(rows, streamed=settings.streaming)
     hardware = Hardware(1, 1, [1e9])
-    report = PlanReport(settings, shape, rows, hardware, make_plan(settings, shape, rows, asked, hardware, None), None)
+    report = PlanReport(settings, shape, rows, hardware, make_plan(settings, shape, rows, asked, hardware))
     # From the line of its name to the next one.
     shown = " ".join(render_plan(report).split())
     assert shown.split("CUDA graphs ")[1].split(" steps ")[0] == said

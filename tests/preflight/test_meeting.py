@@ -14,8 +14,8 @@ import pytest
 
 from tests.conftest import REPO
 from tests.ranks import free_port
-from unsloth_ddp.preflight import rendezvous, shared_folder
-from unsloth_ddp.preflight.process_info import read_process_info
+from unsloth_ddp.preflight import disks, rendezvous
+from unsloth_ddp.preflight.job import read_process_info
 
 
 def test_places_with_and_without_a_launcher():
@@ -94,8 +94,8 @@ MEET = """
 import os, sys
 os.environ.pop("TORCH_CPP_LOG_LEVEL", None)
 from unsloth_ddp.preflight import __main__, rendezvous
-from unsloth_ddp.preflight.process_info import read_process_info
-from unsloth_ddp.preflight.time_limit import run_or_none, run_with_limit
+from unsloth_ddp.preflight.job import read_process_info
+from unsloth_ddp.preflight.checks import run_or_none, run_with_limit
 
 def run(options, settings):
     import torch.distributed
@@ -134,12 +134,12 @@ def test_another_program_at_the_master_port_is_told_in_time_and_without_a_stack(
     assert told and 1 <= int(told[1]) <= 12, done.stdout
 
 
-def test_the_token_is_found_in_a_shared_folder_only(tmp_path, monkeypatch):
-    monkeypatch.setattr(shared_folder, "TOKEN_SECONDS", 0.1)
+def test_the_token_is_found_in_a_disks_only(tmp_path, monkeypatch):
+    monkeypatch.setattr(disks, "TOKEN_SECONDS", 0.1)
     (tmp_path / "other").mkdir()
-    left = shared_folder.write_token(tmp_path)
+    left = disks.write_token(tmp_path)
     assert left is not None
-    assert shared_folder.find_token(tmp_path, left[0].name, left[1]) is True
-    assert shared_folder.find_token(tmp_path / "other", left[0].name, left[1]) is False
-    assert shared_folder.find_token(tmp_path, left[0].name, "another run's") is False
-    assert shared_folder.write_token(tmp_path / "no" / "such") is None
+    assert disks.find_token(tmp_path, left[0].name, left[1]) is True
+    assert disks.find_token(tmp_path / "other", left[0].name, left[1]) is False
+    assert disks.find_token(tmp_path, left[0].name, "another run's") is False
+    assert disks.write_token(tmp_path / "no" / "such") is None

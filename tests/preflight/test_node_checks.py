@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from unsloth_ddp.distributed.missing_gpu import MissingGpu
-from unsloth_ddp.preflight import checks, environment, machine, network
+from unsloth_ddp.preflight import checks, disks, job, machine, network
 from unsloth_ddp.preflight.checks import Check
-from unsloth_ddp.preflight.machine import Folder
+from unsloth_ddp.preflight.disks import Folder
 from unsloth_ddp.preflight.network import Interface
 from unsloth_ddp.utils.units import GIB
 
@@ -56,14 +56,14 @@ def test_nodes_are_named_in_ranges(nodes, text):
     ],
 )
 def test_the_variables_of_a_node(change, problem):
-    found = environment.check_environment(1, TWO | change, launched=False)
+    found = job.check_environment(TWO | change, launched=False)
     assert found.verdict == ("failure" if problem else "ok")
     assert (problem or "") in found.remedy
 
 
 def test_no_variables_are_one_node_but_slurm_may_mean_more():
-    assert environment.check_environment(0, {}, launched=False).verdict == "ok"
-    found = environment.check_environment(0, {"SLURM_NNODES": "2"}, launched=False)
+    assert job.check_environment({}, launched=False).verdict == "ok"
+    found = job.check_environment({"SLURM_NNODES": "2"}, launched=False)
     assert (found.verdict, "Slurm gave this job 2 nodes" in found.remedy) == ("warning", True)
 
 
@@ -83,14 +83,14 @@ def test_no_variables_are_one_node_but_slurm_may_mean_more():
     ],
 )
 def test_the_variables_of_a_launcher(change, problem):
-    found = environment.check_environment(1, WORKER | change, launched=True)
+    found = job.check_environment(WORKER | change, launched=True)
     assert found.verdict == ("failure" if problem else "ok"), found.remedy
     assert (problem or "") in found.remedy
 
 
 def test_a_node_rank_out_of_range_is_refused():
-    assert environment.check_node_rank(1, 2).verdict == "ok"
-    found = environment.check_node_rank(2, 2)
+    assert job.check_node_rank(1, 2).verdict == "ok"
+    found = job.check_node_rank(2, 2)
     assert (found.verdict, "ranks go from 0 to 1" in found.remedy) == ("failure", True)
 
 
@@ -106,7 +106,7 @@ def test_a_node_rank_out_of_range_is_refused():
     ],
 )
 def test_a_host_name_that_others_cannot_follow_is_refused(addresses, nodes, interface, one_machine, verdict):
-    found = network.check_host_name(0, "node1", addresses, nodes, interface, one_machine)
+    found = network.check_host_name("node1", addresses, nodes, interface, one_machine)
     assert found.verdict == verdict
     assert ("GLOO_SOCKET_IFNAME" in found.remedy) is (verdict == "failure")
 
@@ -129,8 +129,8 @@ def test_the_masters_name(name, addresses, local, rank, nodes, verdict, says):
 
 
 def test_a_port_is_free_or_its_holder_is_named():
-    assert network.check_free_port(0, 6001, None).verdict == "ok"
-    found = network.check_free_port(0, 6001, "sshd (pid 7)")
+    assert network.check_free_port(6001, None).verdict == "ok"
+    found = network.check_free_port(6001, "sshd (pid 7)")
     assert (found.verdict, "by sshd (pid 7)" in found.remedy) == ("failure", True)
 
 
@@ -144,9 +144,9 @@ def test_a_port_is_free_or_its_holder_is_named():
     ],
 )
 def test_a_master_that_does_not_answer_says_why(outcome, says):
-    found = network.check_master_answers(1, "node1", 6001, outcome, 60)
+    found = network.check_master_answers("node1", 6001, outcome, 60)
     assert (found.verdict, says in found.remedy) == ("failure", True)
-    assert network.check_master_answers(1, "node1", 6001, "", 0.1).verdict == "ok"
+    assert network.check_master_answers("node1", 6001, "", 0.1).verdict == "ok"
 
 
 @pytest.mark.parametrize(
@@ -179,30 +179,30 @@ def test_interface_names_follow_nccls_rules(wanted, name, taken):
 )
 def test_the_interface(by_route, wanted, verdict, says):
     interfaces = [LO, ETH, SLOW, Interface("docker0", ("172.17.0.1",), True, 10000)]
-    found = network.check_network_interface(0, interfaces, by_route, wanted, 2)
+    found = network.check_network_interface(interfaces, by_route, wanted, 2)
     assert (found.verdict, says in found.remedy) == (verdict, True), found
 
 
 def test_one_node_needs_no_interface():
-    assert network.check_network_interface(0, [LO], "lo", {"NCCL_SOCKET_IFNAME": "ib0"}, 1).verdict == "ok"
+    assert network.check_network_interface([LO], "lo", {"NCCL_SOCKET_IFNAME": "ib0"}, 1).verdict == "ok"
 
 
 def test_infiniband_ports_are_up_and_used():
     port = {"name": "mlx5_0:1", "rate": "400 Gb/sec (4X NDR)", "state": "4: ACTIVE", "link_layer": "InfiniBand"}
-    assert network.check_infiniband(0, [], False, 2).verdict == "ok"
-    found = network.check_infiniband(0, [port], False, 2)
-    assert (found.verdict, found.values[0]) == ("ok", "mlx5_0:1 400 Gb/sec (4X NDR) InfiniBand ACTIVE")
-    assert "unset it" in network.check_infiniband(0, [port], True, 2).remedy
-    down = network.check_infiniband(0, [port | {"state": "1: DOWN"}], False, 2)
+    assert network.check_infiniband([], False, 2).verdict == "ok"
+    found = network.check_infiniband([port], False, 2)
+    assert (found.verdict, found.shown) == ("ok", "mlx5_0:1 400 Gb/sec (4X NDR) InfiniBand ACTIVE")
+    assert "unset it" in network.check_infiniband([port], True, 2).remedy
+    down = network.check_infiniband([port | {"state": "1: DOWN"}], False, 2)
     assert (down.verdict, "NCCL_IB_DISABLE=1" in down.remedy) == ("warning", True)
-    assert network.check_infiniband(0, [port | {"state": "1: DOWN"}], False, 1).verdict == "ok"
+    assert network.check_infiniband([port | {"state": "1: DOWN"}], False, 1).verdict == "ok"
 
 
 @pytest.mark.parametrize(
     ("error", "nodes", "verdict"), [(None, 2, "ok"), (0.01, 2, "ok"), (16.0, 2, "warning"), (16.0, 1, "ok")]
 )
 def test_the_clock(error, nodes, verdict):
-    assert machine.check_clock(0, error, nodes).verdict == verdict
+    assert machine.check_clock(error, nodes).verdict == verdict
 
 
 @pytest.mark.parametrize(
@@ -215,7 +215,7 @@ def test_the_clock(error, nodes, verdict):
     ],
 )
 def test_a_disk_holds_what_will_be_written(folder, verdict, says):
-    found = machine.check_folder("output folder", 0, folder, 10 * GIB, "checkpoints", "--output_dir")
+    found = disks.check_folder(folder, 10 * GIB, "checkpoints", "--output_dir")
     assert (found.verdict, says in found.remedy) == (verdict, True)
 
 
@@ -224,7 +224,7 @@ def test_a_disk_holds_what_will_be_written(folder, verdict, says):
     [(2 * GIB, 8, True, "ok"), (64 * 2**20, 8, True, "warning"), (64 * 2**20, 0, True, "warning"), (0, 1, False, "ok")],
 )
 def test_shared_memory(free, processes, gpu, verdict):
-    found = machine.check_shared_memory(0, free, free, processes, gpu)
+    found = machine.check_shared_memory(free, free, processes, gpu)
     assert (found.verdict, "--shm-size" in found.remedy) == (verdict, verdict == "warning")
 
 
@@ -251,7 +251,7 @@ HIDDEN = MissingGpu("CUDA_VISIBLE_DEVICES is '', which hides this machine's GPUs
     ],
 )
 def test_gpus(count, change, verdict, says):
-    found = machine.check_gpus(0, [H200] * count, **(SEEN | change))
+    found = machine.check_gpus([H200] * count, **(SEEN | change))
     assert (found.verdict, says in found.remedy) == (verdict, True), found
 
 
@@ -274,19 +274,8 @@ def test_gpus_are_listed_by_kind():
     ],
 )
 def test_the_driver_can_run_what_torch_was_built_for(driver_cuda, torch_cuda, verdict, says):
-    found = machine.check_driver(0, "580.1", driver_cuda, torch_cuda)
+    found = machine.check_driver("580.1", driver_cuda, torch_cuda)
     assert (found.verdict, says in found.remedy) == (verdict, True)
-
-
-def test_the_doctors_report():
-    bad = "=== Versions ===\ntorch 2.14\n\n=== Verdict: PROBLEMS FOUND ===\n- Set NCCL_P2P_DISABLE=1.\n- Look.\n"
-    assert machine.check_doctor(0, 0, "=== Verdict: OK ===\n").verdict == "ok"
-    found = machine.check_doctor(0, 1, bad)
-    assert (found.verdict, found.remedy) == ("failure", "Set NCCL_P2P_DISABLE=1. Look.")
-    assert machine.check_doctor(0, None, "did not end within 150 s").verdict == "warning"
-    assert (
-        machine.check_doctor(0, 2, "Traceback\nNotImplementedError: no").values[0] == "exit 2: NotImplementedError: no"
-    )
 
 
 @pytest.mark.parametrize(
@@ -300,8 +289,8 @@ def test_the_doctors_report():
 )  # fmt: skip
 def test_the_precision_is_the_one_that_the_weakest_gpu_has(gpus, wanted, verdict, shown):
     devices = [{"name": name, "capability": capability} for name, capability in gpus]
-    found = machine.check_precision(0, devices, wanted, "lora", "fp32")
-    assert found.verdict == verdict and found.values[0].startswith(shown)
+    found = machine.check_precision(devices, wanted, "lora", "fp32")
+    assert found.verdict == verdict and found.shown.startswith(shown)
     if verdict == "failure":
         assert found.remedy == (
             "precision bf16 is not supported by Tesla T4 (compute capability 7.5); use --precision fp16."
@@ -309,5 +298,5 @@ def test_the_precision_is_the_one_that_the_weakest_gpu_has(gpus, wanted, verdict
 
 
 def test_weights_that_a_t4_cannot_train_are_found_before_the_run():
-    found = machine.check_precision(0, [{"name": "Tesla T4", "capability": "7.5"}], "auto", "full", "bf16")
+    found = machine.check_precision([{"name": "Tesla T4", "capability": "7.5"}], "auto", "full", "bf16")
     assert found.verdict == "failure" and "use --full_weights fp32" in found.remedy

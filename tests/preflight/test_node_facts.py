@@ -14,20 +14,9 @@ import pytest
 from safetensors.torch import load_file
 
 from tests.conftest import DEMO_MODEL
-from tests.waiting import is_running, wait_until
 from unsloth_ddp.config.options import Settings
-from unsloth_ddp.preflight import (
-    collectives,
-    disk_space,
-    doctor,
-    folders,
-    identity,
-    machine_facts,
-    network_facts,
-    node_checks,
-)
-from unsloth_ddp.preflight.checks import Check
-from unsloth_ddp.preflight.time_limit import run_or_none, run_with_limit
+from unsloth_ddp.preflight import bandwidth, disks, identity, machine, network
+from unsloth_ddp.preflight.checks import Finding, run_check, run_or_none, run_with_limit
 
 CONFIG = {
     "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32,
@@ -42,11 +31,11 @@ def test_an_adapter_is_counted_as_peft_makes_it(tiny_model):
     model = AutoModelForCausalLM.from_pretrained(tiny_model)
     made = get_peft_model(model, LoraConfig(r=8, target_modules="all-linear"))
     trainable = sum(p.numel() for p in made.parameters() if p.requires_grad)
-    assert disk_space.count_adapter_parameters(json.loads((tiny_model / "config.json").read_text()), 8) == trainable
+    assert disks.count_adapter_parameters(json.loads((tiny_model / "config.json").read_text()), 8) == trainable
 
 
 def test_weights_are_counted_as_they_lie_on_disk():
-    config, weights = folders.read_model_size(Settings(model=str(DEMO_MODEL)))
+    config, weights = disks.read_model_size(Settings(model=str(DEMO_MODEL)))
     parameters = sum(t.numel() * t.element_size() for t in load_file(DEMO_MODEL / "model.safetensors").values())
     assert config is not None and config["hidden_size"] > 0
     assert parameters <= weights < parameters * 1.01
@@ -54,14 +43,14 @@ def test_weights_are_counted_as_they_lie_on_disk():
 
 def test_a_run_of_full_parameters_writes_far_more_than_an_adapter():
     weights = 16 * 2**30
-    lora = disk_space.estimate_run_bytes(Settings(method="lora"), CONFIG, weights)
-    full = disk_space.estimate_run_bytes(Settings(method="full"), CONFIG, weights)
+    lora = disks.estimate_run_bytes(Settings(method="lora"), CONFIG, weights)
+    full = disks.estimate_run_bytes(Settings(method="full"), CONFIG, weights)
     # 8.6e9 parameters in fp32: three checkpoints (two kept, one being written) of weights and two states, and the end.
     assert full == pytest.approx((3 * 3 + 1) * 4 * weights / 2, rel=0.01)
     assert 1e9 < lora < full / 50
-    merged = disk_space.estimate_run_bytes(Settings(method="lora", merge=True), CONFIG, weights)
+    merged = disks.estimate_run_bytes(Settings(method="lora", merge=True), CONFIG, weights)
     assert merged - lora == pytest.approx(weights)
-    assert disk_space.estimate_run_bytes(Settings(method="full"), None, 0) == disk_space.UNKNOWN_MODEL["full"]
+    assert disks.estimate_run_bytes(Settings(method="full"), None, 0) == disks.UNKNOWN_MODEL["full"]
 
 
 @pytest.mark.parametrize(
@@ -70,15 +59,15 @@ def test_a_run_of_full_parameters_writes_far_more_than_an_adapter():
         (Settings(save_total_limit=2), 3),
         (Settings(save_strategy="no"), 0),
         (Settings(save_total_limit=None, max_steps=100, save_steps=10), 10),
-        (Settings(save_total_limit=None), disk_space.CHECKPOINTS_IF_UNLIMITED),
+        (Settings(save_total_limit=None), disks.CHECKPOINTS_IF_UNLIMITED),
     ],
 )
 def test_how_many_checkpoints_are_on_disk_at_once(settings, kept):
-    assert disk_space.count_checkpoints(settings) == kept
+    assert disks.count_checkpoints(settings) == kept
 
 
 def test_a_folder_that_was_made_to_be_tried_is_removed_unless_it_is_used(tmp_path):
-    probed = folders.NodeFolders()
+    probed = disks.NodeFolders()
     assert probed.probe(tmp_path / "new" / "inner").free > 0
     assert probed.probe(tmp_path / "used").free > 0
     (tmp_path / "used" / "file").write_text("x")
@@ -88,22 +77,22 @@ def test_a_folder_that_was_made_to_be_tried_is_removed_unless_it_is_used(tmp_pat
 
 def test_a_folder_that_cannot_be_written_says_why(tmp_path):
     (tmp_path / "file").write_text("x")
-    assert "directory" in folders.NodeFolders().probe(tmp_path / "file" / "inner").error.lower()
+    assert "directory" in disks.NodeFolders().probe(tmp_path / "file" / "inner").error.lower()
 
 
 def test_a_port_in_use_names_its_holder():
     with socket.create_server(("", 0)) as server:
         port = server.getsockname()[1]
-        assert f"(pid {os.getpid()})" in str(network_facts.find_port_holder(port))
-    assert network_facts.find_port_holder(port) is None
+        assert f"(pid {os.getpid()})" in str(network.find_port_holder(port))
+    assert network.find_port_holder(port) is None
 
 
 def test_interfaces_have_addresses_and_loopback_leads_to_loopback():
-    found = network_facts.read_interfaces()
-    loopback = network_facts.find_route_interface(["127.0.0.1"], found)
+    found = network.read_interfaces()
+    loopback = network.find_route_interface(["127.0.0.1"], found)
     assert any(i.name == loopback and "127.0.0.1" in i.addresses for i in found)
-    assert network_facts.resolve_name("no-such-host.invalid") == []
-    assert network_facts.resolve_name("127.0.0.1") == ["127.0.0.1"]
+    assert network.resolve_name("no-such-host.invalid") == []
+    assert network.resolve_name("127.0.0.1") == ["127.0.0.1"]
 
 
 def test_infiniband_is_read_as_the_kernel_words_it(tmp_path):
@@ -111,7 +100,7 @@ def test_infiniband_is_read_as_the_kernel_words_it(tmp_path):
     port.mkdir(parents=True)
     (port / "rate").write_text("400 Gb/sec (4X NDR)\n")
     (port / "state").write_text("4: ACTIVE\n")
-    (found,) = network_facts.read_infiniband_ports(tmp_path)
+    (found,) = network.read_infiniband_ports(tmp_path)
     assert found == {"name": "mlx5_0:1", "rate": "400 Gb/sec (4X NDR)", "state": "4: ACTIVE", "link_layer": "unknown"}
 
 
@@ -119,17 +108,17 @@ def test_the_clock_is_asked_of_the_kernel():
     # The same bound by another call: struct ntptimeval has two longs, then the largest error in microseconds.
     told = ctypes.create_string_buffer(64)
     ctypes.CDLL(None).ntp_gettime(told)
-    assert machine_facts.read_clock_error() == pytest.approx(ctypes.c_long.from_buffer(told, 16).value / 1e6, abs=1)
+    assert machine.read_clock_error() == pytest.approx(ctypes.c_long.from_buffer(told, 16).value / 1e6, abs=1)
 
 
 def test_a_check_that_raises_or_hangs_is_a_warning(stuck):
-    def broken() -> Check:
+    def broken() -> Finding:
         raise PermissionError("not for you")
 
-    raised = node_checks.run_check("disk", 1, broken)
+    raised = run_check("disk", 1, broken)
     assert (raised.verdict, raised.values[1]) == ("warning", "not checked: PermissionError: not for you")
     began = time.monotonic()
-    hung = node_checks.run_check("disk", 1, stuck, seconds=0.2)
+    hung = run_check("disk", 1, stuck, seconds=0.2)
     assert (hung.verdict, time.monotonic() - began < 50) == ("warning", True)
 
 
@@ -173,8 +162,8 @@ def test_a_folder_to_be_streamed_is_known_by_names_and_sizes_and_needs_no_cache(
     assert identity.hash_data_files(streamed)["dataset shards"]["digest"] != before["digest"]
     assert "missing" in identity.hash_data_files(Settings(dataset=streamed.dataset))["dataset shards"]
     file = str(tmp_path / "shards" / "3.jsonl")
-    assert folders.read_data_sizes(Settings(dataset=[file], eval_dataset=[file])) == [100, 100]
-    assert folders.read_data_sizes(Settings(dataset=[file], eval_dataset=[file], streaming=True)) == [100]
+    assert disks.read_data_sizes(Settings(dataset=[file], eval_dataset=[file])) == [100, 100]
+    assert disks.read_data_sizes(Settings(dataset=[file], eval_dataset=[file], streaming=True)) == [100]
 
 
 def test_hub_sources_are_known_by_the_caches_commit(tmp_path, monkeypatch):
@@ -233,21 +222,21 @@ def test_gpus_are_read_from_torch(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: FakeProperties())
     gpu = {"name": "NVIDIA H200", "memory": 150 * 10**9, "capability": "9.0", "uuid": "GPU-1"}
-    assert machine_facts.read_gpus(cpu=False) == ([gpu, gpu], "")
-    assert machine_facts.read_gpus(cpu=True) == ([], "")
+    assert machine.read_gpus(cpu=False) == ([gpu, gpu], "")
+    assert machine.read_gpus(cpu=True) == ([], "")
 
     def broken() -> None:
         raise RuntimeError("Found no NVIDIA driver\non your system")
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "init", broken)
-    assert machine_facts.read_gpus(cpu=False) == ([], "Found no NVIDIA driver on your system")
+    assert machine.read_gpus(cpu=False) == ([], "Found no NVIDIA driver on your system")
 
 
 def test_a_stuck_driver_is_not_waited_for(monkeypatch, stuck):
-    monkeypatch.setattr(machine_facts, "query_gpus", stuck)
-    monkeypatch.setattr(machine_facts, "GPU_SECONDS", 0.1)
-    assert machine_facts.read_gpus(cpu=False)[1].startswith("TimeoutError")
+    monkeypatch.setattr(machine, "query_gpus", stuck)
+    monkeypatch.setattr(machine, "GPU_SECONDS", 0.1)
+    assert machine.read_gpus(cpu=False)[1].startswith("TimeoutError")
 
 
 @pytest.mark.parametrize(
@@ -259,28 +248,4 @@ def test_a_stuck_driver_is_not_waited_for(monkeypatch, stuck):
     ],
 )
 def test_what_is_measured(world, per_node, expected):
-    assert dict(collectives.scopes(world, per_node)) == expected
-
-
-def test_the_doctor_is_stopped_with_all_it_started(monkeypatch, tmp_path):
-    fake = tmp_path / "unsloth_cli"
-    fake.mkdir()
-    (fake / "__init__.py").write_text(
-        "import os, subprocess, sys, time\n"
-        "def app():\n"
-        "    child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
-        "    print('RANK' in os.environ, sys.argv[1:], flush=True)\n"
-        f"    open({str(tmp_path / 'child')!r}, 'w').write(str(child.pid))\n"
-        "    time.sleep(600)\n"
-    )
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setenv("RANK", "0")
-    started_doctor = doctor.Doctor()
-    started = tmp_path / "child"
-    wait_until(lambda: started.exists() and started.read_text() != "", 120, "the doctor's child")
-    monkeypatch.setattr(doctor, "DOCTOR_SECONDS", 0)
-    found = started_doctor.check(0)
-    assert (found.verdict, "did not end" in found.values[0]) == ("warning", True)
-    wait_until(lambda: not is_running(int(started.read_text())), 30, "the end of the doctor's child")
-    # Nothing of the launcher's reached it.
-    assert started_doctor.command.output.startswith("False ['doctor', '--gpus']")
+    assert dict(bandwidth.scopes(world, per_node)) == expected

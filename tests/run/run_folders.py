@@ -22,7 +22,6 @@ FACTS: dict[str, Any] = {
         "hub": ["me/chats"],
         "train": {"rows": 60, "tokens": 6000, "supervised": 1500, "truncated": 2, "dropped": 0, "longest": 200},
         "evaluation": {"rows": 10, "tokens": 900, "supervised": 300, "truncated": 0, "dropped": 0, "longest": 180},
-        "lengths": {"edges": [20, 80, 140, 201], "rows": [40, 0, 20]},
         "packing": None,
         "packs": None,
         "streamed": False,

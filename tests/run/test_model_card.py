@@ -48,11 +48,11 @@ def test_the_card_says_what_the_model_is(tmp_path):
     text = card_of(make_run(tmp_path / "r", settings={"model_revision": "abc123", "learning_rate": 0.5})).text
     assert "This adapter is `owner/base` (revision `abc123`), fine-tuned with LoRA, on 60 rows." in text
     for line in (
-        "| evaluation loss | 0.7500 |", "| held-out questions answered exactly | 0.0% before, 100.0% after |",
+        "| evaluation loss | 0.7500 |", "| exact answers | 100.0% |", "| exact answers before training | 0.0% |",
         "| trained on | 2 x NVIDIA H100, bf16 |", "| `learning_rate` | `0.5` |", "| `lora_r` | `16` |",
     ):  # fmt: skip
         assert line in text
-    assert "Trained on `me/chats`, `rows.jsonl`." in text and "60 rows with 6,000 tokens" in text
+    assert "Trained on `me/chats`, `rows.jsonl`." in text and "| training rows | 60 |" in text
     assert "torch 2.14.0" in text and "names the licence `apache-2.0`" in text and "full_weights" not in text
 
 
@@ -60,9 +60,7 @@ def test_a_run_without_evaluation_has_a_card_too(tmp_path):
     facts = {**FACTS, "data": {**FACTS["data"], "evaluation": None}}
     summary = {**SUMMARY, "eval_loss": None, "demo_accuracy_before": None}
     text = card_of(make_run(tmp_path / "r", facts=facts, summary=summary)).text
-    assert (
-        "Not evaluated on held-out rows." in text and "evaluation loss |" not in text and "answered exactly" not in text
-    )
+    assert "| evaluation rows | none |" in text and "before training" not in text
 
 
 @pytest.mark.parametrize("method", ["lora", "qlora", "full"])
@@ -73,7 +71,15 @@ def test_the_code_is_python_that_names_the_run(tmp_path, method):
     for block in blocks:
         assert "r" in {node.value for node in ast.walk(ast.parse(block)) if isinstance(node, ast.Constant)}
     assert ("load_in_4bit=True" in text) == (method == "qlora")
-    assert ("AutoPeftModelForCausalLM" in text) == (method != "full")
+    assert ("PeftModel.from_pretrained(model, name)" in text) == (method != "full")
+
+
+def test_an_image_text_model_is_loaded_in_its_class(tmp_path):
+    folder = make_run(tmp_path / "r", facts=facts_with(auto_class="AutoModelForImageTextToText"))
+    for adapter in (True, False):
+        card = card_of(folder, adapter=adapter)
+        assert "AutoModelForImageTextToText.from_pretrained" in card.text and "ForCausalLM" not in card.text
+        assert card.data.pipeline_tag == "image-text-to-text"
 
 
 def test_the_code_names_the_place_of_the_upload(tmp_path):

@@ -71,17 +71,15 @@ def test_a_finished_run_is_told_whole(tmp_path):
     page = page_of(make_run(tmp_path / "r"))
     assert page.charts() == [
         "Loss", "Learning rate", "Tokens per second, all ranks", "Memory of the fullest rank", "Gradient norm",
-        "Own seconds a step", "Lengths of the training rows",
     ]  # fmt: skip
     assert "base, LoRA on 2 x NVIDIA H100: 20 of 20 steps." in page.text
     for tile in ("evaluation loss 0.7500", "exact answers 100.0% 0.0% before", "tokens/s 400", "peak memory 5.0 GiB"):
         assert tile in page.text
-    assert "0 0.1000 1.0 GiB 1 0.1500 2.0 GiB" in words(page, "ranks")
+    assert "1 0.1500 2.0 GiB 0 0.1000 1.0 GiB" in words(page, "ranks")
     assert "Who is it? expected It is I. before ✗ differs No idea. after ✓ exact It is I." in words(page, "answers")
     for fact in ("training rows 60", "supervised tokens 1,500 (25.0%)", "truncated rows 2 over", "evaluation rows 10"):
         assert fact in words(page, "data")
     assert "torch 2.14.0" in words(page, "hardware") and "8 a device x 1 accumulation x 2 processes = 16" in page.text
-    assert "80 to 139 tokens: 0 rows" in words(page, "data")
 
 
 def test_the_values_of_the_curves_are_those_that_were_logged(tmp_path):
@@ -103,28 +101,21 @@ def test_a_run_that_did_not_finish_says_how_to_resume_it(tmp_path, monkeypatch, 
     assert state in page.text and "10 of 20 steps" in page.text
     assert ("stopped on SIGTERM" in page.text) == (state == "stopped")
     after = words(page, "next")
-    assert (
-        "uv run accelerate launch --config_file accelerate_configs/ddp.yaml --num_processes 2 train_ddp.py --run_name r "
-        "--dataset rows.jsonl It goes on after step 10." in after
-    )
+    assert "train_ddp.py --run_name r --dataset rows.jsonl It goes on after step 10. Launch it as before" in after
     assert "unsloth_ddp.chat" not in after and "answers" not in page.sections
 
 
 @pytest.mark.parametrize(
     "part, settings, command",
     [
-        ({"world_size": 1}, {}, "uv run python train_ddp.py --run_name r --dataset rows.jsonl"),
-        ({"device": "CPU"}, {}, "accelerate_configs/cpu.yaml --num_processes 2 train_ddp.py"),
-        ({"sharding": "fsdp2"}, {}, "accelerate_configs/fsdp2.yaml --num_processes 2 train_ddp.py"),
-        ({"sharding": "fsdp2", "copies": 2, "nodes": 2}, {}, "accelerate_configs/fsdp2_hybrid.yaml train_ddp.py"),
+        ({}, {}, "train_ddp.py --run_name r --dataset rows.jsonl It goes on"),
         ({"command": ["--max_steps", "5"]}, {}, "train_ddp.py --max_steps 5 --run_name r"),
         # Given again as it was, --overwrite would begin anew.
         ({"command": ["--overwrite", "--run_name=r"]}, {"overwrite": True}, "--overwrite --run_name=r --no_overwrite"),
         ({"command": ["--run_name", "r", "--dataset", "my rows.jsonl"]}, {}, "--dataset 'my rows.jsonl'"),
-        ({"nodes": 2}, {}, "Start it on every node as before"),
     ],
 )
-def test_the_command_that_resumes_suits_the_launch(tmp_path, part, settings, command):
+def test_the_command_that_resumes_is_that_of_the_last_start(tmp_path, part, settings, command):
     folder = make_run(tmp_path / "r", state="stopped", step=10, part={**PART, **part}, settings=settings)
     assert command in words(page_of(folder), "next")
 
@@ -135,11 +126,8 @@ def test_the_command_that_resumes_suits_the_launch(tmp_path, part, settings, com
         # What the adapter needs (template, stop tokens, rank) is found by that command.
         ({}, "uv run python -m unsloth_ddp.export outputs/r --to vllm It prints"),
         ({}, "uv run python -m unsloth_ddp.export outputs/r --to gguf This needs a clone of llama.cpp"),
-        ({"merge": True}, "vllm serve outputs/r/merged Install"),
-        ({"method": "full"}, "vllm serve outputs/r Install"),
         ({"trust_remote_code": True}, "unsloth_ddp.chat outputs/r --trust_remote_code "),
         ({"trust_remote_code": True}, "--to vllm --trust_remote_code It prints"),
-        ({"trust_remote_code": True, "merge": True}, "vllm serve outputs/r/merged --trust-remote-code Install"),
     ],
 )
 def test_a_finished_run_says_how_to_talk_to_it_and_serve_it(tmp_path, monkeypatch, settings, command):
@@ -206,7 +194,7 @@ def test_a_run_without_evaluation_ranks_or_record_has_a_report_too(tmp_path):
     assert {"ranks", "answers"} & set(page.sections) == set()
     (folder / "record.json").unlink()
     page = page_of(folder)
-    assert "The run has no record.json" in page.text and "Lengths of the training rows" not in page.charts()
+    assert "The run has no record.json" in page.text and "training rows" not in words(page, "data")
 
 
 def test_a_loss_that_was_no_number_is_said_and_not_hidden_by_the_last_number(tmp_path):
@@ -215,7 +203,7 @@ def test_a_loss_that_was_no_number_is_said_and_not_hidden_by_the_last_number(tmp
     page = page_of(make_run(tmp_path / "r", history=history, summary={**SUMMARY, "eval_loss": nan}))
     assert "The training loss was not a number (NaN or infinite) in 5 of 20 log lines, first at step 16." in page.text
     assert page.text.count("not a number") == 3
-    assert "training loss not a number last log line" in page.text and "evaluation loss not a number" in page.text
+    assert "loss not a number last log line" in page.text and "evaluation loss not a number" in page.text
 
 
 def test_a_run_that_logged_nothing_says_so(tmp_path):
@@ -225,7 +213,7 @@ def test_a_run_that_logged_nothing_says_so(tmp_path):
 
 def test_many_ranks_are_cut_to_the_slowest(tmp_path):
     page = page_of(make_run(tmp_path / "r", history=log_entries(5, ranks=100)))
-    assert "The 32 slowest of 100 ranks." in words(page, "ranks")
+    assert "The table has the first 32 of 100 ranks." in words(page, "ranks")
     assert "rank own seconds a step memory at the end 99 " in words(page, "ranks")
 
 
@@ -235,7 +223,7 @@ def test_sharded_ranks_have_memory_but_no_seconds(tmp_path):
         del entry["ranks"]["seconds"]
     part, summary = {**PART, "sharding": "zero3"}, {**SUMMARY, "sharding": "zero3"}
     ranks = words(page_of(make_run(tmp_path / "r", history=history, part=part, summary=summary)), "ranks")
-    assert "own seconds are not measured" in ranks and "0 1.0 GiB 1 2.0 GiB" in ranks
+    assert "Own seconds were not measured" in ranks and "0 - 1.0 GiB 1 - 2.0 GiB" in ranks
 
 
 def test_a_report_is_whole_or_as_before(tmp_path, monkeypatch):

@@ -9,7 +9,7 @@ import re
 import pytest
 
 from unsloth_ddp.training.callbacks import log_interval
-from unsloth_ddp.training.log_lines import LINES_A_HEADER, LogLines
+from unsloth_ddp.training.display import LINES_A_HEADER, LogLines
 from unsloth_ddp.training.status import Status, TimeLeft, shown_clock, shown_number, sparkline
 
 LOGS = {

@@ -11,8 +11,8 @@ import torch
 
 from tests.ranks import run_ranks, train
 from unsloth_ddp.training import meter
+from unsloth_ddp.training.log_metrics import Stragglers, describe_straggler
 from unsloth_ddp.training.meter import OwnWorkTimer
-from unsloth_ddp.training.stragglers import Stragglers, describe_straggler
 
 
 def named(*intervals: tuple[list[float], list[float]], passed: float = 1.0) -> list[int]:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unsloth_ddp.utils.durations import parse_duration
+from unsloth_ddp.distributed.signals import parse_duration
 from unsloth_ddp.utils.errors import UserError
 
 

@@ -89,8 +89,7 @@ def chat(argv: list[str]) -> None:
         # Standard output is for answers; Unsloth and downloads print there too.
         with contextlib.redirect_stdout(sys.stderr):
             import_backend(runtime, settings)
-            from unsloth_ddp.chat.session import answer_once, converse
-            from unsloth_ddp.chat.speakers import load_speakers
+            from unsloth_ddp.chat.session import answer_once, converse, load_speakers
             from unsloth_ddp.run.generation import GenerationOptions
 
             options = GenerationOptions(given.max_new_tokens, given.temperature, plain=given.plain)

@@ -7,6 +7,7 @@ every file that it lists is there with its size and checksum.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -20,7 +21,7 @@ from unsloth_ddp.config.options import options_with
 from unsloth_ddp.distributed.wire import sendable
 from unsloth_ddp.utils.checksums import checksum
 from unsloth_ddp.utils.errors import os_reason
-from unsloth_ddp.utils.json_text import DECODER
+from unsloth_ddp.utils.json_file import DECODER
 from unsloth_ddp.utils.redaction import printable
 from unsloth_ddp.utils.safe_files import stays_inside
 from unsloth_ddp.utils.units import counted
@@ -332,3 +333,23 @@ def newest(
         except Damaged as error:
             skipped.append((found[step], str(error)))
     return None, skipped
+
+
+STEP_FOLDER = re.compile(r"checkpoint-(\d{1,18})")
+
+
+def is_whole(folder: Path) -> bool:
+    """Return whether a checkpoint was written to its end; only its manifest is read."""
+    try:
+        read_manifest(folder)
+    except Damaged:
+        return False
+    return True
+
+
+def step_folders(run_folder: Path) -> dict[int, Path]:
+    """Return every folder that is named like a checkpoint, whole or not, by its step."""
+    if not run_folder.is_dir():
+        return {}
+    named = ((STEP_FOLDER.fullmatch(path.name), path) for path in run_folder.iterdir())
+    return {int(match[1]): path for match, path in named if match and path.is_dir()}

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from unsloth_ddp.checkpoints import manifest
-from unsloth_ddp.checkpoints.folders import step_folders
-from unsloth_ddp.checkpoints.manifest import Damaged, Manifest
+from unsloth_ddp.checkpoints.manifest import Damaged, Manifest, step_folders
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.distributed.wire import sendable

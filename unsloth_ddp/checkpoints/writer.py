@@ -21,8 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from unsloth_ddp.checkpoints import manifest
-from unsloth_ddp.checkpoints.folders import is_whole, step_folders
-from unsloth_ddp.checkpoints.manifest import Manifest
+from unsloth_ddp.checkpoints.manifest import Manifest, is_whole, step_folders
 from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.utils.checksums import checksum
 from unsloth_ddp.utils.durable_writes import flush, flush_one, is_write_error, reason

@@ -78,6 +78,11 @@ _METHODS = "the methods are lora, qlora and full"
 
 # "name/tools" -> value -> options, and what is said of other values.
 VALUED: dict[str, tuple[dict[str, dict[str, Any]], str]] = {
+    "freeze_vision_tower/L freeze_multi_modal_projector/L freeze_vit/S freeze_aligner/S fix_vit/G": (
+        {"true": {}, "false": {"train_towers": True}},
+        "towers and projectors are frozen unless train_towers is given",
+    ),
+    "tune_vision/G": ({"false": {}, "true": {"train_towers": True}}, "train_towers trains towers and projectors"),
     "load_in_4bit/ATG": ({"true": _QLORA, "false": _NOTHING}, "give method qlora"),
     "q_lora/G qlora/G": ({"true": _QLORA, "false": _NOTHING}, "give method qlora"),
     "quantization_bit/L quant_bits/S": ({"4": _QLORA, "none": _NOTHING}, _NOT_4_BIT),
@@ -212,8 +217,7 @@ WITHOUT = {
     "peft_layers_to_transform/A lora_bias/S freeze_trainable_layers/L unfrozen_parameters/A "
     "lora_fan_in_fan_out/A lora_on_cpu/A peft_init_lora_weights/A lora_rank_pattern/A lora_task_type/T": _OTHER_LORA,
     "use_galore/LS use_apollo/L use_badam/L use_adam_mini/L use_muon/L lisa_n_layers/A": _OTHER_OPTIMIZER,
-    "image_max_pixels/L video_max_pixels/L max_pixels/S freeze_vision_tower/L freeze_vit/S freeze_multi_modal_projector/L "
-    "freeze_language_model/L freeze_aligner/S freeze_llm/S fix_vit/G tune_vision/G tune_llm/G max_slice_nums/G": _VISION,
+    "image_max_pixels/L video_max_pixels/L max_pixels/S freeze_language_model/L freeze_llm/S tune_llm/G max_slice_nums/G": _VISION,
     "quantization_method/L quant_method/S double_quantization/L quantization_type/L bnb_4bit_quant_type/TS bnb_4bit_compute_dtype/S "
     "bnb_4bit_use_double_quant/S use_bnb_nested_quant/T bnb_config_kwargs/A gptq/A": "method qlora quantizes with bitsandbytes to NF4, nested",
     "tensor_parallel_size/A context_parallel_size/A sequence_parallel_degree/A sequence_parallel_size/S expert_parallel_size/A "

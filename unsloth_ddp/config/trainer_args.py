@@ -7,7 +7,6 @@ be accepted and then do nothing; the others would undo what it does.
 from __future__ import annotations
 
 import importlib.util
-import json
 import re
 from typing import Any
 
@@ -118,38 +117,6 @@ TEXTS = {
     # An evaluation has no other metric.
     "metric_for_best_model": ("loss", "eval_loss"),
 }
-COUNTED_TOKENS = ("all", "non_padding", "no")
-# What torch.utils.checkpoint takes of plain values.
-CHECKPOINT_KEYWORDS = {
-    "use_reentrant": (True, False),
-    "preserve_rng_state": (True, False),
-    "determinism_check": ("default", "none"),
-    "debug": (True, False),
-    "early_stop": (True, False),
-}
-NO_WORKERS = "no processes load rows; give dataloader_num_workers too"
-NO_EVALUATION = "there are no evaluation rows; give --eval_dataset or --eval_fraction"
-# Fields that do nothing without another field or option: what they need, and what to say.
-NEEDS: dict[str, tuple[str, str]] = {
-    "dataloader_persistent_workers": ("workers", NO_WORKERS),
-    "dataloader_prefetch_factor": ("workers", NO_WORKERS),
-    "dataloader_multiprocessing_context": ("workers", NO_WORKERS),
-    "liger_kernel_config": ("liger", "Liger's kernels are not asked for; give use_liger_kernel too"),
-    "eval_delay": ("evaluation", NO_EVALUATION),
-    "eval_on_start": ("evaluation", NO_EVALUATION),
-    "load_best_model_at_end": ("evaluation", NO_EVALUATION),
-    "metric_for_best_model": ("evaluation", NO_EVALUATION),
-    "greater_is_better": ("evaluation", NO_EVALUATION),
-    "gradient_checkpointing_kwargs": (
-        "checkpointing",
-        "it needs a kind to go with; give --gradient_checkpointing torch or unsloth, because auto sets its own and none "
-        "has none",
-    ),
-    **dict.fromkeys(
-        ("project", "trackio_space_id", "trackio_bucket_id", "trackio_static_space_id"),
-        ("trackio", "it is for the tracker trackio, which gets no reports; give --report_to trackio too"),
-    ),
-}
 
 
 class RefusedField(UserError):
@@ -173,7 +140,7 @@ def check_trainer_args(settings: Settings) -> None:
             _check_field(name, value)
         except UserError as error:
             raise RefusedField(name, str(error)) from None
-    _check_together(settings)
+    _check_packages(settings.trainer_args)
 
 
 def _check_field(name: str, value: Any) -> None:
@@ -206,9 +173,7 @@ def _lacks_dot(value: Any) -> bool:
 def _check_value(name: str, value: Any) -> None:
     if name in NUMBERS:
         NUMBERS[name].check(f"trainer_args: {name}", value)
-    accepted: tuple[Any, ...] = TEXTS.get(name, ())
-    if name == "include_num_input_tokens_seen" and isinstance(value, str):
-        accepted = COUNTED_TOKENS
+    accepted = TEXTS.get(name, ())
     if accepted and value not in accepted:
         listed = ", ".join(one for one in accepted if one)
         raise UserError(f"trainer_args: {name} is {_shown(value)}, but it takes {listed}.")
@@ -217,41 +182,10 @@ def _check_value(name: str, value: Any) -> None:
             "trainer_args: greater_is_better true keeps the checkpoint with the highest loss, the only metric of an "
             "evaluation; leave it out."
         )
-    if name == "gradient_checkpointing_kwargs":
-        for key, item in value.items():
-            choices = CHECKPOINT_KEYWORDS.get(key)
-            if choices is None:
-                raise UserError(
-                    f"trainer_args: gradient_checkpointing_kwargs has no keyword {key[:100]}; "
-                    f"{nearest(key, CHECKPOINT_KEYWORDS, 'the documentation of torch.utils.checkpoint')}"
-                )
-            if not any(item is choice or (isinstance(item, str) and item == choice) for choice in choices):
-                takes = "true or false" if True in choices else " or ".join(map(str, choices))
-                raise UserError(
-                    f"trainer_args: gradient_checkpointing_kwargs: {key} is {_shown(item)}, but it takes {takes}."
-                )
 
 
-def _check_together(settings: Settings) -> None:
-    """Refuse fields that would do nothing without another one."""
-    given = settings.trainer_args
-    there = {
-        "workers": bool(given.get("dataloader_num_workers")),
-        "liger": bool(given.get("use_liger_kernel")),
-        "evaluation": bool(settings.eval_dataset or settings.eval_fraction),
-        "checkpointing": settings.gradient_checkpointing in ("torch", "unsloth"),
-        "trackio": "trackio" in settings.report_to or settings.report_to == ["all"],
-    }
-    for name, (needed, said) in NEEDS.items():
-        if given.get(name) and not there[needed]:
-            value = json.dumps(given[name])[:200]
-            raise RefusedField(name, f"trainer_args: {name} {value} does nothing: {said}, or take {name} out.")
-    if given.get("torch_compile") is False and (given.get("torch_compile_backend") or given.get("torch_compile_mode")):
-        raise RefusedField(
-            "torch_compile",
-            "trainer_args: torch_compile is false, but torch_compile_backend and torch_compile_mode switch it on; keep one "
-            "or the other.",
-        )
+def _check_packages(given: dict[str, Any]) -> None:
+    """Refuse a field that needs a package which is not installed."""
     if given.get("use_liger_kernel") and importlib.util.find_spec("liger_kernel") is None:
         raise RefusedField(
             "use_liger_kernel",

@@ -21,8 +21,11 @@ NAMES = {
     "lr_scheduler_type": ("trainer_utils.py", "SchedulerType"),
     "report_to": ("integrations/integration_utils.py", "INTEGRATION_TO_CALLBACK"),
 }
-# The function that lists the trackers whose packages are installed.
-INSTALLED_TRACKERS = "get_available_reporting_integrations"
+# Packages of trackers that have another name, any of which will do.
+PACKAGES_OF_TRACKERS = {
+    "tensorboard": ("tensorboard", "tensorboardX"), "azure_ml": ("azureml",), "dvclive": ("dvclive",), "flyte": ("flytekit",),
+    "kubeflow": ("kubeflow_trainer",),
+}  # fmt: skip
 # The types that JSON and YAML have, as a user would call them.
 KINDS = {
     "bool": "true or false",
@@ -63,24 +66,9 @@ def sft_config_fields() -> dict[str, frozenset[str]]:
 
 @functools.cache
 def installed_trackers() -> frozenset[str]:
-    """Return the known trackers without those whose package the installed Transformers looks for and does not find."""
-    file = NAMES["report_to"][0]
-    missing: set[str] = set()
-    for listed in (node for node in _defined("transformers", file, INSTALLED_TRACKERS) if isinstance(node, ast.If)):
-        # if is_wandb_available(): integrations.append("wandb")
-        condition = next(
-            n.func.id for n in ast.walk(listed.test) if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)
-        )
-        packages = _searched_packages(_defined("transformers", file, condition))
-        if packages and not any(map(importlib.util.find_spec, packages)):
-            missing |= {text for node in listed.body for n in ast.walk(node) if (text := _text(n))}
-    return frozenset(known_names("report_to")) - missing
-
-
-def _searched_packages(nodes: Sequence[ast.AST]) -> set[str]:
-    """Return the packages whose spec these nodes look for, without their modules."""
-    calls = [node for node in nodes if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("find_spec")]
-    return {text.partition(".")[0] for call in calls if (text := _text(call.args[0]))}
+    """Return the known trackers whose package is installed."""
+    packages = {name: PACKAGES_OF_TRACKERS.get(name, (name,)) for name in known_names("report_to")}
+    return frozenset(name for name, found in packages.items() if any(map(importlib.util.find_spec, found)))
 
 
 @functools.cache

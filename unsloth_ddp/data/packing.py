@@ -152,14 +152,29 @@ class PackingDecision:
     reason: str
 
 
+@dataclass(frozen=True)
+class PackingObstacles:
+    """What in a model is against packed rows.
+
+    Args:
+        wrong: the reason why packed rows would influence each other, if there is one.
+        doubtful: the reason why packing has not been tested with this model, if there is one.
+        no_kernel: the reason why a GPU has no attention kernel for it, if there is one.
+    """
+
+    wrong: str | None = None
+    doubtful: str | None = None
+    no_kernel: str | None = None
+
+
 def decide_packing(
-    wanted: str, place: str, kernel: str | None, wrong: str | None, doubtful: str | None
+    wanted: str, missing: str, kernel: str | None, wrong: str | None, doubtful: str | None
 ) -> PackingDecision:
     """Pack if attention has a kernel that skips the blocks between rows; without one, packing is slower than padding.
 
     Args:
         wanted: --packing.
-        place: description of where attention runs, for the message.
+        missing: the reason why there is no kernel, for the message.
         kernel: the attention kernel for rows of different lengths, if there is one.
         wrong: the reason why packed rows of this model would influence each other, if there is one.
         doubtful: the reason why packing has not been tested with this model, if there is one.
@@ -174,17 +189,17 @@ def decide_packing(
             raise UserError(f"packing on would mix rows, because {wrong}; use --packing auto or off.")
         return PackingDecision(False, wrong)
     if wanted == "on":
-        masked = f"{place} has no attention kernel for it, so a mask keeps rows apart, which is slow"
+        masked = f"{missing}, so a mask keeps rows apart, which is slow"
         return PackingDecision(True, f"--packing on; {f'{kernel} keeps rows apart' if kernel else masked}")
     if doubtful is not None:
         return PackingDecision(False, doubtful)
     if kernel is None:
-        return PackingDecision(False, f"{place} has no attention kernel for packed rows")
+        return PackingDecision(False, missing)
     return PackingDecision(True, f"{kernel} keeps rows apart")
 
 
 def describe_backend(backend: str, precision: str, settings: Settings) -> str:
-    """Describe where attention runs on a GPU, for the message of `decide_packing`."""
+    """Describe where attention runs on a GPU, for the message on a missing kernel."""
     asked = f", {settings.attn_implementation}" if backend == "transformers" and settings.attn_implementation else ""
     return f"backend {backend} ({precision}{asked})"
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from unsloth_ddp.data.table_nulls import without_filled_nulls
 from unsloth_ddp.utils.errors import UserError, one_line, os_reason
-from unsloth_ddp.utils.json_text import DECODER
+from unsloth_ddp.utils.json_file import DECODER
 from unsloth_ddp.utils.known_errors import find_known_error
 from unsloth_ddp.utils.missing_files import looked_in, similar_file
 

@@ -8,7 +8,7 @@ import re
 from typing import Any
 
 from unsloth_ddp.utils.errors import UserError
-from unsloth_ddp.utils.json_text import DECODER
+from unsloth_ddp.utils.json_file import DECODER
 
 DEEPEST = 50
 # Matches a list of objects as to_csv writes it.

@@ -1,7 +1,7 @@
 """Accept connections from the ranks of a run, and from nobody else, however slow or many the strangers are.
 
 Both sides prove that they hold the same key: each sends a random text and answers the other's with a keyed hash of it,
-so that the key itself never travels. All connections are served side by side, and each has one deadline.
+so that the key itself never travels. Every caller has a thread, and one deadline.
 """
 
 from __future__ import annotations
@@ -9,28 +9,18 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import hmac
+import queue
 import secrets
-import selectors
 import socket
+import threading
 import time
-from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from collections.abc import Collection
 
 # For all that a caller has to say: ranks answer in milliseconds.
 GUEST_SECONDS = 5.0
-MAX_GUESTS = 256
+POLL_SECONDS = 0.05
 MAX_LINE = 256
 RETRY_SECONDS = 0.1
-
-
-@dataclass
-class Guest:
-    """A connection that has not proved yet whose it is."""
-
-    socket: socket.socket
-    challenge: str
-    deadline: float
-    line: bytes = b""
 
 
 def answer(key: bytes, rank: int, role: str, challenge: str) -> str:
@@ -48,87 +38,39 @@ def accept_ranks(
     """
     deadline = time.monotonic() + seconds
     admitted: dict[int, socket.socket] = {}
-    listener.setblocking(False)
-    with selectors.DefaultSelector() as selector, contextlib.ExitStack() as unfinished:
-        selector.register(listener, selectors.EVENT_READ)
-        guests: dict[socket.socket, Guest] = {}
-        unfinished.callback(_close_all, guests)
-        while len(admitted) < len(expected):
-            now = time.monotonic()
-            if now >= deadline:
-                _close_all(admitted.values())
-                raise TimeoutError(f"{len(expected) - len(admitted)} of {len(expected)} ranks did not connect")
-            # Guests are in the order of their arrival, and so of their deadlines.
-            late = [guest.socket for guest in guests.values() if guest.deadline <= now]
-            for one in [*late, *list(guests)[len(late) : len(guests) - MAX_GUESTS]]:
-                _send_away(one, guests, selector)
-            due = min([deadline, *(guest.deadline for guest in list(guests.values())[:1])])
-            for event, _ in selector.select(due - now):
-                if event.fileobj is listener:
-                    _receive_guest(listener, guests, selector)
-                    continue
-                guest = guests[event.data]
-                rank = _rank_of(guest, key)
-                if rank is None:
-                    continue
-                if rank in expected and rank not in admitted:
-                    selector.unregister(guest.socket)
-                    admitted[rank] = guests.pop(guest.socket).socket
-                else:
-                    _send_away(guest.socket, guests, selector)
+    proved: queue.SimpleQueue[tuple[int, socket.socket]] = queue.SimpleQueue()
+    listener.settimeout(POLL_SECONDS)
+    while len(admitted) < len(expected):
+        if time.monotonic() >= deadline:
+            for one in admitted.values():
+                one.close()
+            raise TimeoutError(f"{len(expected) - len(admitted)} of {len(expected)} ranks did not connect")
+        with contextlib.suppress(TimeoutError):
+            guest, _ = listener.accept()
+            until = min(deadline, time.monotonic() + GUEST_SECONDS)
+            threading.Thread(
+                target=lambda one=guest, until=until: proved.put((_rank_of(one, key, until), one)), daemon=True
+            ).start()
+        while not proved.empty():
+            rank, one = proved.get()
+            if rank in expected and rank not in admitted:
+                admitted[rank] = one
+            else:
+                one.close()
     return admitted
 
 
-def _close_all(sockets: Iterable[socket.socket]) -> None:
-    for one in sockets:
-        one.close()
-
-
-def _receive_guest(
-    listener: socket.socket, guests: dict[socket.socket, Guest], selector: selectors.BaseSelector
-) -> None:
-    with contextlib.suppress(OSError):
-        one, _ = listener.accept()
-        one.setblocking(False)
-        guest = Guest(one, secrets.token_hex(32), time.monotonic() + GUEST_SECONDS)
-        try:
-            one.sendall(f"{guest.challenge}\n".encode())
-        except OSError:
-            one.close()
-            return
-        guests[one] = guest
-        selector.register(one, selectors.EVENT_READ, one)
-
-
-def _send_away(one: socket.socket, guests: dict[socket.socket, Guest], selector: selectors.BaseSelector) -> None:
-    selector.unregister(one)
-    del guests[one]
-    one.close()
-
-
-def _rank_of(guest: Guest, key: bytes) -> int | None:
-    """Read what has arrived and return the rank that proved itself, -1 for a stranger, None for an unfinished line."""
+def _rank_of(one: socket.socket, key: bytes, deadline: float) -> int:
+    """Return the rank that a caller proves to be; -1 for a stranger."""
+    own = secrets.token_hex(32)
     try:
-        data = guest.socket.recv(MAX_LINE)
-    except BlockingIOError:
-        return None
-    except OSError:
-        return -1
-    guest.line += data
-    if not data or len(guest.line) > MAX_LINE:
-        return -1
-    if not guest.line.endswith(b"\n"):
-        return None
-    try:
-        number, challenge, proof = guest.line.decode("ascii").split()
+        one.sendall(f"{own}\n".encode())
+        number, challenge, proof = _line(one, deadline).split()
         rank = int(number)
-    except ValueError:
-        return -1
-    if not hmac.compare_digest(proof, answer(key, rank, "rank", guest.challenge)):
-        return -1
-    try:
-        guest.socket.sendall(f"{answer(key, rank, 'main', challenge)}\n".encode())
-    except OSError:
+        if not hmac.compare_digest(proof.encode(), answer(key, rank, "rank", own).encode()):
+            return -1
+        one.sendall(f"{answer(key, rank, 'main', challenge)}\n".encode())
+    except (OSError, ValueError):
         return -1
     return rank
 

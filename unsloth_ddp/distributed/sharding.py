@@ -338,7 +338,7 @@ def sharding_warnings(sharding: Sharding, settings: Settings, nodes: int, copies
     if sharding == "fsdp2" and copies % nodes:
         warnings.append(
             f"FSDP2 gathers every layer's weights over the network in every step, because no node of the {nodes} holds a whole "
-            "copy of the model; where one fits, fsdp2_hybrid.yaml may be faster (python -m unsloth_ddp.plan compares them)."
+            "copy of the model; where one fits, fsdp2_hybrid.yaml may be faster."
         )
     return warnings
 

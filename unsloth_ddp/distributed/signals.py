@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import signal
 import socket
 import sys
@@ -24,7 +25,7 @@ import psutil
 
 from unsloth_ddp.distributed.exit_codes import EXIT_FAILURE, EXIT_STOPPED, note_exit_code, under_launcher
 from unsloth_ddp.distributed.runtime import Runtime
-from unsloth_ddp.utils.durations import parse_duration
+from unsloth_ddp.utils.errors import UserError
 from unsloth_ddp.utils.streams import end_drawing
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
@@ -249,3 +250,39 @@ def _unblock_signals() -> None:
 
 def _do_nothing(number: int, frame: Any) -> None:
     """Keep the signal: Python drops one without a handler before it reaches the pipe."""
+
+
+def parse_duration(text: str) -> float:
+    """Return the seconds of 3600, 90s, 90m, 2h, 1d, 1h30m, or Slurm's MM:SS, HH:MM:SS, D-HH, D-HH:MM, D-HH:MM:SS.
+
+    Raises:
+        UserError: `text` is none of them, or zero.
+    """
+    seconds = _parse_units(text.strip().lower())
+    if seconds is None:
+        seconds = _parse_slurm(text.strip())
+    if not seconds:
+        raise UserError(
+            f"max_time is {text[:50]!r}, but it takes a time such as 3600 (seconds), 90m, 2h or 1-12:00:00."
+        )
+    return seconds
+
+
+def _parse_units(text: str) -> float | None:
+    if re.fullmatch(r"\d{1,10}(\.\d{1,6})?", text, re.ASCII):
+        return float(text)
+    number = r"(\d{1,9}(?:\.\d{1,6})?)"
+    match = re.fullmatch(rf"(?:{number}d)?(?:{number}h)?(?:{number}m)?(?:{number}s)?", text, re.ASCII)
+    if not text or not match:
+        return None
+    return sum(float(n) * unit for n, unit in zip(match.groups(), (86400, 3600, 60, 1), strict=True) if n)
+
+
+def _parse_slurm(text: str) -> float | None:
+    match = re.fullmatch(r"(?:(\d{1,6})-)?(\d{1,6})(?::(\d{1,2}))?(?::(\d{1,2}))?", text, re.ASCII)
+    if not match or (match[1] is None and match[3] is None):
+        return None
+    days, first, second, third = (int(part or 0) for part in match.groups())
+    if match[1] is None and match[4] is None:
+        return first * 60 + second
+    return ((days * 24 + first) * 60 + second) * 60 + third

@@ -13,7 +13,13 @@ from typing import Any, Literal
 import torch
 
 from unsloth_ddp.config.options import Settings
-from unsloth_ddp.data.packing import PackingDecision, decide_packing, describe_backend, describe_older_gpu
+from unsloth_ddp.data.packing import (
+    PackingDecision,
+    PackingObstacles,
+    decide_packing,
+    describe_backend,
+    describe_older_gpu,
+)
 from unsloth_ddp.distributed.precision import AMPERE
 from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.model import varlen
@@ -34,7 +40,8 @@ class AttentionSetup:
         head_dim: size of the largest attention head.
         implementation: attention of Transformers (sdpa, flash_attention_2, ...), used where Unsloth has none.
         unsloth_attention: whether Unsloth has replaced the model's attention layers.
-        replaceable: whether varlen.py can replace that attention.
+        replaceable: whether varlen.py may replace that attention.
+        obstacle: the reason why varlen.py cannot replace it, as far as it was looked for.
         capability: major compute capability of the GPU.
         flash_attn: whether Unsloth would use flash-attn.
         xformers: whether Unsloth would use xformers.
@@ -47,6 +54,7 @@ class AttentionSetup:
     implementation: str = "sdpa"
     unsloth_attention: bool = False
     replaceable: bool = False
+    obstacle: str | None = None
     capability: int = 0
     flash_attn: bool = False
     xformers: bool = False
@@ -64,7 +72,8 @@ def select_varlen_kernel(setup: AttentionSetup) -> str | None:
     if not setup.unsloth_attention:
         if "flash" in setup.implementation:
             return "flash-attn"
-        return torch_kernel if setup.implementation in ("sdpa", varlen.NAME) and setup.replaceable else None
+        usable = setup.implementation in ("sdpa", varlen.NAME) and setup.replaceable and not setup.obstacle
+        return torch_kernel if usable else None
     if setup.flash_attn and setup.capability >= AMPERE[0]:
         return "flash-attn"
     return torch_kernel or ("xformers" if setup.xformers else None)
@@ -84,7 +93,7 @@ def choose_packing(settings: Settings, runtime: Runtime, model: Any) -> PackingD
     model_type = base_model(model).config.model_type
     choice = decide_packing(
         settings.packing,
-        _place(settings, runtime),
+        _why_no_kernel(setup) or f"{_place(settings, runtime)} has no attention kernel for packed rows",
         everywhere,
         mixing_reason(model) or lost_boundaries_reason(model_type, everywhere, _implementation(model)),
         untested_reason(model),
@@ -92,6 +101,34 @@ def choose_packing(settings: Settings, runtime: Runtime, model: Any) -> PackingD
     if choice.packed and setup and not setup.unsloth_attention and kernel == TORCH_KERNEL:
         varlen.use(base_model(model))
     return choice
+
+
+def _why_no_kernel(setup: AttentionSetup | None) -> str | None:
+    """Return what in the model keeps a GPU from computing packed rows with a kernel; None if it is something else."""
+    if setup is None or setup.device_type != "cuda" or not setup.sixteen_bit:
+        return None
+    if setup.head_dim > LARGEST_HEAD or setup.head_dim % 8:
+        return (
+            f"the model's attention heads have {setup.head_dim} values, and kernels for packed rows take multiples of 8 up to "
+            f"{LARGEST_HEAD}"
+        )
+    return setup.obstacle
+
+
+def packing_obstacles(model: Any, *, unsloth_attention: bool) -> PackingObstacles:
+    """Return what in a model, which may be empty, is against packing its rows on a GPU in 16 bit.
+
+    Args:
+        unsloth_attention: whether Unsloth will have replaced the model's attention layers.
+    """
+    base = base_model(model)
+    setup = AttentionSetup(
+        "cuda",
+        sixteen_bit=True,
+        head_dim=_largest_head(base.config.get_text_config()),
+        obstacle=None if unsloth_attention else varlen.obstacle(base),
+    )
+    return PackingObstacles(mixing_reason(model), untested_reason(model), _why_no_kernel(setup))
 
 
 def _place(settings: Settings, runtime: Runtime) -> str:
@@ -145,9 +182,9 @@ def _attention_setup(settings: Settings, runtime: Runtime, model: Any) -> Attent
         xformers=xformers,
         torch_varlen=torch_varlen,
     )
-    # can_replace runs a forward pass, so it is called only where its answer matters.
-    if select_varlen_kernel(setup) == TORCH_KERNEL and not setup.unsloth_attention and not varlen.can_replace(base):
-        return dataclasses.replace(setup, replaceable=False)
+    if select_varlen_kernel(setup) == TORCH_KERNEL and not setup.unsloth_attention:
+        # Runs a forward pass, so it is called only where its answer matters.
+        return dataclasses.replace(setup, obstacle=varlen.obstacle(base))
     return setup
 
 

@@ -30,7 +30,7 @@ from unsloth_ddp.model.files_check import check_complete, check_local_model
 from unsloth_ddp.model.fp8 import check_fp8, use_fp8
 from unsloth_ddp.model.gradient_checkpointing import UNSLOTH_NAMES, loaded_with
 from unsloth_ddp.model.lora import check_module_names, lora_config, target_modules, target_parameters
-from unsloth_ddp.model.modules import DTYPES
+from unsloth_ddp.model.modules import DTYPES, name_present_layers
 from unsloth_ddp.model.parts import freeze_beside_text
 from unsloth_ddp.model.same_files import check_same_files
 from unsloth_ddp.model.source_check import check_source, read_model_file
@@ -252,6 +252,7 @@ def _load_unsloth(
             use_safetensors=safetensors_only(settings),
         )
     _check_class_of_unsloth(settings, model)
+    name_present_layers(model)
     if settings.method != "full":
         check_module_names(settings, model)
         # For models without kernels of its own, Unsloth would take paths for leaf names unless every part may be adapted.
@@ -324,6 +325,7 @@ def _load_transformers(
             **source,
         )
     model, loading = loaded
+    name_present_layers(model)
     # The check does not work with ZeRO-3, where every rank loads a part, and with 4-bit layers, which have extra tensors.
     if runtime.sharding != "zero3" and quantization is None:
         check_complete(str(settings.model), list(loading["missing_keys"]), list(loading["mismatched_keys"]))

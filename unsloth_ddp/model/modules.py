@@ -34,6 +34,15 @@ def text_decoder(model: Any) -> Any:
     return found if any(one is embedding for one in found.modules()) else base.base_model
 
 
+def name_present_layers(model: Any) -> None:
+    """Leave out of _no_split_modules the classes of layers that this model has none of; FSDP2 refuses to look for them.
+
+    Composite classes list the layers of every tower that their configs can name.
+    """
+    present = {type(module).__name__ for module in model.modules()}
+    model._no_split_modules = [name for name in getattr(model, "_no_split_modules", None) or () if name in present]
+
+
 def weights_of_first_layer(model: Any) -> int:
     """Return the number of weights in the linear layers of a model's first decoder layer; 0 if it has none that is known."""
     layers = getattr(text_decoder(model), "layers", [])

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from unsloth_ddp.model.modules import base_model
+from unsloth_ddp.model.modules import base_model, text_decoder
 
 # Layers that carry a state from one token to the next, and so from the end of a row into the next row of the pack.
 STATEFUL_LAYERS = re.compile(
@@ -33,9 +33,12 @@ def mixing_reason(model: Any) -> str | None:
     """Return why rows of a pack would influence each other in this model, or None if they would not."""
     base = base_model(model)
     config = base.config
+    stateful = next(_stateful_layers(text_decoder(base)), None)
+    if stateful is not None:
+        return f"the model's {stateful} layers carry a state from one row into the next"
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     if text is not config:
-        return "the model takes images or sound, whose positions differ from those of packed rows"
+        return "the model takes images or sound, and packing is not supported for such models"
     if getattr(config, "is_encoder_decoder", False):
         return "the model has an encoder, which attends to the whole pack"
     if getattr(config, "alibi", False) or config.model_type in ALIBI_MODELS:
@@ -53,9 +56,6 @@ def mixing_reason(model: Any) -> str | None:
     chunked = [kind for kind in getattr(config, "layer_types", None) or [] if kind in CHUNKED_ATTENTION]
     if chunked:
         return f"the model's {chunked[0].replace('_', ' ')} depends on the place in the sequence"
-    stateful = next(_stateful_layers(base), None)
-    if stateful is not None:
-        return f"the model's {stateful} layers carry a state from one row into the next"
     return _unsloth_reason(config.model_type)
 
 
@@ -93,7 +93,8 @@ def _stateful_layers(model: torch.nn.Module) -> Iterator[str]:
     for module in model.modules():
         name = type(module).__name__
         convolves = isinstance(module, torch.nn.Conv1d) and module.kernel_size != (1,)
-        if STATEFUL_LAYERS.search(name) or hasattr(module, "A_log") or convolves:
+        whole = hasattr(module, "config_class")
+        if not whole and (STATEFUL_LAYERS.search(name) or hasattr(module, "A_log") or convolves):
             yield name
 
 

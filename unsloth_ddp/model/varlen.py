@@ -24,8 +24,14 @@ NAME, PROBE_NAME = "torch_varlen", "torch_varlen_probe"
 SIXTEEN_BIT = (torch.float16, torch.bfloat16)
 # Config fields for the dropout of attention scores, which varlen_attn does not have.
 DROPOUT_FIELDS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "attn_dropout")
-# Arguments of attention functions that varlen_attn does not take.
-UNSUPPORTED_ARGUMENTS = ("dropout", "softcap", "s_aux", "position_bias")
+# Arguments of attention functions that varlen_attn does not take, and what they are.
+UNSUPPORTED_ARGUMENTS = {
+    "dropout": "dropout of attention scores",
+    "softcap": "a softcap on attention scores",
+    "s_aux": "attention sinks",
+    "position_bias": "a bias by position",
+}
+NOT_TAKEN = "the model's attention has {}, which torch's kernel for packed rows does not take"
 
 
 def is_available() -> bool:
@@ -39,26 +45,29 @@ def is_available() -> bool:
     return torch.version.hip is None and flash and {"scale", "window_size", "enable_gqa"} <= known.keys()
 
 
-def can_replace(model: Any) -> bool:
-    """Return whether `attend` can replace the attention of this Transformers model.
+def obstacle(model: Any) -> str | None:
+    """Return why `attend` cannot replace the attention of this Transformers model; None if it can.
 
     Some models accept the arguments for packed rows and do not pass them on, so a forward pass over six tokens
     records which arguments reach the attention function.
     """
     supported = getattr(model, "_supports_attention_backend", False) and getattr(model, "_supports_flash_attn", False)
     if not supported or not model._can_set_attn_implementation():
-        return False
+        return "Transformers does not let other attention replace that of this model"
     try:
         if any(getattr(model.config, name, None) for name in DROPOUT_FIELDS):
-            return False
+            return NOT_TAKEN.format(UNSUPPORTED_ARGUMENTS["dropout"])
         calls, window = _record_attention_calls(model), _has_window(model.config)
     except Exception as error:
         logger.warning(
             "packed rows use the attention of Transformers, because a trial forward pass failed: %s", one_line(error)
         )
-        return False
-    passes_window = any(others.get("sliding_window") for others in calls)
-    return bool(calls) and all(map(_is_supported, calls)) and (passes_window or not window)
+        return "a trial of the model's attention with packed rows failed"
+    if not calls:
+        return "the model's attention is code of its own"
+    if window and not any(others.get("sliding_window") for others in calls):
+        return "the model does not pass its sliding window to the attention kernel"
+    return next((found for found in map(_obstacle_in, calls) if found), None)
 
 
 def _has_window(config: Any) -> bool:
@@ -68,11 +77,16 @@ def _has_window(config: Any) -> bool:
     return bool(getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True))
 
 
-def _is_supported(others: dict[str, Any]) -> bool:
-    """Return whether `attend` supports a call with these arguments."""
-    boundaries = others.get("cu_seq_lens_q") is not None and others.get("max_length_q") is not None
-    unsupported = any(torch.is_tensor(others.get(name)) or others.get(name) for name in UNSUPPORTED_ARGUMENTS)
-    return boundaries and not unsupported and others["same_shapes"] and others.get("is_causal") is not False
+def _obstacle_in(others: dict[str, Any]) -> str | None:
+    """Return why `attend` does not take a call with these arguments; None if it does."""
+    for name, described in UNSUPPORTED_ARGUMENTS.items():
+        if torch.is_tensor(others.get(name)) or others.get(name):
+            return NOT_TAKEN.format(described)
+    if others.get("cu_seq_lens_q") is None or others.get("max_length_q") is None:
+        return "the model does not pass the boundaries of rows to the attention kernel"
+    if not others["same_shapes"]:
+        return NOT_TAKEN.format("keys and values of different sizes")
+    return NOT_TAKEN.format("attention to later tokens") if others.get("is_causal") is False else None
 
 
 def _record_attention_calls(model: Any) -> list[dict[str, Any]]:
@@ -129,7 +143,7 @@ def _two_row_pack(device: torch.device) -> dict[str, Any]:
 
 
 def use(model: Any) -> None:
-    """Switch a model for which `can_replace` returns True to varlen_attn."""
+    """Switch a model for which `obstacle` returns None to varlen_attn."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(NAME, attend)

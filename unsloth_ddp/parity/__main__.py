@@ -14,9 +14,11 @@ failed; 2: a mistake in the options.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from unsloth_ddp.config.command_line import Parser, make_command_parser
@@ -29,12 +31,13 @@ from unsloth_ddp.distributed.sharding import sharding_from_environment, unsuppor
 from unsloth_ddp.parity.comparison import LaunchComparison, Tolerance, choose_tolerance, overall_verdict
 from unsloth_ddp.parity.launches import LEARNING_RATE, choose_precision, describe_omissions, plan_launches, visible_gpus
 from unsloth_ddp.parity.processes import StoppedBySignal, stopped_by_signals
-from unsloth_ddp.parity.report import render_comparisons, write_result
 from unsloth_ddp.parity.run import ParityCheck, run_launches
 from unsloth_ddp.utils.errors import UserError, one_line
+from unsloth_ddp.utils.json_file import write_as_asked
 from unsloth_ddp.utils.streams import protect_streams
-from unsloth_ddp.utils.tables import fit_text
+from unsloth_ddp.utils.tables import Column, fit_text, render_table
 from unsloth_ddp.utils.units import counted
+from unsloth_ddp.utils.versions import versions
 
 
 def make_parser() -> Parser:
@@ -147,6 +150,60 @@ def main(argv: list[str]) -> int:
         print(f"parity: ended by {stopped}; every launch was killed.", file=sys.stderr, flush=True)
         return 128 + stopped.number
     return 0 if agree else 1
+
+
+COLOURS = {"agrees": "green", "differs": "bold red", "failed": "bold red"}
+COLUMNS = [
+    Column("launched by"),
+    *(
+        Column(name, "right")
+        for name in ("processes", "rows per device x accumulation", "weight update", "loss", "seconds")
+    ),
+    Column("verdict", styles=COLOURS),
+]
+
+
+def render_comparisons(rows: Sequence[LaunchComparison], *, width: int | None = None, colour: bool = False) -> str:
+    """Return the table, its first line the reference."""
+    cells = []
+    for row in rows:
+        differences = [
+            "-" if d is None or row.verdict == "reference" else "0" if d == 0 else f"{d:.1e}"
+            for d in (row.update, row.loss)
+        ]
+        launch = row.launch
+        numbers = [str(launch.processes), launch.shape, *differences, f"{row.seconds:.0f}"]
+        cells.append([launch.launcher, *numbers, row.verdict])
+    title = "Relative difference from the first line"
+    return render_table(COLUMNS, cells, title=title, width=width, colour=colour)
+
+
+def write_result(
+    path: Path,
+    rows: Sequence[LaunchComparison],
+    check: ParityCheck,
+    tolerance: Tolerance,
+    agree: bool,
+    errors: list[str],
+) -> None:
+    """Write everything that was measured as JSON.
+
+    Raises:
+        UserError: the file cannot be written.
+    """
+    content = {
+        "agree": agree,
+        "tolerance": dataclasses.asdict(tolerance),
+        "precision": check.precision,
+        "steps": check.steps,
+        "learning_rate": LEARNING_RATE,
+        "gpus": len(check.gpus),
+        "settings": dataclasses.asdict(check.settings),
+        "launches": [dataclasses.asdict(row) for row in rows],
+        "errors": errors,
+        "versions": versions(),
+    }
+    write_as_asked("--json", path, content)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -65,23 +65,6 @@ def plan_launches(processes: int, micro_batches: Sequence[int]) -> list[Launch]:
         launch("accelerate", 1, sizes[0]),
         *(launch("accelerate", processes, size) for size in sizes if processes > 1),
     ]
-
-
-def schedule_launches(launches: Sequence[Launch], gpus: Sequence[str]) -> Iterator[list[tuple[Launch, list[str]]]]:
-    """Yield groups of launches that run at the same time, each with GPUs of its own; on a CPU one after another.
-
-    Args:
-        gpus: the visible GPUs, as CUDA_VISIBLE_DEVICES names them; none on a CPU.
-    """
-    wave: list[tuple[Launch, list[str]]] = []
-    free = list(gpus)
-    for launch in launches:
-        if wave and (not gpus or len(free) < launch.processes):
-            yield wave
-            wave, free = [], list(gpus)
-        wave.append((launch, [free.pop(0) for _ in range(launch.processes)] if gpus else []))
-    if wave:
-        yield wave
 
 
 def visible_gpus(environ: Mapping[str, str], count: int) -> list[str]:

@@ -6,7 +6,6 @@ import contextlib
 import os
 import signal
 import subprocess
-import threading
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -49,49 +48,29 @@ def stopped_by_signals() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-class RunningLaunches:
-    """Launches that run at the same time, each started and awaited by a thread of its own."""
+def run_launcher(words: list[str], environ: Mapping[str, str], log: Path, timeout: float) -> int | None:
+    """Run a command that writes to `log`; return its exit code, None if it was killed after `timeout` seconds.
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._processes: set[subprocess.Popen[bytes]] = set()
-        self._over = False
+    However this ends, nothing that the command started is left.
 
-    def run(self, words: list[str], environ: Mapping[str, str], log: Path, timeout: float) -> int | None:
-        """Run a command that writes to `log`; return its exit code, None if it was killed after `timeout` seconds.
-
-        Raises:
-            OSError: it cannot be started.
-            RuntimeError: end_all was called first.
-        """
-        with log.open("w") as file, self._lock:
-            if self._over:
-                raise RuntimeError("the check has ended")
-            process = subprocess.Popen(
-                words,
-                env=environ,
-                stdin=subprocess.DEVNULL,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-            self._processes.add(process)
-        try:
-            return process.wait(timeout=timeout)
-        except subprocess.TimeoutExpired:
-            return None
-        finally:
-            kill_tree(process)
-            with self._lock:
-                self._processes.discard(process)
-
-    def end_all(self) -> None:
-        """Kill every launch now, and refuse to start another."""
-        with self._lock:
-            self._over = True
-            processes = list(self._processes)
-        for process in processes:
-            kill_tree(process)
+    Raises:
+        OSError: it cannot be started.
+    """
+    with log.open("w") as file:
+        process = subprocess.Popen(
+            words,
+            env=environ,
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    try:
+        return process.wait(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        return None
+    finally:
+        kill_tree(process)
 
 
 def kill_tree(process: subprocess.Popen[bytes]) -> None:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import shutil
 import time
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
@@ -18,8 +15,8 @@ from unsloth_ddp.data.revisions import dataset_revisions
 from unsloth_ddp.data.sources import checked_files, read_rows
 from unsloth_ddp.model.files import model_folder
 from unsloth_ddp.parity.comparison import LaunchComparison, LaunchOutcome, Tolerance, compare_launch
-from unsloth_ddp.parity.launches import Launch, launch_command, launch_settings, schedule_launches
-from unsloth_ddp.parity.processes import RunningLaunches
+from unsloth_ddp.parity.launches import Launch, launch_command, launch_settings
+from unsloth_ddp.parity.processes import run_launcher
 from unsloth_ddp.utils.errors import UserError
 from unsloth_ddp.utils.units import counted
 
@@ -63,48 +60,29 @@ def run_launches(check: ParityCheck, folder: Path) -> tuple[list[LaunchCompariso
         flush=True,
     )
 
-    running = RunningLaunches()
-
-    def run(launch: Launch, gpus: list[str]) -> LaunchOutcome:
-        config = folder / f"{launch.name}.yaml"
-        launch_settings(launch, check.settings, check.steps, check.precision, rows_file, folder).save(config)
-        return run_launch(launch, check.script, config, folder, gpus, check.timeout, running)
-
     rows: list[LaunchComparison] = []
     errors: list[str] = []
     tolerance, reference, initial = check.tolerance, None, None
-    with ThreadPoolExecutor(max_workers=max(1, len(check.gpus))) as pool, kill_on_error(running):
-        for wave in schedule_launches(check.launches, check.gpus):
-            for outcome in pool.map(run, *zip(*wave, strict=True)):
-                launch = outcome.launch
-                told = launch.name_for_people
-                print(f"  {told}: {'FAILED' if outcome.error else 'done'}, {outcome.seconds:.0f} s", flush=True)
-                if outcome.error:
-                    errors.append(f"{told} failed {outcome.error}")
-                if reference is None:
-                    reference = outcome
-                    # A Hub model is in the cache now, unless this launch failed.
-                    initial = model_folder(check.settings) if check.settings.method == "full" else None
-                if reference.error and outcome is not reference:
-                    continue
-                row, allowed = compare_launch(reference, outcome, initial, check.tolerance)
-                rows.append(row)
-                tolerance = max(tolerance, allowed, key=lambda t: t.value)
-                if outcome is not reference:
-                    shutil.rmtree(outcome.folder, ignore_errors=True)
-            if reference is not None and reference.error:
-                break
+    for launch in check.launches:
+        config = folder / f"{launch.name}.yaml"
+        launch_settings(launch, check.settings, check.steps, check.precision, rows_file, folder).save(config)
+        outcome = run_launch(launch, check.script, config, folder, check.gpus[: launch.processes], check.timeout)
+        told = launch.name_for_people
+        print(f"  {told}: {'FAILED' if outcome.error else 'done'}, {outcome.seconds:.0f} s", flush=True)
+        if outcome.error:
+            errors.append(f"{told} failed {outcome.error}")
+        if reference is None:
+            reference = outcome
+            # A Hub model is in the cache now, unless this launch failed.
+            initial = model_folder(check.settings) if check.settings.method == "full" else None
+        row, allowed = compare_launch(reference, outcome, initial, check.tolerance)
+        rows.append(row)
+        tolerance = max(tolerance, allowed, key=lambda t: t.value)
+        if reference.error:
+            break
+        if outcome is not reference:
+            shutil.rmtree(outcome.folder, ignore_errors=True)
     return rows, tolerance, errors
-
-
-@contextlib.contextmanager
-def kill_on_error(running: RunningLaunches) -> Iterator[None]:
-    """Kill all launches when an exception ends the check, instead of waiting for them."""
-    try:
-        yield
-    except BaseException:
-        running.end_all()
-        raise
 
 
 def write_rows(settings: Settings, count: int, path: Path) -> int:
@@ -128,7 +106,7 @@ def write_rows(settings: Settings, count: int, path: Path) -> int:
 
 
 def run_launch(
-    launch: Launch, script: Path, config: Path, output: Path, gpus: list[str], timeout: float, running: RunningLaunches
+    launch: Launch, script: Path, config: Path, output: Path, gpus: list[str], timeout: float
 ) -> LaunchOutcome:
     """Run one launch to its end, or kill it after `timeout` seconds."""
     folder, log = output / launch.name, output / f"{launch.name}.log"
@@ -138,7 +116,7 @@ def run_launch(
     if gpus:
         environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
     began = time.perf_counter()
-    code = running.run(launch_command(launch, script, config, cpu=not gpus), environ, log, timeout)
+    code = run_launcher(launch_command(launch, script, config, cpu=not gpus), environ, log, timeout)
     seconds = time.perf_counter() - began
     failure = "" if code == 0 else f"killed after --timeout {timeout:.0f} s" if code is None else f"exit code {code}"
     return read_outcome(launch, seconds, folder, failure, log.read_text(errors="replace"))

@@ -1,1 +1,1 @@
-"""Estimate memory, steps, time and network load of a run before renting GPUs."""
+"""Estimate memory, steps and time of a run before renting GPUs."""

@@ -1,7 +1,7 @@
-"""Estimate memory, steps, time and network load of a run before renting GPUs.
+"""Estimate memory, steps and time of a run before renting GPUs.
 
     uv run python -m unsloth_ddp.plan --config recipes/qwen3_8b_lora.yaml --dataset my_chats.jsonl \\
-        --nodes 4 --gpus_per_node 8 --bandwidth 25Gbps --gpu_memory 80GB --calibration h200
+        --nodes 4 --gpus_per_node 8 --bandwidth 25Gbps --gpu_memory 80GB
 
 Reads the model's config.json and tokenizer, and the rows; no weights are downloaded, nothing is trained and no GPU is
 needed.
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import importlib.util
+import math
 import re
 import sys
 from pathlib import Path
@@ -25,8 +25,7 @@ from unsloth_ddp.distributed.runtime import quiet_imports
 from unsloth_ddp.utils.errors import UserError
 from unsloth_ddp.utils.json_file import write_as_asked
 from unsloth_ddp.utils.streams import protect_streams
-from unsloth_ddp.utils.tables import fit_text
-from unsloth_ddp.utils.units import parse_bandwidth, parse_memory, shown_bytes
+from unsloth_ddp.utils.units import parse_bandwidth, parse_memory
 
 
 def make_parser() -> Parser:
@@ -49,19 +48,10 @@ def make_parser() -> Parser:
         help="compute capability of the GPU: 7.5 for a T4 or RTX 20, 7.0 for a V100, which have no bf16 and no flash attention [8.0 or newer]",
     )  # fmt: skip
     parser.add_argument(
-        "--calibration", metavar="FILE", help="measured speeds: a file, or h200 for the shipped one [no times]"
-    )
-    parser.add_argument(
-        "--calibrate", type=Path, nargs="+", metavar="RUN",
-        help="first write the speeds of these finished runs to --calibration; give their model and rows as options",
+        "--tokens_per_second", type=float, metavar="N",
+        help="measured speed of one GPU, as a short run with these options logs it [no times]",
     )  # fmt: skip
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the plan to FILE as JSON")
-    parser.add_argument(
-        "--picture",
-        type=Path,
-        metavar="FILE",
-        help="also draw the efficiency over the number of GPUs (needs matplotlib)",
-    )
     return parser
 
 
@@ -83,9 +73,7 @@ def plan(argv: list[str]) -> None:
     quiet_imports()
     # Imported here, so that mistakes in the options are reported before torch is loaded, which takes seconds.
     from unsloth_ddp.data.packing import BatchRequest, plan_step
-    from unsloth_ddp.plan.calibration import Calibration, load_calibration, measure_run, save_calibration
-    from unsloth_ddp.plan.compute import Hardware, find_least_memory, make_plan
-    from unsloth_ddp.plan.picture import draw_efficiency
+    from unsloth_ddp.plan.compute import Hardware, make_plan
     from unsloth_ddp.plan.report import PlanReport, plan_as_json, render_plan
     from unsloth_ddp.plan.rows import tokenize_rows
     from unsloth_ddp.plan.shape import read_model_shape
@@ -94,52 +82,26 @@ def plan(argv: list[str]) -> None:
 
     request = BatchRequest.of(settings, given.nodes * given.gpus_per_node)
     _silence_transformers()
-    calibration = load_calibration(given.calibration) if given.calibration and not given.calibrate else None
-    hardware = Hardware(given.nodes, given.gpus_per_node, networks, inside, gpu_memory, capability)
+    hardware = Hardware(
+        given.nodes, given.gpus_per_node, networks, inside, gpu_memory, capability, given.tokens_per_second
+    )
     check_training_arguments(settings)
     shape = read_model_shape(settings)
-    if gpu_memory:
-        least = find_least_memory(settings, shape, hardware.processes)
-        if least.memory.total > gpu_memory:
-            # Said before the rows are downloaded and tokenized.
-            print(
-                fit_text(
-                    f"plan: {settings.model} does not fit this GPU in any way: even method {least.method} with sharding "
-                    f"{least.config} needs at least {shown_bytes(least.memory.total)}, and a GPU has {shown_bytes(gpu_memory)}."
-                ),
-                flush=True,
-            )
     rows = tokenize_rows(settings)
-    batch, packing, _ = plan_step(request, rows.each, planned_packing(settings, capability))
-    if given.calibrate:
-        found = [measure_run(run, settings.model, shape, rows) for run in given.calibrate]
-        if len({gpu for gpu, _ in found}) > 1:
-            raise UserError("--calibrate names runs on different GPUs; write a file for each kind.")
-        calibration = Calibration(found[0][0], "logged by train_ddp.py", [measurement for _, measurement in found])
-        save_calibration(calibration, Path(given.calibration))
+    batch, packing, _ = plan_step(request, rows.each, planned_packing(settings, shape, capability))
     rows = rows.packed(packing)
-    computed = make_plan(settings, shape, rows, batch, hardware, calibration)
-    made = PlanReport(settings, shape, rows, hardware, computed, calibration)
+    computed = make_plan(settings, shape, rows, batch, hardware)
+    made = PlanReport(settings, shape, rows, hardware, computed)
     print(render_plan(made, colour=sys.stdout.isatty()), flush=True)
     if given.json:
         write_as_asked("--json", given.json, plan_as_json(made))
-    if given.picture:
-        draw_efficiency(given.picture, hardware, computed)
 
 
 def _check_options(given: argparse.Namespace) -> None:
-    for name in ("nodes", "gpus_per_node"):
-        if getattr(given, name) <= 0:
-            raise UserError(f"--{name} is {getattr(given, name)}, but it has to be above 0.")
-    if given.calibrate and not given.calibration:
-        raise UserError("--calibrate writes a file; name it with --calibration.")
-    for run in given.calibrate or []:
-        if not (run / "summary.json").is_file():
-            raise UserError(
-                f"--calibrate {run} is not the folder of a finished run (it has no summary.json); give outputs/RUN."
-            )
-    if given.picture and importlib.util.find_spec("matplotlib") is None:
-        raise UserError("--picture needs matplotlib, which is not installed; run with uv run --group bench.")
+    for name in ("nodes", "gpus_per_node", "tokens_per_second"):
+        value = getattr(given, name)
+        if value is not None and not 0 < value < math.inf:
+            raise UserError(f"--{name} is {value:g}, but it has to be above 0.")
 
 
 def _parse_capability(text: str | None) -> tuple[int, int]:

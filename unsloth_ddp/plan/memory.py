@@ -159,7 +159,7 @@ def _in_host_memory(
 
 def _frozen_bytes(shape: ModelShape, method: Method, work: Workload) -> float:
     if method == "full":
-        return 0.0
+        return float(shape.towers * work.precision)
     if method == "qlora":
         # bitsandbytes packs linear layers; Unsloth has it pack stacked experts too.
         packed = shape.linear + (shape.experts if work.backend == "unsloth" else 0)
@@ -180,12 +180,6 @@ def _with_ddp(shape: ModelShape, method: Method, work: Workload, frozen: float, 
     held = frozen + trained * master
     states = optimizer_state_bytes(shape, method, work.optimizer, master)
     return MemoryEstimate(held, trained * master, states, buckets + cast, activations, loading=held)
-
-
-def sharded_bytes(shape: ModelShape, method: Method, work: Workload) -> tuple[float, float]:
-    """Return the bytes of all weights as FSDP2 gathers them, and of all gradients as it averages them, in fp32."""
-    trained = shape.trained(method)
-    return _frozen_bytes(shape, method, work) + trained * work.precision, trained * 4.0
 
 
 def _gathered_bytes(shape: ModelShape, method: Method, work: Workload, frozen: float) -> float:

@@ -1,8 +1,7 @@
 """Estimate the time to average gradients and the scaling efficiency: pure arithmetic.
 
 Only link bandwidth and uneven rows are modelled. NCCL's start-up time, congestion and occasionally slow machines are
-left out, so real figures are lower, and more so with more machines. The published figures in GUIDE show by how much:
-fitted to their 95 % on 4 GPUs, the ring alone gives 93 % on 8 and 92 % on 16, where the guide has 88 % and 80 %.
+left out, so real figures are lower, and more so with more machines (docs/plan.md, Time).
 """
 
 from __future__ import annotations
@@ -15,10 +14,6 @@ import numpy as np
 
 from unsloth_ddp.data.batch_plan import BatchPlan, arrange
 
-# Scaling efficiency in the published guide for several machines, 2 A100s each. The guide does not say how it was
-# measured.
-GUIDE = {4: 0.95, 8: 0.88, 16: 0.80}
-GUIDE_GPUS_A_NODE = 2
 # DDP sends gradients in buckets of this size during the backward pass; nothing overlaps with the last one.
 DDP_BUCKET = 25 * 2**20
 # Number of steps sampled to see how uneven rows are.
@@ -42,26 +37,6 @@ def all_reduce_seconds(size: float, nodes: int, gpus: int, links: Links) -> floa
     """
     inside = 2 * (gpus - 1) / gpus * size / links.inside if links.inside else 0.0
     between = 2 * (nodes - 1) / nodes * size / links.network
-    return inside + between
-
-
-def sharded_seconds(
-    weights: float, gradients: float, micro_batches: int, nodes: int, gpus: int, links: Links, *, hybrid: bool
-) -> float:
-    """Return the seconds that FSDP2 sends in a step over `nodes` machines of `gpus` GPUs each.
-
-    It gathers the weights for every forward and backward pass, and averages gradients after every backward pass.
-
-    Args:
-        weights: bytes of all weights, as they are gathered.
-        gradients: bytes of all gradients, as they are averaged.
-        micro_batches: in a step.
-        hybrid: each machine holds a copy of the model, so that only gradients cross the network, once a step.
-    """
-    sharing = gpus if hybrid else nodes * gpus
-    sent = (2 * weights + gradients) * micro_batches
-    inside = (sharing - 1) / sharing * sent / links.inside if links.inside else 0.0
-    between = (nodes - 1) / nodes * (2 * gradients if hybrid else sent) / links.network
     return inside + between
 
 
@@ -102,13 +77,6 @@ def balance_efficiency(lengths: Sequence[int], per_device: int, accumulation: in
     return float(average / slowest)
 
 
-def gpu_counts(gpus_per_node: int, most: int = 1024) -> list[int]:
-    """Return 1, 2, 4 ... GPUs of one machine, then 1, 2, 4 ... machines, up to `most` GPUs."""
-    inside = [2**k for k in range(11) if 2**k < gpus_per_node]
-    machines = [gpus_per_node * 2**k for k in range(11) if gpus_per_node * 2**k <= most]
-    return [*inside, *machines] or [gpus_per_node]
-
-
 @dataclass(frozen=True)
 class StepWork:
     """The work of one GPU in an optimizer step.
@@ -131,9 +99,3 @@ def scaling_efficiency(step: StepWork, nodes: int, gpus: int, links: Links, even
     all_reduce = all_reduce_seconds(step.gradients, nodes, gpus, links)
     compute = step.compute / even
     return step.compute / (compute + exposed_seconds(step.gradients, all_reduce, backward))
-
-
-def ring_fit(known: float, nodes: int, others: Sequence[int]) -> list[float]:
-    """Return the efficiency on other numbers of machines if the ring alone explains the `known` one on `nodes`."""
-    waited = (1 / known - 1) / ((nodes - 1) / nodes)
-    return [1 / (1 + waited * (count - 1) / count) for count in others]

@@ -1,4 +1,4 @@
-"""Write a plan as tables, JSON and a picture."""
+"""Write a plan as tables and JSON."""
 
 from __future__ import annotations
 
@@ -7,10 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from unsloth_ddp.config.options import Settings
-from unsloth_ddp.plan.calibration import TOO_FAR, Calibration
 from unsloth_ddp.plan.compute import Hardware, MemoryRow, Plan
 from unsloth_ddp.plan.memory import RESERVE
-from unsloth_ddp.plan.network import GUIDE, GUIDE_GPUS_A_NODE, Links, all_reduce_seconds, ring_fit
 from unsloth_ddp.plan.rows import RowLengths
 from unsloth_ddp.plan.shape import ModelShape
 from unsloth_ddp.plan.step import backend_of, planned_packing, precision_of
@@ -18,12 +16,11 @@ from unsloth_ddp.training.step_choice import StepChoice
 from unsloth_ddp.utils.tables import Column, fit_text, output_width, render_pairs, render_table, wrap_text
 from unsloth_ddp.utils.units import GIB, MIB, counted, shown_bandwidth, shown_bytes, shown_seconds
 
-HOW_TO_CALIBRATE = "Give --calibration h200, or measure your own GPU (docs/plan.md#time)."
-NO_CALIBRATION = f"Time and efficiency are left out, because they need measured speeds. {HOW_TO_CALIBRATE}"
+NO_SPEED = (
+    "Time and efficiency are left out: give --tokens_per_second, the measured speed of one GPU (docs/plan.md#time)."
+)
 # Columns of the table of memory that a narrow terminal leaves out; the JSON file has them.
 NOT_IN_NARROW = ("optimizer", "working", "loading")
-# The table of scaling shows up to this many times the GPUs of the run; the JSON file has more.
-SHOWN_GROWTH = 4
 COLOURS = {"fits": "green", "tight": "yellow", "unknown": "yellow", "does not fit": "bold red"}
 
 
@@ -36,7 +33,6 @@ class PlanReport:
     rows: RowLengths
     hardware: Hardware
     plan: Plan
-    calibration: Calibration | None
 
 
 def render_plan(report: PlanReport, *, width: int | None = None, colour: bool = False) -> str:
@@ -44,16 +40,10 @@ def render_plan(report: PlanReport, *, width: int | None = None, colour: bool = 
     settings, hardware, plan = report.settings, report.hardware, report.plan
     width = width or output_width()
     of_gpu = f" (of {shown_bytes(hardware.gpu_memory)})" if hardware.gpu_memory else ""
-    machines = f"{counted(hardware.nodes, 'node')} of {counted(hardware.gpus_per_node, 'GPU')}"
     tables = [
         ("Run", render_pairs(dict(_run_rows(report)), width=width)),
         (_memory_title(plan, of_gpu), _memory_table(settings, plan, width, colour)),
-        (
-            f"Seconds to average the gradients of one step with DDP over {machines}",
-            _network_table(settings, hardware, plan, width),
-        ),
-        *_sharded_network(settings, hardware, plan, width, machines),
-        ("Scaling, as far as links and uneven rows decide it", _scale_table(hardware, plan, width)),
+        *_time_table(hardware, plan, width),
     ]
     parts = [f"{fit_text(title, width)}\n{table}" for title, table in tables]
     parts[1] += "\n" + "\n".join(wrap_text(verdict_sentence(report), width))
@@ -74,7 +64,7 @@ def _run_rows(report: PlanReport) -> list[tuple[str, str]]:
     return [
         ("model", f"{settings.model} ({shape.parameters:,} parameters; LoRA trains {shape.trained('lora'):,})"),
         ("training", f"method {settings.method}, {precision_of(settings)}, backend {backend_of(settings)}, "
-                     f"gradient_checkpointing {settings.gradient_checkpointing}, {settings.optim}"),
+                     f"gradient_checkpointing {_chosen(report).checkpointing}, {settings.optim}"),
         ("hardware", f"{counted(hardware.nodes, 'node')} x {counted(hardware.gpus_per_node, 'GPU')}"),
         (rows.unit, f"{amount} ({counted(rows.tokens, 'token')}, mean {rows.mean:,.0f}, longest {rows.longest:,})"),
         ("global batch", f"{counted(batch.per_device, unit)} per device x {batch.accumulation} accumulation x "
@@ -129,60 +119,24 @@ def _is_chosen(settings: Settings, row: MemoryRow) -> bool:
     return row.method == settings.method and row.sharding == "none"
 
 
-def _network_table(settings: Settings, hardware: Hardware, plan: Plan, width: int) -> str:
-    columns = ["method", "gradients", *(f"at {shown_bandwidth(network)}" for network in hardware.networks)]
-    rows = []
-    for method, size in plan.gradients.items():
-        times = [
-            all_reduce_seconds(size, hardware.nodes, hardware.gpus_per_node, Links(network, hardware.inside))
-            for network in hardware.networks
-        ]
-        rows.append([method + ("*" if method == settings.method else ""), shown_bytes(size), *map(_show_time, times)])
-    return render_table([columns[0], *(Column(name, "right") for name in columns[1:])], rows, width=width)
+def _chosen(report: PlanReport) -> MemoryRow:
+    return next(row for row in report.plan.memory if _is_chosen(report.settings, row))
 
 
-def _sharded_network(
-    settings: Settings, hardware: Hardware, plan: Plan, width: int, machines: str
-) -> list[tuple[str, str]]:
-    """Return title and table of what a step with sharded weights sends; nothing on one node."""
-    if not plan.sharded:
-        return []
-    columns = ["method", "sharding", "weights", "gradients", *(f"at {shown_bandwidth(n)}" for n in hardware.networks)]
+def _time_table(hardware: Hardware, plan: Plan, width: int) -> list[tuple[str, str]]:
+    """Return title and table of the duration of the run over each network; nothing without a measured speed."""
+    # Machines are not joined by a network where there is one, so its lines would be the same.
+    shown = plan.durations if hardware.nodes > 1 else plan.durations[:1]
+    columns = [
+        Column("network"),
+        *(Column(name, "right") for name in ("all-reduce", "even rows", "efficiency", "run", "GPU-hours")),
+    ]
     rows = [
-        [one.method + "*" * (one.method == settings.method), one.config, shown_bytes(one.weights),
-         shown_bytes(one.gradients), *map(_show_time, one.seconds)]
-        for one in plan.sharded
+        [shown_bandwidth(one.network) if hardware.nodes > 1 else "-",
+         shown_seconds(one.all_reduce), _percent(plan.even), _percent(one.efficiency), _show_duration(one.hours), _show_gpu_hours(one.hours * hardware.processes)]
+        for one in shown
     ]  # fmt: skip
-    numbers = [Column(name, "right") for name in columns[2:]]
-    title = f"Seconds to send the weights and gradients of one step with FSDP2 over {machines}"
-    return [(title, render_table([*columns[:2], *numbers], rows, width=width))]
-
-
-def _show_time(seconds: float) -> str:
-    return shown_seconds(seconds) if seconds else "-"
-
-
-def _scale_table(hardware: Hardware, plan: Plan, width: int) -> str:
-    """Return one line per number of GPUs and network; efficiencies and times only with a measured speed."""
-    columns = ["GPUs", "nodes", "network", "all-reduce", "even rows"]
-    if plan.speed is not None:
-        columns += ["same work", "same batch", "run", "GPU-hours"]
-    rows = []
-    most = max(SHOWN_GROWTH * hardware.processes, plan.scale[0].gpus)
-    for one in (one for one in plan.scale if one.gpus <= most):
-        for index, network in enumerate(hardware.networks):
-            # Machines are not joined by a network where there is one, so its lines would be the same.
-            if index and one.nodes == 1:
-                continue
-            cells = [str(one.gpus), str(one.nodes)] if not index else ["", ""]
-            cells += [shown_bandwidth(network) if one.nodes > 1 else "-", _show_time(one.all_reduce[index])]
-            cells += [_percent(one.even) if not index else ""]
-            if plan.speed is not None:
-                cells += [_percent(values[index] if values else None) for values in (one.same_work, one.same_batch)]
-                hours = one.hours[index] if one.hours else None
-                cells += ["-", "-"] if hours is None else [_show_duration(hours), _show_gpu_hours(hours * one.gpus)]
-            rows.append(cells)
-    return render_table([Column(name, "right") for name in columns], rows, width=width)
+    return [("Time of the run with DDP", render_table(columns, rows, width=width))] if rows else []
 
 
 def _show_duration(hours: float) -> str:
@@ -202,8 +156,8 @@ def verdict_sentence(report: PlanReport) -> str:
     """Return the answer to "does it fit?" for the run as set."""
     settings, plan, limit = report.settings, report.plan, report.hardware.gpu_memory
     if not limit:
-        return "Give --gpu_memory, such as 80GB, to learn what fits."
-    mine = next(row for row in plan.memory if _is_chosen(settings, row))
+        return "Give --gpu_memory, such as 80GB, to learn what fits; without it everything is taken to fit."
+    mine = _chosen(report)
     gpu = f"a GPU of {shown_bytes(limit)}"
     needed = f"needs about {shown_bytes(mine.memory.total)} at its peak"
     if mine.verdict == "fits":
@@ -226,7 +180,7 @@ def verdict_sentence(report: PlanReport) -> str:
 
 def notes(report: PlanReport) -> list[str]:
     """Return the sentences on what the tables rest on, and what they leave out."""
-    hardware, plan, calibration = report.hardware, report.plan, report.calibration
+    hardware, plan = report.hardware, report.plan
     said = [
         "Memory: peak is the highest of the backward pass, the optimizer step and loading. Up to "
         f"{RESERVE:.0%} of a GPU counts as a fit. Runs took up to twice as much as a lower bound (docs/plan.md#memory)."
@@ -245,26 +199,16 @@ def notes(report: PlanReport) -> list[str]:
             "Mixture of experts: only one was measured, with FSDP2 (docs/sharding.md), so take every figure of memory as a lower bound."
             + (" With the transformers backend QLoRA leaves the experts in 16 bit." if report.shape.experts else "")
         )
-    if report.shape.all_experts:
-        said.append("Every expert is counted as if each token used all of them, so time is too high.")
     if hardware.inside is None and hardware.gpus_per_node > 1:
         said.append("The links inside a node are not counted: give --node_bandwidth (preflight measures it).")
-    if calibration is None:
-        said.append(NO_CALIBRATION)
-    elif plan.speed is None:
+    if plan.durations:
         said.append(
-            f"Time and efficiency are left out: the calibration of {calibration.gpu} has no measurement of this method, "
-            f"precision and kind of rows within a factor of {TOO_FAR} of this model's work per token and this micro-batch's "
-            f"tokens. {HOW_TO_CALIBRATE}"
+            "Time: all-reduce averages the gradients of a step; efficiency is a GPU's speed relative to one alone; even rows is the part that uneven rows allow, as a step "
+            "lasts as long as its GPU with the most tokens. Start-up, evaluation, saving, congestion and slow machines come "
+            "on top (docs/plan.md#time)."
         )
     else:
-        named = "; ".join(plan.speed.sources)
-        said.append(f"Speed: {plan.speed.tokens_per_second:,.0f} tokens/s per GPU, from {calibration.gpu}: {named}.")
-        if plan.speed.differences:
-            said.append(
-                "The measured run differs from this one, so take its speed as an order of magnitude: "
-                f"{'; '.join(plan.speed.differences)}."
-            )
+        said.append(NO_SPEED)
     if report.rows.streamed:
         unit = report.rows.unit.removesuffix("s")
         said.append(
@@ -273,54 +217,17 @@ def notes(report: PlanReport) -> list[str]:
             + (" As in a run, CUDA graphs are assumed however much is padded." if plan.graphs.uses_graphs else "")
         )
     if report.settings.packing == "auto":
-        decision = planned_packing(report.settings, report.hardware.capability)
-        planned = "packed rows, for which most models have a kernel with torch 2.12 on"
+        decision = planned_packing(report.settings, report.shape, report.hardware.capability)
+        planned = "packed rows, for which this model has a kernel with torch 2.12 on"
         if not decision.packed:
             planned = f"padded rows, because {decision.reason}; --packing on plans packs"
         said.append(f"packing auto is planned as {planned}.")
-    return [*said, *_describe_auto_options(report), *_describe_scaling(plan)]
-
-
-def _describe_scaling(plan: Plan) -> list[str]:
-    if plan.speed is None:
-        return [
-            "Scaling: all-reduce is the time to average the gradients of a step; even rows is the efficiency that uneven "
-            "rows allow."
-        ]
-    others = [count for count in GUIDE if count > 4]
-    ring = ring_fit(GUIDE[4], 4 // GUIDE_GPUS_A_NODE, [count // GUIDE_GPUS_A_NODE for count in others])
-    fitted = ", ".join(f"{r:.0%} at {c} GPUs (published: {GUIDE[c]:.0%})" for r, c in zip(ring, others, strict=True))
-    return [
-        "Scaling: efficiency is a GPU's speed relative to one alone, with the same work per GPU or with the same global "
-        "batch; even rows is the part that uneven rows allow, as a step lasts as long as its GPU with the most tokens. run "
-        "and GPU-hours are for the same global batch. Start-up, evaluation, saving, congestion and slow machines come on "
-        f"top: fitted to the published {GUIDE[4]:.0%} on 2 nodes x 2 A100s, this model gives {fitted}."
-    ]
-
-
-def _describe_auto_options(report: PlanReport) -> list[str]:
-    """Return a sentence for each auto option, with the value that is planned."""
-    settings, plan, limit = report.settings, report.plan, report.hardware.gpu_memory
-    nothing = any(_is_chosen(settings, row) and row.verdict == "does not fit" for row in plan.memory)
-    said = []
-    if settings.per_device_train_batch_size == "auto":
-        why = (
-            "the most that fits, makes a step faster, and keeps the global batch"
-            if limit
-            else "the most that makes a step faster and keeps the global batch; without --gpu_memory everything is taken to fit"
-        )
-        why = "though not even that fits" if nothing else why
-        said.append(f"per_device_train_batch_size auto is planned as {plan.batch.per_device}, {why}.")
-    if settings.gradient_checkpointing == "auto":
-        why = "" if limit else ": none, because --gpu_memory is not given"
-        kind = "kind that needs least memory, as none fits" if nothing else "first kind that fits"
-        said.append(f"gradient_checkpointing auto is planned as the {kind}{why}.")
     return said
 
 
 def plan_as_json(report: PlanReport) -> dict[str, Any]:
     """Return everything that was computed, in bytes and seconds."""
-    plan, rows, calibration = report.plan, report.rows, report.calibration
+    plan, rows = report.plan, report.rows
     memory = [
         {
             "method": m.method,
@@ -345,7 +252,6 @@ def plan_as_json(report: PlanReport) -> dict[str, Any]:
             "supervised": rows.supervised,
         },
         "hardware": dataclasses.asdict(report.hardware),
-        "calibration": calibration and {"gpu": calibration.gpu, "source": calibration.source},
         "plan": {**dataclasses.asdict(plan), "memory": memory},
         "notes": [verdict_sentence(report), *notes(report)],
     }

@@ -7,15 +7,22 @@ and every tensor that autograd saves is added up.
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from unsloth_ddp.config.options import Settings
+from unsloth_ddp.data.packing import PackingObstacles
+from unsloth_ddp.distributed.runtime import choose_backend
+from unsloth_ddp.distributed.sharding import unsupported_by_unsloth
+from unsloth_ddp.model.attention import packing_obstacles
 from unsloth_ddp.model.classes import model_class, read_config
 from unsloth_ddp.model.experts import EXPERTS, EXPERTS_A_TOKEN, adapted_parameters, number_in, stacked_experts
 from unsloth_ddp.model.modules import text_decoder, weights_of_first_layer
+from unsloth_ddp.model.parts import parts_beside_text
 from unsloth_ddp.utils.errors import UserError, one_line
 
 # Tokens of that forward pass; the result is per token.
@@ -37,13 +44,15 @@ class ModelShape:
     layer_kept       bytes per token that a block keeps for its backward pass, in 16 bit, without attention scores
     outside_kept     bytes per token kept outside the blocks
     experts          parameters of experts that are stacked in one tensor, which is not a linear layer: Unsloth's QLoRA packs them, Transformers' does not
-    active_experts   of those, the ones that a token is multiplied with
+    active_experts   of those, the ones that a token is multiplied with; all where the config does not say how many
     adapted_experts  of those, the ones that the adapter changes
     has_experts      the model is a mixture of experts
-    all_experts      the config does not say how many experts a token is routed to, so all count as active
     model_type       of config.json
     quantized        the model's files are quantized
     layer_weights    in linear layers of the first block, those of the adapter included; 0 if it is not known
+    towers           parameters beside the text decoder that full training freezes
+    tower_linear     of those, in linear layers
+    packing          what in the model is against packed rows
     """
 
     parameters: int
@@ -60,14 +69,16 @@ class ModelShape:
     active_experts: int = 0
     adapted_experts: int = 0
     has_experts: bool = False
-    all_experts: bool = False
     model_type: str = ""
     quantized: bool = False
     layer_weights: int = 0
+    towers: int = 0
+    tower_linear: int = 0
+    packing: PackingObstacles = dataclasses.field(default_factory=PackingObstacles)
 
     def trained(self, method: str) -> int:
         """Return the number of parameters that a method trains."""
-        return self.parameters if method == "full" else self.adapter
+        return self.parameters - self.towers if method == "full" else self.adapter
 
     def flops_a_token(self, method: str) -> float:
         """Return the model FLOP per token: 2 n forward, 2 n for input gradients, 2 for each trained weight.
@@ -87,7 +98,7 @@ class ModelShape:
 
     def _multiplied(self, method: str) -> float:
         """Return the number of weights that a token is multiplied with."""
-        base = self.linear + self.active_experts + self.head
+        base = self.linear - self.tower_linear + self.active_experts + self.head
         # Of an adapter on experts all counts: PEFT adds it to every expert's weights, whatever the tokens.
         return base if method == "full" else base + self.adapter
 
@@ -141,7 +152,11 @@ def count_shape(model: Any, settings: Settings) -> ModelShape:
     # Experts that are linear layers of their own are counted among those.
     counted = not known or bool(stacked and used)
     vocabulary, head_size = head.weight.shape[0], head.weight.numel()
-    blocks = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    packing = packing_obstacles(model, unsloth_attention=_has_unsloth_attention(settings, model.config.model_type))
+    beside = {id(one): one for part in parts_beside_text(model).values() for one in part.modules()}
+    blocks = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer) and id(m) not in beside]
+    towers = {id(p): p for one in beside.values() for p in one.parameters()}
+    tower_linear = sum(one.weight.numel() for one in beside.values() if isinstance(one, torch.nn.Linear))
     try:
         adapted: Any = get_peft_model(model, lora_config(settings, model), low_cpu_mem_usage=True)
     except ValueError as error:
@@ -167,10 +182,20 @@ def count_shape(model: Any, settings: Settings) -> ModelShape:
         active_experts=experts * used // known if counted and known else experts,
         adapted_experts=with_adapter,
         has_experts=known > 0,
-        all_experts=not counted,
         model_type=model.config.model_type,
         layer_weights=weights_of_first_layer(adapted),
+        towers=0 if settings.train_towers else sum(p.numel() for p in towers.values()),
+        tower_linear=tower_linear,
+        packing=packing,
     )
+
+
+def _has_unsloth_attention(settings: Settings, model_type: str) -> bool:
+    """Return whether Unsloth replaces the attention of this architecture, for which it has a file then."""
+    if choose_backend(settings.backend, True, unsupported_by_unsloth(settings, "none", "none")) != "unsloth":
+        return False
+    found = importlib.util.find_spec("unsloth")
+    return bool(found and found.origin and (Path(found.origin).parent / "models" / f"{model_type}.py").is_file())
 
 
 def _without_adapted_experts(model: torch.nn.Module) -> None:

@@ -180,13 +180,16 @@ def is_chosen(memory: MemoryEstimate, sharding: Sharding, gpu_memory: float) -> 
     return memory.total <= RESERVE * gpu_memory and memory.passing <= share * gpu_memory
 
 
-def planned_packing(settings: Settings, capability: tuple[int, int] = AMPERE) -> PackingDecision:
+def planned_packing(settings: Settings, shape: ModelShape, capability: tuple[int, int] = AMPERE) -> PackingDecision:
     """Decide packing as on a GPU of this compute capability without flash-attn and xformers (model/attention.py)."""
     backend, precision = backend_of(settings), precision_of(settings)
     replaceable = backend == "unsloth" or settings.attn_implementation is None
     older = capability < AMPERE
-    kernel = "torch's varlen_attn" if replaceable and precision != "fp32" and not older else None
+    found = shape.packing
+    takes = replaceable and precision != "fp32" and not older and found.no_kernel is None
     place = describe_backend(backend, precision, settings)
     if older:
         place += describe_older_gpu("a GPU", capability)
-    return decide_packing(settings.packing, place, kernel, wrong=None, doubtful=None)
+    missing = found.no_kernel or f"{place} has no attention kernel for packed rows"
+    kernel = "torch's varlen_attn" if takes else None
+    return decide_packing(settings.packing, missing, kernel, wrong=found.wrong, doubtful=found.doubtful)

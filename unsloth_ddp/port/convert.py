@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from unsloth_ddp.config.aliases import ALIASES, OTHER_VALUES, TOOLS
-from unsloth_ddp.config.ignored import ADAPTER
 from unsloth_ddp.config.options import OPTIONS, Settings
+from unsloth_ddp.config.questionable import ADAPTER
 from unsloth_ddp.config.trainer_args import OWNED_ARGS, RefusedField, check_trainer_args
 from unsloth_ddp.config.upstream_names import known_names, other_trl_configs, sft_config_fields
 from unsloth_ddp.port.ported import Ported

@@ -18,7 +18,7 @@ from unsloth_ddp.config.command_line import Parser, make_command_parser
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.config.parse import parse_settings
 from unsloth_ddp.distributed.exit_codes import EXIT_USER_ERROR, note_exit_code
-from unsloth_ddp.preflight.output import print_message
+from unsloth_ddp.preflight.checks import print_message
 from unsloth_ddp.preflight.run import PreflightOptions, run_preflight
 from unsloth_ddp.utils.errors import UserError
 from unsloth_ddp.utils.streams import protect_streams

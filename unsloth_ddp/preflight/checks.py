@@ -1,12 +1,24 @@
-"""Define the rows of preflight's table, merge them over nodes, and derive the exit code."""
+"""Run checks with a time limit, merge them over nodes, and write them as a table for people and as JSON for programs."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import dataclasses
+import json
+import sys
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal, TypeVar
 
+from unsloth_ddp.utils.errors import one_line
+from unsloth_ddp.utils.json_file import write_json
+from unsloth_ddp.utils.tables import Column, fit_text, render_table
 from unsloth_ddp.utils.units import counted
+
+T = TypeVar("T")
+
+CHECK_SECONDS = 20
 
 Verdict = Literal["ok", "warning", "failure"]
 SEVERITY: dict[Verdict, int] = {"ok": 0, "warning": 1, "failure": 2}
@@ -20,6 +32,37 @@ class Check:
     values: dict[int, str]
     verdict: Verdict = "ok"
     remedy: str = ""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What a check found on one node: the value shown, the verdict and the remedy."""
+
+    shown: str
+    verdict: Verdict = "ok"
+    remedy: str = ""
+
+    def row(self, name: str, node: int) -> Check:
+        """Return the row of the table for this node."""
+        return Check(name, {node: self.shown}, self.verdict, self.remedy)
+
+
+def failure(shown: str, remedy: str) -> Finding:
+    """Return a finding that prevents training."""
+    return Finding(shown, "failure", remedy)
+
+
+def warning(shown: str, remedy: str) -> Finding:
+    """Return a finding that the user decides about."""
+    return Finding(shown, "warning", remedy)
+
+
+def run_check(name: str, node: int, check: Callable[[], Finding], seconds: float = CHECK_SECONDS) -> Check:
+    """Run a check of one node with a time limit; an error or a timeout becomes a warning."""
+    try:
+        return run_with_limit(check, seconds).row(name, node)
+    except Exception as error:
+        return not_checked(f"{type(error).__name__}: {one_line(error)}").row(name, node)
 
 
 def worst_verdict(verdicts: Iterable[Verdict]) -> Verdict:
@@ -64,9 +107,9 @@ def name_nodes(nodes: Iterable[int]) -> str:
     return f"node {text}" if len(numbers) == 1 else f"nodes {text}"
 
 
-def not_checked(name: str, node: int, reason: str) -> Check:
+def not_checked(reason: str) -> Finding:
     """Return a warning for a check that could not run; it says nothing about the node."""
-    return Check(name, {node: f"not checked: {reason}"}, "warning", "Preflight could not check this; check it by hand.")
+    return warning(f"not checked: {reason}", "Preflight could not check this; check it by hand.")
 
 
 def summarize_checks(checks: Sequence[Check]) -> str:
@@ -77,3 +120,119 @@ def summarize_checks(checks: Sequence[Check]) -> str:
         if names:
             parts.append(f"{counted(len(names), verdict)} ({', '.join(names)})")
     return " and ".join(parts) or "all ok"
+
+
+def run_with_limit(work: Callable[[], T], seconds: float) -> T:
+    """Return the result of `work`, which may hang (a dead file system, a stuck driver), run in a thread of its own.
+
+    Raises:
+        TimeoutError: `work` did not end in time. Its thread is abandoned and does not keep the process alive.
+    """
+    results: list[T] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            results.append(work())
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if errors:
+        raise errors[0]
+    if not results:
+        raise TimeoutError(f"no answer within {seconds:.0f} s")
+    return results[0]
+
+
+def run_or_none(work: Callable[[], T], seconds: float) -> T | None:
+    """Return the result of `work`, or None after the limit, as on a network file system whose server is gone."""
+    try:
+        return run_with_limit(work, seconds)
+    except TimeoutError:
+        return None
+
+
+COLOURS = {"ok": "green", "warning": "yellow", "failure": "bold red"}
+
+
+def show_checks(
+    checks: Sequence[Check],
+    title: str,
+    hosts: Mapping[int, str],
+    timings: Sequence[Mapping[str, Any]] = (),
+    *,
+    json_file: str | None,
+    writes: bool,
+) -> int:
+    """Print the table, or JSON in its place; return the exit code.
+
+    Args:
+        hosts: the name of every node.
+        json_file: a file that gets the JSON too, "-" for standard output in place of the table, None for neither.
+        writes: this node writes the file.
+    """
+    content = checks_as_json(checks, hosts, timings)
+    if json_file == "-":
+        print(json.dumps(content, indent=2), flush=True)
+    else:
+        print(render_checks(checks, title, colour=sys.stdout.isatty()))
+        print(fit_text(verdict_line(checks)), flush=True)
+    if json_file not in (None, "-") and writes:
+        try:
+            write_json(Path(str(json_file)), content)
+        except OSError as error:
+            print_message(f"preflight: --json {json_file} cannot be written: {error.strerror}; name another file.")
+    return exit_code(checks)
+
+
+def render_checks(checks: Sequence[Check], title: str, *, width: int | None = None, colour: bool = False) -> str:
+    """Return the table: check, value of each node, verdict, remedy."""
+    rows = [[check.name, merge_values(check.values), check.verdict, check.remedy] for check in checks]
+    columns = [Column("Check"), Column("Found"), Column("Verdict", styles=COLOURS), Column("What to do")]
+    if not any(check.remedy for check in checks):
+        rows, columns = [row[:3] for row in rows], columns[:3]
+    return render_table(columns, rows, title=title, width=width, colour=colour, rules=True)
+
+
+def merge_values(values: Mapping[int, str]) -> str:
+    """Return one line per value, with the nodes that have it; the value alone if all nodes agree."""
+    if len(set(values.values())) == 1:
+        return next(iter(values.values()))
+    by_value: dict[str, list[int]] = {}
+    for node, value in values.items():
+        by_value.setdefault(value, []).append(node)
+    return "\n".join(f"{name_nodes(nodes)}: {value}" for value, nodes in by_value.items())
+
+
+def verdict_line(checks: Sequence[Check]) -> str:
+    """Return the last line of the output: the overall verdict."""
+    text = {
+        "ok": "all checks passed; training can start",
+        "warning": f"{summarize_checks(checks)}; training can start",
+        "failure": f"{summarize_checks(checks)}; fix the failures before training",
+    }[worst_verdict(check.verdict for check in checks)]
+    return f"preflight: {text}."
+
+
+def checks_as_json(
+    checks: Sequence[Check], hosts: Mapping[int, str], timings: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
+    """Return everything in the table, and the figures behind the bandwidth rows."""
+    return {
+        "verdict": worst_verdict(check.verdict for check in checks),
+        "exit_code": exit_code(checks),
+        "nodes": {str(node): host for node, host in sorted(hosts.items())},
+        "checks": [
+            {**dataclasses.asdict(check), "values": {str(node): text for node, text in check.values.items()}}
+            for check in checks
+        ],
+        "timings": list(timings),
+    }
+
+
+def print_message(sentence: str) -> None:
+    """Print a sentence beside the table, to standard error."""
+    print(sentence, file=sys.stderr, flush=True)

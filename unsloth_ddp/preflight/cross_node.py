@@ -1,14 +1,17 @@
-"""Compare what all nodes have to agree on: pure functions from plain values by node to a Check."""
+"""Compare what all nodes have to agree on: pure functions from plain values by node to rows of the table."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from unsloth_ddp.preflight.checks import Check, Verdict, name_nodes
+from unsloth_ddp.config.options import OPTIONS, Settings
+from unsloth_ddp.preflight.checks import Check, Verdict, merge_checks, name_nodes, not_checked
+from unsloth_ddp.preflight.disks import output_folder
 from unsloth_ddp.preflight.machine import list_gpus
+from unsloth_ddp.utils.errors import one_line
 from unsloth_ddp.utils.units import shown_bytes
 
 # Packages that only log or convert; every other one decides what a run computes or how ranks communicate.
@@ -20,7 +23,10 @@ NUMERIC_VARIABLES = (
     "CUBLAS_WORKSPACE_CONFIG", "UNSLOTH_FORCE_FLOAT32", "ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED",
     "PARALLELISM_CONFIG_DP_REPLICATE_SIZE", "PARALLELISM_CONFIG_DP_SHARD_SIZE",
 )  # fmt: skip
-SKEW_LIMIT = 1.0
+# Options that name files or folders.
+PATHS = tuple(name for name, option in OPTIONS.items() if option.path)
+# The report of each node by its number.
+Reports = Mapping[int, Mapping[str, Any]]
 SECRET = re.compile(r"token|secret|password|passwd|api_?key", re.IGNORECASE)
 
 
@@ -239,24 +245,54 @@ def check_shared_folder(path: str, seen: Mapping[int, bool | None], sharded: boo
     return Check(name, values)
 
 
-def compare_clocks(skews: Mapping[int, tuple[float, float] | None]) -> Check:
-    """Compare the clocks of the nodes with node 0's.
+# ---- the reports of all nodes ----
+
+
+def decode_check(values: Mapping[str, Any]) -> Check:
+    """Return a Check that has been through JSON, where keys are text."""
+    return Check(**{**values, "values": {int(n): text for n, text in values["values"].items()}})
+
+
+def compare_reports(
+    reports: Reports, gpus: Mapping[int, str], local_world_size: int, *, cpu: bool, settings: Settings, sharded: bool
+) -> list[Check]:
+    """Return the rows of all nodes, merged, and the rows that compare the nodes.
 
     Args:
-        skews: seconds ahead of node 0 and the error of that figure; None where it was not measured.
+        gpus: uuid of each rank's GPU; "" without one.
+        cpu: the run is on the CPU.
+        sharded: every rank writes its part of a checkpoint.
     """
-    shown = {0: "reference"}
-    late = []
-    for node, skew in sorted(skews.items()):
-        if skew is None:
-            shown[node] = "not measured"
-            continue
-        ahead, exact = skew
-        shown[node] = f"{ahead * 1000:+.0f} ms (within {max(exact * 1000, 1):.0f})"
-        if abs(ahead) - exact > SKEW_LIMIT:
-            late.append(node)
-            shown[node] = f"{ahead:+.1f} s"
-    if late:
-        remedy = f"The clock of {name_nodes(late)} is off: start chrony, ntpd or systemd-timesyncd there."
-        return Check("clock skew", shown, "warning", remedy)
-    return Check("clock skew", shown)
+    rows = merge_checks([decode_check(check) for report in reports.values() for check in report["checks"]])
+    identities = {number: report["identity"] for number, report in reports.items()}
+
+    def compare(name: str, rows_of: Callable[[dict[int, Any]], Check | list[Check]], row: str = "") -> list[Check]:
+        """Compare one part of the identities; a node that could not read it gets a warning."""
+        found = {number: mine[name] for number, mine in identities.items() if name in mine}
+        unknown = {number: mine["unknown"][name] for number, mine in identities.items() if name in mine["unknown"]}
+        bad = [not_checked(reason).row(row or name, number) for number, reason in unknown.items()]
+        try:
+            good = rows_of(found) if found else []
+        except Exception as error:
+            reason = f"{type(error).__name__}: {one_line(error)}"
+            good = [not_checked(reason).row(row or name, number) for number in reports]
+        return merge_checks(bad) + (good if isinstance(good, list) else [good])
+
+    rows += compare("versions", compare_versions)
+    rows += compare("code", compare_code, "kit")
+    rows += compare("settings", lambda found: compare_settings(found, PATHS))
+    rows += compare("data", lambda found: compare_files("data", found, "dataset"))
+    rows += compare("model", lambda found: compare_files("model", found, "model"))
+    rows += compare("flags", compare_variables, "environment flags")
+    if len(gpus) == 1:
+        return rows
+    if not cpu:
+        rows += compare("gpus", compare_gpus, "same GPUs")
+    uuids = {rank: uuid for rank, uuid in gpus.items() if uuid}
+    if uuids:
+        node_of = {rank: rank // local_world_size for rank in gpus}
+        rows.append(check_one_gpu_per_rank(uuids, node_of))
+    others = {number: report for number, report in reports.items() if number}
+    shared = {number: report["shared"] for number, report in others.items()}
+    rows.append(check_shared_folder(str(output_folder(settings)), shared, sharded))
+    return rows

@@ -12,11 +12,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from unsloth_ddp.config.options import OPTIONS, Settings
+from unsloth_ddp.config.options import Settings
 from unsloth_ddp.data.sources import is_file
 from unsloth_ddp.model.files import weight_bytes
+from unsloth_ddp.preflight.checks import run_with_limit
 from unsloth_ddp.preflight.cross_node import SECRET
-from unsloth_ddp.preflight.time_limit import run_with_limit
 from unsloth_ddp.utils.errors import one_line
 from unsloth_ddp.utils.units import GIB, MIB
 from unsloth_ddp.utils.versions import PACKAGES, versions
@@ -32,8 +32,6 @@ NOT_COMPARED = ("UNSLOTH_COMPILE_LOCATION", "UNSLOTH_DDP_EXIT_CODE_FILE")
 TOKENIZER_FILES = (
     "tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "*.jinja", "*.model",
 )  # fmt: skip
-# Options that name files or folders.
-PATHS = tuple(name for name, option in OPTIONS.items() if option.path)
 
 # Hashing this many bytes takes about ten seconds of one core; a larger file is compared by samples.
 READ_WHOLE = 4 * GIB
@@ -47,7 +45,7 @@ def collect_identity(
     """Collect everything that has to agree on all nodes, ready for JSON; the error of a part that fails is in `unknown`.
 
     Args:
-        gpus: the GPUs that machine_facts.read_gpus returned.
+        gpus: the GPUs that machine.read_gpus returned.
         seconds: time limit of all parts together.
     """
     deadline = time.monotonic() + seconds

@@ -1,87 +1,56 @@
-"""Check one node's clock, disks, shared memory, GPUs and driver: pure functions from plain values to a Check."""
+"""Read and check one node's clock, shared memory, GPUs and driver; works with torch 2.11 to 2.14."""
 
 from __future__ import annotations
 
+import ctypes
+import subprocess
+import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from unsloth_ddp.distributed.missing_gpu import MissingGpu
 from unsloth_ddp.distributed.precision import check_full_weights, choose_precision, has_bf16
-from unsloth_ddp.preflight.checks import Check, Verdict
-from unsloth_ddp.utils.errors import UserError
+from unsloth_ddp.preflight.checks import Finding, failure, run_with_limit, warning
+from unsloth_ddp.utils.errors import UserError, one_line
 from unsloth_ddp.utils.units import GIB, counted, shown_bytes
 
 # Containers get 64 MB by default; NCCL and data loaders need more.
 SHARED_MEMORY_WANTED = GIB
-CACHE_WANTED = 2 * GIB
-LOGS_WANTED = GIB // 4
 # Seconds of the kernel's own error bound, above which systemd too calls a clock unsynchronised.
 CLOCK_ERROR_LIMIT = 16.0
+GPU_SECONDS = 60
+SMI_SECONDS = 20
 
 
-def check_clock(node: int, error_seconds: float | None, nodes: int) -> Check:
+def check_clock(error_seconds: float | None, nodes: int) -> Finding:
     """Check that NTP keeps the kernel's clock.
 
     Args:
         error_seconds: the kernel's bound on its error; None where it cannot be read.
     """
     if error_seconds is None:
-        return Check("clock", {node: "not known whether synchronised"})
+        return Finding("not known whether synchronised")
     if error_seconds < CLOCK_ERROR_LIMIT:
-        return Check("clock", {node: "synchronised"})
+        return Finding("synchronised")
     if nodes == 1:
-        return Check("clock", {node: "not synchronised"})
+        return Finding("not synchronised")
     remedy = "Start chrony, ntpd or systemd-timesyncd: nodes whose clocks differ disagree on which file is newer."
-    return Check("clock", {node: "not synchronised"}, "warning", remedy)
+    return warning("not synchronised", remedy)
 
 
-@dataclass(frozen=True)
-class Folder:
-    """A folder that a run writes to: its free bytes, or the reason why it cannot be written."""
-
-    path: str
-    free: int = 0
-    error: str = ""
-
-
-def check_folder(name: str, node: int, folder: Folder, needed: int, content: str, option: str) -> Check:
-    """Check that a folder can be written and has room for what the run writes there.
-
-    Args:
-        needed: bytes; less than twice that is a warning.
-        content: name of what is written there.
-        option: the option or variable that names another folder.
-    """
-    if folder.error:
-        remedy = (
-            f"{folder.path} cannot be written ({folder.error}); correct that, or choose another folder with {option}."
-        )
-        return Check(name, {node: f"{folder.path}: {folder.error}"}, "failure", remedy)
-    shown = f"{folder.path}: {shown_bytes(folder.free)} free, about {shown_bytes(needed)} needed"
-    if folder.free < needed:
-        remedy = f"Free space for {content}, or choose another folder with {option}."
-        return Check(name, {node: shown}, "failure", remedy)
-    if folder.free < 2 * needed:
-        remedy = f"{content.capitalize()} may not fit; free some space, or choose another folder with {option}."
-        return Check(name, {node: shown}, "warning", remedy)
-    return Check(name, {node: shown})
-
-
-def check_shared_memory(node: int, free: int, total: int, processes: int, gpu: bool) -> Check:
+def check_shared_memory(free: int, total: int, processes: int, gpu: bool) -> Finding:
     """Check that /dev/shm has room for NCCL between the processes of one node, and for data loaders."""
     shown = f"{shown_bytes(free)} free of {shown_bytes(total)}"
     if free >= SHARED_MEMORY_WANTED or (processes <= 1 and not gpu):
-        return Check("shared memory", {node: shown})
+        return Finding(shown)
     remedy = "NCCL keeps its buffers in /dev/shm: start the container with --ipc=host or --shm-size=8g."
-    return Check("shared memory", {node: shown}, "warning", remedy)
+    return warning(shown, remedy)
 
 
 # ---- GPUs ----
 
 
 def check_gpus(
-    node: int,
     devices: Sequence[Mapping[str, Any]],
     *,
     cpu: bool,
@@ -89,7 +58,7 @@ def check_gpus(
     expected: int | None,
     processes: int,
     visible: str | None,
-) -> Check:
+) -> Finding:
     """Check that torch sees the GPUs that the run needs.
 
     Args:
@@ -101,42 +70,37 @@ def check_gpus(
         visible: CUDA_VISIBLE_DEVICES.
     """
     if cpu:
-        return Check("GPUs", {node: "not used: the run is on the CPU"})
+        return Finding("not used: the run is on the CPU")
     limit = f" (CUDA_VISIBLE_DEVICES={visible})" if visible is not None else ""
     shown = list_gpus(devices) + limit
 
-    def row(verdict: Verdict, remedy: str) -> Check:
-        return Check("GPUs", {node: shown}, verdict, remedy)
-
     if not devices:
         if missing and not missing.hidden:
-            return row("failure", missing.refusal)
+            return failure(shown, missing.refusal)
         if expected:
-            return row(
-                "failure",
+            return failure(
+                shown,
                 f"GPUS_PER_NODE is {expected}, but no GPU is here; check the driver (nvidia-smi), start the container "
                 "with --gpus all, or give --use_cpu for a run on the CPU.",
             )
         if missing:
-            return row("warning", missing.warning)
-        return row("warning", "The run will use the CPU; give --use_cpu if that is intended, or check nvidia-smi.")
+            return warning(shown, missing.warning)
+        return warning(shown, "The run will use the CPU; give --use_cpu if that is intended, or check nvidia-smi.")
     if expected and len(devices) != expected:
-        return row(
-            "failure",
+        return failure(
+            shown,
             f"GPUS_PER_NODE is {expected}, but {len(devices)} are visible{limit}; every node needs the same number.",
         )
     if processes > len(devices):
-        return row(
-            "failure", f"{processes} processes were started for {counted(len(devices), 'GPU')}; start one a GPU."
+        return failure(
+            shown, f"{processes} processes were started for {counted(len(devices), 'GPU')}; start one a GPU."
         )
     if processes and processes < len(devices):
-        return row("warning", f"Idle GPUs: {len(devices) - processes}; start one process a GPU.")
-    return Check("GPUs", {node: shown})
+        return warning(shown, f"Idle GPUs: {len(devices) - processes}; start one process a GPU.")
+    return Finding(shown)
 
 
-def check_precision(
-    node: int, devices: Sequence[Mapping[str, Any]], wanted: str, method: str, full_weights: str
-) -> Check:
+def check_precision(devices: Sequence[Mapping[str, Any]], wanted: str, method: str, full_weights: str) -> Finding:
     """Check that the GPUs have the precision of the run: those before Ampere have no bf16.
 
     Args:
@@ -149,11 +113,11 @@ def check_precision(
         precision = choose_precision(wanted, gpu, bf16=weakest is not None and has_bf16(_capability(weakest)))
         check_full_weights(method, full_weights, precision)
     except UserError as error:
-        return Check("precision", {node: wanted}, "failure", str(error))
+        return failure(wanted, str(error))
     shown = precision if wanted != "auto" else f"{precision} (auto)"
     if weakest and not has_bf16(_capability(weakest)):
         shown += f": {gpu} has no bf16, and no flash attention for packed rows"
-    return Check("precision", {node: shown})
+    return Finding(shown)
 
 
 def _capability(device: Mapping[str, Any]) -> tuple[int, int]:
@@ -167,7 +131,7 @@ def list_gpus(devices: Sequence[Mapping[str, Any]]) -> str:
     return ", ".join(f"{kinds.count(kind)} x {kind}" for kind in dict.fromkeys(kinds)) or "none"
 
 
-def check_driver(node: int, driver_version: str | None, driver_cuda: int | None, torch_cuda: str | None) -> Check:
+def check_driver(driver_version: str | None, driver_cuda: int | None, torch_cuda: str | None) -> Finding:
     """Check that the driver supports the CUDA version that torch was built for.
 
     Within one major version of CUDA a newer toolkit runs on an older driver, but code compiled at run time (Triton)
@@ -177,44 +141,86 @@ def check_driver(node: int, driver_version: str | None, driver_cuda: int | None,
         driver_cuda: the newest CUDA of the driver as cuDriverGetVersion gives it: 12080 for 12.8.
         torch_cuda: torch.version.cuda: "12.8"; None for a build without CUDA.
     """
-    name = "driver and CUDA"
     if torch_cuda is None:
         remedy = "This torch was built without CUDA; install the kit's own with uv sync."
-        return Check(name, {node: "torch without CUDA"}, "failure", remedy)
+        return failure("torch without CUDA", remedy)
     if driver_cuda is None:
-        return Check(
-            name, {node: f"torch for CUDA {torch_cuda}; the driver's is not known"}, "warning", "Run nvidia-smi."
-        )
+        return warning(f"torch for CUDA {torch_cuda}; the driver's is not known", "Run nvidia-smi.")
     newest = (driver_cuda // 1000, driver_cuda % 1000 // 10)
     built = tuple(int(part) for part in torch_cuda.split(".")[:2])
     known = f"driver {driver_version}, " if driver_version else ""
     shown = f"{known}up to CUDA {newest[0]}.{newest[1]}; torch for CUDA {torch_cuda}"
     if newest[0] < built[0]:
         remedy = f"Update the driver to one for CUDA {built[0]}, or install a torch built for CUDA {newest[0]}."
-        return Check(name, {node: shown}, "failure", remedy)
+        return failure(shown, remedy)
     if newest < built:
         remedy = "Mostly works within one major version; if kernels fail to compile or load, update the driver."
-        return Check(name, {node: shown}, "warning", remedy)
-    return Check(name, {node: shown})
+        return warning(shown, remedy)
+    return Finding(shown)
 
 
-def check_doctor(node: int, code: int | None, report: str) -> Check:
-    """Check the result of `unsloth doctor --gpus`.
+# ---- what is read ----
 
-    Args:
-        code: its exit status; None when it did not end in time or could not be started.
-        report: its output.
-    """
-    name = "unsloth doctor --gpus"
-    hints = report.partition("=== Verdict:")[2].strip().splitlines()[1:]
-    said = " ".join(line.strip().lstrip("- ") for line in hints if line.strip())
-    if code == 0:
-        return Check(name, {node: "OK"})
-    if code is None:
-        return Check(
-            name, {node: report or "did not end"}, "warning", "Run unsloth doctor --gpus by hand on this node."
+
+def read_clock_error() -> float | None:
+    """Return the kernel's bound on its clock's error in seconds (adjtimex(2), no rights needed); None if not available."""
+    buffer = ctypes.create_string_buffer(512)
+    libc = ctypes.CDLL(None, use_errno=True)
+    if not hasattr(libc, "adjtimex") or libc.adjtimex(buffer) < 0 or sys.maxsize < 2**32:
+        return None
+    # struct timex on 64 bit: int modes, padding, then longs: offset, freq, maxerror (microseconds).
+    return ctypes.c_long.from_buffer(buffer, 24).value / 1e6
+
+
+def read_gpus(cpu: bool) -> tuple[list[dict[str, Any]], str]:
+    """Return what query_gpus returns, with a time limit for a stuck driver; nothing for a run on the CPU."""
+    if cpu:
+        return [], ""
+    try:
+        return run_with_limit(query_gpus, GPU_SECONDS)
+    except Exception as error:
+        return [], f"{type(error).__name__}: {one_line(error)}"
+
+
+def query_gpus() -> tuple[list[dict[str, Any]], str]:
+    """Return name, memory, capability and uuid of the GPUs that torch sees, and its reason for seeing none."""
+    import torch
+
+    if not torch.cuda.is_available():
+        try:
+            torch.cuda.init()
+        except Exception as error:
+            return [], one_line(error)
+        return [], ""
+    devices = []
+    for index in range(torch.cuda.device_count()):
+        found = torch.cuda.get_device_properties(index)
+        devices.append(
+            {
+                "name": found.name,
+                "memory": found.total_memory,
+                "capability": f"{found.major}.{found.minor}",
+                "uuid": str(getattr(found, "uuid", "")),
+            }
         )
-    if not said:
-        last = report.strip().splitlines()[-1:] or [""]
-        return Check(name, {node: f"exit {code}: {last[0][:200]}"}, "warning", "Run unsloth doctor --gpus by hand.")
-    return Check(name, {node: "PROBLEMS FOUND"}, "failure", said)
+    return devices, ""
+
+
+def read_driver_version() -> str | None:
+    """Return the driver's version from nvidia-smi; None where that fails."""
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=SMI_SECONDS, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.split()[0] if done.stdout.split() else None
+
+
+def read_driver_cuda() -> int | None:
+    """Return the newest CUDA version that the driver supports, 12080 for 12.8; None without a driver."""
+    version = ctypes.c_int()
+    try:
+        failed = ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
+    except (OSError, AttributeError):
+        return None
+    return None if failed else version.value

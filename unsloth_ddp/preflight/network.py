@@ -1,18 +1,22 @@
-"""Check names, ports and network interfaces of one node: pure functions from plain values to a Check."""
+"""Read and check names, ports and network interfaces of one node."""
 
 from __future__ import annotations
 
+import contextlib
+import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
-from unsloth_ddp.preflight.checks import Check, Verdict
+from unsloth_ddp.preflight.checks import Finding, Verdict, failure, run_with_limit, warning
 
 LEAST_GBIT = 10
+RESOLVE_SECONDS = 20
 
 
 def check_host_name(
-    node: int, host: str, addresses: Sequence[str], nodes: int, interface: str | None, one_machine: bool = False
-) -> Check:
+    host: str, addresses: Sequence[str], nodes: int, interface: str | None, one_machine: bool = False
+) -> Finding:
     """Check that this host's own name resolves to an address that other nodes can reach.
 
     Gloo, which the kit uses beside NCCL, listens at the address of the host's own name unless GLOO_SOCKET_IFNAME
@@ -24,16 +28,16 @@ def check_host_name(
     """
     shown = f"{host} = {', '.join(addresses) or 'no address'}"
     if nodes == 1 or interface or one_machine or any(not is_loopback(address) for address in addresses[:1]):
-        return Check("host name", {node: shown})
+        return Finding(shown)
     why = f"resolves to {addresses[0]}, a loopback address" if addresses else "has no address"
     remedy = (
         f"The name {host} {why}, so other nodes cannot connect to this one: give it this node's network address in "
         "/etc/hosts (Debian writes 127.0.1.1 there), or set GLOO_SOCKET_IFNAME to the network interface."
     )
-    return Check("host name", {node: shown}, "failure", remedy)
+    return failure(shown, remedy)
 
 
-def check_master_address(node: int, name: str, addresses: Sequence[str], local: bool, nodes: int) -> Check:
+def check_master_address(node: int, name: str, addresses: Sequence[str], local: bool, nodes: int) -> Finding:
     """Check that MASTER_ADDR resolves to an address of node 0 that all nodes can reach.
 
     Args:
@@ -42,31 +46,28 @@ def check_master_address(node: int, name: str, addresses: Sequence[str], local: 
     """
     shown = name if list(addresses) == [name] else f"{name} = {', '.join(addresses) or 'no address'}"
 
-    def row(verdict: Verdict = "ok", remedy: str = "") -> Check:
-        return Check("master address", {node: shown}, verdict, remedy)
-
     if nodes == 1:
-        return row()
+        return Finding(shown)
     if not addresses:
-        return row(
-            "failure",
+        return failure(
+            shown,
             f"MASTER_ADDR {name} does not resolve here; give node 0's IP address, or add the name to /etc/hosts.",
         )
     if all(is_loopback(address) for address in addresses):
         if name == "localhost" or is_loopback(name):
-            return row("warning", f"MASTER_ADDR {name} only works if all {nodes} nodes are this one machine.")
-        return row(
-            "failure",
+            return warning(shown, f"MASTER_ADDR {name} only works if all {nodes} nodes are this one machine.")
+        return failure(
+            shown,
             f"MASTER_ADDR {name} resolves to {addresses[0]}, a loopback address: give node 0's network address, "
             "or correct /etc/hosts (Debian maps a host's name to 127.0.1.1).",
         )
     if node == 0 and not local:
-        return row(
-            "failure",
+        return failure(
+            shown,
             f"NODE_RANK is 0, but MASTER_ADDR {name} is not this machine: node 0 has to be the one at MASTER_ADDR; "
             "correct NODE_RANK or MASTER_ADDR.",
         )
-    return row()
+    return Finding(shown)
 
 
 def is_loopback(address: str) -> bool:
@@ -74,19 +75,19 @@ def is_loopback(address: str) -> bool:
     return address.startswith("127.") or address in ("::1", "localhost")
 
 
-def check_free_port(node: int, port: int, holder: str | None) -> Check:
+def check_free_port(port: int, holder: str | None) -> Finding:
     """Check on node 0, before a launcher listens there, that MASTER_PORT is free.
 
     Args:
         holder: the program that listens there already; None if there is none.
     """
     if holder is None:
-        return Check("master port", {node: f"{port} is free"})
+        return Finding(f"{port} is free")
     remedy = f"MASTER_PORT {port} is in use on node 0 by {holder}: end it, or set another MASTER_PORT on every node."
-    return Check("master port", {node: f"{port} is in use"}, "failure", remedy)
+    return failure(f"{port} is in use", remedy)
 
 
-def check_master_answers(node: int, master: str, port: int, outcome: str, seconds: float) -> Check:
+def check_master_answers(master: str, port: int, outcome: str, seconds: float) -> Finding:
     """Check on the other nodes that node 0 answers at MASTER_ADDR:MASTER_PORT.
 
     Args:
@@ -95,7 +96,7 @@ def check_master_answers(node: int, master: str, port: int, outcome: str, second
     """
     place = f"{master}:{port}"
     if not outcome:
-        return Check("master port", {node: f"{place} answers"})
+        return Finding(f"{place} answers")
     causes = {
         "refused": "nothing listens there yet: start node 0 too (or raise --timeout), check that MASTER_ADDR is node 0 "
         "and that MASTER_PORT is the same on every node",
@@ -105,7 +106,7 @@ def check_master_answers(node: int, master: str, port: int, outcome: str, second
     }
     cause = causes.get(outcome, f"{outcome}; check MASTER_ADDR and the route to it")
     remedy = f"Node 0 did not answer at {place} within {seconds:.0f} s: {cause}."
-    return Check("master port", {node: f"{place}: {outcome}"}, "failure", remedy)
+    return failure(f"{place}: {outcome}", remedy)
 
 
 @dataclass(frozen=True)
@@ -132,17 +133,16 @@ def matches(wanted: str, name: str) -> bool:
 
 
 def check_network_interface(
-    node: int, interfaces: Sequence[Interface], by_route: str | None, wanted: Mapping[str, str], nodes: int
-) -> Check:
+    interfaces: Sequence[Interface], by_route: str | None, wanted: Mapping[str, str], nodes: int
+) -> Finding:
     """Check the network interface between the nodes.
 
     Args:
         by_route: the interface of the route to MASTER_ADDR.
         wanted: NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME, where set.
     """
-    name = "network interface"
     if nodes == 1:
-        return Check(name, {node: "not needed for one node"})
+        return Finding("not needed for one node")
     shown: list[str] = []
     problems: list[str] = []
     verdict: Verdict = "ok"
@@ -176,7 +176,7 @@ def check_network_interface(
             "NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME to a faster interface if there is one."
         )
         verdict = "warning"
-    return Check(name, {node: "; ".join(shown) or "not known"}, verdict, " ".join(problems))
+    return Finding("; ".join(shown) or "not known", verdict, " ".join(problems))
 
 
 def describe_interface(interface: Interface) -> str:
@@ -185,7 +185,7 @@ def describe_interface(interface: Interface) -> str:
     return interface.name + speed + (f" {interface.addresses[0]}" if interface.addresses else "")
 
 
-def check_infiniband(node: int, ports: Sequence[Mapping[str, str]], disabled: bool, nodes: int) -> Check:
+def check_infiniband(ports: Sequence[Mapping[str, str]], disabled: bool, nodes: int) -> Finding:
     """Check that InfiniBand or RoCE ports are active and used.
 
     Args:
@@ -193,13 +193,97 @@ def check_infiniband(node: int, ports: Sequence[Mapping[str, str]], disabled: bo
         disabled: NCCL_IB_DISABLE=1 is set.
     """
     if not ports:
-        return Check("InfiniBand / RoCE", {node: "none"})
+        return Finding("none")
     shown = "; ".join(f"{p['name']} {p['rate']} {p['link_layer']} {p['state'].split(': ')[-1]}" for p in ports)
     active = [p for p in ports if "ACTIVE" in p["state"]]
     if nodes > 1 and not active:
         remedy = "No port is ACTIVE: check cable and subnet manager, or set NCCL_IB_DISABLE=1 to use the network."
-        return Check("InfiniBand / RoCE", {node: shown}, "warning", remedy)
+        return warning(shown, remedy)
     if nodes > 1 and disabled:
         remedy = "NCCL_IB_DISABLE=1 leaves these fast ports unused; unset it unless they do not work."
-        return Check("InfiniBand / RoCE", {node: shown}, "warning", remedy)
-    return Check("InfiniBand / RoCE", {node: shown})
+        return warning(shown, remedy)
+    return Finding(shown)
+
+
+# ---- what is read ----
+
+
+def resolve_name(name: str) -> list[str]:
+    """Return the addresses that a name resolves to here, best first; none when it does not resolve."""
+    try:
+        found = run_with_limit(lambda: socket.getaddrinfo(name, None, type=socket.SOCK_STREAM), RESOLVE_SECONDS)
+    except (OSError, TimeoutError, UnicodeError):
+        return []
+    return list(dict.fromkeys(str(entry[4][0]) for entry in found))
+
+
+def read_interfaces() -> list[Interface]:
+    """Return the network interfaces of this machine."""
+    import psutil
+
+    states = psutil.net_if_stats()
+    found = []
+    for name, entries in sorted(psutil.net_if_addrs().items()):
+        addresses = [e.address.partition("%")[0] for e in entries if e.family in (socket.AF_INET, socket.AF_INET6)]
+        state = states.get(name)
+        speed = state.speed if state and 0 < state.speed < 65535000 else 0
+        found.append(Interface(name, tuple(addresses), bool(state and state.isup), speed))
+    return found
+
+
+def read_addresses() -> set[str]:
+    """Return every address of this machine."""
+    return {address for interface in read_interfaces() for address in interface.addresses}
+
+
+def is_here(addresses: list[str]) -> bool:
+    """Return whether one of these addresses belongs to this machine."""
+    own = read_addresses()
+    return any(address in own or is_loopback(address) for address in addresses)
+
+
+def find_route_interface(addresses: list[str], found: list[Interface]) -> str | None:
+    """Return the interface of the route to the first reachable address, or the one that has it; None if there is none."""
+    for address in addresses:
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+            # No packet is sent: connecting a datagram socket only asks the kernel for the route.
+            probe.connect((address, 9))
+            source = probe.getsockname()[0]
+            return next((i.name for i in found if source in i.addresses), None)
+    return None
+
+
+def read_infiniband_ports(root: Path = Path("/sys/class/infiniband")) -> list[dict[str, str]]:
+    """Return name, rate, state and link layer of every InfiniBand or RoCE port."""
+    ports = []
+    for port in sorted(root.glob("*/ports/*")):
+        entry = {"name": f"{port.parent.parent.name}:{port.name}"}
+        for name in ("rate", "state", "link_layer"):
+            try:
+                entry[name] = (port / name).read_text().strip()
+            except OSError:
+                entry[name] = "unknown"
+        ports.append(entry)
+    return ports
+
+
+def find_port_holder(port: int) -> str | None:
+    """Return the program that keeps this machine from listening on `port`; None when the port is free."""
+    try:
+        with socket.socket(socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET) as probe:
+            # As the launcher's own server sets it, so that a recently closed connection does not count.
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if probe.family == socket.AF_INET6:
+                probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+            probe.bind(("", port))
+            probe.listen(1)
+        return None
+    except OSError as error:
+        import psutil
+
+        with contextlib.suppress(psutil.Error, OSError):
+            for entry in psutil.net_connections("tcp"):
+                if entry.laddr and entry.laddr.port == port and entry.status == psutil.CONN_LISTEN and entry.pid:
+                    return f"{psutil.Process(entry.pid).name()} (pid {entry.pid})"
+        return f"another program ({error.strerror})"

@@ -22,81 +22,50 @@ from unsloth_ddp.distributed.sharding import (
     sharding_from_environment,
     unsupported_by_unsloth,
 )
-from unsloth_ddp.preflight import disk_space, machine, network
-from unsloth_ddp.preflight.checks import Check, not_checked
-from unsloth_ddp.preflight.environment import check_node_rank
-from unsloth_ddp.preflight.folders import (
-    NodeFolders,
-    find_datasets_cache,
-    output_folder,
-    read_data_sizes,
-    read_model_size,
-)
-from unsloth_ddp.preflight.machine_facts import read_clock_error, read_driver_cuda, read_driver_version
-from unsloth_ddp.preflight.network_facts import (
-    find_port_holder,
-    find_route_interface,
-    is_here,
-    read_infiniband_ports,
-    read_interfaces,
-    resolve_name,
-)
-from unsloth_ddp.preflight.process_info import ProcessInfo
-from unsloth_ddp.preflight.time_limit import run_with_limit
-from unsloth_ddp.utils.errors import UserError, one_line
+from unsloth_ddp.preflight import disks, machine, network, training_arguments
+from unsloth_ddp.preflight.checks import CHECK_SECONDS, Check, Finding, failure, run_check
+from unsloth_ddp.preflight.job import ProcessInfo, check_node_rank
+from unsloth_ddp.utils.errors import UserError
 from unsloth_ddp.utils.units import counted
 
-CHECK_SECONDS = 20
 # Rows of every file that are read; a .json file has to be read to its end for them.
 FIRST_ROWS = 100
-ROWS_SECONDS = 60
+# Of checks that may take longer than others.
+SECONDS = {"rows": 60, "driver and CUDA": 60, "training arguments": training_arguments.LIMIT_SECONDS + 10}
 
 
-def run_check(name: str, node: int, check: Callable[[], Check], seconds: float = CHECK_SECONDS) -> Check:
-    """Run a check with a time limit; an error or a timeout becomes a warning."""
-    try:
-        return run_with_limit(check, seconds)
-    except Exception as error:
-        return not_checked(name, node, f"{type(error).__name__}: {one_line(error)}")
-
-
-def check_network(process: ProcessInfo, environ: Mapping[str, str]) -> list[Check]:
+def network_checks(process: ProcessInfo, environ: Mapping[str, str]) -> list[Check]:
     """Check this node's names, interfaces and, on node 0, the port to listen on."""
-    node, nodes = process.node_rank, process.nodes
-    addresses = resolve_name(process.master)
-    local = is_here(addresses)
+    node, nodes, port = process.node_rank, process.nodes, process.port
+    addresses = network.resolve_name(process.master)
+    local = network.is_here(addresses)
 
-    def interface() -> Check:
-        wanted = {n: environ[n] for n in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME") if environ.get(n)}
-        found = read_interfaces()
-        by_route = find_route_interface(addresses, found)
-        return network.check_network_interface(node, found, by_route, wanted, nodes)
-
-    def own_name() -> Check:
+    def own_name() -> Finding:
+        own = network.resolve_name(process.host)
         gloo, one_machine = environ.get("GLOO_SOCKET_IFNAME"), network.is_loopback(process.master)
-        return network.check_host_name(node, process.host, resolve_name(process.host), nodes, gloo, one_machine)
+        return network.check_host_name(process.host, own, nodes, gloo, one_machine)
 
-    checks = [
-        run_check("node rank", node, lambda: check_node_rank(node, nodes)),
-        run_check("host name", node, own_name),
-        run_check(
-            "master address", node, lambda: network.check_master_address(node, process.master, addresses, local, nodes)
-        ),
-    ]
-    if not process.launched and node == 0 and nodes > 1 and local:
-        checks.append(
-            run_check(
-                "master port", node, lambda: network.check_free_port(node, process.port, find_port_holder(process.port))
-            )
-        )
-    checks.append(run_check("network interface", node, interface))
-    disabled = environ.get("NCCL_IB_DISABLE") == "1"
-    checks.append(
-        run_check(
-            "InfiniBand / RoCE", node, lambda: network.check_infiniband(node, read_infiniband_ports(), disabled, nodes)
-        )
-    )
-    return checks
+    def interface() -> Finding:
+        wanted = {n: environ[n] for n in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME") if environ.get(n)}
+        found = network.read_interfaces()
+        by_route = network.find_route_interface(addresses, found)
+        return network.check_network_interface(found, by_route, wanted, nodes)
+
+    def infiniband() -> Finding:
+        disabled = environ.get("NCCL_IB_DISABLE") == "1"
+        return network.check_infiniband(network.read_infiniband_ports(), disabled, nodes)
+
+    checks: dict[str, Callable[[], Finding]] = {
+        "node rank": lambda: check_node_rank(node, nodes),
+        "host name": own_name,
+        "master address": lambda: network.check_master_address(node, process.master, addresses, local, nodes),
+        "master port": lambda: network.check_free_port(port, network.find_port_holder(port)),
+        "network interface": interface,
+        "InfiniBand / RoCE": infiniband,
+    }
+    if process.launched or node > 0 or nodes == 1 or not local:
+        del checks["master port"]
+    return [run_check(name, node, check) for name, check in checks.items()]
 
 
 @dataclass(frozen=True)
@@ -104,20 +73,15 @@ class MachineChecks:
     """The checks of this node's clock, disks, shared memory, GPUs, sharding and driver.
 
     Args:
-        devices, reason: the result of machine_facts.read_gpus.
+        devices, reason: the result of machine.read_gpus.
     """
 
     process: ProcessInfo
     settings: Settings
     environ: Mapping[str, str]
-    folders: NodeFolders
+    folders: disks.NodeFolders
     devices: Sequence[Mapping[str, Any]]
     reason: str
-
-    @property
-    def node(self) -> int:
-        """Return the number of this node."""
-        return self.process.node_rank
 
     @property
     def cpu(self) -> bool:
@@ -131,61 +95,54 @@ class MachineChecks:
 
     def run(self) -> list[Check]:
         """Run the checks one after the other."""
-        node, nodes = self.node, self.process.nodes
-        checks = [
-            run_check("clock", node, lambda: machine.check_clock(node, read_clock_error(), nodes)),
-            run_check("output folder", node, self._output),
-            run_check("compiled cache", node, self._temporary),
-            run_check("datasets cache", node, self._cache),
-            run_check("rows", node, self._rows, ROWS_SECONDS),
-            run_check("shared memory", node, self._memory),
-            run_check("GPUs", node, self._gpus),
-            run_check("precision", node, self._precision),
-            run_check("sharding", node, self._sharding),
-        ]
-        if not self.cpu and (self.devices or has_nvidia()):
-            checks.append(run_check("driver and CUDA", node, self._driver, 60))
-        return checks
+        checks: dict[str, Callable[[], Finding]] = {
+            "clock": lambda: machine.check_clock(machine.read_clock_error(), self.process.nodes),
+            "output folder": self._output,
+            "compiled cache": self._temporary,
+            "datasets cache": self._cache,
+            "rows": self._rows,
+            "shared memory": self._memory,
+            "GPUs": self._gpus,
+            "precision": self._precision,
+            "sharding": self._sharding,
+            "training arguments": lambda: training_arguments.check_in_process(self.settings),
+            "driver and CUDA": self._driver,
+        }
+        if self.cpu or not (self.devices or has_nvidia()):
+            del checks["driver and CUDA"]
+        node = self.process.node_rank
+        return [run_check(name, node, check, SECONDS.get(name, CHECK_SECONDS)) for name, check in checks.items()]
 
-    def _output(self) -> Check:
-        config, weights = read_model_size(self.settings)
+    def _output(self) -> Finding:
+        config, weights = disks.read_model_size(self.settings)
         # The other nodes write logs only, unless every rank writes its part of a checkpoint.
-        whole = self.node == 0 or sharding_from_environment(self.environ) != "none"
-        needed = disk_space.estimate_run_bytes(self.settings, config, weights) if whole else machine.LOGS_WANTED
-        folder = self.folders.probe(output_folder(self.settings))
-        return machine.check_folder(
-            "output folder", self.node, folder, needed, "checkpoints and the result", "--output_dir"
-        )
+        whole = self.process.node_rank == 0 or sharding_from_environment(self.environ) != "none"
+        needed = disks.estimate_run_bytes(self.settings, config, weights) if whole else disks.LOGS_WANTED
+        folder = self.folders.probe(disks.output_folder(self.settings))
+        return disks.check_folder(folder, needed, "checkpoints and the result", "--output_dir")
 
-    def _temporary(self) -> Check:
+    def _temporary(self) -> Finding:
         path = self.settings.compiled_cache_dir or self.environ.get("UNSLOTH_COMPILE_LOCATION") or tempfile.gettempdir()
         folder = self.folders.probe(Path(path).expanduser())
-        wanted = machine.LOGS_WANTED if self.cpu else machine.CACHE_WANTED
-        return machine.check_folder(
-            "compiled cache", self.node, folder, wanted, "compiled modules", "--compiled_cache_dir or TMPDIR"
-        )
+        wanted = disks.LOGS_WANTED if self.cpu else disks.CACHE_WANTED
+        return disks.check_folder(folder, wanted, "compiled modules", "--compiled_cache_dir or TMPDIR")
 
-    def _cache(self) -> Check:
-        needed = disk_space.estimate_cache_bytes(sum(read_data_sizes(self.settings)))
-        folder = self.folders.probe(find_datasets_cache(self.environ))
-        return machine.check_folder(
-            "datasets cache", self.node, folder, needed, "tokenized rows", "HF_HOME or HF_DATASETS_CACHE"
-        )
+    def _cache(self) -> Finding:
+        needed = disks.estimate_cache_bytes(sum(disks.read_data_sizes(self.settings)))
+        folder = self.folders.probe(disks.find_datasets_cache(self.environ))
+        return disks.check_folder(folder, needed, "tokenized rows", "HF_HOME or HF_DATASETS_CACHE")
 
-    def _memory(self) -> Check:
+    def _memory(self) -> Finding:
         usage = shutil.disk_usage("/dev/shm")  # noqa: S108 (nothing is written there)
         several = max(self.processes, int(self.environ.get("GPUS_PER_NODE") or 0))
-        return machine.check_shared_memory(
-            self.node, usage.free, usage.total, several, bool(self.devices) and not self.cpu
-        )
+        return machine.check_shared_memory(usage.free, usage.total, several, bool(self.devices) and not self.cpu)
 
-    def _gpus(self) -> Check:
+    def _gpus(self) -> Finding:
         import torch
 
         expected, visible = self.environ.get("GPUS_PER_NODE"), self.environ.get(VISIBLE)
         missing = None if self.devices else explain_missing_gpu(visible, has_nvidia(), torch.version.cuda, self.reason)
         return machine.check_gpus(
-            self.node,
             self.devices,
             cpu=self.cpu,
             missing=missing,
@@ -194,18 +151,16 @@ class MachineChecks:
             visible=visible,
         )
 
-    def _driver(self) -> Check:
+    def _driver(self) -> Finding:
         import torch
 
-        return machine.check_driver(self.node, read_driver_version(), read_driver_cuda(), torch.version.cuda)
+        return machine.check_driver(machine.read_driver_version(), machine.read_driver_cuda(), torch.version.cuda)
 
-    def _precision(self) -> Check:
+    def _precision(self) -> Finding:
         used = [] if self.cpu else self.devices
-        return machine.check_precision(
-            self.node, used, self.settings.precision, self.settings.method, self.settings.full_weights
-        )
+        return machine.check_precision(used, self.settings.precision, self.settings.method, self.settings.full_weights)
 
-    def _sharding(self) -> Check:
+    def _sharding(self) -> Finding:
         process, settings, environ = self.process, self.settings, self.environ
         wanted = sharding_from_environment(environ)
         accelerator = bool(self.devices) and not self.cpu
@@ -219,14 +174,14 @@ class MachineChecks:
             check_sharding(wanted, settings, device, backend, processes)
             check_offload(offload, wanted, settings, backend, device)
         except UserError as error:
-            return Check("sharding", {self.node: wanted}, "failure", str(error))
-        return Check("sharding", {self.node: describe_sharding(wanted, offload, copies, processes)})
+            return failure(wanted, str(error))
+        return Finding(describe_sharding(wanted, offload, copies, processes))
 
-    def _rows(self) -> Check:
+    def _rows(self) -> Finding:
         try:
             read = check_first_rows(self.settings, FIRST_ROWS)
         except UserError as error:
-            return Check("rows", {self.node: "refused"}, "failure", str(error))
+            return failure("refused", str(error))
         parts = [f"first {read.rows:,} of {counted(read.files, 'file')}"] if read.files else []
         parts += ["Hub datasets not read"] if read.hub else []
-        return Check("rows", {self.node: "; ".join(parts) or "none"})
+        return Finding("; ".join(parts) or "none")

@@ -23,10 +23,9 @@ from typing import Any
 
 from unsloth_ddp.distributed.rendezvous import SECRET, secret_of
 from unsloth_ddp.preflight.arrivals import Arrival, check_arrivals
-from unsloth_ddp.preflight.checks import Check
+from unsloth_ddp.preflight.checks import Check, run_with_limit
+from unsloth_ddp.preflight.job import ProcessInfo
 from unsloth_ddp.preflight.network import check_free_port, check_master_answers
-from unsloth_ddp.preflight.process_info import ProcessInfo
-from unsloth_ddp.preflight.time_limit import run_with_limit
 from unsloth_ddp.utils.errors import one_line
 
 POLL_SECONDS = 0.2
@@ -241,23 +240,25 @@ def join_rendezvous(
         the rendezvous, None where the store cannot be reached; and the table's rows about it.
     """
     listens = hosts_store(process, master_is_here)
-    node = process.node_rank
+    node, port = process.node_rank, process.port
     rows: list[Check] = []
     began = time.monotonic()
-    if not listens:
-        outcome = wait_for_port(process.master, process.port, seconds)
+
+    def no_answer(outcome: str) -> Check:
         waited = time.monotonic() - began
-        rows.append(check_master_answers(node, process.master, process.port, outcome, waited))
+        return check_master_answers(process.master, port, outcome, waited).row("master port", node)
+
+    if not listens:
+        outcome = wait_for_port(process.master, port, seconds)
+        rows.append(no_answer(outcome))
         if outcome:
             return None, rows
     try:
         rendezvous = Rendezvous(process, listens, min(HANDSHAKE_SECONDS, seconds))
     except RendezvousError as error:
         if listens and "timed out" not in str(error).lower():
-            return None, [check_free_port(node, process.port, f"another program ({error})")]
-        outcome = "timed out" if listens else "another program"
-        waited = time.monotonic() - began
-        return None, [check_master_answers(node, process.master, process.port, outcome, waited)]
+            return None, [check_free_port(port, f"another program ({error})").row("master port", node)]
+        return None, [no_answer("timed out" if listens else "another program")]
     try:
         rows.append(call_roll(rendezvous, seconds))
     except RendezvousError as error:

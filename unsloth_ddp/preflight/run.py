@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import os
 import socket
 from collections.abc import Mapping, Sequence
@@ -12,40 +11,41 @@ from pathlib import Path
 from typing import Any
 
 from unsloth_ddp.config.options import Settings
-from unsloth_ddp.distributed.missing_gpu import has_nvidia
 from unsloth_ddp.distributed.runtime import asks_for_cpu
 from unsloth_ddp.distributed.sharding import sharding_from_environment
-from unsloth_ddp.preflight import bandwidth, clock_skew, environment, node_checks, shared_folder
+from unsloth_ddp.preflight import bandwidth, disks, job
 from unsloth_ddp.preflight.arrivals import missing_answers
-from unsloth_ddp.preflight.bandwidth import CollectiveTiming
-from unsloth_ddp.preflight.checks import Check, merge_checks, summarize_checks
-from unsloth_ddp.preflight.collectives import CollectiveBenchmark
-from unsloth_ddp.preflight.doctor import DOCTOR_SECONDS, Doctor
-from unsloth_ddp.preflight.folders import NodeFolders, output_folder
+from unsloth_ddp.preflight.bandwidth import CollectiveBenchmark, CollectiveTiming
+from unsloth_ddp.preflight.checks import (
+    Check,
+    merge_checks,
+    print_message,
+    run_check,
+    run_or_none,
+    run_with_limit,
+    show_checks,
+    summarize_checks,
+)
+from unsloth_ddp.preflight.cross_node import Reports, compare_reports
 from unsloth_ddp.preflight.identity import collect_identity
-from unsloth_ddp.preflight.machine_facts import read_gpus
-from unsloth_ddp.preflight.network_facts import is_here, read_infiniband_ports, resolve_name
-from unsloth_ddp.preflight.node_reports import Reports, compare_reports
-from unsloth_ddp.preflight.output import print_message, show_checks
-from unsloth_ddp.preflight.process_info import ProcessInfo, is_launched, read_process_info
+from unsloth_ddp.preflight.job import ProcessInfo, is_launched, read_process_info
+from unsloth_ddp.preflight.machine import read_gpus
+from unsloth_ddp.preflight.network import is_here, read_infiniband_ports, resolve_name
+from unsloth_ddp.preflight.node_checks import MachineChecks, network_checks
 from unsloth_ddp.preflight.rendezvous import Rendezvous, RendezvousError, join_rendezvous
-from unsloth_ddp.preflight.time_limit import run_or_none, run_with_limit
-from unsloth_ddp.preflight.training_arguments import LIMIT_SECONDS, NAME, TrainingArguments
 from unsloth_ddp.utils.errors import one_line
 from unsloth_ddp.utils.units import counted
 
-# Hashing the data, with unsloth doctor beside it, takes its time.
+# Hashing the data takes its time.
 IDENTITY_SECONDS = 200
 REPORT_SECONDS = 240
 # The measurement has its own limits inside.
 MEASURE_SECONDS = 150
 SPARE_SECONDS = 20
-# Node 0 answers the others' questions for the time one by one.
-CLOCKS_SECONDS = 60
 # Node 0 needs its own report and that of the slowest node before it starts the measurement.
-START_SECONDS = CLOCKS_SECONDS + 2 * REPORT_SECONDS + SPARE_SECONDS
+START_SECONDS = 2 * REPORT_SECONDS + SPARE_SECONDS
 # Longer than a node looks for node 0's file in the output folder.
-FOLDER_SECONDS = 3 * shared_folder.TOKEN_SECONDS
+FOLDER_SECONDS = 3 * disks.TOKEN_SECONDS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +68,7 @@ def run_preflight(options: PreflightOptions, settings: Settings, environ: Mappin
         UserError: the launcher asks for a sharding that the kit does not support.
     """
     number = int(environ["NODE_RANK"]) if environ.get("NODE_RANK", "").isdecimal() else 0
-    first = environment.check_environment(number, environ, is_launched(environ))
+    first = run_check("environment", number, lambda: job.check_environment(environ, is_launched(environ)))
     if first.verdict == "failure" and not _can_place_process(environ):
         if environ.get("LOCAL_RANK", "0") == "0":
             hosts = {number: socket.gethostname()}
@@ -81,7 +81,7 @@ def run_preflight(options: PreflightOptions, settings: Settings, environ: Mappin
 def _can_place_process(environ: Mapping[str, str]) -> bool:
     """Return whether the variables give this process a position, even if some of them contradict each other."""
     if not is_launched(environ):
-        return not environment.node_problems(environ)
+        return not job.node_problems(environ)
     try:
         ranks = read_process_info(environ).ranks
     except (KeyError, ValueError, ZeroDivisionError):
@@ -99,9 +99,7 @@ class Preflight:
         self.settings = settings
         self.environ = environ
         self.process = process
-        self.folders = NodeFolders()
-        self.doctor: Doctor | None = None
-        self.arguments: TrainingArguments | None = None
+        self.folders = disks.NodeFolders()
         self.cpu = asks_for_cpu(settings, environ)
         self.sharded = sharding_from_environment(environ) != "none"
         self.devices: list[dict[str, Any]] = []
@@ -113,12 +111,6 @@ class Preflight:
         with contextlib.ExitStack() as cleanup:
             cleanup.callback(self.folders.remove)
             self.devices, self.no_gpu_reason = read_gpus(self.cpu)
-            if reports_node and not self.cpu and (self.devices or has_nvidia()):
-                self.doctor = Doctor()
-                cleanup.callback(self.doctor.end)
-            if reports_node:
-                self.arguments = TrainingArguments(self.settings)
-                cleanup.callback(self.arguments.end)
             checks = self._check_node() if reports_node else []
             if self.process.ranks.world_size == 1:
                 return self._finish_single_process(checks)
@@ -128,23 +120,11 @@ class Preflight:
 
     def _check_node(self) -> list[Check]:
         process, environ = self.process, self.environ
-        return [
-            environment.check_environment(process.node_rank, environ, process.launched),
-            *node_checks.check_network(process, environ),
-            *node_checks.MachineChecks(
-                process, self.settings, environ, self.folders, self.devices, self.no_gpu_reason
-            ).run(),
-        ]
-
-    def _background_checks(self) -> list[Check]:
-        """Wait for the checks that run beside the others."""
-        number = self.process.node_rank
-        running = [(NAME, self.arguments, LIMIT_SECONDS), ("unsloth doctor --gpus", self.doctor, DOCTOR_SECONDS)]
-        return [
-            node_checks.run_check(name, number, functools.partial(one.check, number), seconds + SPARE_SECONDS)
-            for name, one, seconds in running
-            if one is not None
-        ]
+        environment = run_check(
+            "environment", process.node_rank, lambda: job.check_environment(environ, process.launched)
+        )
+        machine = MachineChecks(process, self.settings, environ, self.folders, self.devices, self.no_gpu_reason)
+        return [environment, *network_checks(process, environ), *machine.run()]
 
     def _finish_single_process(self, checks: list[Check]) -> int:
         """Show one process's own facts; there is nothing to compare them with."""
@@ -152,17 +132,15 @@ class Preflight:
         rows.append(bandwidth.not_measured("one process", "", [0], "ok"))
         return self._show(rows, "Preflight of this node", {0: self.process.host}, [])
 
-    def _report(self, checks: list[Check], shared: bool | None, skew: Any = None) -> dict[str, Any]:
+    def _report(self, checks: list[Check], shared: bool | None) -> dict[str, Any]:
         """Return everything that this node sends to node 0, ready for JSON."""
         identity = collect_identity(self.settings, self.environ, self.devices, IDENTITY_SECONDS)
-        checks = [*checks, *self._background_checks()]
         return {
             "host": self.process.host,
             "checks": [dataclasses.asdict(check) for check in checks],
             "identity": identity,
             "fast_ports": any("ACTIVE" in port["state"] for port in read_infiniband_ports()),
             "shared": shared,
-            "skew": skew,
         }
 
     def _own_gpu(self) -> str:
@@ -199,9 +177,7 @@ class Preflight:
         """Show this node's own checks, and which processes are missing."""
         if not self.process.ranks.is_local_main:
             return 1
-        checks = [*checks, *arrived]
-        checks += self._background_checks()
-        code = self._show_alone(checks, "the nodes did not come together")
+        code = self._show_alone([*checks, *arrived], "the nodes did not come together")
         for check in arrived:
             if check.verdict == "failure":
                 print_message(check.remedy)
@@ -241,21 +217,17 @@ class Preflight:
         return int(result["code"])
 
     def _report_of_node(self, meeting: Rendezvous, checks: list[Check]) -> dict[str, Any]:
-        skew = clock_skew.measure_clock_skew(meeting, CLOCKS_SECONDS)
-        report = self._report(checks, None, skew)
+        report = self._report(checks, None)
         token = meeting.get("token", REPORT_SECONDS)
         if token is not None:
-            folder = output_folder(self.settings)
-            report["shared"] = run_or_none(lambda: shared_folder.find_token(folder, *token), FOLDER_SECONDS)
+            folder = disks.output_folder(self.settings)
+            report["shared"] = run_or_none(lambda: disks.find_token(folder, *token), FOLDER_SECONDS)
         return report
 
     def _report_of_main(self, meeting: Rendezvous, checks: list[Check]) -> tuple[dict[str, Any], Path | None]:
-        ranks = self.process.ranks
-        folder = output_folder(self.settings)
-        token = run_or_none(lambda: shared_folder.write_token(folder), FOLDER_SECONDS)
+        folder = disks.output_folder(self.settings)
+        token = run_or_none(lambda: disks.write_token(folder), FOLDER_SECONDS)
         meeting.put("token", None if token is None else [token[0].name, token[1]])
-        others = range(ranks.local_world_size, ranks.world_size, ranks.local_world_size)
-        clock_skew.answer_clock_questions(meeting, others)
         return self._report(checks, True), None if token is None else token[0]
 
     # ---- rank 0 ----
@@ -333,5 +305,6 @@ class Preflight:
     def _show(
         self, checks: Sequence[Check], title: str, hosts: Mapping[int, str], timings: Sequence[CollectiveTiming]
     ) -> int:
+        figures = [{**dataclasses.asdict(timing), "bus_gbit_per_second": timing.gbit} for timing in timings]
         writes = self.process.node_rank == 0
-        return show_checks(merge_checks(checks), title, hosts, timings, json_file=self.options.json, writes=writes)
+        return show_checks(merge_checks(checks), title, hosts, figures, json_file=self.options.json, writes=writes)

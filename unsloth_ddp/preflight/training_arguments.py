@@ -1,21 +1,21 @@
-"""Check the training arguments as a run does, in a process of its own beside the checks of a node.
-
-A process of its own, because TRL's config joins the launcher's job and its imports take seconds.
-"""
+"""Check the training arguments as a run does, in a process outside the launcher's job, which TRL's config would join."""
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.config.parse import read_config
-from unsloth_ddp.preflight.background import BackgroundCommand
-from unsloth_ddp.preflight.checks import Check, not_checked
+from unsloth_ddp.preflight.checks import Finding, failure, not_checked
 from unsloth_ddp.utils.errors import UserError
 
-NAME = "training arguments"
+LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK")
+LAUNCHER_PREFIXES = ("TORCHELASTIC_", "GROUP_")
+# The libraries take seconds to import.
 LIMIT_SECONDS = 150
 # The exit code of a run that a user's mistake ends.
 REFUSED = UserError.exit_code
@@ -23,41 +23,39 @@ REFUSED = UserError.exit_code
 CHECKED = ("optim", "lr_scheduler_type", "report_to", "trainer_args")
 
 
-def needs_check(settings: Settings) -> bool:
-    """Return whether an option that the libraries may refuse differs from its default."""
+def check_in_process(settings: Settings) -> Finding:
+    """Check optimizer, schedule, trackers and trainer_args as a run does."""
     defaults = Settings()
-    return any(getattr(settings, name) != getattr(defaults, name) for name in CHECKED)
-
-
-class TrainingArguments:
-    """The check of optimizer, schedule and trainer_args, run in the background."""
-
-    def __init__(self, settings: Settings) -> None:
-        self.command: BackgroundCommand | None = None
-        if not needs_check(settings):
-            return
-        self._folder = tempfile.TemporaryDirectory(prefix="unsloth_ddp_preflight_")
-        path = Path(self._folder.name) / "settings.yaml"
+    if all(getattr(settings, name) == getattr(defaults, name) for name in CHECKED):
+        return Finding("defaults")
+    with tempfile.TemporaryDirectory(prefix="unsloth_ddp_preflight_") as folder:
+        path = Path(folder) / "settings.yaml"
         settings.save(path)
-        self.command = BackgroundCommand([sys.executable, "-m", __name__, str(path)])
+        return run_and_judge([sys.executable, "-m", __name__, str(path)])
 
-    def check(self, node: int) -> Check:
-        """Wait for its end and return its row of the table."""
-        if self.command is None:
-            return Check(NAME, {node: "defaults"})
-        code = self.command.wait(LIMIT_SECONDS)
-        lines = self.command.output.strip().splitlines() or ["nothing was printed"]
-        if code == 0:
-            return Check(NAME, {node: "accepted"})
-        if code == REFUSED:
-            return Check(NAME, {node: "refused"}, "failure", lines[-1])
-        return not_checked(NAME, node, f"exit code {code}: {lines[-1][:200]}" if code else "no answer in time")
 
-    def end(self) -> None:
-        """Kill it and remove its files."""
-        if self.command is not None:
-            self.command.end()
-            self._folder.cleanup()
+def run_and_judge(words: list[str]) -> Finding:
+    """Run the check's command; return what it found."""
+    environ = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in LAUNCHER_VARIABLES and not name.startswith(LAUNCHER_PREFIXES)
+    }
+    try:
+        done = subprocess.run(
+            words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            env=environ, timeout=LIMIT_SECONDS, check=False,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        return not_checked("no answer in time")
+    if done.returncode == 0:
+        return Finding("accepted")
+    last = (done.stdout.strip().splitlines() or ["nothing was printed"])[-1]
+    return (
+        failure("refused", last)
+        if done.returncode == REFUSED
+        else not_checked(f"exit code {done.returncode}: {last[:200]}")
+    )
 
 
 def main(path: Path) -> int:

@@ -1,4 +1,4 @@
-"""Collect what record.json keeps of a run: its model, its rows with their lengths, its steps, and what it runs on."""
+"""Collect what record.json keeps of a run: its model, its rows, its steps, and what it runs on."""
 
 from __future__ import annotations
 
@@ -8,15 +8,16 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
 from unsloth_ddp.checkpoints.identity import batch_identity
 from unsloth_ddp.config.options import Settings
-from unsloth_ddp.data.dataset import TokenizedRows, row_lengths
+from unsloth_ddp.data.dataset import TokenizedRows
 from unsloth_ddp.data.sources import is_file
 from unsloth_ddp.distributed.runtime import Runtime
+from unsloth_ddp.model.classes import model_class
 from unsloth_ddp.model.load import parameter_counts
+from unsloth_ddp.model.modules import base_model
 from unsloth_ddp.run.answers import Question, is_exact
 from unsloth_ddp.utils.redaction import hide
 from unsloth_ddp.utils.versions import versions
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     # Importing it imports Transformers, which has to wait for Unsloth.
     from unsloth_ddp.training.trainer import DDPTrainer
 
-BINS = 24
 # Compared answers that are kept, and characters of each text.
 MOST_ANSWERS, LONGEST_ANSWER = 200, 4000
 
@@ -34,21 +34,23 @@ def run_facts(settings: Settings, trainer: DDPTrainer) -> dict[str, Any]:
     """Return what is known of the model, the rows and the steps of a run, in plain values."""
     data = trainer.data
     total, trainable = parameter_counts(trainer.model)
+    config, name = base_model(trainer.model).config, str(settings.model)
     plan, units = trainer.plan, data.train.units
     return {
         "model": {
             "parameters": total,
             "trainable": trainable,
-            "local": is_file(str(settings.model)),
+            "local": is_file(name),
+            # Of Transformers, to load the model with.
+            "auto_class": model_class(config, name, trust_remote_code=settings.trust_remote_code).__name__,
             # What chat and export compare the base model with.
             "weights": trainer.checkpoints.identity.get("model_weights"),
-            "license": base_license(str(settings.model), settings.model_revision),
+            "license": base_license(name, settings.model_revision),
         },
         "data": {
             "hub": [name for name in settings.dataset if not is_file(name)],
             "train": _counts(data.train),
             "evaluation": _counts(data.evaluation) if data.evaluation else None,
-            "lengths": length_histogram(data.train),
             "packing": data.packing.reason if data.train.packing is not None else None,
             "packs": len(data.train.packing) if data.train.packing is not None else None,
             "streamed": data.train.streamed,
@@ -74,17 +76,6 @@ def part_facts(runtime: Runtime, trainer: DDPTrainer, first_step: int) -> dict[s
         "versions": versions(),
         "hardware": hardware,
     }
-
-
-def length_histogram(rows: TokenizedRows) -> dict[str, list[int]]:
-    """Return the edges of equal intervals of tokens (BINS + 1,) and the number of rows in each (BINS,)."""
-    lengths = row_lengths(rows.dataset)[: rows.counts.rows]
-    least, most = int(lengths.min()), int(lengths.max())
-    # Whole tokens, so that no interval can hold one length more than another.
-    width = max(1, -(-(most - least + 1) // BINS))
-    edges = np.arange(least, most + width + 1, width)
-    counted, _ = np.histogram(lengths, edges)
-    return {"edges": edges.tolist(), "rows": counted.tolist()}
 
 
 def base_license(model: str, revision: str | None) -> dict[str, str] | None:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import psutil
 
-from unsloth_ddp.checkpoints.folders import step_folders
+from unsloth_ddp.checkpoints.manifest import step_folders
 from unsloth_ddp.checkpoints.resume_point import named_folder
 from unsloth_ddp.config.checks import with_full_paths
 from unsloth_ddp.config.options import Settings, options_with

@@ -12,15 +12,15 @@ from typing import Any
 
 import jinja2
 
-from unsloth_ddp.config.ignored import ADAPTER
+from unsloth_ddp.config.questionable import ADAPTER
+from unsloth_ddp.run.described import describe_data, describe_method, results, show, show_result
 from unsloth_ddp.run.files import CARD_FILE, CURVES_FILE
-from unsloth_ddp.run.record import RunRecord, is_number
-from unsloth_ddp.run.report import TEMPLATES, loss_chart, show, templates
+from unsloth_ddp.run.record import RunRecord
+from unsloth_ddp.run.report import TEMPLATES, loss_chart, templates
 from unsloth_ddp.utils.redaction import hide, printable
 from unsloth_ddp.utils.safe_files import write_new_file
-from unsloth_ddp.utils.units import counted, shown_bytes, shown_seconds
+from unsloth_ddp.utils.units import counted
 
-METHODS = {"lora": "LoRA", "qlora": "QLoRA (4-bit base weights)", "full": "full training"}
 # The settings that say how the weights came to be, apart from model and data, which have places of their own.
 SETTINGS = (
     "method", *ADAPTER, "full_weights", "max_length", "overlong", "loss_on", "num_train_epochs", "max_steps", "learning_rate",
@@ -65,7 +65,7 @@ def render_card(run: RunRecord, *, adapter: bool) -> str:
     environment = jinja2.Environment(loader=jinja2.FileSystemLoader(TEMPLATES), undefined=jinja2.StrictUndefined)  # noqa: S701
     kind = "adapter" if adapter else "model"
     settings, record = run.settings, run.record
-    method = METHODS.get(str(settings.get("method")), str(settings.get("method")))
+    method = describe_method(run)
     origin = code(base_name(run)) + (
         f" (revision {code(settings['model_revision'])})" if settings.get("model_revision") else ""
     )
@@ -79,7 +79,8 @@ def render_card(run: RunRecord, *, adapter: bool) -> str:
         curves=CURVES_FILE if loss_chart(run) else "",
         results=_results(run),
         loaders=_loaders(run, adapter=adapter),
-        data=_data(run),
+        sources=_sources(run),
+        data=[(name, plain(value)) for name, value in describe_data(run)],
         settings=[
             (code(name), code(show(settings[name])))
             for name in SETTINGS
@@ -131,7 +132,7 @@ def _metadata(run: RunRecord, *, adapter: bool) -> str:
         # The Hub takes repository ids only.
         base_model=None if _is_local(run) else hide(str(run.settings["model"])),
         library_name="peft" if adapter else "transformers",
-        pipeline_tag="text-generation",
+        pipeline_tag="image-text-to-text" if _auto_class(run) == "AutoModelForImageTextToText" else "text-generation",
         tags=tags,
         datasets=run.record.get("data", {}).get("hub") or None,
         **licence,
@@ -147,44 +148,21 @@ def _rows(run: RunRecord) -> str:
 
 
 def _results(run: RunRecord) -> list[tuple[str, str]]:
-    found = [("optimizer steps", f"{run.step:,}")]
-    for name, key in (("training loss, mean over the run", "train_loss"), ("evaluation loss", "eval_loss")):
-        value = run.summary.get(key)
-        if isinstance(value, (int, float)):
-            found.append((name, f"{value:.4f}" if is_number(value) else "not a number"))
-    before, after = (run.summary.get(f"demo_accuracy_{when}") for when in ("before", "after"))
-    if is_number(before) and is_number(after):
-        found.append(("held-out questions answered exactly", f"{before:.1%} before, {after:.1%} after"))
-    if is_number(run.summary.get("tokens")):
-        found.append(("tokens seen", f"{run.summary['tokens']:,}"))
+    # The last logged loss is that of a few steps; the mean says more.
+    found = [(name, show_result(name, value)) for name, value in results(run).items() if name != "loss"]
+    before = run.summary.get("demo_accuracy_before")
+    if before is not None:
+        found.append(("exact answers before training", show_result("exact answers", before)))
     if run.fact("device"):
         found.append(("trained on", f"{run.fact('world_size')} x {plain(run.fact('device'))}, {run.fact('precision')}"))
-    if is_number(run.summary.get("train_seconds")):
-        speed, memory = run.summary.get("tokens_per_second"), run.summary.get("peak_memory_bytes")
-        found.append(("training time", shown_seconds(run.seconds or run.summary["train_seconds"])))
-        if is_number(speed):
-            found.append(("tokens a second", f"{speed:,.0f}"))
-        if is_number(memory):
-            found.append(("peak memory of a rank", shown_bytes(float(memory or 0))))
     return found
 
 
-def _data(run: RunRecord) -> str:
-    data = run.record.get("data")
-    hub = set((data or {}).get("hub") or [])
-    sources = [code(name if name in hub else Path(name).name) for name in map(str, run.settings.get("dataset") or [])]
-    text = f"Trained on {', '.join(sources)}."
-    if data:
-        train, evaluation = data["train"], data["evaluation"]
-        first = "The first rows of the stream: " if data["streamed"] else ""
-        text += (
-            f" {first}{counted(train['rows'], 'row')} with {counted(train['tokens'], 'token')}, of which {train['supervised']:,} "
-            f"({train['supervised'] / train['tokens']:.1%}) are supervised; the longest row has {train['longest']:,}."
-        )
-        text += (
-            f" Evaluated on {counted(evaluation['rows'], 'row')}." if evaluation else " Not evaluated on held-out rows."
-        )
-    return text
+def _sources(run: RunRecord) -> str:
+    hub = set(run.record.get("data", {}).get("hub") or [])
+    return ", ".join(
+        code(name if name in hub else Path(name).name) for name in map(str, run.settings.get("dataset") or [])
+    )
 
 
 def _licence(record: dict[str, Any], kind: str) -> str:
@@ -203,18 +181,17 @@ def _loaders(run: RunRecord, *, adapter: bool) -> list[dict[str, str]]:
     settings = run.settings
     name, length = json.dumps(_uploaded_name(run)), settings.get("max_length") or 2048
     quantized = adapter and settings.get("method") == "qlora"
-    load = f'model = {"AutoPeftModelForCausalLM" if adapter else "AutoModelForCausalLM"}.from_pretrained(name, dtype="auto", device_map="auto")'
-    if quantized:
-        load = (
-            'quantized = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype="bfloat16")\n'
-            'model = AutoPeftModelForCausalLM.from_pretrained(name, quantization_config=quantized, device_map="auto")'
-        )
-    extra = ", BitsAndBytesConfig" if quantized else ""
-    imports = (
-        f"from peft import AutoPeftModelForCausalLM\nfrom transformers import AutoTokenizer{extra}"
-        if adapter
-        else "from transformers import AutoModelForCausalLM, AutoTokenizer"
-    )
+    auto = _auto_class(run)
+    imports = f"from transformers import {auto}, AutoTokenizer{', BitsAndBytesConfig' if quantized else ''}"
+    load = f'model = {auto}.from_pretrained(name, dtype="auto", device_map="auto")'
+    if adapter:
+        imports = f"from peft import PeftConfig, PeftModel\n{imports}"
+        how = 'dtype="auto"'
+        load = "base = PeftConfig.from_pretrained(name).base_model_name_or_path\n"
+        if quantized:
+            how = "quantization_config=quantized"
+            load += 'quantized = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype="bfloat16")\n'
+        load += f'model = {auto}.from_pretrained(base, {how}, device_map="auto")\nmodel = PeftModel.from_pretrained(model, name)'
     return [
         {
             "text": f"With {'PEFT' if adapter else 'Transformers'}, where `name` is this folder or its name on the Hub:",
@@ -236,6 +213,11 @@ model, tokenizer = FastLanguageModel.from_pretrained({name}, max_seq_length={int
 FastLanguageModel.for_inference(model)""",
         },
     ]
+
+
+def _auto_class(run: RunRecord) -> str:
+    """Return the class of Transformers that loads the model; records of earlier versions name none."""
+    return str(run.record.get("model", {}).get("auto_class", "AutoModelForCausalLM"))
 
 
 def _uploaded_name(run: RunRecord) -> str:

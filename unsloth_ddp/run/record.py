@@ -1,7 +1,7 @@
 """Keep record.json beside a run, and read a run back from its folder; neither needs torch.
 
 record.json holds what the report needs and no other file has: when each part of the run began and ended and on what,
-the rows with a histogram of their lengths, and the compared answers. Losses and speeds come from trainer_state.json of
+counts of the rows, and the compared answers. Losses and speeds come from trainer_state.json of
 the result, or of the newest checkpoint of an unfinished run.
 """
 
@@ -16,7 +16,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from unsloth_ddp.checkpoints.folders import is_whole, step_folders
+from unsloth_ddp.checkpoints.manifest import is_whole, step_folders
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.config.yaml_file import Unreadable, read_yaml
 from unsloth_ddp.run.files import RECORD_FILE, SETTINGS_FILE, STATE_FILE, SUMMARY_FILE

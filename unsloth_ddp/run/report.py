@@ -4,26 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jinja2
 
 from unsloth_ddp.config.options import Settings
-from unsloth_ddp.run.charts import Chart, Line, histogram, line_chart
+from unsloth_ddp.run.charts import Chart, Line, line_chart
+from unsloth_ddp.run.described import describe_data, describe_method, gaps, results, show, show_result
 from unsloth_ddp.run.files import REPORT_FILE
 from unsloth_ddp.run.next_steps import next_steps
 from unsloth_ddp.run.record import RunRecord, is_number
 from unsloth_ddp.utils.redaction import hide
 from unsloth_ddp.utils.safe_files import write_whole
-from unsloth_ddp.utils.units import GIB, counted, shown_bytes, shown_seconds
+from unsloth_ddp.utils.units import GIB, counted, shown_bytes
 
 TEMPLATES = Path(__file__).parent / "templates"
 # What a page shows of long lists.
 OPEN_ANSWERS, MOST_ANSWERS, MOST_RANKS = 4, 50, 32
-METHODS = {"lora": "LoRA", "qlora": "QLoRA", "full": "full training"}
 
 
 @functools.cache
@@ -64,7 +62,6 @@ def render_report(run: RunRecord) -> str:
             ranks=_ranks(run),
             answers=_answers(run),
             data=_data(run),
-            lengths=_lengths(run),
             given=_given(run.settings),
             settings=[(name, show(value)) for name, value in run.settings.items()],
             hardware=_hardware(run),
@@ -85,15 +82,11 @@ def curves(run: RunRecord) -> list[Chart]:
     charts = [
         loss_chart(run),
         line_chart("Learning rate", [Line("learning rate", run.series("learning_rate"))], from_zero=True),
-        line_chart(
-            "Tokens per second, all ranks",
-            [Line("tokens/s", run.series("tokens_per_second"), noisy=True)],
-            from_zero=True,
-        ),
+        line_chart("Tokens per second, all ranks", [Line("tokens/s", run.series("tokens_per_second"))], from_zero=True),
         line_chart(
             "Memory of the fullest rank", [Line("memory", memory)], from_zero=True, shown=lambda gib: f"{gib:.3g} GiB"
         ),
-        line_chart("Gradient norm", [Line("gradient norm", run.series("grad_norm"), noisy=True)], from_zero=True),
+        line_chart("Gradient norm", [Line("gradient norm", run.series("grad_norm"))], from_zero=True),
     ]
     return [chart for chart in charts if chart is not None]
 
@@ -103,35 +96,9 @@ def loss_chart(run: RunRecord) -> Chart | None:
     found = run.series("eval_loss", gaps=True)
     return line_chart(
         "Loss",
-        [Line("training", run.series("loss", gaps=True), noisy=True), Line("evaluation", found, marked=True)],
-        may_be_log=True,
+        [Line("training", run.series("loss", gaps=True)), Line("evaluation", found)],
         note="" if found else "The run has no evaluation rows, or ended before the first evaluation.",
     )
-
-
-def gaps(run: RunRecord) -> list[str]:
-    """Return a sentence for each kind of loss that was not always a number."""
-    found = []
-    for name, key in (("training", "loss"), ("evaluation", "eval_loss")):
-        logged = run.series(key, gaps=True)
-        missing = [step for step, value in logged if not is_number(value)]
-        if missing:
-            found.append(
-                f"The {name} loss was not a number (NaN or infinite) in {len(missing):,} of {len(logged):,} log lines, first "
-                f"at step {missing[0]:,.0f}."
-            )
-    return found
-
-
-def show(value: Any) -> str:
-    """Return a setting as text."""
-    if value is None or value in ([], {}):
-        return "none"
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, list):
-        return ", ".join(map(str, value))
-    return json.dumps(value) if isinstance(value, dict) else str(value)
 
 
 def _printable(value: Any) -> Any:
@@ -143,7 +110,6 @@ def _printable(value: Any) -> Any:
 
 def _sentence(run: RunRecord) -> str:
     model = str(run.settings["model"]).rstrip("/").rpartition("/")[2]
-    method = METHODS.get(str(run.settings.get("method")), run.settings.get("method"))
     processes, device = run.fact("world_size"), run.fact("device")
     on = f" on {processes} x {device}" if processes and device else ""
     end = f"{run.step:,} of {counted(run.max_steps, 'step')}" if run.max_steps else counted(run.step, "step")
@@ -152,37 +118,29 @@ def _sentence(run: RunRecord) -> str:
         end += f"; stopped on {cause}"
     elif run.state == "unfinished":
         end += "; the run was killed or failed, or still runs, and this is what its newest checkpoint holds"
-    return f"{model}, {method}{on}: {end}."
+    return f"{model}, {describe_method(run)}{on}: {end}."
 
 
 def _problems(run: RunRecord) -> list[str]:
     found = gaps(run)
     if not run.record:
-        found.append("The run has no record.json, so lengths, parts and answers are not known.")
+        found.append("The run has no record.json, so rows, parts and answers are not known.")
     return found
 
 
 def _tiles(run: RunRecord) -> list[dict[str, str]]:
-    tiles = [_tile("steps", f"{run.step:,}", f"of {run.max_steps:,}" if run.max_steps else "")]
-
-    def add(name: str, value: Any, text: Callable[[float], str], note: str = "") -> None:
-        if isinstance(value, float) and not is_number(value):
-            tiles.append(_tile(name, "not a number", note))
-        elif is_number(value):
-            tiles.append(_tile(name, text(value), note))
-
-    add("training loss", run.last("loss"), "{:.4f}".format, "last log line")
-    add("evaluation loss", run.eval_loss, "{:.4f}".format)
-    before, after = (run.summary.get(f"demo_accuracy_{when}") for when in ("before", "after"))
-    add("exact answers", after, "{:.1%}".format, f"{before:.1%} before" if is_number(before) else "")
-    add("tokens/s", run.tokens_per_second, "{:,.0f}".format)
-    add("peak memory", run.summary.get("peak_memory_bytes"), shown_bytes, "of the fullest rank")
-    add("training time", run.seconds, shown_seconds, f"in {len(run.parts)} parts" if len(run.parts) > 1 else "")
-    return tiles
-
-
-def _tile(name: str, value: str, note: str = "") -> dict[str, str]:
-    return {"name": name, "value": value, "note": note}
+    before = run.summary.get("demo_accuracy_before")
+    notes = {
+        "steps": f"of {run.max_steps:,}" if run.max_steps else "",
+        "loss": "last log line",
+        "exact answers": f"{before:.1%} before" if is_number(before) else "",
+        "peak memory": "of the fullest rank",
+        "training time": f"in {len(run.parts)} parts" if len(run.parts) > 1 else "",
+    }
+    return [
+        {"name": name, "value": show_result(name, value), "note": notes.get(name, "")}
+        for name, value in results(run).items()
+    ]
 
 
 def _per_rank(entry: dict[str, Any], name: str) -> list[float]:
@@ -193,48 +151,28 @@ def _per_rank(entry: dict[str, Any], name: str) -> list[float]:
 
 
 def _ranks(run: RunRecord) -> dict[str, Any] | None:
-    """Return each rank's mean own seconds a step and last memory, of the entries with as many ranks as the last."""
+    """Return the mean own seconds a step and the last memory of the slowest ranks; None for one process."""
     entries = [entry for entry in run.history if _per_rank(entry, "memory_bytes")]
-    if not entries:
+    memory = _per_rank(entries[-1], "memory_bytes") if entries else []
+    if len(memory) < 2:
         return None
-    memory = _per_rank(entries[-1], "memory_bytes")
-    count = len(memory)
-    if count < 2:
-        return None
-    timed = [s for entry in entries if len(s := _per_rank(entry, "seconds")) == count]
-    means = [sum(values) / len(timed) for values in zip(*timed, strict=True)] if timed else []
-    order = sorted(range(count), key=lambda rank: -means[rank]) if means and count > MOST_RANKS else range(count)
-    rows = [
-        {
-            "rank": str(rank),
-            "seconds": f"{means[rank]:.4f}" if means else "",
-            "percent": round(100 * means[rank] / max(means), 1) if means and max(means) else 0,
-            "memory": shown_bytes(memory[rank]),
-        }
-        for rank in list(order)[:MOST_RANKS]
-    ]
-    sentence = "With sharded weights every forward pass waits for other ranks, so own seconds are not measured."
+    timed = [s for entry in entries if len(s := _per_rank(entry, "seconds")) == len(memory)]
+    means = [sum(values) / len(timed) for values in zip(*timed, strict=True)]
+    order = sorted(range(len(memory)), key=lambda rank: -means[rank] if means else rank)
+    sentence = "Own seconds were not measured: with sharded weights every forward pass waits for other ranks."
     if means:
         sentence = (
             "Own seconds are those of a step in which a rank waits for no other: reading its rows, and its forward and "
             "backward passes without the last backward pass, in which gradients are exchanged. The slowest rank makes all "
             "others wait."
         )
-    elif run.fact("sharding") in (None, "none"):
-        sentence = "Own seconds were not measured."
+    if len(memory) > MOST_RANKS:
+        sentence += f" The table has the first {MOST_RANKS} of {len(memory)} ranks."
     return {
-        "timed": bool(means),
-        "rows": rows,
+        "rows": [
+            (rank, f"{means[rank]:.4f}" if means else "-", shown_bytes(memory[rank])) for rank in order[:MOST_RANKS]
+        ],
         "sentence": sentence,
-        "left_out": f"The {MOST_RANKS} slowest of {count} ranks." if count > MOST_RANKS else "",
-        "chart": line_chart(
-            "Own seconds a step",
-            [
-                Line("median", run.series("rank_step_seconds"), noisy=True),
-                Line("slowest", run.series("rank_step_seconds_max"), noisy=True),
-            ],
-            from_zero=True,
-        ),
     }
 
 
@@ -257,32 +195,7 @@ def _data(run: RunRecord) -> list[tuple[str, str]]:
     sources = [("rows from", show(run.settings.get("dataset")))]
     if run.settings.get("eval_dataset"):
         sources.append(("evaluated on", show(run.settings["eval_dataset"])))
-    data = run.record.get("data")
-    if not data:
-        return sources
-    train, evaluation = data["train"], data["evaluation"]
-    first = "the first rows: " if data["streamed"] else ""
-    found = [
-        *sources,
-        ("training rows", f"{first}{train['rows']:,}"),
-        ("tokens", f"{train['tokens']:,}, {train['tokens'] / train['rows']:,.0f} a row"),
-        ("supervised tokens", f"{train['supervised']:,} ({train['supervised'] / train['tokens']:.1%})"),
-        ("longest row", counted(train["longest"], "token")),
-    ]
-    for name in ("truncated", "dropped"):
-        if train[name]:
-            found.append((f"{name} rows", f"{train[name]:,} over {run.settings.get('max_length')} tokens"))
-    found.append(("packing", f"{counted(data['packs'], 'pack')} ({data['packing']})" if data["packs"] else "off"))
-    found.append(("evaluation rows", f"{evaluation['rows']:,}" if evaluation else "none"))
-    return found
-
-
-def _lengths(run: RunRecord) -> Chart | None:
-    data = run.record.get("data")
-    if not data:
-        return None
-    lengths = data["lengths"]
-    return histogram("Lengths of the training rows", lengths["edges"], lengths["rows"], x_name="tokens", unit="rows")
+    return [*sources, *describe_data(run)]
 
 
 def _given(settings: dict[str, Any]) -> list[tuple[str, str]]:

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from unsloth_ddp.checkpoints import manifest
-from unsloth_ddp.checkpoints.folders import step_folders
-from unsloth_ddp.checkpoints.manifest import Damaged
+from unsloth_ddp.checkpoints.manifest import Damaged, step_folders
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.config.parse import read_config
 from unsloth_ddp.model.files_check import ADAPTER_WEIGHTS

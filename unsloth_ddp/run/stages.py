@@ -16,7 +16,7 @@ from unsloth_ddp.checkpoints import resume_point
 from unsloth_ddp.checkpoints.identity import batch_identity, run_identity, trained_identity
 from unsloth_ddp.checkpoints.resume_point import ResumePoint
 from unsloth_ddp.checkpoints.writer import Checkpoints
-from unsloth_ddp.config.ignored import ignored_settings
+from unsloth_ddp.config.questionable import ignored_settings
 from unsloth_ddp.data import dataset, examples
 from unsloth_ddp.data.identity import data_identity
 from unsloth_ddp.data.packing import BatchRequest

@@ -8,13 +8,11 @@ from typing import Any
 
 from unsloth_ddp.checkpoints import manifest
 from unsloth_ddp.checkpoints.manifest import Damaged
+from unsloth_ddp.run.described import gaps, results, show, show_result
 from unsloth_ddp.run.record import RunRecord, is_number, unknown_settings
-from unsloth_ddp.run.report import gaps, show
-from unsloth_ddp.runs.table import describe_run
 from unsloth_ddp.utils.errors import UserError
 from unsloth_ddp.utils.redaction import hide, printable
 from unsloth_ddp.utils.tables import Column, fit_text, render_pairs, render_table
-from unsloth_ddp.utils.units import shown_bytes, shown_seconds
 
 # Where the run is written says nothing about it.
 NOT_COMPARED = ("run_name", "output_dir", "overwrite", "resume")
@@ -22,10 +20,6 @@ MACHINE = (
     "world_size", "nodes", "device", "sharding", "backend", "precision", "gradient_checkpointing", "global_batch_size",
     "per_device_train_batch_size", "gradient_accumulation_steps",
 )  # fmt: skip
-RESULTS = {
-    "steps": "{:,.0f}", "loss": "{:.4f}", "mean training loss": "{:.4f}", "evaluation loss": "{:.4f}",
-    "exact answers": "{:.1%}", "tokens seen": "{:,.0f}", "tokens/s": "{:,.0f}", "peak memory": "", "time": "",
-}  # fmt: skip
 # How the tables call the two runs, whose names may be as wide as a terminal.
 LETTERS = ("A", "B")
 # Steps of a curve that the tables show; the JSON file has all that both runs logged.
@@ -69,7 +63,7 @@ def compare_runs(first: RunRecord, second: RunRecord) -> Comparison:
         settings=_differences(*({k: v for k, v in run.settings.items() if k not in NOT_COMPARED} for run in runs)),
         data=_differences(*map(_data, runs)),
         machine=_differences(*map(_machine, runs)),
-        results={k: [a, b] for k, (a, b) in _both(*map(_results, runs)).items() if a is not None or b is not None},
+        results={name: list(pair) for name, pair in _both(*map(_results, runs)).items()},
         losses=_common(first.series("loss"), second.series("loss")),
         evaluations=_common(first.series("eval_loss"), second.series("eval_loss")),
     )
@@ -87,7 +81,7 @@ def render_comparison(compared: Comparison) -> str:
             parts.append(f"{title}: no difference.")
     rows = []
     for name, pair in compared.results.items():
-        shown = [_result(name, value) for value in pair]
+        shown = ["" if value is None else show_result(name, value) for value in pair]
         rows.append([name, *shown, _change(name, pair)])
     parts.append(_table("Results", rows, right=True, change=True))
     for title, points in (("Loss", compared.losses), ("Evaluation loss", compared.evaluations)):
@@ -162,34 +156,14 @@ def _machine(run: RunRecord) -> dict[str, Any]:
 
 
 def _results(run: RunRecord) -> dict[str, Any]:
-    described = describe_run(run)
-    found = {
-        "steps": described["step"],
-        "loss": described["loss"],
-        "mean training loss": run.summary.get("train_loss"),
-        "evaluation loss": described["eval_loss"],
-        "exact answers": run.summary.get("demo_accuracy_after"),
-        "tokens seen": run.summary.get("tokens"),
-        "tokens/s": described["tokens_per_second"],
-        "peak memory": run.summary.get("peak_memory_bytes"),
-        "time": described["seconds"],
-    }
-    return {name: value if is_number(value) else None for name, value in found.items()}
-
-
-def _result(name: str, value: Any) -> str:
-    if value is None:
-        return ""
-    if name == "peak memory":
-        return shown_bytes(value)
-    return shown_seconds(value) if name == "time" else RESULTS[name].format(value)
+    return {name: value for name, value in results(run).items() if is_number(value)}
 
 
 def _change(name: str, pair: Sequence[Any]) -> str:
     first, second = pair
     if first is None or second is None:
         return ""
-    if name in ("tokens/s", "peak memory", "time", "tokens seen", "steps"):
+    if name in ("tokens/s", "peak memory", "training time", "tokens seen", "steps"):
         return f"{second / first - 1:+.1%}" if first else ""
     return f"{second - first:+.1%}" if name == "exact answers" else f"{second - first:+.4f}"
 

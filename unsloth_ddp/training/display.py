@@ -1,7 +1,8 @@
-"""Show a run while it trains: a live display on a terminal, aligned lines in a log file or a pipe."""
+"""Show a run while it trains: a live display on a terminal, aligned lines in a log file or a pipe, and trackers."""
 
 from __future__ import annotations
 
+import functools
 import sys
 import time
 from collections.abc import Callable
@@ -13,8 +14,11 @@ from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 
 from unsloth_ddp.distributed.progress import Progress
 from unsloth_ddp.training.live_display import LiveDisplay, can_draw
-from unsloth_ddp.training.log_lines import LogLines
-from unsloth_ddp.training.status import Status
+from unsloth_ddp.training.status import Status, shown_clock, shown_number
+from unsloth_ddp.utils.units import shown_bytes, shown_seconds
+
+LINES_A_HEADER = 20
+GAP = "  "
 
 
 class View(Protocol):
@@ -42,9 +46,97 @@ def choose_view(*, lines: bool) -> View:
     return LogLines() if lines or not can_draw(sys.stdout) else LiveDisplay(sys.stdout)  # type: ignore[arg-type]
 
 
-def without_bars(callbacks: list[Any]) -> list[Any]:
-    """Return a trainer's callbacks without those of Transformers that print dictionaries and draw bars."""
-    return [callback for callback in callbacks if not isinstance(callback, (ProgressCallback, PrinterCallback))]
+def shown_callbacks(callbacks: list[Any], trackers: tuple[type, ...]) -> list[Any]:
+    """Return a trainer's callbacks without those that print dictionaries and draw bars, and with trackers as BestEffort.
+
+    Args:
+        trackers: classes of the callbacks that report to a tracker.
+    """
+    kept = [callback for callback in callbacks if not isinstance(callback, (ProgressCallback, PrinterCallback))]
+    return [BestEffort(callback) if isinstance(callback, trackers) else callback for callback in kept]
+
+
+class BestEffort:
+    """Pass events to a tracker (TensorBoard and others) until one fails, without ending the training.
+
+    Args:
+        tracker: the callback that Transformers made for it.
+    """
+
+    def __init__(self, tracker: Any) -> None:
+        self.tracker = tracker
+        self.failed = False
+
+    def __getattr__(self, name: str) -> Any:
+        handler = getattr(self.tracker, name)
+        return functools.partial(self._hand_on, handler) if name.startswith("on_") else handler
+
+    def _hand_on(self, handler: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self.failed:
+            return None
+        try:
+            return handler(*args, **kwargs)
+        except Exception as error:
+            self.failed = True
+            name = type(self.tracker).__name__.removesuffix("Callback")
+            print(f"{name} failed, so the run stops reporting to it: {' '.join(str(error).split())}", flush=True)
+            return None
+
+
+class LogLines:
+    """Print the lines of one run, with a header above every LINES_A_HEADER of them."""
+
+    def __init__(self) -> None:
+        self._lines = 0
+        self._header = ""
+
+    def begin(self, status: Status) -> None:
+        """Print nothing: the header comes with the first line."""
+
+    def logged(self, status: Status) -> None:
+        """Print the line of a log step."""
+        cells = training_cells(status)
+        header = GAP.join(f"{name:>{width}}" for name, (width, _) in cells.items())
+        if self._lines % LINES_A_HEADER == 0 or header != self._header:
+            self._header, self._lines = header, 0
+            print(header)
+        self._lines += 1
+        print(GAP.join(f"{text:>{width}}" for width, text in cells.values()), flush=True)
+
+    def evaluated(self, status: Status) -> None:
+        """Print the line of an evaluation."""
+        assert status.evaluation is not None
+        _, loss, seconds = status.evaluation
+        took = "" if seconds is None else f", {shown_seconds(seconds)}"
+        place = GAP.join(f"{text:>{width}}" for width, text in place_cells(status).values())
+        print(f"{place}{GAP}evaluation: loss {shown_number(loss)}{took}", flush=True)
+
+    def end(self) -> None:
+        """Print nothing more."""
+
+
+def place_cells(status: Status) -> dict[str, tuple[int, str]]:
+    """Return width and text of the columns for step and epoch."""
+    return {
+        "step": (max(4, 2 * len(str(status.steps)) + 1), f"{status.step}/{status.steps}"),
+        "epoch": (6, f"{status.epoch:.2f}"),
+    }
+
+
+def training_cells(status: Status) -> dict[str, tuple[int, str]]:
+    """Return width and text of every column of a log step's line; MFU only where it is known."""
+    rate = status.tokens_per_second
+    memory = status.memory_bytes
+    return {
+        **place_cells(status),
+        "loss": (8, shown_number(status.losses[-1])),
+        "grad norm": (9, shown_number(status.grad_norm, 3)),
+        "learning rate": (13, "-" if status.learning_rate is None else f"{status.learning_rate:.2e}"),
+        "tokens/s": (9, "-" if rate is None else f"{rate:,.0f}"),
+        **({} if status.mfu is None else {"MFU": (5, f"{status.mfu:.1%}")}),
+        "memory": (10, "-" if memory is None else shown_bytes(memory)),
+        "time left": (9, shown_clock(status.seconds_left)),
+    }
 
 
 class ShowTraining(TrainerCallback):

@@ -21,7 +21,7 @@ from transformers.trainer_utils import IntervalStrategy
 from trl import SFTTrainer
 
 from unsloth_ddp.checkpoints import manifest
-from unsloth_ddp.checkpoints.folders import STEP_FOLDER, is_whole
+from unsloth_ddp.checkpoints.manifest import STEP_FOLDER, is_whole
 from unsloth_ddp.checkpoints.resume_point import ResumePoint
 from unsloth_ddp.checkpoints.sharded_state import has_shards
 from unsloth_ddp.checkpoints.writer import Checkpoints

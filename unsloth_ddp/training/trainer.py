@@ -47,7 +47,7 @@ from unsloth_ddp.training.callbacks import (
 )
 from unsloth_ddp.training.cuda_graphs import CudaGraphs
 from unsloth_ddp.training.deepspeed_precision import reduce_in_fp32
-from unsloth_ddp.training.display import ShowTraining, choose_view, without_bars
+from unsloth_ddp.training.display import ShowTraining, choose_view, shown_callbacks
 from unsloth_ddp.training.gradient_exchange import make_exchange
 from unsloth_ddp.training.log_metrics import LogMetrics
 from unsloth_ddp.training.loss import step_divisor, supervised_tokens
@@ -66,7 +66,6 @@ from unsloth_ddp.training.row_feed import RowFeed
 from unsloth_ddp.training.saving import ResumableTrainer
 from unsloth_ddp.training.sft_config import check_precision
 from unsloth_ddp.training.sharded_search import ShardedMemorySearch
-from unsloth_ddp.training.trackers import protect_trackers
 from unsloth_ddp.training.zero3_release import release_after_each_block
 from unsloth_ddp.utils.known_errors import is_out_of_memory
 
@@ -161,7 +160,7 @@ class DDPTrainer(ResumableTrainer):
         trackers = tuple(get_reporting_integration_callbacks(self.args.report_to))
         shown = ShowTraining(self.view, self.runtime.progress, lambda: self.checkpoints.last)
         upstream = self.callback_handler.callbacks
-        self.callback_handler.callbacks = [*protect_trackers(without_bars(upstream), trackers, self.settings), shown]
+        self.callback_handler.callbacks = [*shown_callbacks(upstream, trackers), shown]
 
     def _set_gradient_precision(self) -> None:
         if self.is_fsdp_enabled and self.runtime.precision != "fp32":

@@ -88,27 +88,6 @@ KNOWN_ERRORS = (
         "Two processes use the same GPU, or the GPU is in exclusive mode and in use.",
         "start one process per GPU through accelerate or torchrun, which set LOCAL_RANK; check CUDA_VISIBLE_DEVICES.",
     ),
-    KnownError(
-        "tensors on two devices",
-        r"Expected all tensors to be on the same device|should be on the same device|"
-        r"module must have its parameters and buffers on device",
-        "Parts of the model or batch are on different devices, as with device_map auto or balanced.",
-        "load the whole model on the GPU of each process: device_map={'': local_rank}.",
-    ),
-    KnownError(
-        "quantized model on another GPU",
-        r"loaded in 8-bit or 4-bit precision on a different device|"
-        r"loaded in 8-bit or 4-bit precision with CPU or disk offload|dispatched on the CPU or the disk",
-        "A quantized model was not loaded on the GPU of its process, or did not fit and was offloaded.",
-        "load with device_map={'': local_rank}; if it does not fit, use a smaller model, or fsdp2 with --method qlora.",
-    ),
-    KnownError(
-        "device_map with a launcher",
-        r"(can't|cannot) train a model that has been loaded with .?device_map=.?.?auto|"
-        r"device_map=['\"]auto['\"].{0,80}distributed mode|prepare a model with device_map",
-        "The setting device_map='auto' spreads one model over all GPUs, which does not work with one process per GPU.",
-        "use device_map={'': local_rank}, or start a single process.",
-    ),
     # ---- DDP ----
     KnownError(
         "marked ready twice",
@@ -128,18 +107,6 @@ KNOWN_ERRORS = (
         r"inconsistent (number of params|tensor shapes)|Detected mismatch between collectives",
         "The ranks do not run the same model, settings or code.",
         "check that every node has the same model files, settings, packages and kit version (the preflight compares them).",
-    ),
-    KnownError(
-        "DataParallel",
-        r"(?<!Distributed)(?<!Sharded)DataParallel|module 'torch\.nn\.parallel' .* replicas",
-        "One process saw several GPUs, so the model was wrapped in DataParallel, which neither TRL nor Unsloth supports.",
-        "use accelerate_configs/single_gpu.yaml or ddp.yaml, or make one GPU visible (CUDA_VISIBLE_DEVICES=0).",
-    ),
-    KnownError(
-        "no backend for CPU tensors",
-        r"No backend type associated with device type cpu",
-        "A CPU tensor was sent through a process group that has only NCCL.",
-        "start through train_ddp.py, whose control group uses gloo; UNSLOTH_DISABLE_TRAINER_PATCHING=1 helps with older releases of Unsloth.",
     ),
     # ---- NCCL, gloo, rendezvous ----
     KnownError(
@@ -225,28 +192,10 @@ KNOWN_ERRORS = (
         "use zero2, which keeps whole weights on every GPU; a layer called by the model's own code needs a fix there.",
     ),
     KnownError(
-        "DeepSpeed missing",
-        r"DeepSpeed is not (installed|available)|No module named .deepspeed",
-        "The accelerate config uses DeepSpeed, which is an optional extra of this kit.",
-        "run uv sync --extra deepspeed on every node.",
-    ),
-    KnownError(
         "CUDA toolkit missing",
         r"CUDA_HOME does not exist|CUDA_HOME environment variable is not set|MissingCUDAException|nvcc.{0,20}not found",
         "A package compiles for CUDA (DeepSpeed at import) and finds no CUDA toolkit.",
         "install the CUDA toolkit and set CUDA_HOME to its folder; DS_BUILD_OPS=0 stops DeepSpeed from building at install time.",
-    ),
-    KnownError(
-        "ZeRO-3 with device_map",
-        r"Zero-?3 is not compatible with",
-        "ZeRO-3 places the weights itself, so the model must not be loaded with a device_map.",
-        "leave device_map out with zero3, or use zero2 or fsdp2.",
-    ),
-    KnownError(
-        "FSDP mixed types",
-        r"Must flatten tensors with uniform dtype|FSDP expects uniform original parameter dtype",
-        "FSDP1 shards weights of one dtype together, and the adapter has another dtype than the model.",
-        "use accelerate_configs/fsdp2.yaml (FSDP2 shards each weight separately).",
     ),
     # ---- packages and compilers ----
     KnownError(
@@ -303,18 +252,6 @@ KNOWN_ERRORS = (
         "bitsandbytes (4-bit weights, 8-bit optimizers) is missing, or finds no CUDA library of the version it was built for.",
         "run uv sync; python -m bitsandbytes prints what is missing; BNB_CUDA_VERSION selects another build; --method lora "
         "with --optim adamw_torch_fused does not need it.",
-    ),
-    KnownError(
-        "Unsloth without accelerator",
-        r"Unsloth (cannot find any torch accelerator|currently only works on)|Unsloth: .{0,40}need a GPU",
-        "Unsloth finds no GPU that it supports.",
-        "check nvidia-smi and that PyTorch is a CUDA build; --backend transformers trains on a CPU.",
-    ),
-    KnownError(
-        "Unsloth too old for several GPUs",
-        r"does not (work on|support) multi GPU|Unsloth currently does not",
-        "This release of Unsloth refuses several GPUs.",
-        "run uv sync --locked, which installs the release this kit is tested with.",
     ),
     KnownError(
         "packages do not fit together",

@@ -1,4 +1,4 @@
-"""Write JSON files that are complete or unchanged."""
+"""Write JSON files that are complete or unchanged, and parse JSON text in which no key is given twice."""
 
 from __future__ import annotations
 
@@ -31,3 +31,15 @@ def write_as_asked(option: str, path: Path, content: Any) -> None:
         write_json(path, content)
     except OSError as error:
         raise UserError(f"{option} {path} cannot be written: {os_reason(error)}; name another file.") from None
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"{next(name for name in names if names.count(name) > 1)[:100]!r} is given twice")
+    return found
+
+
+# As json.loads: malformed text raises json.JSONDecodeError, other faults ValueError (with the reason) or RecursionError.
+DECODER = json.JSONDecoder(object_pairs_hook=_unique)

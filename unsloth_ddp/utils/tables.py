@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import re
 import shutil
 import sys
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from io import StringIO
@@ -20,10 +20,8 @@ from rich.text import Text
 FILE_WIDTH = 100
 LEAST_WIDTH = 80
 GAP = 2
-# In a column of a table a longer word (a path, a list of flags) may be broken after one of these characters, and anywhere
-# in a part that is still longer than LONGEST_PART.
-LONGEST_WORD, LONGEST_PART = 28, 40
-BREAK_AFTER = re.compile(r"(?<=[/\\,])")
+# A column is not narrower than its longest word, unless that word (a path, a list of flags) is longer than this.
+LONGEST_WORD = 28
 
 
 @dataclass(frozen=True)
@@ -69,42 +67,38 @@ def render_table(
     """
     made = [column if isinstance(column, Column) else Column(column) for column in columns]
     width = width or output_width()
-    while (extra := next((i for i in reversed(range(len(made))) if made[i].optional), None)) is not None:
-        if sum(_least_widths([[column.name for column in made], *rows])) + GAP * (len(made) - 1) <= width:
-            break
-        made = made[:extra] + made[extra + 1 :]
-        rows = [[*cells[:extra], *cells[extra + 1 :]] for cells in rows]
     texts = [[column.name for column in made], *rows]
-    widths = column_widths(texts, width - GAP * (len(made) - 1))
-    show_header = any(column.name for column in made)
+    least = [max(map(_least_width, cells)) for cells in zip(*texts, strict=True)]
+    kept = list(range(len(made)))
+    while sum(least[i] for i in kept) + GAP * (len(kept) - 1) > width and any(made[i].optional for i in kept):
+        kept.remove(max(i for i in kept if made[i].optional))
     table = Table(
         box=box.HORIZONTALS if rules else box.SIMPLE_HEAD,
-        show_header=show_header,
+        show_header=any(made[i].name for i in kept),
         show_edge=False,
         # With the column that the box itself draws, GAP columns stand between two cells.
         padding=(0, GAP - 1, 0, 0),
         pad_edge=False,
     )
-    for column, size in zip(made, widths, strict=True):
-        header = Text("\n".join(wrap_text(column.name, size)))
-        table.add_column(header, justify=column.align, width=size, vertical="top")
+    for i in kept:
+        table.add_column(Text(made[i].name), justify=made[i].align, min_width=least[i], vertical="top", overflow="fold")
     was_tall = False
-    for index, row in enumerate(rows):
-        wrapped = ["\n".join(wrap_text(text, size)) for text, size in zip(row, widths, strict=True)]
-        is_tall = any("\n" in text for text in wrapped)
-        if rules and index and (is_tall or was_tall):
+    for row in rows:
+        is_tall = any("\n" in row[i] for i in kept) or sum(cell_len(row[i]) + GAP for i in kept) > width + GAP
+        if rules and (is_tall or was_tall):
             table.add_section()
         was_tall = is_tall
-        styles = [(column.styles or {}).get(text, "") for column, text in zip(made, row, strict=True)]
-        table.add_row(*(Text(text, style=style) for text, style in zip(wrapped, styles, strict=True)))
+        table.add_row(*(Text(row[i], style=(made[i].styles or {}).get(row[i], "")) for i in kept))
     file = StringIO()
-    console = Console(file=file, width=sum(widths) + GAP * len(made), force_terminal=colour, highlight=False)
-    if not colour:
-        console.no_color = True
+    console = Console(file=file, width=width, force_terminal=colour, no_color=not colour, highlight=False)
     if title:
         console.print(Text(title, style="bold"))
     console.print(table)
     return "\n".join(line.rstrip() for line in file.getvalue().splitlines() if line.strip())
+
+
+def _least_width(text: str) -> int:
+    return max((min(cell_len(word), LONGEST_WORD) for word in text.split()), default=0)
 
 
 def render_pairs(pairs: Mapping[str, str], *, width: int | None = None) -> str:
@@ -112,64 +106,17 @@ def render_pairs(pairs: Mapping[str, str], *, width: int | None = None) -> str:
     indent = max(map(cell_len, pairs)) + GAP
     lines = []
     for name, value in pairs.items():
-        first, *others = wrap_text(value, (width or output_width()) - indent, whole=True)
+        first, *others = wrap_text(value, (width or output_width()) - indent)
         lines += [f"{name:<{indent}}{first}", *(" " * indent + line for line in others)]
     return "\n".join(line.rstrip() for line in lines)
 
 
-def column_widths(rows: Sequence[Sequence[str]], available: int) -> list[int]:
-    """Return each column's width: that of its longest line where there is room, never below its longest word.
-
-    Narrow columns get their full width first; the wide ones share the rest equally.
-    """
-    natural, least = _natural_widths(rows), _least_widths(rows)
-    widths = list(least)
-    room = available - sum(least)
-    order = sorted(range(len(widths)), key=natural.__getitem__)
-    for position, index in enumerate(order):
-        share = (room + sum(least[i] for i in order[position:])) // (len(order) - position)
-        widths[index] = min(natural[index], max(least[index], share))
-        room -= widths[index] - least[index]
-    return widths
-
-
-def _natural_widths(rows: Sequence[Sequence[str]]) -> list[int]:
-    return [
-        max(cell_len(line) for cell in cells for line in cell.splitlines() or [""]) for cells in zip(*rows, strict=True)
-    ]
-
-
-def _least_widths(rows: Sequence[Sequence[str]]) -> list[int]:
-    """Return the width of the longest word that is not broken, for each column."""
-    columns = zip(*rows, strict=True)
-    return [
-        max((cell_len(p) for cell in cells for w in cell.split() for p in _pieces(w)), default=0) for cells in columns
-    ]
-
-
-def wrap_text(text: str, width: int, *, whole: bool = False) -> list[str]:
-    """Return the lines of `text`, wrapped between words; only words over LONGEST_WORD may be broken, with `whole` none."""
-    lines = []
-    for line in text.splitlines() or [""]:
-        current = ""
-        for word in line.split():
-            joined = f"{current} {word}" if current else word
-            if cell_len(joined) <= width:
-                current = joined
-                continue
-            if current and (whole or cell_len(word) <= width):
-                lines.append(current)
-                current = word
-                continue
-            # Fill the current line with as many pieces of the long word as fit.
-            current = f"{current} " if current else ""
-            for piece in [word] if whole else _pieces(word):
-                if current.strip() and cell_len(current + piece) > width:
-                    lines.append(current.rstrip())
-                    current = ""
-                current += piece
-        lines.append(current)
-    return lines
+def wrap_text(text: str, width: int) -> list[str]:
+    """Return the lines of `text`, wrapped between words."""
+    wrapped = (
+        textwrap.wrap(line, width, break_long_words=False, break_on_hyphens=False) for line in text.splitlines() or [""]
+    )
+    return [line for lines in wrapped for line in lines or [""]]
 
 
 def fit_text(text: str, width: int | None = None) -> str:
@@ -179,18 +126,8 @@ def fit_text(text: str, width: int | None = None) -> str:
         width: [output_width()]
     """
     columns = width or output_width()
-    lines = [
-        [line] if cell_len(line) <= columns else wrap_text(line, columns, whole=True) for line in text.splitlines()
-    ]
-    return "\n".join(part for parts in lines for part in parts)
-
-
-def _pieces(word: str) -> list[str]:
-    """Return the parts that a word may be broken into; the word itself unless it is long."""
-    if cell_len(word) <= LONGEST_WORD:
-        return [word]
-    pieces: list[str] = []
-    for part in BREAK_AFTER.split(word):
-        size = LONGEST_PART if cell_len(part) <= LONGEST_PART else LONGEST_WORD
-        pieces += [part[i : i + size] for i in range(0, len(part), size)]
-    return [piece for piece in pieces if piece]
+    return "\n".join(
+        part
+        for line in text.splitlines()
+        for part in ([line] if cell_len(line) <= columns else wrap_text(line, columns))
+    )

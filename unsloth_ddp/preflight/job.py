@@ -1,15 +1,19 @@
-"""Check the environment variables that describe the job: pure functions of the variables."""
+"""Read and check the environment variables that describe the job and this process's position in it."""
 
 from __future__ import annotations
 
+import os
+import socket
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
-from unsloth_ddp.preflight.checks import Check, Verdict
+from unsloth_ddp.distributed.ranks import Ranks
+from unsloth_ddp.preflight.checks import Finding, Verdict, failure
 
 DEFAULT_PORT = 6001
 
 
-def check_environment(node: int, environ: Mapping[str, str], launched: bool) -> Check:
+def check_environment(environ: Mapping[str, str], launched: bool) -> Finding:
     """Check that the variables that describe the job are set, are numbers and agree with each other."""
     problems = launcher_problems(environ) if launched else node_problems(environ)
     names: tuple[str, ...] = ("NNODES", "NODE_RANK", "GPUS_PER_NODE", "MASTER_ADDR", "MASTER_PORT")
@@ -21,7 +25,7 @@ def check_environment(node: int, environ: Mapping[str, str], launched: bool) -> 
     if not problems and not launched and not environ.get("NNODES") and elsewhere.isdigit() and int(elsewhere) > 1:
         problems = [f"Slurm gave this job {elsewhere} nodes, but NNODES is not set, so only this one is checked."]
         verdict = "warning"
-    return Check("environment", {node: shown}, verdict, " ".join(problems))
+    return Finding(shown, verdict, " ".join(problems))
 
 
 def node_problems(environ: Mapping[str, str]) -> list[str]:
@@ -85,10 +89,49 @@ def _not_numbers(environ: Mapping[str, str], names: Sequence[str], least: int) -
     ]
 
 
-def check_node_rank(node: int, nodes: int) -> Check:
+def check_node_rank(node: int, nodes: int) -> Finding:
     """Check that a node's rank is one of 0 to nodes - 1."""
     if node < nodes:
-        return Check("node rank", {node: f"{node} of {nodes}"})
+        return Finding(f"{node} of {nodes}")
     last = f"from 0 to {nodes - 1}" if nodes > 1 else "0 alone"
     remedy = f"NODE_RANK is {node}, but with NNODES {nodes} ranks go {last}; number the nodes from 0."
-    return Check("node rank", {node: f"{node} of {nodes}"}, "failure", remedy)
+    return failure(f"{node} of {nodes}", remedy)
+
+
+@dataclass(frozen=True)
+class ProcessInfo:
+    """One process of the job. Without a launcher there is one process per node, and its rank is NODE_RANK."""
+
+    ranks: Ranks
+    launched: bool
+    nodes: int
+    node_rank: int
+    master: str
+    port: int
+    host: str
+
+
+def is_launched(environ: Mapping[str, str] = os.environ) -> bool:
+    """Return whether accelerate launch or torchrun started this process."""
+    return "RANK" in environ or "WORLD_SIZE" in environ
+
+
+def read_process_info(environ: Mapping[str, str] = os.environ) -> ProcessInfo:
+    """Read this process's position from variables that check_environment has accepted.
+
+    A NODE_RANK outside the job is kept, so that the other nodes can be told which host has it.
+    """
+    master = environ.get("MASTER_ADDR") or "localhost"
+    port = int(environ.get("MASTER_PORT") or DEFAULT_PORT)
+    host = socket.gethostname()
+    if is_launched(environ):
+        rank, local_rank, world, local_world = (
+            int(environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+        )
+        ranks = Ranks(rank, local_rank, world, local_world)
+        # The launcher may have named this machine by an address that others reach; on one node none of them may connect.
+        master = "127.0.0.1" if ranks.nodes == 1 else master
+        return ProcessInfo(ranks, True, ranks.nodes, ranks.node_rank, master, port, host)
+    nodes = int(environ.get("NNODES") or 1)
+    node_rank = int(environ.get("NODE_RANK") or 0)
+    return ProcessInfo(Ranks(node_rank, 0, nodes, 1), False, nodes, node_rank, master, port, host)

@@ -15,7 +15,7 @@ import pytest
 from tests.conftest import DEMO_MODEL, REPO
 from tests.preflight.rows import documented, undocumented
 from unsloth_ddp.config.options import Settings
-from unsloth_ddp.preflight import checks, disks, machine, node_checks, training_arguments
+from unsloth_ddp.preflight import checks, machine, node_checks, training_arguments
 from unsloth_ddp.preflight.__main__ import parse
 from unsloth_ddp.preflight.checks import Check
 from unsloth_ddp.preflight.job import read_process_info
@@ -109,7 +109,7 @@ def rows_check(folder: Path, *sources: str, **options: Any) -> Check:
     """The row of the table about the rows of these files in a folder."""
     dataset = [one if "/" in one else str(folder / one) for one in sources]
     settings = Settings(model=str(DEMO_MODEL), dataset=dataset, use_cpu=True, **options)
-    checks = node_checks.MachineChecks(read_process_info({}), settings, {}, disks.NodeFolders(), [], "").run()
+    checks = node_checks.MachineChecks(read_process_info({}), settings, {}, [], "").run()
     return next(check for check in checks if check.name == "rows")
 
 
@@ -214,8 +214,6 @@ def test_a_sharding_that_training_would_refuse_is_a_failure(
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "deepspeed" else find(name))
     _, settings = parse(["--output_dir", str(tmp_path / "outputs"), *words.split()])
     environ = {**os.environ, **launcher}
-    probed = disks.NodeFolders()
-    found = node_checks.MachineChecks(read_process_info(environ), settings, environ, probed, devices, "").run()
-    probed.remove()
+    found = node_checks.MachineChecks(read_process_info(environ), settings, environ, devices, "").run()
     row = next(check for check in found if check.name == "sharding")
     assert (row.verdict, remedy in row.remedy) == (verdict, True), row

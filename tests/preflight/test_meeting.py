@@ -134,7 +134,7 @@ def test_another_program_at_the_master_port_is_told_in_time_and_without_a_stack(
     assert told and 1 <= int(told[1]) <= 12, done.stdout
 
 
-def test_the_token_is_found_in_a_disks_only(tmp_path, monkeypatch):
+def test_the_token_is_found_in_a_shared_folder_only(tmp_path, monkeypatch):
     monkeypatch.setattr(disks, "TOKEN_SECONDS", 0.1)
     (tmp_path / "other").mkdir()
     left = disks.write_token(tmp_path)
@@ -142,4 +142,8 @@ def test_the_token_is_found_in_a_disks_only(tmp_path, monkeypatch):
     assert disks.find_token(tmp_path, left[0].name, left[1]) is True
     assert disks.find_token(tmp_path / "other", left[0].name, left[1]) is False
     assert disks.find_token(tmp_path, left[0].name, "another run's") is False
-    assert disks.write_token(tmp_path / "no" / "such") is None
+    # What is not there yet is made where it will be shared or not.
+    left = disks.write_token(tmp_path / "no" / "such")
+    assert left is not None and disks.find_token(tmp_path / "no" / "such", left[0].name, left[1]) is True
+    (tmp_path / "file").write_text("")
+    assert disks.write_token(tmp_path / "file" / "folder") is None

@@ -24,14 +24,15 @@ CONFIG = {
 }  # fmt: skip
 
 
-def test_an_adapter_is_counted_as_peft_makes_it(tiny_model):
+def test_an_adapter_is_not_larger_than_estimated(tiny_model):
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(tiny_model)
     made = get_peft_model(model, LoraConfig(r=8, target_modules="all-linear"))
     trainable = sum(p.numel() for p in made.parameters() if p.requires_grad)
-    assert disks.count_adapter_parameters(json.loads((tiny_model / "config.json").read_text()), 8) == trainable
+    config = json.loads((tiny_model / "config.json").read_text())
+    assert trainable <= disks.adapter_parameters(config, model.num_parameters(), 8, 0) < 4 * trainable
 
 
 def test_weights_are_counted_as_they_lie_on_disk():
@@ -66,18 +67,14 @@ def test_how_many_checkpoints_are_on_disk_at_once(settings, kept):
     assert disks.count_checkpoints(settings) == kept
 
 
-def test_a_folder_that_was_made_to_be_tried_is_removed_unless_it_is_used(tmp_path):
-    probed = disks.NodeFolders()
-    assert probed.probe(tmp_path / "new" / "inner").free > 0
-    assert probed.probe(tmp_path / "used").free > 0
-    (tmp_path / "used" / "file").write_text("x")
-    probed.remove()
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["used"]
+def test_a_folder_is_tried_where_it_is_or_will_be_made(tmp_path):
+    assert disks.probe(tmp_path / "new" / "inner").free > 0 and disks.probe(tmp_path).free > 0
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_folder_that_cannot_be_written_says_why(tmp_path):
     (tmp_path / "file").write_text("x")
-    assert "directory" in disks.NodeFolders().probe(tmp_path / "file" / "inner").error.lower()
+    assert "directory" in disks.probe(tmp_path / "file" / "inner").error.lower()
 
 
 def test_a_port_in_use_names_its_holder():

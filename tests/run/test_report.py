@@ -79,7 +79,7 @@ def test_a_finished_run_is_told_whole(tmp_path):
     assert "Who is it? expected It is I. before ✗ differs No idea. after ✓ exact It is I." in words(page, "answers")
     for fact in ("training rows 60", "supervised tokens 1,500 (25.0%)", "truncated rows 2 over", "evaluation rows 10"):
         assert fact in words(page, "data")
-    assert "torch 2.14.0" in words(page, "hardware") and "8 a device x 1 accumulation x 2 processes = 16" in page.text
+    assert "torch 2.14.0" in words(page, "hardware") and "global batch size 16" in page.text
 
 
 def test_the_values_of_the_curves_are_those_that_were_logged(tmp_path):
@@ -127,7 +127,7 @@ def test_the_command_that_resumes_is_that_of_the_last_start(tmp_path, part, sett
         ({}, "uv run python -m unsloth_ddp.export outputs/r --to vllm It prints"),
         ({}, "uv run python -m unsloth_ddp.export outputs/r --to gguf This needs a clone of llama.cpp"),
         ({"trust_remote_code": True}, "unsloth_ddp.chat outputs/r --trust_remote_code "),
-        ({"trust_remote_code": True}, "--to vllm --trust_remote_code It prints"),
+        ({"trust_remote_code": True}, "--trust_remote_code --to vllm It prints"),
     ],
 )
 def test_a_finished_run_says_how_to_talk_to_it_and_serve_it(tmp_path, monkeypatch, settings, command):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import secrets
@@ -66,41 +65,22 @@ def check_folder(folder: Folder, needed: int, content: str, option: str) -> Find
     return Finding(shown)
 
 
-class NodeFolders:
-    """Probes the folders of a run: creates missing ones and removes them at the end if they are still empty."""
+def existing(path: Path) -> Path:
+    """Return a folder, or the nearest one above it that there is."""
+    return next(folder for folder in (path, *path.parents) if folder.exists())
 
-    def __init__(self) -> None:
-        self.made: list[Path] = []
 
-    def probe(self, path: Path) -> Folder:
-        """Write and remove a file in a folder; retry, since another node may remove an empty shared folder meanwhile."""
-        error: OSError | None = None
-        for _ in range(3):
-            try:
-                self._make(path)
-                with tempfile.NamedTemporaryFile(dir=path, prefix=".preflight-") as file:
-                    file.write(b"x" * 4096)
-                    file.flush()
-                    os.fsync(file.fileno())
-                return Folder(str(path), free=shutil.disk_usage(path).free)
-            except OSError as problem:
-                error = problem
-                if not isinstance(problem, FileNotFoundError):
-                    break
-        assert error is not None
+def probe(path: Path) -> Folder:
+    """Write and remove a file in a folder, or in the nearest one above it that there is."""
+    there = existing(path.absolute())
+    try:
+        with tempfile.NamedTemporaryFile(dir=there, prefix=".preflight-") as file:
+            file.write(b"x" * 4096)
+            file.flush()
+            os.fsync(file.fileno())
+        return Folder(str(path), free=shutil.disk_usage(there).free)
+    except OSError as error:
         return Folder(str(path), error=error.strerror or str(error))
-
-    def _make(self, path: Path) -> None:
-        missing = [p for p in (path, *path.parents) if not p.exists()]
-        path.mkdir(parents=True, exist_ok=True)
-        self.made += missing
-
-    def remove(self) -> None:
-        """Remove the folders that `probe` created, except those that are no longer empty."""
-        for path in self.made:
-            with contextlib.suppress(OSError):
-                path.rmdir()
-        self.made.clear()
 
 
 def output_folder(settings: Settings) -> Path:
@@ -150,9 +130,7 @@ def estimate_run_bytes(settings: Settings, config: Mapping[str, Any] | None, wei
     if settings.method == "full":
         trained, width = parameters, 4 if settings.full_weights == "fp32" else 2
     else:
-        adapted = bool(settings.lora_target_parameters) or settings.lora_target_modules != ["all-linear"]
-        saved = len(settings.lora_modules_to_save)
-        trained, width = count_adapter_parameters(config, settings.lora_r, saved, experts_adapted=adapted), 4
+        trained, width = adapter_parameters(config, parameters, settings.lora_r, len(settings.lora_modules_to_save)), 4
     final = trained * width + BESIDE_WEIGHTS + (parameters * 2 if settings.merge else 0)
     return count_checkpoints(settings) * (3 * trained * width + BESIDE_WEIGHTS) + final
 
@@ -168,28 +146,17 @@ def count_checkpoints(settings: Settings) -> int:
     return CHECKPOINTS_IF_UNLIMITED
 
 
-def count_adapter_parameters(
-    config: Mapping[str, Any], r: int, saved_modules: int = 0, *, experts_adapted: bool = False
-) -> int:
-    """Count the parameters of a LoRA adapter on every linear layer, and of whole modules saved beside it.
+def adapter_parameters(config: Mapping[str, Any], parameters: int, r: int, saved_modules: int) -> int:
+    """Return an upper bound of the parameters of a LoRA adapter, with whole modules saved beside it.
 
-    A linear layer of `a` inputs and `b` outputs gets r x (a + b). A mixture's experts are no linear layers; with
-    `experts_adapted` every one is counted.
+    A linear layer of a x b weights gets r x (a + b), which is at most 2 r / hidden_size of them where no side is shorter
+    than the hidden size. Shorter ones (keys and values) are a small part of a model.
     """
     text = {**config, **(config.get("text_config") or {})}
-
-    def number(name: str, default: int = 0) -> int:
-        value = text.get(name)
-        return value if isinstance(value, int) else default
-
-    hidden, layers, heads = number("hidden_size"), number("num_hidden_layers"), number("num_attention_heads", 1)
-    head_size = number("head_dim") or hidden // max(1, heads)
-    queries, keys = heads * head_size, number("num_key_value_heads", heads) * head_size
-    attention = 2 * (hidden + queries) + 2 * (hidden + keys)
-    experts = number("num_experts") or number("num_local_experts") or number("n_routed_experts")
-    width = (number("moe_intermediate_size") if experts else 0) or number("intermediate_size", 4 * hidden)
-    feed_forward = 3 * (hidden + width) * (experts * experts_adapted if experts else 1)
-    return layers * r * (attention + feed_forward) + saved_modules * number("vocab_size") * hidden
+    hidden, vocabulary = (
+        text.get(name) if isinstance(text.get(name), int) else 0 for name in ("hidden_size", "vocab_size")
+    )
+    return int(2 * r * parameters / (hidden or 1024)) + saved_modules * (vocabulary or 0) * (hidden or 0)
 
 
 def estimate_cache_bytes(data_bytes: int) -> int:
@@ -203,7 +170,7 @@ def estimate_cache_bytes(data_bytes: int) -> int:
 def write_token(folder: Path) -> tuple[Path, str] | None:
     """Write on node 0 a file with a random content; return its path and content, None where it cannot be written."""
     content = secrets.token_hex(8)
-    path = folder / f".preflight-token-{content}"
+    path = existing(folder) / f".preflight-token-{content}"
     try:
         path.write_text(content)
     except OSError:
@@ -214,7 +181,7 @@ def write_token(folder: Path) -> tuple[Path, str] | None:
 def find_token(folder: Path, name: str, content: str) -> bool | None:
     """Return on another node whether node 0's file is in its output folder; None where it cannot look there."""
     # The name came over the network.
-    path = folder / Path(name).name
+    path = existing(folder) / Path(name).name
     deadline = time.monotonic() + TOKEN_SECONDS
     while True:
         try:

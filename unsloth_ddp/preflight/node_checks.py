@@ -22,7 +22,7 @@ from unsloth_ddp.distributed.sharding import (
     sharding_from_environment,
     unsupported_by_unsloth,
 )
-from unsloth_ddp.preflight import disks, machine, network, training_arguments
+from unsloth_ddp.preflight import disks, machine, network
 from unsloth_ddp.preflight.checks import CHECK_SECONDS, Check, Finding, failure, run_check
 from unsloth_ddp.preflight.job import ProcessInfo, check_node_rank
 from unsloth_ddp.utils.errors import UserError
@@ -31,7 +31,7 @@ from unsloth_ddp.utils.units import counted
 # Rows of every file that are read; a .json file has to be read to its end for them.
 FIRST_ROWS = 100
 # Of checks that may take longer than others.
-SECONDS = {"rows": 60, "driver and CUDA": 60, "training arguments": training_arguments.LIMIT_SECONDS + 10}
+SECONDS = {"rows": 60, "driver and CUDA": 60}
 
 
 def network_checks(process: ProcessInfo, environ: Mapping[str, str]) -> list[Check]:
@@ -79,7 +79,6 @@ class MachineChecks:
     process: ProcessInfo
     settings: Settings
     environ: Mapping[str, str]
-    folders: disks.NodeFolders
     devices: Sequence[Mapping[str, Any]]
     reason: str
 
@@ -105,7 +104,6 @@ class MachineChecks:
             "GPUs": self._gpus,
             "precision": self._precision,
             "sharding": self._sharding,
-            "training arguments": lambda: training_arguments.check_in_process(self.settings),
             "driver and CUDA": self._driver,
         }
         if self.cpu or not (self.devices or has_nvidia()):
@@ -118,18 +116,18 @@ class MachineChecks:
         # The other nodes write logs only, unless every rank writes its part of a checkpoint.
         whole = self.process.node_rank == 0 or sharding_from_environment(self.environ) != "none"
         needed = disks.estimate_run_bytes(self.settings, config, weights) if whole else disks.LOGS_WANTED
-        folder = self.folders.probe(disks.output_folder(self.settings))
+        folder = disks.probe(disks.output_folder(self.settings))
         return disks.check_folder(folder, needed, "checkpoints and the result", "--output_dir")
 
     def _temporary(self) -> Finding:
         path = self.settings.compiled_cache_dir or self.environ.get("UNSLOTH_COMPILE_LOCATION") or tempfile.gettempdir()
-        folder = self.folders.probe(Path(path).expanduser())
+        folder = disks.probe(Path(path).expanduser())
         wanted = disks.LOGS_WANTED if self.cpu else disks.CACHE_WANTED
         return disks.check_folder(folder, wanted, "compiled modules", "--compiled_cache_dir or TMPDIR")
 
     def _cache(self) -> Finding:
         needed = disks.estimate_cache_bytes(sum(disks.read_data_sizes(self.settings)))
-        folder = self.folders.probe(disks.find_datasets_cache(self.environ))
+        folder = disks.probe(disks.find_datasets_cache(self.environ))
         return disks.check_folder(folder, needed, "tokenized rows", "HF_HOME or HF_DATASETS_CACHE")
 
     def _memory(self) -> Finding:

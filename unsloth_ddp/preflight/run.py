@@ -13,7 +13,7 @@ from typing import Any
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.distributed.runtime import asks_for_cpu
 from unsloth_ddp.distributed.sharding import sharding_from_environment
-from unsloth_ddp.preflight import bandwidth, disks, job
+from unsloth_ddp.preflight import bandwidth, disks, job, training_arguments
 from unsloth_ddp.preflight.arrivals import missing_answers
 from unsloth_ddp.preflight.bandwidth import CollectiveBenchmark, CollectiveTiming
 from unsloth_ddp.preflight.checks import (
@@ -38,7 +38,7 @@ from unsloth_ddp.utils.units import counted
 
 # Hashing the data takes its time.
 IDENTITY_SECONDS = 200
-REPORT_SECONDS = 240
+REPORT_SECONDS = 380
 # The measurement has its own limits inside.
 MEASURE_SECONDS = 150
 SPARE_SECONDS = 20
@@ -99,7 +99,6 @@ class Preflight:
         self.settings = settings
         self.environ = environ
         self.process = process
-        self.folders = disks.NodeFolders()
         self.cpu = asks_for_cpu(settings, environ)
         self.sharded = sharding_from_environment(environ) != "none"
         self.devices: list[dict[str, Any]] = []
@@ -108,13 +107,11 @@ class Preflight:
     def run(self) -> int:
         """Check, print and return the exit code."""
         reports_node = self.process.ranks.is_local_main
-        with contextlib.ExitStack() as cleanup:
-            cleanup.callback(self.folders.remove)
-            self.devices, self.no_gpu_reason = read_gpus(self.cpu)
-            checks = self._check_node() if reports_node else []
-            if self.process.ranks.world_size == 1:
-                return self._finish_single_process(checks)
-            return self._run_with_others(checks)
+        self.devices, self.no_gpu_reason = read_gpus(self.cpu)
+        checks = self._check_node() if reports_node else []
+        if self.process.ranks.world_size == 1:
+            return self._finish_single_process(checks)
+        return self._run_with_others(checks)
 
     # ---- this node ----
 
@@ -123,7 +120,7 @@ class Preflight:
         environment = run_check(
             "environment", process.node_rank, lambda: job.check_environment(environ, process.launched)
         )
-        machine = MachineChecks(process, self.settings, environ, self.folders, self.devices, self.no_gpu_reason)
+        machine = MachineChecks(process, self.settings, environ, self.devices, self.no_gpu_reason)
         return [environment, *network_checks(process, environ), *machine.run()]
 
     def _finish_single_process(self, checks: list[Check]) -> int:
@@ -135,9 +132,16 @@ class Preflight:
     def _report(self, checks: list[Check], shared: bool | None) -> dict[str, Any]:
         """Return everything that this node sends to node 0, ready for JSON."""
         identity = collect_identity(self.settings, self.environ, self.devices, IDENTITY_SECONDS)
+        # It takes a while, for which the others need not wait at the meeting.
+        arguments = run_check(
+            "training arguments",
+            self.process.node_rank,
+            lambda: training_arguments.check_in_process(self.settings),
+            training_arguments.LIMIT_SECONDS + SPARE_SECONDS,
+        )
         return {
             "host": self.process.host,
-            "checks": [dataclasses.asdict(check) for check in checks],
+            "checks": [dataclasses.asdict(check) for check in (*checks, arguments)],
             "identity": identity,
             "fast_ports": any("ACTIVE" in port["state"] for port in read_infiniband_ports()),
             "shared": shared,

@@ -10,6 +10,11 @@ from unsloth_ddp.run.record import RunRecord, is_number
 from unsloth_ddp.utils.units import counted, shown_bytes, shown_seconds
 
 METHODS = {"lora": "LoRA", "qlora": "QLoRA (4-bit base weights)", "full": "full training"}
+# What a run computes on and how, by the names of summary.json and of a record's parts.
+MACHINE = (
+    "world_size", "nodes", "device", "sharding", "copies", "backend", "precision", "gradient_checkpointing",
+    "global_batch_size", "per_device_train_batch_size", "gradient_accumulation_steps",
+)  # fmt: skip
 # The results of a run, each with its text.
 RESULTS: dict[str, Callable[[float], str]] = {
     "steps": "{:,.0f}".format,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import shlex
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from unsloth_ddp.config.parse import REPO
 from unsloth_ddp.run.files import SETTINGS_FILE
@@ -14,8 +14,7 @@ from unsloth_ddp.run.record import RunRecord
 LAUNCH = "Launch it as before: with the same configuration of accelerate, and on every node."
 
 
-@dataclass(frozen=True)
-class NextStep:
+class NextStep(NamedTuple):
     """A command, what it is for, and what to know about it."""
 
     title: str
@@ -25,31 +24,17 @@ class NextStep:
 
 def next_steps(run: RunRecord) -> list[NextStep]:
     """Return the commands that make sense for a run in its state, to be run in the kit's folder."""
-    folder = shlex.quote(shown_path(run.folder))
-    outputs = shlex.quote(shown_path(run.folder.resolve().parent))
-    compare = NextStep("Compare it with other runs", f"uv run python -m unsloth_ddp.runs {outputs}")
     if run.state != "finished":
-        return [_resume(run), compare]
+        return [_resume(run)]
+    folder, here = shown_path(run.folder), shlex.quote(shown_path(run.folder))
     trust = " --trust_remote_code" if run.settings.get("trust_remote_code") else ""
-    settings = shlex.quote(os.path.join(shown_path(run.folder), SETTINGS_FILE))
+    export = f"uv run python -m unsloth_ddp.export {here}{trust} --to"
+    again = shlex.join(["--config", os.path.join(folder, SETTINGS_FILE), "--run_name", f"{run.name}-2"])
     return [
-        NextStep("Chat with it", f"uv run python -m unsloth_ddp.chat {folder}{trust}"),
-        NextStep(
-            "Export it for llama.cpp",
-            f"uv run python -m unsloth_ddp.export {folder} --to gguf{trust}",
-            "This needs a clone of llama.cpp; name its folder with --llama_cpp or in the variable LLAMA_CPP.",
-        ),
-        NextStep(
-            "Serve it with vLLM",
-            f"uv run python -m unsloth_ddp.export {folder} --to vllm{trust}",
-            "It prints the command that serves the result. Install vLLM in an environment of its own.",
-        ),
-        NextStep(
-            "Repeat it under another name",
-            f"train_ddp.py --config {settings} --run_name {shlex.quote(run.name + '-2')}",
-            LAUNCH,
-        ),
-        compare,
+        NextStep("Chat with it", f"uv run python -m unsloth_ddp.chat {here}{trust}"),
+        NextStep("Export it for llama.cpp", f"{export} gguf", "This needs a clone of llama.cpp (--llama_cpp)."),
+        NextStep("Serve it with vLLM", f"{export} vllm", "It prints the command that serves the result."),
+        NextStep("Repeat it under another name", f"train_ddp.py {again}", LAUNCH),
     ]
 
 

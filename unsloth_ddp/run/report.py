@@ -11,7 +11,7 @@ import jinja2
 
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.run.charts import Chart, Line, line_chart
-from unsloth_ddp.run.described import describe_data, describe_method, gaps, results, show, show_result
+from unsloth_ddp.run.described import MACHINE, describe_data, describe_method, gaps, results, show, show_result
 from unsloth_ddp.run.files import REPORT_FILE
 from unsloth_ddp.run.next_steps import next_steps
 from unsloth_ddp.run.record import RunRecord, is_number
@@ -205,28 +205,11 @@ def _given(settings: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _hardware(run: RunRecord) -> list[tuple[str, str]]:
-    if run.fact("device") is None:
-        return []
-    hardware = (run.parts[-1].get("hardware") if run.parts else None) or {}
-    copies = run.fact("copies") or 1
-    found = [
-        ("processes", f"{run.fact('world_size')} on {counted(run.fact('nodes') or 1, 'node')}"),
-        ("device", str(run.fact("device"))),
-        ("memory of a GPU", shown_bytes(hardware["gpu_memory_bytes"]) if hardware.get("gpu_memory_bytes") else ""),
-        ("CUDA of torch", str(hardware.get("cuda") or "")),
-        ("CPU cores of the first node", str(hardware.get("cpus") or "")),
-        ("system", str(hardware.get("platform") or "")),
-        ("backend", str(run.fact("backend"))),
-        ("precision", str(run.fact("precision"))),
-        ("sharding", f"{run.fact('sharding')}{f', {copies} copies' if copies > 1 else ''}"),
-        ("gradient checkpointing", str(run.fact("gradient_checkpointing"))),
-        (
-            "global batch",
-            f"{run.fact('per_device_train_batch_size')} a device x {run.fact('gradient_accumulation_steps')} accumulation x "
-            f"{counted(run.fact('world_size') or 1, 'process')} = {run.fact('global_batch_size')}",
-        ),
-    ]
-    return [(name, value) for name, value in found if value]
+    found = {name: run.fact(name) for name in MACHINE}
+    hardware = dict((run.parts[-1].get("hardware") if run.parts else None) or {})
+    if memory := hardware.pop("gpu_memory_bytes", None):
+        hardware["gpu_memory"] = shown_bytes(memory)
+    return [(name.replace("_", " "), show(value)) for name, value in {**found, **hardware}.items() if value]
 
 
 def _part(part: dict[str, Any]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from unsloth_ddp.checkpoints import manifest
 from unsloth_ddp.checkpoints.manifest import Damaged
-from unsloth_ddp.run.described import gaps, results, show, show_result
+from unsloth_ddp.run.described import MACHINE, gaps, results, show, show_result
 from unsloth_ddp.run.record import RunRecord, is_number, unknown_settings
 from unsloth_ddp.utils.errors import UserError
 from unsloth_ddp.utils.redaction import hide, printable
@@ -16,10 +16,6 @@ from unsloth_ddp.utils.tables import Column, fit_text, render_pairs, render_tabl
 
 # Where the run is written says nothing about it.
 NOT_COMPARED = ("run_name", "output_dir", "overwrite", "resume")
-MACHINE = (
-    "world_size", "nodes", "device", "sharding", "backend", "precision", "gradient_checkpointing", "global_batch_size",
-    "per_device_train_batch_size", "gradient_accumulation_steps",
-)  # fmt: skip
 # How the tables call the two runs, whose names may be as wide as a terminal.
 LETTERS = ("A", "B")
 # Steps of a curve that the tables show; the JSON file has all that both runs logged.
@@ -156,6 +152,7 @@ def _machine(run: RunRecord) -> dict[str, Any]:
 
 
 def _results(run: RunRecord) -> dict[str, Any]:
+    # JSON has no NaN.
     return {name: value for name, value in results(run).items() if is_number(value)}
 
 

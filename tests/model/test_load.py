@@ -233,7 +233,8 @@ def test_a_mistyped_folder_is_said_beside_what_the_hub_says(tmp_path: Path, monk
     def absent(*_: Any) -> Any:
         raise OSError("the Hub has no such repository")
 
-    monkeypatch.setattr("unsloth_ddp.model.load._load_transformers", absent)
+    for name in ("read_config", "_load_transformers"):
+        monkeypatch.setattr(f"unsloth_ddp.model.load.{name}", absent)
     with pytest.raises(
         UserError, match="model outputs/RUM is not in the folder outputs here, and as a Hub id it cannot be"
     ):

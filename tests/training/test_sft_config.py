@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import types
 import typing
 from pathlib import Path
@@ -16,7 +15,7 @@ from transformers.training_args import trainer_log_levels
 from trl.trainer.sft_config import SFTConfig
 
 from unsloth_ddp.config.options import OPTIONS, Settings
-from unsloth_ddp.config.trainer_args import CHECKPOINT_KEYWORDS, OWNED_ARGS, TEXTS
+from unsloth_ddp.config.trainer_args import OWNED_ARGS, TEXTS
 from unsloth_ddp.config.upstream_names import sft_config_fields
 from unsloth_ddp.data.batch_plan import BatchPlan
 from unsloth_ddp.distributed.ranks import Ranks
@@ -120,8 +119,6 @@ def test_what_is_accepted_is_known_to_the_libraries() -> None:
     inductor = torch._inductor.list_mode_options()
     assert set(TEXTS["torch_compile_mode"]) <= inductor.keys()
     assert set(TEXTS["log_level"]) == set(trainer_log_levels)
-    checkpoint = inspect.signature(torch.utils.checkpoint.checkpoint).parameters
-    assert CHECKPOINT_KEYWORDS.keys() <= checkpoint.keys()
 
 
 def test_types_are_read_from_the_source_as_python_sees_them() -> None:

@@ -139,15 +139,8 @@ def test_a_checkpoint_is_exported_under_its_own_name(whole_run, tmp_path: Path) 
 def test_a_whole_model_is_not_merged_and_is_served_as_it_is(full_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(full_run), "--to", "merged"]) == 2
     assert f"{full_run} holds a complete model already" in capsys.readouterr().err
-    for server in ("vllm", "transformers"):
-        assert main([str(full_run), "--to", server]) == 0
-        assert capsys.readouterr().out == f"{server} serve {full_run}\n"
-
-
-def test_transformers_serves_the_merged_model_which_is_made(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([str(run), "--to", "transformers"]) == 0
-    assert capsys.readouterr().out.endswith(f"serve it with:\ntransformers serve {run}/merged\n")
-    assert (run / "merged/model.safetensors").is_file()
+    assert main([str(full_run), "--to", "vllm"]) == 0
+    assert capsys.readouterr().out == f"vllm serve {full_run}\n"
 
 
 @pytest.mark.parametrize(
@@ -176,7 +169,7 @@ def test_a_mistake_is_one_sentence_and_exit_code_2(
     assert not any((run / "merged").iterdir())
 
 
-@pytest.mark.parametrize("to", ["merged", "vllm", "transformers"])
+@pytest.mark.parametrize("to", ["merged", "vllm"])
 def test_an_adapter_that_was_copied_in_part_is_damaged(run: Path, to: str, capsys: pytest.CaptureFixture[str]) -> None:
     weights = run / "adapter_model.safetensors"
     weights.write_bytes(weights.read_bytes()[:1000])

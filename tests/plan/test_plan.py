@@ -17,7 +17,7 @@ from unsloth_ddp.data.batch_plan import BatchPlan, plan_batch
 from unsloth_ddp.data.packing import best_fit
 from unsloth_ddp.plan import __main__ as command
 from unsloth_ddp.plan.compute import Hardware, make_memory_row, make_plan
-from unsloth_ddp.plan.report import PlanReport, plan_as_json, render_plan, verdict_sentence
+from unsloth_ddp.plan.report import plan_as_json, render_plan, verdict_sentence
 from unsloth_ddp.sizing.choose import choose_step
 from unsloth_ddp.sizing.estimate import Workload, estimate_memory
 from unsloth_ddp.sizing.rows import RowLengths, in_order, largest_micro_batch
@@ -172,7 +172,7 @@ def test_host_memory_is_offered_where_no_sharding_does(measured_job):
     def offered(gib: float | None, gpus: int) -> dict[tuple[str, str], str]:
         hardware = Hardware(1, gpus, [1e9], gpu_memory=gib and gib * 2**30)
         made = make_plan(settings, shapes["qwen3_8b"], rows, plan_batch(1, gpus, 16, None), hardware)
-        report = render_plan(PlanReport(settings, shapes["qwen3_8b"], rows, hardware, made))
+        report = render_plan(made)
         rows_offered = {(row.method, row.config): row.verdict for row in made.memory if row.offload != "none"}
         assert ("Host memory of a node: " in " ".join(report.split())) == bool(
             {"fits", "unknown"} & set(rows_offered.values())
@@ -254,8 +254,7 @@ def test_the_widest_plan_fits_100_columns(measured_job):
     rows = packs_of(np.full(4096, 2048))
     hardware = Hardware(16, 8, [25e9 / 8, 400e9 / 8], 450e9, 24e9, speed=17_000)
     batch = plan_batch(1, 128, 2048, None)
-    computed = make_plan(settings, shapes["qwen3_8b"], rows, batch, hardware)
-    report = PlanReport(settings, shapes["qwen3_8b"], rows, hardware, computed)
+    report = make_plan(settings, shapes["qwen3_8b"], rows, batch, hardware)
     text = render_plan(report, width=100)
     assert max(map(len, text.splitlines())) <= 100
     for row, verdict in {r"full +none +unsloth": "does not fit", r"full +fsdp2 +torch": "fits"}.items():
@@ -348,9 +347,7 @@ def test_what_fits_is_named_before_what_may_fit():
         )
 
     rows = [row("none", "does not fit"), row("zero3", "unknown"), row("fsdp2", "fits"), row("none", "fits", "qlora")]
-    report = SimpleNamespace(
-        settings=Settings(model="m"), plan=SimpleNamespace(memory=rows), hardware=SimpleNamespace(gpu_memory=8e9)
-    )
+    report = SimpleNamespace(settings=Settings(model="m"), memory=rows, hardware=SimpleNamespace(gpu_memory=8e9))
     assert verdict_sentence(report).endswith("What fits by the table: lora with fsdp2, qlora with DDP.")
     del rows[2:]
     assert verdict_sentence(report).endswith("What may fit by the table: lora with zero3.")

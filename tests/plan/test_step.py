@@ -25,7 +25,7 @@ from unsloth_ddp.data.dataset import Counts, TokenizedRows
 from unsloth_ddp.data.packing import BatchRequest, PackingDecision, plan_step
 from unsloth_ddp.data.training_data import TrainingData
 from unsloth_ddp.plan.compute import Hardware, make_plan
-from unsloth_ddp.plan.report import PlanReport, plan_as_json, render_plan
+from unsloth_ddp.plan.report import plan_as_json, render_plan
 from unsloth_ddp.sizing.choose import PlannedStep, choose_step
 from unsloth_ddp.sizing.graphs import StepChoice
 from unsloth_ddp.sizing.micro_batch import largest_tokens, with_micro_batch
@@ -263,7 +263,7 @@ def test_the_plan_says_whether_it_assumes_cuda_graphs_and_why_not(
         rows, asked = RowLengths(chat_lengths, supervised=1), BatchPlan(1, 16, 1)
     rows = dataclasses.replace(rows, streamed=settings.streaming)
     hardware = Hardware(1, 1, [1e9])
-    report = PlanReport(settings, shape, rows, hardware, make_plan(settings, shape, rows, asked, hardware))
+    report = make_plan(settings, shape, rows, asked, hardware)
     # From the line of its name to the next one.
     shown = " ".join(render_plan(report).split())
     assert shown.split("CUDA graphs ")[1].split(" steps ")[0] == said

@@ -312,13 +312,11 @@ def test_what_the_kit_refuses_is_told_in_the_result() -> None:
     assert "# To do before it runs:\n#   eval_fraction and eval_dataset are both given" in text
 
 
-def test_a_field_that_would_do_nothing_here_is_left_out_with_the_reason(tmp_path: Path) -> None:
+def test_a_value_that_the_kit_refuses_is_left_out_with_the_reason(tmp_path: Path) -> None:
     given = {"model_name_or_path": "m", "dataset_name": "d", "eval_strategy": "no", "output_dir": "out"}
-    fields = {"dataloader_persistent_workers": True, "metric_for_best_model": "eval_loss", "adam_beta2": 0.95}
-    result = port({**given, **fields}, TRL, tmp_path)
+    result = port({**given, "log_level": "loud", "adam_beta2": 0.95}, TRL, tmp_path)
     assert result.options["trainer_args"] == {"adam_beta2": 0.95}
-    assert result.left_out["dataloader_persistent_workers"].startswith("true does nothing: no processes load rows")
-    assert "there are no evaluation rows" in result.left_out["metric_for_best_model"]
+    assert result.left_out["log_level"].startswith("is 'loud', but it takes detail, debug")
 
 
 @pytest.mark.parametrize("column", ["messages", "conversations", "dialog"])

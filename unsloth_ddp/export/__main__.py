@@ -4,7 +4,6 @@
     uv run python -m unsloth_ddp.export outputs/RUN --to gguf --quantize q4_k_m --llama_cpp ~/llama.cpp
     uv run python -m unsloth_ddp.export outputs/RUN --to ollama --llama_cpp ~/llama.cpp
     uv run python -m unsloth_ddp.export outputs/RUN --to vllm             # prints the command that serves the adapter
-    uv run python -m unsloth_ddp.export outputs/RUN --to transformers     # prints the command that serves the merged model
 
 RUN is the folder of a run, or of a checkpoint of a run. For an unfinished run its last complete checkpoint is exported.
 The export is written to a temporary folder, loaded and asked a question, and only then moved into place. No GPU is
@@ -29,7 +28,7 @@ from unsloth_ddp.utils.errors import UserError
 from unsloth_ddp.utils.redaction import printable_lines
 from unsloth_ddp.utils.streams import protect_streams
 
-TARGETS = ("merged", "gguf", "ollama", "vllm", "transformers")
+TARGETS = ("merged", "gguf", "ollama", "vllm")
 WITH_LLAMA_CPP = ("gguf", "ollama")
 QUESTION = "Hello! Who are you?"
 
@@ -99,10 +98,8 @@ def export(argv: list[str]) -> None:
         _merge(result, export_folder(result, "merged", given.output), given)
     elif tools is not None:
         _convert(result, tools, given)
-    elif given.to == "vllm":
-        _serve_with_vllm(result, given)
     else:
-        _serve_with_transformers(result, given)
+        _serve_with_vllm(result, given)
 
 
 def _merge(result: RunResult, target: Path, given: argparse.Namespace) -> None:
@@ -134,18 +131,6 @@ def _serve_with_vllm(result: RunResult, given: argparse.Namespace) -> None:
 
     # A folder is only written where vLLM has to be told more than its command line holds.
     print(vllm_command(result, lambda: export_folder(result, "vllm", given.output)), flush=True)
-
-
-def _serve_with_transformers(result: RunResult, given: argparse.Namespace) -> None:
-    from unsloth_ddp.export.merged import whole_model
-    from unsloth_ddp.export.serve import transformers_command
-
-    whole = whole_model(result)
-    if whole is None:
-        whole = export_folder(result, "merged", given.output)
-        _merge(result, whole, given)
-        print("transformers serve loads whole models only, so the adapter was merged; serve it with:", flush=True)
-    print(transformers_command(result, whole), flush=True)
 
 
 def _report(target: Path, question: str, answer: str | None) -> None:

@@ -84,14 +84,6 @@ def export_merged(result: RunResult, target: Path, question: str, *, plain: bool
         return ask_whole_model(result, aside, question, plain=plain)
 
 
-def whole_model(result: RunResult) -> Path | None:
-    """Return the folder of the run's whole model if there is one: that of full training, or merged/ of a finished run."""
-    if not result.is_adapter:
-        return result.folder
-    merged = result.run / "merged"
-    return merged if result.step is None and (merged / "config.json").is_file() else None
-
-
 # What a checkpoint holds for its run only; the rest of its top folder belongs to the model.
 OF_THE_RUN = ("trainer_state.json", "training_args.bin", manifest.FILE_NAME, *manifest.READ_ON_RESUME)
 

@@ -1,4 +1,4 @@
-"""Write the command that serves a run with vLLM or with Transformers' own server."""
+"""Write the command that serves a run with vLLM."""
 
 from __future__ import annotations
 
@@ -47,11 +47,6 @@ def vllm_command(result: RunResult, make_folder: Callable[[], Path]) -> str:
             (aside / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n", encoding="utf-8")
         words += ["--generation-config", str(folder)]
     return shlex.join([*words, *_trust(result)])
-
-
-def transformers_command(result: RunResult, whole: Path) -> str:
-    """Return the command that serves a whole model with `transformers serve`, which does not load adapters."""
-    return shlex.join(["transformers", "serve", str(whole), *_trust(result)])
 
 
 def _rank_for_vllm(adapter: dict[str, Any]) -> int:

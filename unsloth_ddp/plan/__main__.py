@@ -74,7 +74,7 @@ def plan(argv: list[str]) -> None:
     # Imported here, so that mistakes in the options are reported before torch is loaded, which takes seconds.
     from unsloth_ddp.data.packing import BatchRequest, plan_step
     from unsloth_ddp.plan.compute import Hardware, make_plan
-    from unsloth_ddp.plan.report import PlanReport, plan_as_json, render_plan
+    from unsloth_ddp.plan.report import plan_as_json, render_plan
     from unsloth_ddp.plan.rows import tokenize_rows
     from unsloth_ddp.sizing.choose import planned_packing
     from unsloth_ddp.sizing.count import read_model_shape
@@ -90,8 +90,7 @@ def plan(argv: list[str]) -> None:
     rows = tokenize_rows(settings)
     batch, packing, _ = plan_step(request, rows.each, planned_packing(settings, shape, capability))
     rows = rows.packed(packing)
-    computed = make_plan(settings, shape, rows, batch, hardware)
-    made = PlanReport(settings, shape, rows, hardware, computed)
+    made = make_plan(settings, shape, rows, batch, hardware)
     print(render_plan(made, colour=sys.stdout.isatty()), flush=True)
     if given.json:
         write_as_asked("--json", given.json, plan_as_json(made))

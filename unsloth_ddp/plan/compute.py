@@ -101,13 +101,17 @@ class Duration:
 
 @dataclass(frozen=True)
 class Plan:
-    """The result of planning: everything that the command prints.
+    """A plan with everything that it was made from.
 
     Args:
         even: efficiency that uneven rows allow (None: less than a full step of rows).
         durations: for each network; none without a measured speed.
     """
 
+    settings: Settings
+    shape: ModelShape
+    rows: RowLengths
+    hardware: Hardware
     batch: BatchPlan
     steps: int
     tokens_a_step: float
@@ -190,5 +194,5 @@ def make_plan(settings: Settings, shape: ModelShape, rows: RowLengths, batch: Ba
         hours = tokens_a_step * steps / (speed * hardware.processes * efficiency) / 3600
         durations.append(Duration(rate, all_reduce, efficiency, hours))
     return Plan(
-        batch, steps, tokens_a_step, tokens_a_step * steps, step.tokens, step.graphs, memory, even, durations
+        settings, shape, rows, hardware, batch, steps, tokens_a_step, tokens_a_step * steps, step.tokens, step.graphs, memory, even, durations
     )  # fmt: skip

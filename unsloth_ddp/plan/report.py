@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
 from typing import Any
 
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.plan.compute import Hardware, MemoryRow, Plan
 from unsloth_ddp.sizing.choose import backend_of, planned_packing, precision_of
 from unsloth_ddp.sizing.graphs import StepChoice
-from unsloth_ddp.sizing.rows import RowLengths
-from unsloth_ddp.sizing.shape import ModelShape
 from unsloth_ddp.utils.memory_limits import FILLED
 from unsloth_ddp.utils.tables import Column, fit_text, output_width, render_pairs, render_table, wrap_text
 from unsloth_ddp.utils.units import GIB, MIB, counted, shown_bandwidth, shown_bytes, shown_seconds
@@ -24,30 +21,19 @@ NOT_IN_NARROW = ("optimizer", "working", "loading")
 COLOURS = {"fits": "green", "tight": "yellow", "unknown": "yellow", "does not fit": "bold red"}
 
 
-@dataclass(frozen=True)
-class PlanReport:
-    """A plan with everything that it was made from."""
-
-    settings: Settings
-    shape: ModelShape
-    rows: RowLengths
-    hardware: Hardware
-    plan: Plan
-
-
-def render_plan(report: PlanReport, *, width: int | None = None, colour: bool = False) -> str:
+def render_plan(plan: Plan, *, width: int | None = None, colour: bool = False) -> str:
     """Return the whole plan as text."""
-    settings, hardware, plan = report.settings, report.hardware, report.plan
+    settings, hardware = plan.settings, plan.hardware
     width = width or output_width()
     of_gpu = f" (of {shown_bytes(hardware.gpu_memory)})" if hardware.gpu_memory else ""
     tables = [
-        ("Run", render_pairs(dict(_run_rows(report)), width=width)),
+        ("Run", render_pairs(dict(_run_rows(plan)), width=width)),
         (_memory_title(plan, of_gpu), _memory_table(settings, plan, width, colour)),
         *_time_table(hardware, plan, width),
     ]
     parts = [f"{fit_text(title, width)}\n{table}" for title, table in tables]
-    parts[1] += "\n" + "\n".join(wrap_text(verdict_sentence(report), width))
-    lines = [line for text in notes(report) for line in _bullet(text, width)]
+    parts[1] += "\n" + "\n".join(wrap_text(verdict_sentence(plan), width))
+    lines = [line for text in notes(plan) for line in _bullet(text, width)]
     return "\n\n".join([*parts, "\n".join(lines)])
 
 
@@ -56,15 +42,15 @@ def _bullet(text: str, width: int) -> list[str]:
     return [f"- {first}", *(f"  {line}" for line in others)]
 
 
-def _run_rows(report: PlanReport) -> list[tuple[str, str]]:
-    settings, shape, rows, hardware, plan = report.settings, report.shape, report.rows, report.hardware, report.plan
+def _run_rows(plan: Plan) -> list[tuple[str, str]]:
+    settings, shape, rows, hardware = plan.settings, plan.shape, plan.rows, plan.hardware
     batch, unit = plan.batch, rows.unit.removesuffix("s")
     amount = f"{'the first ' if rows.streamed else ''}{rows.units:,}"
     per_epoch = "" if rows.streamed else f" ({batch.steps_per_epoch(rows.units):,} per epoch)"
     return [
         ("model", f"{settings.model} ({shape.parameters:,} parameters; LoRA trains {shape.trained('lora'):,})"),
         ("training", f"method {settings.method}, {precision_of(settings)}, backend {backend_of(settings)}, "
-                     f"gradient_checkpointing {_chosen(report).checkpointing}, {settings.optim}"),
+                     f"gradient_checkpointing {_chosen(plan).checkpointing}, {settings.optim}"),
         ("hardware", f"{counted(hardware.nodes, 'node')} x {counted(hardware.gpus_per_node, 'GPU')}"),
         (rows.unit, f"{amount} ({counted(rows.tokens, 'token')}, mean {rows.mean:,.0f}, longest {rows.longest:,})"),
         ("global batch", f"{counted(batch.per_device, unit)} per device x {batch.accumulation} accumulation x "
@@ -119,8 +105,8 @@ def _is_chosen(settings: Settings, row: MemoryRow) -> bool:
     return row.method == settings.method and row.sharding == "none"
 
 
-def _chosen(report: PlanReport) -> MemoryRow:
-    return next(row for row in report.plan.memory if _is_chosen(report.settings, row))
+def _chosen(plan: Plan) -> MemoryRow:
+    return next(row for row in plan.memory if _is_chosen(plan.settings, row))
 
 
 def _time_table(hardware: Hardware, plan: Plan, width: int) -> list[tuple[str, str]]:
@@ -152,12 +138,12 @@ def _percent(value: float | None) -> str:
     return "-" if value is None else f"{value:.1%}"
 
 
-def verdict_sentence(report: PlanReport) -> str:
+def verdict_sentence(plan: Plan) -> str:
     """Return the answer to "does it fit?" for the run as set."""
-    settings, plan, limit = report.settings, report.plan, report.hardware.gpu_memory
+    settings, limit = plan.settings, plan.hardware.gpu_memory
     if not limit:
         return "Give --gpu_memory, such as 80GB, to learn what fits; without it everything is taken to fit."
-    mine = _chosen(report)
+    mine = _chosen(plan)
     gpu = f"a GPU of {shown_bytes(limit)}"
     needed = f"needs about {shown_bytes(mine.memory.total)} at its peak"
     if mine.verdict == "fits":
@@ -178,9 +164,9 @@ def verdict_sentence(report: PlanReport) -> str:
     return f"{said}What {'fits' if certain else 'may fit'} by the table: {', '.join(named[:4])}."
 
 
-def notes(report: PlanReport) -> list[str]:
+def notes(plan: Plan) -> list[str]:
     """Return the sentences on what the tables rest on, and what they leave out."""
-    hardware, plan = report.hardware, report.plan
+    hardware = plan.hardware
     said = [
         "Memory: peak is the highest of the backward pass, the optimizer step and loading. Up to "
         f"{FILLED:.0%} of a GPU counts as a fit. Runs took up to twice as much as a lower bound (docs/plan.md#memory)."
@@ -194,10 +180,10 @@ def notes(report: PlanReport) -> list[str]:
             f"Host memory of a node: {kept}, at least. Every step moves it between host and GPUs; measured "
             "steps with ZeRO took about 5 to 10 times as long (docs/sharding.md#cpu-offload)."
         )
-    if report.shape.has_experts:
+    if plan.shape.has_experts:
         said.append(
             "Mixture of experts: only one was measured, with FSDP2 (docs/sharding.md), so take every figure of memory as a lower bound."
-            + (" With the transformers backend QLoRA leaves the experts in 16 bit." if report.shape.experts else "")
+            + (" With the transformers backend QLoRA leaves the experts in 16 bit." if plan.shape.experts else "")
         )
     if hardware.inside is None and hardware.gpus_per_node > 1:
         said.append("The links inside a node are not counted: give --node_bandwidth (preflight measures it).")
@@ -209,15 +195,15 @@ def notes(report: PlanReport) -> list[str]:
         )
     else:
         said.append(NO_SPEED)
-    if report.rows.streamed:
-        unit = report.rows.unit.removesuffix("s")
+    if plan.rows.streamed:
+        unit = plan.rows.unit.removesuffix("s")
         said.append(
-            f"Rows are streamed: the plan is made from the first {counted(report.rows.units, unit)}, and memory is that of "
-            f"micro-batches with {report.settings.max_length:,} tokens per {unit}."
+            f"Rows are streamed: the plan is made from the first {counted(plan.rows.units, unit)}, and memory is that of "
+            f"micro-batches with {plan.settings.max_length:,} tokens per {unit}."
             + (" As in a run, CUDA graphs are assumed however much is padded." if plan.graphs.uses_graphs else "")
         )
-    if report.settings.packing == "auto":
-        decision = planned_packing(report.settings, report.shape, report.hardware.capability)
+    if plan.settings.packing == "auto":
+        decision = planned_packing(plan.settings, plan.shape, plan.hardware.capability)
         planned = "packed rows, for which this model has a kernel with torch 2.12 on"
         if not decision.packed:
             planned = f"padded rows, because {decision.reason}; --packing on plans packs"
@@ -225,9 +211,9 @@ def notes(report: PlanReport) -> list[str]:
     return said
 
 
-def plan_as_json(report: PlanReport) -> dict[str, Any]:
+def plan_as_json(plan: Plan) -> dict[str, Any]:
     """Return everything that was computed, in bytes and seconds."""
-    plan, rows = report.plan, report.rows
+    rows = plan.rows
     memory = [
         {
             "method": m.method,
@@ -241,9 +227,10 @@ def plan_as_json(report: PlanReport) -> dict[str, Any]:
         }
         for m in plan.memory
     ]
+    given = ("settings", "shape", "rows", "hardware")
+    content = dataclasses.asdict(plan)
     return {
-        "settings": dataclasses.asdict(report.settings),
-        "shape": dataclasses.asdict(report.shape),
+        **{name: content[name] for name in given},
         "rows": {
             rows.unit: rows.units,
             "tokens": rows.tokens,
@@ -251,7 +238,6 @@ def plan_as_json(report: PlanReport) -> dict[str, Any]:
             "streamed": rows.streamed,
             "supervised": rows.supervised,
         },
-        "hardware": dataclasses.asdict(report.hardware),
-        "plan": {**dataclasses.asdict(plan), "memory": memory},
-        "notes": [verdict_sentence(report), *notes(report)],
+        "plan": {**{name: value for name, value in content.items() if name not in given}, "memory": memory},
+        "notes": [verdict_sentence(plan), *notes(plan)],
     }

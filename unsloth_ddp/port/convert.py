@@ -115,7 +115,7 @@ def _refuse_other_trainers(given: Mapping[str, Any]) -> None:
 
 
 def _leave_out_refused(ported: Ported) -> None:
-    """Leave out fields for trainer_args that the kit refuses, most often as they would do nothing."""
+    """Leave out fields for trainer_args that the kit refuses."""
     while ported.options.get("trainer_args"):
         try:
             check_trainer_args(Settings(**ported.options))

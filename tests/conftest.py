@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import gc
 import json
 import os
 import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,7 +31,21 @@ hypothesis.settings.register_profile("no_deadline", deadline=None)
 hypothesis.settings.load_profile("no_deadline")
 
 REPO = Path(__file__).resolve().parent.parent
+
+# Images of containers set PYTHONDONTWRITEBYTECODE, and then each process that a test starts compiles torch and
+# Transformers again, which takes ten seconds. They share a cache that is not in the way of what set the variable.
+if sys.dont_write_bytecode:
+    sys.dont_write_bytecode = False
+    sys.pycache_prefix = os.environ["PYTHONPYCACHEPREFIX"] = str(REPO / ".pytest_cache" / "bytecode")
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
 DEMO_MODEL = REPO / "demo" / "model"
+
+
+def pytest_collection_finish() -> None:
+    """Leave what the tests have imported out of later garbage collections, of which the kit asks for many."""
+    gc.collect()
+    gc.freeze()
 
 
 def write_jsonl(path: Path, rows: list[Any]) -> Path:

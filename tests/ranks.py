@@ -10,6 +10,7 @@ import contextlib
 import functools
 import multiprocessing
 import os
+import runpy
 import socket
 import sys
 import time
@@ -20,7 +21,10 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
-PRELOAD = ["torch", "accelerate", "datasets", "peft", "transformers", "unsloth_ddp.training.trainer", "train_ddp"]
+PRELOAD = [
+    "torch", "accelerate", "datasets", "peft", "transformers", "unsloth_ddp.training.trainer", "train_ddp",
+    "unsloth_ddp.run.stages", "transformers.models.llama.modeling_llama", "tests.frozen",
+]  # fmt: skip
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(PRELOAD)
 
@@ -153,3 +157,9 @@ def train(argv: list[str], cwd: str) -> None:
     os.chdir(cwd)
     sys.argv = ["train_ddp.py", *argv]
     train_ddp.main()
+
+
+def run_file(path: Path) -> None:
+    """A Python file as the main program, in its own folder."""
+    os.chdir(path.parent)
+    runpy.run_path(path.name, run_name="__main__")

@@ -13,7 +13,7 @@ from tests.conftest import REPO
 KIT = REPO / "unsloth_ddp"
 # From the top down. The public commands stand side by side: none of them imports another.
 COMMANDS = ("preflight", "parity", "plan", "chat", "export", "runs", "port", "notebook")
-LAYERS = ("run", "training", "checkpoints", "model", "data", "distributed", "config", "utils")
+LAYERS = ("run", "training", "checkpoints", "sizing", "model", "data", "distributed", "config", "utils")
 
 
 def modules_in(root: Path) -> list[Path]:

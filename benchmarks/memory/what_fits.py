@@ -23,10 +23,11 @@ from unsloth_ddp.config.options import Settings
 from unsloth_ddp.data.packing import best_fit
 from unsloth_ddp.distributed.sharding import Sharding
 from unsloth_ddp.plan.compute import MemoryRow, make_memory_row
-from unsloth_ddp.plan.memory import Method, is_supported
-from unsloth_ddp.plan.rows import RowLengths
-from unsloth_ddp.plan.shape import ModelShape, read_model_shape
-from unsloth_ddp.plan.step import make_workload
+from unsloth_ddp.sizing.choose import make_workload
+from unsloth_ddp.sizing.count import read_model_shape
+from unsloth_ddp.sizing.estimate import Method, is_supported
+from unsloth_ddp.sizing.rows import RowLengths
+from unsloth_ddp.sizing.shape import ModelShape
 from unsloth_ddp.utils.units import GIB
 
 PAGE = REPO / "docs" / "what-fits.md"

@@ -124,14 +124,15 @@ def options(variant: Variant, model: Path, rows: Path, output: Path, *, cpu: boo
 @contextmanager
 def left_out(variant: Variant) -> Iterator[None]:
     """Prepare runs inside the block without what the variant leaves out."""
-    from unsloth_ddp.training import adapter_copies, step_choice
+    from unsloth_ddp.sizing import graphs
+    from unsloth_ddp.training import adapter_copies
 
     copied = adapter_copies.ADAPTER_LAYER if variant.copies else re.compile("(?!)")
-    single_rows = step_choice.are_single_rows if variant.sequences else lambda train: False
+    single_rows = graphs.are_single_rows if variant.sequences else lambda train: False
     with (
         mock.patch.dict(os.environ),
         mock.patch.object(adapter_copies, "ADAPTER_LAYER", copied),
-        mock.patch.object(step_choice, "are_single_rows", single_rows),
+        mock.patch.object(graphs, "are_single_rows", single_rows),
     ):
         os.environ.pop(NORM_SWITCH, None)
         if not variant.fused_norm:

@@ -42,7 +42,7 @@ def flops(shape: str) -> dict[str, float]:
     """Return the model work of a token by method; an adapter has rank 16 on all linear layers."""
     from benchmarks.common.models import SHAPES, make_config
     from unsloth_ddp.config.options import Settings
-    from unsloth_ddp.plan.shape import read_model_shape
+    from unsloth_ddp.sizing.count import read_model_shape
 
     with tempfile.TemporaryDirectory() as folder:
         if shape in SHAPES:

@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,18 +18,16 @@ from benchmarks.speed import cuda_graphs_layers
 from benchmarks.speed.cuda_graphs_layers import (
     MODELS,
     VARIANTS,
-    Child,
     Variant,
     kernel_summary,
     left_out,
-    measure_all,
     mismatch,
     options,
     tiny,
 )
 from tests.training.test_captured_step import model_of
 from unsloth_ddp.config.parse import parse_settings
-from unsloth_ddp.training import step_choice
+from unsloth_ddp.sizing import graphs
 from unsloth_ddp.training.adapter_copies import AdapterCopies
 
 CHAT = VARIANTS["8b_chat"]
@@ -64,13 +61,13 @@ def test_models_are_cut_to_a_few_layers() -> None:
 
 def test_what_a_variant_names_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(cuda_graphs_layers.NORM_SWITCH, "1")
-    monkeypatch.setattr(step_choice, "are_single_rows", lambda train: True)
+    monkeypatch.setattr(graphs, "are_single_rows", lambda train: True)
     train: Any = None
 
     def found(variant: Variant) -> tuple[bool, bool, str | None]:
         with left_out(variant):
             copied = bool(AdapterCopies(model_of("lora"), torch.bfloat16).layers)
-            return copied, step_choice.are_single_rows(train), os.environ.get(cuda_graphs_layers.NORM_SWITCH)
+            return copied, graphs.are_single_rows(train), os.environ.get(cuda_graphs_layers.NORM_SWITCH)
 
     assert found(VARIANTS["8b_chat_neither"]) == (False, True, "0")
     assert found(VARIANTS["8b_full_varlen"]) == (True, False, None)
@@ -96,45 +93,6 @@ def test_the_longest_kernels_are_kept_and_all_are_summed() -> None:
     assert found["launches"] == 85 and found["kernel_ms"] == pytest.approx(23.1) and found["attention_ms"] == 3
     assert found["fused_norm"] and not kernel_summary(events)["fused_norm"]
     assert len(found["kernels"]) == 25 and found["kernels"][0] == ["void pytorch_flash::flash_fwd", 4.0, 3.0]
-
-
-# What a process of a variant does: the third never gets ready.
-READY = "import json, sys, time; open('ready', 'w'); sys.stdin.readline(); began = time.time(); time.sleep(0.2); "
-READY += "found = {'ms': 1, 'copies': 1, 'sequences': 0, 'span': [began, time.time()]}; "
-READY += "json.dump(found, open('found.json', 'w'))"
-SCRIPTS = {
-    "one": READY,
-    "two": READY,
-    "broken": "raise SystemExit('out of memory')",
-    "hangs": "import time; time.sleep(600)",
-    "late": f"import time; time.sleep(0.5); {READY}",
-}
-
-
-@pytest.mark.slow
-def test_variants_are_measured_one_after_the_other_once_all_are_ready(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    children = []
-
-    def start(name: str, variant: Variant, work: Path, gpu: str | None) -> Child:
-        folder = work / name
-        folder.mkdir()
-        with (folder / "output.txt").open("w") as output:
-            command = [sys.executable, "-c", SCRIPTS[name]]
-            process = subprocess.Popen(command, cwd=folder, stdin=subprocess.PIPE, stdout=output, stderr=output)
-        children.append(Child(name, variant, folder, process))
-        return children[-1]
-
-    monkeypatch.setattr(cuda_graphs_layers, "start", start)
-    results = measure_all(dict.fromkeys(SCRIPTS, CHAT), tmp_path, [], 10)
-    assert list(results) == list(SCRIPTS)
-    assert results["broken"]["error"] == "exit code 1" and "out of memory" in results["broken"]["output"]
-    assert results["hangs"]["error"] == "not ready after 10 s"
-    spans = [results[name]["span"] for name in ("one", "two", "late")]
-    assert spans == sorted(spans) and all(a[1] <= b[0] for a, b in pairwise(spans))
-    assert spans[0][0] >= (tmp_path / "late/ready").stat().st_mtime
-    assert all(child.process.poll() is not None for child in children)
 
 
 @pytest.mark.slow

@@ -5,11 +5,7 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
-import pytest
-
 from tests.conftest import REPO
-
-SCRIPTS = sorted((REPO / "benchmarks").rglob("*.py"))
 
 
 def defined_in(path: Path) -> set[str]:
@@ -25,17 +21,19 @@ def defined_in(path: Path) -> set[str]:
     return names
 
 
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.relative_to(REPO).as_posix())
-def test_names_that_are_imported_exist(script: Path) -> None:
+def test_names_that_are_imported_exist() -> None:
     missing = []
-    for node in ast.walk(ast.parse(script.read_text())):
-        if not isinstance(node, ast.ImportFrom) or not (node.module or "").startswith(("unsloth_ddp", "benchmarks")):
-            continue
-        place = REPO / str(node.module).replace(".", "/")
-        module = place.with_suffix(".py")
-        names = defined_in(module) if module.exists() else set()
-        for alias in node.names:
-            submodule = place / alias.name
-            if alias.name not in names and not submodule.with_suffix(".py").exists() and not submodule.is_dir():
-                missing.append(f"line {node.lineno}: {node.module}.{alias.name}")
+    for script in sorted((REPO / "benchmarks").rglob("*.py")):
+        for node in ast.walk(ast.parse(script.read_text())):
+            if not isinstance(node, ast.ImportFrom) or not (node.module or "").startswith(
+                ("unsloth_ddp", "benchmarks")
+            ):
+                continue
+            place = REPO / str(node.module).replace(".", "/")
+            module = place.with_suffix(".py")
+            names = defined_in(module) if module.exists() else set()
+            for alias in node.names:
+                submodule = place / alias.name
+                if alias.name not in names and not submodule.with_suffix(".py").exists() and not submodule.is_dir():
+                    missing.append(f"{script.relative_to(REPO)}:{node.lineno}: {node.module}.{alias.name}")
     assert missing == []

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
 from datetime import datetime
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,66 +15,13 @@ import pytest
 import torch
 
 from benchmarks.common.runs import REPO
-from benchmarks.speed import runner
 from benchmarks.speed.cells import CONTESTANTS, WARM_LINES, WORKS, Cell, command, default_order, kit_steps, parse_cells
 from benchmarks.speed.figures import figures, first_step_at, kit_intervals, used_share
 from benchmarks.speed.peers.measure import Marks, Pace, add_unsloth_options, make_parser, real_tokens
-from benchmarks.speed.profile_summary import busy_seconds, gpu_summary, waits
+from benchmarks.speed.profile_summary import busy_seconds, gpu_summary
 from benchmarks.speed.report import markdown
 from benchmarks.speed.scaling import gradient_bytes, scaling_rows
-from benchmarks.speed.schedule import Running, Start, left_out, next_start
-from tests.waiting import is_running, wait_until
 from unsloth_ddp.config.parse import parse_settings
-
-ONE, TWO, THREE = (Cell("chat", "qwen3_1.7b", "lora", name) for name in ("kit", "trl", "unsloth_guide"))
-BOTH = Cell("chat", "qwen3_1.7b", "lora", "kit", 2, "weak")
-
-
-def choose(waiting: list[Cell], running: list[Running], now: float = 0, deadline: float = 1000) -> Start | None:
-    return next_start(waiting, running, 2, now, deadline, lambda cell: 20 if cell == THREE else 100)
-
-
-def test_single_gpu_runs_fill_the_lanes_in_order() -> None:
-    assert choose([ONE, TWO], []) == Start(ONE, (0,))
-    assert choose([TWO, THREE], [Running(ONE, (0,), 100)]) == Start(TWO, (1,))
-    assert choose([THREE], [Running(ONE, (0,), 100), Running(TWO, (1,), 100)]) is None
-
-
-def test_a_run_on_all_gpus_stands_alone() -> None:
-    assert choose([BOTH, ONE], []) == Start(BOTH, (0, 1))
-    assert choose([ONE], [Running(BOTH, (0, 1), 100)]) is None
-    # Its lane would be needed before this one ends.
-    assert choose([BOTH, TWO], [Running(ONE, (0,), 100)], now=10) is None
-
-
-def test_a_free_lane_takes_a_run_that_keeps_nobody_waiting() -> None:
-    assert choose([BOTH, TWO, THREE], [Running(ONE, (1,), 100)], now=10) == Start(THREE, (0,))
-
-
-def test_nothing_starts_that_cannot_end_in_time() -> None:
-    assert choose([ONE, THREE], [], now=950) == Start(THREE, (0,))
-    assert choose([ONE, TWO], [], now=950) is None
-    assert next_start([BOTH], [], 1, 0, 1000, lambda cell: 1) is None
-    assert left_out([BOTH, ONE], 1, lambda cell: 30.0) == {BOTH.name: "needs 2 GPUs", ONE.name: "no time for 30 s"}
-
-
-def test_contestants_take_turns() -> None:
-    words = ["chat:qwen3_8b:lora:kit", "chat:qwen3_8b:lora:trl"]
-    assert [(cell.contestant, cell.repeat) for cell in parse_cells(words, 2)] == [
-        ("kit", 0), ("trl", 0), ("kit", 1), ("trl", 1),
-    ]  # fmt: skip
-    ordered = parse_cells(default_order(), 2)
-    assert len({cell.name for cell in ordered}) == len(ordered)
-    assert parse_cells(["full:qwen3_8b:lora:kit:2strong"], 1)[0] == Cell("full", "qwen3_8b", "lora", "kit", 2, "strong")
-
-
-@pytest.mark.parametrize(
-    "word",
-    ["chat:qwen3_8b:lora", "chats:qwen3_8b:lora:kit", "chat:qwen3_8b:lora:kit:2", "chat:qwen3_8b:lora:trl:2weak"],
-)
-def test_words_that_name_no_run_are_refused(word: str) -> None:
-    with pytest.raises(ValueError, match=word):
-        parse_cells([word], 1)
 
 
 def test_every_command_is_one_that_its_script_takes() -> None:
@@ -184,37 +130,6 @@ def test_marks_count_every_micro_batch_and_stop_the_trainer() -> None:
     assert result["largest_micro_batch"] == (1, 4) and result["first_step_at"] > 0
 
 
-# A run that ends well, one that fails, and one that hangs with a process in a session of its own.
-SCRIPTS = {
-    "trl": "import json; json.dump({'intervals': [[300, 2.0, 1], [100, 1.0, 1]], 'first_step_at': 4e9}, open('result.json', 'w'))",
-    "trl_packed": "print('packing is on'); raise SystemExit('out of memory')",
-    "unsloth_guide": "import subprocess, sys; p = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'], "
-    "start_new_session=True); print(p.pid, flush=True); p.wait()",
-}
-
-
-@pytest.mark.slow
-def test_every_run_has_a_result_and_none_outlives_the_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def script(one: Cell, *others: Any) -> list[str]:
-        return [sys.executable, "-c", SCRIPTS[one.contestant]]
-
-    monkeypatch.setattr(runner, "command", script)
-    monkeypatch.setattr(runner, "GRACE", 2)
-    bench = runner.Bench(tmp_path, WORKS, 0, True, [], time.monotonic() + 6, lanes=3)
-    monkeypatch.setattr(bench, "expected", lambda one: 0.5)
-    found: dict[str, dict[str, Any]] = {}
-    cells = [Cell("chat", "demo", "lora", name) for name in SCRIPTS]
-    skipped = runner.run_all(bench, cells, lambda result: found.__setitem__(result["contestant"], result))
-    assert skipped == {}
-    assert found["trl"]["exit_code"] == 0 and found["trl"]["tokens_per_second_a_gpu"] == 125
-    assert found["trl_packed"]["exit_code"] == 1 and found["trl_packed"]["log"].endswith("out of memory\n")
-    assert found["unsloth_guide"]["exit_code"] == runner.CUT_OFF
-    assert cells[1].name in found["unsloth_guide"]["beside"]
-    child = int(found["unsloth_guide"]["log"])
-    wait_until(lambda: not is_running(child), 60, "the end of what the killed run had started")
-    assert not list(tmp_path.iterdir())
-
-
 def event(cat: str, name: str, began: float, dur: float, tid: int = 1) -> dict[str, Any]:
     return {"cat": cat, "name": name, "ts": began, "dur": dur, "tid": tid}
 
@@ -225,26 +140,6 @@ def test_a_profile_says_how_busy_the_gpu_was() -> None:
     found = gpu_summary(events, seconds=40e-6, steps=2)
     assert found["busy"] == pytest.approx(0.5) and found["kernels_a_step"] == 1.5
     assert found["top"][0]["share"] == pytest.approx(10 / 25)
-
-
-def test_a_profile_says_who_waits() -> None:
-    frames = [
-        event("python_function", "train.py(1): train", 0, 100),
-        event("python_function", "log.py(2): log", 10, 30),
-        event("python_function", "<built-in method item of Tensor object at 0x7f>", 11, 20),
-        event("python_function", "step.py(3): step", 50, 40),
-        event("python_function", "other thread", 0, 100, tid=2),
-    ]
-    synced = [
-        event("cuda_runtime", "cudaStreamSynchronize", 12, 5),
-        event("cuda_runtime", "cudaStreamSynchronize", 60, 5),
-    ]
-    launched = event("cuda_runtime", "cudaLaunchKernel", 61, 1)
-    found = waits([*frames, *synced, launched], steps=2)
-    assert [(one["count_a_step"], one["stack"]) for one in found] == [
-        (0.5, ["train.py(1): train", "log.py(2): log", "<built-in method item of Tensor object>"]),
-        (0.5, ["train.py(1): train", "step.py(3): step"]),
-    ]
 
 
 def cell(contestant: str, speed: float, processes: int = 1, scaling: str = "", code: Any = 0) -> dict[str, Any]:

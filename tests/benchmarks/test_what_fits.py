@@ -7,7 +7,7 @@ from typing import get_args
 import pytest
 
 from benchmarks.memory import what_fits
-from unsloth_ddp.plan.memory import Method
+from unsloth_ddp.sizing.estimate import Method
 
 
 @pytest.mark.parametrize("method", get_args(Method))

@@ -355,28 +355,29 @@ def test_reading_settings_imports_nothing_heavy() -> None:
     assert done.stdout.strip() == "[]"
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ("--model {0} --dataset nowhere.jsonl", "nowhere.jsonl: there is no such file in"),
-        ("--model {0} --dataset {0} --streaming --max_steps 1", "is a folder without a .jsonl, .parquet, .csv file;"),
-        ("--model ./nowhere --dataset {0}/train.jsonl", "nowhere: there is no such folder; give"),
-        ("--model {0} --dataset {0}/../make_demo.py", "make_demo.py is not a .jsonl"),
-        ("--model {0} --dataset {0}/train.jsonl --report_to wandb", "uv pip install wandb"),
-        ("--model {0} --dataset {0}/train.jsonl --resume nope", "resume nope: there is no such folder"),
-    ],
-)
-def test_what_files_show_to_be_wrong_is_told_before_torch_is_loaded(options: str, said: str) -> None:
+WRONG_FILES = {
+    "--model {0} --dataset nowhere.jsonl": "nowhere.jsonl: there is no such file in",
+    "--model {0} --dataset {0} --streaming --max_steps 1": "is a folder without a .jsonl, .parquet, .csv file;",
+    "--model ./nowhere --dataset {0}/train.jsonl": "nowhere: there is no such folder; give",
+    "--model {0} --dataset {0}/../make_demo.py": "make_demo.py is not a .jsonl",
+    "--model {0} --dataset {0}/train.jsonl --report_to wandb": "uv pip install wandb",
+    "--model {0} --dataset {0}/train.jsonl --resume nope": "resume nope: there is no such folder",
+}
+
+
+def test_what_files_show_to_be_wrong_is_told_before_torch_is_loaded() -> None:
     code = (
         "import sys\n"
         "from train_ddp import Ranks, UserError, open_run, parse_settings\n"
-        "try:\n"
-        "    with open_run(parse_settings(sys.argv[1:]), Ranks()): pass\n"
-        "except UserError as told: print(told, 'torch' in sys.modules)"
+        "for options in sys.argv[1:]:\n"
+        "    try:\n"
+        "        with open_run(parse_settings(options.split()), Ranks()): pass\n"
+        "    except UserError as told: print(told, 'torch' in sys.modules)"
     )
-    argv = options.format(REPO / "demo/model").replace("model/train", "train").split()
-    done = subprocess.run([sys.executable, "-c", code, *argv], capture_output=True, text=True, check=True, cwd=REPO)
-    assert said in done.stdout and done.stdout.endswith(" False\n")
+    given = [options.format(REPO / "demo/model").replace("model/train", "train") for options in WRONG_FILES]
+    done = subprocess.run([sys.executable, "-c", code, *given], capture_output=True, text=True, check=True, cwd=REPO)
+    for line, said in zip(done.stdout.splitlines(), WRONG_FILES.values(), strict=True):
+        assert said in line and line.endswith(" False")
 
 
 YAML_VALUES = st.recursive(

@@ -23,18 +23,17 @@ def refusal(*argv: str) -> str:
     return str(refused.value)
 
 
-@pytest.mark.parametrize("name", ALIASES)
-def test_an_alias_leads_to_an_option_that_there_is_and_a_value_that_it_takes(name: str) -> None:
-    alias = ALIASES[name]
-    assert name not in OPTIONS and set(alias.tools) <= TOOLS.keys()
-    assert bool(alias.option) + bool(alias.note) == 1, "either an option or a note"
-    assert alias.option is None or alias.option in OPTIONS
-    for options in alias.values.values():
-        for option, value in options.items():
-            assert convert_value(option, value, "aliases") == value
-    named = [word.strip(",;:()") for word in alias.note.split()]
-    if named[:1] == ["give"] and name in " ".join(VALUED):
-        assert named[1] in OPTIONS, alias.note
+def test_an_alias_leads_to_an_option_that_there_is_and_a_value_that_it_takes() -> None:
+    for name, alias in ALIASES.items():
+        assert name not in OPTIONS and set(alias.tools) <= TOOLS.keys(), name
+        assert bool(alias.option) + bool(alias.note) == 1, f"{name}: either an option or a note"
+        assert alias.option is None or alias.option in OPTIONS, name
+        for options in alias.values.values():
+            for option, value in options.items():
+                assert convert_value(option, value, "aliases") == value, name
+        named = [word.strip(",;:()") for word in alias.note.split()]
+        if named[:1] == ["give"] and name in " ".join(VALUED):
+            assert named[1] in OPTIONS, alias.note
 
 
 @pytest.mark.parametrize(

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from tests.conftest import REPO
+from benchmarks.common import reload
 from unsloth_ddp.config.parse import parse_settings
 
 SUMMARY_KEYS = {
@@ -73,15 +71,9 @@ def test_the_folder_holds_logs_settings_and_curves(demo):
     assert losses[-1] < 0.1 < losses[0]
 
 
-@pytest.mark.slow
-def test_the_adapter_works_in_plain_peft(demo):
-    done = subprocess.run(
-        [sys.executable, str(REPO / "benchmarks/common/reload.py"), str(demo.folder)],
-        capture_output=True,
-        text=True,
-        timeout=250,
-    )
-    loaded = json.loads(done.stdout.splitlines()[-1])
+def test_the_adapter_works_in_plain_peft(demo, capsys):
+    reload.main(demo.folder)
+    loaded = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert loaded["eval_loss"] == pytest.approx(demo.summary["eval_loss"], rel=1e-5)
 
 

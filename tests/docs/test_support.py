@@ -22,7 +22,7 @@ from unsloth_ddp.model.attention import AttentionSetup, select_varlen_kernel
 from unsloth_ddp.model.gradient_checkpointing import kinds_here
 from unsloth_ddp.model.load import check_model
 from unsloth_ddp.model.source_check import check_quantization
-from unsloth_ddp.training.step_choice import obstacle
+from unsloth_ddp.training.capture_check import obstacle
 from unsloth_ddp.utils.errors import UserError
 
 PAGE = (REPO / "docs" / "support.md").read_text()

@@ -31,7 +31,7 @@ from unsloth_ddp.model.load import (
     unsloth_trains_shards,
 )
 from unsloth_ddp.model.lora import check_module_names
-from unsloth_ddp.plan.shape import read_model_shape
+from unsloth_ddp.sizing.count import read_model_shape
 from unsloth_ddp.utils.errors import UserError
 
 CPU = cpu_runtime()
@@ -233,7 +233,8 @@ def test_a_mistyped_folder_is_said_beside_what_the_hub_says(tmp_path: Path, monk
     def absent(*_: Any) -> Any:
         raise OSError("the Hub has no such repository")
 
-    monkeypatch.setattr("unsloth_ddp.model.load._load_transformers", absent)
+    for name in ("read_config", "_load_transformers"):
+        monkeypatch.setattr(f"unsloth_ddp.model.load.{name}", absent)
     with pytest.raises(
         UserError, match="model outputs/RUM is not in the folder outputs here, and as a Hub id it cannot be"
     ):

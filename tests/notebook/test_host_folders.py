@@ -1,10 +1,5 @@
 """Folders and paths that only Colab or Kaggle has: where a notebook goes, and what it names."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 from making import LOAD, TRAIN, body, convert_cells, kinds
 
@@ -29,16 +24,6 @@ def test_the_folder_that_a_host_starts_in_is_the_one_that_the_script_starts_in(c
     done = convert_cells("name = 'x'", cell, LOAD, TRAIN)
     assert made in body(done) and kinds(done) == []
     assert ("START_FOLDER = os.getcwd()" in done.script) == ("START_FOLDER" in made)
-
-
-def test_a_script_goes_back_to_the_folder_in_which_it_was_started(tmp_path: Path) -> None:
-    stub = "import sys, types\nsys.modules['unsloth'] = types.ModuleType('unsloth')\nimport unsloth"
-    moves = "%cd sub\nprint(os.getcwd())\n%cd /content\nprint(os.getcwd())\n%cd /content/sub\nprint(os.getcwd())"
-    done = convert_cells(stub, "import os\n%cd /content/drive/MyDrive\nprint(os.getcwd())", moves)
-    (tmp_path / "sub").mkdir()
-    ran = subprocess.run([sys.executable, "-c", done.script], cwd=tmp_path, capture_output=True, text=True, timeout=250)
-    start, sub = os.path.realpath(tmp_path), os.path.realpath(tmp_path / "sub")
-    assert ran.stdout.split() == [start, sub, start, sub], ran.stderr[-2000:]
 
 
 @pytest.mark.parametrize(

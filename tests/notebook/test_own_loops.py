@@ -1,14 +1,12 @@
 """Training loops written by hand: what a converted one trains on two processes is what the notebook trains on one."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from making import body, convert_cells, kinds
 
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+from tests.ranks import run_file, run_ranks
+
 MADE = """\
 import torch
 from torch.utils.data import DataLoader, TensorDataset
@@ -62,15 +60,13 @@ ACCELERATED = (
 )
 
 
-def trained(script: str, command: list[str], folder: Path) -> dict[str, object]:
+def trained(script: str, processes: int, folder: Path) -> dict[str, object]:
     import torch
 
     folder.mkdir()
     (folder / "script.py").write_text(script)
-    given = {n: v for n, v in os.environ.items() if not n.startswith(("RANK", "WORLD", "LOCAL", "MASTER"))}
-    given |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "1"}
-    done = subprocess.run([*command, "script.py"], cwd=folder, env=given, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stderr[-3000:]
+    environ = {"CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "1"}
+    run_ranks(processes, run_file, folder / "script.py", folder=folder, environ=environ).check()
     return dict(torch.load(folder / "out.pt"))
 
 
@@ -81,8 +77,8 @@ def test_two_processes_train_what_one_trains(cells: tuple[str, ...], tmp_path: P
 
     done = convert_cells(*cells)
     assert kinds(done) == []
-    notebook = trained("\n".join(cells), [sys.executable], tmp_path / "notebook")
-    two = trained(done.script, TORCHRUN, tmp_path / "two")
+    notebook = trained("\n".join(cells), 1, tmp_path / "notebook")
+    two = trained(done.script, 2, tmp_path / "two")
     for name, weight in notebook.items():
         assert torch.allclose(weight, two[name], atol=1e-6), (name, weight, two[name])  # type: ignore[arg-type]
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from making import convert_cells
 
-from tests.ranks import free_port
+from tests.ranks import free_port, run_file, run_ranks
 from unsloth_ddp.notebook.convert import convert
 
 HERE = Path(__file__).resolve().parent
@@ -122,19 +122,23 @@ CELLS = [
 ]
 
 
-@pytest.mark.slow
+def run_beside_standin(path: Path) -> None:
+    """A script in its own folder, with the stand-ins for Unsloth and datasets."""
+    sys.path.insert(0, str(HERE / "standin"))
+    run_file(path)
+
+
 @pytest.mark.parametrize("broken", [False, True])
-def test_the_helpers_between_two_processes(tmp_path: Path, environment: dict[str, str], broken: bool) -> None:
+def test_the_helpers_between_two_processes(tmp_path: Path, broken: bool) -> None:
     """Values shared, the main process first, one shell, one voice; an error ends every process, and says so."""
     ending = "raise RuntimeError('on purpose')" if broken else "os.environ['DONE'] = '1'"
     script = tmp_path / "script.py"
     script.write_text(convert_cells(*CELLS, ending).script)
-    process = start([*TORCHRUN, "--nproc-per-node", "2", str(script)], tmp_path / "run", environment)
-    output, _ = process.communicate(timeout=250)
-    assert (process.returncode != 0) == broken, output[-3000:]
-    assert output.count("from the shell") == output.count("said once") == 1
-    assert (tmp_path / "run" / "order").read_text() == "01"
-    assert ("on purpose" in output) == broken
+    done = run_ranks(2, run_beside_standin, script, folder=tmp_path / "out", environ={"UNSLOTH_ALLOW_CPU": "1"})
+    assert (0 not in done.codes) if broken else (done.codes == [0, 0]), done.output
+    assert done.output.count("from the shell") == done.output.count("said once") == 1
+    assert (tmp_path / "order").read_text() == "01"
+    assert ("on purpose" in done.output) == broken
 
 
 def moved(name: str, weights: dict) -> float:

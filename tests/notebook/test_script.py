@@ -1,7 +1,9 @@
 """The script as a whole: what survives untouched, its prologue and its end."""
 
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from making import LOAD, TRAIN, body, convert_cells, notebook
@@ -86,14 +88,23 @@ def test_the_script_imports_nothing_of_the_kit() -> None:
     assert "unsloth_ddp" not in convert_cells(LOAD, DATA, TRAIN).script
 
 
-def test_helpers_run_in_one_process(tmp_path: object) -> None:
+def test_a_script_runs_in_one_process(tmp_path: Path) -> None:
+    """Nothing heavy is imported before the notebook does it, and helpers act as IPython does."""
     done = convert_cells(
-        "import sys, types\nsys.modules['unsloth'] = types.ModuleType('unsloth')\nimport unsloth",
+        "import os, sys, types\nassert 'torch' not in sys.modules\nprint('as in the notebook')",
         "rows = !echo a; echo b\nassert rows == ['a', 'b'], rows\n!echo from the shell\nprint('said', rows)",
+        "%cd /content/drive/MyDrive\nprint(os.getcwd())",
+        "%cd sub\nprint(os.getcwd())\n%cd /content\nprint(os.getcwd())\n%cd /content/sub\nprint(os.getcwd())",
+        "def show(x):\n    display(x)\nshow('inside')\ndisplay('outside')",
+        "sys.modules['unsloth'] = types.ModuleType('unsloth')\nimport unsloth",
     )
-    ran = subprocess.run([sys.executable, "-c", done.script], capture_output=True, text=True, timeout=250)
+    (tmp_path / "sub").mkdir()
+    ran = subprocess.run([sys.executable, "-c", done.script], cwd=tmp_path, capture_output=True, text=True, timeout=250)
     assert ran.returncode == 0, ran.stderr[-2000:]
-    assert "from the shell" in ran.stdout and "said ['a', 'b']" in ran.stdout
+    start, sub = os.path.realpath(tmp_path), os.path.realpath(tmp_path / "sub")
+    assert ran.stdout.splitlines() == [
+        "as in the notebook", "from the shell", "said ['a', 'b']", start, sub, start, sub, "inside", "outside",
+    ]  # fmt: skip
 
 
 def _lines(done: Conversion) -> list[str]:
@@ -162,18 +173,6 @@ def test_the_device_is_chosen_in_the_region_unless_code_comes_before(first: str,
     assert text.count("torch.cuda.set_device(LOCAL_RANK)") == 1
     assert (text.index("set_device") < text.index("# endregion")) is inside
     assert text.index("set_device") < text.index("from unsloth import")
-
-
-def test_nothing_heavy_is_imported_before_the_notebook_does() -> None:
-    """A notebook that looks at sys.modules, or sets variables, does so before torch is there."""
-    cells = (
-        "import sys\nassert 'torch' not in sys.modules\nprint('as in the notebook')",
-        "!echo shell",
-        "import torch",
-    )
-    done = convert_cells(*cells, "x = torch.ones(1)  # from unsloth")
-    ran = subprocess.run([sys.executable, "-c", done.script], capture_output=True, text=True, timeout=250)
-    assert ran.returncode == 0 and "as in the notebook" in ran.stdout, ran.stderr[-2000:]
 
 
 def test_the_group_serves_processors_and_gpus() -> None:

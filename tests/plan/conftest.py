@@ -12,7 +12,8 @@ from benchmarks.correctness.gpu_check import make_rows
 from tests.conftest import REPO
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.plan.rows import tokenize_rows
-from unsloth_ddp.plan.shape import ModelShape, read_model_shape
+from unsloth_ddp.sizing.count import read_model_shape
+from unsloth_ddp.sizing.shape import ModelShape
 
 # Small round numbers, to compute with by hand.
 SHAPE = ModelShape(

@@ -17,10 +17,10 @@ from unsloth_ddp.data.batch_plan import BatchPlan, plan_batch
 from unsloth_ddp.data.packing import best_fit
 from unsloth_ddp.plan import __main__ as command
 from unsloth_ddp.plan.compute import Hardware, make_memory_row, make_plan
-from unsloth_ddp.plan.memory import Workload, estimate_memory
 from unsloth_ddp.plan.report import plan_as_json, render_plan, verdict_sentence
-from unsloth_ddp.plan.rows import RowLengths, in_order, largest_micro_batch
-from unsloth_ddp.plan.step import choose_step
+from unsloth_ddp.sizing.choose import choose_step
+from unsloth_ddp.sizing.estimate import Workload, estimate_memory
+from unsloth_ddp.sizing.rows import RowLengths, in_order, largest_micro_batch
 
 # ---- rows ----
 

@@ -15,10 +15,10 @@ from unsloth_ddp.data.packing import BatchRequest, plan_step
 from unsloth_ddp.distributed.precision import AMPERE
 from unsloth_ddp.plan.__main__ import with_precision_of
 from unsloth_ddp.plan.compute import Hardware, make_plan
-from unsloth_ddp.plan.memory import MemoryEstimate
-from unsloth_ddp.plan.rows import RowLengths
-from unsloth_ddp.plan.shape import read_model_shape
-from unsloth_ddp.plan.step import planned_packing
+from unsloth_ddp.sizing.choose import planned_packing
+from unsloth_ddp.sizing.count import read_model_shape
+from unsloth_ddp.sizing.estimate import MemoryEstimate
+from unsloth_ddp.sizing.rows import RowLengths
 from unsloth_ddp.utils.units import GIB, parse_memory
 
 RECIPES = sorted((REPO / "recipes").glob("*_*gb.yaml"))

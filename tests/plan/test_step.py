@@ -26,12 +26,12 @@ from unsloth_ddp.data.packing import BatchRequest, PackingDecision, plan_step
 from unsloth_ddp.data.training_data import TrainingData
 from unsloth_ddp.plan.compute import Hardware, make_plan
 from unsloth_ddp.plan.report import plan_as_json, render_plan
-from unsloth_ddp.plan.rows import RowLengths, largest_micro_batch
-from unsloth_ddp.plan.step import PlannedStep, choose_step
+from unsloth_ddp.sizing.choose import PlannedStep, choose_step
+from unsloth_ddp.sizing.graphs import StepChoice
+from unsloth_ddp.sizing.micro_batch import largest_tokens, with_micro_batch
+from unsloth_ddp.sizing.rows import RowLengths, largest_micro_batch
 from unsloth_ddp.training import cuda_graphs
 from unsloth_ddp.training.cuda_graphs import CudaGraphs
-from unsloth_ddp.training.memory_search import largest_tokens, with_micro_batch
-from unsloth_ddp.training.step_choice import StepChoice
 
 SPEED = REPO / "benchmarks" / "results" / "speed"
 PACKED = PackingDecision(True, "a kernel keeps rows apart")

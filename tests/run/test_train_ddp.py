@@ -15,17 +15,24 @@ from tests.conftest import REPO, demo_rows, write_jsonl
 from tests.ranks import run_ranks, train
 
 
-@pytest.fixture
-def job(tmp_path, tiny_model, uneven_rows):
+@pytest.fixture(scope="module")
+def job(tmp_path_factory, tiny_model, uneven_rows):
     """Run train_ddp.py on the tiny model with these options; returns the run's folder and what was printed."""
+    place = tmp_path_factory.mktemp("runs")
 
     def run(options: str, name: str, ranks: int = 1):
         argv = f"--model {tiny_model} --dataset {uneven_rows} --run_name {name} --learning_rate 0.01 --max_length 64".split()
         argv += ["--gradient_checkpointing", "none", "--logging_steps", "1", *options.split()]
-        result = run_ranks(ranks, train, argv, str(tmp_path), folder=tmp_path / f"{name}.out").check()
-        return tmp_path / "outputs" / name, " ".join(result.output.split())
+        result = run_ranks(ranks, train, argv, str(place), folder=place / f"{name}.out").check()
+        return place / "outputs" / name, " ".join(result.output.split())
 
     return run
+
+
+@pytest.fixture(scope="module")
+def padded(job):
+    """An epoch of the 13 rows on one process, two of them truncated."""
+    return job("--packing auto --global_batch_size 4 --num_train_epochs 1", "padded")
 
 
 def summary(folder: Path) -> dict:
@@ -57,17 +64,17 @@ def test_a_resumed_run_ends_like_an_uninterrupted_one(job):
 def test_a_packed_run_resumed_within_an_epoch_ends_like_an_uninterrupted_one(job):
     # Six packs make three steps an epoch, so the checkpoint of step 2 lies within the first.
     options = "--packing on --global_batch_size 2 --max_steps 6 --save_steps 2 --save_total_limit 3 --lora_dropout 0.1"
-    whole, printed = job(options, "whole", ranks=2)
+    whole, printed = job(options, "whole-packed", ranks=2)
     assert "packing on: --packing on; a CPU has no attention kernel for packed rows" in printed
-    resumed, _ = job(f"{options} --resume {whole}/checkpoint-2", "resumed", ranks=2)
+    resumed, _ = job(f"{options} --resume {whole}/checkpoint-2", "resumed-packed", ranks=2)
     expected, found = (load_file(f / "adapter_model.safetensors") for f in (whole, resumed))
     assert all(torch.equal(expected[k], found[k]) for k in expected)
     for key in ("train_loss", "tokens", "supervised_tokens", "steps", "packs"):
         assert summary(resumed)[key] == summary(whole)[key], key
 
 
-def test_packing_counts_each_row_once_and_says_how_many_a_step_holds(job):
-    padded, printed = job("--packing auto --global_batch_size 4 --num_train_epochs 1", "padded")
+def test_packing_counts_each_row_once_and_says_how_many_a_step_holds(job, padded):
+    folder, printed = padded
     assert "packing off: a CPU has no attention kernel for packed rows" in printed
     assert "1 row a device x 4 accumulation x 1 process = 4 rows" in printed
     packed, printed = job("--packing on --global_batch_tokens 130 --num_train_epochs 1", "packed", ranks=2)
@@ -75,7 +82,7 @@ def test_packing_counts_each_row_once_and_says_how_many_a_step_holds(job):
     assert f"{packs} packs of up to 64 tokens" in printed
     assert "1 pack a device x 1 accumulation x 2 processes = 2 packs (about 4 rows)" in printed
     for key in ("tokens", "supervised_tokens"):
-        assert summary(packed)[key] == summary(padded)[key]
+        assert summary(packed)[key] == summary(folder)[key]
 
 
 def test_a_batch_in_tokens_is_refused_on_every_rank_where_rows_are_padded(tmp_path, tiny_model, uneven_rows):
@@ -96,42 +103,32 @@ def test_full_parameters_leave_a_whole_model(job, tiny_model):
     assert all(not torch.equal(before[k], after[k]) for k in before if "layers" in k)
 
 
-def test_an_epoch_sees_each_row_once_on_ranks_that_do_not_divide(job):
+def test_an_epoch_sees_each_row_once_on_ranks_that_do_not_divide(job, padded):
     folder, _ = job("--per_device_train_batch_size 2 --global_batch_size 4 --num_train_epochs 1", "thirteen", ranks=2)
     rows = json.loads((folder / "trainer_state.json").read_text())
     assert rows["global_step"] == 4
-    single, _ = job("--global_batch_size 13 --num_train_epochs 1", "single")
-    assert summary(folder)["tokens"] == summary(single)["tokens"]
-    assert summary(folder)["supervised_tokens"] == summary(single)["supervised_tokens"]
+    assert summary(folder)["tokens"] == summary(padded[0])["tokens"]
+    assert summary(folder)["supervised_tokens"] == summary(padded[0])["supervised_tokens"]
 
 
-def test_overlong_rows_are_truncated_or_dropped_and_said(job):
-    _, cut = job("--global_batch_size 4 --max_steps 1", "cut")
+def test_overlong_rows_are_truncated_or_dropped_and_files_are_one_set(job, padded, tmp_path):
+    _, cut = padded
     assert "13 (" in cut and "2 over max_length 64 truncated" in cut
     assert "Nothing is learned from 2 rows without a supervised token; max_length 64 cuts off 2 answers, so" in cut
-    _, dropped = job("--global_batch_size 4 --max_steps 1 --overlong drop", "dropped")
-    assert "11 (" in dropped and "2 over max_length 64 dropped" in dropped
-    assert "Nothing is learned" not in dropped
-
-
-def test_a_fraction_is_set_aside_for_evaluation(job):
-    folder, printed = job("--global_batch_size 4 --max_steps 1 --eval_fraction 0.25", "aside")
-    assert "10 (" in printed and "evaluation rows 3" in printed
-    assert summary(folder)["eval_loss"] > 0
-
-
-def test_several_files_are_one_set(job, tmp_path):
     write_jsonl(tmp_path / "a.jsonl", demo_rows()[:3])
     alpaca = [{"instruction": "Say it.", "input": "", "output": "It."}] * 2
     (tmp_path / "b.json").write_text(json.dumps(alpaca))
-    _, printed = job(f"--dataset {tmp_path}/a.jsonl {tmp_path}/b.json --max_steps 1 --global_batch_size 4", "both")
-    assert "18 (" in printed
+    files = f"--dataset {tmp_path}/a.jsonl {tmp_path}/b.json"
+    _, dropped = job(f"--global_batch_size 4 --max_steps 1 --overlong drop {files}", "dropped")
+    assert "16 (" in dropped and "2 over max_length 64 dropped" in dropped
+    assert "Nothing is learned" not in dropped
 
 
-def test_bf16_on_a_cpu_and_checkpointing_run(job):
-    folder, printed = job("--precision bf16 --gradient_checkpointing torch --global_batch_size 4 --max_steps 2", "half")
-    assert "precision bf16" in printed
-    assert 5 < summary(folder)["train_loss"] < 9
+def test_bf16_on_a_cpu_checkpointing_and_a_fraction_for_evaluation_run(job):
+    options = "--precision bf16 --gradient_checkpointing torch --eval_fraction 0.25"
+    folder, printed = job(f"{options} --global_batch_size 4 --max_steps 2", "half")
+    assert "precision bf16" in printed and "10 (" in printed and "evaluation rows 3" in printed
+    assert 5 < summary(folder)["train_loss"] < 9 and summary(folder)["eval_loss"] > 0
 
 
 def test_a_run_of_the_same_name_is_replaced_when_asked(job):
@@ -150,16 +147,12 @@ def test_the_default_name_says_model_method_and_time(tmp_path, tiny_model, uneve
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("launcher", "processes"),
-    [("accelerate.commands.launch", 1), ("torch.distributed.run --standalone --nproc_per_node 2", 2)],
-)
-def test_launchers_run_their_processes(launcher, processes, tmp_path, tiny_model, uneven_rows):
+def test_torchrun_runs_its_processes(tmp_path, tiny_model, uneven_rows):
     options = f"--model {tiny_model} --dataset {uneven_rows} --max_steps 1 --max_length 64 --run_name r --output_dir {tmp_path}"
-    command = [sys.executable, "-m", *launcher.split(), "train_ddp.py", *options.split()]
-    done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=250)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "train_ddp.py"]
+    done = subprocess.run([*command, *options.split()], cwd=REPO, capture_output=True, text=True, timeout=250)
     assert done.returncode == 0, done.stderr
-    assert summary(tmp_path / "r")["world_size"] == processes
+    assert summary(tmp_path / "r")["world_size"] == 2
 
 
 def test_help_is_grouped_by_topic():

@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from unsloth_ddp.training.sharded_search import DeviceMemory
+from unsloth_ddp.sizing.sharded_trial import DeviceMemory
 
 
 class LiveBytes(DeviceMemory, TorchDispatchMode):

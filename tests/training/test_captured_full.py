@@ -24,7 +24,8 @@ OPTIONS = (
 
 def train_captured(argv: list[str], cwd: str) -> None:
     """Run train_ddp.py with captured micro-batches in fp32, as if the CPU had CUDA graphs; notes what each exchange holds."""
-    from unsloth_ddp.training import captured_step, cuda_graphs, gradient_exchange, step_choice
+    from unsloth_ddp.sizing import graphs
+    from unsloth_ddp.training import captured_step, cuda_graphs, gradient_exchange
 
     def in_fp32(model: Any, forward: Any, autocast: Any, dtype: Any, *more: Any) -> captured_step.CapturedStep:
         return captured_step.CapturedStep(model, forward, autocast, torch.float32, *more)
@@ -51,7 +52,7 @@ def train_captured(argv: list[str], cwd: str) -> None:
     captured_step.CapturedStep.run = noted_replay  # type: ignore[method-assign]
     cuda_graphs.CapturedStep = in_fp32  # type: ignore[misc,assignment]
     cuda_graphs.obstacle = lambda *_: None
-    step_choice.too_short = lambda *_: None
+    graphs.too_short = lambda *_: None
     cuda_graphs.use_capture_stream = lambda device: None
     train(argv, cwd)
     import os

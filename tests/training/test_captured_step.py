@@ -21,8 +21,8 @@ from unsloth_ddp.model import head_loss as head_module
 from unsloth_ddp.model.head_loss import head_loss
 from unsloth_ddp.model.modules import without_dropout
 from unsloth_ddp.model.packed_forward import PackedForward
+from unsloth_ddp.training.capture_check import capture_sizes, check_capture
 from unsloth_ddp.training.captured_step import CapturedStep, CaptureFailed
-from unsloth_ddp.training.step_choice import capture_sizes, check_capture
 
 SHAPE = FixedShape.that_holds(tokens=256, rows=12, longest=128)
 DEVICE = torch.device("cpu")

@@ -16,10 +16,8 @@ from unsloth_ddp.data.batch_plan import BatchPlan
 from unsloth_ddp.data.fixed_shape import FixedShape
 from unsloth_ddp.model.fp8 import FrozenFP8Linear
 from unsloth_ddp.model.modules import weights_of_first_layer
-from unsloth_ddp.training import cuda_graphs, step_choice
-from unsloth_ddp.training.memory_search import ENOUGH_TOKENS, MicroBatchDecision
-from unsloth_ddp.training.meter import Meter, OwnWorkTimer, Totals, peak_memory_bytes
-from unsloth_ddp.training.step_choice import (
+from unsloth_ddp.sizing import graphs
+from unsloth_ddp.sizing.graphs import (
     StepChoice,
     busy_without,
     busy_without_before,
@@ -32,6 +30,9 @@ from unsloth_ddp.training.step_choice import (
     tokens_while_launching,
     too_short,
 )
+from unsloth_ddp.sizing.micro_batch import ENOUGH_TOKENS, MicroBatchDecision
+from unsloth_ddp.training import cuda_graphs
+from unsloth_ddp.training.meter import Meter, OwnWorkTimer, Totals, peak_memory_bytes
 from unsloth_ddp.training.trainer import DDPTrainer
 
 
@@ -143,7 +144,7 @@ def test_chats_of_a_small_global_batch_are_not_padded_to_the_longest_packs() -> 
 
 
 def test_a_sample_stands_for_many_packs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step_choice, "SAMPLED_PACKS", 64)
+    monkeypatch.setattr(graphs, "SAMPLED_PACKS", 64)
     micro_batches = dealt(packs_of([100] * 1000), BatchPlan(4, 2, 2))
     assert micro_batches.shape == (16, 4) and (micro_batches == 100).all()
 
@@ -163,7 +164,7 @@ def test_full_fine_tuning_is_judged_once_the_micro_batch_is_chosen() -> None:
 
 
 def test_the_sample_has_packs_of_all_lengths_and_the_filler(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step_choice, "SAMPLED_PACKS", 6)
+    monkeypatch.setattr(graphs, "SAMPLED_PACKS", 6)
     packs = packs_of([*[2000] * 500, *[100] * 500])
     micro_batches = dealt(packs, BatchPlan(4, 1, 1))
     assert micro_batches.shape == (2, 4) and sorted(micro_batches.ravel())[:2] == [1, 1]

@@ -97,7 +97,8 @@ def test_a_killed_run_resumes_bit_identically(run, job, method):
     assert_same(ends(resumed), expected)
 
 
-@METHOD
+@pytest.mark.slow
+@pytest.mark.parametrize("method", METHODS)
 def test_fewer_processes_resume_with_plain_fsdp2(run, job, method):
     folder, _ = run(method, hybrid=True)
     resumed = copy_until(folder, 2, f"{folder.name}-plain")

@@ -8,7 +8,6 @@ import re
 
 import pytest
 
-from tests.ranks import run_ranks, train
 from unsloth_ddp.training.callbacks import log_interval
 from unsloth_ddp.training.display import LINES_A_HEADER, LogLines
 from unsloth_ddp.training.status import Status, TimeLeft, shown_clock, shown_number, sparkline
@@ -118,13 +117,7 @@ def test_short_runs_are_logged_more_often(steps: int, interval: int) -> None:
     assert log_interval(steps) == interval
 
 
-@pytest.mark.parametrize(
-    ("options", "logged"), [("--max_steps 5", [1, 2, 3, 4, 5]), ("--max_steps 5 --logging_steps 3", [1, 3, 5])]
-)
-def test_the_last_step_is_logged(tiny_model, uneven_rows, tmp_path, options, logged):
-    argv = (
-        f"--model {tiny_model} --dataset {uneven_rows} --run_name r --max_length 64 --report_to none {options}".split()
-    )
-    run_ranks(2, train, argv, str(tmp_path), folder=tmp_path / "out").check()
-    state = json.loads((tmp_path / "outputs/r/trainer_state.json").read_text())
-    assert [entry["step"] for entry in state["log_history"] if "loss" in entry] == logged
+def test_the_last_step_is_logged(job, place):
+    job("--max_steps 5 --logging_steps 3 --save_strategy no", "last", ranks=2)
+    state = json.loads((place / "outputs/last/trainer_state.json").read_text())
+    assert [entry["step"] for entry in state["log_history"] if "loss" in entry] == [1, 3, 5]

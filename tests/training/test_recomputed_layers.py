@@ -32,14 +32,14 @@ from unsloth_ddp.data.collate import Collate, Flatten, PadRight
 from unsloth_ddp.data.fixed_shape import FixedShape, PaddedBatch
 from unsloth_ddp.model import packed_forward, varlen
 from unsloth_ddp.model.gradient_checkpointing import GradientCheckpointing
+from unsloth_ddp.model.micro_batch import MicroBatchRunner
 from unsloth_ddp.model.packed_forward import PackedForward
+from unsloth_ddp.sizing.micro_batch import MicroBatchDecision
 from unsloth_ddp.training import cuda_graphs
+from unsloth_ddp.training.capture_check import draws_random_numbers
 from unsloth_ddp.training.captured_step import CapturedStep
 from unsloth_ddp.training.cuda_graphs import CudaGraphs
-from unsloth_ddp.training.memory_search import MicroBatchDecision
-from unsloth_ddp.training.micro_batch_loss import MicroBatchRunner
 from unsloth_ddp.training.oom_retry import StepRetry
-from unsloth_ddp.training.step_choice import draws_random_numbers
 from unsloth_ddp.utils.errors import UserError
 
 

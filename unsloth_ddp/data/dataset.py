@@ -11,7 +11,7 @@ import json
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import datasets
 import numpy as np
@@ -71,25 +71,6 @@ class Counts:
     truncated: int = 0
     dropped: int = 0
     longest: int = 0
-
-
-class Units(Protocol):
-    """The lengths of a training set's rows or packs: TokenizedRows, or those that a plan is made for."""
-
-    @property
-    def packing(self) -> Packing | None:
-        """The packs, or None if rows are not packed."""
-
-    @property
-    def streamed(self) -> bool:
-        """Return whether these are only the first rows of a stream."""
-
-    @property
-    def units(self) -> int:
-        """Number of units that the batch plan counts: packs, or rows."""
-
-    def lengths(self) -> np.ndarray:
-        """Return the tokens of each unit and of the filler, int64 (units + 1,)."""
 
 
 @dataclass(frozen=True)

@@ -11,13 +11,15 @@ import dataclasses
 import itertools
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from unsloth_ddp.data.labels import IGNORED
+
+if TYPE_CHECKING:
+    # The arithmetic of sizes works without torch.
+    from torch import Tensor
 
 # Matrix products are fastest with whole tiles.
 TILE = 128
@@ -148,6 +150,8 @@ class FixedShape:
             lengths: (rows,), the tokens of each row.
             at_least: tokens of the padded micro-batch, at least.
         """
+        import torch
+
         needed = max(int(self.needed(lengths[None])[0]), at_least)
         tokens = next((size for size in self.token_sizes if size >= needed), 0)
         room = self._room(lengths, tokens)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 # PyTorch's cross entropy ignores this label.
 IGNORED = -100
@@ -23,6 +25,8 @@ def supervised_positions(labels: Tensor) -> dict[str, Tensor]:
         `supervised_positions`, indices into rows x tokens, and `shift_labels`, the label that follows each; both int64
         (1, n). n is padded to a multiple of MULTIPLE with positions whose label is IGNORED.
     """
+    import torch
+
     following = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED).flatten()
     positions = torch.nonzero(following != IGNORED).flatten()
     missing = -len(positions) % MULTIPLE or (0 if len(positions) else MULTIPLE)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, insort
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, Protocol
 
 import numpy as np
 
@@ -326,3 +326,22 @@ def _nearest_plan(plan: BatchPlan, packs: float) -> BatchPlan:
     each = nearest_multiple(packs / plan.processes, 1)
     at_once = max(size for size in range(1, min(each, plan.per_device) + 1) if each % size == 0)
     return BatchPlan(at_once, each // at_once, plan.processes)
+
+
+class Units(Protocol):
+    """The lengths of a training set's rows or packs: TokenizedRows, or those that a plan is made for."""
+
+    @property
+    def packing(self) -> Packing | None:
+        """The packs, or None if rows are not packed."""
+
+    @property
+    def streamed(self) -> bool:
+        """Return whether these are only the first rows of a stream."""
+
+    @property
+    def units(self) -> int:
+        """Number of units that the batch plan counts: packs, or rows."""
+
+    def lengths(self) -> np.ndarray:
+        """Return the tokens of each unit and of the filler, int64 (units + 1,)."""

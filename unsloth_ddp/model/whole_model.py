@@ -10,14 +10,11 @@ from typing import Any
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.model.files import is_folder, model_folder, safetensors_files
+from unsloth_ddp.utils.memory_limits import BYTES_PACKED, FILLED
 from unsloth_ddp.utils.units import shown_bytes
 
 # Model types that benchmarks/correctness/unsloth_shards.py trained from shards with Unsloth.
 TRIED_IN_SHARDS = ("llama", "qwen3")
-# Fraction of a GPU that loading may fill; the rest is for CUDA's context, NCCL's buffers and a layer that is converted.
-FILLED = 0.9
-# Bytes per value that bitsandbytes quantizes to 4 bits, including its constants.
-PACKED = 0.53
 
 
 def choose_backend_by_size(settings: Settings, runtime: Runtime) -> None:
@@ -100,7 +97,7 @@ def _bytes_of(name: str, dtype: str, shape: list[int], each: float, *, packs: bo
     if dtype in ("U8", "I8"):
         return 1.0  # packed already
     embeds = "embed" in name or "lm_head" in name
-    return PACKED if packs and len(shape) > 1 and not embeds else each
+    return BYTES_PACKED if packs and len(shape) > 1 and not embeds else each
 
 
 def read_tensors(settings: Settings) -> list[tuple[str, str, list[int]]]:

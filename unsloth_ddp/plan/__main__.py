@@ -76,8 +76,8 @@ def plan(argv: list[str]) -> None:
     from unsloth_ddp.plan.compute import Hardware, make_plan
     from unsloth_ddp.plan.report import plan_as_json, render_plan
     from unsloth_ddp.plan.rows import tokenize_rows
-    from unsloth_ddp.plan.shape import read_model_shape
-    from unsloth_ddp.plan.step import planned_packing
+    from unsloth_ddp.sizing.choose import planned_packing
+    from unsloth_ddp.sizing.count import read_model_shape
     from unsloth_ddp.training.early_checks import check_training_arguments
 
     request = BatchRequest.of(settings, given.nodes * given.gpus_per_node)

@@ -10,7 +10,21 @@ from unsloth_ddp.config.options import Settings
 from unsloth_ddp.data.batch_plan import BatchPlan
 from unsloth_ddp.distributed.precision import AMPERE
 from unsloth_ddp.distributed.sharding import Offload, Sharding
-from unsloth_ddp.plan.memory import (
+from unsloth_ddp.plan.network import (
+    Links,
+    StepWork,
+    all_reduce_seconds,
+    balance_efficiency,
+    scaling_efficiency,
+)
+from unsloth_ddp.sizing.choose import (
+    as_loaded,
+    checkpointing_kinds,
+    choose_step,
+    is_chosen,
+    make_workload,
+)
+from unsloth_ddp.sizing.estimate import (
     Checkpointing,
     MemoryEstimate,
     Method,
@@ -19,24 +33,10 @@ from unsloth_ddp.plan.memory import (
     is_supported,
     judge_fit,
 )
-from unsloth_ddp.plan.network import (
-    Links,
-    StepWork,
-    all_reduce_seconds,
-    balance_efficiency,
-    scaling_efficiency,
-)
-from unsloth_ddp.plan.rows import RowLengths, in_order
-from unsloth_ddp.plan.shape import ModelShape
-from unsloth_ddp.plan.step import (
-    NUMBER_BYTES,
-    as_loaded,
-    checkpointing_kinds,
-    choose_step,
-    is_chosen,
-    make_workload,
-)
-from unsloth_ddp.training.step_choice import StepChoice
+from unsloth_ddp.sizing.graphs import StepChoice
+from unsloth_ddp.sizing.rows import RowLengths, in_order
+from unsloth_ddp.sizing.shape import ModelShape
+from unsloth_ddp.utils.memory_limits import NUMBER_BYTES
 
 # The shardings with parts in host memory that accelerate_configs/ has.
 OFFLOADS: tuple[tuple[Sharding, Offload], ...] = (

@@ -7,9 +7,9 @@ from typing import Any
 
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.plan.compute import Hardware, MemoryRow, Plan
-from unsloth_ddp.plan.memory import RESERVE
-from unsloth_ddp.plan.step import backend_of, planned_packing, precision_of
-from unsloth_ddp.training.step_choice import StepChoice
+from unsloth_ddp.sizing.choose import backend_of, planned_packing, precision_of
+from unsloth_ddp.sizing.graphs import StepChoice
+from unsloth_ddp.utils.memory_limits import FILLED
 from unsloth_ddp.utils.tables import Column, fit_text, output_width, render_pairs, render_table, wrap_text
 from unsloth_ddp.utils.units import GIB, MIB, counted, shown_bandwidth, shown_bytes, shown_seconds
 
@@ -151,7 +151,7 @@ def verdict_sentence(plan: Plan) -> str:
     if mine.verdict == "unknown":
         return f"The run may fit: method {settings.method} with DDP needs at least {shown_bytes(mine.memory.total)} on {gpu}."
     if mine.verdict == "tight":
-        return f"The run may not fit: method {settings.method} with DDP {needed} on {gpu}, and {1 - RESERVE:.0%} should stay free."
+        return f"The run may not fit: method {settings.method} with DDP {needed} on {gpu}, and {1 - FILLED:.0%} should stay free."
     others = [row for row in plan.memory if row.verdict in ("fits", "unknown")]
     said = f"The run does not fit: method {settings.method} with DDP {needed} on {gpu}. "
     if not others:
@@ -169,7 +169,7 @@ def notes(plan: Plan) -> list[str]:
     hardware = plan.hardware
     said = [
         "Memory: peak is the highest of the backward pass, the optimizer step and loading. Up to "
-        f"{RESERVE:.0%} of a GPU counts as a fit. Runs took up to twice as much as a lower bound (docs/plan.md#memory)."
+        f"{FILLED:.0%} of a GPU counts as a fit. Runs took up to twice as much as a lower bound (docs/plan.md#memory)."
     ]
     if offloaded := [row for row in plan.memory if row.offload != "none" and row.verdict != "does not fit"]:
         kept = ", ".join(

@@ -41,7 +41,7 @@ from unsloth_ddp.run.outcomes import (
     RunStopped,
     StopNotSaved,
 )
-from unsloth_ddp.training.least_memory import check_memory
+from unsloth_ddp.sizing.refuse import check_memory
 from unsloth_ddp.utils.versions import versions
 
 if TYPE_CHECKING:
@@ -127,7 +127,7 @@ def prepare_data(run: Run, model: Any, tokenizer: Any, resume: ResumePoint | Non
 
 def make_trainer(run: Run, config: Any, model: Any, tokenizer: Any, data: TrainingData) -> DDPTrainer:
     """Return the trainer."""
-    from unsloth_ddp.training.memory_search import trained_bytes
+    from unsloth_ddp.sizing.trial import trained_bytes
     from unsloth_ddp.training.trainer import DDPTrainer
 
     settings, runtime = run.settings, run.runtime

@@ -20,8 +20,8 @@ from unsloth_ddp.run.files import LOCK_FILE, SUMMARY_FILE
 from unsloth_ddp.run.next_steps import chat_command
 from unsloth_ddp.run.record import read_run
 from unsloth_ddp.run.upload import upload
-from unsloth_ddp.training.memory_search import MicroBatchDecision, with_micro_batch
-from unsloth_ddp.training.step_choice import StepChoice
+from unsloth_ddp.sizing.graphs import StepChoice
+from unsloth_ddp.sizing.micro_batch import MicroBatchDecision, with_micro_batch
 from unsloth_ddp.utils.errors import UserError
 from unsloth_ddp.utils.json_file import write_json
 from unsloth_ddp.utils.tables import render_pairs

@@ -16,27 +16,30 @@ from unsloth_ddp.data.collate import Collate
 from unsloth_ddp.data.fixed_shape import FixedShape, StepTensors
 from unsloth_ddp.data.training_data import TrainingData
 from unsloth_ddp.distributed.runtime import Runtime
+from unsloth_ddp.model.micro_batch import MicroBatchRunner
 from unsloth_ddp.model.modules import training_mode, weights_of_first_layer, without_dropout
 from unsloth_ddp.model.packed_forward import PackedForward
-from unsloth_ddp.training.captured_step import CapturedStep, CaptureFailed, use_capture_stream
-from unsloth_ddp.training.gradient_exchange import GradientBuffers
-from unsloth_ddp.training.memory_search import MicroBatchDecision, release
-from unsloth_ddp.training.micro_batch_loss import MicroBatchRunner
-from unsloth_ddp.training.step_choice import (
-    FP8_GRADIENT_TOLERANCE,
-    GRADIENT_TOLERANCE,
+from unsloth_ddp.sizing.graphs import (
     StepChoice,
-    capture_sizes,
-    check_capture,
-    draws_random_numbers,
     kind_obstacle,
-    obstacle,
     reason_after,
     reason_before,
     refuse,
     shape_of_run,
     tokens_while_launching,
 )
+from unsloth_ddp.sizing.micro_batch import MicroBatchDecision
+from unsloth_ddp.sizing.trial import release
+from unsloth_ddp.training.capture_check import (
+    FP8_GRADIENT_TOLERANCE,
+    GRADIENT_TOLERANCE,
+    capture_sizes,
+    check_capture,
+    draws_random_numbers,
+    obstacle,
+)
+from unsloth_ddp.training.captured_step import CapturedStep, CaptureFailed, use_capture_stream
+from unsloth_ddp.training.gradient_exchange import GradientBuffers
 
 
 class CudaGraphs:

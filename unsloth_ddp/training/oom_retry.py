@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from unsloth_ddp.model.gradient_checkpointing import GradientCheckpointing
+from unsloth_ddp.sizing.trial import release
 from unsloth_ddp.training.gradient_exchange import GradientExchange
-from unsloth_ddp.training.memory_search import release
 from unsloth_ddp.training.meter import Meter
 from unsloth_ddp.utils.known_errors import is_out_of_memory
 

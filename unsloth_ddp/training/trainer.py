@@ -33,10 +33,14 @@ from unsloth_ddp.distributed.sharding import shards_weights
 from unsloth_ddp.distributed.signals import EvaluationInterrupted, StopRequest
 from unsloth_ddp.model.attention import keys_for_packs, prepare_for_packs
 from unsloth_ddp.model.gradient_checkpointing import GradientCheckpointing
+from unsloth_ddp.model.micro_batch import MicroBatchRunner
 from unsloth_ddp.model.modules import evaluation_mode
 from unsloth_ddp.model.sharded_load import mixed_precision_policy, trained_by_unsloth
 from unsloth_ddp.model.stored_weights import complete_result
 from unsloth_ddp.model.supervised_head import fits_fused_head
+from unsloth_ddp.sizing.micro_batch import MicroBatchDecision, with_micro_batch
+from unsloth_ddp.sizing.sharded_trial import ShardedMemorySearch
+from unsloth_ddp.sizing.trial import MemorySearch, bytes_added_by_steps, forget_free_memory, trained_bytes
 from unsloth_ddp.training.callbacks import (
     CompareWeights,
     CountOverflows,
@@ -51,21 +55,12 @@ from unsloth_ddp.training.display import ShowTraining, choose_view, shown_callba
 from unsloth_ddp.training.gradient_exchange import make_exchange
 from unsloth_ddp.training.log_metrics import LogMetrics
 from unsloth_ddp.training.loss import step_divisor, supervised_tokens
-from unsloth_ddp.training.memory_search import (
-    MemorySearch,
-    MicroBatchDecision,
-    bytes_added_by_steps,
-    forget_free_memory,
-    trained_bytes,
-    with_micro_batch,
-)
 from unsloth_ddp.training.meter import peak_memory_bytes, real_tokens
-from unsloth_ddp.training.micro_batch_loss import MicroBatchLoss, MicroBatchRunner
+from unsloth_ddp.training.micro_batch_loss import MicroBatchLoss
 from unsloth_ddp.training.oom_retry import StepRetry
 from unsloth_ddp.training.row_feed import RowFeed
 from unsloth_ddp.training.saving import ResumableTrainer
 from unsloth_ddp.training.sft_config import check_precision
-from unsloth_ddp.training.sharded_search import ShardedMemorySearch
 from unsloth_ddp.training.zero3_release import release_after_each_block
 from unsloth_ddp.utils.known_errors import is_out_of_memory
 

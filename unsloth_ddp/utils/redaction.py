@@ -81,7 +81,8 @@ def find_secret(name: str, value: Any, environ: Mapping[str, str] | None = None)
 
 def _secret_values(environ: Mapping[str, str]) -> list[str]:
     """Return the values of the secret variables, the longest first, because one may hold another."""
-    found = {spelling for name, value in environ.items() if _is_secret(name) for spelling in _spellings(value)}
+    # Values only of names that are secret: os.environ decodes each value that is read.
+    found = {spelling for name in environ if _is_secret(name) for spelling in _spellings(environ.get(name, ""))}
     return sorted(found, key=len, reverse=True)
 
 

@@ -1,4 +1,4 @@
-"""Choose how a GPU computes a step with the rules of a run (training/memory_search.py, step_choice.py): pure arithmetic."""
+"""Choose how a GPU computes a step from estimates, with the rules of a run: pure arithmetic."""
 
 from __future__ import annotations
 
@@ -12,29 +12,15 @@ from unsloth_ddp.data.packing import PackingDecision, decide_packing, describe_b
 from unsloth_ddp.distributed.precision import AMPERE
 from unsloth_ddp.distributed.runtime import choose_backend
 from unsloth_ddp.distributed.sharding import Offload, Sharding, unsupported_by_unsloth
-from unsloth_ddp.model.whole_model import FILLED, tried_in_shards
-from unsloth_ddp.plan.memory import (
+from unsloth_ddp.model.whole_model import tried_in_shards
+from unsloth_ddp.sizing.estimate import (
     CHECKPOINTING_KINDS,
-    RESERVE,
     Checkpointing,
     MemoryEstimate,
     Workload,
     estimate_memory,
 )
-from unsloth_ddp.plan.rows import RowLengths, largest_micro_batch
-from unsloth_ddp.plan.shape import ModelShape
-from unsloth_ddp.training.least_memory import NUMBER_BYTES
-from unsloth_ddp.training.memory_search import (
-    ENOUGH_TOKENS,
-    ENOUGH_WITH_GRAPHS,
-    largest_tokens,
-    search,
-    sizes_of,
-    sizes_to_replay,
-    with_micro_batch,
-)
-from unsloth_ddp.training.sharded_search import HEADROOM
-from unsloth_ddp.training.step_choice import (
+from unsloth_ddp.sizing.graphs import (
     StepChoice,
     obstacle_on_gpus,
     reason_after,
@@ -43,6 +29,18 @@ from unsloth_ddp.training.step_choice import (
     shape_of_run,
     tokens_while_launching,
 )
+from unsloth_ddp.sizing.micro_batch import (
+    ENOUGH_TOKENS,
+    ENOUGH_WITH_GRAPHS,
+    largest_tokens,
+    search,
+    sizes_of,
+    sizes_to_replay,
+    with_micro_batch,
+)
+from unsloth_ddp.sizing.rows import RowLengths, largest_micro_batch
+from unsloth_ddp.sizing.shape import ModelShape
+from unsloth_ddp.utils.memory_limits import FILLED, NUMBER_BYTES, SHARDED_HEADROOM
 
 
 @dataclass(frozen=True)
@@ -176,8 +174,8 @@ def unsloth_in_shards(settings: Settings, shape: ModelShape, copies: int = 1) ->
 
 def is_chosen(memory: MemoryEstimate, sharding: Sharding, gpu_memory: float) -> bool:
     """Return whether `auto` options choose what takes so much memory; with sharding a run leaves more of a GPU free."""
-    share = RESERVE if sharding == "none" else 1 - HEADROOM
-    return memory.total <= RESERVE * gpu_memory and memory.passing <= share * gpu_memory
+    share = FILLED if sharding == "none" else 1 - SHARDED_HEADROOM
+    return memory.total <= FILLED * gpu_memory and memory.passing <= share * gpu_memory
 
 
 def planned_packing(settings: Settings, shape: ModelShape, capability: tuple[int, int] = AMPERE) -> PackingDecision:

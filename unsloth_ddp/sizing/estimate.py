@@ -3,7 +3,7 @@
 The estimates of MEASURED pairs, and of models that FSDP2 loads in shards, are within 10 % of runs on H200s, those of DDP
 (sharding none) within 8 %; see tests/plan/test_memory.py. The others count only what DeepSpeed and PyTorch are known to
 keep, which is a lower bound: runs took up to twice as much (docs/plan.md). The driver, NCCL and fragmentation come on
-top; RESERVE is left for them.
+top; FILLED is left for them.
 """
 
 from __future__ import annotations
@@ -13,9 +13,16 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from unsloth_ddp.distributed.sharding import Offload, Sharding
-from unsloth_ddp.plan.shape import ModelShape
-from unsloth_ddp.training.optimizer_memory import optimizer_bytes
-from unsloth_ddp.training.sharded_memory import zero2_offload_bytes, zero_bucket_bytes, zero_optimizer_bytes
+from unsloth_ddp.sizing.optimizer_states import optimizer_bytes
+from unsloth_ddp.sizing.shape import ModelShape
+from unsloth_ddp.sizing.sharded_bytes import (
+    ZERO3_LIVE,
+    zero2_offload_bytes,
+    zero3_gathered_bytes,
+    zero_bucket_bytes,
+    zero_optimizer_bytes,
+)
+from unsloth_ddp.utils.memory_limits import BYTES_PACKED, FILLED
 
 Method = Literal["lora", "qlora", "full"]
 Checkpointing = Literal["none", "torch", "unsloth"]
@@ -30,10 +37,6 @@ MEASURED = {
 # The same with CPU offload, on one GPU.
 MEASURED_WITH_OFFLOAD = {("full", "zero2"), ("lora", "zero3")}
 
-# nf4 with double quantization: two numbers per byte, a one-byte scale per 64, an fp32 scale per 256 of those.
-BYTES_PACKED = 0.5 + 1 / 64 + 4 / (64 * 256)
-# A run may fill this share of the GPU; the rest is for memory that is not counted.
-RESERVE = 0.9
 # Unsloth keeps only a part of the activations that Transformers' code keeps for the backward pass. Measured without
 # checkpointing and with 16384 tokens in a micro-batch: LoRA on 8B with padded rows takes 71 GiB, which is 0.5 of the
 # counted blocks; with packs, whose attention copies its inputs, 83 to 85, and 31 on 1.7B; full on 1.7B, compiled, 59.
@@ -182,11 +185,11 @@ def _with_ddp(shape: ModelShape, method: Method, work: Workload, frozen: float, 
     return MemoryEstimate(held, trained * master, states, buckets + cast, activations, loading=held)
 
 
-def _gathered_bytes(shape: ModelShape, method: Method, work: Workload, frozen: float) -> float:
-    """Return the bytes of gathered weights: embedding, head, and two blocks, as one is gathered ahead."""
+def _outside_and_layers(shape: ModelShape, method: Method, work: Workload, frozen: float) -> tuple[float, float]:
+    """Return the bytes of gathered weights: embedding and head, and two blocks, as one is gathered ahead."""
     outside = (shape.parameters - shape.linear - shape.experts) * work.precision
     blocks = frozen + shape.trained(method) * work.precision - outside
-    return outside + 2 * blocks / max(1, shape.layers)
+    return outside, 2 * blocks / max(1, shape.layers)
 
 
 def _with_fsdp2(shape: ModelShape, method: Method, work: Workload, frozen: float, activations: float) -> MemoryEstimate:
@@ -195,7 +198,7 @@ def _with_fsdp2(shape: ModelShape, method: Method, work: Workload, frozen: float
     trained, master, parts = shape.trained(method), _master_bytes(method, work), work.processes // work.copies
     held = frozen + trained * master
     states = optimizer_state_bytes(shape, method, work.optimizer, master)
-    gathered = _gathered_bytes(shape, method, work, frozen)
+    gathered = sum(_outside_and_layers(shape, method, work, frozen))
     # accelerate's fsdp2_prepare_model holds the whole model's state dict until every part of it is sharded.
     # How 4-bit weights are sharded was not measured, so only the whole model counts for them.
     loading = held + (0 if method == "qlora" else held / parts)
@@ -268,10 +271,13 @@ def _with_zero(
         return MemoryEstimate(
             weights, gradients, states, bucket, activations, loading=weights, stepping=stepping, lower_bound=bound
         )
-    copies = bucket + _gathered_bytes(shape, method, work, frozen)
     held = weights / parts
     # Frozen weights stay gathered until the backward pass ends where layers are not recomputed (zero3_release.py).
-    bound = bound or work.checkpointing != "torch"
+    whole = method != "full" and work.checkpointing != "torch"
+    outside, layers = _outside_and_layers(shape, method, work, frozen)
+    copies = bucket + zero3_gathered_bytes(weights, outside, layers, work.precision, whole_in_use=whole)
+    # How much stays gathered of a small model, and of one without recomputing, was up to 15 % more.
+    bound = bound or work.checkpointing != "torch" or outside < ZERO3_LIVE * work.precision
     return MemoryEstimate(held, gradients, states, copies, activations, loading=held, lower_bound=bound)
 
 
@@ -324,9 +330,9 @@ def _share_kept(method: Method, work: Workload) -> float:
 
 
 def judge_fit(memory: MemoryEstimate, gpu_memory: float) -> FitVerdict:
-    """Compare an estimate with the memory of a GPU, with RESERVE left; a lower bound can only show that it is too much."""
+    """Compare an estimate with the memory of a GPU, with FILLED left; a lower bound can only show that it is too much."""
     if memory.total > gpu_memory:
         return "does not fit"
     if memory.lower_bound:
         return "unknown"
-    return "fits" if memory.total <= RESERVE * gpu_memory else "tight"
+    return "fits" if memory.total <= FILLED * gpu_memory else "tight"

@@ -29,17 +29,12 @@ from unsloth_ddp.distributed.ranks import ranks_from_environment
 from unsloth_ddp.distributed.runtime import Runtime, started
 from unsloth_ddp.model.gradient_checkpointing import GradientCheckpointing
 from unsloth_ddp.model.load import load_model
+from unsloth_ddp.model.micro_batch import MicroBatchRunner
 from unsloth_ddp.model.stand_in import NoStandInError, layers_of, make_stand_in, period_of, unused
-from unsloth_ddp.training.micro_batch_loss import MicroBatchLoss, MicroBatchRunner
-from unsloth_ddp.training.sharded_memory import (
-    ZERO_BUCKET,
-    ShardedLayout,
-    ShardedModel,
-    Weight,
-    held_bytes,
-    read_weights,
-)
-from unsloth_ddp.training.sharded_search import HEADROOM, Estimate, ShardedMemorySearch, extrapolate
+from unsloth_ddp.sizing.sharded_bytes import ZERO_BUCKET, ShardedLayout, ShardedModel, Weight, held_bytes
+from unsloth_ddp.sizing.sharded_trial import Estimate, ShardedMemorySearch, extrapolate, read_weights
+from unsloth_ddp.training.micro_batch_loss import MicroBatchLoss
+from unsloth_ddp.utils.memory_limits import SHARDED_HEADROOM
 
 GIB = 2**30
 CPU = torch.device("cpu")
@@ -214,7 +209,7 @@ def estimates_of(search: ShardedMemorySearch, sizes: Sequence[int]) -> dict[tupl
 
 
 def room_for(needed: int) -> int:
-    return int(needed / (1 - HEADROOM)) + 1
+    return int(needed / (1 - SHARDED_HEADROOM)) + 1
 
 
 def test_the_first_kind_and_the_most_rows_that_fit_are_chosen(deep_model):
@@ -411,7 +406,7 @@ def test_the_weights_of_a_model_are_read_whole_and_packed(deep_model):
 def estimating_train(argv: list[str], folder: str, room: int) -> None:
     """train_ddp.py with FSDP2 on the CPU, which chooses as on GPUs that have so much room."""
     from unsloth_ddp.model import gradient_checkpointing
-    from unsloth_ddp.training.memory_search import sizes_of
+    from unsloth_ddp.sizing.micro_batch import sizes_of
 
     def choose(self: ShardedMemorySearch, before: dict[str, Any]) -> Any:
         gc.freeze()

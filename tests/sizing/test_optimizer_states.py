@@ -10,8 +10,8 @@ import torch
 from transformers import Trainer, TrainingArguments
 from transformers.training_args import OptimizerNames
 
-from unsloth_ddp.training.memory_search import bytes_added_by_steps
-from unsloth_ddp.training.optimizer_memory import optimizer_bytes
+from unsloth_ddp.sizing.optimizer_states import optimizer_bytes
+from unsloth_ddp.sizing.trial import bytes_added_by_steps
 
 # Their packages are not installed, or are for other machines.
 ELSEWHERE = ("xla", "npu", "anyprecision", "galore", "lomo", "grok", "schedule_free", "apollo", "stable")

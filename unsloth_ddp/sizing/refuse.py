@@ -15,13 +15,12 @@ from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.distributed.sharding import describe_sharding
 from unsloth_ddp.model.source_check import read_model_file
 from unsloth_ddp.model.whole_model import gpu_bytes, read_tensors, whole_bytes
-from unsloth_ddp.training.optimizer_memory import OF_BITSANDBYTES, OF_THE_WEIGHTS_TYPE, optimizer_bytes
+from unsloth_ddp.sizing.optimizer_states import OF_BITSANDBYTES, OF_THE_WEIGHTS_TYPE, optimizer_bytes
 from unsloth_ddp.utils.errors import UserError
 from unsloth_ddp.utils.host_memory import available_bytes
+from unsloth_ddp.utils.memory_limits import NUMBER_BYTES
 from unsloth_ddp.utils.units import shown_bytes
 
-# Bytes of a number in each type.
-NUMBER_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 # (name, safetensors dtype, shape)
 StoredTensor = tuple[str, str, list[int]]
 # Tensors that the class of a text model may leave in the files: layers that predict further tokens, other media.

@@ -1,49 +1,26 @@
-"""Choose whether micro-batches are replayed as CUDA graphs (captured_step.py) or computed by the backend."""
+"""Choose whether micro-batches are replayed as CUDA graphs or computed by the backend: pure arithmetic."""
 
 from __future__ import annotations
 
 import dataclasses
-import logging
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.data.batch_plan import BalancedOrder, BatchPlan
-from unsloth_ddp.data.dataset import Units
 from unsloth_ddp.data.fixed_shape import FixedShape, smaller_sizes
-from unsloth_ddp.data.training_data import TrainingData
-from unsloth_ddp.distributed.runtime import Runtime
+from unsloth_ddp.data.packing import Units
 from unsloth_ddp.distributed.wire import sendable
-from unsloth_ddp.model import varlen
-from unsloth_ddp.model.modules import kept_random_numbers
-from unsloth_ddp.training.captured_step import CapturedStep
-from unsloth_ddp.training.memory_search import (
-    ENOUGH_TOKENS,
-    largest_tokens,
-    sizes_of,
-    sizes_to_replay,
-    with_micro_batch,
-)
-from unsloth_ddp.utils.errors import UserError, one_line
-
-logger = logging.getLogger("unsloth_ddp")
+from unsloth_ddp.sizing.micro_batch import ENOUGH_TOKENS, largest_tokens, sizes_of, sizes_to_replay, with_micro_batch
+from unsloth_ddp.utils.errors import UserError
 
 # Compiling and capturing take about as long as this many replayed micro-batches save.
 FEWEST_MICRO_BATCHES = 100
 # The rows of a stream are not known in advance, so the captured shape has room for one row per this many tokens.
 # Micro-batches with more rows are not replayed.
 TOKENS_A_ROW = 16
-# Allowed relative differences between a replayed pass and the backend's, which round to 16 bit in different orders.
-LOSS_TOLERANCE, GRADIENT_TOLERANCE = 5e-3, 5e-2
-# With --fp8 a different order changes which values are rounded up. On H200s gradients of random weights differed by
-# 5.4e-2 (1.7B) and 1.1e-1 (8B) of their norm (benchmarks/results/speed/cuda_graphs_two_gpus.json).
-FP8_GRADIENT_TOLERANCE = 0.25
 # Replaying saves about a tenth of the time of a micro-batch that keeps the GPU busy, so it may compute as much padding.
 LEAST_FULL = 0.9
 # Of a layer's matrices in the model of 1.7B for which ENOUGH_TOKENS were measured.
@@ -59,22 +36,6 @@ class StepChoice:
 
     uses_graphs: bool
     reason: str
-
-
-def obstacle(settings: Settings, runtime: Runtime, data: TrainingData) -> str | None:
-    """Return why a run cannot replay micro-batches as CUDA graphs, in a few words; None if it can."""
-    if runtime.device_type != "cuda":
-        return "a CPU has no CUDA graphs"
-    reason = obstacle_on_gpus(
-        settings,
-        packed=data.train.packing is not None,
-        precision=runtime.precision,
-        sharding=runtime.sharding,
-        processes=runtime.ranks.world_size,
-    )
-    if reason is None and not varlen.is_available():
-        return "this torch has no varlen_attn for grouped heads and windows"
-    return reason
 
 
 def obstacle_on_gpus(settings: Settings, *, packed: bool, precision: str, sharding: str, processes: int) -> str | None:
@@ -248,104 +209,6 @@ def shape_for(train: Units, size: int, max_length: int) -> FixedShape:
     # More tokens than the largest micro-batch has may not fit.
     apart = FixedShape.of_single_rows(size, train.packing.longest)
     return apart if LEAST_FULL * apart.tokens <= joined.tokens else joined
-
-
-def draws_random_numbers(captured: CapturedStep, batch: dict[str, Any]) -> tuple[bool, str | None]:
-    """Return whether the model draws random numbers in its current mode, and the reason if that cannot be determined.
-
-    Args:
-        batch: padded to the captured shape ("padded_batch"), on the device or in host memory.
-    """
-    try:
-        step = captured.shape.parts(batch["padded_batch"].to(captured.device))
-        with captured.autocast():
-            return captured.forward.draws_random_numbers(step), None
-    except Exception as error:
-        return False, _failed(error)
-
-
-def check_capture(
-    captured: CapturedStep,
-    batch: dict[str, Any],
-    ordinary: Callable[[dict[str, Any]], Tensor],
-    tolerance: float = GRADIENT_TOLERANCE,
-) -> str | None:
-    """Return why a captured pass is not used, in a few words: it fails, or its loss or gradients differ; None if used.
-
-    Gradients are left as they were. The model must not draw random numbers, which would differ between the passes.
-
-    Args:
-        batch: padded to the captured shape ("padded_batch"), on the device.
-        ordinary: batch -> summed token losses as the backend computes them, with their autograd graph.
-        tolerance: allowed difference of gradients, relative to their norm.
-    """
-    one = torch.ones((), device=captured.device)
-    before = [p.grad for p in captured.trained]
-    try:
-        for p in captured.trained:
-            p.grad = None
-        expected = ordinary(batch)
-        expected.backward()
-        # Kept without a copy, because in full fine-tuning gradients are as large as the model.
-        gradients = [p.grad for p in captured.trained]
-        for p in captured.trained:
-            p.grad = None
-        loss, _ = captured.run(batch, one)
-        return _difference(expected, loss, gradients, captured.trained, tolerance)
-    except Exception as error:
-        return _failed(error)
-    finally:
-        for p, gradient in zip(captured.trained, before, strict=True):
-            p.grad = gradient
-
-
-def capture_sizes(captured: CapturedStep, example: dict[str, np.ndarray]) -> str | None:
-    """Capture a micro-batch of every number of tokens that has none, so that layers are compiled before step 1.
-
-    Gradients and random numbers are left as they were.
-
-    Args:
-        example: the shortest pack.
-
-    Returns:
-        why it failed, in a few words, or None.
-    """
-    parts = (example["input_ids"], example["labels"], example["lengths"])
-    one, before = torch.ones((), device=captured.device), [p.grad for p in captured.trained]
-    try:
-        with kept_random_numbers(captured.device):
-            for tokens in captured.shape.token_sizes:
-                if not captured.has_size(tokens):
-                    captured.run({"padded_batch": captured.shape.pad(*parts, at_least=tokens)}, one)
-        return None
-    except Exception as error:
-        return _failed(error)
-    finally:
-        for p, gradient in zip(captured.trained, before, strict=True):
-            p.grad = gradient
-
-
-def _failed(error: Exception) -> str:
-    logger.warning("the step is not captured: %s", error, exc_info=True)
-    return f"capturing it failed: {one_line(error, 120)}"
-
-
-def _difference(
-    expected: Tensor, loss: Tensor, gradients: list[Tensor | None], trained: list[Any], tolerance: float
-) -> str | None:
-    off = abs(loss.item() - expected.item()) / max(abs(expected.item()), 1e-6)
-    if not off <= LOSS_TOLERANCE:
-        return f"its loss would differ by {off:.1e}"
-    squares = torch.zeros(2, dtype=torch.float64, device=loss.device)
-    for p, gradient in zip(trained, gradients, strict=True):
-        wanted = torch.zeros_like(p) if gradient is None else gradient
-        difference = p.grad.float() - wanted.float()
-        squares += torch.stack([difference.square().sum().double(), wanted.float().square().sum().double()])
-    far, whole = squares.sqrt().tolist()
-    logger.info("a captured step differs by %.1e in its loss and %.1e in its gradients", off, far / max(whole, 1e-12))
-    if not far <= tolerance * max(whole, 1e-12):
-        return f"its gradients would differ by {far / max(whole, 1e-12):.1e}"
-    return None
 
 
 def refuse(settings: Settings, reason: str | None) -> None:

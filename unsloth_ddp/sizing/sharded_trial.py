@@ -1,10 +1,10 @@
 """Choose gradient checkpointing and micro-batch with ZeRO and FSDP2, by an estimate that each rank measures alone.
 
-The trials of memory_search.py do not work with sharding: sharded weights cannot be used before training begins, and a rank
+The trials of trial.py do not work with sharding: sharded weights cannot be used before training begins, and a rank
 that runs out of memory would leave the others waiting. Instead, each rank runs the longest micro-batch through a small
 copy of its model (stand-in) with one layer and with two, or with one and two periods where kinds of layers alternate. The
 difference is the memory that a layer keeps for the backward pass; the first pass shows what the head and a recomputed
-layer need. Weights, gradients and optimizer states are computed (sharded_memory.py). The ranks gather the results, so
+layer need. Weights, gradients and optimizer states are computed (sharded_bytes.py). The ranks gather the results, so
 that all make the same choice.
 """
 
@@ -12,35 +12,77 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
+from torch.distributed.tensor import DTensor
+from torch.nn import Module, Parameter
 
 from unsloth_ddp.distributed.wire import sendable
-from unsloth_ddp.model.modules import DTYPES, kept_random_numbers, training_mode
-from unsloth_ddp.model.stand_in import NoStandInError, first_layers, layers_of, make_stand_in, period_of, unused
-from unsloth_ddp.training.memory_search import (
+from unsloth_ddp.model.micro_batch import MicroBatchRunner
+from unsloth_ddp.model.modules import DTYPES, base_model, embedding_ids, kept_random_numbers, training_mode
+from unsloth_ddp.model.stand_in import (
+    NoStandInError,
+    first_layers,
+    is_packed,
+    layers_of,
+    make_stand_in,
+    period_of,
+    unused,
+)
+from unsloth_ddp.sizing.micro_batch import MicroBatchDecision, search
+from unsloth_ddp.sizing.sharded_bytes import ShardedLayout, ShardedModel, Weight, _whole, held_bytes
+from unsloth_ddp.sizing.trial import (
     MemorySearch,
-    MicroBatchDecision,
     Trial,
     forget_free_memory,
     ignore_dropped_compilation,
     release,
     room_on,
-    search,
 )
-from unsloth_ddp.training.micro_batch_loss import MicroBatchRunner
-from unsloth_ddp.training.sharded_memory import ShardedLayout, held_bytes, read_weights
 from unsloth_ddp.utils.errors import one_line
 from unsloth_ddp.utils.known_errors import is_out_of_memory
+from unsloth_ddp.utils.memory_limits import SHARDED_HEADROOM
+
+
+def read_weights(model: Any, layers: Iterable[Module], precision: int, device: torch.device) -> ShardedModel:
+    """Return the weights of a loaded model, sharded or not.
+
+    Args:
+        precision: bytes of an element in passes.
+        device: of this rank; shards in host memory count as 0 bytes.
+    """
+    base = base_model(model)
+    embeddings = embedding_ids(model)
+
+    def weights_of(parameters: Iterable[Parameter]) -> list[Weight]:
+        return [_weight(p, precision, device, embedding=id(p) in embeddings) for p in parameters]
+
+    blocks = [list(layer.parameters()) for layer in layers]
+    inside = {id(p) for block in blocks for p in block}
+    head = base.get_output_embeddings()
+    return ShardedModel(
+        weights=weights_of(model.parameters()),
+        block=max((weights_of(block) for block in blocks), key=_whole),
+        head=weights_of(head.parameters()) if head is not None else [],
+        outside=weights_of(p for p in model.parameters() if id(p) not in inside),
+        split=any(isinstance(p, DTensor) for p in model.parameters()),
+    )
+
+
+def _weight(parameter: Any, precision: int, device: torch.device, *, embedding: bool) -> Weight:
+    numbers = getattr(parameter, "ds_numel", parameter.numel())
+    # ZeRO-3 replaces a weight by an empty tensor and keeps the shard in ds_tensor.
+    part = parameter.to_local() if isinstance(parameter, DTensor) else getattr(parameter, "ds_tensor", parameter)
+    stored = part.numel() * part.element_size() if part.device.type == device.type else 0
+    number = parameter.element_size()
+    whole = numbers * (number if is_packed(parameter) else precision)
+    return Weight(stored, whole, number, numbers if parameter.requires_grad else 0, embedding)
+
 
 logger = logging.getLogger("unsloth_ddp")
-
-# Fraction of the GPU left free by an estimate. The computed part was within 10 % of measured runs (docs/plan.md); the rest
-# is for NCCL's buffers and fragmentation, like HEADROOM in memory_search.py.
-HEADROOM = 0.18
 
 
 @sendable
@@ -54,7 +96,7 @@ class Estimate(Trial):
 
     layers: int = 0
     obstacle: str = ""
-    headroom: ClassVar[float] = HEADROOM
+    headroom: ClassVar[float] = SHARDED_HEADROOM
 
 
 @dataclass(eq=False)

@@ -12,11 +12,12 @@ from unsloth_ddp.config.options import Settings
 from unsloth_ddp.distributed.ranks import Ranks, this_location
 from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.plan.compute import OFFLOADS, is_supported
-from unsloth_ddp.plan.memory import Workload, estimate_memory
-from unsloth_ddp.plan.shape import read_model_shape
-from unsloth_ddp.training import least_memory
-from unsloth_ddp.training.least_memory import certain_tensors, check_memory, least_bytes
+from unsloth_ddp.sizing import refuse
+from unsloth_ddp.sizing.count import read_model_shape
+from unsloth_ddp.sizing.estimate import Workload, estimate_memory
+from unsloth_ddp.sizing.refuse import certain_tensors, check_memory, least_bytes
 from unsloth_ddp.utils.errors import UserError
+from unsloth_ddp.utils.memory_limits import BYTES_PACKED
 
 SETTINGS = {"model": str(DEMO_MODEL), "dataset": ["d"], "optim": "adamw_torch"}
 # 1000 values in a layer's matrix, 100 in the embedding, 10 that are no matrix.
@@ -38,7 +39,7 @@ def runtime(**options: Any) -> Runtime:
         ("lora", {"sharding": "fsdp2", "copies": 2}, 1110 * 2 / 2, 0),
         ("lora", {"sharding": "zero2"}, 1110 * 2, 0),
         ("lora", {"sharding": "zero3"}, 1110 * 2 / 4, 0),
-        ("qlora", {}, 1000 * 0.53 + 110 * 2, 0),
+        ("qlora", {}, 1000 * BYTES_PACKED + 110 * 2, 0),
         # fp32 weights, gradients and two states of Adam.
         ("full", {}, 1110 * 16, 0),
         ("full", {"sharding": "fsdp2"}, 1110 * 16 / 4, 0),
@@ -60,7 +61,7 @@ def test_weights_that_are_packed_or_in_fp8_are_not_counted_larger() -> None:
     assert least_bytes(eight, Settings(**SETTINGS), runtime())[0] == 1500
     assert least_bytes(TENSORS, Settings(**SETTINGS, fp8=True), runtime())[0] == 1110
     # bitsandbytes packs them if they are read.
-    assert least_bytes(eight[:1], Settings(**SETTINGS, method="qlora"), runtime())[0] == 530
+    assert least_bytes(eight[:1], Settings(**SETTINGS, method="qlora"), runtime())[0] == 515
     assert least_bytes([], Settings(**SETTINGS), runtime()) == (0, 0)
 
 
@@ -105,7 +106,7 @@ def test_what_loading_may_leave_out_is_not_counted(config: dict[str, Any], read:
 def test_the_plan_never_estimates_less(method: Any) -> None:
     settings = Settings(**SETTINGS, method=method)
     shape = read_model_shape(settings)
-    tensors = least_memory.read_tensors(settings)
+    tensors = refuse.read_tensors(settings)
     ways: list[Any] = [(s, "none") for s in ("none", "zero2", "zero3", "fsdp2")]
     for sharding, offload in (way for way in [*ways, *OFFLOADS] if is_supported(method, *way)):
         work = Workload(1, 2, 4, "adamw_torch", "torch", 4, "transformers", offload=offload)
@@ -118,7 +119,7 @@ def test_the_plan_never_estimates_less(method: Any) -> None:
 def gpus_of(monkeypatch: pytest.MonkeyPatch, total: int, host: int | None) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, total))
     monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda: 0.5)
-    monkeypatch.setattr(least_memory, "available_bytes", lambda: host)
+    monkeypatch.setattr(refuse, "available_bytes", lambda: host)
 
 
 def test_the_sentence_names_both_sizes_and_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,7 +143,7 @@ def test_the_sentence_names_both_sizes_and_the_rank(monkeypatch: pytest.MonkeyPa
     check_memory(settings, offloaded)
     # Layers that the model's class does not read.
     with monkeypatch.context() as patch:
-        patch.setattr(least_memory, "read_model_file", lambda *_: {"num_hidden_layers": 0})
+        patch.setattr(refuse, "read_model_file", lambda *_: {"num_hidden_layers": 0})
         check_memory(settings, runtime())
     # A CPU run has no GPU's memory to fill.
     cpu = runtime()

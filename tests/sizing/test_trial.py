@@ -29,21 +29,13 @@ from unsloth_ddp.distributed.ranks import Ranks
 from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.model.gradient_checkpointing import GradientCheckpointing, kinds_here
 from unsloth_ddp.model.load import load_model
-from unsloth_ddp.training.memory_search import (
-    ENOUGH_TOKENS,
-    HEADROOM,
-    MemorySearch,
-    Trial,
-    bytes_added_by_steps,
-    divisors,
-    largest,
-    search,
-    with_micro_batch,
-)
-from unsloth_ddp.training.micro_batch_loss import MicroBatchRunner
+from unsloth_ddp.model.micro_batch import MicroBatchRunner
+from unsloth_ddp.sizing.micro_batch import ENOUGH_TOKENS, divisors, search, with_micro_batch
+from unsloth_ddp.sizing.trial import MemorySearch, Trial, bytes_added_by_steps, largest
 from unsloth_ddp.training.oom_retry import StepRetry
 from unsloth_ddp.utils.errors import UserError
 from unsloth_ddp.utils.known_errors import is_out_of_memory
+from unsloth_ddp.utils.memory_limits import HEADROOM
 
 KINDS = ("none", "torch", "unsloth")
 

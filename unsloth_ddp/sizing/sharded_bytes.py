@@ -8,16 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
-
-import torch
-from torch.distributed.tensor import DTensor
-from torch.nn import Module, Parameter
 
 from unsloth_ddp.distributed.sharding import Offload, Sharding
-from unsloth_ddp.model.modules import base_model, embedding_ids
-from unsloth_ddp.model.stand_in import is_packed
-from unsloth_ddp.training.optimizer_memory import optimizer_bytes
+from unsloth_ddp.sizing.optimizer_states import optimizer_bytes
 
 # DeepSpeed's default reduce_bucket_size in elements, which accelerate keeps. One buffer of this size is allocated, however
 # few weights are trained (DeepSpeed 0.19.8, stage_1_and_2.py, setup_buckets).
@@ -88,41 +81,6 @@ class ShardedLayout:
     whole_in_use: bool = False
 
 
-def read_weights(model: Any, layers: Iterable[Module], precision: int, device: torch.device) -> ShardedModel:
-    """Return the weights of a loaded model, sharded or not.
-
-    Args:
-        precision: bytes of an element in passes.
-        device: of this rank; shards in host memory count as 0 bytes.
-    """
-    base = base_model(model)
-    embeddings = embedding_ids(model)
-
-    def weights_of(parameters: Iterable[Parameter]) -> list[Weight]:
-        return [_weight(p, precision, device, embedding=id(p) in embeddings) for p in parameters]
-
-    blocks = [list(layer.parameters()) for layer in layers]
-    inside = {id(p) for block in blocks for p in block}
-    head = base.get_output_embeddings()
-    return ShardedModel(
-        weights=weights_of(model.parameters()),
-        block=max((weights_of(block) for block in blocks), key=_whole),
-        head=weights_of(head.parameters()) if head is not None else [],
-        outside=weights_of(p for p in model.parameters() if id(p) not in inside),
-        split=any(isinstance(p, DTensor) for p in model.parameters()),
-    )
-
-
-def _weight(parameter: Any, precision: int, device: torch.device, *, embedding: bool) -> Weight:
-    numbers = getattr(parameter, "ds_numel", parameter.numel())
-    # ZeRO-3 replaces a weight by an empty tensor and keeps the shard in ds_tensor.
-    part = parameter.to_local() if isinstance(parameter, DTensor) else getattr(parameter, "ds_tensor", parameter)
-    stored = part.numel() * part.element_size() if part.device.type == device.type else 0
-    number = parameter.element_size()
-    whole = numbers * (number if is_packed(parameter) else precision)
-    return Weight(stored, whole, number, numbers if parameter.requires_grad else 0, embedding)
-
-
 def _whole(weights: Iterable[Weight]) -> int:
     return sum(weight.whole for weight in weights)
 
@@ -142,6 +100,26 @@ def zero_optimizer_bytes(trained: float, optimizer: str, precision: int, parts: 
     DeepSpeed's copies are flat, so an optimizer cannot treat embeddings differently.
     """
     return trained * (optimizer_bytes(optimizer, 4) + (4 if precision < 4 else 0)) / parts
+
+
+def zero3_gathered_bytes(
+    everything: float, outside: float, layers: float, precision: int, *, whole_in_use: bool
+) -> float:
+    """Return the bytes of weights that ZeRO-3 has gathered at the peak.
+
+    Args:
+        everything: bytes of all weights in the dtype of passes.
+        outside: bytes of the weights outside the layers.
+        layers: bytes of two layers.
+        precision: bytes of an element in passes.
+        whole_in_use: see ShardedLayout.
+    """
+    if whole_in_use:
+        return everything
+    # Weights that are used again soon stay gathered, up to a number of elements. On H200s they came on top with 1.7B
+    # (benchmarks/results/memory/sharded_fit_zero3.json), and not with 8B, whose embedding and head exceed it (zero3_peak.json).
+    live = ZERO3_LIVE * precision
+    return min(everything, outside + layers + (live if outside < live else 0))
 
 
 def zero2_offload_bytes(trained: float, largest: float, precision: int, parts: int) -> float:
@@ -210,9 +188,6 @@ def _with_zero(model: ShardedModel, layout: ShardedLayout) -> float:
             kept += zero2_offload_bytes(trained, largest, layout.precision, parts)
         return kept + _whole(model.weights)
     kept += sum(weight.stored for weight in model.weights)
-    everything = _whole(model.weights)
-    if layout.whole_in_use:
-        return kept + everything
-    needed = _whole(model.outside) + 2 * _whole(model.block)
-    # Those that are used again soon come on top: without them peaks were 17 to 29 % above (docs/sharding.md).
-    return kept + min(everything, needed + ZERO3_LIVE * layout.precision)
+    outside, layers = _whole(model.outside), 2 * _whole(model.block)
+    everything, precision = _whole(model.weights), layout.precision
+    return kept + zero3_gathered_bytes(everything, outside, layers, precision, whole_in_use=layout.whole_in_use)

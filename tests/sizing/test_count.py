@@ -6,7 +6,7 @@ import pytest
 import transformers
 
 from unsloth_ddp.config.options import Settings
-from unsloth_ddp.plan.shape import read_model_shape
+from unsloth_ddp.sizing.count import read_model_shape
 
 
 def test_the_demos_shape_is_the_one_training_reports(demo_shape):

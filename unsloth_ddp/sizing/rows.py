@@ -1,0 +1,86 @@
+"""The lengths of rows or packs that a step is chosen for, and the largest micro-batch of a run."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from unsloth_ddp.config.options import Settings
+from unsloth_ddp.data.batch_plan import BatchPlan, RowOrder
+from unsloth_ddp.data.packing import Packing
+
+
+@dataclass(frozen=True)
+class RowLengths:
+    """Tokens of each training row, or of each pack, and the number of supervised tokens; the Units of a plan.
+
+    For `streamed` data these are its first rows, which stand for all.
+    """
+
+    each: np.ndarray
+    supervised: int
+    packing: Packing | None = None
+    streamed: bool = False
+
+    def packed(self, packing: Packing | None) -> RowLengths:
+        """Return the same tokens in packs; the rows themselves without packing."""
+        return self if packing is None else RowLengths(packing.tokens, self.supervised, packing, self.streamed)
+
+    def lengths(self) -> np.ndarray:
+        """Return the tokens of each unit and of the filler, which has one, int (units + 1,)."""
+        return np.append(self.each, 1)
+
+    @property
+    def units(self) -> int:
+        """Number of units that the batch plan counts: packs, or rows."""
+        return len(self.each)
+
+    @property
+    def unit(self) -> str:
+        """The name of what the batch plan counts."""
+        return "rows" if self.packing is None else "packs"
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of one epoch, without padding."""
+        return int(self.each.sum())
+
+    @property
+    def mean(self) -> float:
+        """Mean tokens of a row."""
+        return self.tokens / self.units
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest row."""
+        return int(self.each.max())
+
+
+def in_order(lengths: np.ndarray, seed: int, epoch: int = 0) -> np.ndarray:
+    """Return the lengths in the order of an epoch."""
+    order = RowOrder(len(lengths), 1, seed)
+    order.set_epoch(epoch)
+    return lengths[list(order)]
+
+
+def largest_micro_batch(rows: RowLengths, plan: BatchPlan, settings: Settings) -> int:
+    """Return the most tokens of a micro-batch of the run, with padding.
+
+    The longest units of a step share one (batch_plan.arrange). A unit of a stream that was not read may have --max_length.
+    """
+    if rows.streamed:
+        return plan.per_device * settings.max_length
+    steps = plan.steps(rows.units, settings.num_train_epochs, settings.max_steps)
+    most, left = 0, steps * plan.global_batch
+    for epoch in range(math.ceil(steps / plan.steps_per_epoch(rows.units))):
+        seen = in_order(rows.each, settings.seed, epoch)[:left]
+        left -= plan.steps_per_epoch(rows.units) * plan.global_batch
+        if rows.packing is None:
+            # A second epoch has no other rows.
+            return plan.per_device * int(seen.max())
+        filled = np.append(seen, np.zeros(-len(seen) % plan.global_batch, dtype=np.int64))
+        by_step = np.sort(filled.reshape(-1, plan.global_batch))
+        most = max(most, int(by_step[:, -plan.per_device :].sum(axis=1).max()))
+    return most

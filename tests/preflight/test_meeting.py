@@ -145,5 +145,6 @@ def test_the_token_is_found_in_a_shared_folder_only(tmp_path, monkeypatch):
     # What is not there yet is made where it will be shared or not.
     left = disks.write_token(tmp_path / "no" / "such")
     assert left is not None and disks.find_token(tmp_path / "no" / "such", left[0].name, left[1]) is True
+    assert disks.find_token(tmp_path / "no" / "other", left[0].name, left[1]) is False
     (tmp_path / "file").write_text("")
     assert disks.write_token(tmp_path / "file" / "folder") is None

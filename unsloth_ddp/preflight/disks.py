@@ -169,8 +169,10 @@ def estimate_cache_bytes(data_bytes: int) -> int:
 
 def write_token(folder: Path) -> tuple[Path, str] | None:
     """Write on node 0 a file with a random content; return its path and content, None where it cannot be written."""
-    content = secrets.token_hex(8)
-    path = existing(folder) / f".preflight-token-{content}"
+    there = existing(folder)
+    token = secrets.token_hex(8)
+    # With what is not there yet: folders of several names will be made in one place.
+    path, content = there / f".preflight-token-{token}", f"{token} {folder.relative_to(there)}"
     try:
         path.write_text(content)
     except OSError:
@@ -181,11 +183,13 @@ def write_token(folder: Path) -> tuple[Path, str] | None:
 def find_token(folder: Path, name: str, content: str) -> bool | None:
     """Return on another node whether node 0's file is in its output folder; None where it cannot look there."""
     # The name came over the network.
-    path = existing(folder) / Path(name).name
+    there = existing(folder)
+    path = there / Path(name).name
+    same = content.partition(" ")[2] == str(folder.relative_to(there))
     deadline = time.monotonic() + TOKEN_SECONDS
     while True:
         try:
-            return path.read_text() == content
+            return path.read_text() == content and same
         except FileNotFoundError:
             pass
         except (OSError, ValueError):

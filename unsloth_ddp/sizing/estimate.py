@@ -17,6 +17,7 @@ from unsloth_ddp.sizing.optimizer_states import optimizer_bytes
 from unsloth_ddp.sizing.shape import ModelShape
 from unsloth_ddp.sizing.sharded_bytes import (
     ZERO3_LIVE,
+    fsdp2_gathered_bytes,
     zero2_offload_bytes,
     zero3_gathered_bytes,
     zero_bucket_bytes,
@@ -198,7 +199,11 @@ def _with_fsdp2(shape: ModelShape, method: Method, work: Workload, frozen: float
     trained, master, parts = shape.trained(method), _master_bytes(method, work), work.processes // work.copies
     held = frozen + trained * master
     states = optimizer_state_bytes(shape, method, work.optimizer, master)
-    gathered = sum(_outside_and_layers(shape, method, work, frozen))
+    outside, layers = _outside_and_layers(shape, method, work, frozen)
+    head, block, full = shape.head * work.precision, layers / 2, method == "full"
+    gathered = fsdp2_gathered_bytes(
+        (head, shape.head * full), (block, block / work.precision * full), outside, work.precision
+    )
     # accelerate's fsdp2_prepare_model holds the whole model's state dict until every part of it is sharded.
     # How 4-bit weights are sharded was not measured, so only the whole model counts for them.
     loading = held + (0 if method == "qlora" else held / parts)

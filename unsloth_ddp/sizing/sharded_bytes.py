@@ -158,21 +158,28 @@ def _with_fsdp2(model: ShardedModel, layout: ShardedLayout) -> float:
             part = weight.stored / weight.number * number / layout.parts
         trained = part / number if weight.count else 0
         kept += part + trained * (number + optimizer_bytes(layout.optimizer, number, weight.embedding))
-    return kept + _gathered_by_fsdp2(model, layout.precision)
+    head, block = (_whole(model.head), _trained(model.head)), (_whole(model.block), _trained(model.block))
+    outside = 0 if model.split else _whole(model.outside)
+    return kept + fsdp2_gathered_bytes(head, block, outside, layout.precision)
 
 
-def _gathered_by_fsdp2(model: ShardedModel, precision: int) -> float:
+def fsdp2_gathered_bytes(
+    head: tuple[float, float], block: tuple[float, float], outside: float, precision: int
+) -> float:
     """Return the peak bytes of gathered weights and of gradients that are not reduced yet.
 
-    The peak is the largest of three: the output head while it is gathered, when torch holds it twice; the head with its
+    The peak is the largest of these: the output head while it is gathered, when torch holds it twice; the head with its
     gradient in the precision of the pass and in fp32; a layer in its backward pass, with the next one gathered and a
-    third being copied.
+    third being copied; and where accelerate wraps a whole model, the weights outside the layers with two layers.
+
+    Args:
+        head: (bytes in the dtype of passes, trained elements) of the output head.
+        block: the same of the largest layer.
+        outside: bytes of the weights outside the layers if they form one group; 0 if they do not.
     """
-    head, block = _whole(model.head), _whole(model.block)
     gradient = precision + REDUCED
-    at_once = max(2 * head, head + _trained(model.head) * gradient, 3 * block + _trained(model.block) * gradient)
-    # When accelerate wraps a whole model, the weights outside the layers form one group.
-    return at_once if model.split else max(at_once, _whole(model.outside) + 2 * block)
+    grouped = outside + 2 * block[0] if outside else 0
+    return max(2 * head[0], head[0] + head[1] * gradient, 3 * block[0] + block[1] * gradient, grouped)
 
 
 def _with_zero(model: ShardedModel, layout: ShardedLayout) -> float:

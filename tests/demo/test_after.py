@@ -83,8 +83,6 @@ def test_the_commands_of_servers_name_what_the_run_wrote(
         f"vllm serve {DEMO_MODEL} --enable-lora --lora-modules demo={demo.folder} --max-lora-rank 16 "
         f"--chat-template {demo.folder}/chat_template.jinja"
     )
-    assert export([str(demo.folder), "--to", "transformers"]) == 0
-    assert capsys.readouterr().out.strip() == f"transformers serve {demo.folder}/merged"
 
 
 def test_vllm_is_told_of_an_end_of_turn_that_the_base_model_does_not_know(

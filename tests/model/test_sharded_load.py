@@ -32,6 +32,7 @@ from unsloth_ddp.model.modules import base_model
 from unsloth_ddp.model.same_files import first_difference
 from unsloth_ddp.model.supervised_head import fits_fused_head
 from unsloth_ddp.utils.errors import UserError
+from unsloth_ddp.utils.memory_limits import BYTES_PACKED
 
 FSDP2 = {"UNSLOTH_FSDP2": "1"}
 # Ranks, and what makes of four of them two copies of two parts.
@@ -365,7 +366,7 @@ def test_bytes_of_a_whole_model_follow_the_method() -> None:
         ("norm.weight", "BF16", [10]),
     ]
     assert whole_model.whole_bytes(tensors, 2, packs=False) == 2 * 1110
-    assert whole_model.whole_bytes(tensors, 2, packs=True) == pytest.approx(2 * 1010 + 53)
+    assert whole_model.whole_bytes(tensors, 2, packs=True) == pytest.approx(2 * 1010 + 100 * BYTES_PACKED)
     assert whole_model.whole_bytes([("q.weight", "U8", [50, 1])], 2, packs=True) == 50
     # 966,144 values: trained ones are kept in fp32, and a quarter lies beside them while they are split.
     assert whole_model.bytes_while_loading(settings_for(DEMO_MODEL, method="full"), 4) == 966_144 * 4 * 5 // 4

@@ -20,7 +20,8 @@ import pytest
 
 from tests.jobs import LAST, WHOLE_RUN, assert_same, ends, manifest_steps
 from tests.ranks import train
-from unsloth_ddp.checkpoints.writer import ASIDE, Checkpoints
+from tests.runtimes import cpu_runtime
+from unsloth_ddp.checkpoints.writer import ASIDE, MARGIN, Checkpoints
 from unsloth_ddp.model import merge
 from unsloth_ddp.run import stages, summary
 from unsloth_ddp.utils import json_file
@@ -170,6 +171,24 @@ def test_what_comes_after_the_trained_model_is_made_up_for_by_the_next_start(job
         assert [path.name for path in (*run.glob("merged*"), *run.glob("summary*"))] == there
     assert f"Resuming from {run}/checkpoint-2" in job(options, "afterwards", 2).output
     assert (run / "summary.json").is_file() and (run / "merged" / "model.safetensors").is_file()
+
+
+def test_a_save_without_room_for_what_it_will_write_is_not_begun(tmp_path, monkeypatch, capsys):
+    checkpoints = Checkpoints(cpu_runtime(), tmp_path, {}, {}, None, least_bytes=10_000)
+    begun, usage = [], shutil.disk_usage(tmp_path)
+
+    def save(step: int, free: int) -> bool:
+        def write(aside: Path) -> None:
+            begun.append(step)
+            (aside / f"checkpoint-{step}").mkdir()
+            (aside / f"checkpoint-{step}" / "weights").write_bytes(bytes(50_000))
+
+        monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=free + MARGIN))
+        return checkpoints.save(step, write)
+
+    assert [save(1, 9_999), save(2, 10_000), save(3, 49_999), save(4, 50_000)] == [False, True, False, True]
+    assert begun == [2, 4]
+    assert capsys.readouterr().out.count("no space is left on the disk") == 2
 
 
 # ---- trackers and logs ----

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from unsloth_ddp.checkpoints import manifest
-from unsloth_ddp.checkpoints.manifest import Manifest, is_whole, step_folders
+from unsloth_ddp.checkpoints.manifest import Damaged, Manifest, is_whole, step_folders
 from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.utils.checksums import checksum
 from unsloth_ddp.utils.durable_writes import flush, flush_one, is_write_error, reason
@@ -33,17 +33,27 @@ MARGIN = 64 * 1024
 Part = tuple[bool, Callable[[], None]]
 
 
-def is_shared(runtime: Runtime, run_folder: Path) -> bool:
-    """Return whether every node sees the main process's run folder; each node's own has to exist by now."""
+def is_shared(runtime: Runtime, folder: Path) -> bool:
+    """Return whether every node sees this folder of the main process; of one that cannot be written it is not known."""
     if runtime.ranks.nodes == 1:
         return True
-    mark = runtime.broadcast_from_main(lambda: f".shared-{secrets.token_hex(8)}")
-    runtime.on_main((run_folder / mark).touch)
+
+    def mark() -> str | None:
+        name = f".shared-{secrets.token_hex(8)}"
+        try:
+            (folder / name).touch()
+        except OSError:
+            return None
+        return name
+
+    name = runtime.broadcast_from_main(mark)
+    if name is None:
+        return False
     deadline = time.monotonic() + 5
-    while not (run_folder / mark).exists() and time.monotonic() < deadline:
+    while not (folder / name).exists() and time.monotonic() < deadline:
         time.sleep(0.2)
-    everywhere = all(runtime.gather((run_folder / mark).exists()))
-    runtime.on_main(lambda: (run_folder / mark).unlink(missing_ok=True))
+    everywhere = all(runtime.gather((folder / name).exists()))
+    runtime.on_main(lambda: (folder / name).unlink(missing_ok=True))
     return everywhere
 
 
@@ -85,7 +95,8 @@ class Checkpoints:
         identity: what identifies the run (see identity.run_identity); written into every manifest.
         versions: package versions.
         limit: how many to keep; None keeps all.
-        weights_bytes: size of the trained weights; a save that has no room for them is not begun.
+        least_bytes: what the first checkpoint has at least; a save is not begun without room for that, or for another one
+            as large as the last.
     """
 
     runtime: Runtime
@@ -93,7 +104,7 @@ class Checkpoints:
     identity: dict[str, Any]
     versions: dict[str, str]
     limit: int | None
-    weights_bytes: int = 0
+    least_bytes: int = 0
     # All nodes see the run's folder (see open).
     shared: bool = field(default=True, init=False)
     last: Path | None = field(default=None, init=False)
@@ -250,9 +261,14 @@ class Checkpoints:
         if not self.folder.is_dir():
             print(f"{self.folder} was removed during training; it is created again.", flush=True)
         aside.mkdir(parents=True)
-        # A save without enough room for the weights is not begun.
-        if shutil.disk_usage(aside).free < self.weights_bytes + MARGIN:
+        if shutil.disk_usage(aside).free < max(self.least_bytes, self._bytes_of_last()) + MARGIN:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(aside))
+
+    def _bytes_of_last(self) -> int:
+        try:
+            return sum(size for size, _ in manifest.read_manifest(self.last).files.values()) if self.last else 0
+        except Damaged:  # somebody removed it
+            return 0
 
     def wrote(self, paths: Iterable[Path]) -> None:
         """Record checksums of files of the checkpoint that this rank wrote, so that the main process need not read them."""

@@ -80,8 +80,10 @@ def load_model(settings: Settings, runtime: Runtime, also: Sequence[str] = ()) -
     in_shards = loads_in_shards(
         runtime.sharding, runtime.backend, with_unsloth=unsloth_trains_shards(settings, runtime)
     )
-    # With FSDP2 no rank sends its weights to the others. Unsloth may load another repository than a Hub id names.
-    if in_shards or (runtime.sharding == "fsdp2" and runtime.broadcast_from_main(lambda: is_folder(settings))):
+    # No rank sends the frozen weights to the others, and with FSDP2 none at all. Of a Hub id every node has the same commit,
+    # and Unsloth may load another repository than it names.
+    read_by_ranks = runtime.ranks.nodes > 1 or runtime.sharding == "fsdp2"
+    if in_shards or (read_by_ranks and runtime.broadcast_from_main(lambda: is_folder(settings))):
         check_same_files(settings, runtime)
     if not in_shards:
         return _load(settings, runtime, also)

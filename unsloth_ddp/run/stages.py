@@ -18,7 +18,7 @@ from unsloth_ddp.checkpoints.resume_point import ResumePoint
 from unsloth_ddp.checkpoints.writer import Checkpoints
 from unsloth_ddp.config.questionable import ignored_settings
 from unsloth_ddp.data import dataset, examples
-from unsloth_ddp.data.identity import data_identity
+from unsloth_ddp.data.identity import data_identity, same_everywhere
 from unsloth_ddp.data.packing import BatchRequest
 from unsloth_ddp.data.preview import preview_first_row
 from unsloth_ddp.data.revisions import ignored_hub_options
@@ -26,6 +26,7 @@ from unsloth_ddp.data.training_data import TrainingData
 from unsloth_ddp.distributed import backend, sharding
 from unsloth_ddp.model import load, merge, merge_check
 from unsloth_ddp.model.attention import choose_packing
+from unsloth_ddp.model.files import tokenizer_bytes
 from unsloth_ddp.run import answers, documents
 from unsloth_ddp.run import summary as summary_file
 from unsloth_ddp.run.context import Run
@@ -118,6 +119,8 @@ def prepare_data(run: Run, model: Any, tokenizer: Any, resume: ResumePoint | Non
     load.check_positions(settings, model, dataset.longest_row(settings, train, evaluation))
     plan, train, packing = dataset.fill_steps(_request(run), train, choose_packing(settings, runtime, model))
     run.identify(**batch_identity(plan), **data_identity(settings, runtime, plan, train))
+    if evaluation:
+        same_everywhere(evaluation, runtime, "evaluation")
     if resume:
         resume_point.check_resume(resume, run.identity, settings, runtime)
         if settings.resume == "auto":
@@ -131,8 +134,8 @@ def make_trainer(run: Run, config: Any, model: Any, tokenizer: Any, data: Traini
     from unsloth_ddp.training.trainer import DDPTrainer
 
     settings, runtime = run.settings, run.runtime
-    limit, weights = settings.save_total_limit, trained_bytes(model)
-    checkpoints = Checkpoints(runtime, run.folder, run.identity, versions(), limit, weights)
+    limit, least = settings.save_total_limit, trained_bytes(model) + tokenizer_bytes(settings)
+    checkpoints = Checkpoints(runtime, run.folder, run.identity, versions(), limit, least)
     return DDPTrainer(settings, runtime, config, model, tokenizer, data, checkpoints, run.stop)
 
 

@@ -128,7 +128,8 @@ class DDPTrainer(ResumableTrainer):
         self.view = choose_view(lines=bool(config.disable_tqdm))
         self._set_callbacks()
         self._set_gradient_precision()
-        self.add_callback(CompareWeights(DriftCheck(self.model, runtime, settings.drift_check_steps)))
+        self.drift = DriftCheck(self.model, runtime, settings.drift_check_steps)
+        self.add_callback(CompareWeights(self.drift))
         self.add_callback(NameUntrained(self.model, runtime))
         if runtime.precision == "fp16":
             self.add_callback(CountOverflows(self.accelerator, speaks=runtime.ranks.is_main))

@@ -17,6 +17,7 @@ from unsloth_ddp.data.formats import Example
 from unsloth_ddp.data.labels import IGNORED
 from unsloth_ddp.data.render_limits import TemplateOverrun, overrun_sentence
 from unsloth_ddp.utils.errors import UserError
+from unsloth_ddp.utils.panics import Panic, panics_raised
 
 
 @dataclass
@@ -106,7 +107,13 @@ class Encoder:
 
     def _tokenize(self, text: str, *, special: bool) -> tuple[list[int], list[Span]]:
         # No warning of the tokenizer about long rows: they are cut, or refused, later.
-        encoded = self.tokenizer(text, add_special_tokens=special, return_offsets_mapping=True, verbose=False)
+        try:
+            with panics_raised():
+                encoded = self.tokenizer(text, add_special_tokens=special, return_offsets_mapping=True, verbose=False)
+        except Panic as panic:
+            raise UserError(
+                f"the model's tokenizer cannot tokenize the row: {panic}; its tokenizer.json is damaged, so download the model again."
+            ) from None
         return list(encoded["input_ids"]), encoded["offset_mapping"]
 
     def _encode_chat(self, example: Example) -> EncodedRow:

@@ -35,7 +35,8 @@ def option_facts(settings: Settings) -> dict[str, str]:
         for name, value in dataclasses.asdict(settings).items()
         if name not in DECIDED_BY_MAIN and OPTIONS[name].path != "written"
     }
-    return {name: xxhash.xxh3_64_hexdigest(json.dumps(value, sort_keys=True, default=str).encode()) for name, value in options.items()}
+    texts = {name: json.dumps(value, sort_keys=True, default=str) for name, value in options.items()}
+    return {name: xxhash.xxh3_64(text.encode()).hexdigest() for name, text in texts.items()}
 
 
 def _same_path(value: Any) -> Any:

@@ -37,6 +37,7 @@ from unsloth_ddp.model.source_check import check_source, read_model_file
 from unsloth_ddp.model.whole_model import short_of_memory, tried_in_shards
 from unsloth_ddp.utils.errors import UserError, one_line
 from unsloth_ddp.utils.known_errors import find_known_error
+from unsloth_ddp.utils.panics import panics_raised
 
 
 def check_model(settings: Settings, runtime: Runtime) -> None:
@@ -135,11 +136,10 @@ def _load(settings: Settings, runtime: Runtime, also: Sequence[str], mesh: Devic
         also: see load_model.
         mesh: over which the weights are sharded while loading; None loads the whole model.
     """
+    load = _load_unsloth if runtime.backend == "unsloth" else _load_transformers
     try:
-        if runtime.backend == "unsloth":
-            model, tokenizer = _load_unsloth(settings, runtime, also, mesh)
-        else:
-            model, tokenizer = _load_transformers(settings, runtime, also, mesh)
+        with panics_raised():
+            model, tokenizer = load(settings, runtime, also, mesh)
     except Exception as error:
         if isinstance(error, UserError) or not is_model_file_error(error):
             raise
@@ -162,9 +162,10 @@ def load_tokenizer(settings: Settings) -> Any:
     import transformers
 
     try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(
-            settings.model, revision=settings.model_revision, trust_remote_code=settings.trust_remote_code
-        )
+        with panics_raised():
+            tokenizer = transformers.AutoTokenizer.from_pretrained(
+                settings.model, revision=settings.model_revision, trust_remote_code=settings.trust_remote_code
+            )
     except Exception as error:
         if not is_model_file_error(error):
             raise

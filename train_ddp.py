@@ -54,7 +54,11 @@ def main() -> None:
     try:
         ranks = ranks_from_environment()
         # Only the main process prints; the others write to their logs.
-        with quiet(not ranks.is_main), open_run(parse_settings(sys.argv[1:], __doc__ or ""), ranks) as run, panics_raised():
+        with (
+            quiet(not ranks.is_main),
+            open_run(parse_settings(sys.argv[1:], __doc__ or ""), ranks) as run,
+            panics_raised(),
+        ):
             train(run)
     except RunEnd as end:
         if ranks.is_main:

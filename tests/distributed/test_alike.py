@@ -10,7 +10,6 @@ import pytest
 
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.distributed.alike import check_alike, code_facts, option_facts
-from unsloth_ddp.distributed.ranks import RankLocation
 from unsloth_ddp.utils.errors import UserError
 
 LOCATIONS: Any = [f"rank {rank}" for rank in range(3)]
@@ -42,7 +41,10 @@ def test_an_option_that_differs_is_named_without_its_value(changed, said):
     with pytest.raises(UserError) as refused:
         compare(dataclasses.replace(HERE, **changed))
     assert sorted(said.split(", ")) == sorted(
-        str(refused.value).removeprefix("rank 2 was started with ").partition(" as rank 0; start every node")[0].split(", ")
+        str(refused.value)
+        .removeprefix("rank 2 was started with ")
+        .partition(" as rank 0; start every node")[0]
+        .split(", ")
     )
     assert "hf_" not in str(refused.value)
 

@@ -241,7 +241,10 @@ def test_every_rank_says_the_same_sentence(tmp_path):
     assert said[0] == said[1] == said[2] == said[3]
     assert "dp_replicate_size 3 does not fit 4 processes on 2 nodes" in said[0][0]
     assert "rank 2 " in said[0][1]
-    assert "was started with sharding fsdp2 instead of fsdp2, 2 copies, each split over 2 processes as rank 0" in said[0][1]
+    assert (
+        "was started with sharding fsdp2 instead of fsdp2, 2 copies, each split over 2 processes as rank 0"
+        in said[0][1]
+    )
     assert "rank 2 " in said[0][2] and "was started with another --learning_rate as rank 0" in said[0][2]
 
 

@@ -110,7 +110,7 @@ def test_a_tokenizer_that_meets_a_full_disk_raises_an_error_of_a_write(tmp_path:
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (10, hard))
     try:
-        with pytest.raises(Exception) as failed:  # noqa: PT011 (tokenizers raises no other)
+        with pytest.raises(Exception) as failed:
             Tokenizer(models.WordLevel({"a": 0}, "a")).save(str(tmp_path / "tokenizer.json"))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

@@ -12,6 +12,7 @@ from typing import Any
 
 from unsloth_ddp.checkpoints import manifest
 from unsloth_ddp.checkpoints.manifest import Damaged, Manifest, step_folders
+from unsloth_ddp.checkpoints.trainer_state import check_trainer_state
 from unsloth_ddp.checkpoints.writer import is_shared
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.distributed.runtime import Runtime
@@ -105,7 +106,7 @@ def _find(settings: Settings, run_folder: Path, continues: bool) -> ResumePoint 
     wanted = settings.resume
     if folder := named_folder(wanted):
         try:
-            point = ResumePoint(folder, manifest.verify(folder), folder.parent == run_folder)
+            point = ResumePoint(folder, _verify(folder), folder.parent == run_folder)
         except Damaged as error:
             raise UserError(
                 f"resume {wanted} is not a complete checkpoint: {error}; give another, auto or no."
@@ -115,13 +116,19 @@ def _find(settings: Settings, run_folder: Path, continues: bool) -> ResumePoint 
         return _with_state(point)
     if wanted == "no" or not continues:
         return None
-    newest, skipped = manifest.newest(step_folders(run_folder), manifest.verify)
+    newest, skipped = manifest.newest(step_folders(run_folder), _verify)
     for damaged, problem in skipped:
         print(f"{damaged.name} is skipped: {problem}.")
     if newest is None:
         print(f"{run_folder} holds an unfinished run without a complete checkpoint; it starts again at step 0.")
         return None
     return _with_state(ResumePoint(*newest, of_this_run=True))
+
+
+def _verify(folder: Path) -> Manifest:
+    found = manifest.verify(folder)
+    check_trainer_state(folder, found)
+    return found
 
 
 def _refuse_pickles(point: ResumePoint) -> None:

@@ -174,6 +174,22 @@ def pickle_weights(folder: Path, **more: Any) -> None:
     (folder / SAFE).unlink()
 
 
+@pytest.mark.parametrize(
+    ("size", "value"), [("num_hidden_layers", 10**9), ("n_layer", 2000), ("vocab_size", 50_000_000)]
+)
+def test_sizes_that_the_files_cannot_have_are_refused_before_a_model_is_built(
+    folder: Path, size: str, value: int
+) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    for changed in ({**config, size: value}, {**config, "text_config": {size: value}}):
+        (folder / "config.json").write_text(json.dumps(changed))
+        said = refusal(lambda: check_model(Settings(model=str(folder), dataset=["x"]), RUNTIME))
+        assert f"config.json has {size} {value:,}, but the weight files hold only" in said
+    # What some configs say beside the number of layers.
+    (folder / "config.json").write_text(json.dumps({**config, "max_window_layers": 900}))
+    check_model(Settings(model=str(folder), dataset=["x"]), RUNTIME)
+
+
 def normalize_with(folder: Path, charsmap: bytes) -> None:
     """Give the tokenizer a normalizer of these bytes, which its library in Rust reads without checking them."""
     path = folder / "tokenizer.json"

@@ -18,7 +18,6 @@ from unsloth_ddp.checkpoints.manifest import Damaged, Manifest
 from unsloth_ddp.checkpoints.trainer_state import check_trainer_state
 from unsloth_ddp.training.callbacks import SavedTotals
 
-
 OF_NINE = Manifest(3, {"steps": 9})
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pwd
 import subprocess
 import sys
 from pathlib import Path
@@ -44,6 +45,19 @@ def test_a_mistake_is_refused(rows: str, given: dict[str, Any], processes: int, 
     check_files(settings(rows), processes)
     with pytest.raises(UserError, match=said):
         check_files(settings(rows, **given), processes)
+
+
+def test_a_user_without_a_home_is_told_to_set_one(rows: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_entry(number: int) -> Any:
+        raise KeyError(f"getpwuid(): uid not found: {number}")
+
+    monkeypatch.setattr(pwd, "getpwuid", no_entry)
+    check_files(settings(rows), 1)
+    monkeypatch.delenv("HOME")
+    with pytest.raises(
+        UserError, match=r"^HOME is not set and user id \d+ has no entry in the list of users, .* set HOME to"
+    ):
+        check_files(settings(rows), 1)
 
 
 def test_a_bad_row_of_any_file_is_refused_by_its_line(rows: str, tmp_path: Path) -> None:

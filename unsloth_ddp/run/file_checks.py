@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from unsloth_ddp.checkpoints.resume_point import named_folder
@@ -33,6 +34,11 @@ def check_files(settings: Settings, processes: int) -> None:
     Raises:
         UserError: naming the option or file and the fix.
     """
+    if os.path.expanduser("~") == "~":
+        raise UserError(
+            f"HOME is not set and user id {os.getuid()} has no entry in the list of users, so the caches have no folder; set HOME to "
+            "a folder that this user can write."
+        )
     # Divides or not on any device: what is computed from it later only makes more micro-batches of it.
     _ = BatchRequest.of(settings, processes).plan
     named_folder(settings.resume)

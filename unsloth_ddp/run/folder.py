@@ -156,7 +156,7 @@ def continues(settings: Settings, folder: Path) -> bool:
 def _changed_settings(settings: Settings, folder: Path) -> list[str] | None:
     """Return the settings that differ from those of the folder's run; None if those are not known."""
     try:
-        before = read_yaml(folder / SETTINGS_FILE)
+        before = read_yaml(folder / SETTINGS_FILE) if (folder / SETTINGS_FILE).is_file() else None
     except (OSError, Unreadable):
         return None
     if not isinstance(before, dict):

@@ -132,7 +132,9 @@ def test_a_run_whose_saves_all_fail_ends_with_its_result_and_an_error(job, whole
     faults = dict.fromkeys(range(1, LAST + 1), (1, "small too large"))
     printed = job(WHOLE_RUN, "never-saved", 2, code=1, target=train_with_faults, args=(faults,)).output
     run = place / "outputs" / "never-saved"
-    assert f"The result is written, but no checkpoint was: checkpoint-{LAST} could not be written" in printed
+    assert (
+        f"The result is written and complete, but no checkpoint was: checkpoint-{LAST} could not be written" in printed
+    )
     assert manifest_steps(run) == []
     whole = whole_run(2)
     assert (run / "adapter_model.safetensors").read_bytes() == (whole / "adapter_model.safetensors").read_bytes()
@@ -253,6 +255,32 @@ def train_until_removed(argv: list[str], cwd: str, folder: str, step: int) -> No
 
     with patch.object(Checkpoints, "save", then_remove):
         train(argv, cwd)
+
+
+def train_until_removed_at_the_end(argv: list[str], cwd: str, folder: str) -> None:
+    """Run train_ddp.py; the run's folder is removed after its result was saved."""
+    save = Checkpoints.save_final
+
+    def then_remove(self: Checkpoints, *args: Any) -> str | None:
+        problem = save(self, *args)
+        shutil.rmtree(folder)
+        return problem
+
+    with patch.object(Checkpoints, "save_final", then_remove):
+        train(argv, cwd)
+
+
+def test_a_result_that_somebody_removes_is_told_and_the_next_start_trains_again(job, place):
+    run, options = place / "outputs" / "gone", "--global_batch_size 4 --max_steps 1"
+    printed = job(options, "gone", code=1, target=train_until_removed_at_the_end, args=(str(run),)).output
+    assert f"its result could not be written to {run}: somebody removed that folder meanwhile; " in printed
+    assert "Traceback" not in printed and not (run / "summary.json").exists()
+    # What a killed save left, and a log that cannot be made.
+    (run / "checkpoint.partial" / "checkpoint-1").mkdir(parents=True)
+    (run / "logs").mkdir(exist_ok=True)
+    (run / "logs" / "rank_0.log").symlink_to("elsewhere.log")
+    printed = job(f"{options} --save_strategy no", "gone").output
+    assert (run / "summary.json").is_file() and not list(run.glob("*.partial"))
 
 
 def test_a_run_whose_folder_is_removed_says_so_and_fails_with_its_result_written(job, place):

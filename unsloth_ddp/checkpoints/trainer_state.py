@@ -91,7 +91,7 @@ def check_trainer_state(folder: Path, manifest: Manifest) -> None:
     from transformers import TrainerState
 
     steps = manifest.run.get("steps")
-    if _is_whole(steps) and manifest.step > steps:
+    if isinstance(steps, int) and manifest.step > steps:
         raise Damaged(f"its manifest has step {manifest.step:,} of a run of {steps:,}")
     try:
         state = json.loads(read_regular(folder / FILE_NAME, MOST_BYTES))

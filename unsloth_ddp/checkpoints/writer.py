@@ -1,6 +1,6 @@
 """Write checkpoints that are whole or absent: aside, flushed to disk, described by a manifest, moved by one rename.
 
-    <run>/checkpoint.partial/checkpoint-20/   while it is written; never offered, removed by the next save
+    <run>/checkpoint.partial/checkpoint-20/   while it is written; never offered, removed by the next start or save
     <run>/checkpoint-20/                      whole: manifest.json lists every file with its size and checksum
 
 All ranks take part in a save and agree after each part of it, so that a failure on one of them (a full disk) is told
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import os
 import secrets
 import shutil
@@ -114,13 +115,15 @@ class Checkpoints:
     _digests: dict[str, str] = field(default_factory=dict, init=False)
 
     def open(self) -> None:
-        """Find out whether all nodes see the run's folder, which exists by now.
+        """Find out whether all nodes see the run's folder, which exists by now, and remove what a killed save left there.
 
         Raises:
             UserError: the sharding needs a shared folder, and there is none.
         """
         self.shared = is_shared(self.runtime, self.folder)
         check_shared(self.runtime, self.folder, self.shared)
+        for name in (ASIDE, FINAL_ASIDE):
+            self.runtime.on_main(functools.partial(shutil.rmtree, self.folder / name, ignore_errors=True))
 
     def update_identity(self, **changed: Any) -> None:
         """Record what was decided after the run began: the micro-batch, the gradient checkpointing."""

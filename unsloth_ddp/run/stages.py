@@ -7,6 +7,7 @@ import_backend: Unsloth has to be imported before them.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,7 +33,7 @@ from unsloth_ddp.run import summary as summary_file
 from unsloth_ddp.run.context import Run
 from unsloth_ddp.run.facts import answer_facts
 from unsloth_ddp.run.files import SETTINGS_FILE
-from unsloth_ddp.run.folder import continues, open_run_folder
+from unsloth_ddp.run.folder import continues, open_run_folder, write_settings
 from unsloth_ddp.run.logs import start_logging, stop_library_output
 from unsloth_ddp.run.outcomes import (
     FolderRemoved,
@@ -210,7 +211,7 @@ def finish(run: Run, trainer: DDPTrainer, answered: AnsweredQuestions, summary: 
         RunEnd: a part of that could not be written.
     """
     settings, checkpoints = run.settings, trainer.checkpoints
-    removed = run.runtime.broadcast_from_main(lambda: not (run.folder / SETTINGS_FILE).is_file())
+    removed = run.runtime.broadcast_from_main(lambda: _restore_settings(run))
     after = answers.answer(trainer.model, trainer.processing_class, answered.questions, run.runtime)
     if problem := checkpoints.save_final(trainer.write_final):
         raise ResultNotSaved(run.folder, problem, checkpoints.last)
@@ -225,10 +226,31 @@ def finish(run: Run, trainer: DDPTrainer, answered: AnsweredQuestions, summary: 
     documents.finished(run.runtime, trainer, run.folder, summary, kept)
     if problem := checkpoints.in_main(lambda: summary_file.finish(settings, run.folder, summary)):
         raise RunNotFinished(run.folder, summary_file.SUMMARY_FILE, problem, checkpoints.last)
+    if problem := run.runtime.broadcast_from_main(lambda: _removed_meanwhile(run)):
+        raise ResultNotSaved(run.folder, problem, None)
     if removed:
         raise FolderRemoved(run.folder)
     if checkpoints.failed is not None and not checkpoints.written:
         raise NoCheckpointWritten(checkpoints.failed)
+
+
+def _restore_settings(run: Run) -> bool:
+    """Return whether somebody removed the run's folder; its settings are written again then, so that the next start knows it."""
+    if (run.folder / SETTINGS_FILE).is_file():
+        return False
+    with contextlib.suppress(OSError):  # the save of the result tells it
+        run.folder.mkdir(parents=True, exist_ok=True)
+        write_settings(run.settings, run.folder)
+    return True
+
+
+def _removed_meanwhile(run: Run) -> str | None:
+    """Return what became of the result if somebody removed the run's folder while it was written."""
+    if not _restore_settings(run):
+        return None
+    # What is left is no finished run.
+    (run.folder / summary_file.SUMMARY_FILE).unlink(missing_ok=True)
+    return "somebody removed that folder meanwhile"
 
 
 def _merge(run: Run, trainer: DDPTrainer, folder: Path) -> None:

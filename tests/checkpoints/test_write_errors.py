@@ -271,7 +271,7 @@ def train_until_removed_at_the_end(argv: list[str], cwd: str, folder: str) -> No
 
 
 def test_a_result_that_somebody_removes_is_told_and_the_next_start_trains_again(job, place):
-    run, options = place / "outputs" / "gone", "--global_batch_size 4 --max_steps 1"
+    run, options = place / "outputs" / "gone", "--global_batch_size 4 --max_steps 1 --save_strategy no"
     printed = job(options, "gone", code=1, target=train_until_removed_at_the_end, args=(str(run),)).output
     assert f"its result could not be written to {run}: somebody removed that folder meanwhile; " in printed
     assert "Traceback" not in printed and not (run / "summary.json").exists()
@@ -279,7 +279,7 @@ def test_a_result_that_somebody_removes_is_told_and_the_next_start_trains_again(
     (run / "checkpoint.partial" / "checkpoint-1").mkdir(parents=True)
     (run / "logs").mkdir(exist_ok=True)
     (run / "logs" / "rank_0.log").symlink_to("elsewhere.log")
-    printed = job(f"{options} --save_strategy no", "gone").output
+    printed = job(options, "gone").output
     assert (run / "summary.json").is_file() and not list(run.glob("*.partial"))
 
 

@@ -23,6 +23,7 @@ from typing import Any
 
 from unsloth_ddp.checkpoints import manifest
 from unsloth_ddp.checkpoints.manifest import Damaged, Manifest, is_whole, step_folders
+from unsloth_ddp.distributed.exit_codes import note_saved_step
 from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.utils.checksums import checksum
 from unsloth_ddp.utils.durable_writes import flush, flush_one, is_write_error, reason
@@ -155,6 +156,7 @@ class Checkpoints:
             self._give_up(step, aside, problem)
             return False
         self.last, self.failed, self.written = self.folder / target.name, None, self.written + 1
+        note_saved_step(step)
         if ranks.is_main:
             self._tidy(step, best())
         return True

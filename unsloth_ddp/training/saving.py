@@ -148,8 +148,7 @@ class ResumableTrainer(SFTTrainer):
             try:
                 # Transformers' method, because TRL's also writes a model card into every checkpoint. A failure is kept for
                 # later, because the other ranks wait in collectives below.
-                with self.runtime.progress.doing("saving"):
-                    self.checkpoints.attempt(lambda: Trainer._save_checkpoint(self, model, trial))
+                self.checkpoints.attempt(lambda: Trainer._save_checkpoint(self, model, trial))
             finally:
                 self._aside = None
                 # Upstream has set it to the temporary folder.
@@ -158,7 +157,9 @@ class ResumableTrainer(SFTTrainer):
             if self.args.should_save and self.state.best_model_checkpoint:
                 self.state.save_to_json(str(aside / f"checkpoint-{step}" / "trainer_state.json"))
 
-        if not self.checkpoints.save(step, write, self._best_step):
+        with self.runtime.progress.doing("saving"):
+            saved = self.checkpoints.save(step, write, self._best_step)
+        if not saved:
             self.state.best_model_checkpoint = best_before
             if self.state.best_global_step == step:
                 # The best checkpoint that is on the disk.

@@ -15,11 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unsloth_ddp.data.arrow_rows import ArrowRows, PackedRows
-from unsloth_ddp.data.batch_plan import BatchPlan
-from unsloth_ddp.data.collate import Collate, Flatten, PadRight
+from unsloth_ddp.data.chat.labels import IGNORED
 from unsloth_ddp.data.dataset import TOKEN_FEATURES, row_lengths
-from unsloth_ddp.data.labels import IGNORED
-from unsloth_ddp.data.packing import (
+from unsloth_ddp.data.order.batch_plan import BatchPlan
+from unsloth_ddp.data.order.collate import Collate, Flatten, PadRight
+from unsloth_ddp.data.order.packing import (
     BatchRequest,
     Packing,
     PackingDecision,
@@ -28,10 +28,10 @@ from unsloth_ddp.data.packing import (
     decide_packing,
     plan_step,
 )
-from unsloth_ddp.model.attention import AttentionSetup, select_varlen_kernel
-from unsloth_ddp.model.packing_obstacles import mixing_reason, untested_reason
-from unsloth_ddp.training.loss import step_divisor, supervised_tokens
-from unsloth_ddp.training.meter import real_tokens
+from unsloth_ddp.model.forward.attention import AttentionSetup, select_varlen_kernel
+from unsloth_ddp.model.forward.packing_obstacles import mixing_reason, untested_reason
+from unsloth_ddp.training.shown.meter import real_tokens
+from unsloth_ddp.training.step.loss import step_divisor, supervised_tokens
 from unsloth_ddp.utils.errors import UserError
 
 CAPACITY = 100

@@ -21,18 +21,18 @@ from tests.ranks import run_ranks, train
 from tests.runtimes import cpu_runtime
 from unsloth_ddp.config import options
 from unsloth_ddp.config.options import Settings
-from unsloth_ddp.data.batch_plan import BatchPlan
-from unsloth_ddp.data.collate import PadRight
 from unsloth_ddp.data.dataset import Counts, TokenizedRows
-from unsloth_ddp.data.packing import best_fit
+from unsloth_ddp.data.order.batch_plan import BatchPlan
+from unsloth_ddp.data.order.collate import PadRight
+from unsloth_ddp.data.order.packing import best_fit
 from unsloth_ddp.distributed.ranks import Ranks
 from unsloth_ddp.distributed.runtime import Runtime
-from unsloth_ddp.model.gradient_checkpointing import GradientCheckpointing, kinds_here
-from unsloth_ddp.model.load import load_model
-from unsloth_ddp.model.micro_batch import MicroBatchRunner
+from unsloth_ddp.model.forward.gradient_checkpointing import GradientCheckpointing, kinds_here
+from unsloth_ddp.model.forward.micro_batch import MicroBatchRunner
+from unsloth_ddp.model.loading.load import load_model
 from unsloth_ddp.sizing.micro_batch import ENOUGH_TOKENS, divisors, search, with_micro_batch
 from unsloth_ddp.sizing.trial import MemorySearch, Trial, bytes_added_by_steps, largest
-from unsloth_ddp.training.oom_retry import StepRetry
+from unsloth_ddp.training.step.oom_retry import StepRetry
 from unsloth_ddp.utils.errors import UserError
 from unsloth_ddp.utils.known_errors import is_out_of_memory
 from unsloth_ddp.utils.memory_limits import HEADROOM
@@ -299,8 +299,8 @@ def test_buckets_of_ddp_are_counted(ddp_sends, copies):
 
 def short_of_memory(argv: list[str], folder: str, rank: int, step: int, where: str, after: int = 1) -> None:
     """train_ddp.py, whose given rank has too little memory for this step unless activations are recomputed."""
-    from unsloth_ddp.training import gradient_exchange as exchange
     from unsloth_ddp.training import trainer
+    from unsloth_ddp.training.step import gradient_exchange as exchange
 
     handle: list[Any] = []
     compute_loss = trainer.DDPTrainer.compute_loss

@@ -12,9 +12,9 @@ import torch
 
 from tests.tiny_models import model_of_layers
 from unsloth_ddp.config.options import Settings
-from unsloth_ddp.data.batch_plan import BatchPlan
-from unsloth_ddp.data.fixed_shape import FixedShape
-from unsloth_ddp.model.fp8 import FrozenFP8Linear
+from unsloth_ddp.data.order.batch_plan import BatchPlan
+from unsloth_ddp.data.order.fixed_shape import FixedShape
+from unsloth_ddp.model.forward.fp8 import FrozenFP8Linear
 from unsloth_ddp.model.modules import weights_of_first_layer
 from unsloth_ddp.sizing import graphs
 from unsloth_ddp.sizing.graphs import (
@@ -31,8 +31,8 @@ from unsloth_ddp.sizing.graphs import (
     too_short,
 )
 from unsloth_ddp.sizing.micro_batch import ENOUGH_TOKENS, MicroBatchDecision
-from unsloth_ddp.training import cuda_graphs
-from unsloth_ddp.training.meter import Meter, OwnWorkTimer, Totals, peak_memory_bytes
+from unsloth_ddp.training.shown.meter import Meter, OwnWorkTimer, Totals, peak_memory_bytes
+from unsloth_ddp.training.step import cuda_graphs
 from unsloth_ddp.training.trainer import DDPTrainer
 
 

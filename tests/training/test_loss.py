@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from unsloth_ddp.data.labels import IGNORED
-from unsloth_ddp.training.loss import logits_to_step_loss, step_divisor, supervised_tokens
+from unsloth_ddp.data.chat.labels import IGNORED
+from unsloth_ddp.training.step.loss import logits_to_step_loss, step_divisor, supervised_tokens
 
 VOCABULARY = 11
 

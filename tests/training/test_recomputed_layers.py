@@ -27,19 +27,19 @@ from tests.training.test_captured_step import (
     with_dropout_of,
 )
 from unsloth_ddp.config.options import Settings
-from unsloth_ddp.data.batch_plan import BatchPlan
-from unsloth_ddp.data.collate import Collate, Flatten, PadRight
-from unsloth_ddp.data.fixed_shape import FixedShape, PaddedBatch
-from unsloth_ddp.model import packed_forward, varlen
-from unsloth_ddp.model.gradient_checkpointing import GradientCheckpointing
-from unsloth_ddp.model.micro_batch import MicroBatchRunner
-from unsloth_ddp.model.packed_forward import PackedForward
+from unsloth_ddp.data.order.batch_plan import BatchPlan
+from unsloth_ddp.data.order.collate import Collate, Flatten, PadRight
+from unsloth_ddp.data.order.fixed_shape import FixedShape, PaddedBatch
+from unsloth_ddp.model.forward import packed_forward, varlen
+from unsloth_ddp.model.forward.gradient_checkpointing import GradientCheckpointing
+from unsloth_ddp.model.forward.micro_batch import MicroBatchRunner
+from unsloth_ddp.model.forward.packed_forward import PackedForward
 from unsloth_ddp.sizing.micro_batch import MicroBatchDecision
-from unsloth_ddp.training import cuda_graphs
-from unsloth_ddp.training.capture_check import draws_random_numbers
-from unsloth_ddp.training.captured_step import CapturedStep
-from unsloth_ddp.training.cuda_graphs import CudaGraphs
-from unsloth_ddp.training.oom_retry import StepRetry
+from unsloth_ddp.training.step import cuda_graphs
+from unsloth_ddp.training.step.capture_check import draws_random_numbers
+from unsloth_ddp.training.step.captured_step import CapturedStep
+from unsloth_ddp.training.step.cuda_graphs import CudaGraphs
+from unsloth_ddp.training.step.oom_retry import StepRetry
 from unsloth_ddp.utils.errors import UserError
 
 

@@ -6,7 +6,7 @@ import torch
 
 import train_ddp
 from unsloth_ddp.training import trainer
-from unsloth_ddp.training.loss import supervised_tokens
+from unsloth_ddp.training.step.loss import supervised_tokens
 
 
 def own_count(batches, world_size, sum_over_ranks):

@@ -24,20 +24,20 @@ from unsloth_ddp.checkpoints.identity import batch_identity
 from unsloth_ddp.checkpoints.resume_point import ResumePoint, make_cpu_checkpoints_readable
 from unsloth_ddp.checkpoints.writer import Checkpoints
 from unsloth_ddp.config.options import Settings
-from unsloth_ddp.data.batch_plan import rows_at_once
-from unsloth_ddp.data.collate import Collate, Flatten, PadRight
+from unsloth_ddp.data.order.batch_plan import rows_at_once
+from unsloth_ddp.data.order.collate import Collate, Flatten, PadRight
 from unsloth_ddp.data.training_data import TrainingData
 from unsloth_ddp.distributed.drift import DriftCheck
 from unsloth_ddp.distributed.runtime import Runtime, control_timeout
 from unsloth_ddp.distributed.sharding import shards_weights
 from unsloth_ddp.distributed.signals import EvaluationInterrupted, StopRequest
-from unsloth_ddp.model.attention import keys_for_packs, prepare_for_packs
-from unsloth_ddp.model.gradient_checkpointing import GradientCheckpointing
-from unsloth_ddp.model.micro_batch import MicroBatchRunner
+from unsloth_ddp.model.files.stored_weights import complete_result
+from unsloth_ddp.model.forward.attention import keys_for_packs, prepare_for_packs
+from unsloth_ddp.model.forward.gradient_checkpointing import GradientCheckpointing
+from unsloth_ddp.model.forward.micro_batch import MicroBatchRunner
+from unsloth_ddp.model.forward.supervised_head import fits_fused_head
+from unsloth_ddp.model.loading.sharded_load import mixed_precision_policy, trained_by_unsloth
 from unsloth_ddp.model.modules import evaluation_mode
-from unsloth_ddp.model.sharded_load import mixed_precision_policy, trained_by_unsloth
-from unsloth_ddp.model.stored_weights import complete_result
-from unsloth_ddp.model.supervised_head import fits_fused_head
 from unsloth_ddp.sizing.micro_batch import MicroBatchDecision, with_micro_batch
 from unsloth_ddp.sizing.sharded_trial import ShardedMemorySearch
 from unsloth_ddp.sizing.trial import MemorySearch, bytes_added_by_steps, forget_free_memory, trained_bytes
@@ -49,19 +49,19 @@ from unsloth_ddp.training.callbacks import (
     ReportProgress,
     StopTogether,
 )
-from unsloth_ddp.training.cuda_graphs import CudaGraphs
-from unsloth_ddp.training.deepspeed_precision import reduce_in_fp32
-from unsloth_ddp.training.display import ShowTraining, choose_view, shown_callbacks
-from unsloth_ddp.training.gradient_exchange import make_exchange
-from unsloth_ddp.training.log_metrics import LogMetrics
-from unsloth_ddp.training.loss import step_divisor, supervised_tokens
-from unsloth_ddp.training.meter import peak_memory_bytes, real_tokens
-from unsloth_ddp.training.micro_batch_loss import MicroBatchLoss
-from unsloth_ddp.training.oom_retry import StepRetry
 from unsloth_ddp.training.row_feed import RowFeed
 from unsloth_ddp.training.saving import ResumableTrainer
 from unsloth_ddp.training.sft_config import check_precision
-from unsloth_ddp.training.zero3_release import release_after_each_block
+from unsloth_ddp.training.shown.display import ShowTraining, choose_view, shown_callbacks
+from unsloth_ddp.training.shown.log_metrics import LogMetrics
+from unsloth_ddp.training.shown.meter import peak_memory_bytes, real_tokens
+from unsloth_ddp.training.step.cuda_graphs import CudaGraphs
+from unsloth_ddp.training.step.deepspeed_precision import reduce_in_fp32
+from unsloth_ddp.training.step.gradient_exchange import make_exchange
+from unsloth_ddp.training.step.loss import step_divisor, supervised_tokens
+from unsloth_ddp.training.step.micro_batch_loss import MicroBatchLoss
+from unsloth_ddp.training.step.oom_retry import StepRetry
+from unsloth_ddp.training.step.zero3_release import release_after_each_block
 from unsloth_ddp.utils.known_errors import is_out_of_memory
 
 logger = logging.getLogger("unsloth_ddp")

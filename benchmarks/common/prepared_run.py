@@ -65,13 +65,13 @@ def prepared_run(argv: list[str], *, recompute: bool = False) -> Iterator[Prepar
         trainer.choose_micro_batch(None)
         model.train()
         device, autocast = trainer.args.device, trainer.accelerator.autocast
-        captured = trainer.cuda_graphs.captured
+        captured = trainer.step.graphs.captured
         if captured is None and device.type == "cpu":
             shape = shape_for(data.train, trainer.args.per_device_train_batch_size, run.settings.max_length)
             forward = PackedForward(model, shape, recompute=recompute)
             captured = CapturedStep(model, forward, autocast, torch.bfloat16, device)
             trainer.collate.pad_to_shape(shape)
-        runner = MicroBatchRunner(model, device, trainer.loss, trainer.data_collator, autocast)
+        runner = MicroBatchRunner(model, device, trainer.step.task.loss, trainer.data_collator, autocast)
         yield Prepared(run, trainer, data, captured, runner)
 
 

@@ -61,7 +61,7 @@ def measure(argv: list[str], lock: Path) -> dict[str, Any]:
     logger.setLevel(logging.INFO)
     with prepared_run(argv, recompute=True) as prepared:
         runner, captured = prepared.runner, prepared.captured
-        choice = prepared.trainer.cuda_graphs.choice
+        choice = prepared.trainer.step.graphs.choice
         cuda = runner.device.type == "cuda"
         found: dict[str, Any] = {
             "backend": prepared.run.runtime.backend,

@@ -163,7 +163,7 @@ def time_passes(prepared: Prepared, ready: Path) -> dict[str, Any]:
     import torch
 
     captured, size = prepared.captured, prepared.trainer.args.per_device_train_batch_size
-    found: dict[str, Any] = {"choice": prepared.trainer.cuda_graphs.choice.reason}
+    found: dict[str, Any] = {"choice": prepared.trainer.step.graphs.choice.reason}
     if captured is None:
         return found
     cuda = prepared.runner.device.type == "cuda"

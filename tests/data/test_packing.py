@@ -31,7 +31,7 @@ from unsloth_ddp.data.order.packing import (
 from unsloth_ddp.model.forward.attention import AttentionSetup, select_varlen_kernel
 from unsloth_ddp.model.forward.packing_obstacles import mixing_reason, untested_reason
 from unsloth_ddp.training.shown.meter import real_tokens
-from unsloth_ddp.training.step.loss import step_divisor, supervised_tokens
+from unsloth_ddp.training.tasks.text import supervised_tokens
 from unsloth_ddp.utils.errors import UserError
 
 CAPACITY = 100
@@ -373,7 +373,6 @@ def test_a_packed_micro_batch_holds_each_row_with_its_own_positions() -> None:
 def test_the_divisor_and_the_counted_tokens_are_those_of_padded_rows() -> None:
     _, _, padded, packed = both_ways()
     assert supervised_tokens(packed["labels"]) == supervised_tokens(padded["labels"]) > 20
-    assert step_divisor([packed], 2, lambda n: n * 2) == step_divisor([padded], 2, lambda n: n * 2)
     # Rows of one token count as fillers, packed or not.
     assert real_tokens(packed) == real_tokens(padded) == sum(ROWS) - 1
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -181,7 +180,6 @@ def choice_of_run(
         SimpleNamespace(model=model),  # type: ignore[arg-type]
         SimpleNamespace(kind=planned.checkpointing, per_device=planned.batch.per_device),  # type: ignore[arg-type]
         planned.batch,
-        nullcontext,
     )
     return before, steps.choice
 

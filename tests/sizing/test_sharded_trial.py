@@ -33,7 +33,7 @@ from unsloth_ddp.model.loading.load import load_model
 from unsloth_ddp.model.loading.stand_in import NoStandInError, layers_of, make_stand_in, period_of, unused
 from unsloth_ddp.sizing.sharded_bytes import ZERO_BUCKET, ShardedLayout, ShardedModel, Weight, held_bytes
 from unsloth_ddp.sizing.sharded_trial import Estimate, ShardedMemorySearch, extrapolate, read_weights
-from unsloth_ddp.training.step.micro_batch_loss import MicroBatchLoss
+from unsloth_ddp.training.tasks.text import TextTask
 from unsloth_ddp.utils.memory_limits import SHARDED_HEADROOM
 
 GIB = 2**30
@@ -71,7 +71,7 @@ def search_of(
     settings: Settings, runtime: Runtime, model: Any, memory: LiveBytes, sharding: Any = None
 ) -> ShardedMemorySearch:
     """A search as on GPUs, whose memory is that of the CPU."""
-    loss = MicroBatchLoss(None, divides=True, fused_head=False, forward_done=lambda: None)
+    loss = TextTask(None, divides=True, fused_head=False).loss
     runner = MicroBatchRunner(model, CPU, loss, PadRight(0), contextlib.nullcontext)
     runtime.device_type, runtime.sharding = "cuda", sharding or runtime.sharding
     data: Any = SimpleNamespace(train=some_rows(), evaluation=None, plan=BatchPlan(1, 8, runtime.ranks.world_size))

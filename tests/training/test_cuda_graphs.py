@@ -41,14 +41,14 @@ class Evaluation:
 
     def __init__(self, graphs: int) -> None:
         self.graphs = graphs
-        self.cuda_graphs = SimpleNamespace(release=self.release)
+        self.step = SimpleNamespace(graphs=SimpleNamespace(release=self.release), task=SimpleNamespace(loss=self.loss))
         self.compute_loss_context_manager = nullcontext
 
     def release(self) -> bool:
         had, self.graphs = self.graphs, 0
         return had > 0
 
-    def compute_loss(self, model: Any, inputs: Any, num_items_in_batch: Any) -> torch.Tensor:
+    def loss(self, model: Any, inputs: Any, divisor: Any) -> torch.Tensor:
         if self.graphs or inputs["size"] > 1:
             raise torch.cuda.OutOfMemoryError("CUDA out of memory.")
         return torch.tensor(3.0)
@@ -323,8 +323,8 @@ def test_a_trial_decides_for_every_rank_and_captures_all_sizes(
     plan = BatchPlan(2, 1, 1)
     data: Any = SimpleNamespace(train=train, plan=plan)
     steps = cuda_graphs.CudaGraphs(settings, runtime, data, collate, torch.device("cpu"), model_of_layers([]))
-    runner: Any = SimpleNamespace(model=None, batch_of=lambda rows: rows, loss_sum=None)
-    steps.prepare(runner, MicroBatchDecision("none", 2, "as set"), plan, nullcontext)
+    runner: Any = SimpleNamespace(model=None, batch_of=lambda rows: rows, loss_sum=None, autocast=nullcontext)
+    steps.prepare(runner, MicroBatchDecision("none", 2, "as set"), plan)
     assert steps.choice == StepChoice(other_rank is None, reason)
     assert noted == {"tolerance": 0.25 if options else 0.05, "captured": "pack 1"}
     assert (steps.captured is None) == (other_rank is not None) == (padded_batch[-1] is None)

@@ -74,16 +74,16 @@ def test_the_line_names_host_and_figures():
 
 def train_slowly(rank: int, argv: list[str], cwd: str) -> None:
     """train_ddp.py, in which the forward passes of one rank take longer."""
-    from unsloth_ddp.training.step.micro_batch_loss import MicroBatchLoss
+    from unsloth_ddp.training.tasks.text import TextTask
 
-    forward = MicroBatchLoss.__call__
+    forward = TextTask.loss
 
     def slow(self, *args):
         if int(os.environ["RANK"]) == rank:
             time.sleep(0.6)
         return forward(self, *args)
 
-    MicroBatchLoss.__call__ = slow
+    TextTask.loss = slow
     train(argv, cwd)
 
 

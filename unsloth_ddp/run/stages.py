@@ -159,8 +159,8 @@ def begin(run: Run, trainer: DDPTrainer, resume: ResumePoint | None) -> None:
         decision,
         trainer.model,
         run.folder,
-        head_chooses=trainer.loss.head is not None,
-        step=trainer.cuda_graphs.choice,
+        head_chooses=trainer.step.task.head_chooses,
+        step=trainer.step.graphs.choice,
     )
     print(described, flush=True)
     for sentence in summary_file.questionable(settings, trainer.data, decision):

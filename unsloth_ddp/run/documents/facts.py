@@ -71,7 +71,7 @@ def part_facts(runtime: Runtime, trainer: DDPTrainer, first_step: int) -> dict[s
         "command": [hide(word) for word in sys.argv[1:]],
         **runtime.layout(),
         "device_type": runtime.device_type,
-        "gradient_checkpointing": trainer.checkpointing.kind,
+        "gradient_checkpointing": trainer.step.checkpointing.kind,
         **batch_identity(trainer.plan),
         "versions": versions(),
         "hardware": hardware,

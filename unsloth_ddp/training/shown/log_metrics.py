@@ -10,7 +10,7 @@ from typing import Any
 from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.training.shown.meter import Meter
 from unsloth_ddp.training.shown.mfu import Utilization
-from unsloth_ddp.training.step.oom_retry import StepRetry, describe_repeat
+from unsloth_ddp.training.step.optimizer_step import OptimizerStep, describe_repeat
 
 logger = logging.getLogger("unsloth_ddp")
 
@@ -21,10 +21,10 @@ class LogMetrics:
     Upstream logs the mean of step means. The losses here are means over the tokens of all ranks.
     """
 
-    def __init__(self, model: Any, runtime: Runtime, meter: Meter, retry: StepRetry) -> None:
+    def __init__(self, model: Any, runtime: Runtime, meter: Meter, step: OptimizerStep) -> None:
         self.runtime = runtime
         self.meter = meter
-        self.retry = retry
+        self.step = step
         self.stragglers = Stragglers()
         self.utilization = Utilization(model, runtime)
 
@@ -40,9 +40,9 @@ class LogMetrics:
         return {"train_loss": self.meter.totals.train_loss or 0.0}
 
     def _collect(self, step: int) -> dict[str, float]:
-        checkpointing = self.retry.checkpointing
+        checkpointing = self.step.checkpointing
         metrics = self.meter.collect(checkpointing.level)
-        short = self.retry.follow(self.meter.levels)
+        short = self.step.follow(self.meter.levels)
         if short and self.runtime.ranks.is_main:
             named = [self.runtime.locations[rank] for rank in short]
             print(describe_repeat(named, step, checkpointing.kind), flush=True)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -87,7 +85,6 @@ class CudaGraphs:
         runner: MicroBatchRunner,
         decision: MicroBatchDecision,
         plan: BatchPlan,
-        autocast: Callable[[], AbstractContextManager[Any]],
         gradients: GradientBuffers | None = None,
     ) -> None:
         """Make the final decision, when the micro-batch is known; every rank calls this.
@@ -95,7 +92,6 @@ class CudaGraphs:
         Args:
             runner: computes a micro-batch as the backend does.
             plan: the batch plan with the chosen micro-batch.
-            autocast: the trainer's.
             gradients: buffers of the gradients that are exchanged, if any.
 
         Raises:
@@ -106,7 +102,7 @@ class CudaGraphs:
         shape = shape_of_run(self.settings, self.data.train, plan)
         reason = reason_after(self.settings, self.data.train, plan, shape, decision.kind, self._while_launching)
         if reason is None:
-            captured, reason = self._try(runner, decision, shape, autocast, gradients)
+            captured, reason = self._try(runner, decision, shape, gradients)
             reason = next((one for one in self.runtime.gather(reason) if one is not None), None)
             if captured is not None and reason is None:
                 captured.in_trial = False
@@ -120,7 +116,6 @@ class CudaGraphs:
         runner: MicroBatchRunner,
         decision: MicroBatchDecision,
         shape: FixedShape,
-        autocast: Callable[[], AbstractContextManager[Any]],
         gradients: GradientBuffers | None,
     ) -> tuple[CapturedStep | None, str | None]:
         train, model, size = self.data.train, runner.model, decision.per_device
@@ -128,7 +123,7 @@ class CudaGraphs:
             forward = PackedForward(model, shape, recompute=decision.kind == "torch")
         except NotImplementedError as error:
             return None, str(error)
-        captured = CapturedStep(model, forward, autocast, torch.bfloat16, self.device, gradients)
+        captured = CapturedStep(model, forward, runner.autocast, torch.bfloat16, self.device, gradients)
         self.collate.pad_to_shape(shape)
         batch = runner.batch_of([train.examples[index] for index in range(min(size, train.units))])
         tolerance = FP8_GRADIENT_TOLERANCE if self.settings.fp8 else GRADIENT_TOLERANCE

@@ -50,8 +50,9 @@ def choose_run_folder(settings: Settings, runtime: Runtime) -> Path:
         UserError: it holds another run, a job is writing it, or a node cannot write there.
     """
     unnamed = settings.run_name is None
-    settings.run_name = runtime.broadcast_from_main(lambda: settings.run_name or default_run_name(settings))
-    folder = Path(settings.output_dir).expanduser().resolve() / settings.run_name
+    name = runtime.broadcast_from_main(lambda: settings.run_name or default_run_name(settings))
+    settings = dataclasses.replace(settings, run_name=name)
+    folder = Path(settings.output_dir).expanduser().resolve() / name
 
     def look() -> None:
         named_folder(settings.resume)

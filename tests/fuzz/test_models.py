@@ -22,10 +22,10 @@ from tests.fuzz import few, refusal, result_or_sentence
 from tests.runtimes import cpu_runtime
 from tests.unpickled import Touch
 from unsloth_ddp.config.options import Settings
-from unsloth_ddp.data.formats import to_example
-from unsloth_ddp.data.tokenize import Encoder, encode_row
-from unsloth_ddp.model.files_check import check_folder
-from unsloth_ddp.model.load import check_model, load_model, load_tokenizer
+from unsloth_ddp.data.chat.tokenize import Encoder, encode_row
+from unsloth_ddp.data.sources.formats import to_example
+from unsloth_ddp.model.files.check import check_folder
+from unsloth_ddp.model.loading.load import check_model, load_model, load_tokenizer
 
 RUNTIME = cpu_runtime()
 SAFE, INDEX = "model.safetensors", "model.safetensors.index.json"

@@ -17,8 +17,8 @@ from unsloth_ddp.checkpoints.writer import is_shared
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.distributed.wire import sendable
-from unsloth_ddp.utils.checksums import CHUNK
 from unsloth_ddp.utils.errors import UserError
+from unsloth_ddp.utils.files.checksums import CHUNK
 from unsloth_ddp.utils.versions import versions
 
 

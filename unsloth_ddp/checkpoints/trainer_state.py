@@ -11,7 +11,7 @@ from typing import Any
 
 from unsloth_ddp.checkpoints.manifest import Damaged, Manifest
 from unsloth_ddp.utils.errors import os_reason
-from unsloth_ddp.utils.safe_files import read_regular
+from unsloth_ddp.utils.files.safe import read_regular
 
 FILE_NAME = "trainer_state.json"
 # A million log lines have a third of this.

@@ -67,6 +67,8 @@ def test_a_folder_that_cannot_be_used_is_refused(
     for name in ("settings.yaml", "summary.json"):
         (tmp_path / "done" / name).write_text("{}")
     check_run_folder(settings(rows))
+    # On several nodes only node 0 needs the checkpoint.
+    check_files(settings(rows, resume="nope"), 2)
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(UserError, match=said):
         check_run_folder(settings(rows, **given))

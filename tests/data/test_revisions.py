@@ -10,9 +10,9 @@ import pytest
 
 from tests.runtimes import cpu_runtime
 from unsloth_ddp.config.options import Settings
-from unsloth_ddp.data import revisions
-from unsloth_ddp.data.revisions import dataset_revisions, ignored_hub_options, pin_revisions
-from unsloth_ddp.data.sources import read_rows
+from unsloth_ddp.data.sources import revisions
+from unsloth_ddp.data.sources.revisions import dataset_revisions, ignored_hub_options, pin_revisions
+from unsloth_ddp.data.sources.rows import read_rows
 from unsloth_ddp.distributed.ranks import Ranks
 from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.utils.errors import UserError

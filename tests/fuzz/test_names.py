@@ -15,9 +15,9 @@ from tests.runtimes import cpu_runtime
 from unsloth_ddp.checkpoints.resume_point import find_resume_point
 from unsloth_ddp.config.options import Settings
 from unsloth_ddp.config.parse import parse_settings
-from unsloth_ddp.data.sources import check_source
+from unsloth_ddp.data.sources.rows import check_source
 from unsloth_ddp.distributed import backend, runtime
-from unsloth_ddp.model.load import check_model
+from unsloth_ddp.model.loading.load import check_model
 from unsloth_ddp.run import folder as run_folder
 
 PATHS = ("model", "dataset", "eval_dataset", "output_dir", "resume", "chat_template", "compiled_cache_dir")

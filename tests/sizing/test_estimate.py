@@ -11,7 +11,7 @@ from benchmarks.memory import what_fits
 from tests.conftest import REPO
 from tests.plan.conftest import SHAPE
 from unsloth_ddp.config.options import Settings
-from unsloth_ddp.data.batch_plan import plan_batch
+from unsloth_ddp.data.order.batch_plan import plan_batch
 from unsloth_ddp.sizing.estimate import (
     BYTES_PACKED,
     MEASURED,

@@ -77,7 +77,9 @@ RENAMED = {
 _QLORA, _LORA, _FULL = {"method": "qlora"}, {"method": "lora"}, {"method": "full"}
 _NOTHING: dict[str, Any] = {}
 _NOT_4_BIT = "8-bit base weights are not offered; method lora keeps the base in 16 bit, method qlora in 4 bit"
-_EXPORT = "export the result: uv run python -m unsloth_ddp.export RUN --to gguf --quantize TYPE (or merged, vllm, ollama)"
+_EXPORT = (
+    "export the result: uv run python -m unsloth_ddp.export RUN --to gguf --quantize TYPE (or merged, vllm, ollama)"
+)
 _METHODS = "the methods are lora, qlora and full"
 
 # "name/tools" -> value -> options, and what is said of other values.

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import yaml
 
 from unsloth_ddp.config.declare import Option, option
-from unsloth_ddp.utils.safe_files import write_new_file
+from unsloth_ddp.utils.files.safe import write_new_file
 
 
 @dataclass

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from unsloth_ddp.config.options import Settings
-from unsloth_ddp.data.hub import use_cache_if_hub_is_unreachable
-from unsloth_ddp.data.revisions import pin_revisions
+from unsloth_ddp.data.sources.hub import use_cache_if_hub_is_unreachable
+from unsloth_ddp.data.sources.revisions import pin_revisions
 from unsloth_ddp.distributed.ranks import Ranks
 from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.distributed.signals import StopRequest
@@ -65,8 +65,8 @@ def open_run(settings: Settings, ranks: Ranks) -> Iterator[Run]:
     # Imported here, so that a mistake above is reported before the seconds that torch takes to load.
     from unsloth_ddp.data.node_folder import node_folder
     from unsloth_ddp.distributed.runtime import started
-    from unsloth_ddp.distributed.watchdog import watched
-    from unsloth_ddp.model.whole_model import choose_backend_by_size
+    from unsloth_ddp.distributed.watch.watchdog import watched
+    from unsloth_ddp.model.loading.whole_model import choose_backend_by_size
     from unsloth_ddp.run.upload import check_upload
 
     ended: RunEnd | None = None

@@ -21,9 +21,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Module, Parameter
 
 from unsloth_ddp.distributed.wire import sendable
-from unsloth_ddp.model.micro_batch import MicroBatchRunner
-from unsloth_ddp.model.modules import DTYPES, base_model, embedding_ids, kept_random_numbers, training_mode
-from unsloth_ddp.model.stand_in import (
+from unsloth_ddp.model.forward.micro_batch import MicroBatchRunner
+from unsloth_ddp.model.loading.stand_in import (
     NoStandInError,
     first_layers,
     is_packed,
@@ -32,6 +31,7 @@ from unsloth_ddp.model.stand_in import (
     period_of,
     unused,
 )
+from unsloth_ddp.model.modules import DTYPES, base_model, embedding_ids, kept_random_numbers, training_mode
 from unsloth_ddp.sizing.micro_batch import MicroBatchDecision, search
 from unsloth_ddp.sizing.sharded_bytes import ShardedLayout, ShardedModel, Weight, _whole, held_bytes
 from unsloth_ddp.sizing.trial import (

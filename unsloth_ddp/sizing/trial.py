@@ -26,9 +26,9 @@ from unsloth_ddp.data.dataset import TokenizedRows
 from unsloth_ddp.data.training_data import TrainingData
 from unsloth_ddp.distributed.runtime import Runtime
 from unsloth_ddp.distributed.wire import sendable
-from unsloth_ddp.model.experts import full_shape
-from unsloth_ddp.model.gradient_checkpointing import GradientCheckpointing
-from unsloth_ddp.model.micro_batch import MicroBatchRunner
+from unsloth_ddp.model.adapter.experts import full_shape
+from unsloth_ddp.model.forward.gradient_checkpointing import GradientCheckpointing
+from unsloth_ddp.model.forward.micro_batch import MicroBatchRunner
 from unsloth_ddp.model.modules import embedding_ids, evaluation_mode, kept_random_numbers, training_mode
 from unsloth_ddp.sizing.micro_batch import (
     ENOUGH_TOKENS,

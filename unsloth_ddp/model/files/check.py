@@ -7,13 +7,13 @@ the folder is executed, and of the weights only the headers are read.
 from __future__ import annotations
 
 import json
-import re
 import shlex
 import zipfile
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from unsloth_ddp.data.sources.rows import HUB_ID
 from unsloth_ddp.model.files.source_check import ADAPTER_FILE, check_no_adapter, read_model_file
 from unsloth_ddp.utils.errors import UserError, one_line, os_reason
 from unsloth_ddp.utils.files.safe import stays_inside
@@ -24,7 +24,6 @@ ADAPTER_WEIGHTS = "adapter_model.safetensors"
 LARGEST_JSON = 1 << 28
 LFS_POINTER = b"version https://git-lfs.github.com/spec"
 ZIP = b"PK"
-HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 # The weights in a checkpoint of full training with FSDP2 (checkpoints/shards.py).
 SHARDS = "weights/shard-*.safetensors"
 SAFE, PICKLED = "model.safetensors", "pytorch_model.bin"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -77,8 +78,9 @@ def open_run(settings: Settings, ranks: Ranks) -> Iterator[Run]:
             runtime.on_every_rank(lambda: check_files(settings, ranks.world_size))
         choose_backend_by_size(settings, runtime)
         # Before the folder is chosen: its settings name the commits that the run there was made with.
-        pin_revisions(settings, runtime)
+        settings = pin_revisions(settings, runtime)
         folder = choose_run_folder(settings, runtime)
+        settings = dataclasses.replace(settings, run_name=folder.name)
         runtime.on_main(lambda: check_upload(settings))
         try:
             yield Run(settings, runtime, folder, shared, stop, began, named=named)

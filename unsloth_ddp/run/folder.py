@@ -63,8 +63,9 @@ def choose_run_folder(settings: Settings, runtime: Runtime) -> Path:
         UserError: it holds another run, a job is writing it, or a node cannot write there.
     """
     unnamed = settings.run_name is None
-    settings.run_name = runtime.broadcast_from_main(lambda: settings.run_name or default_run_name(settings))
-    folder = _folder_of(settings, settings.run_name)
+    name = runtime.broadcast_from_main(lambda: settings.run_name or default_run_name(settings))
+    settings = dataclasses.replace(settings, run_name=name)
+    folder = _folder_of(settings, name)
     runtime.on_main(lambda: named_folder(settings.resume))
     runtime.on_main(lambda: _look(settings, folder))
     runtime.on_main(lambda: _try_to_write(folder), per_node=True)

@@ -11,7 +11,7 @@ import re
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from unsloth_ddp.data.chat.losses import is_call_with_text, refuse_repeated, turns_left_out
+from unsloth_ddp.data.chat.losses import is_call_with_text, refuse_repeated, tool_keys_left_out, turns_left_out
 from unsloth_ddp.data.chat.parts import REPEATED, Markup, Part, StandIn, stand_in
 from unsloth_ddp.data.chat.scaffold import Places, Scaffold, Slot, not_found_in, places_in, scaffold_of
 from unsloth_ddp.data.chat.turn_spans import SpanFinder, Written
@@ -223,14 +223,15 @@ class RowReader:
         return replace(plan, spans=inside, notes=tuple(notes), ending=ended[len(text) :])
 
     def _unread(self, example: Example, text: str) -> tuple[str, ...]:
-        """Return the keys of messages without which the text is the same."""
+        """Return the keys of messages without which the text is the same, and keys of tools that it lacks."""
         keys = {
             key
             for message in example.messages
             for key, value in message.items()
             if key not in OWN_KEYS and not is_empty(value) and not str(value).startswith(REPEATED)
         }
-        return tuple(sorted(key for key in keys if self._same_without(key, example, text)))
+        unread = {key for key in keys if self._same_without(key, example, text)}
+        return tuple(sorted(unread | tool_keys_left_out(example.tools or [], text)))
 
     def _same_without(self, key: str, example: Example, text: str) -> bool:
         messages = [{name: value for name, value in message.items() if name != key} for message in example.messages]

@@ -142,7 +142,7 @@ class SpanFinder:
         if there < len(tails[0].rstrip()):
             return None, False
         begun, rest = tails[1][len(tails[0].rstrip()) : there].strip(), tails[1][there:].strip()
-        return end + here, bool(begun and rest) and not any(closes(tag) for tag in TAG.findall(rest))
+        return end + here, bool(begun and TAG.match(rest)) and not any(closes(tag) for tag in TAG.findall(rest))
 
     def _begin_without_question(self, text: str, first: int | None) -> int | None:
         """Return where the prompt ends of a chat that begins with the assistant, since many templates need a message."""
@@ -152,9 +152,13 @@ class SpanFinder:
             asked, prompted = (self.template.render([NEXT_QUESTION], None, prompt=prompt) for prompt in (False, True))
         except Exception:
             return None
-        prompt = prompted[shared(asked, prompted)[1] :]
-        at = text.rfind(prompt.strip(), 0, first)
-        return at + shared(text[at:first], prompt.lstrip())[0] if prompt.strip() and at >= 0 else None
+        prompt = prompted[shared(asked, prompted)[1] :].strip()
+        # The prompt may open a block that the answer lacks.
+        for begun in (prompt, *(prompt[: tag.start()] for tag in reversed([*TAG.finditer(prompt)]))):
+            at = text.rfind(begun, 0, first)
+            if begun and at >= 0:
+                return at + shared(text[at:first], prompted[prompted.rfind(prompt) :])[0]
+        return None if prompt else first
 
     def _end(self, example: Example, text: str, turn: int, written: Sequence[Written]) -> int | None:
         """Return where a turn ends; None if the chat up to it is rendered differently."""
@@ -191,8 +195,8 @@ def _holds_others(span: Span, turn: int, written: Sequence[Written]) -> bool:
 
 
 def _behind(part: str, text: str) -> str | None:
-    """Return the text behind the last place of a part; None if the text lacks it."""
-    at = text.rfind(part)
+    """Return the text behind the last place of a part, all of it behind nothing; None if the text lacks the part."""
+    at = text.rfind(part) if part else 0
     return None if at < 0 else text[at + len(part) :]
 
 

@@ -14,9 +14,9 @@ from typing import Literal
 
 from unsloth_ddp.data.chat.parts import closes
 from unsloth_ddp.data.chat.scaffold import WORD
-from unsloth_ddp.data.chat_template import ChatTemplate, Span
-from unsloth_ddp.data.formats import Example
-from unsloth_ddp.data.messages import Message
+from unsloth_ddp.data.chat.template import ChatTemplate, Span
+from unsloth_ddp.data.sources.formats import Example
+from unsloth_ddp.data.sources.messages import Message
 from unsloth_ddp.utils.errors import UserError
 
 NEXT_QUESTION: Message = {"role": "user", "content": "And then?"}

@@ -38,7 +38,7 @@ _LIGHTNING = (
     "Lightning's Trainer takes what it is told for the number of processes: set devices and num_nodes to those of the "
     "launch, and divide accumulate_grad_batches by the number of processes"
 )
-_ENDS = ("exit", "quit", "sys.exit")
+_ENDS = ("exit", "quit", "sys.exit", "SystemExit")
 _OWN_LOADERS = ("get_train_dataloader",)
 _SHARDS = {"prepare", "prepare_data_loader", "get_train_dataloader", "DistributedSampler"}
 _COUNTS = ("device_count", "per_device_train_batch_size", "gradient_accumulation_steps", "train_batch_size")

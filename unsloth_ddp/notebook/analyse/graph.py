@@ -24,7 +24,14 @@ from unsloth_ddp.notebook.syntax.effects import (
 )
 from unsloth_ddp.notebook.syntax.name_usage import collect
 from unsloth_ddp.notebook.syntax.tree import full_path, is_false
-from unsloth_ddp.notebook.syntax.usage import NAMESPACE, CallSite, DeferredBody, NameUsage, follow_aliases
+from unsloth_ddp.notebook.syntax.usage import (
+    NAMESPACE,
+    RETURNED,
+    CallSite,
+    DeferredBody,
+    NameUsage,
+    follow_aliases,
+)
 
 # Effects that a function hands on to a call it is merely passed to, such as dataset.map(function).
 _THROUGH_ARGUMENTS = {Effect.PAID, Effect.FILE, Effect.SERVER, Effect.PRINT, Effect.RANDOM, Effect.SHELL}
@@ -124,7 +131,7 @@ class Graph:
     def function_effects(self) -> dict[str, set[Effect]]:
         """Return the effects of the notebook's own functions."""
         assert self.effects is not None
-        return {name: self.effects.of_function(name) for name, body in self.functions.items() if not body.methods}
+        return {name: self.effects.of_function(name) for name, body in self.functions.items() if not body.is_class}
 
     def class_effects(self, name: str) -> set[Effect]:
         """Return the effects of all methods of one of the notebook's own classes."""
@@ -166,7 +173,7 @@ class Graph:
         """Return the notebook's function or method that a call runs, and whether its first parameter is the object."""
         assert self.effects is not None
         body = self.functions.get(site.path)
-        if body is not None and not (body.methods or body.bases):
+        if body is not None and not body.is_class:
             return body, False
         name, method = (site.path, "__init__") if body is not None else (self.effects.owner(site) or "", site.tail)
         while name in self.functions:  # a method that it inherits
@@ -267,7 +274,7 @@ class _Effects:
         found: set[Effect] = set()
         body = graph.functions.get(site.path)
         if body is not None:
-            if not body.methods and not body.bases:
+            if not body.is_class:
                 found |= self.of_function(site.path)
             elif any(downloads_data(graph.full_path(inner)) for inner in body.calls):
                 found.add(Effect.DATA)  # a Dataset class that downloads when it is made
@@ -315,16 +322,28 @@ class _Effects:
         return found.union(*(self.of_site(site) for site in body.calls))
 
 
+def _gives_trainer(site: CallSite, graph: Graph, depth: int = 0) -> bool:
+    """Return whether a call makes a trainer, itself or as a function of the notebook that returns one."""
+    if makes_trainer(site, graph.trainer_classes):
+        return True
+    body = graph.functions.get(site.path)
+    if body is None or body.is_class or depth > 3:
+        return False
+    returned = {whole for part, whole in body.aliases if part == RETURNED}
+    wanted = {RETURNED} | (returned if len(returned) == 1 else set())
+    return any(_gives_trainer(inner, graph, depth + 1) for name, inner in body.assigned if name in wanted)
+
+
 def _find_effects(graph: Graph) -> None:
     trainers: set[str] = set()
     instances: dict[str, set[str]] = {}
     for statement in graph.statements:
         for site in statement.usage.calls:
             body = graph.functions.get(site.path)
-            if body is not None and (body.methods or body.bases):
+            if body is not None and body.is_class:
                 for name in statement.usage.writes:
                     instances.setdefault(name, set()).add(site.path)
-        trainers |= {name for name, site in statement.usage.assigned if makes_trainer(site, graph.trainer_classes)}
+        trainers |= {name for name, site in statement.usage.assigned if _gives_trainer(site, graph)}
     trainers -= graph.remote_names | graph.functions.keys()
     effects = graph.effects = _Effects(graph, trainers, instances)
     for statement in graph.statements:

@@ -117,7 +117,7 @@ _STATS = re.compile(
     r"^torch\.cuda\.(get_device_properties|max_memory_\w+|memory_\w+|mem_get_info|get_device_name|list_gpu_processes)$"
 )
 _STATE = re.compile(
-    r"^(os\.(chdir|putenv|unsetenv|umask|environ\.(pop\w*|update|setdefault|clear|__\w+__))|exit|quit|sys\.exit"
+    r"^(os\.(chdir|putenv|unsetenv|umask|environ\.(pop\w*|update|setdefault|clear|__\w+__))|exit|quit|SystemExit|sys\.exit"
     r"|sys\.path\.\w+|sys\.set\w+|random\.seed|numpy\.random\.seed|torch\.set_\w+"
     r"|torch\.(cuda\.)?manual_seed\w*|torch\.backends\..*|warnings\.\w+|(\w+\.)*set_seed|(\w+\.)*set_start_method)$"
 )

@@ -19,12 +19,14 @@ from unsloth_ddp.notebook.syntax.tree import (
     is_false,
     is_harmless,
     is_mutating,
+    moves,
     parameters,
     root_name,
 )
 from unsloth_ddp.notebook.syntax.usage import (
     ENVIRONMENT,
     NAMESPACE,
+    RETURNED,
     CallSite,
     DeferredBody,
     NameUsage,
@@ -128,6 +130,16 @@ class _Collector(NamesRead):
             self.assigned += [(name, site) for name in names]
         if gives_parts(node.value) and not isinstance(target, cst.Attribute | cst.Subscript):
             self._alias(target, node.value)
+
+    def visit_Return(self, node: cst.Return) -> None:
+        if isinstance(node.value, cst.Call):
+            self.assigned.append((RETURNED, CallSite(dotted(node.value.func), node.value, frozenset())))
+        if node.value is not None and gives_parts(node.value):
+            self._alias(cst.Name(RETURNED), node.value)
+
+    def visit_Raise(self, node: cst.Raise) -> None:
+        if isinstance(node.exc, cst.Name):  # an end of the script: `raise SystemExit`
+            self.scopes[-1].usage.calls.append(CallSite(node.exc.value, cst.Call(func=node.exc), frozenset()))
 
     def _alias(self, target: cst.BaseExpression, value: cst.BaseExpression) -> None:
         """Note that the parts bound by `target` belong to the objects that `value` names."""
@@ -246,6 +258,8 @@ class _Collector(NamesRead):
             usage.reads |= references(call.interpolated)
         elif site.is_method and ((site.bare and not is_harmless(site.tail)) or is_mutating(site.tail)):
             self._mutate(root_name(node.func))
+        elif site.bare and moves(site.tail) and not self.function:  # a function that evaluates may do so too
+            self._mutate(root_name(node.func))
         if path in ("setattr", "delattr") or (tail_changes(site) and node.args):  # torch.nn.init.zeros_(weight)
             self._mutate(root_name(node.args[0].value))
         if path in ("next", "iter") and node.args:
@@ -269,6 +283,7 @@ class _Collector(NamesRead):
     def _body(self, name: str, params: list[str], block: cst.BaseSuite) -> None:
         """Collect a deferred body under the outermost definition it belongs to."""
         deferred = DeferredBody(params=params)
+        before = len(self.assigned)
         self.function.append(deferred)
         self.scopes.append(_Scope("function", local=set(params)))
         block.visit(self)
@@ -279,9 +294,11 @@ class _Collector(NamesRead):
         deferred.reads |= scope.usage.reads - hidden
         deferred.calls += scope.usage.calls
         deferred.mutates |= {n for n in scope.usage.mutates if n not in hidden or n in params}
+        deferred.mutates_inside |= scope.usage.mutates & hidden
         deferred.stores |= scope.usage.stores - hidden
         deferred.iterates |= scope.usage.iterates
         deferred.aliases += scope.usage.aliases
+        deferred.assigned += self.assigned[before:]
         if self.function:
             self.function[-1].absorb(deferred)
             return
@@ -308,7 +325,8 @@ class _Collector(NamesRead):
         node.body.visit(self)
         scope = self.scopes.pop()
         parent = self.scopes[-1]
-        whole = DeferredBody(bases=[dotted(base.value) for base in node.bases], methods=dict(scope.usage.defines))
+        bases = [dotted(base.value) for base in node.bases]
+        whole = DeferredBody(bases=bases, methods=dict(scope.usage.defines), is_class=True)
         for method in scope.usage.defines.values():
             whole.absorb(method)
         whole.calls += scope.usage.calls

@@ -67,6 +67,17 @@ def is_harmless(method: str) -> bool:
     return method in HARMLESS or method.startswith(_LEAVES)
 
 
+def sets_argument(function: str) -> bool:
+    """Return whether a function of a library changes its first argument by its name: `set_peft_model_state_dict`."""
+    word, _, rest = function.partition("_")
+    return bool(rest) and word in (*_MUTATING, "freeze", "unfreeze", "init", "inject", "patch", "prepare")
+
+
+def moves(method: str) -> bool:
+    """Return whether a method of this name moves a model to a device."""
+    return method in ("to", "cuda", "cpu")
+
+
 def _all_parameters(params: cst.Parameters) -> list[cst.Param]:
     found = [*params.posonly_params, *params.params, *params.kwonly_params]
     if isinstance(params.star_arg, cst.Param):

@@ -42,11 +42,14 @@ class DeferredBody:
     calls: list[CallSite] = field(default_factory=list)
     params: list[str] = field(default_factory=list)
     mutates: set[str] = field(default_factory=set)  # parameters and globals
+    mutates_inside: set[str] = field(default_factory=set)  # names of its own
     bases: list[str] = field(default_factory=list)
     methods: dict[str, DeferredBody] = field(default_factory=dict)
     stores: set[str] = field(default_factory=set)  # names whose attributes or items are assigned or deleted
     iterates: set[str] = field(default_factory=set)  # names that a loop runs over
     aliases: list[tuple[str, str]] = field(default_factory=list)  # (part, whole)
+    assigned: list[tuple[str, CallSite]] = field(default_factory=list)  # `name = call(...)`, and RETURNED of `return call()`
+    is_class: bool = False
     # globals set before anything else -> the path called for it, or ""
     sets: dict[str, str] = field(default_factory=dict)
     starts: list[str] = field(default_factory=list)  # functions called before anything else
@@ -92,11 +95,16 @@ def follow_aliases(mutates: set[str], aliases: list[tuple[str, str]]) -> None:
         queue += fresh
 
 
+# The name of what a function returns, among its aliases and its calls.
+RETURNED = "return"
 # What a change of the notebook's own names through `globals()` counts as.
 NAMESPACE = "globals()"
 # What a change of environment variables counts as whose names only the run knows.
 ENVIRONMENT = "os.environ[...]"
-_GIVE_PARTS = re.compile(r"^(get_\w+|named_\w+|modules|children|parameters|buffers|items|values|layers)$")
+_GIVE_PARTS = re.compile(
+    r"^(get|get_\w+|named_\w+|modules|children|parameters|buffers|items|values|layers|state_dict|unwrap_model)$"
+)
+_GIVE_THEMSELVES = {"to", "cuda", "cpu", "half", "float", "bfloat16", "eval", "train", "requires_grad_"}
 _KEEP_PARTS = {"getattr", "list", "dict", "tuple", "enumerate", "zip", "iter", "next", "reversed", "sorted", "filter"}
 
 
@@ -105,10 +113,16 @@ def gives_parts(value: cst.BaseExpression) -> bool:
     match value:
         case cst.Name() | cst.Attribute() | cst.Subscript():
             return True
+        case cst.Tuple(elements=elements) | cst.List(elements=elements) | cst.Dict(elements=elements):
+            return any(gives_parts(element.value) for element in elements)
+        case cst.IfExp(body=left, orelse=right) | cst.BooleanOperation(left=left, right=right):
+            return gives_parts(left) or gives_parts(right)
+        case cst.BaseComp(for_in=cst.CompFor(iter=source)):
+            return gives_parts(source)
         case cst.Call(func=cst.Name(value=name), args=args):
             return name in _KEEP_PARTS and any(gives_parts(arg.value) for arg in args)
-        case cst.Call(func=cst.Attribute(attr=cst.Name(value=name))):
-            return bool(_GIVE_PARTS.match(name))
+        case cst.Call(func=cst.Attribute(value=whole, attr=cst.Name(value=name))):
+            return bool(_GIVE_PARTS.match(name)) or (name in _GIVE_THEMSELVES and gives_parts(whole))
     return False
 
 

@@ -82,3 +82,9 @@ def _between(call: cst.Call, index: int) -> cst.BaseParenthesizableWhitespace:
                 first_line=cst.TrailingWhitespace(), indent=whitespace.indent, last_line=whitespace.last_line
             )
     return cst.SimpleWhitespace(" ")
+
+
+def names_arguments(arg: cst.Arg) -> bool:
+    """Return whether an argument given by position holds a trainer's arguments, by its name."""
+    text = code(arg.value).lower()
+    return arg.keyword is None and ("arg" in text or "config" in text)

@@ -19,6 +19,9 @@ _TRAINS = re.compile(
     re.VERBOSE,
 )
 
+# Ends processes by the GPU that they use, or by the name of Python.
+_ENDS = re.compile(r"(?:^|[;&|]|sudo\s)\s*(?:fuser\s.*-\w*k|(?:p?kill|killall)\b.*(?:nvidia|python))")
+
 
 def is_launcher_variable(name: str) -> bool:
     """Return whether an environment variable is one by which processes of a job find each other."""
@@ -41,7 +44,16 @@ def variable_of(node: cst.BaseExpression) -> str:
 
 def training_line(command: str) -> str:
     """Return the line of a command that starts a training by itself, or ""."""
+    return _line(command, _TRAINS)
+
+
+def ending_line(command: str) -> str:
+    """Return the line of a command that ends all processes of Python or on a GPU, or ""."""
+    return _line(command, _ENDS)
+
+
+def _line(command: str, wanted: re.Pattern[str]) -> str:
     for line in command.replace("\\\n", " ").splitlines():
-        if _TRAINS.search(line.strip()) and not line.lstrip().startswith("#"):
+        if wanted.search(line.strip()) and not line.lstrip().startswith("#"):
             return " ".join(line.split())
     return ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
@@ -10,6 +11,7 @@ from functools import cached_property
 import libcst as cst
 
 from unsloth_ddp.notebook.read.displayed import is_bare_value
+from unsloth_ddp.notebook.syntax.arguments import code
 from unsloth_ddp.notebook.syntax.effects import (
     REMOTE_STARTS,
     Effect,
@@ -33,6 +35,9 @@ from unsloth_ddp.notebook.syntax.usage import (
     follow_aliases,
 )
 
+_COUNTS_PROCESSES = re.compile(
+    r"""^(int\()?[\w.]*(environ\b.*["']WORLD_SIZE["']|getenv\(["']WORLD_SIZE["']|get_world_size\()"""
+)
 # Effects that a function hands on to a call it is merely passed to, such as dataset.map(function).
 _THROUGH_ARGUMENTS = {Effect.PAID, Effect.FILE, Effect.SERVER, Effect.PRINT, Effect.RANDOM, Effect.SHELL}
 
@@ -102,6 +107,12 @@ class Graph:
         usages = [s.usage for s in self.statements]
         assigned = [pair for usage in usages for pair in usage.assigned]
         return frozenset(name for name, site in assigned if starts_run(self.full_path(site)))
+
+    @cached_property
+    def counts_of_processes(self) -> frozenset[str]:
+        """Return the names that hold the number of processes, as the launcher or a library says it."""
+        assigned = [pair for s in self.statements for pair in s.usage.assigned]
+        return frozenset(name for name, site in assigned if _COUNTS_PROCESSES.search(code(site.node)))
 
     @cached_property
     def remote_names(self) -> frozenset[str]:

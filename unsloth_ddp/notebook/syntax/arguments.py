@@ -87,4 +87,4 @@ def _between(call: cst.Call, index: int) -> cst.BaseParenthesizableWhitespace:
 def names_arguments(arg: cst.Arg) -> bool:
     """Return whether an argument given by position holds a trainer's arguments, by its name."""
     text = code(arg.value).lower()
-    return arg.keyword is None and ("arg" in text or "config" in text)
+    return arg.keyword is None and not arg.star and ("arg" in text or "config" in text)

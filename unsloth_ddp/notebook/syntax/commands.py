@@ -9,7 +9,7 @@ import libcst as cst
 from unsloth_ddp.notebook.syntax.tree import dotted
 
 _LAUNCHER = re.compile(
-    r"((LOCAL|NODE|GROUP|ROLE)_)?(RANK|WORLD_SIZE)$|ROLE_NAME$|MASTER_(ADDR|PORT)$|(TORCHELASTIC|ACCELERATE|PET)_"
+    r"((LOCAL|NODE|GROUP|ROLE)_)?(RANK|WORLD_SIZE)$|ROLE_NAME$|MASTER_(ADDR|PORT)$|(TORCHELASTIC|PET)_"
 )
 _TRAINS = re.compile(
     r"""(?:^|[;&|(!%'"])\s*(?:[A-Z_]+=\S+\s+|nohup\s+|sudo\s+|env\s+)*(

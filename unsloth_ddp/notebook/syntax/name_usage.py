@@ -32,6 +32,7 @@ from unsloth_ddp.notebook.syntax.usage import (
     NameUsage,
     follow_aliases,
     gives_parts,
+    note_start,
     of_namespace,
     sets_any_variable,
     tail_changes,
@@ -256,9 +257,7 @@ class _Collector(NamesRead):
         call = ipython_call(node)
         if call is not None:
             usage.reads |= references(call.interpolated)
-        elif site.is_method and ((site.bare and not is_harmless(site.tail)) or is_mutating(site.tail)):
-            self._mutate(root_name(node.func))
-        elif site.bare and moves(site.tail) and not self.function:  # a function that evaluates may do so too
+        elif site.is_method and self._changes_its_object(site):
             self._mutate(root_name(node.func))
         if path in ("setattr", "delattr") or (tail_changes(site) and node.args):  # torch.nn.init.zeros_(weight)
             self._mutate(root_name(node.args[0].value))
@@ -269,6 +268,12 @@ class _Collector(NamesRead):
         if sets_any_variable(node):
             usage.stores.add(ENVIRONMENT)
 
+    def _changes_its_object(self, site: CallSite) -> bool:
+        """Return whether a method changes what it is called on, by its name and where its value goes."""
+        if is_mutating(site.tail) or (site.bare and not is_harmless(site.tail)):
+            return True
+        return site.bare and moves(site.tail) and not self.function  # a function that only evaluates may do so too
+
     # Scopes ----------------------------------------------------------------------------------------------------------
 
     def visit_FunctionDef(self, node: cst.FunctionDef) -> bool:
@@ -277,7 +282,7 @@ class _Collector(NamesRead):
             part.visit(self)
         self._body(node.name.value, parameters(node.params), node.body)
         if len(self.scopes) == 1:
-            _note_start(node.body, self.scopes[0].usage.defines[node.name.value])
+            note_start(node.body, self.scopes[0].usage.defines[node.name.value])
         return False
 
     def _body(self, name: str, params: list[str], block: cst.BaseSuite) -> None:
@@ -366,34 +371,3 @@ class _Collector(NamesRead):
         parent.usage.calls += scope.usage.calls
         parent.usage.iterates |= scope.usage.iterates
         parent.usage.aliases += scope.usage.aliases
-
-
-def _note_start(block: cst.BaseSuite, body: DeferredBody) -> None:
-    """Note which globals a function sets, and which functions it calls, before it does anything else."""
-    for line in block.body:
-        for small in line.body if isinstance(line, cst.SimpleStatementLine) else [line]:
-            match small:
-                case cst.Global() | cst.Expr(value=cst.SimpleString()):
-                    pass
-                case cst.Assign(targets=[cst.AssignTarget(target=cst.Name(value=name))]) if name in body.writes:
-                    path = _made_from_nothing(small.value)
-                    if path is None or body.starts:
-                        return
-                    body.sets[name] = path
-                case cst.Expr(value=cst.Call(func=cst.Name(value=name), args=[])):
-                    body.starts.append(name)
-                case _:
-                    return
-    body.only_sets = not body.starts
-
-
-def _made_from_nothing(value: cst.BaseExpression) -> str | None:
-    """Return the path of the call without arguments that a value is, "" for a constant, None for anything else."""
-    match value:
-        case cst.Call(args=[]):
-            return dotted(value.func)
-        case cst.BaseNumber() | cst.SimpleString() | cst.Name(value="None" | "True" | "False"):
-            return ""
-        case cst.List(elements=[]) | cst.Dict(elements=[]):
-            return ""
-    return None

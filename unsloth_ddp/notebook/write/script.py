@@ -215,9 +215,9 @@ def _orders_by_hash(source: str) -> bool:
 
 
 def _hoisted(graph: Graph, first: int) -> list[str]:
-    """Collect environment variables that libraries read on import and that the notebook sets later."""
+    """Collect environment variables that libraries read on import and that the notebook sets later, but before it trains."""
     found: dict[str, str] = {}
-    for statement in graph.statements[first:]:
+    for statement in graph.statements[first : graph.last_seed + 1 or None]:
         node = statement.node
         if not isinstance(node, cst.SimpleStatementLine) or len(node.body) != 1:
             continue

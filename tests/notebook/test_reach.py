@@ -123,6 +123,21 @@ def test_a_paid_answer_is_sent_and_the_dataset_made_of_it_is_not() -> None:
     assert kinds(done) == ["paid call"]
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        "for m in list(sys.modules):\n    if 'PIL' in m:\n        sys.modules.pop(m)\n        open('log', 'w').write(m)",
+        "if torch.cuda.is_available():\n    torch.use_deterministic_algorithms(True)\n    print('fixed')",
+        "if torch.cuda.is_available():\n    disable_caching()\n    print('no cache')",
+    ],
+)
+def test_modules_and_settings_of_libraries_change_on_every_process(change: str) -> None:
+    text = body(convert_cells("import sys, torch\nfrom datasets import disable_caching", LOAD, DATA, change, TRAIN))
+    assert f"IS_MAIN:\n    {change[:8]}" not in text and f"LOCAL_RANK == 0:\n    {change[:8]}" not in text
+    drawn = "import matplotlib.pyplot as plt\nplt.set_cmap('x')\nplt.show()"
+    assert "IS_MAIN:\n    plt.set_cmap" in body(convert_cells(LOAD, DATA, drawn, TRAIN))
+
+
 LAUNCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT", "CUDA_VISIBLE_DEVICES")
 
 
@@ -318,6 +333,20 @@ def test_a_batch_is_not_divided_among_the_processes_twice(count: str, division: 
 def test_the_others_wait_while_one_downloads_a_dataset() -> None:
     cell = "from torchvision.datasets import MNIST\ndataset = MNIST('.', download=True)"
     assert "with main_process_first():\n    dataset = MNIST(" in body(convert_cells(LOAD, cell, TRAIN))
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        ("from src.train import train\ntrain(model)", ["module"]),
+        ("import finetune\nfinetune.run_train()", ["module"]),
+        ("from sklearn.model_selection import train_test_split\na = train_test_split(b)", []),
+        ("from unsloth.chat_templates import train_on_responses_only\ntrainer = train_on_responses_only(trainer)", []),
+        ("from transformers.trainer_utils import get_last_checkpoint\nc = get_last_checkpoint('o')", []),
+    ],
+)
+def test_a_training_in_a_module_of_the_authors_is_said(call: str, said: list[str]) -> None:
+    assert kinds(convert_cells(LOAD, DATA, TRAIN, call)) == said
 
 
 def test_a_setting_of_accelerate_is_the_notebooks() -> None:

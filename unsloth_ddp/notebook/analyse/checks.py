@@ -38,6 +38,9 @@ _LIGHTNING = (
     "Lightning's Trainer takes what it is told for the number of processes: set devices and num_nodes to those of the "
     "launch, and divide accumulate_grad_batches by the number of processes"
 )
+_TRAINS_ELSEWHERE = re.compile(
+    r"^(\w+\.)*\w*(train|finetun|fine_tun)\w*\.(\w+\.)*(run_|main_)?(train|finetune|fine_tune)(_\w+)?$"
+)
 _ENDS = ("exit", "quit", "sys.exit", "SystemExit")
 _OWN_LOADERS = ("get_train_dataloader",)
 _SHARDS = {"prepare", "prepare_data_loader", "get_train_dataloader", "DistributedSampler"}
@@ -125,6 +128,7 @@ def check_statement(statement: Statement, graph: Graph, context: ConversionConte
     notes += check_paths(statement.node, context)
     notes += _check_commands(statement, context)
     notes += [context.warn(*_STARTERS[path]) for path in _starters(statement, graph)]
+    notes += _check_modules(statement, graph, context)
     notes += _check_trainers(statement, graph, context)
     notes += _check_loss(statement, graph, context)
     notes += _check_loaders(statement, graph, context)
@@ -199,6 +203,18 @@ def _check_commands(statement: Statement, context: ConversionContext) -> list[st
 def _starters(statement: Statement, graph: Graph) -> list[str]:
     sites = [*statement.usage.calls, *(c for body in statement.usage.defines.values() for c in body.calls)]
     return [path for path in dict.fromkeys(graph.full_path(site) for site in sites) if path in _STARTERS]
+
+
+def _check_modules(statement: Statement, graph: Graph, context: ConversionContext) -> list[str]:
+    """Warn about a function that trains in a module of its author's, by its name and the module's."""
+    sites = [site for site in statement.usage.calls if site.root in graph.imports]
+    paths = [path for path in dict.fromkeys(map(graph.full_path, sites)) if _TRAINS_ELSEWHERE.search(path)]
+    return [
+        context.warn(
+            "module", f"{path} trains in a module that is not converted: check it, or put it into the notebook"
+        )
+        for path in paths
+    ]
 
 
 def _only_calls(statement: Statement) -> bool:

@@ -250,6 +250,7 @@ def _trainer_classes(functions: dict[str, DeferredBody]) -> TrainerClasses:
 # Effects -------------------------------------------------------------------------------------------------------------
 
 
+_SETS_LIBRARY = ("set_", "use_", "enable_", "disable_")
 # Methods of an accelerator that wait for nobody.
 _ALONE = {"print", "log", "unwrap_model", "get_state_dict", "free_memory", "clear", "save", "autocast", "accumulate"}
 # What a DataLoader of these iterates over is drawn together by all processes.
@@ -295,6 +296,8 @@ class _Effects:
             found |= {Effect.SYNC, Effect.LOOP} if site.tail == "backward" else {Effect.SYNC}
         else:
             found |= call_effects(site, graph.full_path(site), self.trainers, graph.trainer_classes)
+            if not found and site.root in graph.imports and site.tail.startswith(_SETS_LIBRARY):
+                found.add(Effect.STATE)  # torch.use_deterministic_algorithms(True)
         for name in site.names & graph.functions.keys():
             found |= self.of_function(name) & _THROUGH_ARGUMENTS
         return found

@@ -119,7 +119,7 @@ _STATS = re.compile(
 )
 _STATE = re.compile(
     r"^(os\.(chdir|putenv|unsetenv|umask|environ\.(pop\w*|update|setdefault|clear|__\w+__))|exit|quit|SystemExit|sys\.exit"
-    r"|sys\.path\.\w+|sys\.set\w+|random\.seed|numpy\.random\.seed|torch\.set_\w+"
+    r"|sys\.(path\.\w+|set\w+|modules\.(pop\w*|update|setdefault|clear))|random\.seed|numpy\.random\.seed|torch\.set_\w+"
     r"|torch\.(cuda\.)?manual_seed\w*|torch\.backends\..*|warnings\.\w+|(\w+\.)*set_seed|(\w+\.)*set_start_method)$"
 )
 _SYNC = {"main_process_first", "local_main_process_first", "wait_for_everyone", "barrier", "split_between_processes"}

@@ -405,3 +405,17 @@ def test_a_machine_without_a_gpu_is_told_so(monkeypatch: pytest.MonkeyPatch) -> 
         exec(region[region.index("# ddp: each process takes its own GPU") :], {"os": os, "LOCAL_RANK": 0})
     monkeypatch.setenv("UNSLOTH_ALLOW_CPU", "1")
     exec(region[region.index("# ddp: each process takes its own GPU") :], {"os": os, "LOCAL_RANK": 0})
+
+
+@pytest.mark.parametrize(
+    ("cell", "needed"),
+    [
+        ("model.cuda()", True),
+        ("device = 'cuda'\nmodel.to(device)", True),
+        ("device = 'cuda' if torch.cuda.is_available() else 'cpu'\nmodel.to(device)", False),
+    ],
+)
+def test_what_moves_the_model_to_a_gpu_needs_one(cell: str, needed: bool) -> None:
+    load = "import torch\nfrom transformers import AutoModel\nmodel = AutoModel.from_pretrained('m')"
+    script = convert_cells(load, cell, DATA, TRAIN).script
+    assert ("No GPU is visible here" in script) is needed

@@ -16,7 +16,7 @@ BUILTINS = frozenset(dir(builtins))
 # Methods that leave their object as training needs it.
 HARMLESS = {
     "eval", "train", "generate", "fast_generate", "encode", "decode", "to", "cuda", "cpu", "items", "keys", "get",
-    "strip", "format", "append_", "for_inference", "for_training", "apply_chat_template", "batch_decode",
+    "strip", "format", "for_inference", "for_training", "apply_chat_template", "batch_decode",
 }  # fmt: skip
 # The same of methods that begin so: they save, show or send what their object holds.
 _LEAVES = ("save", "push_to_hub", "print", "show", "log", "to_", "export", "plot", "describe", "head", "info")

@@ -317,7 +317,9 @@ def test_the_readme_has_the_figures_of_the_results() -> None:
     tables = []
     for section in (folder / "README.md").read_text().split("### Notebooks from other repositories"):
         rows = [line.split("|")[1:-1] for line in section.splitlines() if line.startswith("| ")]
-        tables.append({cells[0].strip(): [cell.strip() for cell in cells[1:]] for cells in rows if len(cells) in (5, 6)})
+        tables.append(
+            {cells[0].strip(): [cell.strip() for cell in cells[1:]] for cells in rows if len(cells) in (5, 6)}
+        )
     results = json.loads((folder / "results.json").read_text())
     for name, column in (("without prefix", 0), ("all", 1)):
         totals = results["runs"][name]["totals"]

@@ -452,6 +452,8 @@ def refused_arguments(plain: Outcome, ranks: list[Outcome], fields: dict[str, li
     Args:
         fields: the names of each class's parameters.
     """
+    if not plain.of("trainer"):
+        return []  # the plain notebook stopped before it: nothing says which arguments are its own
     want, have = (set().union(*(e.get("config") or {} for e in o.of("trainer")), set()) for o in (plain, ranks[0]))
     classes = {(event.get("config") or {}).get("class") for event in ranks[0].of("trainer")}
     known = [set(fields[name]) for name in classes if name in fields]

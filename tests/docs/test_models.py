@@ -10,9 +10,9 @@ import transformers
 from tests.architectures.test_architectures import ALL
 from tests.conftest import REPO
 from tests.tiny_models import tiny_model
-from unsloth_ddp.model import attention
-from unsloth_ddp.model.experts import stacked_experts
-from unsloth_ddp.model.packing_obstacles import mixing_reason
+from unsloth_ddp.model.adapter.experts import stacked_experts
+from unsloth_ddp.model.forward import attention
+from unsloth_ddp.model.forward.packing_obstacles import mixing_reason
 from unsloth_ddp.model.parts import parts_beside_text
 
 ROW = re.compile(r"^\| [^|]+ \| `(\w+)` \|", re.MULTILINE)

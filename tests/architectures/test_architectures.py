@@ -83,6 +83,17 @@ ALL = {
     "axk2": "AXK2ForCausalLM",
     "laguna": "LagunaForCausalLM",
     "mimo_v2_flash": "MiMoV2FlashForCausalLM",
+    "glm5_next": "Glm5NextForConditionalGeneration",
+    "qwen4_exp": "Qwen4ExpForConditionalGeneration",
+    "step3p7": "Step3p7ForConditionalGeneration",
+    "cohere_compass": "CohereCompassForConditionalGeneration",
+    "cosmos3_edge": "Cosmos3EdgeForConditionalGeneration",
+    "hunyuan_vl": "HunYuanVLForConditionalGeneration",
+    "axk1": "AXK1ForCausalLM",
+    "granite_swa": "GraniteSWAForCausalLM",
+    "granitemoe_swa": "GraniteMoeSWAForCausalLM",
+    "zaya": "ZayaForCausalLM",
+    "minicpm3": "MiniCPM3ForCausalLM",
     "gpt2": "GPT2LMHeadModel",
 }
 SLOW = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in ALL]

@@ -20,6 +20,7 @@ from unsloth_ddp.config.options import Settings
 from unsloth_ddp.model import merge as module
 from unsloth_ddp.model.files import safetensors_files
 from unsloth_ddp.model.merge import plan_merge, save_merged
+from unsloth_ddp.utils.errors import UserError
 
 SIZES = {
     "hidden_size": 32,
@@ -188,6 +189,22 @@ def test_a_base_whose_files_do_not_hold_the_adapted_weights_is_left_to_peft(tmp_
     quantized = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
     (base / "config.json").write_text(json.dumps({**config, **quantized}))
     assert plan_merge(settings(base), adapter) is None
+
+
+@pytest.mark.parametrize("parts", [("lora_A",), ("lora_A", "lora_B")])
+def test_an_adapter_that_lacks_a_module_which_its_config_names_is_refused(tmp_path, parts):
+    base = make_base(tmp_path / "base")
+    adapter = make_adapter(base, tmp_path / "adapter")
+    weights = load_file(adapter / "adapter_model.safetensors")
+    lacking = {
+        name: tensor
+        for name, tensor in weights.items()
+        if not ("layers.1.mlp.up_proj" in name and any(part in name for part in parts))
+    }
+    assert len(lacking) == len(weights) - len(parts)
+    save_file(lacking, adapter / "adapter_model.safetensors")
+    with pytest.raises(UserError, match=r"lacks \d of its \d+ weights \(the first: .*layers.1.mlp.up_proj.lora_A"):
+        save_merged(settings(base), adapter, tmp_path / "merged", [2])
 
 
 def test_packed_weights_of_other_names_than_the_models_are_left_to_peft(tmp_path):

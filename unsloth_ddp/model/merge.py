@@ -19,11 +19,10 @@ import torch
 from safetensors import safe_open
 
 from unsloth_ddp.config.options import Settings
-from unsloth_ddp.model.adapter_weights import PREFIX, A, B, adapted_modules, load_weights, read_weights
+from unsloth_ddp.model.adapter_weights import PREFIX, A, B, changed_modules, load_weights, read_weights
 from unsloth_ddp.model.classes import model_class, read_config
 from unsloth_ddp.model.files import model_folder, safetensors_files
 from unsloth_ddp.model.load import safetensors_only, stop_at
-from unsloth_ddp.model.parts import path_in_class
 from unsloth_ddp.model.stored_weights import (
     copy_processor,
     empty_model,
@@ -168,7 +167,7 @@ def _changes(
         known: the model's name of each.
     """
     weights = read_weights(adapter, model)
-    modules = {name.removeprefix(PREFIX).removesuffix(A) for name in weights if name.endswith(A)}
+    modules = changed_modules(adapter, model)
     if weights.keys() != {f"{PREFIX}{module}{part}" for module in modules for part in (A, B)}:
         return None
     by_name: dict[str | None, list[str]] = {}
@@ -272,10 +271,7 @@ def load_adapted(settings: Settings, adapter: Path, dtype: torch.dtype = torch.b
         _forget_packing(base)
     config: Any = PeftConfig.from_pretrained(str(adapter))
     if config.target_modules and not config.target_parameters and not config.trainable_token_indices:
-        # The modules of the file, under the names of this class; the names in the config could match modules of towers too.
-        paths = {path for path, _ in base.named_modules()}
-        named = {path_in_class(path, base) if path not in paths else path for path in adapted_modules(adapter)}
-        config.target_modules = (named & paths) or config.target_modules
+        config.target_modules = changed_modules(adapter, base) or config.target_modules
     config.inference_mode = False
     adapted = get_peft_model(base, config)
     load_weights(adapted, adapter, str(settings.model))

@@ -89,7 +89,9 @@ OWN: dict[str, dict[str, Any]] = {
         "layer_types": ["full_attention", "sliding_attention"] * 2, "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
         "sliding_window": 16, "num_sliding_attention_heads": 8, "share_expert_dim": 32,
         "per_layer_config": {1: {"num_attention_heads": 8}, 3: {"num_attention_heads": 8}},
-        "rope_parameters": dict.fromkeys(("full_attention", "sliding_attention"), {"rope_type": "default", "rope_theta": 10000.0}),
+        "rope_parameters": {
+            kind: {"rope_type": "default", "rope_theta": 10000.0} for kind in ("full_attention", "sliding_attention")
+        },
     },
     # Without what is random in training.
     "phimoe": {"router_jitter_noise": 0.0, "input_jitter_noise": 0.0},

@@ -191,6 +191,33 @@ def test_a_base_whose_files_do_not_hold_the_adapted_weights_is_left_to_peft(tmp_
     assert plan_merge(settings(base), adapter) is None
 
 
+def test_a_base_of_8_bit_blocks_is_unpacked_for_good(tmp_path):
+    """Transformers would write the merged weights in 8 bits again, with scales that nothing reads."""
+    base = make_base(tmp_path / "base", shard="1GB")
+    adapter = make_adapter(base, tmp_path / "adapter")
+    save_merged(settings(base), adapter, tmp_path / "wanted", [2])
+    weights, packed = load_file(base / "model.safetensors"), {}
+    for name, tensor in weights.items():
+        if not name.endswith("proj.weight"):
+            packed[name] = tensor
+            continue
+        rows, columns = tensor.shape
+        blocks = tensor.reshape(rows // 32, 32, columns // 32, 32)
+        scale = blocks.abs().amax((1, 3)) / 448
+        packed[name] = (blocks / scale[:, None, :, None]).reshape(rows, columns).to(torch.float8_e4m3fn)
+        packed[f"{name}_scale_inv"] = scale
+    save_file(packed, base / "model.safetensors", {"format": "pt"})
+    config = json.loads((base / "config.json").read_text())
+    kind = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [32, 32]}}
+    (base / "config.json").write_text(json.dumps({**config, **kind}))
+    save_merged(settings(base), adapter, tmp_path / "merged", [2])
+    found, wanted = weights_of(tmp_path / "merged"), weights_of(tmp_path / "wanted")
+    assert found.keys() == wanted.keys()
+    for name, tensor in found.items():
+        assert tensor.dtype == torch.bfloat16
+        assert (tensor.float() - wanted[name].float()).norm() < 0.05 * wanted[name].float().norm(), name
+
+
 @pytest.mark.parametrize("parts", [("lora_A",), ("lora_A", "lora_B")])
 def test_an_adapter_that_lacks_a_module_which_its_config_names_is_refused(tmp_path, parts):
     base = make_base(tmp_path / "base")

@@ -153,6 +153,11 @@ def _checked(auto: Any, config: Any, name: str) -> Any:
             f"model {name} is a {made.__name__}, which needs {' and '.join(wanted)} with every row, and the rows have text only; "
             "give a causal language model."
         )
+    if any(one.name == "decoder_input_ids" for one in arguments):
+        raise UserError(
+            f"model {name} is a {made.__name__}, which reads one sequence and writes another (decoder_input_ids), and this kit trains "
+            "causal language models; give one of those."
+        )
     return auto
 
 
